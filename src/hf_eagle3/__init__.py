@@ -1,0 +1,29 @@
+"""EAGLE-3 speculative decoding for Hugging Face models: train a draft, generate with it, publish it."""
+
+from importlib import import_module
+
+
+__version__ = "0.1.0"
+
+# Names load on first use, so that `import hf_eagle3` costs nothing and inference never imports the trainer.
+_MODULES = {
+    "Eagle3Config": "configuration_eagle3",
+    "Eagle3ForSpeculation": "modeling_eagle3",
+    "Eagle3Output": "modeling_eagle3",
+    "Eagle3GenerationStats": "generation_eagle3",
+    "Eagle3Trainer": "training",
+    "Eagle3TrainingArguments": "training",
+    "most_frequent_tokens": "data",
+}
+
+__all__ = [*_MODULES, "__version__"]
+
+
+def __getattr__(name):
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+
+
+def __dir__():
+    return __all__

@@ -1,0 +1,176 @@
+# Copyright 2026 The hf-eagle3 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Configuration of an EAGLE-3 draft, in the schema of the `speculators` package."""
+
+from typing import Any, ClassVar
+
+from transformers import AutoConfig, PreTrainedConfig
+
+
+# One name per class that `AutoXxx.from_pretrained(..., trust_remote_code=True)` may be asked for. Written to every
+# checkpoint, next to the files it names.
+AUTO_MAP = {
+    "AutoConfig": "configuration_eagle3.Eagle3Config",
+    "AutoModel": "modeling_eagle3.Eagle3ForSpeculation",
+    "AutoModelForCausalLM": "modeling_eagle3.Eagle3ForSpeculation",
+}
+
+
+class Eagle3Config(PreTrainedConfig):
+    r"""
+    Configuration of an [`Eagle3ForSpeculation`] draft.
+
+    `config.json` follows the `speculators` schema, which `vllm serve` reads: it has no top-level `model_type`, and every
+    flag is written out because readers disagree on what a missing one means.
+
+    Args:
+        transformer_layer_config (`PreTrainedConfig` or `dict`, *optional*):
+            Configuration of the draft's decoder layers: `model_type` is `"llama"` or `"qwen3"` (which adds
+            `q_norm` and `k_norm`). Its `vocab_size` is the target's. Defaults to a Llama configuration.
+        draft_vocab_size (`int`, *optional*):
+            Number of tokens the draft can propose. Defaults to the target's vocabulary size, which needs no mapping.
+        eagle_aux_hidden_state_layer_ids (`list[int]`, *optional*, defaults to `[2, L // 2, L - 3]`):
+            Which target states the draft reads. Id `k` is the stream *entering* decoder layer `k`, which is
+            `hidden_states[k]` in transformers. The default depends on the target's depth `L`, so it stays `None` until
+            the draft is built for a target.
+        target_hidden_size (`int`, *optional*):
+            Width of one target state. Defaults to the draft's hidden size.
+        norm_before_residual (`bool`, *optional*, defaults to `False`):
+            Whether the first layer takes its residual after `hidden_norm`.
+        norm_before_fc (`bool`, *optional*, defaults to `False`):
+            Whether one RMSNorm is applied to the concatenated target states.
+        fc_norm (`bool`, *optional*, defaults to `False`):
+            Whether each target state has its own RMSNorm before `fc` (EAGLE-3.1, https://huggingface.co/papers/2605.09992).
+            Excludes `norm_before_fc`.
+        norm_output (`bool`, *optional*, defaults to `False`):
+            Whether the next drafting step is fed the final norm's output (EAGLE-3.1) instead of its input.
+        has_own_embed_tokens (`bool`, *optional*, defaults to `False`):
+            Whether the checkpoint stores an embedding table. Without one the draft uses the target's.
+        verifier_fingerprint (`str`, *optional*):
+            A few entries of the target's embedding table, by which a draft recognises the target it was made for
+            (base64 of float16 values).
+        bos_token_id (`int`, *optional*), eos_token_id (`int` or `list[int]`, *optional*), pad_token_id (`int`, *optional*):
+            The target's special tokens.
+        speculators_config (`dict`, *optional*):
+            Proposal methods and verifier, as `speculators` defines them.
+
+    Raises:
+        ValueError: if flags exclude each other, the layer type is neither Llama nor Qwen3, or the vocabulary sizes do
+            not fit.
+    """
+
+    model_type: ClassVar[str] = "eagle3"
+    sub_configs: ClassVar[dict] = {"transformer_layer_config": AutoConfig}
+
+    transformer_layer_config: Any = None
+    draft_vocab_size: int | None = None
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+    target_hidden_size: int | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    has_own_embed_tokens: bool = False
+    verifier_fingerprint: str | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    speculators_model_type: str = "eagle3"
+    speculators_version: str = "0.9.0"
+    speculators_config: dict | None = None
+
+    def __post_init__(self, **kwargs):
+        layer_config = self.transformer_layer_config or {}
+        if isinstance(layer_config, dict):
+            layer_config = dict(layer_config)
+            self.transformer_layer_config = AutoConfig.for_model(layer_config.pop("model_type", "llama"), **layer_config)
+        layer_config = self.transformer_layer_config
+        if layer_config.model_type not in ("llama", "qwen3"):
+            raise ValueError(
+                f"`transformer_layer_config.model_type` is {layer_config.model_type!r}; a draft has 'llama' or 'qwen3' "
+                "layers."
+            )
+        # Engines want one entry a layer; Llama's own configuration has no such list.
+        if getattr(layer_config, "layer_types", None) is None:
+            layer_config.layer_types = ["full_attention"] * layer_config.num_hidden_layers
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = layer_config.vocab_size
+        if self.draft_vocab_size > layer_config.vocab_size:
+            raise ValueError(
+                f"`draft_vocab_size` ({self.draft_vocab_size}) exceeds the target's vocabulary "
+                f"({layer_config.vocab_size})."
+            )
+        if self.target_hidden_size is None:
+            self.target_hidden_size = layer_config.hidden_size
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("`fc_norm` and `norm_before_fc` exclude each other; set at most one of them.")
+        if self.speculators_model_type != "eagle3":
+            raise ValueError(f"`speculators_model_type` is {self.speculators_model_type!r}, expected 'eagle3'.")
+        # A layer count or ids of another family's checkpoint end up here as plain attributes; `auto_map` is ours.
+        kwargs.pop("model_type", None)
+        super().__post_init__(**kwargs)
+        # vLLM sizes `fc` from here, and takes 3 when it is absent.
+        layer_config.num_aux_hidden_states = self.num_aux_hidden_states
+
+    @property
+    def vocab_size(self) -> int:
+        """The target's vocabulary size: `generate` compares it with the target's own."""
+        return self.transformer_layer_config.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.transformer_layer_config.hidden_size
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.transformer_layer_config.num_hidden_layers
+
+    @property
+    def num_aux_hidden_states(self) -> int:
+        """How many target states are concatenated at each position."""
+        ids = self.eagle_aux_hidden_state_layer_ids
+        return 3 if ids is None else len(ids)
+
+    @property
+    def verifier(self) -> str:
+        """Name or path of the target this draft was made for, for messages."""
+        verifier = (self.speculators_config or {}).get("verifier", {})
+        return verifier.get("name_or_path") or "an unnamed target"
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._as_speculators(super().to_dict())
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        output = super().to_diff_dict()
+        layer_config = self.transformer_layer_config
+        output["transformer_layer_config"] = {**layer_config.to_diff_dict(), "model_type": layer_config.model_type}
+        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_own_embed_tokens"):
+            output[name] = getattr(self, name)
+        return self._as_speculators(output)
+
+    @staticmethod
+    def _as_speculators(output: dict[str, Any]) -> dict[str, Any]:
+        # vLLM does not recognise a speculators checkpoint that has a top-level `model_type`.
+        output.pop("model_type", None)
+        output["architectures"] = ["Eagle3DraftModel"]
+        output["auto_map"] = dict(AUTO_MAP)
+        layer_config = output["transformer_layer_config"]
+        layer_config.pop("transformers_version", None)
+        return output
+
+
+Eagle3Config.register_for_auto_class()
+
+
+__all__ = ["Eagle3Config"]

@@ -1,0 +1,627 @@
+# Copyright 2026 The hf-eagle3 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The EAGLE-3 draft (https://huggingface.co/papers/2503.01840), built from transformers' own parts."""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+from transformers.utils import ModelOutput, logging
+
+from .configuration_eagle3 import Eagle3Config
+from .generation_eagle3 import DEFAULT_TREE_SETTINGS, eagle3_decoding, install_generation_hook
+
+
+logger = logging.get_logger(__name__)
+
+# Rotary scalings whose parameters mean the same for any head size, so that the draft can take the target's.
+PORTABLE_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass
+class Eagle3Output(ModelOutput):
+    """
+    Output of [`Eagle3ForSpeculation`].
+
+    Args:
+        logits (`torch.FloatTensor` of shape `(batch_size, sequence_length, draft_vocab_size)`):
+            Scores over the draft vocabulary. Row `t` predicts the token at position `t + 2`.
+        last_hidden_state (`torch.FloatTensor` of shape `(batch_size, sequence_length, hidden_size)`):
+            What the next drafting step takes as `hidden_states` (before or after the final norm, see `norm_output`).
+        past_key_values (`Cache`, *optional*):
+            The draft's own cache.
+    """
+
+    logits: torch.FloatTensor | None = None
+    last_hidden_state: torch.FloatTensor | None = None
+    past_key_values: Cache | None = None
+
+
+class Eagle3Attention(LlamaAttention):
+    """Llama's attention with inputs of any width, and Qwen3's query and key norms when the layers are Qwen3's."""
+
+    def __init__(self, config, layer_idx: int, input_size: int):
+        super().__init__(config, layer_idx)
+        if input_size != config.hidden_size:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                out_features = getattr(self, name).out_features
+                setattr(self, name, nn.Linear(input_size, out_features, bias=config.attention_bias))
+        if config.model_type == "qwen3":
+            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
+        is_sliding = config.layer_types[layer_idx] == "sliding_attention"
+        self.sliding_window = config.sliding_window if is_sliding else None
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+        input_shape = hidden_states.shape[:-1]
+        head_shape = (*input_shape, -1, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden_states).view(head_shape)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden_states).view(head_shape)).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+
+        # A cache may bring its own attention: training-time test attends to some keys on the diagonal only.
+        attention = getattr(past_key_values, "attention_forward", None)
+        if attention is None:
+            attention = ALL_ATTENTION_FUNCTIONS.get_interface(
+                self.config._attn_implementation, eager_attention_forward
+            )
+        attn_output, _ = attention(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.o_proj(attn_output.reshape(*input_shape, -1))
+
+
+class Eagle3DecoderLayer(nn.Module):
+    """
+    A decoder layer. The first one reads the token's embedding beside the hidden state (EAGLE-3, section 3.1), the
+    others are ordinary.
+    """
+
+    def __init__(self, config: Eagle3Config, layer_idx: int):
+        super().__init__()
+        layer_config = config.transformer_layer_config
+        hidden_size, eps = layer_config.hidden_size, layer_config.rms_norm_eps
+        self.reads_embeddings = layer_idx == 0
+        self.norm_before_residual = config.norm_before_residual
+        if self.reads_embeddings:
+            self.hidden_norm = LlamaRMSNorm(hidden_size, eps=eps)
+        self.input_layernorm = LlamaRMSNorm(hidden_size, eps=eps)
+        self.self_attn = Eagle3Attention(
+            layer_config, layer_idx, input_size=2 * hidden_size if self.reads_embeddings else hidden_size
+        )
+        self.post_attention_layernorm = LlamaRMSNorm(hidden_size, eps=eps)
+        self.mlp = LlamaMLP(layer_config)
+
+    def forward(self, hidden_states, inputs_embeds, **attention_kwargs):
+        residual = hidden_states
+        if self.reads_embeddings:
+            hidden_states = self.hidden_norm(hidden_states)
+            if self.norm_before_residual:
+                residual = hidden_states
+            attention_input = torch.cat([self.input_layernorm(inputs_embeds), hidden_states], dim=-1)  # (B, S, 2H)
+        else:
+            attention_input = self.input_layernorm(hidden_states)
+        hidden_states = residual + self.self_attn(attention_input, **attention_kwargs)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
+    r"""
+    An EAGLE-3 draft. Pass it to the target's `generate` as `assistant_model` and the text stays what it was:
+
+    ```py
+    draft = AutoModel.from_pretrained("me/My-Model-speculator.eagle3", trust_remote_code=True)
+    target.generate(**inputs, assistant_model=draft)
+    ```
+
+    Row `t` of a draft's input pairs the target's states at position `t` with the token at `t + 1`, sits at rotary
+    position `t`, and predicts the token at `t + 2`.
+    """
+
+    config_class = Eagle3Config
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    _no_split_modules = ["Eagle3DecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config)
+        layer_config = config.transformer_layer_config
+        layer_config._attn_implementation = self.config._attn_implementation
+        hidden_size, eps = layer_config.hidden_size, layer_config.rms_norm_eps
+        aux_size = config.num_aux_hidden_states * config.target_hidden_size
+        if config.has_own_embed_tokens:
+            self.embed_tokens = nn.Embedding(config.vocab_size, hidden_size)
+        if config.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(aux_size, eps=eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(
+                LlamaRMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.num_aux_hidden_states)
+            )
+        self.fc = nn.Linear(aux_size, hidden_size, bias=False)
+        self.layers = nn.ModuleList(Eagle3DecoderLayer(config, i) for i in range(layer_config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(hidden_size, eps=eps)
+        self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary_emb = LlamaRotaryEmbedding(layer_config)
+        if config.draft_vocab_size < config.vocab_size:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        else:
+            self.d2t = self.t2d = None
+        # A reference in a list is no submodule: the target's table is neither saved, moved nor trained with the draft.
+        self._borrowed_embedding: list[nn.Embedding] = []
+        self.last_generation = None
+        for name, value in DEFAULT_TREE_SETTINGS.items():
+            setattr(self.generation_config, name, value)
+        self.post_init()
+
+    # Loading and making -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """
+        Loads a draft. See [`~transformers.PreTrainedModel.from_pretrained`].
+
+        Raises:
+            ValueError: if a tensor is missing, unexpected or of another shape, or if the vocabulary mapping is broken.
+        """
+        wants_loading_info = kwargs.pop("output_loading_info", False)
+        reload_kwargs = dict(kwargs)
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
+        missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+        if unexpected == ["embed_tokens.weight"] and not missing and not model.config.has_own_embed_tokens:
+            # The speculators schema does not say whether a table is stored; the file does.
+            reload_kwargs["config"] = model.config
+            model.config.has_own_embed_tokens = True
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, **reload_kwargs
+            )
+            missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+        mismatched = sorted(str(entry) for entry in info["mismatched_keys"])
+        if missing or unexpected or mismatched:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} does not hold the tensors its config.json describes. "
+                f"Missing: {missing or 'none'}. Unexpected: {unexpected or 'none'}. "
+                f"Of another shape: {mismatched or 'none'}. Check the config's flags (norm_before_fc, fc_norm, "
+                "draft_vocab_size, num_hidden_layers, ...) or download the checkpoint again."
+            )
+        model._check_draft_vocabulary(pretrained_model_name_or_path)
+        return (model, info) if wants_loading_info else model
+
+    @classmethod
+    def from_target(
+        cls,
+        target: PreTrainedModel,
+        draft_token_ids: Sequence[int] | torch.Tensor | None = None,
+        num_hidden_layers: int = 1,
+        **overrides: Any,
+    ) -> "Eagle3ForSpeculation":
+        r"""
+        Makes an untrained draft for a loaded target: its sizes, rotary embedding, special tokens and dtype are the
+        target's, and so are the rows of `lm_head`.
+
+        Args:
+            target (`PreTrainedModel`):
+                The target (verifier).
+            draft_token_ids (`Sequence[int]` or `torch.Tensor`, *optional*):
+                Target token ids that make up the draft vocabulary. Defaults to the target's whole vocabulary.
+            num_hidden_layers (`int`, *optional*, defaults to `1`):
+                Number of decoder layers.
+            overrides (*optional*):
+                Fields of [`Eagle3Config`], or of its `transformer_layer_config` (`model_type="qwen3"`,
+                `intermediate_size=...`). `fc_norm` and `norm_output` are on by default (EAGLE-3.1);
+                `fc_norm=False, norm_output=False` is the draft of the EAGLE-3 paper.
+
+        Raises:
+            ValueError: if the target cannot be a verifier, or an override or a token id does not exist.
+        """
+        embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+        if target.config.is_encoder_decoder or embedding is None or head is None:
+            raise ValueError(
+                f"{type(target).__name__} cannot be an EAGLE-3 target: it must be a decoder-only causal language model "
+                "with input and output embeddings."
+            )
+        text_config = target.config.get_text_config(decoder=True)
+        config_fields = {name for name in Eagle3Config.__dataclass_fields__ if name != "transformer_layer_config"}
+        config_overrides = {name: overrides.pop(name) for name in list(overrides) if name in config_fields}
+        layer_config = {**_layer_config_for(text_config, num_hidden_layers), **overrides}
+        known = AutoConfig.for_model(layer_config["model_type"]).to_dict()
+        if unknown := sorted(set(overrides) - set(known)):
+            raise ValueError(
+                f"Unknown overrides {unknown}: neither Eagle3Config nor the {layer_config['model_type']} layer "
+                "configuration has such a field."
+            )
+        name = target.config._name_or_path
+        config = Eagle3Config(
+            **{
+                "transformer_layer_config": layer_config,
+                "draft_vocab_size": text_config.vocab_size,
+                "eagle_aux_hidden_state_layer_ids": default_aux_layer_ids(text_config.num_hidden_layers),
+                "target_hidden_size": text_config.hidden_size,
+                "fc_norm": not config_overrides.get("norm_before_fc", False),
+                "norm_output": True,
+                "verifier_fingerprint": base64.b64encode(_fingerprint(embedding.weight).numpy().tobytes()).decode(),
+                **{
+                    key: getattr(target.generation_config or text_config, key, None)
+                    for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+                },
+                "speculators_config": {
+                    "algorithm": "eagle3",
+                    "default_proposal_method": "greedy",
+                    "proposal_methods": [
+                        {
+                            "proposal_type": "greedy",
+                            "speculative_tokens": DEFAULT_TREE_SETTINGS["tree_depth"],
+                            "accept_tolerance": 0.0,
+                            "verifier_accept_k": 1,
+                        }
+                    ],
+                    "verifier": {"name_or_path": name, "architectures": [type(target).__name__]},
+                },
+                **config_overrides,
+            }
+        )
+        draft = cls(config).to(dtype=target.dtype, device=embedding.weight.device)
+        draft.borrow_embeddings(target)
+        if draft.config.has_own_embed_tokens:
+            draft.embed_tokens.weight.data.copy_(embedding.weight)
+        draft.set_draft_vocabulary(draft_token_ids, target)
+        draft.validate_target(target)
+        return draft
+
+    def set_draft_vocabulary(self, draft_token_ids: Sequence[int] | torch.Tensor | None, target: PreTrainedModel):
+        """
+        Replaces the draft vocabulary, and `lm_head` by the target's rows for it.
+
+        Args:
+            draft_token_ids (`Sequence[int]` or `torch.Tensor`, *optional*):
+                Target token ids, in any order. `None` stands for the whole vocabulary.
+            target (`PreTrainedModel`):
+                The target whose output embeddings are copied.
+        """
+        device, vocab_size = self.lm_head.weight.device, self.config.vocab_size
+        if draft_token_ids is None:
+            draft_token_ids = torch.arange(vocab_size)
+        token_ids = torch.as_tensor(draft_token_ids, dtype=torch.long).flatten().unique()  # ascending
+        if len(token_ids) == 0 or token_ids[0] < 0 or token_ids[-1] >= vocab_size:
+            raise ValueError(
+                f"`draft_token_ids` must be ids of the target's vocabulary, 0 to {vocab_size - 1}, and not be empty."
+            )
+        token_ids = token_ids.to(device)
+        self.config.draft_vocab_size = len(token_ids)
+        self.lm_head = nn.Linear(
+            self.config.hidden_size, len(token_ids), bias=False, device=device, dtype=self.lm_head.weight.dtype
+        )
+        target_head = target.get_output_embeddings().weight
+        if target_head.shape[-1] == self.config.hidden_size:
+            with torch.no_grad():
+                self.lm_head.weight.copy_(target_head[token_ids.to(target_head.device)])
+        else:
+            self._init_weights(self.lm_head)
+        for name in ("d2t", "t2d"):
+            self.__dict__.pop(name, None)
+            self._buffers.pop(name, None)
+        if len(token_ids) < vocab_size:
+            self.register_buffer("d2t", token_ids - torch.arange(len(token_ids), device=device))
+            self.register_buffer("t2d", torch.isin(torch.arange(vocab_size, device=device), token_ids))
+        else:
+            self.d2t = self.t2d = None
+
+    @property
+    def draft_token_ids(self) -> torch.LongTensor:
+        """Target token ids of the draft vocabulary, of shape `(draft_vocab_size,)`."""
+        draft_ids = torch.arange(self.config.draft_vocab_size, device=self.lm_head.weight.device)
+        return draft_ids if self.d2t is None else draft_ids + self.d2t
+
+    def _check_draft_vocabulary(self, name) -> None:
+        if self.d2t is None:
+            return
+        token_ids = self.draft_token_ids
+        if (token_ids.diff() <= 0).any() or token_ids[0] < 0 or token_ids[-1] >= self.config.vocab_size:
+            raise ValueError(f"{name}: `d2t` does not map to ascending ids of a vocabulary of {self.config.vocab_size}.")
+        if not torch.equal(self.t2d.nonzero().flatten(), token_ids):
+            raise ValueError(f"{name}: `t2d` marks other tokens than `d2t` maps to.")
+
+    # The network --------------------------------------------------------------------------------------------------
+
+    def get_input_embeddings(self) -> nn.Embedding | None:
+        if self.config.has_own_embed_tokens:
+            return self.embed_tokens
+        return self._borrowed_embedding[0] if self._borrowed_embedding else None
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    def borrow_embeddings(self, target: PreTrainedModel) -> None:
+        """Lets `forward` look tokens up in the target's table, for drafts that store none of their own."""
+        self._borrowed_embedding = [target.get_input_embeddings()]
+
+    def embed(self, input_ids: torch.LongTensor, embedding: nn.Embedding | None = None) -> torch.FloatTensor:
+        """
+        Looks tokens up in the draft's own table, else in `embedding`, else in the borrowed one. Only the weight is
+        used: a factor that the target's embedding applies (Gemma) is not part of the draft's input.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`): Target token ids.
+            embedding (`nn.Embedding`, *optional*): The target's embedding.
+        """
+        if self.config.has_own_embed_tokens or embedding is None:
+            embedding = self.get_input_embeddings()
+        if embedding is None:
+            raise ValueError(
+                "This draft stores no embedding table. Call `draft.borrow_embeddings(target)` before `draft(...)`; "
+                "`target.generate(..., assistant_model=draft)` needs no such call."
+            )
+        weight = embedding.weight
+        return nn.functional.embedding(input_ids.to(weight.device), weight).to(self.lm_head.weight)
+
+    def combine_hidden_states(self, aux: torch.FloatTensor | Sequence[torch.FloatTensor]) -> torch.FloatTensor:
+        """
+        Fuses the target's states into one (EAGLE-3, section 3.1).
+
+        Args:
+            aux (`torch.FloatTensor` of shape `(batch_size, sequence_length, num_aux * target_hidden_size)`):
+                The states of `config.eagle_aux_hidden_state_layer_ids`, concatenated, or a sequence of them.
+
+        Returns:
+            `torch.FloatTensor` of shape `(batch_size, sequence_length, hidden_size)`.
+        """
+        if not isinstance(aux, torch.Tensor):
+            aux = torch.cat(list(aux), dim=-1)
+        if aux.shape[-1] != self.fc.in_features:
+            raise ValueError(
+                f"The draft fuses {self.config.num_aux_hidden_states} target states of "
+                f"{self.config.target_hidden_size}, {self.fc.in_features} in all, but got {aux.shape[-1]}."
+            )
+        if self.config.norm_before_fc:
+            aux = self.input_norm(aux)
+        if self.config.fc_norm:
+            states = aux.split(self.config.target_hidden_size, dim=-1)
+            aux = torch.cat([norm(state) for norm, state in zip(self.fc_norm, states, strict=True)], dim=-1)
+        return self.fc(aux)
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        hidden_states: torch.FloatTensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        logits_to_keep: int = 0,
+        **kwargs,
+    ) -> Eagle3Output:
+        r"""
+        One drafting step.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`):
+                Target token ids; row `t` holds the token at position `t + 1`.
+            hidden_states (`torch.FloatTensor` of shape `(batch_size, sequence_length, hidden_size)`):
+                Row `t` is [`combine_hidden_states`] of the target's states at position `t`, or the
+                `last_hidden_state` of the drafting step before.
+            attention_mask (`torch.Tensor`, *optional*):
+                Of shape `(batch_size, past_length + sequence_length)` with zeros on padding, or an additive mask of
+                shape `(batch_size, 1, sequence_length, past_length + sequence_length)`, or a dict of those by layer
+                type.
+            position_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+                Rotary positions. Counted on from the cache by default.
+            past_key_values (`Cache`, *optional*):
+                The draft's cache, extended in place.
+            use_cache (`bool`, *optional*, defaults to `False`):
+                Whether to make a cache if none is passed.
+            inputs_embeds (`torch.FloatTensor` of shape `(batch_size, sequence_length, hidden_size)`, *optional*):
+                In place of `input_ids`.
+            logits_to_keep (`int`, *optional*, defaults to `0`):
+                Compute the logits of the last so many rows only. 0 stands for all.
+        """
+        if (input_ids is None) == (inputs_embeds is None) or hidden_states is None:
+            raise ValueError("A drafting step takes `hidden_states` and one of `input_ids` and `inputs_embeds`.")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed(input_ids)
+        if inputs_embeds.shape != hidden_states.shape:
+            raise ValueError(
+                f"Embeddings of shape {tuple(inputs_embeds.shape)} do not match `hidden_states` of shape "
+                f"{tuple(hidden_states.shape)}. `hidden_states` must be fused by `combine_hidden_states` first."
+            )
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+        if position_ids is None:
+            past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None] + past_length
+        layer_types = self.config.transformer_layer_config.layer_types
+        masks = self._masks_by_layer_type(attention_mask, inputs_embeds, past_key_values, position_ids)
+        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        for layer, layer_type in zip(self.layers, layer_types, strict=True):
+            hidden_states = layer(
+                hidden_states,
+                inputs_embeds,
+                position_embeddings=position_embeddings,
+                attention_mask=masks[layer_type],
+                past_key_values=past_key_values,
+            )
+        normed = self.norm(hidden_states)
+        return Eagle3Output(
+            logits=self.lm_head(normed[:, -logits_to_keep:]),
+            last_hidden_state=normed if self.config.norm_output else hidden_states,
+            past_key_values=past_key_values,
+        )
+
+    def _masks_by_layer_type(self, attention_mask, inputs_embeds, past_key_values, position_ids):
+        layer_types = set(self.config.transformer_layer_config.layer_types)
+        if isinstance(attention_mask, dict):
+            return attention_mask
+        if attention_mask is not None and attention_mask.dim() == 4:
+            return dict.fromkeys(layer_types, attention_mask)
+        functions = {
+            "full_attention": create_causal_mask,
+            "sliding_attention": create_sliding_window_causal_mask,
+        }
+        return {
+            layer_type: functions[layer_type](
+                config=self.config.transformer_layer_config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
+            for layer_type in layer_types
+        }
+
+    # Pairing and decoding -----------------------------------------------------------------------------------------
+
+    def validate_target(self, target: PreTrainedModel) -> None:
+        """
+        Checks that this draft was made for `target`.
+
+        Raises:
+            ValueError: naming both sides, if the target is of another kind, size or vocabulary, or another model of the
+                same sizes.
+        """
+        config, text_config = self.config, target.config.get_text_config(decoder=True)
+        target_name = f"{type(target).__name__} {target.config._name_or_path or '(unnamed)'}"
+        draft_name = f"The draft {config._name_or_path or '(unnamed)'}, made for {config.verifier},"
+        if target.config.is_encoder_decoder:
+            raise ValueError(f"{target_name} is an encoder-decoder; EAGLE-3 drafts for decoder-only models.")
+        for label, expected, actual in (
+            ("a vocabulary of", config.vocab_size, text_config.vocab_size),
+            ("hidden states of size", config.target_hidden_size, text_config.hidden_size),
+        ):
+            if expected != actual:
+                raise ValueError(
+                    f"{draft_name} needs a target with {label} {expected}, but {target_name} has {label} {actual}. "
+                    "Pair each draft with the target it was trained for."
+                )
+        depth = text_config.num_hidden_layers
+        layer_ids = self.resolve_aux_layer_ids(target)
+        if not all(0 <= layer_id < depth for layer_id in layer_ids):
+            raise ValueError(
+                f"{draft_name} reads the states entering layers {layer_ids}, but {target_name} has layers 0 to "
+                f"{depth - 1}. Pair each draft with the target it was trained for."
+            )
+        weight = target.get_input_embeddings().weight
+        if not config.has_own_embed_tokens and weight.shape[-1] != config.hidden_size:
+            raise ValueError(
+                f"{draft_name} stores no embedding table and needs the target's, with rows of {config.hidden_size}, "
+                f"but those of {target_name} have {weight.shape[-1]}."
+            )
+        if config.verifier_fingerprint is not None and weight.device.type != "meta":
+            # Fine-tuning and quantization hardly turn the table; another model's table is unrelated to it.
+            ours = torch.frombuffer(bytearray(base64.b64decode(config.verifier_fingerprint)), dtype=torch.float16)
+            if torch.cosine_similarity(ours.double(), _fingerprint(weight).double(), dim=0) < 0.9:
+                raise ValueError(
+                    f"{draft_name} was trained for another model than {target_name}: the sizes agree, but the "
+                    "embedding tables are unrelated. Pair each draft with the target it was trained for, or train "
+                    "one for this target."
+                )
+
+    def resolve_aux_layer_ids(self, target: PreTrainedModel) -> list[int]:
+        """The ids of the target's `hidden_states` that this draft reads."""
+        ids = self.config.eagle_aux_hidden_state_layer_ids
+        if ids is None:
+            ids = default_aux_layer_ids(target.config.get_text_config(decoder=True).num_hidden_layers)
+        return list(ids)
+
+    def assisted_decoding(self, target: PreTrainedModel, input_ids: torch.LongTensor, **kwargs):
+        """What `target.generate(..., assistant_model=self)` calls. See [`eagle3_decoding`]."""
+        return eagle3_decoding(self, target, input_ids, **kwargs)
+
+    def generate(self, *args, **kwargs):
+        raise NotImplementedError(
+            "A draft does not generate text by itself. Call `target.generate(..., assistant_model=draft)`."
+        )
+
+
+def default_aux_layer_ids(num_target_layers: int) -> list[int]:
+    """An early, a middle and a late state of the target (EAGLE-3, section 3.1; ids as vLLM and speculators use them)."""
+    if num_target_layers < 6:  # too shallow for the usual three: spread what there is
+        return [0, num_target_layers // 2, num_target_layers - 1]
+    return [2, num_target_layers // 2, num_target_layers - 3]
+
+
+def _layer_config_for(text_config, num_hidden_layers: int) -> dict[str, Any]:
+    """Configuration of Llama layers as wide as the target's."""
+    num_heads = text_config.num_attention_heads
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // num_heads
+    num_key_value_heads = getattr(text_config, "num_key_value_heads", None) or num_heads
+    if getattr(text_config, "kv_lora_rank", None) is not None:  # MLA's head sizes mean something else
+        head_dim = text_config.hidden_size // num_heads
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # Gemma 3: one set a layer type
+    if rope.get("rope_type", "default") in PORTABLE_ROPE_TYPES:
+        # Drafts rotate whole heads at one-dimensional positions.
+        rope = {key: value for key, value in rope.items() if key not in ("partial_rotary_factor", "mrope_section")}
+    else:
+        rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
+    return {
+        "model_type": "llama",
+        "vocab_size": text_config.vocab_size,
+        "hidden_size": text_config.hidden_size,
+        "intermediate_size": getattr(text_config, "intermediate_size", None) or 4 * text_config.hidden_size,
+        "num_hidden_layers": num_hidden_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_key_value_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": text_config.max_position_embeddings,
+        "rms_norm_eps": getattr(text_config, "rms_norm_eps", None) or 1e-6,
+        "rope_parameters": rope or {"rope_type": "default", "rope_theta": 10000.0},
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def _fingerprint(embedding: torch.Tensor) -> torch.Tensor:
+    """64 entries of an embedding table `(vocab_size, hidden_size)`: the first four of 16 rows spread over it."""
+    rows = torch.linspace(0, embedding.shape[0] - 1, 16).long().to(embedding.device)
+    return embedding.detach()[rows, :4].flatten().half().cpu()
+
+
+Eagle3ForSpeculation.register_for_auto_class("AutoModel")
+install_generation_hook()
+
+
+__all__ = ["Eagle3ForSpeculation", "Eagle3Output"]

@@ -1,0 +1,7 @@
+"""Training drafts (needs the `train` extra)."""
+
+from .arguments import Eagle3TrainingArguments
+from .trainer import Eagle3Trainer
+
+
+__all__ = ["Eagle3Trainer", "Eagle3TrainingArguments"]

@@ -1,0 +1,54 @@
+"""Arguments of [`Eagle3Trainer`]."""
+
+from dataclasses import dataclass, field
+
+from trl import SFTConfig
+
+
+@dataclass
+class Eagle3TrainingArguments(SFTConfig):
+    r"""
+    Configuration of [`Eagle3Trainer`]: an [`~trl.SFTConfig`] (data preparation, chat templates, assistant-only loss,
+    packing, logging, checkpoints) and what training-time test adds.
+
+    Args:
+        draft_vocab_size (`int`, *optional*):
+            Size of the draft vocabulary that the trainer takes from the training data when it makes the draft itself
+            (`model=None`). Defaults to the target's whole vocabulary.
+        ttt_steps (`int`, *optional*, defaults to `7`):
+            Drafting steps unrolled in training.
+        ttt_step_decay (`float`, *optional*, defaults to `0.8`):
+            Weight of step `s` in the loss is `ttt_step_decay ** s`.
+    """
+
+    # Parameters whose default values are overridden from SFTConfig
+    learning_rate: float = field(default=1e-4, metadata={"help": "The initial learning rate for AdamW."})
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "The learning-rate schedule."})
+    max_grad_norm: float = field(default=0.5, metadata={"help": "Norm the gradients are clipped to."})
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "Not supported: the unroll keeps the keys of every step."}
+    )
+
+    # Parameters that control the draft
+    draft_vocab_size: int | None = field(
+        default=None,
+        metadata={"help": "Size of the draft vocabulary taken from the training data when the trainer makes the draft."},
+    )
+
+    # Parameters that control training-time test
+    ttt_steps: int = field(default=7, metadata={"help": "Drafting steps unrolled in training."})
+    ttt_step_decay: float = field(
+        default=0.8, metadata={"help": "Weight of step `s` in the loss is `ttt_step_decay ** s`."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.ttt_steps < 1:
+            raise ValueError(f"`ttt_steps` must be at least 1, got {self.ttt_steps}.")
+        if not 0 < self.ttt_step_decay <= 1:
+            raise ValueError(f"`ttt_step_decay` must be in (0, 1], got {self.ttt_step_decay}.")
+        if self.gradient_checkpointing:
+            raise ValueError(
+                "`gradient_checkpointing=True` is not supported: training-time test keeps the keys of every step, which "
+                "a recomputed forward would add twice. A draft is one layer; lower `max_length` or the batch size."
+            )

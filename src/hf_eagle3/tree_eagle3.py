@@ -1,0 +1,140 @@
+# Copyright 2026 The hf-eagle3 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The draft tree: grow it, keep its best nodes, mask it, walk it (EAGLE-2, https://huggingface.co/papers/2406.16858)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class DraftTree:
+    """
+    A tree of tokens to verify. Node 0 is the root, the last token that is already decided; parents precede children.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(batch_size, num_nodes)`): Target token ids.
+        parents (`torch.LongTensor` of shape `(batch_size, num_nodes)`): Index of each node's parent; the root's is 0.
+        depths (`torch.LongTensor` of shape `(batch_size, num_nodes)`): Distance from the root.
+        ancestors (`torch.BoolTensor` of shape `(batch_size, num_nodes, num_nodes)`):
+            `ancestors[b, i, j]`: node `j` is node `i` or above it, so `i` attends to `j`.
+    """
+
+    tokens: torch.LongTensor
+    parents: torch.LongTensor
+    depths: torch.LongTensor
+    ancestors: torch.BoolTensor
+
+    @property
+    def num_nodes(self) -> int:
+        return self.tokens.shape[1]
+
+    @classmethod
+    def from_parents(cls, tokens: torch.LongTensor, parents: torch.LongTensor) -> "DraftTree":
+        """Works out depths and ancestors; `parents[b, i] < i` for every node but the root."""
+        batch_size, num_nodes = tokens.shape
+        ancestors = torch.eye(num_nodes, dtype=torch.bool, device=tokens.device).repeat(batch_size, 1, 1)
+        jump = parents
+        # After round r every node knows its 2**r nearest ancestors, and `jump` leads 2**r nodes up.
+        for _ in range((num_nodes - 1).bit_length()):
+            ancestors = ancestors | ancestors.gather(1, jump[:, :, None].expand_as(ancestors))
+            jump = jump.gather(1, jump)
+        return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors)
+
+    @classmethod
+    def root_only(cls, root_tokens: torch.LongTensor) -> "DraftTree":
+        """The tree of nothing but the root; `root_tokens` has shape `(batch_size, 1)`."""
+        return cls.from_parents(root_tokens, torch.zeros_like(root_tokens))
+
+    def children(self, row: int = 0) -> dict[tuple[int, int], int]:
+        """`{(parent, token): node}` of one batch row, on the host: what a walk from the root looks up."""
+        tokens, parents = torch.stack([self.tokens[row], self.parents[row]]).tolist()
+        return {(parents[node], tokens[node]): node for node in range(1, len(tokens))}
+
+
+def grow_tree(
+    root_tokens: torch.LongTensor,
+    logits: torch.FloatTensor,
+    hidden_states: torch.FloatTensor,
+    advance: Callable[..., tuple[torch.FloatTensor, torch.FloatTensor]],
+    d2t: torch.LongTensor | None,
+    tree_depth: int,
+    branching_factor: int,
+    num_assistant_tokens: int,
+) -> DraftTree:
+    """
+    Expands the most probable nodes level by level, then keeps the most probable of all of them (EAGLE-2, sections 4.1
+    and 4.2). A node's value is the draft's probability of the whole path to it.
+
+    Args:
+        root_tokens (`torch.LongTensor` of shape `(B, 1)`): The tokens the trees hang from.
+        logits (`torch.FloatTensor` of shape `(B, draft_vocab_size)`): The draft's scores for the root's children.
+        hidden_states (`torch.FloatTensor` of shape `(B, H)`): What the root's children take as hidden state.
+        advance (`Callable`):
+            `advance(tokens (B, K), hidden_states (B, K, H), level, visible (B, K, level * K)) -> logits (B, K, V),
+            hidden_states (B, K, H)`: one drafting step for `K` nodes at depth `level`. `visible` tells which of the
+            rows advanced so far, these included, each of them attends to.
+        d2t (`torch.LongTensor` of shape `(draft_vocab_size,)`, *optional*): Offsets from draft to target ids.
+        tree_depth (`int`): Longest path below the root, at least 1. Costs `tree_depth - 1` calls of `advance`.
+        branching_factor (`int`): Children tried per node, and nodes expanded per level.
+        num_assistant_tokens (`int`): Nodes kept below the root.
+    """
+    batch_size, device = logits.shape[0], logits.device
+    width = min(branching_factor, logits.shape[-1])
+
+    def best_children(logits):  # (..., V) -> values (..., K), target ids (..., K)
+        # A probability is at most one and a draft may be broken: whatever it says, no child outranks its parent.
+        log_probs = torch.log_softmax(logits.float(), dim=-1).nan_to_num(nan=-torch.inf).clamp(max=0)
+        values, tokens = log_probs.topk(width)
+        return values, tokens if d2t is None else tokens + d2t[tokens]
+
+    # The frontier: the K nodes expanded next, as indices into the pool of all candidates.
+    values, tokens = best_children(logits)  # (B, K)
+    pool_values, pool_tokens = [values], [tokens]
+    pool_parents = [torch.full_like(tokens, -1)]
+    frontier = torch.arange(width, device=device).expand(batch_size, width)
+    hidden_states = hidden_states[:, None].expand(-1, width, -1)  # (B, K, H)
+    self_visible = torch.eye(width, dtype=torch.bool, device=device).expand(batch_size, -1, -1)
+    visible = self_visible
+    pool_size = width
+    for level in range(1, tree_depth):
+        logits, hidden_states = advance(tokens, hidden_states, level, visible)
+        child_values, child_tokens = best_children(logits)  # (B, K, K)
+        child_values = (values[..., None] + child_values).flatten(1)
+        child_tokens = child_tokens.flatten(1)
+        pool_values.append(child_values)
+        pool_tokens.append(child_tokens)
+        pool_parents.append(frontier.repeat_interleave(width, dim=1))
+        values, best = child_values.topk(width)  # (B, K)
+        tokens = child_tokens.gather(1, best)
+        parent = best // width
+        frontier = pool_size + best
+        hidden_states = hidden_states.gather(1, parent[..., None].expand_as(hidden_states))
+        visible = torch.cat(
+            [visible.gather(1, parent[..., None].expand(-1, -1, visible.shape[-1])), self_visible], dim=-1
+        )
+        pool_size += child_values.shape[1]
+
+    # Candidates stand in the pool level by level, so a stable sort puts a parent before a child of equal value, and
+    # whatever is kept is kept with its parent. Back in pool order, parents precede children.
+    ranking = torch.cat(pool_values, dim=1).sort(dim=1, descending=True, stable=True).indices
+    kept = ranking[:, : min(num_assistant_tokens, pool_size)].sort(dim=1).values  # (B, N)
+    kept_tokens = torch.cat(pool_tokens, dim=1).gather(1, kept)
+    kept_parents = torch.cat(pool_parents, dim=1).gather(1, kept)
+    parents = torch.where(kept_parents < 0, 0, torch.searchsorted(kept, kept_parents) + 1)
+    return DraftTree.from_parents(
+        torch.cat([root_tokens, kept_tokens], dim=1),
+        torch.cat([torch.zeros_like(root_tokens), parents], dim=1),
+    )
