@@ -606,7 +606,7 @@ def _layer_config_for(text_config, num_hidden_layers: int) -> dict[str, Any]:
         "num_key_value_heads": num_key_value_heads,
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": text_config.max_position_embeddings,
+        "max_position_embeddings": getattr(text_config, "max_position_embeddings", None) or 2048,
         "rms_norm_eps": getattr(text_config, "rms_norm_eps", None) or 1e-6,
         "rope_parameters": rope or {"rope_type": "default", "rope_theta": 10000.0},
         "attention_bias": False,

@@ -146,15 +146,21 @@ def ttt_loss(draft, batch: TTTBatch, steps: int) -> TTTOutput:
     Forward KL divergence from the target to the draft, on the draft vocabulary, at every step (EAGLE-3's loss up to the
     target's entropy, which has no gradient).
     """
+    target_log_probs = batch.target_logits.float().log_softmax(dim=-1)  # (B, L, V_draft)
+    target_probs = target_log_probs.exp()
+    negative_entropy = (target_probs * target_log_probs).sum(dim=-1)  # (B, L)
     loss_sums, num_rows, num_correct = [], [], []
     for step, logits in enumerate(ttt_logits(draft, batch, steps)):
-        rows = counted_rows(batch.labels, batch.documents, step)  # row t, and the target's row t + 1 + step
+        rows = counted_rows(batch.labels, batch.documents, step)
         num = rows.shape[1]
-        draft_log_probs = logits[:, :num][rows].float().log_softmax(dim=-1)  # (R, V_draft)
-        target_log_probs = batch.target_logits[:, 1 + step : 1 + step + num][rows].float().log_softmax(dim=-1)
-        divergence = F.kl_div(draft_log_probs, target_log_probs, reduction="sum", log_target=True)
-        best = draft.draft_token_ids[draft_log_probs.detach().argmax(dim=-1)]
-        loss_sums.append(divergence)
+        # Row t of the draft is about the target's row t + 1 + step.
+        logits, about = logits[:, :num].float(), slice(1 + step, 1 + step + num)
+        cross_entropy = F.cross_entropy(
+            logits.flatten(0, 1), target_probs[:, about].flatten(0, 1), reduction="none"
+        ).view_as(rows)
+        divergence = cross_entropy + negative_entropy[:, about]
+        best = draft.draft_token_ids[logits.detach().argmax(dim=-1)]
+        loss_sums.append((divergence * rows).sum())
         num_rows.append(rows.sum())
-        num_correct.append((best == batch.target_tokens[:, 1 + step : 1 + step + num][rows]).sum())
+        num_correct.append(((best == batch.target_tokens[:, about]) & rows).sum())
     return TTTOutput(torch.stack(loss_sums), torch.stack(num_rows), torch.stack(num_correct))

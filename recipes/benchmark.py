@@ -1,0 +1,77 @@
+"""
+Compares plain generation, prompt lookup and an EAGLE-3 draft on the same prompts.
+
+    python recipes/benchmark.py --target Qwen/Qwen3-8B --draft me/Qwen3-8B-speculator.eagle3 \
+        --prompts prompts.jsonl --dtype bfloat16 --json results.json
+
+`prompts.jsonl` holds one `{"prompt": "..."}` a line.
+"""
+
+import argparse
+import json
+import platform
+from dataclasses import asdict
+
+import torch
+import transformers
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+import hf_eagle3
+from hf_eagle3.evaluation import format_table, run_benchmark
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="Target: a folder or a Hub id")
+    parser.add_argument("--draft", required=True, help="Draft: a folder or a Hub id")
+    parser.add_argument("--prompts", required=True, help="JSON Lines file of prompts")
+    parser.add_argument("--json", help="Where to write the results")
+    parser.add_argument("--methods", nargs="+", default=["plain", "prompt-lookup", "eagle3"])
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--num_prompts", type=int, help="Only the first so many prompts")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="auto", help="Dtype of target and draft")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    for name in ("tree_depth", "branching_factor", "num_assistant_tokens"):
+        parser.add_argument(f"--{name}", type=int, help="Overrides the draft's own setting")
+    args = parser.parse_args()
+
+    with open(args.prompts, encoding="utf-8") as file:
+        prompts = [json.loads(line)["prompt"] for line in file if line.strip()][: args.num_prompts]
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(args.device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    draft = AutoModel.from_pretrained(args.draft, dtype=args.dtype, trust_remote_code=True).to(args.device).eval()
+    for name in ("tree_depth", "branching_factor", "num_assistant_tokens"):
+        if getattr(args, name) is not None:
+            setattr(draft.generation_config, name, getattr(args, name))
+
+    rows = run_benchmark(
+        target, tokenizer, draft, prompts, args.methods, args.temperatures, args.max_new_tokens, args.repeats
+    )
+    print(format_table(rows))
+    if args.json:
+        environment = {
+            "hf_eagle3": hf_eagle3.__version__,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+            "target_dtype": str(target.dtype),
+            "draft_dtype": str(draft.dtype),
+        }
+        tree = {
+            name: getattr(draft.generation_config, name)
+            for name in ("tree_depth", "branching_factor", "num_assistant_tokens")
+        }
+        results = [
+            {**asdict(row), "median_tokens_per_second": row.median_tokens_per_second, "median_speedup": row.median_speedup}
+            for row in rows
+        ]
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"arguments": vars(args), "environment": environment, "tree": tree, "results": results}, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Plain generation, prompt lookup and EAGLE-3, on the same prompts, interleaved."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+
+METHODS = ("plain", "prompt-lookup", "eagle3")
+
+
+@dataclass
+class BenchmarkRow:
+    """
+    One method at one temperature.
+
+    Args:
+        method (`str`): One of `METHODS`.
+        temperature (`float`): 0 is greedy.
+        tokens_per_second (`list[float]`): One entry a repeat: all new tokens over all seconds.
+        speedups (`list[float]`): The same over plain generation's in that repeat.
+        acceptance_length (`float`, *optional*):
+            τ, pooled: tokens emitted by verification forwards over the number of those forwards. EAGLE-3 only.
+        accepted_lengths (`list[int]`): Tokens each verification forward emitted.
+        num_identical (`int`): Prompts whose tokens are, in every repeat, those of plain generation.
+        num_prompts (`int`): Of how many.
+    """
+
+    method: str
+    temperature: float
+    tokens_per_second: list[float] = field(default_factory=list)
+    speedups: list[float] = field(default_factory=list)
+    acceptance_length: float | None = None
+    accepted_lengths: list[int] = field(default_factory=list)
+    num_identical: int = 0
+    num_prompts: int = 0
+
+    @property
+    def median_tokens_per_second(self) -> float:
+        return statistics.median(self.tokens_per_second)
+
+    @property
+    def median_speedup(self) -> float:
+        return statistics.median(self.speedups)
+
+
+def run_benchmark(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    draft: PreTrainedModel,
+    prompts: Sequence[str],
+    methods: Sequence[str] = METHODS,
+    temperatures: Sequence[float] = (0.0, 1.0),
+    max_new_tokens: int = 128,
+    repeats: int = 3,
+    seed: int = 0,
+) -> list[BenchmarkRow]:
+    """
+    Times each method on each prompt, at batch size 1. Methods take turns prompt by prompt, so that a slow spell of the
+    machine meets all of them; seeds are the same for all.
+
+    Returns:
+        `list[BenchmarkRow]`: One a method and temperature, plain generation first.
+    """
+    if "plain" not in methods:
+        raise ValueError("`methods` must include 'plain': speed-ups are ratios to it.")
+    if unknown := sorted(set(methods) - set(METHODS)):
+        raise ValueError(f"Unknown methods {unknown}; choose from {METHODS}.")
+    methods = sorted(methods, key=METHODS.index)
+    assistance = {
+        "plain": {},
+        "prompt-lookup": {"prompt_lookup_num_tokens": 8},
+        "eagle3": {"assistant_model": draft},
+    }
+    encoded = [tokenizer(prompt, return_tensors="pt").to(target.device) for prompt in prompts]
+
+    def generate(inputs, method, temperature, run_seed):
+        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        set_seed(run_seed)
+        _synchronize(target.device)
+        start = time.perf_counter()
+        # Plain sampling: a target's own top-k or top-p would make temperatures incomparable.
+        sequences = target.generate(
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            **sampling,
+            **({"top_k": 0, "top_p": 1.0} if temperature > 0 else {}),
+            **assistance[method],
+        )
+        _synchronize(target.device)
+        return sequences[0, inputs["input_ids"].shape[1] :].tolist(), time.perf_counter() - start
+
+    rows = []
+    progress = tqdm(total=len(temperatures) * len(methods) * len(prompts) * repeats, desc="Benchmark")
+    for temperature in temperatures:
+        by_method = {method: BenchmarkRow(method, temperature, num_prompts=len(prompts)) for method in methods}
+        for method in methods:  # warm-up
+            generate(encoded[0], method, temperature, seed)
+        differs = {method: set() for method in methods}
+        for repeat in range(repeats):
+            tokens, seconds = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0.0)
+            for index, inputs in enumerate(encoded):
+                for method in methods:
+                    new_tokens, elapsed = generate(inputs, method, temperature, seed + repeat * len(prompts) + index)
+                    tokens[method] += len(new_tokens)
+                    seconds[method] += elapsed
+                    if method == "plain":
+                        expected = new_tokens
+                    elif new_tokens != expected:
+                        differs[method].add(index)
+                    if method == "eagle3":
+                        by_method[method].accepted_lengths += draft.last_generation.accepted_lengths
+                    progress.update()
+            speeds = {method: tokens[method] / seconds[method] for method in methods}
+            for method in methods:
+                by_method[method].tokens_per_second.append(speeds[method])
+                by_method[method].speedups.append(speeds[method] / speeds["plain"])
+        for method, row in by_method.items():
+            row.num_identical = len(prompts) - len(differs[method])
+            if row.accepted_lengths:
+                row.acceptance_length = statistics.mean(row.accepted_lengths)
+            rows.append(row)
+    progress.close()
+    return rows
+
+
+def format_table(rows: Sequence[BenchmarkRow]) -> str:
+    """The rows as a Markdown table. Medians over repeats; the range in brackets."""
+    lines = [
+        "| T | method | tokens/s | speed-up | acceptance length | identical to plain generate |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        speedup, tau, identical = "1.00", "-", "-"
+        if row.method != "plain":
+            speedup = f"{row.median_speedup:.2f} ({min(row.speedups):.2f}-{max(row.speedups):.2f})"
+            identical = f"{row.num_identical}/{row.num_prompts}"
+        if row.acceptance_length is not None:
+            tau = f"{row.acceptance_length:.2f}"
+        lines.append(
+            f"| {row.temperature:g} | {row.method} | {row.median_tokens_per_second:.0f} | {speedup} | {tau} | {identical} |"
+        )
+    return "\n".join(lines)
+
+
+def plot_speedups(rows: Sequence[BenchmarkRow], path: str | Path, title: str) -> None:
+    """Saves the rows as a bar chart of tokens per second, with speed-ups and acceptance lengths written on the bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    temperatures = sorted({row.temperature for row in rows})
+    figure, axes = plt.subplots(1, len(temperatures), figsize=(4.5 * len(temperatures), 3.6), sharey=True, squeeze=False)
+    colors = {"plain": "#9aa5b1", "prompt-lookup": "#6aa6c8", "eagle3": "#f29f05"}
+    for axis, temperature in zip(axes[0], temperatures):
+        shown = [row for row in rows if row.temperature == temperature]
+        bars = axis.bar(
+            [row.method for row in shown],
+            [row.median_tokens_per_second for row in shown],
+            color=[colors[row.method] for row in shown],
+        )
+        labels = [
+            f"{row.median_speedup:.2f}x" + (f"\nτ = {row.acceptance_length:.2f}" if row.acceptance_length else "")
+            for row in shown
+        ]
+        axis.bar_label(bars, labels, padding=2)
+        axis.set_title(f"T = {temperature:g}")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(y=0.2)
+    axes[0][0].set_ylabel("tokens per second")
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type in ("cuda", "xpu", "mps"):
+        getattr(torch, device.type).synchronize()

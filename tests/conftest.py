@@ -1,0 +1,132 @@
+"""Tiny random targets of every family, and drafts that get tokens accepted without training."""
+
+import os
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from hf_eagle3 import Eagle3ForSpeculation  # noqa: E402
+
+
+VOCAB_SIZE = 96
+WINDOW = 16
+
+BASE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.3,
+}
+MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 3}
+
+# Name: (model type, changes to BASE). Windows and chunks of 16 tokens, shorter than the longest prompts of the tests.
+FAMILIES = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-window": ("qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": WINDOW}),
+    "mixtral": ("mixtral", MOE),
+    "mixtral-window": ("mixtral", {**MOE, "sliding_window": WINDOW}),
+    "qwen3_moe": ("qwen3_moe", {**MOE, "norm_topk_prob": True}),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "phi3-window": ("phi3", {"sliding_window": WINDOW}),
+    "gpt_oss": ("gpt_oss", {**MOE, **ALTERNATING, "sliding_window": WINDOW, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "gemma2": ("gemma2", {**ALTERNATING, "sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
+    "gemma3": ("gemma3_text", {**ALTERNATING, "sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
+    "gemma4": (
+        "gemma4_text",
+        {**ALTERNATING, "sliding_window": WINDOW, "global_head_dim": 8, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8},
+    ),
+    "gemma4-shared-kv": (
+        "gemma4_text",
+        {**ALTERNATING, "sliding_window": WINDOW, "global_head_dim": 8, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8},
+    ),
+    "llama4": (
+        "llama4_text",
+        {**MOE, "attention_chunk_size": WINDOW, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 1, 0, 1, 1, 0], "floor_scale": 8, "attn_scale": 0.5, "attn_temperature_tuning": True},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {**MOE, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+    ),
+    "glm4_moe": ("glm4_moe", {**MOE, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}),
+    "olmo3": ("olmo3", {**ALTERNATING, "sliding_window": WINDOW}),
+    "cohere2": ("cohere2", {**ALTERNATING, "sliding_window": WINDOW}),
+}
+
+
+def make_target(family: str, seed: int = 0, **changes):
+    """A random target in fp32. Weights are large, so that its text is neither constant nor full of near ties."""
+    model_type, family_changes = FAMILIES[family]
+    config = AutoConfig.for_model(model_type, **{**BASE, **family_changes, **changes})
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def make_prompt(length: int, seed: int = 0, batch_size: int = 1) -> torch.LongTensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCAB_SIZE, (batch_size, length), generator=generator)
+
+
+def make_draft(target, prompts, num_tokens: int = 6, max_new_tokens: int = 24, seed: int = 0, **overrides):
+    """An untrained draft that proposes only the tokens the target says most often: some get accepted."""
+    said = torch.cat(
+        [
+            target.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False)[0, prompt.shape[1] :]
+            for prompt in prompts
+        ]
+    )
+    tokens, counts = said.unique(return_counts=True)
+    torch.manual_seed(seed)
+    draft = Eagle3ForSpeculation.from_target(
+        target, draft_token_ids=tokens[counts.argsort(descending=True)[:num_tokens]], **overrides
+    )
+    return draft.eval()
+
+
+@pytest.fixture(scope="session")
+def target():
+    return make_target("llama")
+
+
+@pytest.fixture(scope="session")
+def draft(target):
+    return make_draft(target, [make_prompt(5), make_prompt(40)])
+
+
+class OracleDraft(Eagle3ForSpeculation):
+    """A draft that knows a text and is unsure of it: it favours each next token by a random amount."""
+
+    def forward(self, *args, position_ids, **kwargs):
+        outputs = super().forward(*args, position_ids=position_ids, **kwargs)
+        predicted = position_ids[:, -outputs.logits.shape[1] :] + 2
+        known = self.text[predicted.clamp(max=len(self.text) - 1)]
+        favour = torch.rand(known.shape, generator=self.generator) * 30
+        outputs.logits = outputs.logits.scatter_add(-1, known[..., None], favour[..., None])
+        return outputs
+
+
+def make_oracle(target, text, seed=0):
+    """A draft for `target` that has seen `text` of shape `(1, length)`, so that whole branches are accepted."""
+    torch.manual_seed(seed)
+    draft = Eagle3ForSpeculation.from_target(target).eval()
+    draft.__class__ = OracleDraft
+    draft.text, draft.generator = text[0], torch.Generator().manual_seed(seed)
+    return draft

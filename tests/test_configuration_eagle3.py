@@ -1,0 +1,70 @@
+import json
+
+import pytest
+from conftest import make_target
+
+from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
+
+
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+def test_config_json_is_the_speculators_schema(tmp_path, target):
+    Eagle3ForSpeculation.from_target(target, draft_token_ids=range(10)).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert "model_type" not in saved  # vLLM does not recognise the checkpoint with one
+    assert saved["architectures"] == ["Eagle3DraftModel"]
+    assert saved["speculators_model_type"] == "eagle3"
+    assert saved["speculators_config"]["algorithm"] == "eagle3"
+    assert saved["speculators_config"]["verifier"]["architectures"] == ["LlamaForCausalLM"]
+    assert saved["draft_vocab_size"] == 10
+    assert saved["eagle_aux_hidden_state_layer_ids"] == [2, 3, 3]
+    layer_config = saved["transformer_layer_config"]
+    assert layer_config["model_type"] == "llama"
+    assert layer_config["vocab_size"] == target.config.vocab_size
+    assert layer_config["layer_types"] == ["full_attention"]
+    assert layer_config["num_aux_hidden_states"] == 3
+    assert layer_config["rope_parameters"]["rope_theta"] == target.config.rope_parameters["rope_theta"]
+    assert all(name in saved for name in FLAGS)
+    assert set(saved["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("value", [True, False])
+def test_every_flag_survives_saving(tmp_path, flag, value):
+    Eagle3Config(**{flag: value}).save_pretrained(tmp_path)
+    assert getattr(Eagle3Config.from_pretrained(tmp_path), flag) is value
+    assert json.loads((tmp_path / "config.json").read_text())[flag] is value
+
+
+def test_vocab_size_is_the_targets(target):
+    draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(10))
+    assert draft.config.vocab_size == draft.config.get_text_config().vocab_size == target.config.vocab_size
+    assert draft.config.pad_token_id == target.generation_config.pad_token_id
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fc_norm": True, "norm_before_fc": True}, "exclude each other"),
+        ({"transformer_layer_config": {"model_type": "gemma2"}}, "'llama' or 'qwen3'"),
+        ({"draft_vocab_size": 100, "transformer_layer_config": {"vocab_size": 50}}, "exceeds"),
+        ({"speculators_model_type": "mtp"}, "expected 'eagle3'"),
+    ],
+)
+def test_contradictions_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Eagle3Config(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("llama", {"num_hidden_layers": 32}, [2, 16, 29]),
+        ("qwen3", {"num_hidden_layers": 7}, [2, 3, 4]),
+        ("llama", {"num_hidden_layers": 2}, [0, 1, 1]),
+    ],
+)
+def test_default_layers(family, changes, expected):
+    draft = Eagle3ForSpeculation.from_target(make_target(family, **changes))
+    assert draft.config.eagle_aux_hidden_state_layer_ids == expected

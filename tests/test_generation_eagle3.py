@@ -1,0 +1,505 @@
+import copy
+import itertools
+
+import pytest
+import torch
+from conftest import FAMILIES, VOCAB_SIZE, make_draft, make_oracle, make_prompt, make_target
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StaticCache,
+    StoppingCriteria,
+    TextStreamer,
+)
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.generation_eagle3 import install_generation_hook, tree_settings
+
+
+NEW_TOKENS = 24
+GREEDY = [{}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}]
+SAMPLING = [
+    {"temperature": 0.7},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
+]
+
+
+def generate(target, prompt, seed=0, **kwargs):
+    torch.manual_seed(seed)
+    kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **kwargs}
+    return target.generate(prompt, **kwargs)
+
+
+def assert_same_text(target, draft, prompt, **kwargs):
+    """Plain and assisted text are equal; returns the assisted call's statistics."""
+    expected = generate(target, prompt, **kwargs)
+    actual = generate(target, prompt, assistant_model=draft, **kwargs)
+    assert actual.tolist() == expected.tolist()
+    return draft.last_generation
+
+
+# The text is the target's ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt_length", [5, 40])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_of_every_family(family, prompt_length):
+    target = make_target(family)
+    prompt = make_prompt(prompt_length)
+    draft = make_draft(target, [prompt], num_tokens=8)
+    draft.generation_config.num_assistant_tokens = 72  # all pairs of 8 tokens
+    oracle_lengths, lengths = [], []
+    for settings in GREEDY:
+        lengths += assert_same_text(target, draft, prompt, **settings).accepted_lengths
+        text = generate(target, prompt, **settings)
+        oracle = make_oracle(target, text)
+        oracle_lengths += assert_same_text(target, oracle, prompt, **settings).accepted_lengths
+    # Without accepted tokens, and whole branches of them, this would prove nothing.
+    assert max(lengths) >= 2 and sum(lengths) > 1.1 * len(lengths)
+    assert max(oracle_lengths) >= (5 if family != "llama4" else 4) and sum(oracle_lengths) > 1.5 * len(oracle_lengths)
+
+
+@pytest.mark.parametrize("settings", SAMPLING)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "llama4"])
+def test_a_seed_gives_the_sample_it_gives_without_a_draft(family, settings):
+    target, prompt = make_target(family), make_prompt(40)
+    for seed in range(3):
+        text = generate(target, prompt, seed=seed, do_sample=True, **settings)
+        oracle = make_oracle(target, text, seed=seed)
+        stats = assert_same_text(target, oracle, prompt, seed=seed, do_sample=True, **settings)
+        assert stats.acceptance_length > 1.2
+
+
+def test_samples_follow_the_targets_distribution():
+    target = make_target("llama", vocab_size=6, initializer_range=0.15, pad_token_id=None, bos_token_id=None)
+    prompt = torch.tensor([[1, 4, 2, 5]])
+    draft = Eagle3ForSpeculation.from_target(target)
+    draft.generation_config.num_assistant_tokens = 12
+    triples = list(itertools.product(range(6), repeat=3))
+    with torch.no_grad():
+        contexts = torch.cat([prompt.expand(len(triples), -1), torch.tensor(triples)], dim=1)
+        log_probs = target(contexts).logits.log_softmax(-1)[:, 3:6].gather(-1, torch.tensor(triples)[..., None])
+    probs = log_probs.sum(dim=(1, 2)).exp()
+    assert abs(probs.sum() - 1) < 1e-4
+
+    num_draws, counts, accepted = 1500, torch.zeros(len(triples)), []
+    torch.manual_seed(0)
+    for _ in range(num_draws):
+        sequence = target.generate(
+            prompt, max_new_tokens=5, do_sample=True, top_k=0, assistant_model=draft, eos_token_id=None
+        )
+        counts[triples.index(tuple(sequence[0, 4:7].tolist()))] += 1
+        accepted += draft.last_generation.accepted_lengths
+    assert sum(accepted) > 1.5 * len(accepted)
+    frequent = probs * num_draws >= 5
+    observed = torch.cat([counts[frequent], counts[~frequent].sum()[None]])
+    expected = torch.cat([probs[frequent], probs[~frequent].sum()[None]]) * num_draws
+    chi_square = ((observed - expected) ** 2 / expected.clamp(min=1e-9)).sum().item()
+    degrees = len(observed) - 1
+    assert chi_square < degrees + 4 * (2 * degrees) ** 0.5
+
+
+def test_every_tree_shape(target):
+    prompt = make_prompt(12)
+    text = generate(target, prompt)
+    for depth, width, budget in itertools.product([1, 3, 8], [1, 4, 16], [1, 5, 64]):
+        oracle = make_oracle(target, text)
+        oracle.generation_config.update(tree_depth=depth, branching_factor=width, num_assistant_tokens=budget)
+        stats = assert_same_text(target, oracle, prompt)
+        assert max(stats.accepted_lengths) <= min(depth, budget) + 1
+
+
+def test_several_layers_and_sliding_draft(target):
+    prompt = make_prompt(40)
+    for overrides in (
+        {"num_hidden_layers": 3},
+        {"model_type": "qwen3", "layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": True},
+        {"fc_norm": False, "norm_output": False, "norm_before_residual": True},
+        {"has_own_embed_tokens": True},
+    ):
+        assert_same_text(target, make_draft(target, [prompt], **overrides), prompt)
+
+
+def test_other_dtype_of_the_draft(target):
+    prompt = make_prompt(10)
+    assert_same_text(target, make_draft(target, [prompt]).to(torch.bfloat16), prompt)
+
+
+def test_low_precision_target_runs():
+    target, prompt = make_target("gemma3").to(torch.bfloat16), make_prompt(40)
+    draft = make_draft(target, [prompt])
+    assert draft.dtype == torch.bfloat16
+    assert generate(target, prompt, assistant_model=draft).shape == (1, 40 + NEW_TOKENS)
+
+
+# Where a tree is not what the target sees one token at a time ----------------------------------------------------
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_rotary_frequencies_that_change_on_the_way(family, rope_type):
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
+    changes = {"max_position_embeddings": 30}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "original_max_position_embeddings": 30}
+        changes = {"max_position_embeddings": 120, "original_max_position_embeddings": 30}
+    if family == "phi3" and rope_type == "dynamic":
+        pytest.skip("Phi-3 has no dynamic scaling")
+    target = make_target(family, rope_parameters=rope, **changes)
+    prompt = make_prompt(20)  # reaches position 30 on the way
+    text = generate(target, prompt)
+    stats = assert_same_text(target, make_oracle(target, text), prompt)
+    assert max(stats.accepted_lengths) >= 3
+    assert len(set(text[0, 30:].tolist())) > 3
+
+
+def test_llama4_scales_queries_by_position():
+    target = make_target("llama4", floor_scale=4, attn_scale=3.0)
+    prompt = make_prompt(9)
+    stats = assert_same_text(target, make_oracle(target, generate(target, prompt)), prompt)
+    assert max(stats.accepted_lengths) >= 3
+
+
+# Stopping ---------------------------------------------------------------------------------------------------------
+
+
+class StopAfter(StoppingCriteria):
+    """Counts its calls, and stops when a token has been said twice."""
+
+    def __init__(self, token):
+        self.token, self.lengths = token, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.lengths.append(input_ids.shape[1])
+        return torch.full((1,), bool((input_ids[0] == self.token).sum() >= 2))
+
+
+def test_eos_and_lengths(target):
+    prompt = make_prompt(8)
+    text = generate(target, prompt, max_new_tokens=40)
+    oracle = make_oracle(target, text)
+    said = text[0, 8:].tolist()
+    for eos in (said[3], said[7], [said[5], said[11]]):
+        assert_same_text(target, oracle, prompt, eos_token_id=eos, max_new_tokens=40)
+        assert_same_text(target, oracle, prompt, eos_token_id=eos, max_new_tokens=40, min_new_tokens=9)
+    for length in range(1, 12):
+        stats = assert_same_text(target, oracle, prompt, max_new_tokens=length)
+        assert stats.new_tokens == length
+    assert_same_text(target, oracle, prompt, max_new_tokens=None, max_length=19)
+
+
+def test_stopping_criteria_see_every_token(target):
+    prompt = make_prompt(8)
+    text = generate(target, prompt)
+    plain, assisted = StopAfter(int(text[0, 20])), StopAfter(int(text[0, 20]))
+    expected = generate(target, prompt, stopping_criteria=[plain])
+    actual = generate(target, prompt, stopping_criteria=[assisted], assistant_model=make_oracle(target, text))
+    assert torch.equal(expected, actual)
+    assert plain.lengths == assisted.lengths
+
+
+def test_logits_processors_see_every_prefix_once(target):
+    class Recorder:
+        def __init__(self):
+            self.seen = []
+
+        def __call__(self, input_ids, scores):
+            self.seen.append((input_ids.tolist(), scores.dtype))
+            return scores + torch.arange(VOCAB_SIZE) * 0.01
+
+    prompt = make_prompt(8)
+    plain, assisted = Recorder(), Recorder()
+    text = generate(target, prompt, logits_processor=LogitsProcessorList([plain]))
+    oracle = make_oracle(target, text)
+    actual = generate(target, prompt, logits_processor=LogitsProcessorList([assisted]), assistant_model=oracle)
+    assert torch.equal(text, actual)
+    assert plain.seen == assisted.seen
+
+
+def test_streamer_gets_one_token_at_a_time(target):
+    class Collector(TextStreamer):
+        def __init__(self):
+            self.items, self.ended = [], 0
+
+        def put(self, value):
+            self.items.append(value.tolist())
+
+        def end(self):
+            self.ended += 1
+
+    prompt, plain, assisted = make_prompt(8), Collector(), Collector()
+    text = generate(target, prompt, streamer=plain)
+    generate(target, prompt, streamer=assisted, assistant_model=make_oracle(target, text))
+    assert plain.items == assisted.items and plain.ended == assisted.ended == 1
+
+
+def test_statistics(target):
+    prompt = make_prompt(8)
+    stats = assert_same_text(target, make_oracle(target, generate(target, prompt)), prompt)
+    assert stats.new_tokens == NEW_TOKENS == 1 + sum(stats.accepted_lengths)
+    assert stats.target_forwards == 1 + len(stats.accepted_lengths)
+    assert stats.acceptance_length == sum(stats.accepted_lengths) / len(stats.accepted_lengths)
+
+
+# What generate returns --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3", "gemma4-shared-kv", "llama4", "gpt_oss"])
+@pytest.mark.parametrize("prompt_length", [5, 40])
+def test_returned_dict_is_that_of_plain_generate(family, prompt_length):
+    target, prompt = make_target(family), make_prompt(prompt_length)
+    target.set_attn_implementation("eager")
+    wanted = dict.fromkeys(["output_scores", "output_logits", "output_hidden_states", "output_attentions"], True)
+    wanted |= {"return_dict_in_generate": True, "repetition_penalty": 1.2}
+    expected = generate(target, prompt, **wanted)
+    actual = generate(target, prompt, **wanted, assistant_model=make_oracle(target, expected.sequences))
+    assert type(actual) is type(expected)
+    assert torch.equal(actual.sequences, expected.sequences)
+    for name in ("scores", "logits"):
+        ours, theirs = getattr(actual, name), getattr(expected, name)
+        assert len(ours) == len(theirs) == NEW_TOKENS
+        torch.testing.assert_close(torch.cat(ours), torch.cat(theirs), atol=1e-3, rtol=1e-3)
+    for name in ("hidden_states", "attentions"):
+        ours, theirs = getattr(actual, name), getattr(expected, name)
+        assert len(ours) == len(theirs) == NEW_TOKENS
+        for our_layers, their_layers in zip(ours, theirs):
+            assert len(our_layers) == len(their_layers)
+            for our_layer, their_layer in zip(our_layers, their_layers):
+                torch.testing.assert_close(our_layer, their_layer, atol=1e-3, rtol=1e-3)
+
+
+def test_selected_hidden_states(target):
+    prompt = make_prompt(8)
+    wanted = {"return_dict_in_generate": True, "output_hidden_states": True}
+    everything = generate(target, prompt, **wanted)
+    oracle = make_oracle(target, everything.sequences)
+    actual = generate(target, prompt, **wanted | {"output_hidden_states": [1, -1]}, assistant_model=oracle)
+    for ours, theirs in zip(actual.hidden_states, everything.hidden_states):
+        assert [state is None for state in ours] == [True, False, True, True, True, True, False]
+        torch.testing.assert_close(ours[1], theirs[1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-window", "gemma3", "llama4", "gemma4-shared-kv", "deepseek_v3"])
+def test_returned_cache_can_be_continued_from(family):
+    target, prompt = make_target(family), make_prompt(20)
+    whole = generate(target, prompt, max_new_tokens=36)
+    oracle = make_oracle(target, whole)
+    assistants = [{}, {"assistant_model": oracle}]
+    for first, second in itertools.product(assistants, assistants):
+        for stop in (1, 7, 17):
+            start = generate(target, prompt, max_new_tokens=stop, return_dict_in_generate=True, **first)
+            assert start.past_key_values.get_seq_length() == start.sequences.shape[1] - 1
+            end = generate(
+                target,
+                start.sequences,
+                max_new_tokens=36 - stop,
+                past_key_values=start.past_key_values,
+                **second,
+            )
+            assert torch.equal(end, whole)
+
+
+def test_cache_of_a_stop_inside_a_branch(target):
+    prompt = make_prompt(8)
+    whole = generate(target, prompt)
+    stopped = generate(
+        target,
+        prompt,
+        eos_token_id=int(whole[0, 14]),
+        assistant_model=make_oracle(target, whole),
+        return_dict_in_generate=True,
+    )
+    cache = stopped.past_key_values
+    assert cache.get_seq_length() == stopped.sequences.shape[1] - 1
+    with torch.no_grad():
+        logits = target(stopped.sequences[:, -1:], past_key_values=cache).logits
+        expected = target(stopped.sequences).logits
+    torch.testing.assert_close(logits[:, -1], expected[:, -1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3", "llama4"])
+def test_left_padding(family):
+    target, prompt = make_target(family), make_prompt(30)
+    padded = torch.cat([torch.zeros(1, 7, dtype=torch.long), prompt], dim=1)
+    mask = (torch.arange(37) >= 7).long()[None]
+    text = generate(target, prompt)
+    oracle = make_oracle(target, text)
+    expected = generate(target, padded, attention_mask=mask)
+    actual = generate(target, padded, attention_mask=mask, assistant_model=oracle)
+    assert torch.equal(actual, expected)
+    assert oracle.last_generation.acceptance_length > 1.5
+
+
+def test_prompt_in_chunks_and_as_embeddings(target):
+    prompt = make_prompt(30)
+    text = generate(target, prompt)
+    oracle = make_oracle(target, text)
+    assert_same_text(target, oracle, prompt, prefill_chunk_size=8)
+    embeddings = target.get_input_embeddings()(prompt)
+    actual = target.generate(
+        inputs_embeds=embeddings, max_new_tokens=NEW_TOKENS, do_sample=False, assistant_model=oracle
+    )
+    assert torch.equal(actual, text[:, 30:])
+
+
+def test_user_made_cache(target):
+    prompt = make_prompt(20)
+    oracle = make_oracle(target, generate(target, prompt))
+    actual = generate(target, prompt, past_key_values=DynamicCache(), assistant_model=oracle)
+    assert torch.equal(actual, generate(target, prompt))
+    windowed = make_target("gemma3")
+    oracle = make_oracle(windowed, generate(windowed, prompt))
+    actual = generate(windowed, prompt, past_key_values=DynamicCache(), assistant_model=oracle)
+    assert torch.equal(actual, generate(windowed, prompt))
+
+
+# Settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_settings_of_draft_and_call(target):
+    prompt = make_prompt(8)
+    oracle = make_oracle(target, generate(target, prompt))
+    settings = {"tree_depth": 2, "branching_factor": 3, "num_assistant_tokens": 4}
+    config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, **settings)
+    actual = target.generate(prompt, generation_config=config, assistant_model=oracle)
+    assert torch.equal(actual, generate(target, prompt))
+    assert max(oracle.last_generation.accepted_lengths) <= 3
+    generate(target, prompt, assistant_model=oracle)
+    assert max(oracle.last_generation.accepted_lengths) > 3
+
+    assert tree_settings(oracle.generation_config, config) == settings
+    assert tree_settings(GenerationConfig(), GenerationConfig()) == tree_settings(oracle.generation_config)
+    with pytest.raises(ValueError, match="`tree_depth` must be a positive integer, got 0"):
+        tree_settings(GenerationConfig(tree_depth=0))
+
+
+# The hook ---------------------------------------------------------------------------------------------------------
+
+
+def test_hook_is_installed_once_and_leaves_others_alone(target):
+    before = GenerationMixin._assisted_decoding
+    install_generation_hook()
+    assert GenerationMixin._assisted_decoding is before
+    prompt = make_prompt(12)
+    expected = generate(target, prompt)
+    assistant = copy.deepcopy(target)
+    assert torch.equal(generate(target, prompt, assistant_model=assistant), expected)
+    assert torch.equal(generate(target, prompt, prompt_lookup_num_tokens=4), expected)
+
+
+# Errors -----------------------------------------------------------------------------------------------------------
+
+
+def save_and_rename(draft, tmp_path):
+    draft.save_pretrained(tmp_path)
+    return Eagle3ForSpeculation.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 64}, "vocabulary of 96, but .* vocabulary of 64"),
+        ({"hidden_size": 64}, "hidden states of size 32, but .* size 64"),
+        ({"num_hidden_layers": 2}, r"layers \[2, 3, 3\], but .* layers 0 to 1"),
+        ({"seed": 1}, "trained for another model"),
+    ],
+)
+def test_wrong_pairings_name_both_sides(tmp_path, target, changes, message):
+    target.config._name_or_path = "right/target"
+    draft = Eagle3ForSpeculation.from_target(target, eagle_aux_hidden_state_layer_ids=[2, 3, 3])
+    target.config._name_or_path = ""
+    draft = save_and_rename(draft, tmp_path)
+    wrong = make_target("llama", **changes)
+    wrong.config._name_or_path = "wrong/target"
+    with pytest.raises(ValueError, match=message) as error:
+        generate(wrong, make_prompt(5), assistant_model=draft)
+    assert all(name in str(error.value) for name in (str(tmp_path), "right/target", "wrong/target"))
+
+
+def test_the_right_target_in_another_precision_is_recognised(tmp_path, target):
+    draft = save_and_rename(Eagle3ForSpeculation.from_target(target), tmp_path)
+    draft.validate_target(copy.deepcopy(target).to(torch.bfloat16))
+    tuned = copy.deepcopy(target)
+    weight = tuned.get_input_embeddings().weight
+    weight.data += 0.1 * weight.std() * torch.randn_like(weight)
+    draft.validate_target(tuned)
+
+
+def test_calls_a_tree_cannot_serve(target, draft):
+    prompt = make_prompt(5)
+    with pytest.raises(ValueError, match="batch of 2"):
+        generate(target, make_prompt(5, batch_size=2), assistant_model=draft)
+    with pytest.raises(ValueError, match="StaticLayer"):
+        generate(target, prompt, assistant_model=draft, cache_implementation="static")
+    with pytest.raises(ValueError, match="StaticLayer"):
+        cache = StaticCache(config=target.config, max_cache_len=64)
+        generate(target, prompt, assistant_model=draft, past_key_values=cache)
+    with pytest.raises(ValueError, match="use_cache=True"):
+        generate(target, prompt, assistant_model=draft, use_cache=False)
+    with pytest.raises(ValueError, match="lossless"):
+        generate(target, prompt, assistant_model=draft, assistant_ensemble_weight=0.5)
+    with pytest.raises(ValueError, match="num_return_sequences"):
+        generate(target, prompt, assistant_model=draft, num_return_sequences=2, do_sample=True)
+
+
+def test_flash_attention_is_refused(target, draft):
+    flash = copy.copy(target)
+    flash.config = copy.deepcopy(target.config)
+    flash.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
+        generate(flash, make_prompt(5), assistant_model=draft)
+
+
+def test_beams_ignore_the_assistant_as_transformers_does(target, draft):
+    prompt = make_prompt(5)
+    expected = generate(target, prompt, num_beams=3)
+    draft.last_generation = None
+    assert torch.equal(generate(target, prompt, num_beams=3, assistant_model=draft), expected)
+    assert draft.last_generation is None
+
+
+def test_targets_that_cannot_be_verified_in_a_tree(draft):
+    config = AutoConfig.for_model(
+        "qwen3_next",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        pad_token_id=0,
+    )
+    recurrent = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ValueError, match="stateful|recurrent"):
+        generate(recurrent, make_prompt(5), assistant_model=Eagle3ForSpeculation.from_target(recurrent))
+
+    config = AutoConfig.for_model("t5", vocab_size=VOCAB_SIZE, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    config.decoder_start_token_id = 0
+    seq2seq = AutoModelForSeq2SeqLM.from_config(config).eval()
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        seq2seq.generate(make_prompt(5), assistant_model=draft)
+    with pytest.raises(ValueError, match="decoder-only"):
+        Eagle3ForSpeculation.from_target(seq2seq)
+
+    config = AutoConfig.for_model("bloom", vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=3, n_head=4)
+    without_positions = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ValueError, match="takes no `position_ids`"):
+        generate(
+            without_positions, make_prompt(5), assistant_model=Eagle3ForSpeculation.from_target(without_positions)
+        )

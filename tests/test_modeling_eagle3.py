@@ -1,0 +1,287 @@
+import itertools
+import json
+
+import pytest
+import torch
+from conftest import FAMILIES, VOCAB_SIZE, make_target
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import DynamicCache
+
+from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
+
+
+LAYER = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+
+
+def make_inputs(draft, batch_size=2, length=9, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    config = draft.config
+    aux = torch.randn(
+        batch_size, length, config.num_aux_hidden_states * config.target_hidden_size, generator=generator
+    )
+    return torch.randint(0, config.vocab_size, (batch_size, length), generator=generator), aux
+
+
+def randomize(model, seed=0):
+    """Gives every parameter, norms included, values that make a mistake visible."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3 + (parameter.dim() == 1)
+    return model.eval()
+
+
+def rms_norm(x, weight, eps=1e-6):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def naive_forward(draft, embeddings, hidden):
+    """The network of the paper, written out with weights by name and a loop over queries."""
+    config, weights = draft.config, draft.state_dict()
+    layer_config = config.transformer_layer_config
+    heads, kv_heads, dim = (
+        layer_config.num_attention_heads,
+        layer_config.num_key_value_heads,
+        layer_config.head_dim,
+    )
+    batch, length, _ = hidden.shape
+    inverse = 1.0 / layer_config.rope_parameters["rope_theta"] ** (torch.arange(0, dim, 2) / dim)
+    angles = torch.arange(length)[:, None] * inverse
+
+    def rotate(x):  # (B, S, heads, dim)
+        first, second = x.chunk(2, dim=-1)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    for i in range(config.num_hidden_layers):
+        layer = {name.removeprefix(f"layers.{i}."): value for name, value in weights.items() if f"layers.{i}." in name}
+        residual = hidden
+        if i == 0:
+            normed = rms_norm(hidden, layer["hidden_norm.weight"])
+            residual = normed if config.norm_before_residual else hidden
+            x = torch.cat([rms_norm(embeddings, layer["input_layernorm.weight"]), normed], -1)
+        else:
+            x = rms_norm(hidden, layer["input_layernorm.weight"])
+        q, k, v = (
+            (x @ layer[f"self_attn.{name}_proj.weight"].T).view(batch, length, -1, dim) for name in ("q", "k", "v")
+        )
+        if layer_config.model_type == "qwen3":
+            q = rms_norm(q, layer["self_attn.q_norm.weight"])
+            k = rms_norm(k, layer["self_attn.k_norm.weight"])
+        q, k = rotate(q), rotate(k)
+        out = torch.zeros(batch, length, heads, dim)
+        for t, head in itertools.product(range(length), range(heads)):
+            kv = head // (heads // kv_heads)
+            scores = torch.einsum("bd,bsd->bs", q[:, t, head], k[:, : t + 1, kv]) / dim**0.5
+            out[:, t, head] = torch.einsum("bs,bsd->bd", scores.softmax(-1), v[:, : t + 1, kv])
+        hidden = residual + out.flatten(2) @ layer["self_attn.o_proj.weight"].T
+        x = rms_norm(hidden, layer["post_attention_layernorm.weight"])
+        gate, up = x @ layer["mlp.gate_proj.weight"].T, x @ layer["mlp.up_proj.weight"].T
+        hidden = hidden + (nn.functional.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
+    normed = rms_norm(hidden, weights["norm.weight"])
+    return normed @ weights["lm_head.weight"].T, normed if config.norm_output else hidden
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("flags", [{}, {"norm_before_residual": True, "norm_output": True}])
+def test_forward_equals_a_naive_network(model_type, num_layers, flags):
+    layer_config = {**LAYER, "model_type": model_type, "num_hidden_layers": num_layers, "rms_norm_eps": 1e-6}
+    config = Eagle3Config(transformer_layer_config=layer_config, has_own_embed_tokens=True, **flags)
+    draft = randomize(Eagle3ForSpeculation(config))
+    input_ids, aux = make_inputs(draft)
+    hidden_states = draft.combine_hidden_states(aux)
+    outputs = draft(input_ids, hidden_states)
+    logits, last_hidden_state = naive_forward(draft, draft.embed_tokens.weight[input_ids], hidden_states)
+    torch.testing.assert_close(outputs.logits, logits, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(outputs.last_hidden_state, last_hidden_state, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("flags", [{}, {"norm_before_fc": True}, {"fc_norm": True}])
+@pytest.mark.parametrize("num_aux", [3, 4])
+def test_combine_hidden_states(flags, num_aux):
+    config = Eagle3Config(
+        transformer_layer_config=LAYER,
+        target_hidden_size=24,
+        eagle_aux_hidden_state_layer_ids=list(range(num_aux)),
+        **flags,
+    )
+    draft = randomize(Eagle3ForSpeculation(config))
+    _, aux = make_inputs(draft)
+    states = list(aux.split(24, dim=-1))
+    if flags.get("norm_before_fc"):
+        expected = rms_norm(aux, draft.input_norm.weight)
+    elif flags.get("fc_norm"):
+        expected = torch.cat([rms_norm(s, norm.weight) for s, norm in zip(states, draft.fc_norm)], -1)
+    else:
+        expected = aux
+    expected = expected @ draft.fc.weight.T
+    torch.testing.assert_close(draft.combine_hidden_states(aux), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(draft.combine_hidden_states(states), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layer_types", [["full_attention"], ["sliding_attention"]])
+def test_cached_steps_and_padding_change_nothing(layer_types):
+    layer_config = {**LAYER, "model_type": "qwen3", "num_hidden_layers": 1, "layer_types": layer_types}
+    layer_config |= {"sliding_window": 4, "use_sliding_window": True}
+    draft = randomize(
+        Eagle3ForSpeculation(Eagle3Config(transformer_layer_config=layer_config, has_own_embed_tokens=True))
+    )
+    input_ids, aux = make_inputs(draft)
+    hidden_states = draft.combine_hidden_states(aux)
+    expected = draft(input_ids, hidden_states).logits
+    cache = DynamicCache()
+    steps = [
+        draft(input_ids[:, i : i + 3], hidden_states[:, i : i + 3], past_key_values=cache).logits for i in (0, 3, 6)
+    ]
+    torch.testing.assert_close(torch.cat(steps, 1), expected, atol=1e-5, rtol=1e-4)
+
+    def left_pad(x):
+        return torch.cat([x[:, :2], x], dim=1)
+
+    padded = draft(
+        left_pad(input_ids),
+        left_pad(hidden_states),
+        attention_mask=torch.tensor([[0] * 2 + [1] * 9] * 2),
+        position_ids=torch.tensor([[0, 0, *range(9)]] * 2),
+    )
+    torch.testing.assert_close(padded.logits[:, 2:], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"fc_norm": False, "norm_output": False},
+        {"norm_before_fc": True, "norm_before_residual": True},
+        {"num_hidden_layers": 2, "model_type": "qwen3"},
+        {"has_own_embed_tokens": True},
+        {"eagle_aux_hidden_state_layer_ids": [0, 1, 2, 5]},
+        {"intermediate_size": 20},
+    ],
+)
+@pytest.mark.parametrize("draft_token_ids", [None, [5, 3, 77]])
+def test_saving_and_loading_keep_everything(tmp_path, target, overrides, draft_token_ids):
+    draft = randomize(Eagle3ForSpeculation.from_target(target, draft_token_ids=draft_token_ids, **overrides))
+    draft.generation_config.tree_depth = 3
+    draft.save_pretrained(tmp_path)
+    loaded = Eagle3ForSpeculation.from_pretrained(tmp_path)
+    assert loaded.generation_config.tree_depth == 3
+    ours, theirs = draft.state_dict(), loaded.state_dict()
+    assert set(ours) == set(theirs) == set(load_file(tmp_path / "model.safetensors"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert ("embed_tokens.weight" in ours) == overrides.get("has_own_embed_tokens", False)
+    assert ("d2t" in ours) == (draft_token_ids is not None)
+    input_ids, aux = make_inputs(draft)
+    loaded.borrow_embeddings(target)
+    expected = draft(input_ids, draft.combine_hidden_states(aux)).logits
+    assert torch.equal(loaded(input_ids, loaded.combine_hidden_states(aux)).logits, expected)
+
+
+def test_draft_vocabulary(target):
+    draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=[9, 2, 40, 9])
+    assert draft.draft_token_ids.tolist() == [2, 9, 40]
+    assert draft.d2t.tolist() == [2, 8, 38]
+    assert draft.t2d.nonzero().flatten().tolist() == [2, 9, 40]
+    assert torch.equal(draft.lm_head.weight, target.lm_head.weight[[2, 9, 40]])
+    full = Eagle3ForSpeculation.from_target(target)
+    assert full.d2t is None and torch.equal(full.lm_head.weight, target.lm_head.weight)
+    with pytest.raises(ValueError, match="ids of the target's vocabulary"):
+        Eagle3ForSpeculation.from_target(target, draft_token_ids=[VOCAB_SIZE])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_from_target_for_every_family(family):
+    target = make_target(family)
+    draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(10))
+    assert draft.config.fc_norm and draft.config.norm_output
+    input_ids, aux = make_inputs(draft)
+    assert draft(input_ids, draft.combine_hidden_states(aux)).logits.shape == (2, 9, 10)
+
+
+def test_unscaled_embedding_of_gemma():
+    target = make_target("gemma3")
+    draft = Eagle3ForSpeculation.from_target(target)
+    input_ids = torch.tensor([[3, 4]])
+    assert torch.equal(draft.embed(input_ids), target.get_input_embeddings().weight[input_ids])
+    assert not torch.equal(draft.embed(input_ids), target.get_input_embeddings()(input_ids))
+
+
+def test_unknown_override_is_refused(target):
+    with pytest.raises(ValueError, match="num_hiden_layers"):
+        Eagle3ForSpeculation.from_target(target, num_hiden_layers=2)
+
+
+def test_forward_says_what_is_missing(target, tmp_path):
+    draft = Eagle3ForSpeculation.from_target(target)
+    input_ids, aux = make_inputs(draft)
+    with pytest.raises(ValueError, match="combine_hidden_states"):
+        draft(input_ids, aux)
+    with pytest.raises(ValueError, match="3 target states of 32, 96 in all"):
+        draft.combine_hidden_states(aux[..., :-1])
+    draft.save_pretrained(tmp_path)
+    loaded = Eagle3ForSpeculation.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="borrow_embeddings"):
+        loaded(input_ids, loaded.combine_hidden_states(aux))
+    with pytest.raises(NotImplementedError, match="assistant_model=draft"):
+        draft.generate(input_ids)
+
+
+def edit(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("fc.weight"), "Missing: .*fc.weight"),
+        (lambda t: t.update({"surprise.weight": torch.ones(2)}), "Unexpected: .*surprise"),
+        (lambda t: t["d2t"].flip(0).contiguous() is not None and t.update(d2t=t["d2t"].flip(0).contiguous()), "d2t"),
+        (lambda t: t.update(d2t=t["d2t"] + 90), "d2t"),
+        (lambda t: t.update(t2d=~t["t2d"]), "t2d"),
+    ],
+)
+def test_broken_checkpoints_are_refused(tmp_path, target, change, message):
+    Eagle3ForSpeculation.from_target(target, draft_token_ids=[5, 9, 40]).save_pretrained(tmp_path)
+    edit(tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        Eagle3ForSpeculation.from_pretrained(tmp_path)
+
+
+def test_tensor_of_another_shape_is_refused(tmp_path, target):
+    Eagle3ForSpeculation.from_target(target).save_pretrained(tmp_path)
+    edit(tmp_path, lambda tensors: tensors.update({"fc.weight": torch.ones(3, 3)}))
+    with pytest.raises((ValueError, RuntimeError), match="fc.weight"):
+        Eagle3ForSpeculation.from_pretrained(tmp_path)
+
+
+def test_embedding_of_a_checkpoint_that_does_not_announce_it(tmp_path, target):
+    draft = Eagle3ForSpeculation.from_target(target, has_own_embed_tokens=True)
+    draft.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["has_own_embed_tokens"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = Eagle3ForSpeculation.from_pretrained(tmp_path)
+    assert torch.equal(loaded.embed_tokens.weight, target.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear", "llama3", "yarn", "dynamic"])
+def test_rope_of_the_target(rope_type):
+    rope = {"rope_type": rope_type, "rope_theta": 5e5, "factor": 4.0}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    target = make_target("llama", rope_parameters=rope)
+    draft = Eagle3ForSpeculation.from_target(target)
+    if rope_type == "dynamic":  # not portable
+        assert draft.rotary_emb.rope_type == "default"
+    else:
+        assert torch.equal(draft.rotary_emb.inv_freq, target.model.rotary_emb.inv_freq)

@@ -1,0 +1,112 @@
+"""A saved draft must work where nothing but torch and transformers is installed."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import make_draft, make_prompt, make_target
+
+import hf_eagle3
+
+
+TRAVELLING = ("configuration_eagle3.py", "generation_eagle3.py", "modeling_eagle3.py", "tree_eagle3.py")
+SOURCE = Path(hf_eagle3.__file__).parent
+
+SCRIPT = """
+import json, sys
+from importlib.abc import MetaPathFinder
+
+BLOCKED = ("hf_eagle3", "trl", "peft", "datasets", "accelerate", "evaluate")
+
+class Block(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+
+sys.meta_path.insert(0, Block())
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+target_dir, draft_dir, second_dir, auto_class, mode = sys.argv[1:]
+target = AutoModelForCausalLM.from_pretrained(target_dir)
+draft = {"AutoModel": AutoModel, "AutoModelForCausalLM": AutoModelForCausalLM}[auto_class].from_pretrained(
+    draft_dir, trust_remote_code=True
+)
+assert type(draft).__name__ == "Eagle3ForSpeculation" and type(draft).__module__.startswith("transformers_modules")
+if mode == "saved again":
+    draft.save_pretrained(second_dir)
+    draft = AutoModel.from_pretrained(second_dir, trust_remote_code=True)
+prompt = torch.tensor([json.loads(sys.stdin.read())])
+kwargs = {"max_new_tokens": 24, "do_sample": False}
+expected = target.generate(prompt, **kwargs)
+actual = target.generate(prompt, assistant_model=draft, **kwargs)
+loaded = sorted(name for name in BLOCKED if name in sys.modules)
+print(json.dumps([expected.tolist(), actual.tolist(), draft.last_generation.accepted_lengths, loaded]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("auto_class", "mode"),
+    [("AutoModel", "as it is"), ("AutoModelForCausalLM", "as it is"), ("AutoModelForCausalLM", "saved again")],
+)
+def test_saved_draft_generates_without_the_package(tmp_path, auto_class, mode):
+    target, prompt = make_target("gemma3"), make_prompt(20)
+    draft = make_draft(target, [prompt], num_tokens=8)
+    target.save_pretrained(tmp_path / "target")
+    draft.save_pretrained(tmp_path / "draft")
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *(str(tmp_path / name) for name in ("target", "draft", "second")), auto_class, mode],
+        input=json.dumps(prompt[0].tolist()),
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    expected, actual, accepted_lengths, loaded = json.loads(result.stdout.splitlines()[-1])
+    assert actual == expected
+    assert max(accepted_lengths) > 1
+    assert loaded == []
+    if mode == "saved again":
+        config = json.loads((tmp_path / "second" / "config.json").read_text())
+        assert config == json.loads((tmp_path / "draft" / "config.json").read_text())
+
+
+def test_the_travelling_code_is_saved(tmp_path, draft):
+    draft.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.py")} == set(TRAVELLING)
+    for name in TRAVELLING:
+        assert (tmp_path / name).read_text() == (SOURCE / name).read_text()
+
+
+@pytest.mark.parametrize("name", TRAVELLING)
+def test_the_travelling_code_imports_only_torch_and_transformers(name):
+    for node in ast.walk(ast.parse((SOURCE / name).read_text())):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            modules = [node.module]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 1 and f"{node.module}.py" in TRAVELLING
+            continue
+        else:
+            continue
+        for module in modules:
+            top = module.split(".")[0]
+            assert top in ("torch", "transformers") or top in sys.stdlib_module_names, module
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    script = "import sys, hf_eagle3; print([m for m in ('torch', 'transformers', 'trl', 'datasets') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip() == "[]"
+    script = (
+        "import sys; from hf_eagle3 import Eagle3ForSpeculation;"
+        "print([m for m in ('trl', 'datasets', 'peft', 'accelerate', 'hf_eagle3.training') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "trl" not in result.stdout and "hf_eagle3.training" not in result.stdout, result.stdout
