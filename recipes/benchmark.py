@@ -9,15 +9,18 @@ Compares plain generation, prompt lookup and an EAGLE-3 draft on the same prompt
 
 import argparse
 import json
+import os
 import platform
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 import transformers
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_eagle3
-from hf_eagle3.evaluation import format_table, run_benchmark
+from hf_eagle3.evaluation import format_table, plot_speedups, run_benchmark
+from hf_eagle3.generation_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 
 
 def main():
@@ -26,6 +29,7 @@ def main():
     parser.add_argument("--draft", required=True, help="Draft: a folder or a Hub id")
     parser.add_argument("--prompts", required=True, help="JSON Lines file of prompts")
     parser.add_argument("--json", help="Where to write the results")
+    parser.add_argument("--plot", help="Where to save a picture of the results")
     parser.add_argument("--methods", nargs="+", default=["plain", "prompt-lookup", "eagle3"])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--max_new_tokens", type=int, default=128)
@@ -33,7 +37,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="auto", help="Dtype of target and draft")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    for name in ("tree_depth", "branching_factor", "num_assistant_tokens"):
+    for name in DEFAULT_TREE_SETTINGS:
         parser.add_argument(f"--{name}", type=int, help="Overrides the draft's own setting")
     args = parser.parse_args()
 
@@ -42,35 +46,51 @@ def main():
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(args.device).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     draft = AutoModel.from_pretrained(args.draft, dtype=args.dtype, trust_remote_code=True).to(args.device).eval()
-    for name in ("tree_depth", "branching_factor", "num_assistant_tokens"):
+    for name in DEFAULT_TREE_SETTINGS:
         if getattr(args, name) is not None:
             setattr(draft.generation_config, name, getattr(args, name))
 
     rows = run_benchmark(
         target, tokenizer, draft, prompts, args.methods, args.temperatures, args.max_new_tokens, args.repeats
     )
+    tree = tree_settings(draft.generation_config)
+    environment = {
+        "hf_eagle3": hf_eagle3.__version__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": machine_name(args.device),
+        "threads": torch.get_num_threads(),
+        "target_dtype": str(target.dtype),
+        "draft_dtype": str(draft.dtype),
+    }
     print(format_table(rows))
+    print(
+        f"{len(prompts)} prompts, {args.max_new_tokens} new tokens, batch size 1, medians of {args.repeats} interleaved "
+        f"repeats (range in brackets); tree {tree}; {environment}"
+    )
     if args.json:
-        environment = {
-            "hf_eagle3": hf_eagle3.__version__,
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "machine": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-            "target_dtype": str(target.dtype),
-            "draft_dtype": str(draft.dtype),
-        }
-        tree = {
-            name: getattr(draft.generation_config, name)
-            for name in ("tree_depth", "branching_factor", "num_assistant_tokens")
-        }
         results = [
             {**asdict(row), "median_tokens_per_second": row.median_tokens_per_second, "median_speedup": row.median_speedup}
             for row in rows
         ]
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump({"arguments": vars(args), "environment": environment, "tree": tree, "results": results}, file, indent=2)
+        print(f"Wrote {args.json}")
+    if args.plot:
+        plot_speedups(rows, args.plot, "Plain generation, prompt lookup and EAGLE-3, batch size 1")
+        print(f"Wrote {args.plot}")
+
+
+def machine_name(device: str) -> str:
+    """The accelerator, or the processor and how many cores this process may use."""
+    if device != "cpu":
+        return torch.cuda.get_device_name()
+    name, cpuinfo = platform.machine(), Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        name = names[0] if names else name
+    return f"{name}, {os.cpu_count()} cores"
 
 
 if __name__ == "__main__":

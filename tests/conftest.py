@@ -1,13 +1,16 @@
 """Tiny random targets of every family, and drafts that get tokens accepted without training."""
 
 import os
+import string
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # noqa: E402
+from tokenizers.decoders import Fuse  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from hf_eagle3 import Eagle3ForSpeculation  # noqa: E402
 
@@ -130,3 +133,24 @@ def make_oracle(target, text, seed=0):
     draft.__class__ = OracleDraft
     draft.text, draft.generator = text[0], torch.Generator().manual_seed(seed)
     return draft
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}A:"
+    "{% generation %}{{ message['content'] }}</s>{% endgeneration %}"
+    "{% else %}U:{{ message['content'] }}|{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """One token a character, in a vocabulary of the tiny targets' size."""
+    characters = string.ascii_lowercase + string.digits + " AU:|.,\n"
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{c: i + 3 for i, c in enumerate(characters)}}
+    vocabulary |= {f"<unused{i}>": i for i in range(len(vocabulary), VOCAB_SIZE)}
+    model = Tokenizer(models.WordLevel(vocabulary, unk_token="."))
+    model.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    model.decoder = Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", pad_token="<pad>", bos_token="<s>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer

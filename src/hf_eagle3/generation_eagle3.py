@@ -260,6 +260,7 @@ class _Drafter:
 
     def __init__(self, draft, embedding):
         self.draft, self.embedding = draft, embedding
+        self.layer_config = draft.config.transformer_layer_config
         self.cache = DynamicCache()
 
     def step(self, tokens, hidden_states, position_ids, attention_mask=None, logits_to_keep=0):
@@ -280,11 +281,14 @@ class _Drafter:
         if attention_mask is not None:
             rows = min(rows, int(attention_mask[:, -rows - 1 : -1].sum()))
         parameter = self.draft.lm_head.weight
-        features = features[:, -rows:].to(device=parameter.device, dtype=parameter.dtype)
+        hidden_states = self.draft.combine_hidden_states(features[:, -rows:].to(parameter))
         positions = model_kwargs["position_ids"][:, -rows - 1 : -1].to(parameter.device)
-        outputs = self.step(
-            input_ids[:, -rows:], self.draft.combine_hidden_states(features), positions, logits_to_keep=1
-        )
+        mask, observed = None, self.cache.get_seq_length()
+        if observed > 0:  # a chain below what was read before; the first time the attention's own causal mask will do
+            chain = torch.ones(1, rows, rows, dtype=torch.bool, device=parameter.device).tril()
+            depths = torch.arange(rows, device=parameter.device)[None]
+            mask = tree_attention_mask(self.layer_config, self.cache, observed, chain, depths, depths)
+        outputs = self.step(input_ids[:, -rows:], hidden_states, positions, mask, logits_to_keep=1)
         self.logits, self.hidden_states = outputs.logits[:, -1], outputs.last_hidden_state[:, -1]
         self.position = positions[:, -1:]
 
@@ -293,13 +297,12 @@ class _Drafter:
         if tree_depth == 0:
             return DraftTree.root_only(root_tokens)
         observed = self.cache.get_seq_length()
-        layer_config = self.draft.config.transformer_layer_config
 
         def advance(tokens, hidden_states, level, visible):
             batch_size, width = tokens.shape
             depths = torch.arange(1, level + 1, device=tokens.device).repeat_interleave(width).expand(batch_size, -1)
             mask = tree_attention_mask(
-                layer_config, self.cache, observed, visible, depths[:, -width:], depths
+                self.layer_config, self.cache, observed, visible, depths[:, -width:], depths
             )
             outputs = self.step(tokens, hidden_states, (self.position + level).expand(-1, width), mask)
             return outputs.logits, outputs.last_hidden_state

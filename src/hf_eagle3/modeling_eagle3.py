@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import AutoConfig, Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -31,6 +31,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.utils import ModelOutput, logging
 
 from .configuration_eagle3 import Eagle3Config
@@ -128,7 +129,7 @@ class Eagle3DecoderLayer(nn.Module):
             layer_config, layer_idx, input_size=2 * hidden_size if self.reads_embeddings else hidden_size
         )
         self.post_attention_layernorm = LlamaRMSNorm(hidden_size, eps=eps)
-        self.mlp = LlamaMLP(layer_config)
+        self.mlp = (Qwen3MLP if layer_config.model_type == "qwen3" else LlamaMLP)(layer_config)
 
     def forward(self, hidden_states, inputs_embeds, **attention_kwargs):
         residual = hidden_states
@@ -191,8 +192,12 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         # A reference in a list is no submodule: the target's table is neither saved, moved nor trained with the draft.
         self._borrowed_embedding: list[nn.Embedding] = []
         self.last_generation = None
-        for name, value in DEFAULT_TREE_SETTINGS.items():
-            setattr(self.generation_config, name, value)
+        self.generation_config = GenerationConfig(
+            bos_token_id=config.bos_token_id,
+            eos_token_id=config.eos_token_id,
+            pad_token_id=config.pad_token_id,
+            **DEFAULT_TREE_SETTINGS,
+        )
         self.post_init()
 
     # Loading and making -------------------------------------------------------------------------------------------
@@ -206,19 +211,16 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
             ValueError: if a tensor is missing, unexpected or of another shape, or if the vocabulary mapping is broken.
         """
         wants_loading_info = kwargs.pop("output_loading_info", False)
+        # Reported below, by name, with what else is wrong.
+        kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)
         reload_kwargs = dict(kwargs)
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-        )
-        missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-        if unexpected == ["embed_tokens.weight"] and not missing and not model.config.has_own_embed_tokens:
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        if info["unexpected_keys"] == {"embed_tokens.weight"} and not model.config.has_own_embed_tokens:
             # The speculators schema does not say whether a table is stored; the file does.
-            reload_kwargs["config"] = model.config
             model.config.has_own_embed_tokens = True
-            model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **reload_kwargs
-            )
-            missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+            reload_kwargs["config"] = model.config
+            model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **reload_kwargs)
+        missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
         mismatched = sorted(str(entry) for entry in info["mismatched_keys"])
         if missing or unexpected or mismatched:
             raise ValueError(

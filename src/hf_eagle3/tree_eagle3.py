@@ -110,6 +110,11 @@ def grow_tree(
     visible = self_visible
     pool_size = width
     for level in range(1, tree_depth):
+        # A child is worth at most what its parent is: if nothing that the frontier can add would be kept, stop here.
+        if pool_size >= num_assistant_tokens:
+            worst_kept = torch.cat(pool_values, dim=1).topk(num_assistant_tokens).values[:, -1]
+            if not (values[:, 0] > worst_kept).any():
+                break
         logits, hidden_states = advance(tokens, hidden_states, level, visible)
         child_values, child_tokens = best_children(logits)  # (B, K, K)
         child_values = (values[..., None] + child_values).flatten(1)

@@ -19,10 +19,13 @@ class Eagle3TrainingArguments(SFTConfig):
             Drafting steps unrolled in training.
         ttt_step_decay (`float`, *optional*, defaults to `0.8`):
             Weight of step `s` in the loss is `ttt_step_decay ** s`.
+        use_muon (`bool`, *optional*, defaults to `True`):
+            Whether matrices other than `lm_head` are trained by Muon and the rest by AdamW, instead of everything by
+            `optim`. Needs torch 2.9.
     """
 
     # Parameters whose default values are overridden from SFTConfig
-    learning_rate: float = field(default=1e-4, metadata={"help": "The initial learning rate for AdamW."})
+    learning_rate: float = field(default=1e-4, metadata={"help": "The peak learning rate."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "The learning-rate schedule."})
     max_grad_norm: float = field(default=0.5, metadata={"help": "Norm the gradients are clipped to."})
     gradient_checkpointing: bool = field(
@@ -39,6 +42,10 @@ class Eagle3TrainingArguments(SFTConfig):
     ttt_steps: int = field(default=7, metadata={"help": "Drafting steps unrolled in training."})
     ttt_step_decay: float = field(
         default=0.8, metadata={"help": "Weight of step `s` in the loss is `ttt_step_decay ** s`."}
+    )
+    use_muon: bool = field(
+        default=True,
+        metadata={"help": "Train matrices by Muon and the rest by AdamW, instead of everything by `optim`."},
     )
 
     def __post_init__(self):

@@ -11,6 +11,7 @@ from trl import SFTTrainer
 from ..data import most_frequent_tokens
 from ..modeling_eagle3 import Eagle3ForSpeculation
 from .arguments import Eagle3TrainingArguments
+from .optimizer import MuonWithAdamW
 from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, ttt_loss
 
 
@@ -162,6 +163,22 @@ class Eagle3Trainer(SFTTrainer):
         counts = torch.stack([outputs.num_correct, outputs.num_rows]).double()
         self._counts[mode] = self._counts.get(mode, 0) + counts
         return (loss, {"loss": loss}) if return_outputs else loss
+
+    def create_optimizer(self, *args, **kwargs):
+        if not self.args.use_muon or self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+            return super().create_optimizer(*args, **kwargs)
+        trained = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
+        matrices = [weight for name, weight in trained if weight.dim() == 2 and "lm_head" not in name]
+        others = [weight for name, weight in trained if weight.dim() != 2 or "lm_head" in name]
+        self.optimizer = MuonWithAdamW(
+            matrices,
+            others,
+            lr=self.args.learning_rate,
+            weight_decay=self.args.weight_decay,
+            betas=(self.args.adam_beta1, self.args.adam_beta2),
+            eps=self.args.adam_epsilon,
+        )
+        return self.optimizer
 
     def _get_num_items_in_batch(self, batch_samples, device):
         """The rows that count at each TTT step, over all batches of an optimizer step and all processes: `(steps,)`."""

@@ -154,13 +154,30 @@ def ttt_loss(draft, batch: TTTBatch, steps: int) -> TTTOutput:
         rows = counted_rows(batch.labels, batch.documents, step)
         num = rows.shape[1]
         # Row t of the draft is about the target's row t + 1 + step.
-        logits, about = logits[:, :num].float(), slice(1 + step, 1 + step + num)
-        cross_entropy = F.cross_entropy(
-            logits.flatten(0, 1), target_probs[:, about].flatten(0, 1), reduction="none"
-        ).view_as(rows)
-        divergence = cross_entropy + negative_entropy[:, about]
+        logits, about = logits[:, :num], slice(1 + step, 1 + step + num)
+        divergence = SoftCrossEntropy.apply(logits, target_probs[:, about]) + negative_entropy[:, about]
         best = draft.draft_token_ids[logits.detach().argmax(dim=-1)]
         loss_sums.append((divergence * rows).sum())
         num_rows.append(rows.sum())
         num_correct.append(((best == batch.target_tokens[:, about]) & rows).sum())
     return TTTOutput(torch.stack(loss_sums), torch.stack(num_rows), torch.stack(num_correct))
+
+
+class SoftCrossEntropy(torch.autograd.Function):
+    """
+    `-(probs * logits.log_softmax(-1)).sum(-1)` for constant `probs` that sum to one. Its gradient is
+    `softmax(logits) - probs`, so that the logits are all there is to keep for it; autograd would keep three such tensors
+    a step, and an unroll has seven steps.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, probs):
+        log_normalizer = torch.logsumexp(logits.float(), dim=-1)
+        ctx.save_for_backward(logits, probs, log_normalizer)
+        return log_normalizer - torch.linalg.vecdot(logits.float(), probs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        logits, probs, log_normalizer = ctx.saved_tensors
+        difference = (logits.float() - log_normalizer[..., None]).exp_().sub_(probs)
+        return difference.mul_(gradient[..., None]).to(logits.dtype), None

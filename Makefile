@@ -1,0 +1,32 @@
+# `make quickstart` and `make test` need Python >= 3.10 and nothing else: they make an environment of their own.
+PYTHON ?= python3
+VENV ?= .venv
+# Pinned for development; the package itself takes a range.
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+
+.PHONY: install quickstart test style clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+quickstart: install
+	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=true $(BIN)/python recipes/quickstart.py
+
+test: install
+	$(BIN)/python -m ruff check src tests recipes
+	$(BIN)/python -m ruff format --check src tests recipes
+	$(BIN)/python -m pytest -n 2
+
+style: install
+	$(BIN)/python -m ruff check --fix src tests recipes
+	$(BIN)/python -m ruff format src tests recipes
+
+clean:
+	rm -rf $(VENV) outputs build dist .pytest_cache .ruff_cache

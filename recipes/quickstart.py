@@ -1,0 +1,236 @@
+"""
+From nothing to faster text: trains a draft for a target, saves it, loads it in a fresh process, and compares.
+
+Without arguments everything happens offline and on a CPU: a small language model is trained on the sources of Python's
+standard library, a draft is trained for it, and both generate from files that neither has seen.
+
+    python recipes/quickstart.py
+
+With a network, the same for any model and data set of the Hub, or for local ones:
+
+    python recipes/quickstart.py --target Qwen/Qwen3-0.6B --dataset trl-lib/Capybara --draft_minutes 60
+    python recipes/quickstart.py --target path/to/model --dataset path/to/texts.jsonl --prompts path/to/prompts.jsonl
+
+A second run reuses what the first one trained.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+from datasets import Dataset, load_dataset
+from tokenizers import ByteLevelBPETokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    TrainerCallback,
+    set_seed,
+)
+from trl import SFTConfig, SFTTrainer
+
+from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
+
+
+NUM_PROMPTS = 20
+PROMPT_TOKENS = 48
+EOS = "<|endoftext|>"
+
+
+class TimeBudget(TrainerCallback):
+    """Ends training after so many seconds, and lets the learning rate fall to zero on the way."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.start = time.monotonic()
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        elapsed = min((time.monotonic() - self.start) / self.seconds, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5 * (1 + math.cos(math.pi * elapsed))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = time.monotonic() - self.start >= self.seconds
+
+
+def standard_library() -> tuple[Dataset, list[str]]:
+    """Python's own sources, cut into documents, and the beginnings of files that are left out of them."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
+    files = [path for path in sorted(root.rglob("*.py")) if not skipped & set(path.relative_to(root).parts)]
+    sources = [path.read_text(encoding="utf-8", errors="ignore") for path in files]
+    sources = [source for source in sources if len(source) > 2000]
+    held_out = set(range(0, len(sources), len(sources) // NUM_PROMPTS))
+    train = [source[i : i + 2000] for n, source in enumerate(sources) if n not in held_out for i in range(0, len(source), 2000)]
+    # From the middle of a file: they all begin with the same few words.
+    return Dataset.from_dict({"text": train}), [sources[n][len(sources[n]) // 2 :] for n in sorted(held_out)]
+
+
+def local_or_hub_dataset(name: str) -> tuple[Dataset, list]:
+    """A JSON Lines file or a data set of the Hub; the last rows are held out as prompts."""
+    if Path(name).is_file():
+        dataset = load_dataset("json", data_files=name, split="train")
+    else:
+        dataset = load_dataset(name, split="train")
+    column = "messages" if "messages" in dataset.column_names else "text"
+    if column not in dataset.column_names:
+        raise ValueError(f"{name} has columns {dataset.column_names}, but neither 'messages' nor 'text'.")
+    split = len(dataset) - NUM_PROMPTS
+    if split <= 0:
+        raise ValueError(f"{name} has {len(dataset)} rows; {NUM_PROMPTS} are held out as prompts, so it needs more.")
+    return dataset.select(range(split)).select_columns(column), dataset.select(range(split, len(dataset)))[column]
+
+
+def common_arguments(args) -> dict:
+    on_gpu = torch.cuda.is_available()
+    return {
+        "max_length": args.max_length,
+        "packing": True,
+        "packing_strategy": "wrapped",
+        "per_device_train_batch_size": args.batch_size,
+        "max_steps": 1_000_000,  # the time budget ends it
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 20,
+        "bf16": torch.cuda.is_bf16_supported() if on_gpu else torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        "use_cpu": not on_gpu,
+        "gradient_checkpointing": False,
+        "logging_steps": 20,
+        "save_strategy": "no",
+        "report_to": "none",
+        "seed": args.seed,
+    }
+
+
+def train_target(folder: Path, dataset: Dataset, args) -> None:
+    """A Qwen3 of 9 million parameters, and its tokenizer."""
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(dataset["text"], vocab_size=4096, special_tokens=[EOS], show_progress=True)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=EOS, pad_token=EOS)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    target = Qwen3ForCausalLM(config)
+    trainer = SFTTrainer(
+        model=target,
+        args=SFTConfig(str(folder) + "-run", learning_rate=3e-3, **common_arguments(args)),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        callbacks=[TimeBudget(60 * args.target_minutes)],
+    )
+    trainer.train()
+    save(folder, target, tokenizer)
+
+
+def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None:
+    trainer = Eagle3Trainer(
+        model=None,
+        target_model=target,
+        args=Eagle3TrainingArguments(
+            str(folder) + "-run",
+            learning_rate=args.learning_rate,
+            draft_vocab_size=min(args.draft_vocab_size, target.config.get_text_config().vocab_size),
+            **common_arguments(args),
+        ),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        callbacks=[TimeBudget(60 * args.draft_minutes)],
+    )
+    trainer.train()
+    save(folder, trainer.draft.to(target.dtype))
+
+
+def save(folder: Path, *objects) -> None:
+    """All or nothing: an interrupted run leaves no folder that the next one would take for finished."""
+    unfinished = folder.with_name(folder.name + "-unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for item in objects:
+        item.save_pretrained(unfinished)
+    unfinished.rename(folder)
+
+
+def write_prompts(path: Path, held_out: list, tokenizer) -> None:
+    prompts = []
+    for item in held_out[:NUM_PROMPTS]:
+        if isinstance(item, str):
+            ids = tokenizer(item, add_special_tokens=False)["input_ids"][:PROMPT_TOKENS]
+            prompts.append(tokenizer.decode(ids))
+        else:
+            first_turns = item[: next(i for i, message in enumerate(item) if message["role"] == "assistant")]
+            prompts.append(tokenizer.apply_chat_template(first_turns, tokenize=False, add_generation_prompt=True))
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="Folder or Hub id of a target; by default a small one is trained")
+    parser.add_argument("--dataset", help="JSON Lines file or Hub id; by default the standard library's sources")
+    parser.add_argument("--prompts", help="JSON Lines file of held-out prompts; by default the end of the data set")
+    parser.add_argument("--output_dir", default="outputs/quickstart")
+    parser.add_argument("--target_minutes", type=float, default=1.75, help="Time to train the small target")
+    parser.add_argument("--draft_minutes", type=float, default=1.75, help="Time to train the draft")
+    parser.add_argument("--draft_vocab_size", type=int, default=2048)
+    parser.add_argument("--learning_rate", type=float, default=5e-3)
+    parser.add_argument("--max_length", type=int, default=256)
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.target is not None and args.dataset is None:
+        parser.error("--target needs a --dataset to train its draft on")
+
+    output_dir = Path(args.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    made_with, now = output_dir / "arguments.json", {"target": args.target, "dataset": args.dataset}
+    if made_with.exists() and json.loads(made_with.read_text()) != now:
+        raise SystemExit(f"{output_dir} was made with {made_with.read_text()}; choose another --output_dir.")
+    made_with.write_text(json.dumps(now))
+
+    set_seed(args.seed)
+    dataset, held_out = standard_library() if args.dataset is None else local_or_hub_dataset(args.dataset)
+    target_name, draft_dir = args.target or str(output_dir / "target"), output_dir / "draft"
+    if args.target is None and not Path(target_name).exists():
+        print(f"Training a small target on {len(dataset)} pieces of the standard library ...", flush=True)
+        train_target(Path(target_name), dataset, args)
+    tokenizer = AutoTokenizer.from_pretrained(target_name)
+    if not draft_dir.exists():
+        print(f"Training a draft for {target_name} ...", flush=True)
+        target = AutoModelForCausalLM.from_pretrained(target_name)
+        train_draft(draft_dir, target, tokenizer, dataset, args)
+
+    prompts = args.prompts
+    if prompts is None:
+        prompts = str(output_dir / "prompts.jsonl")
+        write_prompts(Path(prompts), held_out, tokenizer)
+    print(f"Generating in a fresh process, with {target_name} and {draft_dir} ...", flush=True)
+    command = [sys.executable, str(Path(__file__).with_name("benchmark.py"))]
+    command += ["--target", target_name, "--draft", str(draft_dir), "--prompts", prompts]
+    command += ["--max_new_tokens", str(args.max_new_tokens), "--repeats", str(args.repeats)]
+    command += ["--json", str(output_dir / "results.json"), "--plot", str(output_dir / "results.png")]
+    subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    main()

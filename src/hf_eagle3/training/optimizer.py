@@ -1,0 +1,56 @@
+"""Muon for a draft's matrices, AdamW for the rest."""
+
+from collections.abc import Iterable
+
+import torch
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """
+    One optimizer of two: [`torch.optim.Muon`] (https://huggingface.co/papers/2502.16982) takes the matrices, AdamW the
+    others. Both see the same learning rate and its schedule: Muon's updates are scaled to the size of AdamW's.
+
+    Args:
+        matrices (`Iterable[torch.nn.Parameter]`): Two-dimensional parameters.
+        others (`Iterable[torch.nn.Parameter]`): Norms, biases and the head.
+        lr, weight_decay (`float`): For both.
+        betas, eps: AdamW's.
+    """
+
+    def __init__(
+        self,
+        matrices: Iterable[torch.nn.Parameter],
+        others: Iterable[torch.nn.Parameter],
+        lr: float,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ):
+        self.parts = [
+            torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps),
+        ]
+        super().__init__([group for part in self.parts for group in part.param_groups], defaults={})
+        self._share_groups()
+
+    def _share_groups(self):
+        # Schedulers change `param_groups`; both parts must see that.
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self):
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict):
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self._share_groups()

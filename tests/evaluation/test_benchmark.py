@@ -1,0 +1,57 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import make_draft, make_prompt, make_target
+
+from hf_eagle3.evaluation import BenchmarkRow, format_table, run_benchmark
+
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def test_benchmark_recipe(tmp_path, tokenizer):
+    target = make_target("llama")
+    make_draft(target, [make_prompt(5)]).save_pretrained(tmp_path / "draft")
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "what is 3"}\n{"prompt": "the end"}\n')
+    command = [sys.executable, RECIPES / "benchmark.py", "--max_new_tokens", "10", "--repeats", "2"]
+    for option, name in (("target", "target"), ("draft", "draft"), ("prompts", "prompts.jsonl"), ("json", "out.json")):
+        command += [f"--{option}", tmp_path / name]
+    command += ["--plot", tmp_path / "out.png", "--tree_depth", "3"]
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    results = json.loads((tmp_path / "out.json").read_text())
+    rows = {(row["temperature"], row["method"]): row for row in results["results"]}
+    assert set(rows) == {(t, m) for t in (0.0, 1.0) for m in ("plain", "prompt-lookup", "eagle3")}
+    for temperature in (0.0, 1.0):
+        row = rows[temperature, "eagle3"]
+        assert row["num_identical"] == row["num_prompts"] == 2
+        assert len(row["speedups"]) == 2
+        assert row["acceptance_length"] == sum(row["accepted_lengths"]) / len(row["accepted_lengths"]) <= 4
+        assert sum(row["accepted_lengths"]) == 2 * 2 * 9
+    assert results["tree"]["tree_depth"] == 3
+    assert (tmp_path / "out.png").stat().st_size > 1000
+    assert "| 0 | eagle3 |" in result.stdout and "2/2" in result.stdout
+
+
+def test_table():
+    rows = [
+        BenchmarkRow("plain", 0.0, [10.0, 30.0, 20.0], [1.0, 1.0, 1.0], num_prompts=2),
+        BenchmarkRow("eagle3", 0.0, [40.0, 50.0, 60.0], [4.0, 1.5, 3.0], 2.5, [2, 3], 2, 2),
+    ]
+    assert format_table(rows).splitlines()[2:] == [
+        "| 0 | plain | 20 | 1.00 | - | - |",
+        "| 0 | eagle3 | 50 | 3.00 (1.50-4.00) | 2.50 | 2/2 |",
+    ]
+
+
+def test_unknown_methods(tokenizer):
+    target = make_target("llama")
+    with pytest.raises(ValueError, match="medusa"):
+        run_benchmark(target, tokenizer, None, ["a"], methods=["plain", "medusa"])
+    with pytest.raises(ValueError, match="include 'plain'"):
+        run_benchmark(target, tokenizer, None, ["a"], methods=["eagle3"])

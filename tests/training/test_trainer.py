@@ -1,0 +1,176 @@
+import copy
+import json
+
+import pytest
+import torch
+from conftest import make_draft, make_prompt, make_target
+from datasets import Dataset
+from transformers import AutoModel
+
+from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+
+
+TEXTS = Dataset.from_dict({"text": [f"the {i} of {i * 7}, and so on to {i * i} in the end" for i in range(40)]})
+CHATS = Dataset.from_dict(
+    {
+        "messages": [
+            [
+                {"role": "user", "content": f"what is {i}"},
+                {"role": "assistant", "content": f"{i} is zz{i}"},
+                {"role": "user", "content": "and"},
+                {"role": "assistant", "content": "zzz"},
+            ]
+            for i in range(30)
+        ]
+    }
+)
+
+
+def make_trainer(tmp_path, tokenizer, model=None, dataset=TEXTS, target=None, eval_dataset=None, **arguments):
+    arguments = {
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_train_batch_size": 4,
+        "warmup_steps": 0,
+        **arguments,
+    }
+    return Eagle3Trainer(
+        model=model,
+        target_model=make_target("llama") if target is None else target,
+        args=Eagle3TrainingArguments(str(tmp_path), **arguments),
+        train_dataset=dataset,
+        eval_dataset=eval_dataset,
+        processing_class=copy.deepcopy(tokenizer),
+    )
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_training_moves_every_parameter_of_the_draft_and_none_of_the_target(tmp_path, tokenizer, use_muon):
+    target = make_target("gemma3")
+    trainer = make_trainer(tmp_path, tokenizer, target=target, use_muon=use_muon, draft_vocab_size=20)
+    draft = trainer.draft
+    before = {name: value.clone() for name, value in draft.named_parameters()}
+    target_before = {name: value.clone() for name, value in target.named_parameters()}
+    trainer.train()
+    assert before and all(not torch.equal(before[name], value) for name, value in draft.named_parameters())
+    assert all(torch.equal(target_before[name], value) for name, value in target.named_parameters())
+    assert not any(parameter.requires_grad for parameter in target.parameters())
+
+
+def test_draft_vocabulary_comes_from_what_is_supervised(tmp_path, tokenizer):
+    trainer = make_trainer(
+        tmp_path, tokenizer, dataset=CHATS, assistant_only_loss=True, draft_vocab_size=3, average_tokens_across_devices=False
+    )
+    expected = sorted(tokenizer.convert_tokens_to_ids(["z", " ", "</s>"]))
+    assert trainer.draft.draft_token_ids.tolist() == expected
+    labels = trainer.train_dataset[0]["labels"]
+    input_ids = trainer.train_dataset[0]["input_ids"]
+    learned = tokenizer.decode([token for token, label in zip(input_ids, labels) if label != -100])
+    assert "what" not in learned and "zz" in learned and learned.count("</s>") == 2
+    trainer.train()
+
+
+def test_logs(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer, ttt_steps=4, eval_dataset=TEXTS.select(range(5)))
+    trainer.train()
+    trainer.evaluate()
+    train, evaluation = trainer.state.log_history[0], trainer.state.log_history[-1]
+    accuracies = [train[f"accuracy_{step}"] for step in range(4)]
+    assert "accuracy_4" not in train and all(0 <= value <= 1 for value in accuracies)
+    joint = torch.tensor(accuracies).cumprod(0).sum().item()
+    assert train["simulated_acceptance_length"] == pytest.approx(1 + joint)
+    assert {"eval_loss", "eval_accuracy_0", "eval_simulated_acceptance_length"} <= set(evaluation)
+
+
+def test_training_learns(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=40, learning_rate=5e-3)
+    trainer.train()
+    history = [entry for entry in trainer.state.log_history if "simulated_acceptance_length" in entry]
+    assert history[-1]["loss"] < 0.6 * history[0]["loss"]
+    assert history[-1]["simulated_acceptance_length"] > history[0]["simulated_acceptance_length"] + 0.2
+
+
+def test_checkpoints_are_drafts(tmp_path, tokenizer):
+    target = make_target("llama")
+    trainer = make_trainer(
+        tmp_path, tokenizer, target=target, draft_vocab_size=20, save_strategy="steps", save_steps=2, max_steps=2
+    )
+    trainer.train()
+    checkpoint = tmp_path / "checkpoint-2"
+    draft = AutoModel.from_pretrained(checkpoint, trust_remote_code=True)
+    assert all(torch.equal(value, draft.state_dict()[name]) for name, value in trainer.draft.state_dict().items())
+    prompt = make_prompt(10)
+    expected = target.generate(prompt, max_new_tokens=16, do_sample=False)
+    assert torch.equal(target.generate(prompt, max_new_tokens=16, do_sample=False, assistant_model=draft), expected)
+    assert "model_type" not in json.loads((checkpoint / "config.json").read_text())
+    # The draft in hand generates too, though the trainer wraps its forward.
+    assert torch.equal(
+        target.generate(prompt, max_new_tokens=16, do_sample=False, assistant_model=trainer.draft), expected
+    )
+
+
+def losses(trainer):
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_accumulation_gives_the_same_trajectory(tmp_path, tokenizer):
+    target = make_target("llama")
+    runs = [
+        losses(make_trainer(tmp_path, tokenizer, target=target, **arguments))
+        for arguments in (
+            {"per_device_train_batch_size": 8},
+            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        )
+    ]
+    assert runs[0] == pytest.approx(runs[1], rel=1e-3)
+
+
+def test_resumed_training_goes_on_as_if_uninterrupted(tmp_path, tokenizer):
+    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    expected = losses(make_trainer(tmp_path / "whole", tokenizer, **arguments))
+    make_trainer(tmp_path / "parts", tokenizer, **arguments).train()
+    resumed = make_trainer(tmp_path / "parts", tokenizer, **arguments)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-3"))
+    history = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
+    assert history == pytest.approx(expected, rel=1e-5)
+
+
+def test_half_precision_drafts_are_trained_in_float32(tmp_path, tokenizer):
+    target = make_target("llama").to(torch.bfloat16)
+    draft = make_draft(target, [make_prompt(5)], num_tokens=20)
+    assert draft.dtype == torch.bfloat16
+    trainer = make_trainer(tmp_path, tokenizer, model=draft, target=target)
+    trainer.train()
+    assert trainer.draft.dtype == torch.float32
+
+
+def test_packing(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer, packing=True, max_length=64)
+    trainer.train()
+    assert all(torch.isfinite(torch.tensor(entry["loss"])) for entry in trainer.state.log_history if "loss" in entry)
+
+
+def test_wrong_arguments(tmp_path, tokenizer):
+    target, other = make_target("llama"), make_target("llama", seed=1)
+    draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(10))
+    with pytest.raises(ValueError, match="trained for another model"):
+        make_trainer(tmp_path, tokenizer, model=draft, target=other)
+    with pytest.raises(ValueError, match="vocabulary of 10"):
+        make_trainer(tmp_path, tokenizer, model=draft, target=target, draft_vocab_size=20)
+    with pytest.raises(ValueError, match="gradient_checkpointing"):
+        make_trainer(tmp_path, tokenizer, gradient_checkpointing=True)
+    with pytest.raises(ValueError, match="ttt_steps"):
+        make_trainer(tmp_path, tokenizer, ttt_steps=0)
+    with pytest.raises(ValueError, match="processing_class"):
+        Eagle3Trainer(
+            model=None,
+            target_model=target,
+            args=Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False),
+            train_dataset=TEXTS,
+        )

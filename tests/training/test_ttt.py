@@ -1,0 +1,202 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import VOCAB_SIZE, make_prompt, make_target
+from transformers import DynamicCache
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.training.ttt import TTTBatch, counted_rows, documents_of, ttt_logits, ttt_loss
+
+
+STEPS = 7
+
+
+def make_batch(target, draft, input_ids, labels=None, attention_mask=None, position_ids=None):
+    with torch.no_grad():
+        outputs = target(
+            input_ids, attention_mask=attention_mask, position_ids=position_ids, output_hidden_states=True
+        )
+    if position_ids is None:
+        positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+    else:
+        positions = position_ids
+    return TTTBatch(
+        input_ids=input_ids,
+        aux_hidden_states=torch.cat([outputs.hidden_states[i] for i in draft.resolve_aux_layer_ids(target)], -1),
+        target_logits=outputs.logits[..., draft.draft_token_ids],
+        target_tokens=outputs.logits.argmax(-1),
+        labels=input_ids if labels is None else labels,
+        documents=documents_of(input_ids, attention_mask, position_ids),
+        position_ids=positions,
+    )
+
+
+def naive_unroll(draft, batch, steps):
+    """
+    What drafting after each position gives, by the inference path: read the true features up to row t, then draft on,
+    one token a step, feeding the tokens of the data. Returns logits `(B, L, steps, V)`, NaN where the data ends.
+    """
+    batch_size, length = batch.input_ids.shape
+    result = torch.full((batch_size, length, steps, draft.config.draft_vocab_size), torch.nan)
+    for b in range(batch_size):
+        fused = draft.combine_hidden_states(batch.aux_hidden_states[b : b + 1])
+        for t in range(length - 1):
+            cache = DynamicCache()
+            outputs = draft(
+                batch.input_ids[b : b + 1, 1 : t + 2], fused[:, : t + 1], past_key_values=cache, use_cache=True
+            )
+            for step in range(steps):
+                result[b, t, step] = outputs.logits[0, -1]
+                if t + 2 + step >= length:
+                    break
+                outputs = draft(
+                    batch.input_ids[b : b + 1, t + 2 + step : t + 3 + step],
+                    outputs.last_hidden_state[:, -1:],
+                    past_key_values=cache,
+                    position_ids=torch.tensor([[t + 1 + step]]),
+                )
+    return result
+
+
+def naive_loss(draft, batch, steps):
+    """Sums over rows one by one."""
+    logits = naive_unroll(draft, batch, steps)
+    sums, counts = [torch.zeros(()) for _ in range(steps)], [0] * steps
+    for b, t, step in torch.cartesian_prod(*map(torch.arange, (*batch.input_ids.shape, steps))).tolist():
+        predicted = t + 2 + step
+        if predicted >= batch.input_ids.shape[1] or batch.labels[b, predicted] == -100:
+            continue
+        p = batch.target_logits[b, predicted - 1].softmax(-1)
+        q = logits[b, t, step].softmax(-1)
+        sums[step] = sums[step] + (p * (p / q).log()).sum()
+        counts[step] += 1
+    return torch.stack(sums), counts
+
+
+def make_draft(target, **overrides):
+    torch.manual_seed(0)
+    draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(0, VOCAB_SIZE, 3), **overrides)
+    for parameter in draft.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.1
+    return draft
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"fc_norm": False, "norm_output": False, "norm_before_residual": True},
+        {"num_hidden_layers": 2, "model_type": "qwen3"},
+    ],
+)
+def test_unroll_equals_drafting_token_by_token(overrides):
+    target = make_target("llama")
+    draft = make_draft(target, **overrides)
+    batch = make_batch(target, draft, make_prompt(12, batch_size=2))
+    expected = naive_unroll(draft, batch, STEPS)
+    for step, logits in enumerate(ttt_logits(draft, batch, STEPS)):
+        rows = 12 - 1 - step
+        torch.testing.assert_close(logits[:, :rows], expected[:, :rows, step], atol=1e-4, rtol=1e-4)
+        if step == 0:
+            tokens = F.pad(batch.input_ids[:, 1:], (0, 1))
+            forward = draft(tokens, draft.combine_hidden_states(batch.aux_hidden_states)).logits
+            torch.testing.assert_close(logits, forward, atol=1e-5, rtol=1e-5)
+
+
+def test_loss_and_gradients_equal_the_naive_ones():
+    target = make_target("llama")
+    draft = make_draft(target)
+    input_ids = make_prompt(11, batch_size=2)
+    labels = input_ids.clone()
+    labels[0, :5] = -100
+    batch = make_batch(target, draft, input_ids, labels)
+    outputs = ttt_loss(draft, batch, STEPS)
+    expected, counts = naive_loss(draft, batch, STEPS)
+    torch.testing.assert_close(outputs.loss_sums, expected, atol=1e-3, rtol=1e-4)
+    assert outputs.num_rows.tolist() == counts
+    ours = torch.autograd.grad(outputs.loss_sums.sum(), list(draft.parameters()))
+    theirs = torch.autograd.grad(expected.sum(), list(draft.parameters()))
+    for (name, _), our, their in zip(draft.named_parameters(), ours, theirs):
+        torch.testing.assert_close(our, their, atol=2e-3, rtol=1e-3, msg=name)
+        assert our.abs().max() > 0, name
+
+
+def gradients(draft, batch):
+    draft.zero_grad()
+    outputs = ttt_loss(draft, batch, STEPS)
+    (outputs.loss_sums.sum() / outputs.num_rows.sum()).backward()
+    return outputs, {name: parameter.grad.clone() for name, parameter in draft.named_parameters()}
+
+
+def assert_same_training(draft, first, second, tolerance=1e-5):
+    (ours, our_gradients), (theirs, their_gradients) = gradients(draft, first), gradients(draft, second)
+    torch.testing.assert_close(ours.loss_sums, theirs.loss_sums, atol=1e-3, rtol=1e-4)
+    assert torch.equal(ours.num_rows, theirs.num_rows)
+    assert torch.equal(ours.num_correct, theirs.num_correct)
+    for name in our_gradients:
+        torch.testing.assert_close(our_gradients[name], their_gradients[name], atol=tolerance, rtol=1e-3, msg=name)
+
+
+def test_padding_changes_nothing():
+    target = make_target("llama")
+    draft = make_draft(target)
+    input_ids = make_prompt(14)
+    padded = F.pad(input_ids, (0, 5), value=7)
+    mask = F.pad(torch.ones_like(input_ids), (0, 5))
+    labels = F.pad(input_ids, (0, 5), value=-100)
+    assert_same_training(
+        draft, make_batch(target, draft, input_ids), make_batch(target, draft, padded, labels, mask)
+    )
+
+
+def test_what_is_not_to_be_learned_changes_no_loss():
+    """Other target distributions over prompt tokens, and over padding, leave loss and gradient as they are."""
+    target = make_target("llama")
+    draft = make_draft(target)
+    input_ids = make_prompt(16)
+    labels = input_ids.clone()
+    labels[:, :9] = -100
+    batch, changed = (make_batch(target, draft, input_ids, labels) for _ in range(2))
+    changed.target_logits[:, :8] = torch.randn_like(changed.target_logits[:, :8]) * 9  # about tokens 1 to 8
+    changed.target_tokens[:, :8] = 0
+    assert_same_training(draft, batch, changed)
+    changed.target_logits[:, 8] = 0
+    changed.target_logits[:, 8, 0] = 9
+    with pytest.raises(AssertionError):
+        assert_same_training(draft, batch, changed)
+
+
+def test_packed_documents_do_not_see_each_other():
+    target = make_target("llama")
+    draft = make_draft(target)
+    first, second = make_prompt(9, seed=1), make_prompt(13, seed=2)
+    packed = torch.cat([first, second], dim=1)
+    positions = torch.cat([torch.arange(9), torch.arange(13)])[None]
+    width = 13
+    padded = torch.cat([F.pad(first, (0, width - 9)), second])
+    mask = torch.tensor([[1] * 9 + [0] * 4, [1] * 13])
+    labels = torch.where(mask.bool(), padded, -100)
+    # The batch dimension keeps documents apart; so must the packed row.
+    apart = make_batch(target, draft, padded, labels, mask)
+    together = make_batch(target, draft, packed, position_ids=positions)
+    together.aux_hidden_states = apart.aux_hidden_states[mask.bool()][None]
+    together.target_logits = apart.target_logits[mask.bool()][None]
+    together.target_tokens = apart.target_tokens[mask.bool()][None]
+    assert_same_training(draft, apart, together)
+
+
+def test_counted_rows():
+    labels = torch.tensor([[1, 1, -100, 1, 1, 1, 1, -100]])
+    documents = torch.tensor([[1, 1, 1, 1, 2, 2, 2, -1]])
+    # Row t predicts token t + 2 + step.
+    assert counted_rows(labels, documents, 0).tolist() == [[False, True, False, False, True, False]]
+    assert counted_rows(labels, documents, 1).tolist() == [[True, False, False, False, False]]
+    assert counted_rows(labels, documents, 6).shape == (1, 0)
+
+
+def test_sequences_shorter_than_the_unroll():
+    target = make_target("llama")
+    draft = make_draft(target)
+    outputs = ttt_loss(draft, make_batch(target, draft, make_prompt(3)), STEPS)
+    assert outputs.num_rows.tolist() == [1, 0, 0, 0, 0, 0, 0]
+    assert outputs.loss_sums[1:].abs().sum() == 0
