@@ -71,11 +71,17 @@ def main():
     )
     if args.json:
         results = [
-            {**asdict(row), "median_tokens_per_second": row.median_tokens_per_second, "median_speedup": row.median_speedup}
+            {
+                **asdict(row),
+                "median_tokens_per_second": row.median_tokens_per_second,
+                "median_speedup": row.median_speedup,
+            }
             for row in rows
         ]
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"arguments": vars(args), "environment": environment, "tree": tree, "results": results}, file, indent=2)
+            json.dump(
+                {"arguments": vars(args), "environment": environment, "tree": tree, "results": results}, file, indent=2
+            )
         print(f"Wrote {args.json}")
     if args.plot:
         plot_speedups(rows, args.plot, "Plain generation, prompt lookup and EAGLE-3, batch size 1")
@@ -88,7 +94,9 @@ def machine_name(device: str) -> str:
         return torch.cuda.get_device_name()
     name, cpuinfo = platform.machine(), Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
         name = names[0] if names else name
     return f"{name}, {os.cpu_count()} cores"
 

@@ -72,7 +72,12 @@ def standard_library() -> tuple[Dataset, list[str]]:
     sources = [path.read_text(encoding="utf-8", errors="ignore") for path in files]
     sources = [source for source in sources if len(source) > 2000]
     held_out = set(range(0, len(sources), len(sources) // NUM_PROMPTS))
-    train = [source[i : i + 2000] for n, source in enumerate(sources) if n not in held_out for i in range(0, len(source), 2000)]
+    train = [
+        source[i : i + 2000]
+        for n, source in enumerate(sources)
+        if n not in held_out
+        for i in range(0, len(source), 2000)
+    ]
     # From the middle of a file: they all begin with the same few words.
     return Dataset.from_dict({"text": train}), [sources[n][len(sources[n]) // 2 :] for n in sorted(held_out)]
 

@@ -60,7 +60,14 @@ def test_saved_draft_generates_without_the_package(tmp_path, auto_class, mode):
     draft.save_pretrained(tmp_path / "draft")
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *(str(tmp_path / name) for name in ("target", "draft", "second")), auto_class, mode],
+        [
+            sys.executable,
+            "-c",
+            SCRIPT,
+            *(str(tmp_path / name) for name in ("target", "draft", "second")),
+            auto_class,
+            mode,
+        ],
         input=json.dumps(prompt[0].tolist()),
         capture_output=True,
         text=True,
@@ -102,7 +109,9 @@ def test_the_travelling_code_imports_only_torch_and_transformers(name):
 
 
 def test_importing_the_package_loads_nothing_heavy():
-    script = "import sys, hf_eagle3; print([m for m in ('torch', 'transformers', 'trl', 'datasets') if m in sys.modules])"
+    script = (
+        "import sys, hf_eagle3; print([m for m in ('torch', 'transformers', 'trl', 'datasets') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip() == "[]"
     script = (
         "import sys; from hf_eagle3 import Eagle3ForSpeculation;"

@@ -94,7 +94,9 @@ class Eagle3Config(PreTrainedConfig):
         layer_config = self.transformer_layer_config or {}
         if isinstance(layer_config, dict):
             layer_config = dict(layer_config)
-            self.transformer_layer_config = AutoConfig.for_model(layer_config.pop("model_type", "llama"), **layer_config)
+            self.transformer_layer_config = AutoConfig.for_model(
+                layer_config.pop("model_type", "llama"), **layer_config
+            )
         layer_config = self.transformer_layer_config
         if layer_config.model_type not in ("llama", "qwen3"):
             raise ValueError(

@@ -106,7 +106,7 @@ def eagle3_decoding(
                 path.append(node)
                 logits = outputs.logits[:, root_row + node].to(copy=True, dtype=torch.float32, device=input_ids.device)
                 scores = logits_processor(input_ids, logits)
-                returned.add(outputs, logits, scores, path, is_prompt=stats.target_forwards == 1)
+                returned.add(outputs, logits, scores, path, tree.num_nodes)
                 if generation_config.do_sample:
                     next_token = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
                 else:
@@ -132,11 +132,12 @@ def eagle3_decoding(
             # Draft a tree below the newest token, and verify it in one forward.
             drafter.observe(features, input_ids, model_kwargs)
             limits = _step_limits(target, settings, cache.length, model_kwargs, stopping_criteria, input_ids)
-            tree, root_row = drafter.grow(input_ids[:, -1:], **limits), 0
+            tree = drafter.grow(input_ids[:, -1:], **limits)
             outputs = _verify(target, tree, input_ids, cache, model_kwargs)
             stats.target_forwards += 1
             cache.track(outputs.past_key_values)
-            features = _aux_hidden_states(outputs, aux_layer_ids)
+            features = _aux_hidden_states(outputs, aux_layer_ids)[:, -tree.num_nodes :]
+            root_row = outputs.logits.shape[1] - tree.num_nodes
 
     if streamer is not None:
         streamer.end()
@@ -301,9 +302,7 @@ class _Drafter:
         def advance(tokens, hidden_states, level, visible):
             batch_size, width = tokens.shape
             depths = torch.arange(1, level + 1, device=tokens.device).repeat_interleave(width).expand(batch_size, -1)
-            mask = tree_attention_mask(
-                self.layer_config, self.cache, observed, visible, depths[:, -width:], depths
-            )
+            mask = tree_attention_mask(self.layer_config, self.cache, observed, visible, depths[:, -width:], depths)
             outputs = self.step(tokens, hidden_states, (self.position + level).expand(-1, width), mask)
             return outputs.logits, outputs.last_hidden_state
 
@@ -384,8 +383,8 @@ class _ReturnedOutputs:
         wanted = self.wants_hidden_states or []
         return sorted({*([wanted] if isinstance(wanted, int) else wanted), *layer_ids})
 
-    def add(self, outputs, logits, scores, path, is_prompt):
-        """Adds the token picked at the last node of `path`; the prompt's own forward is returned whole."""
+    def add(self, outputs, logits, scores, path, num_nodes):
+        """Adds the token picked at the last node of `path`. A forward without drafted nodes is plain, and goes in whole."""
         if not self.wants_dict:
             return
         node = path[-1]
@@ -400,12 +399,12 @@ class _ReturnedOutputs:
                 wanted = [wanted] if isinstance(wanted, int) else wanted
                 wanted = {index % len(states) for index in wanted}
                 states = tuple(state if index in wanted else None for index, state in enumerate(states))
-            if not is_prompt:
+            if num_nodes > 1:
                 states = tuple(None if state is None else state[:, node : node + 1] for state in states)
             self.hidden_states += (states,)
         if self.attentions is not None:
             attentions = outputs.attentions
-            if not is_prompt:
+            if num_nodes > 1:
                 attentions = tuple(self._attention_of(weights, i, path) for i, weights in enumerate(attentions))
             self.attentions += (attentions,)
 
@@ -463,8 +462,8 @@ def _verify(target, tree, input_ids, cache, model_kwargs):
         }
         inputs = target.prepare_inputs_for_generation(tree.tokens.to(input_ids.device), **tree_kwargs)
         inputs["past_key_values"] = cache.cache
-    if "logits_to_keep" in inputs:
-        inputs["logits_to_keep"] = 0  # all
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = 0  # all
     return target(**inputs, return_dict=True)
 
 

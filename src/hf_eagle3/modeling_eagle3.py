@@ -15,7 +15,7 @@
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -266,7 +266,7 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
                 "with input and output embeddings."
             )
         text_config = target.config.get_text_config(decoder=True)
-        config_fields = {name for name in Eagle3Config.__dataclass_fields__ if name != "transformer_layer_config"}
+        config_fields = {field.name for field in fields(Eagle3Config)} - {"transformer_layer_config"}
         config_overrides = {name: overrides.pop(name) for name in list(overrides) if name in config_fields}
         layer_config = {**_layer_config_for(text_config, num_hidden_layers), **overrides}
         known = AutoConfig.for_model(layer_config["model_type"]).to_dict()
@@ -362,7 +362,9 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
             return
         token_ids = self.draft_token_ids
         if (token_ids.diff() <= 0).any() or token_ids[0] < 0 or token_ids[-1] >= self.config.vocab_size:
-            raise ValueError(f"{name}: `d2t` does not map to ascending ids of a vocabulary of {self.config.vocab_size}.")
+            raise ValueError(
+                f"{name}: `d2t` does not map to ascending ids of a vocabulary of {self.config.vocab_size}."
+            )
         if not torch.equal(self.t2d.nonzero().flatten(), token_ids):
             raise ValueError(f"{name}: `t2d` marks other tokens than `d2t` maps to.")
 

@@ -64,7 +64,12 @@ def test_training_moves_every_parameter_of_the_draft_and_none_of_the_target(tmp_
 
 def test_draft_vocabulary_comes_from_what_is_supervised(tmp_path, tokenizer):
     trainer = make_trainer(
-        tmp_path, tokenizer, dataset=CHATS, assistant_only_loss=True, draft_vocab_size=3, average_tokens_across_devices=False
+        tmp_path,
+        tokenizer,
+        dataset=CHATS,
+        assistant_only_loss=True,
+        draft_vocab_size=3,
+        average_tokens_across_devices=False,
     )
     expected = sorted(tokenizer.convert_tokens_to_ids(["z", " ", "</s>"]))
     assert trainer.draft.draft_token_ids.tolist() == expected

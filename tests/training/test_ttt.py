@@ -144,9 +144,7 @@ def test_padding_changes_nothing():
     padded = F.pad(input_ids, (0, 5), value=7)
     mask = F.pad(torch.ones_like(input_ids), (0, 5))
     labels = F.pad(input_ids, (0, 5), value=-100)
-    assert_same_training(
-        draft, make_batch(target, draft, input_ids), make_batch(target, draft, padded, labels, mask)
-    )
+    assert_same_training(draft, make_batch(target, draft, input_ids), make_batch(target, draft, padded, labels, mask))
 
 
 def test_what_is_not_to_be_learned_changes_no_loss():

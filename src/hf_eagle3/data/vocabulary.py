@@ -34,7 +34,9 @@ def most_frequent_tokens(
             )
         counts += np.bincount(ids, minlength=vocab_size)
     if counts.sum() == 0:
-        raise ValueError(f"No token of column {column!r} is supervised, so there is no draft vocabulary to take from it.")
+        raise ValueError(
+            f"No token of column {column!r} is supervised, so there is no draft vocabulary to take from it."
+        )
     # Ties go to the lower id, so that the same data gives the same vocabulary everywhere.
     kept = np.sort(np.argsort(-counts, kind="stable")[:size])
     return kept.tolist(), float(counts[kept].sum() / counts.sum())

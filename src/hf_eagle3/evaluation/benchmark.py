@@ -156,7 +156,9 @@ def plot_speedups(rows: Sequence[BenchmarkRow], path: str | Path, title: str) ->
     from matplotlib import pyplot as plt
 
     temperatures = sorted({row.temperature for row in rows})
-    figure, axes = plt.subplots(1, len(temperatures), figsize=(4.5 * len(temperatures), 3.6), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(temperatures), figsize=(4.5 * len(temperatures), 3.6), sharey=True, squeeze=False
+    )
     colors = {"plain": "#9aa5b1", "prompt-lookup": "#6aa6c8", "eagle3": "#f29f05"}
     for axis, temperature in zip(axes[0], temperatures):
         shown = [row for row in rows if row.temperature == temperature]

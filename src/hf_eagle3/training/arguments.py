@@ -35,7 +35,9 @@ class Eagle3TrainingArguments(SFTConfig):
     # Parameters that control the draft
     draft_vocab_size: int | None = field(
         default=None,
-        metadata={"help": "Size of the draft vocabulary taken from the training data when the trainer makes the draft."},
+        metadata={
+            "help": "Size of the draft vocabulary taken from the training data when the trainer makes the draft."
+        },
     )
 
     # Parameters that control training-time test
