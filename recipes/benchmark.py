@@ -37,8 +37,8 @@ def main():
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="auto", help="Dtype of target and draft")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    for name in DEFAULT_TREE_SETTINGS:
-        parser.add_argument(f"--{name}", type=int, help="Overrides the draft's own setting")
+    for name, default in DEFAULT_TREE_SETTINGS.items():
+        parser.add_argument(f"--{name}", type=type(default), help="Overrides the draft's own setting")
     args = parser.parse_args()
 
     with open(args.prompts, encoding="utf-8") as file:

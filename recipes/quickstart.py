@@ -155,6 +155,7 @@ def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None
         args=Eagle3TrainingArguments(
             str(folder) + "-run",
             learning_rate=args.learning_rate,
+            ttt_steps=args.ttt_steps,
             draft_vocab_size=min(args.draft_vocab_size, target.config.get_text_config().vocab_size),
             **common_arguments(args),
         ),
@@ -196,7 +197,8 @@ def main():
     parser.add_argument("--target_minutes", type=float, default=1.75, help="Time to train the small target")
     parser.add_argument("--draft_minutes", type=float, default=1.75, help="Time to train the draft")
     parser.add_argument("--draft_vocab_size", type=int, default=2048)
-    parser.add_argument("--learning_rate", type=float, default=5e-3)
+    parser.add_argument("--learning_rate", type=float, default=1.2e-2)
+    parser.add_argument("--ttt_steps", type=int, default=7)
     parser.add_argument("--max_length", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--max_new_tokens", type=int, default=64)

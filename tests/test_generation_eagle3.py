@@ -374,10 +374,20 @@ def test_settings_of_draft_and_call(target):
     generate(target, prompt, assistant_model=oracle)
     assert max(oracle.last_generation.accepted_lengths) > 3
 
-    assert tree_settings(oracle.generation_config, config) == settings
+    assert tree_settings(oracle.generation_config, config) == {**settings, "assistant_confidence_threshold": 0.0}
     assert tree_settings(GenerationConfig(), GenerationConfig()) == tree_settings(oracle.generation_config)
     with pytest.raises(ValueError, match="`tree_depth` must be a positive integer, got 0"):
         tree_settings(GenerationConfig(tree_depth=0))
+    with pytest.raises(ValueError, match=r"`assistant_confidence_threshold` must be in \[0, 1\), got 2"):
+        tree_settings(GenerationConfig(assistant_confidence_threshold=2))
+
+
+@pytest.mark.parametrize("threshold", [0.01, 0.3, 0.99])
+def test_confidence_threshold(target, threshold):
+    prompt = make_prompt(8)
+    oracle = make_oracle(target, generate(target, prompt))
+    oracle.generation_config.assistant_confidence_threshold = threshold
+    assert_same_text(target, oracle, prompt)
 
 
 # The hook ---------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def naive_tree(draft, depth, width, budget):
     return {path for _, path in sorted(nodes, key=lambda node: -node[0])[:budget]}
 
 
-def grow(draft, depth, width, budget, d2t=None):
+def grow(draft, depth, width, budget, d2t=None, threshold=0.0):
     """Runs `grow_tree` on a `TableDraft`; the hidden state is an index into the paths seen so far."""
     paths = [()]
 
@@ -53,7 +53,15 @@ def grow(draft, depth, width, budget, d2t=None):
         return torch.stack(logits)[None], torch.tensor(out)[None]
 
     return grow_tree(
-        torch.tensor([[99]]), draft.scores(())[None], torch.zeros(1, HIDDEN), advance, d2t, depth, width, budget
+        torch.tensor([[99]]),
+        draft.scores(())[None],
+        torch.zeros(1, HIDDEN),
+        advance,
+        d2t,
+        depth,
+        width,
+        budget,
+        threshold,
     )
 
 
@@ -74,6 +82,19 @@ def test_grow_tree_keeps_the_nodes_that_a_naive_search_keeps(depth, width, budge
     assert len(set(paths)) == len(paths)
     assert set(paths[1:]) == naive_tree(draft, depth, width, budget)
     assert int(tree.tokens[0, 0]) == 99
+
+
+@pytest.mark.parametrize("threshold", [0.001, 0.05, 0.9999])
+def test_threshold_drops_improbable_nodes_and_no_others(threshold):
+    draft = TableDraft(seed=3)
+    tree = grow(draft, 4, 4, 64, threshold=threshold)
+    kept, everything = set(paths_of(tree)[1:]), naive_tree(draft, 4, 4, 10**6)
+
+    def probability(path):
+        log_probs = [draft.scores(path[:i]).float().log_softmax(-1)[token] for i, token in enumerate(path)]
+        return torch.stack(log_probs).sum().exp().item()
+
+    assert kept == {path for path in everything if probability(path) >= threshold}
 
 
 @pytest.mark.parametrize("draft", [TableDraft(dtype=torch.bfloat16, scale=0.0), TableDraft(peaked=True)])

@@ -26,9 +26,15 @@ from transformers.utils.generic import is_flash_attention_requested
 from .tree_eagle3 import DraftTree, grow_tree
 
 
-# Longest path below the root, children tried per node, and nodes verified per step (names of OpenVINO GenAI). They live
-# in the draft's generation config and may be passed per call, in the `GenerationConfig` given to `generate`.
-DEFAULT_TREE_SETTINGS = {"tree_depth": 6, "branching_factor": 8, "num_assistant_tokens": 24}
+# Longest path below the root; children tried per node, and nodes expanded per level; nodes verified per step at most; and
+# the probability, by the draft, that a path must have to be verified. Names are those of OpenVINO GenAI and transformers.
+# They live in the draft's generation config, and a call may bring others in the `GenerationConfig` given to `generate`.
+DEFAULT_TREE_SETTINGS = {
+    "tree_depth": 6,
+    "branching_factor": 8,
+    "num_assistant_tokens": 24,
+    "assistant_confidence_threshold": 0.0,
+}
 
 
 @dataclass
@@ -146,21 +152,28 @@ def eagle3_decoding(
     return returned.finish(input_ids, outputs.past_key_values)
 
 
-def tree_settings(draft_config: GenerationConfig, call_config: GenerationConfig | None = None) -> dict[str, int]:
+def tree_settings(draft_config: GenerationConfig, call_config: GenerationConfig | None = None) -> dict[str, float]:
     """
     The tree's shape: what the call's generation config says, else the draft's, else the default.
 
-    `generate` fills `num_assistant_tokens` of every call with transformers' own default, 20, so that a call which asks
-    for exactly this many cannot be told from one which does not ask; set it on the draft instead.
+    `generate` fills `num_assistant_tokens` and `assistant_confidence_threshold` of every call with transformers' own
+    defaults (20 and 0.4), so that a call which asks for exactly these cannot be told from one which does not ask; set
+    them on the draft instead.
+
+    Raises:
+        ValueError: if a setting is out of range.
     """
-    unset = {"num_assistant_tokens": GenerationConfig._get_default_generation_params().get("num_assistant_tokens")}
+    filled_in = GenerationConfig._get_default_generation_params()
     settings = {}
     for name, default in DEFAULT_TREE_SETTINGS.items():
         value = getattr(call_config, name, None)
-        if value is None or value == unset.get(name):
+        if value is None or value == filled_in.get(name):
             value = getattr(draft_config, name, None)
         settings[name] = default if value is None else value
-        if isinstance(settings[name], bool) or not isinstance(settings[name], int) or settings[name] < 1:
+        if name == "assistant_confidence_threshold":
+            if not 0 <= settings[name] < 1:
+                raise ValueError(f"`{name}` must be in [0, 1), got {settings[name]!r}.")
+        elif isinstance(settings[name], bool) or not isinstance(settings[name], int) or settings[name] < 1:
             raise ValueError(f"`{name}` must be a positive integer, got {settings[name]!r}.")
     return settings
 
@@ -293,7 +306,7 @@ class _Drafter:
         self.logits, self.hidden_states = outputs.logits[:, -1], outputs.last_hidden_state[:, -1]
         self.position = positions[:, -1:]
 
-    def grow(self, root_tokens, tree_depth, branching_factor, num_assistant_tokens) -> DraftTree:
+    def grow(self, root_tokens, tree_depth, **settings) -> DraftTree:
         """Drafts a tree below `root_tokens` `(1, 1)` from what was observed, and forgets its own rows again."""
         if tree_depth == 0:
             return DraftTree.root_only(root_tokens)
@@ -313,8 +326,7 @@ class _Drafter:
             advance,
             self.draft.d2t,
             tree_depth,
-            branching_factor,
-            num_assistant_tokens,
+            **settings,
         )
         self.cache.crop(observed - self.cache.get_seq_length())
         return tree

@@ -13,6 +13,7 @@
 # limitations under the License.
 """The draft tree: grow it, keep its best nodes, mask it, walk it (EAGLE-2, https://huggingface.co/papers/2406.16858)."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -73,6 +74,7 @@ def grow_tree(
     tree_depth: int,
     branching_factor: int,
     num_assistant_tokens: int,
+    assistant_confidence_threshold: float = 0.0,
 ) -> DraftTree:
     """
     Expands the most probable nodes level by level, then keeps the most probable of all of them (EAGLE-2, sections 4.1
@@ -89,10 +91,12 @@ def grow_tree(
         d2t (`torch.LongTensor` of shape `(draft_vocab_size,)`, *optional*): Offsets from draft to target ids.
         tree_depth (`int`): Longest path below the root, at least 1. Costs `tree_depth - 1` calls of `advance`.
         branching_factor (`int`): Children tried per node, and nodes expanded per level.
-        num_assistant_tokens (`int`): Nodes kept below the root.
+        num_assistant_tokens (`int`): Nodes kept below the root, at most.
+        assistant_confidence_threshold (`float`, *optional*, defaults to 0): Nodes of a lower value are not kept.
     """
     batch_size, device = logits.shape[0], logits.device
     width = min(branching_factor, logits.shape[-1])
+    lowest = math.log(assistant_confidence_threshold) if assistant_confidence_threshold > 0 else -math.inf
 
     def best_children(logits):  # (..., V) -> values (..., K), target ids (..., K)
         # A probability is at most one and a draft may be broken: whatever it says, no child outranks its parent.
@@ -111,10 +115,11 @@ def grow_tree(
     pool_size = width
     for level in range(1, tree_depth):
         # A child is worth at most what its parent is: if nothing that the frontier can add would be kept, stop here.
+        needed = torch.full_like(values[:, 0], lowest)
         if pool_size >= num_assistant_tokens:
-            worst_kept = torch.cat(pool_values, dim=1).topk(num_assistant_tokens).values[:, -1]
-            if not (values[:, 0] > worst_kept).any():
-                break
+            needed = needed.maximum(torch.cat(pool_values, dim=1).topk(num_assistant_tokens).values[:, -1])
+        if not (values[:, 0] > needed).any():
+            break
         logits, hidden_states = advance(tokens, hidden_states, level, visible)
         child_values, child_tokens = best_children(logits)  # (B, K, K)
         child_values = (values[..., None] + child_values).flatten(1)
@@ -134,8 +139,11 @@ def grow_tree(
 
     # Candidates stand in the pool level by level, so a stable sort puts a parent before a child of equal value, and
     # whatever is kept is kept with its parent. Back in pool order, parents precede children.
-    ranking = torch.cat(pool_values, dim=1).sort(dim=1, descending=True, stable=True).indices
-    kept = ranking[:, : min(num_assistant_tokens, pool_size)].sort(dim=1).values  # (B, N)
+    ranked_values, ranking = torch.cat(pool_values, dim=1).sort(dim=1, descending=True, stable=True)
+    num_kept = min(num_assistant_tokens, pool_size)
+    if assistant_confidence_threshold > 0:
+        num_kept = min(num_kept, int((ranked_values >= lowest).sum(dim=1).max()))
+    kept = ranking[:, :num_kept].sort(dim=1).values  # (B, N)
     kept_tokens = torch.cat(pool_tokens, dim=1).gather(1, kept)
     kept_parents = torch.cat(pool_parents, dim=1).gather(1, kept)
     parents = torch.where(kept_parents < 0, 0, torch.searchsorted(kept, kept_parents) + 1)

@@ -25,7 +25,8 @@ class Eagle3TrainingArguments(SFTConfig):
     """
 
     # Parameters whose default values are overridden from SFTConfig
-    learning_rate: float = field(default=1e-4, metadata={"help": "The peak learning rate."})
+    learning_rate: float = field(default=1e-3, metadata={"help": "The peak learning rate."})
+    adam_beta2: float = field(default=0.95, metadata={"help": "The second beta of AdamW."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "The learning-rate schedule."})
     max_grad_norm: float = field(default=0.5, metadata={"help": "Norm the gradients are clipped to."})
     gradient_checkpointing: bool = field(

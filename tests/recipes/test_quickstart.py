@@ -1,0 +1,53 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import make_target
+
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.py"
+FAST = ["--draft_minutes", "0.03", "--max_new_tokens", "8", "--batch_size", "2", "--max_length", "64"]
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, RECIPE, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+
+
+def test_from_nothing_to_a_table_and_again(tmp_path):
+    """Barely trained, but everything that `make quickstart` does; the text must be identical however bad the draft."""
+    arguments = ["--output_dir", tmp_path, "--target_minutes", "0.03", *FAST]
+    first = run(*arguments)
+    assert first.returncode == 0, first.stderr[-3000:]
+    results = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert [row["num_identical"] for row in results if row["method"] == "eagle3"] == [20, 20]
+    assert "| 1 | eagle3 |" in first.stdout and (tmp_path / "results.png").exists()
+    assert "Training a draft" in first.stdout
+
+    trained = (tmp_path / "draft" / "model.safetensors").stat().st_mtime_ns
+    second = run(*arguments)
+    assert second.returncode == 0, second.stderr[-3000:]
+    assert "Training" not in second.stdout
+    assert (tmp_path / "draft" / "model.safetensors").stat().st_mtime_ns == trained
+
+    other = run("--output_dir", tmp_path, "--target", "somewhere", "--dataset", "else")
+    assert other.returncode != 0 and "choose another --output_dir" in other.stderr
+
+
+def test_given_target_and_chat_data(tmp_path, tokenizer):
+    make_target("llama").save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    chat = [{"role": "user", "content": "what is up"}, {"role": "assistant", "content": "this and that"}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 60)
+    result = run(
+        "--output_dir", tmp_path / "out", "--target", tmp_path / "target", "--dataset", tmp_path / "chats.jsonl", *FAST
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    prompts = (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()
+    assert len(prompts) == 20 and json.loads(prompts[0])["prompt"] == "U:what is up|A:"
