@@ -27,10 +27,13 @@ from pathlib import Path
 import torch
 from datasets import Dataset, load_dataset
 from tokenizers import ByteLevelBPETokenizer
+from tqdm.auto import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedTokenizerFast,
+    PrinterCallback,
+    ProgressCallback,
     Qwen3Config,
     Qwen3ForCausalLM,
     TrainerCallback,
@@ -47,13 +50,18 @@ EOS = "<|endoftext|>"
 
 
 class TimeBudget(TrainerCallback):
-    """Ends training after so many seconds, and lets the learning rate fall to zero on the way."""
+    """Ends training after so many minutes, lets the learning rate fall to zero on the way, and shows the way."""
 
-    def __init__(self, seconds: float):
-        self.seconds = seconds
+    def __init__(self, minutes: float, description: str):
+        self.seconds, self.description = 60 * minutes, description
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.start = time.monotonic()
+        self.bar = tqdm(
+            total=round(self.seconds),
+            desc=self.description,
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {n}/{total}s{postfix}",
+        )
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         elapsed = min((time.monotonic() - self.start) / self.seconds, 1.0)
@@ -61,7 +69,16 @@ class TimeBudget(TrainerCallback):
             group["lr"] *= 0.5 * (1 + math.cos(math.pi * elapsed))
 
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = time.monotonic() - self.start >= self.seconds
+        elapsed = time.monotonic() - self.start
+        self.bar.update(min(int(elapsed), self.bar.total) - self.bar.n)
+        control.should_training_stop = elapsed >= self.seconds
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        shown = ("loss", "accuracy_0", "simulated_acceptance_length")
+        self.bar.set_postfix({"step": state.global_step, **{key: f"{logs[key]:.2f}" for key in shown if key in logs}})
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.bar.close()
 
 
 def standard_library() -> tuple[Dataset, list[str]]:
@@ -117,6 +134,13 @@ def common_arguments(args) -> dict:
     }
 
 
+def train(trainer: SFTTrainer, budget: TimeBudget) -> None:
+    for callback in (ProgressCallback, PrinterCallback):  # which count steps; here time counts
+        trainer.remove_callback(callback)
+    trainer.add_callback(budget)
+    trainer.train()
+
+
 def train_target(folder: Path, dataset: Dataset, args) -> None:
     """A Qwen3 of 9 million parameters, and its tokenizer."""
     bpe = ByteLevelBPETokenizer()
@@ -142,9 +166,8 @@ def train_target(folder: Path, dataset: Dataset, args) -> None:
         args=SFTConfig(str(folder) + "-run", learning_rate=3e-3, **common_arguments(args)),
         train_dataset=dataset,
         processing_class=tokenizer,
-        callbacks=[TimeBudget(60 * args.target_minutes)],
     )
-    trainer.train()
+    train(trainer, TimeBudget(args.target_minutes, "Target"))
     save(folder, target, tokenizer)
 
 
@@ -161,9 +184,8 @@ def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None
         ),
         train_dataset=dataset,
         processing_class=tokenizer,
-        callbacks=[TimeBudget(60 * args.draft_minutes)],
     )
-    trainer.train()
+    train(trainer, TimeBudget(args.draft_minutes, "Draft"))
     save(folder, trainer.draft.to(target.dtype))
 
 
@@ -197,10 +219,10 @@ def main():
     parser.add_argument("--target_minutes", type=float, default=1.75, help="Time to train the small target")
     parser.add_argument("--draft_minutes", type=float, default=1.75, help="Time to train the draft")
     parser.add_argument("--draft_vocab_size", type=int, default=2048)
-    parser.add_argument("--learning_rate", type=float, default=1.2e-2)
+    parser.add_argument("--learning_rate", type=float, default=6e-3)
     parser.add_argument("--ttt_steps", type=int, default=7)
     parser.add_argument("--max_length", type=int, default=256)
-    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)

@@ -18,7 +18,13 @@ from transformers import (
 )
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.generation_eagle3 import install_generation_hook, tree_settings
+from hf_eagle3.generation_eagle3 import (
+    CAN_SELECT_HIDDEN_STATES,
+    aux_hidden_states,
+    install_generation_hook,
+    select_hidden_states,
+    tree_settings,
+)
 
 
 NEW_TOKENS = 24
@@ -137,6 +143,23 @@ def test_low_precision_target_runs():
     draft = make_draft(target, [prompt])
     assert draft.dtype == torch.bfloat16
     assert generate(target, prompt, assistant_model=draft).shape == (1, 40 + NEW_TOKENS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_draft_reads_the_streams_entering_its_layers(family):
+    """Off by one, nothing fails: the draft is just worse."""
+    target, entering = make_target(family), {}
+    for index, layer in enumerate(target.get_decoder().layers):
+        layer.register_forward_pre_hook(lambda module, args, index=index: entering.update({index: args[0]}))
+    layer_ids = [0, 2, 5]
+    with torch.no_grad():
+        outputs = target(make_prompt(7), output_hidden_states=select_hidden_states(layer_ids))
+    states = aux_hidden_states(outputs, layer_ids, num_layers=6).chunk(3, dim=-1)
+    for layer_id, state in zip(layer_ids, states):
+        assert torch.equal(state, entering[layer_id])
+    outputs.hidden_states = outputs.hidden_states[1:]
+    with pytest.raises(ValueError, match="returned 6 hidden states"):
+        aux_hidden_states(outputs, layer_ids, num_layers=6)
 
 
 # Where a tree is not what the target sees one token at a time ----------------------------------------------------
@@ -277,6 +300,11 @@ def test_returned_dict_is_that_of_plain_generate(family, prompt_length):
 
 def test_selected_hidden_states(target):
     prompt = make_prompt(8)
+    if not CAN_SELECT_HIDDEN_STATES:
+        with pytest.raises(ValueError, match="from transformers 5.23 on"):
+            assistant = Eagle3ForSpeculation.from_target(target)
+            generate(target, prompt, output_hidden_states=[1], assistant_model=assistant)
+        return
     wanted = {"return_dict_in_generate": True, "output_hidden_states": True}
     everything = generate(target, prompt, **wanted)
     oracle = make_oracle(target, everything.sequences)

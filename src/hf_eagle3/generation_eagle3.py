@@ -21,6 +21,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils import output_capturing
 from transformers.utils.generic import is_flash_attention_requested
 
 from .tree_eagle3 import DraftTree, grow_tree
@@ -35,6 +36,11 @@ DEFAULT_TREE_SETTINGS = {
     "num_assistant_tokens": 24,
     "assistant_confidence_threshold": 0.0,
 }
+
+
+# Before 5.23 a list passed as `output_hidden_states` counts from the first layer's output, and nothing tells it from the
+# list that counts from the embeddings but a draft that is off by one layer: there, everything is captured.
+CAN_SELECT_HIDDEN_STATES = hasattr(output_capturing, "resolve_hidden_states_indices")
 
 
 @dataclass
@@ -101,7 +107,8 @@ def eagle3_decoding(
     model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs)
     cache = _TreeCache(outputs.past_key_values)
     drafter = _Drafter(draft, target.get_input_embeddings())
-    features = _aux_hidden_states(outputs, aux_layer_ids)  # (1, S, n_aux * H)
+    num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    features = aux_hidden_states(outputs, aux_layer_ids, num_layers)  # (1, S, n_aux * H)
     tree, root_row = DraftTree.root_only(input_ids[:, -1:]), outputs.logits.shape[1] - 1
 
     with target._optimize_model_for_decode():
@@ -142,7 +149,7 @@ def eagle3_decoding(
             outputs = _verify(target, tree, input_ids, cache, model_kwargs)
             stats.target_forwards += 1
             cache.track(outputs.past_key_values)
-            features = _aux_hidden_states(outputs, aux_layer_ids)[:, -tree.num_nodes :]
+            features = aux_hidden_states(outputs, aux_layer_ids, num_layers)[:, -tree.num_nodes :]
             root_row = outputs.logits.shape[1] - tree.num_nodes
 
     if streamer is not None:
@@ -238,6 +245,32 @@ def tree_attention_mask(config, cache, past_length, visible, query_depths, key_d
         if getattr(layer, "keys", None) is not None:  # layers that share another one's keys store none
             first_layers.setdefault(layer_type, layer)
     return {layer_type: mask_for(layer_type, layer) for layer_type, layer in first_layers.items()}
+
+
+def select_hidden_states(layer_ids) -> bool | list[int]:
+    """What to pass as `output_hidden_states` for [`aux_hidden_states`]: just these, where transformers can."""
+    return sorted(set(layer_ids)) if CAN_SELECT_HIDDEN_STATES else True
+
+
+def aux_hidden_states(outputs, layer_ids, num_layers: int) -> torch.FloatTensor:
+    """
+    The states a draft reads, concatenated. Id `k` is the stream entering decoder layer `k`, `hidden_states[k]`.
+
+    Args:
+        outputs (`ModelOutput`): The target's.
+        layer_ids (`list[int]`): `eagle_aux_hidden_state_layer_ids`.
+        num_layers (`int`): The target's number of decoder layers.
+
+    Returns:
+        `torch.FloatTensor` of shape `(batch_size, sequence_length, n_aux * target_hidden_size)`.
+    """
+    states = outputs.hidden_states
+    if states is None or len(states) != num_layers + 1:
+        raise ValueError(
+            f"The target returned {'no' if states is None else len(states)} hidden states, but one entering each of its "
+            f"{num_layers} layers and a last one are needed to tell which is which."
+        )
+    return torch.cat([states[layer_id].to(states[layer_ids[0]].device) for layer_id in layer_ids], dim=-1)
 
 
 def install_generation_hook() -> None:
@@ -387,13 +420,18 @@ class _ReturnedOutputs:
         self.scores, self.logits = collect(config.output_scores), collect(config.output_logits)
         self.hidden_states, self.attentions = collect(self.wants_hidden_states), collect(self.wants_attentions)
 
+        if isinstance(self.wants_hidden_states, int) and not isinstance(self.wants_hidden_states, bool):
+            self.wants_hidden_states = [self.wants_hidden_states]
+        if isinstance(self.wants_hidden_states, list) and not CAN_SELECT_HIDDEN_STATES:
+            raise ValueError(
+                "EAGLE-3 decoding takes a list as `output_hidden_states` from transformers 5.23 on. Pass True instead."
+            )
+
     def hidden_states_with(self, layer_ids):
         """What to pass as `output_hidden_states`: the caller's choice and `layer_ids`."""
         if self.wants_hidden_states is True:
             return True
-        # A list captures just these states; versions that do not know lists take it for True and capture all.
-        wanted = self.wants_hidden_states or []
-        return sorted({*([wanted] if isinstance(wanted, int) else wanted), *layer_ids})
+        return select_hidden_states([*(self.wants_hidden_states or []), *layer_ids])
 
     def add(self, outputs, logits, scores, path, num_nodes):
         """Adds the token picked at the last node of `path`. A forward without drafted nodes is plain, and goes in whole."""
@@ -407,9 +445,7 @@ class _ReturnedOutputs:
         if self.hidden_states is not None:
             states = outputs.hidden_states
             if self.wants_hidden_states is not True:
-                wanted = self.wants_hidden_states
-                wanted = [wanted] if isinstance(wanted, int) else wanted
-                wanted = {index % len(states) for index in wanted}
+                wanted = {index % len(states) for index in self.wants_hidden_states}
                 states = tuple(state if index in wanted else None for index, state in enumerate(states))
             if num_nodes > 1:
                 states = tuple(None if state is None else state[:, node : node + 1] for state in states)
@@ -446,12 +482,6 @@ class _ReturnedOutputs:
             hidden_states=self.hidden_states,
             past_key_values=past_key_values,
         )
-
-
-def _aux_hidden_states(outputs, layer_ids):
-    """The states a draft reads, concatenated: `(B, S, n_aux * H)`."""
-    states = outputs.hidden_states
-    return torch.cat([states[layer_id].to(states[layer_ids[0]].device) for layer_id in layer_ids], dim=-1)
 
 
 def _verify(target, tree, input_ids, cache, model_kwargs):

@@ -98,10 +98,11 @@ def grow_tree(
     width = min(branching_factor, logits.shape[-1])
     lowest = math.log(assistant_confidence_threshold) if assistant_confidence_threshold > 0 else -math.inf
 
-    def best_children(logits):  # (..., V) -> values (..., K), target ids (..., K)
-        # A probability is at most one and a draft may be broken: whatever it says, no child outranks its parent.
-        log_probs = torch.log_softmax(logits.float(), dim=-1).nan_to_num(nan=-torch.inf).clamp(max=0)
-        values, tokens = log_probs.topk(width)
+    def best_children(logits):  # (..., V) -> log-probabilities (..., K), target ids (..., K)
+        logits = logits.float()
+        values, tokens = logits.topk(width)
+        # A draft may be broken and floats round: whatever it says, no child outranks its parent.
+        values = (values - logits.logsumexp(dim=-1, keepdim=True)).nan_to_num(nan=-torch.inf).clamp(max=0)
         return values, tokens if d2t is None else tokens + d2t[tokens]
 
     # The frontier: the K nodes expanded next, as indices into the pool of all candidates.

@@ -13,11 +13,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
     Args:
         matrices (`Iterable[torch.nn.Parameter]`): Two-dimensional parameters.
         others (`Iterable[torch.nn.Parameter]`): Norms, biases and the head.
-        lr (`float`): Muon's learning rate; its updates are scaled to the size of AdamW's.
+        lr (`float`): For both; Muon's updates are scaled to the size of AdamW's.
         weight_decay (`float`, *optional*, defaults to 0): For both.
         betas, eps: AdamW's.
-        adamw_lr_ratio (`float`, *optional*, defaults to 0.1):
-            AdamW's learning rate over Muon's. The head starts as the target's own, which large steps would undo.
     """
 
     def __init__(
@@ -28,11 +26,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
-        adamw_lr_ratio: float = 0.1,
     ):
         self.parts = [
             torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=lr * adamw_lr_ratio, weight_decay=weight_decay, betas=betas, eps=eps),
+            torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps),
         ]
         super().__init__([group for part in self.parts for group in part.param_groups], defaults={})
         self._share_groups()

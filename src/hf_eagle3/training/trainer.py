@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from trl import SFTTrainer
 
 from ..data import most_frequent_tokens
+from ..generation_eagle3 import aux_hidden_states, select_hidden_states
 from ..modeling_eagle3 import Eagle3ForSpeculation
 from .arguments import Eagle3TrainingArguments
 from .optimizer import MuonWithAdamW
@@ -131,15 +132,16 @@ class Eagle3Trainer(SFTTrainer):
     def target_features(self, inputs: dict[str, torch.Tensor]) -> TTTBatch:
         """Runs the target on a collated batch. Its own head gives the logits, with whatever it does to them."""
         known = {key: inputs[key] for key in ("input_ids", "attention_mask", "position_ids") if key in inputs}
-        outputs = self.target_model(**known, output_hidden_states=self.aux_layer_ids, use_cache=False)
+        outputs = self.target_model(
+            **known, output_hidden_states=select_hidden_states(self.aux_layer_ids), use_cache=False
+        )
+        num_layers = self.target_model.config.get_text_config(decoder=True).num_hidden_layers
         input_ids, device = inputs["input_ids"], inputs["input_ids"].device
         position_ids = inputs.get("position_ids")
         logits = outputs.logits.to(device)
         return TTTBatch(
             input_ids=input_ids,
-            aux_hidden_states=torch.cat(
-                [outputs.hidden_states[layer_id].to(device) for layer_id in self.aux_layer_ids], dim=-1
-            ).float(),
+            aux_hidden_states=aux_hidden_states(outputs, self.aux_layer_ids, num_layers).to(device).float(),
             target_logits=logits if self.draft.d2t is None else logits[..., self.draft.draft_token_ids],
             target_tokens=logits.argmax(dim=-1),
             labels=inputs["labels"],
