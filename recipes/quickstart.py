@@ -222,7 +222,7 @@ def main():
     parser.add_argument("--learning_rate", type=float, default=6e-3)
     parser.add_argument("--ttt_steps", type=int, default=7)
     parser.add_argument("--max_length", type=int, default=256)
-    parser.add_argument("--batch_size", type=int, default=4)
+    parser.add_argument("--batch_size", type=int, default=2)
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)

@@ -28,8 +28,7 @@ library_name: transformers
 
 # {name}
 
-An EAGLE-3 draft for {verifier}, trained with [hf-eagle3](https://pypi.org/project/hf-eagle3). It makes `generate` faster
-and leaves the text as it is:
+An EAGLE-3 draft for {verifier}, trained with hf-eagle3. It makes `generate` faster and leaves the text as it is:
 
 ```python
 from transformers import AutoModel
