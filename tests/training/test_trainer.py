@@ -112,6 +112,7 @@ def test_checkpoints_are_drafts(tmp_path, tokenizer):
     prompt = make_prompt(10)
     expected = target.generate(prompt, max_new_tokens=16, do_sample=False)
     assert torch.equal(target.generate(prompt, max_new_tokens=16, do_sample=False, assistant_model=draft), expected)
+    assert draft.generation_config.assistant_confidence_threshold == 0.02
     assert "model_type" not in json.loads((checkpoint / "config.json").read_text())
     # The draft in hand generates too, though the trainer wraps its forward.
     assert torch.equal(

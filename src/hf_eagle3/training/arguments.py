@@ -15,10 +15,17 @@ class Eagle3TrainingArguments(SFTConfig):
         draft_vocab_size (`int`, *optional*):
             Size of the draft vocabulary that the trainer takes from the training data when it makes the draft itself
             (`model=None`). Defaults to the target's whole vocabulary.
+        assistant_confidence_threshold (`float`, *optional*, defaults to `0.02`):
+            Saved in the draft's generation config: nodes of the tree that it finds less probable, path included, are not
+            verified. The probabilities of a trained draft say which nodes are worth their place; those of an untrained
+            one do not, so that a fresh draft has 0.
         ttt_steps (`int`, *optional*, defaults to `7`):
             Drafting steps unrolled in training.
         ttt_step_decay (`float`, *optional*, defaults to `0.8`):
             Weight of step `s` in the loss is `ttt_step_decay ** s`.
+        ttt_row_fraction (`float`, *optional*, defaults to `1.0`):
+            Share of the rows, drawn anew for every batch, on which the steps after the first are trained. The first
+            takes all. Less is cheaper and sees more text in the same time; the expected gradient is the same.
         use_muon (`bool`, *optional*, defaults to `True`):
             Whether matrices other than `lm_head` are trained by Muon and the rest by AdamW, instead of everything by
             `optim`. Needs torch 2.9.
@@ -41,10 +48,21 @@ class Eagle3TrainingArguments(SFTConfig):
         },
     )
 
+    assistant_confidence_threshold: float = field(
+        default=0.02,
+        metadata={
+            "help": "Saved in the draft's generation config: nodes that it finds less probable are not verified."
+        },
+    )
+
     # Parameters that control training-time test
     ttt_steps: int = field(default=7, metadata={"help": "Drafting steps unrolled in training."})
     ttt_step_decay: float = field(
         default=0.8, metadata={"help": "Weight of step `s` in the loss is `ttt_step_decay ** s`."}
+    )
+    ttt_row_fraction: float = field(
+        default=1.0,
+        metadata={"help": "Share of the rows on which the steps after the first are trained; the first takes all."},
     )
     use_muon: bool = field(
         default=True,
@@ -57,6 +75,8 @@ class Eagle3TrainingArguments(SFTConfig):
             raise ValueError(f"`ttt_steps` must be at least 1, got {self.ttt_steps}.")
         if not 0 < self.ttt_step_decay <= 1:
             raise ValueError(f"`ttt_step_decay` must be in (0, 1], got {self.ttt_step_decay}.")
+        if not 0 < self.ttt_row_fraction <= 1:
+            raise ValueError(f"`ttt_row_fraction` must be in (0, 1], got {self.ttt_row_fraction}.")
         if self.gradient_checkpointing:
             raise ValueError(
                 "`gradient_checkpointing=True` is not supported: training-time test keeps the keys of every step, which "

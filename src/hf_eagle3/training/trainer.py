@@ -115,6 +115,7 @@ class Eagle3Trainer(SFTTrainer):
             target_model.to(self.accelerator.device)
         self.target_model = target_model
         draft.borrow_embeddings(target_model)
+        draft.generation_config.assistant_confidence_threshold = args.assistant_confidence_threshold
         self.aux_layer_ids = draft.resolve_aux_layer_ids(target_model)
         # One forward of the wrapped model is one unroll, so that DDP, FSDP and autocast do what they do around a
         # forward. Replaces the fused loss that `SFTTrainer` puts in the same place.
@@ -152,7 +153,8 @@ class Eagle3Trainer(SFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         batch, steps = self.target_features(inputs), self.args.ttt_steps
-        outputs: TTTOutput = model(unroll=lambda draft: ttt_loss(draft, batch, steps))
+        row_fraction = self.args.ttt_row_fraction if model.training else 1.0
+        outputs: TTTOutput = model(unroll=lambda draft: ttt_loss(draft, batch, steps, row_fraction))
         num_rows = outputs.num_rows if num_items_in_batch is None else num_items_in_batch
         weights = self.args.ttt_step_decay ** torch.arange(steps, device=num_rows.device)
         loss = (weights * outputs.loss_sums / num_rows.clamp(min=1)).sum()
