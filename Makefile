@@ -22,7 +22,7 @@ quickstart: install
 test: install
 	$(BIN)/python -m ruff check src tests recipes
 	$(BIN)/python -m ruff format --check src tests recipes
-	$(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 style: install
 	$(BIN)/python -m ruff check --fix src tests recipes
