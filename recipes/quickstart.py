@@ -179,7 +179,6 @@ def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None
             str(folder) + "-run",
             learning_rate=args.learning_rate,
             ttt_steps=args.ttt_steps,
-            ttt_row_fraction=args.ttt_row_fraction,
             draft_vocab_size=min(args.draft_vocab_size, target.config.get_text_config().vocab_size),
             **common_arguments(args),
         ),
@@ -222,9 +221,8 @@ def main():
     parser.add_argument("--draft_vocab_size", type=int, default=2048)
     parser.add_argument("--learning_rate", type=float, default=6e-3)
     parser.add_argument("--ttt_steps", type=int, default=7)
-    parser.add_argument("--ttt_row_fraction", type=float, default=0.25)
     parser.add_argument("--max_length", type=int, default=256)
-    parser.add_argument("--batch_size", type=int, default=2)
+    parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)

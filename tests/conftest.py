@@ -91,7 +91,7 @@ FAMILIES = {
             "intermediate_size_mlp": 48,
             "interleave_moe_layer_step": 2,
             "no_rope_layers": [1, 1, 0, 1, 1, 0],
-            "floor_scale": 8,
+            "floor_scale": 8192,
             "attn_scale": 0.5,
             "attn_temperature_tuning": True,
         },

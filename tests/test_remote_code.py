@@ -18,16 +18,15 @@ SOURCE = Path(hf_eagle3.__file__).parent
 
 SCRIPT = """
 import json, sys
-from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
 
 BLOCKED = ("hf_eagle3", "trl", "peft", "datasets", "accelerate", "evaluate")
+find_spec = PathFinder.find_spec
 
-class Block(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in BLOCKED:
-            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+def find_unless_blocked(name, path=None, target=None):
+    return None if name.split(".")[0] in BLOCKED else find_spec(name, path, target)
 
-sys.meta_path.insert(0, Block())
+PathFinder.find_spec = staticmethod(find_unless_blocked)
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 

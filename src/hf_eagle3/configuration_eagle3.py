@@ -168,7 +168,8 @@ class Eagle3Config(PreTrainedConfig):
         output["architectures"] = ["Eagle3DraftModel"]
         output["auto_map"] = dict(AUTO_MAP)
         layer_config = output["transformer_layer_config"]
-        layer_config.pop("transformers_version", None)
+        for name in ("transformers_version", "dtype"):
+            layer_config.pop(name, None)
         return output
 
 

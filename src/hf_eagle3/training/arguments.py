@@ -23,9 +23,6 @@ class Eagle3TrainingArguments(SFTConfig):
             Drafting steps unrolled in training.
         ttt_step_decay (`float`, *optional*, defaults to `0.8`):
             Weight of step `s` in the loss is `ttt_step_decay ** s`.
-        ttt_row_fraction (`float`, *optional*, defaults to `1.0`):
-            Share of the rows, drawn anew for every batch, on which the steps after the first are trained. The first
-            takes all. Less is cheaper and sees more text in the same time; the expected gradient is the same.
         use_muon (`bool`, *optional*, defaults to `True`):
             Whether matrices other than `lm_head` are trained by Muon and the rest by AdamW, instead of everything by
             `optim`. Needs torch 2.9.
@@ -60,10 +57,6 @@ class Eagle3TrainingArguments(SFTConfig):
     ttt_step_decay: float = field(
         default=0.8, metadata={"help": "Weight of step `s` in the loss is `ttt_step_decay ** s`."}
     )
-    ttt_row_fraction: float = field(
-        default=1.0,
-        metadata={"help": "Share of the rows on which the steps after the first are trained; the first takes all."},
-    )
     use_muon: bool = field(
         default=True,
         metadata={"help": "Train matrices by Muon and the rest by AdamW, instead of everything by `optim`."},
@@ -75,8 +68,6 @@ class Eagle3TrainingArguments(SFTConfig):
             raise ValueError(f"`ttt_steps` must be at least 1, got {self.ttt_steps}.")
         if not 0 < self.ttt_step_decay <= 1:
             raise ValueError(f"`ttt_step_decay` must be in (0, 1], got {self.ttt_step_decay}.")
-        if not 0 < self.ttt_row_fraction <= 1:
-            raise ValueError(f"`ttt_row_fraction` must be in (0, 1], got {self.ttt_row_fraction}.")
         if self.gradient_checkpointing:
             raise ValueError(
                 "`gradient_checkpointing=True` is not supported: training-time test keeps the keys of every step, which "

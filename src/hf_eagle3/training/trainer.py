@@ -153,8 +153,7 @@ class Eagle3Trainer(SFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         batch, steps = self.target_features(inputs), self.args.ttt_steps
-        row_fraction = self.args.ttt_row_fraction if model.training else 1.0
-        outputs: TTTOutput = model(unroll=lambda draft: ttt_loss(draft, batch, steps, row_fraction))
+        outputs: TTTOutput = model(unroll=lambda draft: ttt_loss(draft, batch, steps))
         num_rows = outputs.num_rows if num_items_in_batch is None else num_items_in_batch
         weights = self.args.ttt_step_decay ** torch.arange(steps, device=num_rows.device)
         loss = (weights * outputs.loss_sums / num_rows.clamp(min=1)).sum()

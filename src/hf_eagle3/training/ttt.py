@@ -8,7 +8,6 @@ attends to what it would attend to when drafting after position `t`: the step-0 
 of the later steps.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -46,12 +45,12 @@ class TTTOutput:
     Args:
         loss_sums (`torch.FloatTensor` of shape `(steps,)`): Each step's loss summed over the rows that count.
         num_rows (`torch.LongTensor` of shape `(steps,)`): How many do.
-        num_correct (`torch.FloatTensor` of shape `(steps,)`): In how many the draft's best token is the target's.
+        num_correct (`torch.LongTensor` of shape `(steps,)`): In how many the draft's best token is the target's.
     """
 
     loss_sums: torch.FloatTensor
     num_rows: torch.LongTensor
-    num_correct: torch.FloatTensor
+    num_correct: torch.LongTensor
 
 
 class TTTCache:
@@ -74,25 +73,24 @@ def ttt_attention(query, keys, values, attention_mask, scaling):
     Attention of one step: causally to the keys of step 0, and on the diagonal to those of every later step.
 
     Args:
-        query (`torch.FloatTensor` of shape `(B, H, R, D)`): All `L` rows, or a sample of them.
-        keys, values (sequences of `torch.FloatTensor`):
-            One entry a step so far: `(B, H_kv, L, D)` of step 0, `(B, H_kv, R, D)` of later ones.
-        attention_mask (`torch.FloatTensor` of shape `(B, 1, R, L)`): Additive, for the keys of step 0.
+        query (`torch.FloatTensor` of shape `(B, H, L, D)`)
+        keys, values (sequences of `torch.FloatTensor` of shape `(B, H_kv, L, D)`): One entry a step so far.
+        attention_mask (`torch.FloatTensor` of shape `(B, 1, L, L)`): Additive, for step 0.
         scaling (`float`): Factor of the scores.
 
     Returns:
-        `torch.FloatTensor` of shape `(B, H, R, D)`.
+        `torch.FloatTensor` of shape `(B, H, L, D)`.
     """
     if len(keys) == 1:
         return F.scaled_dot_product_attention(
             query, keys[0], values[0], attention_mask.to(query.dtype), scale=scaling, enable_gqa=True
         )
     groups = query.shape[1] // keys[0].shape[1]
-    query = query.unflatten(1, (-1, groups)) * scaling  # (B, H_kv, G, R, D)
-    scores = query @ keys[0].unsqueeze(2).transpose(-1, -2) + attention_mask[:, None]  # (B, H_kv, G, R, L)
-    own_keys = torch.stack(keys[1:], dim=-2).unsqueeze(2)  # (B, H_kv, 1, R, steps, D)
+    query = query.unflatten(1, (-1, groups)) * scaling  # (B, H_kv, G, L, D)
+    scores = query @ keys[0].unsqueeze(2).transpose(-1, -2) + attention_mask[:, None]  # (B, H_kv, G, L, L)
+    own_keys = torch.stack(keys[1:], dim=-2).unsqueeze(2)  # (B, H_kv, 1, L, steps, D)
     own_values = torch.stack(values[1:], dim=-2).unsqueeze(2)
-    own_scores = (query.unsqueeze(-2) * own_keys).sum(-1)  # (B, H_kv, G, R, steps)
+    own_scores = (query.unsqueeze(-2) * own_keys).sum(-1)  # (B, H_kv, G, L, steps)
     weights = torch.cat([scores, own_scores], dim=-1).softmax(dim=-1, dtype=torch.float32).to(query.dtype)
     weights, own_weights = weights.split([scores.shape[-1], own_scores.shape[-1]], dim=-1)
     output = weights @ values[0].unsqueeze(2) + (own_weights.unsqueeze(-1) * own_values).sum(-2)
@@ -111,74 +109,57 @@ def documents_of(input_ids, attention_mask=None, position_ids=None) -> torch.Lon
 
 def counted_rows(labels, documents, step: int) -> torch.BoolTensor:
     """
-    Which rows count at a step: those whose predicted token, `2 + step` further on, is to be learned and in their own
-    document. Shape `(B, L)`.
+    Which of the first `L - 2 - step` rows count at a step: those whose predicted token is to be learned and in their own
+    document. Shape `(B, L - 2 - step)`.
     """
-    shift = min(2 + step, labels.shape[1])
-    labels = F.pad(labels[:, shift:], (0, shift), value=-100)
-    predicted_documents = F.pad(documents[:, shift:], (0, shift), value=-1)
-    return (labels != -100) & (predicted_documents == documents) & (documents >= 0)
+    predicted = slice(2 + step, None)
+    rows = slice(0, max(labels.shape[1] - 2 - step, 0))
+    same_document = documents[:, predicted] == documents[:, rows]
+    return (labels[:, predicted] != -100) & same_document & (documents[:, rows] >= 0)
 
 
-def ttt_logits(
-    draft, batch: TTTBatch, steps: int, row_fraction: float = 1.0
-) -> Iterator[tuple[torch.FloatTensor, torch.LongTensor]]:
-    """
-    Unrolls the draft. Yields each step's logits `(B, R, draft_vocab_size)` and the rows `(B, R)` they belong to. Step 0
-    takes all rows, as they are what the others attend to; the later steps of a row touch no other row, so that a sample
-    of `row_fraction` of them will do. Rows near the end have no token left.
-    """
-    batch_size, length = batch.input_ids.shape
-    device = batch.input_ids.device
-    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+def ttt_logits(draft, batch: TTTBatch, steps: int) -> Iterator[torch.FloatTensor]:
+    """Unrolls the draft; yields each step's logits `(B, L, draft_vocab_size)`. Rows near the end have no token left."""
+    length = batch.input_ids.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=batch.input_ids.device).tril()
     allowed = causal & (batch.documents[:, :, None] == batch.documents[:, None, :])
     hidden_states = draft.combine_hidden_states(batch.aux_hidden_states)
-    mask = torch.zeros(allowed.shape, dtype=hidden_states.dtype, device=device)
+    mask = torch.zeros(allowed.shape, dtype=hidden_states.dtype, device=allowed.device)
     mask = mask.masked_fill(~allowed, torch.finfo(mask.dtype).min)[:, None]  # (B, 1, L, L)
-    rows = torch.arange(length, device=device).expand(batch_size, -1)
     cache = TTTCache()
     for step in range(steps):
-        if step == 1 and row_fraction < 1:
-            sample = torch.rand(batch_size, length, device=device).topk(math.ceil(row_fraction * length)).indices
-            rows = sample.sort(dim=1).values
-            hidden_states = hidden_states.gather(1, rows[..., None].expand(-1, -1, hidden_states.shape[-1]))
-            mask = mask.gather(2, rows[:, None, :, None].expand(-1, -1, -1, length))
         # The class's forward: the instance's may be wrapped (autocast, DDP), and the unroll already runs inside it.
         outputs = type(draft).forward(
             draft,
-            input_ids=batch.input_ids.gather(1, (rows + 1 + step).clamp(max=length - 1)),
+            input_ids=F.pad(batch.input_ids[:, 1 + step :], (0, min(1 + step, length))),
             hidden_states=hidden_states,
             attention_mask=mask,
-            position_ids=batch.position_ids.gather(1, rows) + step,
+            position_ids=batch.position_ids + step,
             past_key_values=cache,
         )
         hidden_states = outputs.last_hidden_state
-        yield outputs.logits, rows
+        yield outputs.logits
 
 
-def ttt_loss(draft, batch: TTTBatch, steps: int, row_fraction: float = 1.0) -> TTTOutput:
+def ttt_loss(draft, batch: TTTBatch, steps: int) -> TTTOutput:
     """
     Forward KL divergence from the target to the draft, on the draft vocabulary, at every step (EAGLE-3's loss up to the
-    target's entropy, which has no gradient). Sums over a sample of rows are scaled to all of them.
+    target's entropy, which has no gradient).
     """
-    length = batch.input_ids.shape[1]
     target_log_probs = batch.target_logits.float().log_softmax(dim=-1)  # (B, L, V_draft)
     target_probs = target_log_probs.exp()
     negative_entropy = (target_probs * target_log_probs).sum(dim=-1)  # (B, L)
     loss_sums, num_rows, num_correct = [], [], []
-    for step, (logits, rows) in enumerate(ttt_logits(draft, batch, steps, row_fraction)):
-        counted = counted_rows(batch.labels, batch.documents, step)  # (B, L)
-        about = (rows + 1 + step).clamp(max=length - 1)  # row t of the draft is about the target's row t + 1 + step
-        if rows.shape[1] == length:  # a shift; cheaper than picking rows
-            probs = F.pad(target_probs[:, 1 + step :], (0, 0, 0, min(1 + step, length)))
-        else:
-            probs = target_probs.gather(1, about[..., None].expand(-1, -1, target_probs.shape[-1]))
-        scale = length / rows.shape[1] * counted.gather(1, rows)  # (B, R)
-        divergence = SoftCrossEntropy.apply(logits, probs) + negative_entropy.gather(1, about)
+    for step, logits in enumerate(ttt_logits(draft, batch, steps)):
+        rows = counted_rows(batch.labels, batch.documents, step)
+        num = rows.shape[1]
+        # Row t of the draft is about the target's row t + 1 + step.
+        logits, about = logits[:, :num], slice(1 + step, 1 + step + num)
+        divergence = SoftCrossEntropy.apply(logits, target_probs[:, about]) + negative_entropy[:, about]
         best = draft.draft_token_ids[logits.detach().argmax(dim=-1)]
-        loss_sums.append((divergence * scale).sum())
-        num_rows.append(counted.sum())
-        num_correct.append(((best == batch.target_tokens.gather(1, about)) * scale).sum())
+        loss_sums.append((divergence * rows).sum())
+        num_rows.append(rows.sum())
+        num_correct.append(((best == batch.target_tokens[:, about]) & rows).sum())
     return TTTOutput(torch.stack(loss_sums), torch.stack(num_rows), torch.stack(num_correct))
 
 
