@@ -328,6 +328,7 @@ def test_returned_cache_can_be_continued_from(family):
             end = generate(
                 target,
                 start.sequences,
+                attention_mask=torch.ones_like(start.sequences),  # the text may hold the padding token
                 max_new_tokens=36 - stop,
                 past_key_values=start.past_key_values,
                 **second,
