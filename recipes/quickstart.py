@@ -42,6 +42,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.training.optimizer import MuonWithAdamW
 
 
 NUM_PROMPTS = 20
@@ -161,11 +162,14 @@ def train_target(folder: Path, dataset: Dataset, args) -> None:
         pad_token_id=tokenizer.pad_token_id,
     )
     target = Qwen3ForCausalLM(config)
+    matrices = [weight for name, weight in target.named_parameters() if weight.dim() == 2 and "embed" not in name]
+    others = [weight for name, weight in target.named_parameters() if weight.dim() != 2 or "embed" in name]
     trainer = SFTTrainer(
         model=target,
-        args=SFTConfig(str(folder) + "-run", learning_rate=3e-3, **common_arguments(args)),
+        args=SFTConfig(str(folder) + "-run", **common_arguments(args)),
         train_dataset=dataset,
         processing_class=tokenizer,
+        optimizers=(MuonWithAdamW(matrices, others, lr=6e-3), None),
     )
     train(trainer, TimeBudget(args.target_minutes, "Target"))
     save(folder, target, tokenizer)
@@ -216,8 +220,8 @@ def main():
     parser.add_argument("--dataset", help="JSON Lines file or Hub id; by default the standard library's sources")
     parser.add_argument("--prompts", help="JSON Lines file of held-out prompts; by default the end of the data set")
     parser.add_argument("--output_dir", default="outputs/quickstart")
-    parser.add_argument("--target_minutes", type=float, default=1.75, help="Time to train the small target")
-    parser.add_argument("--draft_minutes", type=float, default=1.75, help="Time to train the draft")
+    parser.add_argument("--target_minutes", type=float, default=2.25, help="Time to train the small target")
+    parser.add_argument("--draft_minutes", type=float, default=1.5, help="Time to train the draft")
     parser.add_argument("--draft_vocab_size", type=int, default=2048)
     parser.add_argument("--learning_rate", type=float, default=6e-3)
     parser.add_argument("--ttt_steps", type=int, default=7)

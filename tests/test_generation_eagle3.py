@@ -417,7 +417,9 @@ def test_confidence_threshold(target, threshold):
     prompt = make_prompt(8)
     oracle = make_oracle(target, generate(target, prompt))
     oracle.generation_config.assistant_confidence_threshold = threshold
-    assert_same_text(target, oracle, prompt)
+    greedy = assert_same_text(target, oracle, prompt)
+    assert max(greedy.accepted_lengths) >= 5  # not used
+    assert_same_text(target, oracle, prompt, do_sample=True)
 
 
 # The hook ---------------------------------------------------------------------------------------------------------

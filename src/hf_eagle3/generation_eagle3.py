@@ -28,7 +28,7 @@ from .tree_eagle3 import DraftTree, grow_tree
 
 
 # Longest path below the root; children tried per node, and nodes expanded per level; nodes verified per step at most; and
-# the probability, by the draft, that a path must have to be verified. Names are those of OpenVINO GenAI and transformers.
+# the probability, by the draft, that a path must have to be verified when sampling. Names are those of OpenVINO GenAI and transformers.
 # They live in the draft's generation config, and a call may bring others in the `GenerationConfig` given to `generate`.
 DEFAULT_TREE_SETTINGS = {
     "tree_depth": 6,
@@ -96,6 +96,9 @@ def eagle3_decoding(
     draft.validate_target(target)
     _check_call(target, input_ids, generation_config, synced_gpus, model_kwargs)
     settings = tree_settings(draft.generation_config, generation_config)
+    if not generation_config.do_sample:
+        # How probable a token is says how often a sample will be it, not whether it is the target's best one.
+        settings["assistant_confidence_threshold"] = 0.0
     stats = Eagle3GenerationStats()
     aux_layer_ids = draft.resolve_aux_layer_ids(target)
     returned = _ReturnedOutputs(target, generation_config)
