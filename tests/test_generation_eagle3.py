@@ -180,7 +180,7 @@ def test_rotary_frequencies_that_change_on_the_way(family, rope_type):
     text = generate(target, prompt)
     stats = assert_same_text(target, make_oracle(target, text), prompt)
     assert max(stats.accepted_lengths) >= 3
-    assert len(set(text[0, 30:].tolist())) >= 2
+    assert len(set(text[0, 30:].tolist())) > 3
 
 
 @pytest.mark.parametrize("floor_scale", [4, 22])

@@ -119,7 +119,6 @@ class Eagle3Config(PreTrainedConfig):
             raise ValueError("`fc_norm` and `norm_before_fc` exclude each other; set at most one of them.")
         if self.speculators_model_type != "eagle3":
             raise ValueError(f"`speculators_model_type` is {self.speculators_model_type!r}, expected 'eagle3'.")
-        # A layer count or ids of another family's checkpoint end up here as plain attributes; `auto_map` is ours.
         kwargs.pop("model_type", None)
         super().__post_init__(**kwargs)
         # vLLM sizes `fc` from here, and takes 3 when it is absent.
