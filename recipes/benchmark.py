@@ -32,6 +32,10 @@ def main():
     parser.add_argument("--plot", help="Where to save a picture of the results")
     parser.add_argument("--methods", nargs="+", default=["plain", "prompt-lookup", "eagle3"])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    for name, kind in (("top_k", int), ("top_p", float)):
+        parser.add_argument(
+            f"--{name}", type=kind, help="When sampling; by default what `generate` does for the target"
+        )
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--num_prompts", type=int, help="Only the first so many prompts")
     parser.add_argument("--repeats", type=int, default=3)
@@ -50,8 +54,17 @@ def main():
         if getattr(args, name) is not None:
             setattr(draft.generation_config, name, getattr(args, name))
 
+    sampling = {name: getattr(args, name) for name in ("top_k", "top_p") if getattr(args, name) is not None}
     rows = run_benchmark(
-        target, tokenizer, draft, prompts, args.methods, args.temperatures, args.max_new_tokens, args.repeats
+        target,
+        tokenizer,
+        draft,
+        prompts,
+        args.methods,
+        args.temperatures,
+        args.max_new_tokens,
+        args.repeats,
+        sampling=sampling,
     )
     tree = tree_settings(draft.generation_config)
     environment = {
@@ -67,7 +80,7 @@ def main():
     print(format_table(rows))
     print(
         f"{len(prompts)} prompts, {args.max_new_tokens} new tokens, batch size 1, medians of {args.repeats} interleaved "
-        f"repeats (range in brackets); tree {tree}; {environment}"
+        f"repeats (range in brackets); sampling {sampling or 'as generate does by default'}; tree {tree}; {environment}"
     )
     if args.json:
         results = [

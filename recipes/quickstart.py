@@ -115,20 +115,20 @@ def local_or_hub_dataset(name: str) -> tuple[Dataset, list]:
     return dataset.select(range(split)).select_columns(column), dataset.select(range(split, len(dataset)))[column]
 
 
-def common_arguments(args) -> dict:
+def common_arguments(args, batch_size: int) -> dict:
     on_gpu = torch.cuda.is_available()
     return {
         "max_length": args.max_length,
         "packing": True,
         "packing_strategy": "wrapped",
-        "per_device_train_batch_size": args.batch_size,
+        "per_device_train_batch_size": batch_size,
         "max_steps": 1_000_000,  # the time budget ends it
         "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": 20,
         "bf16": torch.cuda.is_bf16_supported() if on_gpu else torch.ops.mkldnn._is_mkldnn_bf16_supported(),
         "use_cpu": not on_gpu,
         "gradient_checkpointing": False,
-        "logging_steps": 20,
+        "logging_steps": 50,
         "save_strategy": "no",
         "report_to": "none",
         "seed": args.seed,
@@ -166,7 +166,7 @@ def train_target(folder: Path, dataset: Dataset, args) -> None:
     others = [weight for name, weight in target.named_parameters() if weight.dim() != 2 or "embed" in name]
     trainer = SFTTrainer(
         model=target,
-        args=SFTConfig(str(folder) + "-run", **common_arguments(args)),
+        args=SFTConfig(str(folder) + "-run", **common_arguments(args, batch_size=4)),
         train_dataset=dataset,
         processing_class=tokenizer,
         optimizers=(MuonWithAdamW(matrices, others, lr=6e-3), None),
@@ -183,8 +183,9 @@ def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None
             str(folder) + "-run",
             learning_rate=args.learning_rate,
             ttt_steps=args.ttt_steps,
+            model_init_kwargs={"model_type": args.layer_type},
             draft_vocab_size=min(args.draft_vocab_size, target.config.get_text_config().vocab_size),
-            **common_arguments(args),
+            **common_arguments(args, args.batch_size),
         ),
         train_dataset=dataset,
         processing_class=tokenizer,
@@ -223,10 +224,14 @@ def main():
     parser.add_argument("--target_minutes", type=float, default=2.25, help="Time to train the small target")
     parser.add_argument("--draft_minutes", type=float, default=1.5, help="Time to train the draft")
     parser.add_argument("--draft_vocab_size", type=int, default=2048)
-    parser.add_argument("--learning_rate", type=float, default=6e-3)
-    parser.add_argument("--ttt_steps", type=int, default=7)
+    parser.add_argument(
+        "--layer_type", choices=["llama", "qwen3"], default="qwen3", help="qwen3 norms queries and keys"
+    )
+    # In minutes on a CPU many small steps teach more than few large ones, and new tokens more than later TTT steps.
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--ttt_steps", type=int, default=3)
     parser.add_argument("--max_length", type=int, default=256)
-    parser.add_argument("--batch_size", type=int, default=4)
+    parser.add_argument("--batch_size", type=int, default=8 if torch.cuda.is_available() else 1)
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)

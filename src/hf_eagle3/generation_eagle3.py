@@ -28,7 +28,7 @@ from .tree_eagle3 import DraftTree, grow_tree
 
 
 # Longest path below the root; children tried per node, and nodes expanded per level; nodes verified per step at most; and
-# the probability, by the draft, that a path must have to be verified when sampling. Names are those of OpenVINO GenAI and transformers.
+# the probability, by the draft, that a path must have to be verified. Names are those of OpenVINO GenAI and transformers.
 # They live in the draft's generation config, and a call may bring others in the `GenerationConfig` given to `generate`.
 DEFAULT_TREE_SETTINGS = {
     "tree_depth": 6,
@@ -96,9 +96,6 @@ def eagle3_decoding(
     draft.validate_target(target)
     _check_call(target, input_ids, generation_config, synced_gpus, model_kwargs)
     settings = tree_settings(draft.generation_config, generation_config)
-    if not generation_config.do_sample:
-        # How probable a token is says how often a sample will be it, not whether it is the target's best one.
-        settings["assistant_confidence_threshold"] = 0.0
     stats = Eagle3GenerationStats()
     aux_layer_ids = draft.resolve_aux_layer_ids(target)
     returned = _ReturnedOutputs(target, generation_config)
@@ -217,12 +214,11 @@ def tree_attention_mask(config, cache, past_length, visible, query_depths, key_d
 
     def mask_for(layer_type, layer):
         num_past = layer.keys.shape[-2] - (num_tree_rows - num_queries)
-        past = torch.arange(past_length - num_past, past_length, device=device)
-        past_visible = torch.ones(batch_size, num_queries, num_past, dtype=torch.bool, device=device)
+        allowed = torch.nn.functional.pad(visible, (num_past, 0), value=True)
         if padding_mask is not None:
-            past_visible &= padding_mask[:, None, past]
-        allowed = torch.cat([past_visible, visible], dim=-1)
+            allowed[..., :num_past] &= padding_mask[:, None, past_length - num_past :]
         if layer_type != "full_attention":
+            past = torch.arange(past_length - num_past, past_length, device=device)
             query = (past_length + query_depths)[:, :, None]
             key = torch.cat([past.expand(batch_size, -1), past_length + key_depths], dim=1)[:, None]
             if layer_type == "sliding_attention":
@@ -306,7 +302,10 @@ def install_generation_hook() -> None:
 
 
 class _Drafter:
-    """The draft during one call: its cache, and where in the text it stands."""
+    """
+    The draft during one call: its cache, and where in the text it stands. What it computes never leaves the call, so
+    that it can do so in inference mode, whose operators cost less than those of `no_grad`.
+    """
 
     def __init__(self, draft, embedding):
         self.draft, self.embedding = draft, embedding
@@ -323,6 +322,7 @@ class _Drafter:
             logits_to_keep=logits_to_keep,
         )
 
+    @torch.inference_mode()
     def observe(self, features, input_ids, model_kwargs):
         """Reads the newest tokens `(1, S)` with the target's own states `(1, R, n_aux * H)` at the positions before."""
         # A prompt that came with a cache, in chunks or as embeddings shows only its end; padding is not read at all.
@@ -342,6 +342,7 @@ class _Drafter:
         self.logits, self.hidden_states = outputs.logits[:, -1], outputs.last_hidden_state[:, -1]
         self.position = positions[:, -1:]
 
+    @torch.inference_mode()
     def grow(self, root_tokens, tree_depth, **settings) -> DraftTree:
         """Drafts a tree below `root_tokens` `(1, 1)` from what was observed, and forgets its own rows again."""
         if tree_depth == 0:
@@ -533,6 +534,9 @@ def _step_limits(target, settings, past_length, model_kwargs, stopping_criteria,
         room = switch - 1 - int(model_kwargs["position_ids"].max())
         if room >= -1 or rope_type != "longrope":
             limits["tree_depth"] = min(limits["tree_depth"], max(room, 0))
+    # In older transformers (5.17) Phi-3 loses its cache at that switch and goes on without: no tree hangs from that.
+    if past_length < input_ids.shape[1] - 1:
+        limits["tree_depth"] = 0
     limits["tree_depth"] = max(limits["tree_depth"], 0)
 
     # Llama 4 scales queries by their index in the input, which is their position only in a chain.

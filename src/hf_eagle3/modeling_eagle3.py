@@ -63,6 +63,14 @@ class Eagle3Output(ModelOutput):
     past_key_values: Cache | None = None
 
 
+class Eagle3RMSNorm(LlamaRMSNorm):
+    """Llama's norm by torch's own operator, which keeps less and takes half the time in training."""
+
+    def forward(self, hidden_states):
+        weight = self.weight.to(hidden_states.dtype)  # they differ under autocast
+        return nn.functional.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
+
+
 class Eagle3Attention(LlamaAttention):
     """Llama's attention with inputs of any width, and Qwen3's query and key norms when the layers are Qwen3's."""
 
@@ -73,8 +81,8 @@ class Eagle3Attention(LlamaAttention):
                 out_features = getattr(self, name).out_features
                 setattr(self, name, nn.Linear(input_size, out_features, bias=config.attention_bias))
         if config.model_type == "qwen3":
-            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.q_norm = Eagle3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = Eagle3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         else:
             self.q_norm = self.k_norm = nn.Identity()
         is_sliding = config.layer_types[layer_idx] == "sliding_attention"
@@ -123,12 +131,12 @@ class Eagle3DecoderLayer(nn.Module):
         self.reads_embeddings = layer_idx == 0
         self.norm_before_residual = config.norm_before_residual
         if self.reads_embeddings:
-            self.hidden_norm = LlamaRMSNorm(hidden_size, eps=eps)
-        self.input_layernorm = LlamaRMSNorm(hidden_size, eps=eps)
+            self.hidden_norm = Eagle3RMSNorm(hidden_size, eps=eps)
+        self.input_layernorm = Eagle3RMSNorm(hidden_size, eps=eps)
         self.self_attn = Eagle3Attention(
             layer_config, layer_idx, input_size=2 * hidden_size if self.reads_embeddings else hidden_size
         )
-        self.post_attention_layernorm = LlamaRMSNorm(hidden_size, eps=eps)
+        self.post_attention_layernorm = Eagle3RMSNorm(hidden_size, eps=eps)
         self.mlp = (Qwen3MLP if layer_config.model_type == "qwen3" else LlamaMLP)(layer_config)
 
     def forward(self, hidden_states, inputs_embeds, **attention_kwargs):
@@ -174,14 +182,14 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         if config.has_own_embed_tokens:
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden_size)
         if config.norm_before_fc:
-            self.input_norm = LlamaRMSNorm(aux_size, eps=eps)
+            self.input_norm = Eagle3RMSNorm(aux_size, eps=eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(
-                LlamaRMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.num_aux_hidden_states)
+                Eagle3RMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.num_aux_hidden_states)
             )
         self.fc = nn.Linear(aux_size, hidden_size, bias=False)
         self.layers = nn.ModuleList(Eagle3DecoderLayer(config, i) for i in range(layer_config.num_hidden_layers))
-        self.norm = LlamaRMSNorm(hidden_size, eps=eps)
+        self.norm = Eagle3RMSNorm(hidden_size, eps=eps)
         self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(layer_config)
         if config.draft_vocab_size < config.vocab_size:

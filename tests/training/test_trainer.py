@@ -100,6 +100,14 @@ def test_training_learns(tmp_path, tokenizer):
     assert history[-1]["simulated_acceptance_length"] > history[0]["simulated_acceptance_length"] + 0.05
 
 
+def test_arguments_of_a_fresh_draft(tmp_path, tokenizer):
+    init = {"model_type": "qwen3", "norm_output": False}
+    trainer = make_trainer(tmp_path, tokenizer, draft_vocab_size=20, model_init_kwargs=init)
+    assert trainer.draft.config.transformer_layer_config.model_type == "qwen3"
+    assert not trainer.draft.config.norm_output and trainer.draft.config.draft_vocab_size == 20
+    assert trainer.args.model_init_kwargs == init
+
+
 def test_checkpoints_are_drafts(tmp_path, tokenizer):
     target = make_target("llama")
     trainer = make_trainer(
@@ -169,6 +177,8 @@ def test_wrong_arguments(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, model=draft, target=other)
     with pytest.raises(ValueError, match="vocabulary of 10"):
         make_trainer(tmp_path, tokenizer, model=draft, target=target, draft_vocab_size=20)
+    with pytest.raises(ValueError, match="model_init_kwargs"):
+        make_trainer(tmp_path, tokenizer, model=draft, target=target, model_init_kwargs={"model_type": "qwen3"})
     with pytest.raises(ValueError, match="gradient_checkpointing"):
         make_trainer(tmp_path, tokenizer, gradient_checkpointing=True)
     with pytest.raises(ValueError, match="ttt_steps"):

@@ -59,10 +59,15 @@ def run_benchmark(
     max_new_tokens: int = 128,
     repeats: int = 3,
     seed: int = 0,
+    sampling: dict[str, float] | None = None,
 ) -> list[BenchmarkRow]:
     """
     Times each method on each prompt, at batch size 1. Methods take turns prompt by prompt, so that a slow spell of the
     machine meets all of them; seeds are the same for all.
+
+    At temperatures above 0 the call is `generate(do_sample=True, temperature=..., **sampling)`: what `sampling` leaves out
+    is the target's own generation config's or transformers' default (`top_k=50`). Pass `{"top_k": 0, "top_p": 1.0}` to
+    sample from the whole distribution, which is harder to draft for.
 
     Returns:
         `list[BenchmarkRow]`: One a method and temperature, plain generation first.
@@ -80,18 +85,13 @@ def run_benchmark(
     encoded = [tokenizer(prompt, return_tensors="pt").to(target.device) for prompt in prompts]
 
     def generate(inputs, method, temperature, run_seed):
-        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        mode = {"do_sample": True, "temperature": temperature, **(sampling or {})}
+        if temperature == 0:
+            mode = {"do_sample": False}
         set_seed(run_seed)
         _synchronize(target.device)
         start = time.perf_counter()
-        # Plain sampling: a target's own top-k or top-p would make temperatures incomparable.
-        sequences = target.generate(
-            **inputs,
-            max_new_tokens=max_new_tokens,
-            **sampling,
-            **({"top_k": 0, "top_p": 1.0} if temperature > 0 else {}),
-            **assistance[method],
-        )
+        sequences = target.generate(**inputs, max_new_tokens=max_new_tokens, **mode, **assistance[method])
         _synchronize(target.device)
         return sequences[0, inputs["input_ids"].shape[1] :].tolist(), time.perf_counter() - start
 

@@ -88,7 +88,9 @@ class Eagle3Trainer(SFTTrainer):
         takes_vocabulary_from_data = model is None and args.draft_vocab_size is not None
         if model is None:
             torch.manual_seed(args.seed)
-            model = Eagle3ForSpeculation.from_target(target_model)
+            model = Eagle3ForSpeculation.from_target(target_model, **(args.model_init_kwargs or {}))
+        elif args.model_init_kwargs:
+            raise ValueError("`model_init_kwargs` are for the draft that `model=None` makes. Leave one of them out.")
         elif args.draft_vocab_size not in (None, model.config.draft_vocab_size):
             raise ValueError(
                 f"`draft_vocab_size` is {args.draft_vocab_size}, but the draft has a vocabulary of "
@@ -99,7 +101,9 @@ class Eagle3Trainer(SFTTrainer):
         model.float()
         target_model.eval().requires_grad_(False)
 
+        model_init_kwargs, args.model_init_kwargs = args.model_init_kwargs, None  # done with; TRL would warn of it
         super().__init__(model=model, args=args, **kwargs)
+        args.model_init_kwargs = model_init_kwargs
 
         draft = self.draft
         if takes_vocabulary_from_data:
@@ -143,7 +147,7 @@ class Eagle3Trainer(SFTTrainer):
             input_ids=input_ids,
             aux_hidden_states=aux_hidden_states(outputs, self.aux_layer_ids, num_layers).to(device).float(),
             target_logits=logits if self.draft.d2t is None else logits[..., self.draft.draft_token_ids],
-            target_tokens=logits.argmax(dim=-1),
+            target_tokens=logits.max(dim=-1).indices,  # argmax is slow in bfloat16
             labels=inputs["labels"],
             documents=documents_of(input_ids, inputs.get("attention_mask"), position_ids),
             position_ids=torch.arange(input_ids.shape[1], device=device).expand_as(input_ids)

@@ -156,7 +156,7 @@ def ttt_loss(draft, batch: TTTBatch, steps: int) -> TTTOutput:
         # Row t of the draft is about the target's row t + 1 + step.
         logits, about = logits[:, :num], slice(1 + step, 1 + step + num)
         divergence = SoftCrossEntropy.apply(logits, target_probs[:, about]) + negative_entropy[:, about]
-        best = draft.draft_token_ids[logits.detach().argmax(dim=-1)]
+        best = draft.draft_token_ids[logits.detach().max(dim=-1).indices]
         loss_sums.append((divergence * rows).sum())
         num_rows.append(rows.sum())
         num_correct.append(((best == batch.target_tokens[:, about]) & rows).sum())
