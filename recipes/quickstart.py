@@ -225,7 +225,10 @@ def main():
     parser.add_argument("--draft_minutes", type=float, default=1.5, help="Time to train the draft")
     parser.add_argument("--draft_vocab_size", type=int, default=2048)
     parser.add_argument(
-        "--layer_type", choices=["llama", "qwen3"], default="qwen3", help="qwen3 norms queries and keys"
+        "--layer_type",
+        choices=["llama", "qwen3"],
+        default="qwen3",
+        help="qwen3 norms queries and keys; llama does not",
     )
     # In minutes on a CPU many small steps teach more than few large ones, and new tokens more than later TTT steps.
     parser.add_argument("--learning_rate", type=float, default=3e-3)

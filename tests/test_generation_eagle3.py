@@ -421,6 +421,15 @@ def test_confidence_threshold(target, threshold):
     assert_same_text(target, oracle, prompt, do_sample=True)
 
 
+def test_confidence_threshold_prunes_what_the_draft_doubts(target):
+    prompt = make_prompt(8)
+    draft = make_draft(target, [generate(target, prompt)])
+    assert max(assert_same_text(target, draft, prompt).accepted_lengths) > 1
+    draft.generation_config.assistant_confidence_threshold = 0.99  # an untrained draft is never that sure
+    for sampling in ({}, {"do_sample": True}):
+        assert max(assert_same_text(target, draft, prompt, **sampling).accepted_lengths) == 1
+
+
 def test_the_text_can_be_trained_on(target):
     # The draft computes in inference mode, whose tensors autograd refuses.
     prompt = make_prompt(8)

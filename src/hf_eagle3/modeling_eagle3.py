@@ -64,7 +64,7 @@ class Eagle3Output(ModelOutput):
 
 
 class Eagle3RMSNorm(LlamaRMSNorm):
-    """Llama's norm by torch's own operator, which keeps less and takes half the time in training."""
+    """Llama's norm by torch's own operator, which is faster in training."""
 
     def forward(self, hidden_states):
         weight = self.weight.to(hidden_states.dtype)  # they differ under autocast

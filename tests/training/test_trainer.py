@@ -93,11 +93,11 @@ def test_logs(tmp_path, tokenizer):
 
 
 def test_training_learns(tmp_path, tokenizer):
-    trainer = make_trainer(tmp_path, tokenizer, max_steps=60, learning_rate=5e-3, logging_steps=10)
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=60, learning_rate=2e-2)
     trainer.train()
     history = [entry for entry in trainer.state.log_history if "simulated_acceptance_length" in entry]
-    assert history[-1]["loss"] < 0.8 * history[0]["loss"]
-    assert history[-1]["simulated_acceptance_length"] > history[0]["simulated_acceptance_length"] + 0.05
+    assert history[-1]["loss"] < 0.6 * history[0]["loss"]
+    assert history[-1]["simulated_acceptance_length"] > history[0]["simulated_acceptance_length"] + 0.2
 
 
 def test_arguments_of_a_fresh_draft(tmp_path, tokenizer):

@@ -18,8 +18,9 @@ class Eagle3TrainingArguments(SFTConfig):
             Size of the draft vocabulary that the trainer takes from the training data when it makes the draft itself
             (`model=None`). Defaults to the target's whole vocabulary.
         assistant_confidence_threshold (`float`, *optional*, defaults to `0.02`):
-            Saved in the draft's generation config: nodes that it finds less probable, path included, are not verified. The probabilities of a trained draft say which nodes are worth their place; those of an untrained
-            one do not, so that a fresh draft has 0.
+            Saved in the draft's generation config: nodes that it finds less probable, path included, are not verified. The
+            probabilities of a trained draft say which nodes are worth their place; those of an untrained one do not, so that
+            a fresh draft has 0.
         ttt_steps (`int`, *optional*, defaults to `7`):
             Drafting steps unrolled in training.
         ttt_step_decay (`float`, *optional*, defaults to `0.8`):
