@@ -150,6 +150,14 @@ def make_draft(target, prompts, num_tokens: int = 6, max_new_tokens: int = 24, s
     return draft.eval()
 
 
+def make_batch(lengths, seed: int = 0) -> dict[str, torch.LongTensor]:
+    """Prompts of several lengths, padded on the left."""
+    prompts = [make_prompt(length, seed + row) for row, length in enumerate(lengths)]
+    padded = [torch.nn.functional.pad(prompt, (max(lengths) - prompt.shape[1], 0)) for prompt in prompts]
+    mask = [torch.arange(max(lengths))[None] >= max(lengths) - length for length in lengths]
+    return {"input_ids": torch.cat(padded), "attention_mask": torch.cat(mask).long()}
+
+
 @pytest.fixture(scope="session")
 def target():
     return make_target("llama")
@@ -165,19 +173,22 @@ class OracleDraft(Eagle3ForSpeculation):
 
     def forward(self, *args, position_ids, **kwargs):
         outputs = super().forward(*args, position_ids=position_ids, **kwargs)
-        predicted = position_ids[:, -outputs.logits.shape[1] :] + 2
-        known = self.text[predicted.clamp(max=len(self.text) - 1)]
+        predicted = position_ids[:, -outputs.logits.shape[1] :] + 2 + self.padding
+        known = self.text.gather(1, predicted.clamp(max=self.text.shape[1] - 1))
         favour = torch.rand(known.shape, generator=self.generator) * 30
         outputs.logits = outputs.logits.scatter_add(-1, known[..., None], favour[..., None])
         return outputs
 
 
-def make_oracle(target, text, seed=0):
-    """A draft for `target` that has seen `text` of shape `(1, length)`, so that whole branches are accepted."""
+def make_oracle(target, text, seed=0, padding=0):
+    """
+    A draft for `target` that has seen `text` of shape `(batch_size, length)`, so that whole branches are accepted. Rows
+    begin with `padding` tokens of padding, `(batch_size, 1)`.
+    """
     torch.manual_seed(seed)
     draft = Eagle3ForSpeculation.from_target(target).eval()
     draft.__class__ = OracleDraft
-    draft.text, draft.generator = text[0], torch.Generator().manual_seed(seed)
+    draft.text, draft.padding, draft.generator = text, padding, torch.Generator().manual_seed(seed)
     return draft
 
 

@@ -15,10 +15,20 @@
 
 import functools
 import inspect
+import math
+from collections import deque
 from dataclasses import dataclass, field
 
 import torch
-from transformers import DynamicCache, GenerationConfig, GenerationMixin
+import torch.nn.functional as F
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    PrefixConstrainedLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import output_capturing
@@ -37,6 +47,9 @@ DEFAULT_TREE_SETTINGS = {
     "assistant_confidence_threshold": 0.0,
 }
 
+
+# Logits processors that keep a state for each row of a batch.
+STATEFUL_PROCESSORS = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 # Before 5.23 a list passed as `output_hidden_states` counts from the first layer's output, and nothing tells it from the
 # list that counts from the embeddings but a draft that is off by one layer: there, everything is captured.
@@ -87,6 +100,10 @@ def eagle3_decoding(
     nodes exist, so greedy text is the target's greedy text, samples follow the target's distribution, and a seed gives
     the sample it gives without a draft.
 
+    The rows of a batch advance at their own pace, and share `num_assistant_tokens`. Logits processors and stopping
+    criteria that are not transformers' own get the whole batch for each token of each row, and what they say of that row
+    counts.
+
     Arguments and return value are those of `GenerationMixin._assisted_decoding`. Leaves [`Eagle3GenerationStats`] in
     `draft.last_generation`.
 
@@ -94,59 +111,50 @@ def eagle3_decoding(
         ValueError: if the draft was made for another target, or the call asks for what a tree cannot do.
     """
     draft.validate_target(target)
-    _check_call(target, input_ids, generation_config, synced_gpus, model_kwargs)
-    settings = tree_settings(draft.generation_config, generation_config)
+    _check_call(target, input_ids, generation_config, synced_gpus, model_kwargs, stopping_criteria, logits_processor)
+    settings = tree_settings(draft.generation_config, generation_config, batch_size=input_ids.shape[0])
     stats = Eagle3GenerationStats()
     aux_layer_ids = draft.resolve_aux_layer_ids(target)
-    returned = _ReturnedOutputs(target, generation_config)
+    returned = _ReturnedOutputs(target, generation_config, batch_size=input_ids.shape[0])
     model_kwargs["output_hidden_states"] = returned.hidden_states_with(aux_layer_ids)
+    text = _Text(input_ids, logits_processor, stopping_criteria, generation_config, returned, streamer)
 
     # The prompt's forward ends at the root of a tree that has no other nodes.
     outputs = target._prefill(input_ids, generation_config, model_kwargs)
     stats.target_forwards += 1
-    model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs)
     cache = _TreeCache(outputs.past_key_values)
     drafter = _Drafter(draft, target.get_input_embeddings())
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-    features = aux_hidden_states(outputs, aux_layer_ids, num_layers)  # (1, S, n_aux * H)
+    features = aux_hidden_states(outputs, aux_layer_ids, num_layers)  # (B, S, n_aux * H)
     tree, root_row = DraftTree.root_only(input_ids[:, -1:]), outputs.logits.shape[1] - 1
 
     with target._optimize_model_for_decode():
         while True:
-            # Walk down the tree until no child carries the target's choice, or it is time to stop.
-            children, node, path, is_done = tree.children(), 0, [], False
-            while node is not None and not is_done:
-                path.append(node)
-                logits = outputs.logits[:, root_row + node].to(copy=True, dtype=torch.float32, device=input_ids.device)
-                scores = logits_processor(input_ids, logits)
-                returned.add(outputs, logits, scores, path, tree.num_nodes)
-                if generation_config.do_sample:
-                    next_token = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
-                else:
-                    next_token = torch.argmax(scores, dim=-1)
-                input_ids = torch.cat([input_ids, next_token[:, None]], dim=-1)
-                is_done = bool(stopping_criteria(input_ids, returned.scores).all())
-                if streamer is not None:
-                    streamer.put(next_token.cpu())
-                node = children.get((node, int(next_token)))
-            stats.new_tokens += len(path)
+            # Each row walks down its tree until no child carries the target's choice, or it is time to stop.
+            longest, were_finished = text.longest, list(text.is_finished)
+            paths = [text.walk(row, tree, outputs, root_row) for row in range(text.batch_size)]
+            growth = text.longest - longest
 
-            # Keep the path in the cache and forget the other nodes.
+            # Keep the paths in the cache and forget the other nodes.
+            counts = [len(path) for path in paths]
+            stats.new_tokens += sum(count for count, done in zip(counts, were_finished) if not done)
             if stats.target_forwards > 1:
-                stats.accepted_lengths.append(len(path))
-                cache.keep_path(path, tree.num_nodes)
-                features = features[:, path]
-                model_kwargs = target._update_model_kwargs_for_generation(
-                    outputs, model_kwargs, num_new_tokens=len(path)
-                )
-            if is_done:
+                stats.accepted_lengths += [count for count, done in zip(counts, were_finished) if count and not done]
+                cache.keep_paths(paths, tree.num_nodes, growth)
+                features = _take_paths(features, paths)
+            model_kwargs = target._update_model_kwargs_for_generation(
+                outputs, model_kwargs, num_new_tokens=max(counts)
+            )
+            _align_rows(model_kwargs, counts, growth)
+            text.stream()
+            if text.is_complete:
                 break
 
             # Draft a tree below the newest token, and verify it in one forward.
-            drafter.observe(features, input_ids, model_kwargs)
-            limits = _step_limits(target, settings, cache.length, model_kwargs, stopping_criteria, input_ids)
-            tree = drafter.grow(input_ids[:, -1:], **limits)
-            outputs = _verify(target, tree, input_ids, cache, model_kwargs)
+            drafter.observe(features, counts, text, model_kwargs)
+            limits = _step_limits(target, settings, cache.length, model_kwargs, stopping_criteria, text)
+            tree = text.foresee_padding(drafter.grow(text.newest(1), **limits), **limits)
+            outputs = _verify(target, tree, text, cache, model_kwargs)
             stats.target_forwards += 1
             cache.track(outputs.past_key_values)
             features = aux_hidden_states(outputs, aux_layer_ids, num_layers)[:, -tree.num_nodes :]
@@ -156,16 +164,19 @@ def eagle3_decoding(
         streamer.end()
     cache.release()
     draft.last_generation = stats
-    return returned.finish(input_ids, outputs.past_key_values)
+    return returned.finish(text.newest(text.longest), outputs.past_key_values)
 
 
-def tree_settings(draft_config: GenerationConfig, call_config: GenerationConfig | None = None) -> dict[str, float]:
+def tree_settings(
+    draft_config: GenerationConfig, call_config: GenerationConfig | None = None, batch_size: int = 1
+) -> dict[str, float]:
     """
     The tree's shape: what the call's generation config says, else the draft's, else the default.
 
     `generate` fills `num_assistant_tokens` and `assistant_confidence_threshold` of every call with transformers' own
     defaults (20 and 0.4), so that a call which asks for exactly these cannot be told from one which does not ask; set
-    them on the draft instead.
+    them on the draft instead. The rows of a batch share `num_assistant_tokens`, so that a forward over many rows does not
+    grow with them.
 
     Raises:
         ValueError: if a setting is out of range.
@@ -182,6 +193,7 @@ def tree_settings(draft_config: GenerationConfig, call_config: GenerationConfig 
                 raise ValueError(f"`{name}` must be in [0, 1), got {settings[name]!r}.")
         elif isinstance(settings[name], bool) or not isinstance(settings[name], int) or settings[name] < 1:
             raise ValueError(f"`{name}` must be a positive integer, got {settings[name]!r}.")
+    settings["num_assistant_tokens"] = max(settings["num_assistant_tokens"] // batch_size, 1)
     return settings
 
 
@@ -214,7 +226,7 @@ def tree_attention_mask(config, cache, past_length, visible, query_depths, key_d
 
     def mask_for(layer_type, layer):
         num_past = layer.keys.shape[-2] - (num_tree_rows - num_queries)
-        allowed = torch.nn.functional.pad(visible, (num_past, 0), value=True)
+        allowed = F.pad(visible, (num_past, 0), value=True)
         if padding_mask is not None:
             allowed[..., :num_past] &= padding_mask[:, None, past_length - num_past :]
         if layer_type != "full_attention":
@@ -301,6 +313,147 @@ def install_generation_hook() -> None:
     GenerationMixin._validate_generation_mode = _validate_generation_mode
 
 
+class _Text:
+    """
+    The text as it grows. The rows of a batch advance at their own pace, and a finished row goes on as in `_sample`: with
+    padding, up to the length of the longest.
+    """
+
+    # How far a row may run ahead of the slowest; noise is kept for the rows in between.
+    MAX_LEAD = 64
+
+    def __init__(self, input_ids, logits_processor, stopping_criteria, generation_config, returned, streamer):
+        self.rows = list(input_ids.split(1))  # each (1, length)
+        self.batch_size, self.prompt_length = input_ids.shape
+        self.is_finished = [False] * self.batch_size
+        self.logits_processor, self.stopping_criteria, self.returned = logits_processor, stopping_criteria, returned
+        self.max_length = getattr(stopping_criteria, "max_length", None) or torch.iinfo(torch.long).max
+        self.do_sample, self.pad_token = generation_config.do_sample, generation_config._pad_token_tensor
+        self.pads_finished_rows = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
+        self.noise = [deque() for _ in self.rows]
+        self.streamer, self.num_streamed = streamer, self.prompt_length
+
+    @property
+    def shortest(self) -> int:
+        return min(row.shape[1] for row in self.rows)
+
+    @property
+    def longest(self) -> int:
+        return max(row.shape[1] for row in self.rows)
+
+    @property
+    def room(self) -> torch.LongTensor:
+        """How many tokens each row may still take, `(B, 1)`; deeper nodes are never reached, and need no position."""
+        return torch.tensor([[max(self.max_length - row.shape[1], 0)] for row in self.rows])
+
+    @property
+    def is_complete(self) -> bool:
+        return all(self.is_finished) and self.shortest == self.longest
+
+    def newest(self, length: int) -> torch.LongTensor:
+        """The last tokens of every row, `(B, length)`; shorter rows begin with zeros."""
+        if self.batch_size == 1:
+            return self.rows[0][:, -length:]
+        return torch.cat([F.pad(row[:, -length:], (max(length - row.shape[1], 0), 0)) for row in self.rows])
+
+    def walk(self, row: int, tree: DraftTree, outputs, root_row: int) -> list[int]:
+        """Picks the tokens of a row for as long as the tree has them; returns the nodes at which they were picked."""
+        children, node, path = tree.children(row), 0, []
+        while node is not None and self._may_advance(row):
+            path.append(node)
+            logits = outputs.logits[row : row + 1, root_row + node]
+            logits = logits.to(copy=True, dtype=torch.float32, device=self.rows[row].device)
+            scores = self._process(row, logits)
+            self.returned.add(row, outputs, logits, scores, path, tree.num_nodes)
+            next_token = self._pick(row, scores)
+            self.rows[row] = torch.cat([self.rows[row], next_token[:, None]], dim=-1)
+            self.is_finished[row] |= self._is_to_stop(row)
+            node = children.get((node, int(next_token)))
+        return path
+
+    def _process(self, row: int, logits: torch.FloatTensor) -> torch.FloatTensor:
+        if self.batch_size == 1:
+            return self.logits_processor(self.rows[0], logits)
+        scores = logits
+        for processor in self.logits_processor:
+            if _is_row_wise(processor):
+                scores = processor(self.rows[row], scores)
+            else:
+                scores = processor(self._with_others(row), scores.repeat(self.batch_size, 1))[row : row + 1]
+        return scores
+
+    def _is_to_stop(self, row: int) -> bool:
+        if self.batch_size == 1:
+            return bool(self.stopping_criteria(self.rows[0], self.returned.scores_of(0)).all())
+        scores, is_done = self.returned.scores_of(row), False
+        for criteria in self.stopping_criteria:
+            if _is_row_wise(criteria):
+                is_done |= bool(criteria(self.rows[row], scores))
+            else:
+                done = torch.as_tensor(criteria(self._with_others(row), scores))
+                is_done |= bool(done.expand(self.batch_size)[row])
+        return is_done
+
+    def _with_others(self, row: int) -> torch.LongTensor:
+        """
+        A row in its place in the batch, for what may know rows by their number. The others are cut to its length, or
+        begin with zeros.
+        """
+        length = self.rows[row].shape[1]
+        return torch.cat([F.pad(other[:, :length], (max(length - other.shape[1], 0), 0)) for other in self.rows])
+
+    def _may_advance(self, row: int) -> bool:
+        if self.is_finished[row]:
+            return self.rows[row].shape[1] < self.longest
+        return self.batch_size == 1 or self.rows[row].shape[1] < self.shortest + self.MAX_LEAD
+
+    def _pick(self, row: int, scores: torch.FloatTensor) -> torch.LongTensor:
+        """The next token of a row, `(1,)`, as `_sample` picks it."""
+        next_token = torch.argmax(scores, dim=-1)
+        if self.do_sample:
+            probs = torch.softmax(scores, dim=-1)
+            if self.batch_size == 1:
+                next_token = torch.multinomial(probs, num_samples=1).squeeze(1)
+            else:
+                # What `torch.multinomial` does, with the noise it would have drawn for all rows at this position.
+                if not self.noise[row]:
+                    draw = probs.new_empty(self.batch_size, probs.shape[-1]).exponential_()
+                    for queue, noise in zip(self.noise, draw):
+                        queue.append(noise.clone())
+                next_token = torch.argmax(probs / self.noise[row].popleft(), dim=-1)
+        if self.is_finished[row] and self.pads_finished_rows:
+            next_token = torch.full_like(next_token, int(self.pad_token))
+        return next_token
+
+    def foresee_padding(self, tree: DraftTree, tree_depth: int, **settings) -> DraftTree:
+        """Replaces the trees of rows whose next tokens are known to be padding by chains of it."""
+        if tree.num_nodes == 1 or not (self.pads_finished_rows and any(self.is_finished)):
+            return tree
+        tokens, parents = tree.tokens.clone(), tree.parents.clone()
+        tokens[self.is_finished, 1:] = int(self.pad_token)
+        parents[self.is_finished, 1:] = torch.arange(tree.num_nodes - 1, device=parents.device).clamp(
+            max=tree_depth - 1
+        )
+        return DraftTree.from_parents(tokens, parents)
+
+    def stream(self) -> None:
+        """Hands out what all rows have."""
+        if self.streamer is None:
+            return
+        while self.num_streamed < self.shortest:
+            self.streamer.put(torch.cat([row[:, self.num_streamed] for row in self.rows]).cpu())
+            self.num_streamed += 1
+
+
+def _is_row_wise(processor) -> bool:
+    """Whether a logits processor or stopping criterion treats each row of a batch as if it were alone."""
+    return (
+        type(processor).__module__.startswith("transformers.generation.")
+        and not isinstance(processor, PrefixConstrainedLogitsProcessor)
+        and getattr(processor, "prompt_ignore_length", None) is None
+    )
+
+
 class _Drafter:
     """
     The draft during one call: its cache, and where in the text it stands. What it computes never leaves the call, so
@@ -311,6 +464,8 @@ class _Drafter:
         self.draft, self.embedding = draft, embedding
         self.layer_config = draft.config.transformer_layer_config
         self.cache = DynamicCache()
+        self.lengths = None  # of each row in the cache, which ends at its right
+        self.padding_mask = None  # (B, past_length), in batches
 
     def step(self, tokens, hidden_states, position_ids, attention_mask=None, logits_to_keep=0):
         return self.draft(
@@ -323,24 +478,43 @@ class _Drafter:
         )
 
     @torch.inference_mode()
-    def observe(self, features, input_ids, model_kwargs):
-        """Reads the newest tokens `(1, S)` with the target's own states `(1, R, n_aux * H)` at the positions before."""
-        # A prompt that came with a cache, in chunks or as embeddings shows only its end; padding is not read at all.
-        rows = min(features.shape[1], input_ids.shape[1])
-        attention_mask = model_kwargs.get("attention_mask")
-        if attention_mask is not None:
-            rows = min(rows, int(attention_mask[:, -rows - 1 : -1].sum()))
-        parameter = self.draft.lm_head.weight
-        hidden_states = self.draft.combine_hidden_states(features[:, -rows:].to(parameter))
-        positions = model_kwargs["position_ids"][:, -rows - 1 : -1].to(parameter.device)
-        mask, observed = None, self.cache.get_seq_length()
-        if observed > 0:  # a chain below what was read before; the first time the attention's own causal mask will do
-            chain = torch.ones(1, rows, rows, dtype=torch.bool, device=parameter.device).tril()
-            depths = torch.arange(rows, device=parameter.device)[None]
-            mask = tree_attention_mask(self.layer_config, self.cache, observed, chain, depths, depths)
-        outputs = self.step(input_ids[:, -rows:], hidden_states, positions, mask, logits_to_keep=1)
+    def observe(self, features, counts, text, model_kwargs):
+        """
+        Reads the newest tokens of every row with the target's own states `(B, R, n_aux * H)` at the positions before:
+        `counts` of them, or those of the prompt.
+        """
+        past_length = self.cache.get_seq_length()
+        if past_length == 0:
+            # A prompt that came with a cache, in chunks or as embeddings shows only its end; padding is not read at all.
+            num_seen = min(features.shape[1], text.shortest)
+            counts, attention_mask = [num_seen] * text.batch_size, model_kwargs.get("attention_mask")
+            if attention_mask is not None:
+                counts = attention_mask[:, -num_seen - 1 : -1].sum(dim=1).tolist()
+        num_rows, parameter = max(counts), self.draft.lm_head.weight
+        hidden_states = self.draft.combine_hidden_states(features[:, -num_rows:].to(parameter))
+        positions = text_positions(model_kwargs)[:, -num_rows - 1 : -1].to(parameter.device)
+        is_batch, device = text.batch_size > 1, parameter.device
+        index = (
+            torch.arange(num_rows, device=device) - num_rows + torch.tensor(counts, device=device)[:, None]
+        )  # (B, R)
+        if past_length > 0:  # a chain below what was read before
+            chain = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril() & (index >= 0)[:, None]
+            depths = index.clamp(min=0)
+            mask = tree_attention_mask(
+                self.layer_config, self.cache, past_length, chain, depths, depths, self.padding_mask
+            )
+        else:  # the attention's own causal mask will do
+            mask = (index >= 0).long() if is_batch else None
+        outputs = self.step(text.newest(num_rows).to(device), hidden_states, positions, mask, logits_to_keep=1)
         self.logits, self.hidden_states = outputs.logits[:, -1], outputs.last_hidden_state[:, -1]
         self.position = positions[:, -1:]
+        if is_batch:
+            lengths = counts if self.lengths is None else [a + b for a, b in zip(self.lengths, counts)]
+            growth = max(lengths) - max(self.lengths or [0])
+            _keep_rows(self.cache, [list(range(num_rows - count, num_rows)) for count in counts], num_rows, growth)
+            self.lengths = lengths
+            left_padding = max(lengths) - torch.tensor(lengths, device=device)[:, None]
+            self.padding_mask = torch.arange(max(lengths), device=device) >= left_padding
 
     @torch.inference_mode()
     def grow(self, root_tokens, tree_depth, **settings) -> DraftTree:
@@ -352,7 +526,9 @@ class _Drafter:
         def advance(tokens, hidden_states, level, visible):
             batch_size, width = tokens.shape
             depths = torch.arange(1, level + 1, device=tokens.device).repeat_interleave(width).expand(batch_size, -1)
-            mask = tree_attention_mask(self.layer_config, self.cache, observed, visible, depths[:, -width:], depths)
+            mask = tree_attention_mask(
+                self.layer_config, self.cache, observed, visible, depths[:, -width:], depths, self.padding_mask
+            )
             outputs = self.step(tokens, hidden_states, (self.position + level).expand(-1, width), mask)
             return outputs.logits, outputs.last_hidden_state
 
@@ -392,8 +568,12 @@ class _TreeCache:
     def length(self) -> int:
         return self.cache.get_seq_length()
 
-    def keep_path(self, path: list[int], num_nodes: int) -> None:
-        """Keeps the nodes of `path`, ascending, of the last `num_nodes` entries."""
+    def keep_paths(self, paths: list[list[int]], num_nodes: int, growth: int) -> None:
+        """Keeps each row's path, ascending, of the last `num_nodes` entries. The cache becomes longer by `growth`."""
+        if len(paths) > 1:
+            _keep_rows(self.cache, paths, num_nodes, growth)
+            return
+        (path,) = paths
         if path != list(range(len(path))):
             for layer in self.cache.layers:
                 if getattr(layer, "keys", None) is None:
@@ -412,17 +592,17 @@ class _TreeCache:
 class _ReturnedOutputs:
     """What `return_dict_in_generate` asks for, one entry a token as in `_sample`."""
 
-    def __init__(self, target, config):
+    def __init__(self, target, config, batch_size):
         self.text_config = target.config.get_text_config(decoder=True)
+        self.batch_size = batch_size
         self.wants_dict = config.return_dict_in_generate
         self.wants_hidden_states = config.output_hidden_states
-        self.wants_attentions = config.output_attentions
 
-        def collect(wanted):
-            return () if self.wants_dict and wanted else None
+        def collect(wanted):  # a list of entries for each row
+            return [[] for _ in range(batch_size)] if self.wants_dict and wanted else None
 
         self.scores, self.logits = collect(config.output_scores), collect(config.output_logits)
-        self.hidden_states, self.attentions = collect(self.wants_hidden_states), collect(self.wants_attentions)
+        self.hidden_states, self.attentions = collect(self.wants_hidden_states), collect(config.output_attentions)
 
         if isinstance(self.wants_hidden_states, int) and not isinstance(self.wants_hidden_states, bool):
             self.wants_hidden_states = [self.wants_hidden_states]
@@ -437,33 +617,45 @@ class _ReturnedOutputs:
             return True
         return select_hidden_states([*(self.wants_hidden_states or []), *layer_ids])
 
-    def add(self, outputs, logits, scores, path, num_nodes):
-        """Adds the token picked at the last node of `path`. A forward without drafted nodes is plain, and goes in whole."""
+    def scores_of(self, row):
+        """What stopping criteria get."""
+        return None if self.scores is None else tuple(self.scores[row])
+
+    def add(self, row, outputs, logits, scores, path, num_nodes):
+        """
+        Adds the token that a row picked at the last node of `path`. A forward without drafted nodes is plain, and all of
+        its positions go in.
+        """
         if not self.wants_dict:
             return
-        node = path[-1]
+        rows, nodes = slice(row, row + 1), slice(None) if num_nodes == 1 else slice(path[-1], path[-1] + 1)
         if self.scores is not None:
-            self.scores += (scores,)
+            self.scores[row].append(scores)
         if self.logits is not None:
-            self.logits += (logits,)
+            self.logits[row].append(logits)
         if self.hidden_states is not None:
             states = outputs.hidden_states
             if self.wants_hidden_states is not True:
                 wanted = {index % len(states) for index in self.wants_hidden_states}
-                states = tuple(state if index in wanted else None for index, state in enumerate(states))
-            if num_nodes > 1:
-                states = tuple(None if state is None else state[:, node : node + 1] for state in states)
-            self.hidden_states += (states,)
+                states = [state if index in wanted else None for index, state in enumerate(states)]
+            self.hidden_states[row].append(tuple(None if state is None else state[rows, nodes] for state in states))
         if self.attentions is not None:
-            attentions = outputs.attentions
-            if num_nodes > 1:
-                attentions = tuple(self._attention_of(weights, i, path) for i, weights in enumerate(attentions))
-            self.attentions += (attentions,)
+            entries = self.attentions[row]
+            # A shorter row has more padding before it than in `_sample`.
+            num_keys = self.prompt_keys + len(entries) if entries and self.batch_size > 1 else None
+            entries.append(
+                tuple(
+                    weights if weights is None else self._attention_of(weights[rows], i, path, num_nodes, num_keys)
+                    for i, weights in enumerate(outputs.attentions)
+                )
+            )
+            if len(entries) == 1:
+                self.prompt_keys = max(weights.shape[-1] for weights in entries[0] if weights is not None)
 
-    def _attention_of(self, weights, layer_idx, path):
+    def _attention_of(self, weights, layer_idx, path, num_nodes, num_keys):
         """The row `(1, heads, 1, K)` that a forward over the path alone would have returned."""
-        if weights is None:
-            return None
+        if num_nodes == 1:
+            return weights if num_keys is None else weights[..., -num_keys:]
         num_past = weights.shape[-1] - weights.shape[-2]
         columns = [*range(num_past), *(num_past + node for node in path)]
         config = self.text_config
@@ -473,69 +665,139 @@ class _ReturnedOutputs:
             columns = columns[-config.sliding_window :]
         elif layer_type in (None, "chunked_attention") and getattr(config, "attention_chunk_size", None) is not None:
             columns = columns[-config.attention_chunk_size :]
+        if num_keys is not None:
+            columns = columns[-num_keys:]
         return weights[:, :, path[-1] : path[-1] + 1, columns]
 
     def finish(self, sequences, past_key_values):
         if not self.wants_dict:
             return sequences
+
+        def stack(rows):
+            return None if rows is None else tuple(_stack(entries) for entries in zip(*rows))
+
         return GenerateDecoderOnlyOutput(
             sequences=sequences,
-            scores=self.scores,
-            logits=self.logits,
-            attentions=self.attentions,
-            hidden_states=self.hidden_states,
+            scores=stack(self.scores),
+            logits=stack(self.logits),
+            attentions=stack(self.attentions),
+            hidden_states=stack(self.hidden_states),
             past_key_values=past_key_values,
         )
 
 
-def _verify(target, tree, input_ids, cache, model_kwargs):
-    """One forward of the target over all nodes of the tree; logits of shape `(1, num_nodes, vocab_size)`."""
+def _stack(entries):
+    """One entry of all rows: tensors, or tuples of tensors and `None`."""
+    if len(entries) == 1 or entries[0] is None:
+        return entries[0]
+    if isinstance(entries[0], tuple):
+        return tuple(_stack(layer) for layer in zip(*entries))
+    return torch.cat(entries)
+
+
+def _keep_rows(cache, kept: list[list[int]], num_new: int, growth: int) -> None:
+    """
+    Of the last `num_new` entries of each row of a cache, keeps the ascending ones in `kept`. Rows may keep different
+    numbers: all end at the cache's right, like a batch that is padded on the left. The cache becomes longer by `growth`,
+    which is what its longest row does.
+    """
+    length = cache.get_seq_length() - num_new + growth
+    counts = torch.tensor([len(indices) for indices in kept])[:, None]
+    most = int(counts.max())
+    table = torch.tensor([[0] * (most - len(indices)) + indices for indices in kept])  # (B, most), at the right
+    sources = {}
+    for layer in cache.layers:
+        if getattr(layer, "keys", None) is None:
+            continue
+        num_past = layer.keys.shape[-2] - num_new
+        if num_past not in sources:
+            from_right = torch.arange(min(length, num_past + most)).flip(0)  # (S,)
+            past = num_past - 1 - (from_right - counts)
+            new = num_past + table.gather(1, (most - 1 - from_right).clamp(min=0).expand(len(kept), -1))
+            sources[num_past] = torch.where(from_right < counts, new, past).clamp(min=0).to(layer.keys.device)
+        source = sources[num_past][:, None, :, None]  # (B, 1, S, 1)
+        layer.keys = layer.keys.gather(-2, source.expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3]))
+        layer.values = layer.values.gather(-2, source.expand(-1, layer.values.shape[1], -1, layer.values.shape[3]))
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = length
+    cache.crop(0)  # to what sliding layers need
+
+
+def _take_paths(features, paths):
+    """The rows `(B, R, ...)` of the nodes on each path; shorter paths are at the right."""
+    if len(paths) == 1:
+        return features[:, paths[0]]
+    most = max(map(len, paths))
+    index = torch.tensor([[0] * (most - len(path)) + path for path in paths], device=features.device)
+    return features.gather(1, index[..., None].expand(-1, -1, features.shape[-1]))
+
+
+def _align_rows(model_kwargs, counts: list[int], growth: int) -> None:
+    """
+    Moves what has an entry for each token to where the rows end: they were all extended by the largest of `counts`, but
+    advanced by their own.
+    """
+    if len(set(counts)) == 1 and counts[0] == growth:
+        return
+    for name in ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"):
+        entries = model_kwargs.get(name)  # (..., B, L)
+        if entries is None:
+            continue
+        excess = max(counts) - torch.tensor(counts, device=entries.device)[:, None]
+        source = torch.arange(entries.shape[-1], device=entries.device) - excess  # (B, L)
+        moved = entries.gather(-1, source.clamp(min=0).expand_as(entries)).masked_fill(source < 0, 0)
+        model_kwargs[name] = moved[..., max(counts) - growth :]
+
+
+def text_positions(model_kwargs) -> torch.LongTensor:
+    """Positions `(B, L)` in the text, of position ids that may have more dimensions than that one."""
+    position_ids = model_kwargs["position_ids"]
+    return position_ids if position_ids.dim() == 2 else position_ids[0]
+
+
+def _verify(target, tree, text, cache, model_kwargs):
+    """One forward of the target over all nodes of the tree; logits of shape `(B, num_nodes, vocab_size)`."""
     if tree.num_nodes == 1:  # nothing drafted: exactly a step of `_sample`
+        input_ids = text.newest(text.longest)
         inputs = target.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
     else:
+        device = model_kwargs["position_ids"].device
         tree_kwargs = {
             **model_kwargs,
-            "position_ids": model_kwargs["position_ids"][:, -1:] + tree.depths.to(input_ids.device),
+            "position_ids": model_kwargs["position_ids"][..., -1:]
+            + torch.minimum(tree.depths.to(device), text.room.to(device)),
             "attention_mask": tree_attention_mask(
                 target.config.get_text_config(decoder=True),
                 cache.cache,
                 cache.length,
-                tree.ancestors.to(input_ids.device),
-                tree.depths.to(input_ids.device),
-                tree.depths.to(input_ids.device),
+                tree.ancestors.to(device),
+                tree.depths.to(device),
+                tree.depths.to(device),
                 model_kwargs.get("attention_mask"),
             ),
         }
-        inputs = target.prepare_inputs_for_generation(tree.tokens.to(input_ids.device), **tree_kwargs)
+        inputs = target.prepare_inputs_for_generation(tree.tokens.to(device), **tree_kwargs)
         inputs["past_key_values"] = cache.cache
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = 0  # all
     return target(**inputs, return_dict=True)
 
 
-def _step_limits(target, settings, past_length, model_kwargs, stopping_criteria, input_ids):
+def _step_limits(target, settings, past_length, model_kwargs, stopping_criteria, text):
     """The tree settings of one step, cut where a larger tree would be useless or would not be the target's text."""
     limits = dict(settings)
     max_length = getattr(stopping_criteria, "max_length", None)
     if max_length is not None:
-        limits["tree_depth"] = min(limits["tree_depth"], max_length - input_ids.shape[1] - 1)
+        limits["tree_depth"] = min(limits["tree_depth"], max_length - text.shortest - 1)
 
     config = target.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        # These change all frequencies of a forward with its largest position, so that a tree must not reach over the
-        # switch, and dynamic scaling, which goes on changing them, allows no tree beyond it.
-        rope_type = parameters.get("rope_type", "default")
-        if rope_type != "longrope" and "dynamic" not in rope_type:
-            continue
-        switch = config.max_position_embeddings
-        if rope_type == "longrope":
-            switch = parameters.get("original_max_position_embeddings") or config.original_max_position_embeddings
+    for rope_type, switch in _rotary_switches(config):
+        # A tree must not reach over the switch, and dynamic scaling, which goes on changing, allows none beyond it.
         room = switch - 1 - int(model_kwargs["position_ids"].max())
         if room >= -1 or rope_type != "longrope":
             limits["tree_depth"] = min(limits["tree_depth"], max(room, 0))
     # In older transformers (5.17) Phi-3 loses its cache at that switch and goes on without: no tree hangs from that.
-    if past_length < input_ids.shape[1] - 1:
+    if past_length < text.longest - 1:
         limits["tree_depth"] = 0
     limits["tree_depth"] = max(limits["tree_depth"], 0)
 
@@ -547,13 +809,54 @@ def _step_limits(target, settings, past_length, model_kwargs, stopping_criteria,
     return limits
 
 
-def _check_call(target, input_ids, generation_config, synced_gpus, model_kwargs):
-    """The checks of `GenerationMixin._assisted_decoding`, and those a tree adds."""
-    if input_ids.shape[0] > 1:
+def _rotary_switches(config) -> list[tuple[str, int]]:
+    """
+    Kinds and lengths of rotary scalings that change all frequencies of a forward when its largest position comes to that
+    length.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    switches = []
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        rope_type = parameters.get("rope_type", "default")
+        if rope_type == "longrope":
+            length = parameters.get("original_max_position_embeddings") or config.original_max_position_embeddings
+            switches.append((rope_type, length))
+        elif "dynamic" in rope_type:
+            switches.append((rope_type, config.max_position_embeddings))
+    return switches
+
+
+def _check_batch(target, input_ids, model_kwargs, stopping_criteria, logits_processor):
+    """Rows that advance at their own pace are not for targets and processors that look across rows."""
+    for processor in logits_processor:
+        if isinstance(processor, STATEFUL_PROCESSORS):
+            raise ValueError(
+                f"{type(processor).__name__} follows all rows of a batch at once, but in EAGLE-3 decoding each row advances "
+                "at its own pace. Call `generate` for each row, or leave `assistant_model` out."
+            )
+    config = target.config.get_text_config(decoder=True)
+    cache = model_kwargs.get("past_key_values")
+    first = (cache.get_seq_length() if cache is not None else 0) + input_ids.shape[1]
+    last = getattr(stopping_criteria, "max_length", None) or math.inf
+    reason = None
+    for rope_type, length in _rotary_switches(config):
+        begin = int(text_positions(model_kwargs)[:, -1].min())
+        if last >= length and (begin < length or rope_type != "longrope"):
+            reason = f"'{rope_type}' rotary scaling changes at {length}"
+    if getattr(config, "attn_temperature_tuning", False) and last + 1 >= (first // config.floor_scale + 1) * (
+        config.floor_scale
+    ):
+        reason = f"the scale of its queries changes every {config.floor_scale} tokens"
+    if reason is not None:
         raise ValueError(
-            f"EAGLE-3 decoding takes one sequence a call, got a batch of {input_ids.shape[0]}. Call `generate` for each, "
-            "or leave `assistant_model` out."
+            f"The rows of a batch come to different lengths in EAGLE-3 decoding, and {type(target).__name__} depends on the "
+            f"length of the whole batch: {reason}, within this call. Call `generate` for each row, or set a smaller "
+            "`max_new_tokens`."
         )
+
+
+def _check_call(target, input_ids, generation_config, synced_gpus, model_kwargs, stopping_criteria, logits_processor):
+    """The checks of `GenerationMixin._assisted_decoding`, and those a tree adds."""
     if not model_kwargs.get("use_cache", True):
         raise ValueError("EAGLE-3 decoding requires `use_cache=True`.")
     if synced_gpus:
@@ -571,11 +874,12 @@ def _check_call(target, input_ids, generation_config, synced_gpus, model_kwargs)
             "EAGLE-3 decoding needs a target with explicit positions."
         )
     position_ids = model_kwargs.get("position_ids")
-    if position_ids is None or position_ids.dim() != 2:
+    if position_ids is None:
         raise ValueError(
-            f"EAGLE-3 decoding needs `position_ids` of shape (1, sequence_length); {type(target).__name__} has "
-            f"{None if position_ids is None else tuple(position_ids.shape)}. Leave `assistant_model` out for this target."
+            f"EAGLE-3 decoding needs `position_ids`, and `generate` makes none for {type(target).__name__}."
         )
+    if input_ids.shape[0] > 1:
+        _check_batch(target, input_ids, model_kwargs, stopping_criteria, logits_processor)
     if model_kwargs.get("past_key_values") is not None:
         check_cache(model_kwargs["past_key_values"])
 

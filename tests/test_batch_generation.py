@@ -1,0 +1,232 @@
+"""Batches: each row's text is what plain `generate` writes, though rows accept different numbers of tokens."""
+
+import pytest
+import torch
+from conftest import FAMILIES, make_batch, make_oracle, make_prompt, make_target
+from transformers import LogitsProcessorList, StoppingCriteria
+
+from hf_eagle3 import Eagle3ForSpeculation
+
+
+LENGTHS = [5, 40, 17]
+
+
+def generate(target, batch, seed=0, **kwargs):
+    torch.manual_seed(seed)
+    return target.generate(**batch, **{"max_new_tokens": 24, "do_sample": False, **kwargs})
+
+
+def make_row_oracle(target, batch, text, seed=0):
+    padding = (1 - batch["attention_mask"]).sum(dim=1, keepdim=True)
+    oracle = make_oracle(target, text, seed, padding)
+    oracle.generation_config.num_assistant_tokens = 12 * len(text)
+    return oracle
+
+
+def assert_same_texts(target, batch, seed=0, **kwargs):
+    """Plain and assisted texts are equal; returns the assisted call's statistics."""
+    expected = generate(target, batch, seed, **kwargs)
+    oracle = make_row_oracle(target, batch, expected, seed)
+    actual = generate(target, batch, seed, assistant_model=oracle, **kwargs)
+    assert actual.tolist() == expected.tolist()
+    return oracle.last_generation
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_of_every_family(family):
+    target, batch = make_target(family), make_batch(LENGTHS)
+    for settings in ({}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}):
+        stats = assert_same_texts(target, batch, **settings)
+        # Rows went apart, or this would prove nothing.
+        assert max(stats.accepted_lengths) >= 4 and len(set(stats.accepted_lengths)) >= 3
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3", "gpt_oss"])
+def test_rows_are_what_they_are_alone(family):
+    target, batch = make_target(family), make_batch(LENGTHS)
+    text = generate(target, batch)
+    actual = generate(target, batch, assistant_model=make_row_oracle(target, batch, text))
+    for row, length in enumerate(LENGTHS):
+        alone = target.generate(make_prompt(length, row), max_new_tokens=24, do_sample=False)
+        assert actual[row, max(LENGTHS) - length :].tolist() == alone[0].tolist()
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2}])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "llama4"])
+def test_a_seed_gives_the_samples_it_gives_without_a_draft(family, settings):
+    target, batch = make_target(family), make_batch(LENGTHS)
+    for seed in range(3):
+        stats = assert_same_texts(target, batch, seed, do_sample=True, **settings)
+        assert stats.acceptance_length > 1.2
+        state = torch.get_rng_state()
+        generate(target, batch, seed, do_sample=True, **settings)
+        assert torch.equal(torch.get_rng_state(), state)  # whatever is sampled next is the same, too
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_rows_that_finish_early_are_padded(target, do_sample):
+    batch = make_batch([5, 9, 17, 3])
+    text = generate(target, batch, do_sample=do_sample)
+    new = text[:, batch["input_ids"].shape[1] :]
+    finished_early = 0
+    for token in new.unique().tolist():  # each may end the rows that have it
+        stats = assert_same_texts(target, batch, do_sample=do_sample, eos_token_id=token, pad_token_id=0)
+        lengths = generate(target, batch, do_sample=do_sample, eos_token_id=token, pad_token_id=0) != 0
+        finished_early += len(set(lengths.sum(dim=1).tolist())) > 1
+        assert stats.new_tokens <= new.numel()
+    assert finished_early > 3
+
+
+class StopAtLength(StoppingCriteria):
+    """Ends rows at lengths that depend on their first token, and not for an end-of-sequence token."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] > 20 + input_ids[:, -1] % 7
+
+
+def test_rows_finished_by_other_criteria_go_on(target):
+    batch = make_batch([5, 9, 17])
+    stats = assert_same_texts(target, batch, stopping_criteria=[StopAtLength()], eos_token_id=None)
+    assert max(stats.accepted_lengths) > 2
+
+
+def test_one_row_runs_far_ahead(target):
+    batch = make_batch([5, 9])
+    expected = generate(target, batch, max_new_tokens=120)
+    oracle = make_row_oracle(target, batch, expected)
+    oracle.text = oracle.text.clone()
+    oracle.text[1] = 3  # of the second row it knows nothing
+    for do_sample in (False, True):
+        settings = {"max_new_tokens": 120, "do_sample": do_sample, "top_k": 2}
+        expected = generate(target, batch, **settings)
+        oracle.text[0] = expected[0]
+        assert generate(target, batch, assistant_model=oracle, **settings).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3", "gemma4-shared-kv", "llama4", "gpt_oss"])
+def test_returned_dict_is_that_of_plain_generate(family):
+    target, batch = make_target(family, attn_implementation="eager"), make_batch(LENGTHS)
+    text = generate(target, batch)
+    eos_token_id = int(text[1, -12])
+    settings = {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "output_hidden_states": True,
+        "output_attentions": True,
+        "repetition_penalty": 1.2,
+        "eos_token_id": eos_token_id,
+    }
+    expected = generate(target, batch, **settings)
+    oracle = make_row_oracle(target, batch, expected.sequences)
+    actual = generate(target, batch, assistant_model=oracle, **settings)
+    assert max(oracle.last_generation.accepted_lengths) > 2
+    assert actual.sequences.tolist() == expected.sequences.tolist()
+    torch.testing.assert_close(actual.scores, expected.scores, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(actual.logits, expected.logits, atol=2e-4, rtol=1e-4)
+    for name in ("hidden_states", "attentions"):
+        assert len(actual[name]) == len(expected[name])
+        for step, (ours, plain) in enumerate(zip(actual[name], expected[name])):
+            for layer, (one, other) in enumerate(zip(ours, plain, strict=True)):
+                assert (one is None) == (other is None)
+                if one is None:
+                    continue
+                assert one.shape == other.shape, (name, step, layer)
+                if step > 0:  # what stands on padding is arbitrary
+                    torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-4)
+
+    mask = torch.cat([batch["attention_mask"], torch.ones_like(actual.sequences[:, max(LENGTHS) :])], dim=1)
+    token = torch.full((len(LENGTHS), 1), 7)
+    inputs = {"attention_mask": torch.cat([mask, mask[:, :0]], dim=1), "position_ids": mask.sum(1, keepdim=True) - 1}
+    logits = [target(token, past_key_values=out.past_key_values, **inputs).logits for out in (expected, actual)]
+    torch.testing.assert_close(logits[1], logits[0], atol=2e-4, rtol=1e-4)
+
+
+def test_returned_cache_can_be_continued_from(target):
+    batch = make_batch(LENGTHS)
+    first = generate(target, batch, return_dict_in_generate=True, max_new_tokens=10, eos_token_id=None)
+    oracle = make_row_oracle(target, batch, generate(target, batch, eos_token_id=None))
+    second = generate(target, batch, assistant_model=oracle, return_dict_in_generate=True, max_new_tokens=10)
+    longer = torch.cat([first.sequences, make_prompt(4, batch_size=3)], dim=1)
+    mask = torch.nn.functional.pad(batch["attention_mask"], (0, 14), value=1)
+    texts = [
+        target.generate(
+            longer,
+            attention_mask=mask,
+            past_key_values=output.past_key_values,
+            max_new_tokens=12,
+            do_sample=False,
+            **kw,
+        ).tolist()
+        for output, kw in ((first, {}), (second, {"assistant_model": oracle}))
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_untrained_draft_and_small_budgets(target):
+    batch = make_batch([5, 9, 17, 3, 8])
+    expected = generate(target, batch)
+    draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=expected[:, 20:].unique()[:8])
+    for budget in (1, 5, 40):
+        draft.generation_config.num_assistant_tokens = budget
+        assert generate(target, batch, assistant_model=draft).tolist() == expected.tolist()
+
+
+def test_streamer_gets_whole_columns(target):
+    class Columns:
+        def __init__(self):
+            self.columns, self.is_ended = [], False
+
+        def put(self, value):
+            self.columns.append(value)
+
+        def end(self):
+            self.is_ended = True
+
+    batch = make_batch(LENGTHS)
+    text = generate(target, batch)
+    streamer = Columns()
+    generate(target, batch, assistant_model=make_row_oracle(target, batch, text), streamer=streamer)
+    assert streamer.is_ended
+    assert torch.stack(streamer.columns[1:], dim=1).tolist() == text[:, max(LENGTHS) :].tolist()
+
+
+def test_logits_processors_and_criteria_may_know_rows_by_number(target):
+    class Favour:  # another token in each row
+        def __call__(self, input_ids, scores):
+            scores = scores.clone()
+            for row in range(len(scores)):
+                scores[row, 10 + row :: 7] += 4 + (input_ids[row, -1] % 3)
+            return scores
+
+    class StopRow(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            lengths = 50 + 4 * torch.arange(len(input_ids))
+            return input_ids.shape[1] >= lengths
+
+    def allowed(row, input_ids):
+        return list(range(3 + row, 90, 2 + row))
+
+    batch = make_batch(LENGTHS)
+    for settings in (
+        {"logits_processor": LogitsProcessorList([Favour()])},
+        {"prefix_allowed_tokens_fn": allowed},
+        {"stopping_criteria": [StopRow()]},
+        {"stopping_criteria": [StopRow()], "eos_token_id": None},
+    ):
+        assert max(assert_same_texts(target, batch, **settings).accepted_lengths) > 2
+
+
+def test_what_depends_on_the_length_of_the_batch_is_refused(target, draft):
+    batch = make_batch([5, 9])
+    with pytest.raises(ValueError, match="UnbatchedClassifierFreeGuidanceLogitsProcessor follows all rows"):
+        generate(target, batch, assistant_model=draft, guidance_scale=1.5)
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    dynamic = make_target("llama", rope_parameters=rope, max_position_embeddings=24)
+    with pytest.raises(ValueError, match="'dynamic' rotary scaling changes at 24"):
+        generate(dynamic, batch, assistant_model=Eagle3ForSpeculation.from_target(dynamic))
+    assert_same_texts(dynamic, batch, max_new_tokens=14)
+    scaled = make_target("llama4", attn_temperature_tuning=True, floor_scale=16)
+    with pytest.raises(ValueError, match="changes every 16 tokens"):
+        generate(scaled, batch, assistant_model=Eagle3ForSpeculation.from_target(scaled))
+    assert_same_texts(scaled, batch, max_new_tokens=5)
