@@ -51,6 +51,9 @@ DEFAULT_TREE_SETTINGS = {
 # Logits processors that keep a state for each row of a batch.
 STATEFUL_PROCESSORS = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
+# Arguments with an entry for each token that `generate` extends.
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+
 # Before 5.23 a list passed as `output_hidden_states` counts from the first layer's output, and nothing tells it from the
 # list that counts from the embeddings but a draft that is off by one layer: there, everything is captured.
 CAN_SELECT_HIDDEN_STATES = hasattr(output_capturing, "resolve_hidden_states_indices")
@@ -739,7 +742,7 @@ def _align_rows(model_kwargs, counts: list[int], growth: int) -> None:
     """
     if len(set(counts)) == 1 and counts[0] == growth:
         return
-    for name in ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"):
+    for name in ("attention_mask", "position_ids", *TOKEN_TYPES):
         entries = model_kwargs.get(name)  # (..., B, L)
         if entries is None:
             continue
@@ -776,6 +779,9 @@ def _verify(target, tree, text, cache, model_kwargs):
                 model_kwargs.get("attention_mask"),
             ),
         }
+        for name in TOKEN_TYPES:
+            if tree_kwargs.get(name) is not None:  # nodes are of the newest token's type
+                tree_kwargs[name] = tree_kwargs[name][:, -1:].expand(-1, tree.num_nodes)
         inputs = target.prepare_inputs_for_generation(tree.tokens.to(device), **tree_kwargs)
         inputs["past_key_values"] = cache.cache
         if "logits_to_keep" in inputs:
