@@ -64,6 +64,18 @@ def test_a_seed_gives_the_samples_it_gives_without_a_draft(family, settings):
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
+def test_prompts_of_one_length_without_a_mask(target, do_sample):
+    prompt = make_prompt(9, batch_size=3)
+    settings = {"max_new_tokens": 24, "do_sample": do_sample}
+    torch.manual_seed(0)
+    expected = target.generate(prompt, **settings)
+    oracle = make_oracle(target, expected)
+    torch.manual_seed(0)
+    assert target.generate(prompt, assistant_model=oracle, **settings).tolist() == expected.tolist()
+    assert max(oracle.last_generation.accepted_lengths) >= 4
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
 def test_rows_that_finish_early_are_padded(target, do_sample):
     batch = make_batch([5, 9, 17, 3])
     text = generate(target, batch, do_sample=do_sample)

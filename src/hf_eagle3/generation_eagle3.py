@@ -13,9 +13,12 @@
 # limitations under the License.
 """Lossless tree decoding behind `target.generate(..., assistant_model=draft)`."""
 
+import copy
 import functools
 import inspect
 import math
+import threading
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -29,7 +32,12 @@ from transformers import (
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import output_capturing
 from transformers.utils.generic import is_flash_attention_requested
@@ -80,6 +88,16 @@ class Eagle3GenerationStats:
         return sum(self.accepted_lengths) / len(self.accepted_lengths) if self.accepted_lengths else 0.0
 
 
+# How the last call of each draft went, by thread; `None` is the last of any. Kept off the draft, whose threads share it.
+_LAST_CALLS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def last_generation(draft) -> Eagle3GenerationStats | None:
+    """Statistics of the last call with a draft: this thread's, or any thread's if this one made none."""
+    calls = _LAST_CALLS.get(draft, {})
+    return calls.get(threading.get_ident(), calls.get(None))
+
+
 @torch.no_grad()
 def eagle3_decoding(
     draft,
@@ -126,6 +144,13 @@ def eagle3_decoding(
     outputs = target._prefill(input_ids, generation_config, model_kwargs)
     stats.target_forwards += 1
     cache = _TreeCache(outputs.past_key_values)
+    if cache.is_chain and text.batch_size > 1:
+        raise ValueError(
+            f"{type(target).__name__} keeps convolutional states, whose rows cannot come to different lengths. Call "
+            "`generate` for each row, or leave `assistant_model` out."
+        )
+    if text.batch_size > 1 and model_kwargs.get("attention_mask") is None:  # there will be padding
+        model_kwargs["attention_mask"] = input_ids.new_ones(text.batch_size, cache.length)
     drafter = _Drafter(draft, target.get_input_embeddings())
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
     features = aux_hidden_states(outputs, aux_layer_ids, num_layers)  # (B, S, n_aux * H)
@@ -155,7 +180,7 @@ def eagle3_decoding(
 
             # Draft a tree below the newest token, and verify it in one forward.
             drafter.observe(features, counts, text, model_kwargs)
-            limits = _step_limits(target, settings, cache.length, model_kwargs, stopping_criteria, text)
+            limits = _step_limits(target, settings, cache, model_kwargs, stopping_criteria, text)
             tree = text.foresee_padding(drafter.grow(text.newest(1), **limits), **limits)
             outputs = _verify(target, tree, text, cache, model_kwargs)
             stats.target_forwards += 1
@@ -166,7 +191,8 @@ def eagle3_decoding(
     if streamer is not None:
         streamer.end()
     cache.release()
-    draft.last_generation = stats
+    calls = _LAST_CALLS.setdefault(draft, {})
+    calls[threading.get_ident()] = calls[None] = stats
     return returned.finish(text.newest(text.longest), outputs.past_key_values)
 
 
@@ -309,6 +335,9 @@ def install_generation_hook() -> None:
         own = getattr(generation_mode_kwargs.get("assistant_model"), "validate_target", None)
         if own is not None:
             own(self)
+            # Several sequences a prompt are a batch, which transformers' own assistants cannot serve.
+            generation_config = copy.copy(generation_config)
+            generation_config.num_return_sequences = 1
         return validate_mode(self, generation_mode, generation_config, generation_mode_kwargs)
 
     _assisted_decoding._asks_the_assistant = True
@@ -561,9 +590,11 @@ class _TreeCache:
             return
         check_cache(cache)
         self.cache = cache
-        self.sliding_layers = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
-        self.were_recording = [layer.record_past for layer in self.sliding_layers]
-        # From here on sliding layers keep what a step may have to roll back to.
+        # States that each token updates can be rolled back to along one path only.
+        self.is_chain = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+        self.recording_layers = [layer for layer in cache.layers if hasattr(layer, "record_past")]
+        self.were_recording = [layer.record_past for layer in self.recording_layers]
+        # From here on sliding layers and convolutions keep what a step may have to roll back to.
         cache.activate_past_recording()
         cache.crop(0)
 
@@ -588,7 +619,7 @@ class _TreeCache:
 
     def release(self) -> None:
         """Leaves the cache as plain `generate` does."""
-        for layer, was_recording in zip(self.sliding_layers, self.were_recording):
+        for layer, was_recording in zip(self.recording_layers, self.were_recording):
             layer.record_past = was_recording
 
 
@@ -765,20 +796,21 @@ def _verify(target, tree, text, cache, model_kwargs):
         inputs = target.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
     else:
         device = model_kwargs["position_ids"].device
-        tree_kwargs = {
-            **model_kwargs,
-            "position_ids": model_kwargs["position_ids"][..., -1:]
-            + torch.minimum(tree.depths.to(device), text.room.to(device)),
-            "attention_mask": tree_attention_mask(
+        depths, attention_mask = tree.depths.to(device), model_kwargs.get("attention_mask")
+        if not cache.is_chain:
+            attention_mask = tree_attention_mask(
                 target.config.get_text_config(decoder=True),
                 cache.cache,
                 cache.length,
                 tree.ancestors.to(device),
-                tree.depths.to(device),
-                tree.depths.to(device),
-                model_kwargs.get("attention_mask"),
-            ),
-        }
+                depths,
+                depths,
+                attention_mask,
+            )
+        elif attention_mask is not None:  # the target's own causal mask will do
+            attention_mask = F.pad(attention_mask, (0, tree.num_nodes - 1), value=1)
+        positions = model_kwargs["position_ids"][..., -1:] + torch.minimum(depths, text.room.to(device))
+        tree_kwargs = {**model_kwargs, "position_ids": positions, "attention_mask": attention_mask}
         for name in TOKEN_TYPES:
             if tree_kwargs.get(name) is not None:  # nodes are of the newest token's type
                 tree_kwargs[name] = tree_kwargs[name][:, -1:].expand(-1, tree.num_nodes)
@@ -789,7 +821,7 @@ def _verify(target, tree, text, cache, model_kwargs):
     return target(**inputs, return_dict=True)
 
 
-def _step_limits(target, settings, past_length, model_kwargs, stopping_criteria, text):
+def _step_limits(target, settings, cache, model_kwargs, stopping_criteria, text):
     """The tree settings of one step, cut where a larger tree would be useless or would not be the target's text."""
     limits = dict(settings)
     max_length = getattr(stopping_criteria, "max_length", None)
@@ -803,15 +835,17 @@ def _step_limits(target, settings, past_length, model_kwargs, stopping_criteria,
         if room >= -1 or rope_type != "longrope":
             limits["tree_depth"] = min(limits["tree_depth"], max(room, 0))
     # In older transformers (5.17) Phi-3 loses its cache at that switch and goes on without: no tree hangs from that.
-    if past_length < text.longest - 1:
+    if cache.length < text.longest - 1:
         limits["tree_depth"] = 0
     limits["tree_depth"] = max(limits["tree_depth"], 0)
 
     # Llama 4 scales queries by their index in the input, which is their position only in a chain.
     if getattr(config, "attn_temperature_tuning", False):
-        first, last = past_length + 1, past_length + 1 + settings["num_assistant_tokens"]
+        first, last = cache.length + 1, cache.length + 1 + settings["num_assistant_tokens"]
         if first // config.floor_scale != last // config.floor_scale:
             limits["branching_factor"] = 1
+    if cache.is_chain:
+        limits["branching_factor"] = 1
     return limits
 
 
@@ -863,6 +897,8 @@ def _check_batch(target, input_ids, model_kwargs, stopping_criteria, logits_proc
 
 def _check_call(target, input_ids, generation_config, synced_gpus, model_kwargs, stopping_criteria, logits_processor):
     """The checks of `GenerationMixin._assisted_decoding`, and those a tree adds."""
+    if generation_config.num_beams > 1:  # by `custom_generate`; otherwise transformers ignores the draft
+        raise ValueError("EAGLE-3 decoding does not search with beams. Leave out `num_beams` or the draft.")
     if not model_kwargs.get("use_cache", True):
         raise ValueError("EAGLE-3 decoding requires `use_cache=True`.")
     if synced_gpus:
@@ -873,6 +909,11 @@ def _check_call(target, input_ids, generation_config, synced_gpus, model_kwargs,
         raise ValueError(
             f"Flash attention takes no tree mask. Load {type(target).__name__} with attn_implementation='sdpa', or call "
             "target.set_attn_implementation('sdpa')."
+        )
+    if any(isinstance(module, torch.ao.nn.quantized.dynamic.Linear) for module in target.modules()):
+        raise ValueError(
+            f"{type(target).__name__} is quantized with one scale for all tokens of a forward, so that what it says of a "
+            "token depends on the others in the tree. Quantize weights only, or activations token by token (torchao)."
         )
     if "position_ids" not in inspect.signature(target.forward).parameters:
         raise ValueError(
@@ -891,13 +932,18 @@ def _check_call(target, input_ids, generation_config, synced_gpus, model_kwargs,
 
 
 def check_cache(cache) -> None:
-    """Refuses caches from which the nodes of a tree cannot be taken out again."""
+    """Refuses caches from which the nodes of a tree, or of a chain, cannot be taken out again."""
     if cache is None:
         raise ValueError("EAGLE-3 decoding needs a target that returns `past_key_values`.")
     for layer in getattr(cache, "layers", [cache]):
-        stores_nothing = type(layer).__name__ == "DummyLayer"  # layers that share another one's keys
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) and not stores_nothing:
-            raise ValueError(
-                f"EAGLE-3 decoding cannot roll back a {type(cache).__name__} with {type(layer).__name__} layers. Use the "
-                "default `DynamicCache` (no `cache_implementation`); targets with recurrent layers are not supported."
-            )
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+            continue
+        if type(layer).__name__ == "DummyLayer":  # stores nothing: shares another one's keys
+            continue
+        records_past = type(layer) is LinearAttentionLayer and hasattr(layer, "activate_past_recording")
+        if records_past and not any(layer.is_recurrent_states_initialized.values()):  # only convolutions do
+            continue
+        raise ValueError(
+            f"EAGLE-3 decoding cannot roll back a {type(cache).__name__} with {type(layer).__name__} layers. Use the "
+            "default `DynamicCache` (no `cache_implementation`); recurrent states cannot be rolled back."
+        )

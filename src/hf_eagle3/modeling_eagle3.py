@@ -16,6 +16,7 @@
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +36,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.utils import ModelOutput, logging
 
 from .configuration_eagle3 import Eagle3Config
-from .generation_eagle3 import DEFAULT_TREE_SETTINGS, eagle3_decoding, install_generation_hook
+from .generation_eagle3 import (
+    DEFAULT_TREE_SETTINGS,
+    Eagle3GenerationStats,
+    eagle3_decoding,
+    install_generation_hook,
+    last_generation,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -61,6 +68,24 @@ class Eagle3Output(ModelOutput):
     logits: torch.FloatTensor | None = None
     last_hidden_state: torch.FloatTensor | None = None
     past_key_values: Cache | None = None
+
+
+# Saved with a draft as `custom_generate/generate.py`. Text, so that it travels with a draft that was loaded as remote code.
+CUSTOM_GENERATE = '''"""
+What `target.generate(..., custom_generate="<this repo>", assistant_model=draft, trust_remote_code=True)` calls: EAGLE-3
+decoding with no need for transformers to know of it.
+"""
+
+from transformers import AutoModel
+
+
+def generate(model, assistant_model, **kwargs):
+    """`assistant_model` is a draft, or the folder or Hub id of one."""
+    if isinstance(assistant_model, str):
+        assistant_model = AutoModel.from_pretrained(assistant_model, dtype=model.dtype, trust_remote_code=True)
+        assistant_model = assistant_model.to(model.device)
+    return model.generate(**kwargs, custom_generate=assistant_model.assisted_decoding)
+'''
 
 
 class Eagle3RMSNorm(LlamaRMSNorm):
@@ -199,7 +224,6 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
             self.d2t = self.t2d = None
         # A reference in a list is no submodule: the target's table is neither saved, moved nor trained with the draft.
         self._borrowed_embedding: list[nn.Embedding] = []
-        self.last_generation = None
         self.generation_config = GenerationConfig(
             bos_token_id=config.bos_token_id,
             eos_token_id=config.eos_token_id,
@@ -523,6 +547,18 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
             for layer_type in layer_types
         }
 
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """
+        Saves the draft and its code. See [`~transformers.PreTrainedModel.save_pretrained`].
+
+        The folder also serves as `custom_generate`: `target.generate(..., custom_generate=folder, assistant_model=draft,
+        trust_remote_code=True)`.
+        """
+        super().save_pretrained(save_directory, *args, **kwargs)
+        folder = Path(save_directory) / "custom_generate"
+        folder.mkdir(exist_ok=True)
+        (folder / "generate.py").write_text(CUSTOM_GENERATE, encoding="utf-8")
+
     # Pairing and decoding -----------------------------------------------------------------------------------------
 
     def validate_target(self, target: PreTrainedModel) -> None:
@@ -576,6 +612,11 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         if ids is None:
             ids = default_aux_layer_ids(target.config.get_text_config(decoder=True).num_hidden_layers)
         return list(ids)
+
+    @property
+    def last_generation(self) -> Eagle3GenerationStats | None:
+        """How the last call of `generate` with this draft went: this thread's, or any thread's if this one made none."""
+        return last_generation(self)
 
     def assisted_decoding(self, target: PreTrainedModel, input_ids: torch.LongTensor, **kwargs):
         """What `target.generate(..., assistant_model=self)` calls. See [`eagle3_decoding`]."""

@@ -1,0 +1,292 @@
+"""The ways in which people call `generate`."""
+
+import copy
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from conftest import make_batch, make_draft, make_oracle, make_prompt, make_target
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, pipeline
+
+from hf_eagle3 import Eagle3ForSpeculation
+
+
+SETTINGS = {"max_new_tokens": 24, "do_sample": False}
+
+
+def assert_same_text(target, draft, prompt=None, seed=0, **kwargs):
+    prompt, kwargs = make_prompt(12) if prompt is None else prompt, {**SETTINGS, **kwargs}
+    torch.manual_seed(seed)
+    expected = target.generate(prompt, **kwargs)
+    torch.manual_seed(seed)
+    assert target.generate(prompt, assistant_model=draft, **kwargs).tolist() == expected.tolist()
+    return draft.last_generation
+
+
+def lora(model, **kwargs):
+    config = LoraConfig(init_lora_weights=False, lora_alpha=64, target_modules=["q_proj", "v_proj", "down_proj"], **kwargs)
+    return get_peft_model(model, config).eval()
+
+
+@pytest.mark.parametrize("prompt", ["hello world", ["hello", "hello, world"], [{"role": "user", "content": "hi"}]])
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_pipeline(target, draft, tokenizer, prompt, batch_size):
+    texts = []
+    for assistant in ({}, {"assistant_model": draft}):
+        generator = pipeline("text-generation", target, tokenizer=tokenizer, batch_size=batch_size, **assistant)
+        texts.append(generator(prompt, max_new_tokens=16, do_sample=False))
+    assert texts[0] == texts[1]
+    assert draft.last_generation.new_tokens > 0
+
+
+def test_peft_target(target):
+    adapted = lora(copy.deepcopy(target), task_type="CAUSAL_LM")
+    prompt = make_prompt(12)
+    text = adapted.generate(prompt, **SETTINGS)
+    assert text.tolist() != target.generate(prompt, **SETTINGS).tolist()
+    oracle = make_oracle(adapted.get_base_model(), text)
+    assert max(assert_same_text(adapted, oracle, prompt).accepted_lengths) >= 4
+
+
+def test_peft_draft(target, tmp_path):
+    prompt = make_prompt(12)
+    draft = make_draft(target, [prompt], num_tokens=12)
+    draft.generation_config.branching_factor = 2  # so that it matters which tokens the draft prefers
+    draft.save_pretrained(tmp_path / "draft")
+    plain_lengths = assert_same_text(target, draft, prompt).accepted_lengths
+    adapted = lora(draft)
+    lengths = assert_same_text(target, adapted, prompt).accepted_lengths
+    assert max(lengths) >= 2 and lengths != plain_lengths  # the adapter is in use
+    adapted.save_pretrained(tmp_path / "adapter")
+    reloaded = PeftModel.from_pretrained(
+        Eagle3ForSpeculation.from_pretrained(tmp_path / "draft"), tmp_path / "adapter"
+    )
+    assert assert_same_text(target, reloaded.eval(), prompt).accepted_lengths == lengths
+
+
+class WeightOnlyLinear(torch.nn.Module):
+    """Eight-bit weights with a scale for each row, as bitsandbytes and torchao keep them."""
+
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.abs().amax(dim=1, keepdim=True) / 127
+        self.register_buffer("weight", (linear.weight / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+def test_quantized_weights(target):
+    quantized = copy.deepcopy(target)
+    for module in list(quantized.model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, torch.nn.Linear):
+                setattr(module, name, WeightOnlyLinear(child))
+    prompt = make_prompt(12)
+    oracle = make_oracle(target, quantized.generate(prompt, **SETTINGS))
+    assert max(assert_same_text(quantized, oracle, prompt).accepted_lengths) >= 4
+
+
+def test_activations_quantized_over_the_whole_forward_are_refused(target, draft):
+    with pytest.warns(DeprecationWarning):
+        quantized = torch.ao.quantization.quantize_dynamic(target, {torch.nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(ValueError, match="one scale for all tokens"):
+        quantized.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
+
+
+def test_dtypes_of_target_and_draft(target, draft):
+    assert_same_text(copy.deepcopy(target).double(), draft)
+    assert_same_text(target, copy.deepcopy(draft).half())
+
+
+def test_target_that_accelerate_dispatches(target, draft):
+    """As with `device_map`: every module moves its inputs to its own device."""
+    names = ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"]
+    device_map = dict.fromkeys([*names, *(f"model.layers.{i}" for i in range(6))], "cpu")
+    dispatched = dispatch_model(copy.deepcopy(target), device_map, main_device="cpu", force_hooks=True)
+    assert hasattr(dispatched.model.layers[0], "_hf_hook")
+    assert_same_text(dispatched, draft)
+
+
+def test_compiled_forward():
+    target = make_target("llama")
+    draft = make_draft(target, [make_prompt(12)])
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append(len(inputs))
+        return graph.forward
+
+    target.forward = torch.compile(target.forward, backend=backend, dynamic=True)
+    assert max(assert_same_text(target, draft).accepted_lengths) >= 2
+    assert calls
+
+
+def test_generation_config_carries_the_tree(target):
+    prompt = make_prompt(12)
+    oracle = make_oracle(target, target.generate(prompt, **SETTINGS))
+    config = GenerationConfig(**SETTINGS, tree_depth=2)
+    text = target.generate(prompt, generation_config=config, assistant_model=oracle)
+    assert text.tolist() == target.generate(prompt, **SETTINGS).tolist()
+    assert max(oracle.last_generation.accepted_lengths) == 3
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_several_sequences_a_prompt(target, do_sample):
+    settings = {"num_return_sequences": 3, "do_sample": do_sample} if do_sample else {}
+    stats = assert_same_text(target, make_draft(target, [make_prompt(12)]), **settings)
+    assert stats.new_tokens == (72 if do_sample else 24)
+
+
+def test_custom_generate(target, tmp_path):
+    prompt = make_prompt(12)
+    draft = make_draft(target, [prompt])
+    draft.save_pretrained(tmp_path / "draft")
+    target.save_pretrained(tmp_path / "target")
+    expected = target.generate(prompt, **SETTINGS)
+    assert target.generate(prompt, custom_generate=draft.assisted_decoding, **SETTINGS).equal(expected)
+    assert draft.last_generation.new_tokens == 24
+    with pytest.raises(ValueError, match="beams"):
+        target.generate(prompt, custom_generate=draft.assisted_decoding, num_beams=2, **SETTINGS)
+
+    # In a process without this package: the folder is all there is.
+    script = f"""
+import sys
+sys.modules["hf_eagle3"] = None
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+target = AutoModelForCausalLM.from_pretrained({str(tmp_path / "target")!r})
+folder = {str(tmp_path / "draft")!r}
+draft = AutoModel.from_pretrained(folder, trust_remote_code=True)
+for assistant in (draft, folder):
+    text = target.generate(torch.tensor({prompt.tolist()}), custom_generate=folder, assistant_model=assistant,
+                           trust_remote_code=True, max_new_tokens=24, do_sample=False)
+    assert text.tolist() == {expected.tolist()}, text
+assert draft.last_generation.new_tokens == 24
+draft.save_pretrained({str(tmp_path / "again")!r})
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    names = [{str(p.relative_to(tmp_path / d)) for p in (tmp_path / d).rglob("*.py")} for d in ("draft", "again")]
+    assert names[0] == names[1] and "custom_generate/generate.py" in names[0]
+
+
+def test_threads(target):
+    """Threads share target and draft, and get what they would get alone."""
+    prompts = [make_prompt(5 + n, seed=n) for n in range(6)]
+    draft = make_draft(target, prompts)
+    alone = []
+    for prompt in prompts:
+        alone.append((target.generate(prompt, assistant_model=draft, **SETTINGS), draft.last_generation))
+    together, failures = [None] * len(prompts), []
+    barrier = threading.Barrier(len(prompts))
+
+    def work(n):
+        try:
+            barrier.wait()
+            for _ in range(3):
+                text = target.generate(prompts[n], assistant_model=draft, **SETTINGS)
+                together[n] = (text, draft.last_generation)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for (text, stats), (expected, expected_stats) in zip(together, alone):
+        assert text.equal(expected) and stats == expected_stats
+
+
+def test_statistics_of_another_thread(target, draft):
+    """As when text is streamed: one thread generates, another one asks."""
+    fresh = copy.deepcopy(draft)
+    assert fresh.last_generation is None
+    thread = threading.Thread(target=lambda: target.generate(make_prompt(5), assistant_model=fresh, **SETTINGS))
+    thread.start()
+    thread.join()
+    assert fresh.last_generation.new_tokens == 24
+
+
+# Targets with states that are not keys and values -----------------------------------------------------------------
+
+
+def make_lfm2():
+    config = AutoConfig.for_model(
+        "lfm2",
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"] * 3,
+        eos_token_id=None,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("length", [2, 5, 40])
+def test_convolutional_states_take_a_chain(length):
+    target, prompt = make_lfm2(), make_prompt(length)
+    for settings in ({}, {"repetition_penalty": 1.3}, {"do_sample": True}):
+        torch.manual_seed(0)
+        oracle = make_oracle(target, target.generate(prompt, **{**SETTINGS, **settings}))
+        lengths = assert_same_text(target, oracle, prompt, **settings).accepted_lengths
+        assert max(lengths) >= 3 and min(lengths) < 7
+    mask = torch.ones_like(prompt)
+    mask[:, 0] = 0
+    assert_same_text(target, oracle, prompt, attention_mask=mask)
+
+
+def test_convolutional_states_can_be_continued_from():
+    target, prompt = make_lfm2(), make_prompt(9)
+    oracle = make_oracle(target, target.generate(prompt, **SETTINGS))
+    settings = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True}
+    texts = []
+    for assistant in ({}, {"assistant_model": oracle}):
+        first = target.generate(prompt, **assistant, **settings)
+        longer = torch.cat([first.sequences, make_prompt(4)], dim=1)
+        second = target.generate(longer, past_key_values=first.past_key_values, **assistant, **settings)
+        third = target.generate(second.sequences, past_key_values=second.past_key_values, **settings)
+        texts.append(third.sequences.tolist())
+    assert texts[0] == texts[1]
+
+
+def test_convolutional_states_take_no_batch():
+    target = make_lfm2()
+    with pytest.raises(ValueError, match="convolutional states"):
+        target.generate(**make_batch([5, 9]), assistant_model=Eagle3ForSpeculation.from_target(target), **SETTINGS)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "jamba"])
+def test_recurrent_states_are_refused(model_type):
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48}
+    target = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
+    draft = Eagle3ForSpeculation.from_target(target)
+    with pytest.raises(ValueError, match="stateful models"):
+        target.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
+
+
+# Prompts ----------------------------------------------------------------------------------------------------------
+
+
+def test_unusual_prompts(target, draft):
+    right_padded = {"attention_mask": torch.tensor([[1, 1, 1, 0, 0]])}
+    assert_same_text(target, draft, make_prompt(5), **right_padded)
+    embeddings = target.get_input_embeddings()(make_prompt(7))
+    expected = target.generate(inputs_embeds=embeddings, **SETTINGS)
+    assert target.generate(inputs_embeds=embeddings, assistant_model=draft, **SETTINGS).equal(expected)
+    assert target.generate(assistant_model=draft, **SETTINGS).equal(target.generate(**SETTINGS))  # begins with BOS
+    both = {"tokenizer": object(), "assistant_tokenizer": object()}
+    with pytest.raises(ValueError, match="assistant_tokenizer"):
+        target.generate(make_prompt(5), assistant_model=draft, **both, **SETTINGS)
