@@ -28,7 +28,9 @@ def assert_same_text(target, draft, prompt=None, seed=0, **kwargs):
 
 
 def lora(model, **kwargs):
-    config = LoraConfig(init_lora_weights=False, lora_alpha=64, target_modules=["q_proj", "v_proj", "down_proj"], **kwargs)
+    config = LoraConfig(
+        init_lora_weights=False, lora_alpha=64, target_modules=["q_proj", "v_proj", "down_proj"], **kwargs
+    )
     return get_peft_model(model, config).eval()
 
 

@@ -87,7 +87,7 @@ def test_samples_follow_the_targets_distribution():
     target = make_target("llama", vocab_size=6, initializer_range=0.15, pad_token_id=None, bos_token_id=None)
     prompt = torch.tensor([[1, 4, 2, 5]])
     draft = Eagle3ForSpeculation.from_target(target)
-    draft.generation_config.num_assistant_tokens = 12
+    draft.generation_config.update(num_assistant_tokens=12, tree_policy="static")
     triples = list(itertools.product(range(6), repeat=3))
     with torch.no_grad():
         contexts = torch.cat([prompt.expand(len(triples), -1), torch.tensor(triples)], dim=1)
@@ -396,7 +396,7 @@ def test_user_made_cache(target):
 def test_settings_of_draft_and_call(target):
     prompt = make_prompt(8)
     oracle = make_oracle(target, generate(target, prompt))
-    settings = {"tree_depth": 2, "branching_factor": 3, "num_assistant_tokens": 4}
+    settings = {"tree_depth": 2, "branching_factor": 3, "num_assistant_tokens": 4, "tree_policy": "static"}
     config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, **settings)
     actual = target.generate(prompt, generation_config=config, assistant_model=oracle)
     assert torch.equal(actual, generate(target, prompt))
@@ -405,11 +405,15 @@ def test_settings_of_draft_and_call(target):
     assert max(oracle.last_generation.accepted_lengths) > 3
 
     assert tree_settings(oracle.generation_config, config) == {**settings, "assistant_confidence_threshold": 0.0}
+    oracle.generation_config.tree_policy = "auto"
     assert tree_settings(GenerationConfig(), GenerationConfig()) == tree_settings(oracle.generation_config)
     with pytest.raises(ValueError, match="`tree_depth` must be a positive integer, got 0"):
         tree_settings(GenerationConfig(tree_depth=0))
     with pytest.raises(ValueError, match=r"`assistant_confidence_threshold` must be in \[0, 1\), got 2"):
         tree_settings(GenerationConfig(assistant_confidence_threshold=2))
+    oracle.generation_config.tree_policy = "fast"
+    with pytest.raises(ValueError, match="`tree_policy` must be 'auto' or 'static', got 'fast'"):
+        generate(target, prompt, assistant_model=oracle)
 
 
 @pytest.mark.parametrize("threshold", [0.01, 0.3, 0.99])
@@ -506,8 +510,6 @@ def test_calls_a_tree_cannot_serve(target, draft):
         generate(target, prompt, assistant_model=draft, use_cache=False)
     with pytest.raises(ValueError, match="lossless"):
         generate(target, prompt, assistant_model=draft, assistant_ensemble_weight=0.5)
-    with pytest.raises(ValueError, match="num_return_sequences"):
-        generate(target, prompt, assistant_model=draft, num_return_sequences=2, do_sample=True)
 
 
 def test_flash_attention_is_refused(target, draft):
@@ -521,7 +523,7 @@ def test_flash_attention_is_refused(target, draft):
 def test_beams_ignore_the_assistant_as_transformers_does(target, draft):
     prompt = make_prompt(5)
     expected = generate(target, prompt, num_beams=3)
-    draft.last_generation = None
+    draft = copy.deepcopy(draft)
     assert torch.equal(generate(target, prompt, num_beams=3, assistant_model=draft), expected)
     assert draft.last_generation is None
 

@@ -13,7 +13,13 @@ from conftest import make_draft, make_prompt, make_target
 import hf_eagle3
 
 
-TRAVELLING = ("configuration_eagle3.py", "generation_eagle3.py", "modeling_eagle3.py", "tree_eagle3.py")
+TRAVELLING = (
+    "configuration_eagle3.py",
+    "generation_eagle3.py",
+    "modeling_eagle3.py",
+    "policy_eagle3.py",
+    "tree_eagle3.py",
+)
 SOURCE = Path(hf_eagle3.__file__).parent
 
 SCRIPT = """

@@ -131,7 +131,7 @@ def test_depths_and_ancestors():
     assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 2, 3]]
     expected = [{0}, {0, 1}, {0, 2}, {0, 1, 3}, {0, 2, 4}, {0, 2, 5}, {0, 1, 3, 6}]
     assert [set(row.nonzero().flatten().tolist()) for row in tree.ancestors[0]] == expected
-    assert tree.children()[(2, 5)] == 5 and (1, 5) not in tree.children()
+    assert tree.children()[0][(2, 5)] == 5 and (1, 5) not in tree.children()
 
 
 def test_long_chain_knows_all_its_ancestors():

@@ -18,6 +18,7 @@ import functools
 import inspect
 import math
 import threading
+import time
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
@@ -42,17 +43,19 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import output_capturing
 from transformers.utils.generic import is_flash_attention_requested
 
+from .policy_eagle3 import tree_policy
 from .tree_eagle3 import DraftTree, grow_tree
 
 
-# Longest path below the root; children tried per node, and nodes expanded per level; nodes verified per step at most; and
-# the probability, by the draft, that a path must have to be verified. Names are those of OpenVINO GenAI and transformers.
+# Longest path below the root; children tried per node, and nodes expanded per level; nodes verified per step at most; the
+# probability, by the draft, that a path must have to be verified; and whether steps may be smaller if that is faster. Names are those of OpenVINO GenAI and transformers.
 # They live in the draft's generation config, and a call may bring others in the `GenerationConfig` given to `generate`.
 DEFAULT_TREE_SETTINGS = {
     "tree_depth": 6,
     "branching_factor": 8,
     "num_assistant_tokens": 24,
     "assistant_confidence_threshold": 0.0,
+    "tree_policy": "auto",
 }
 
 
@@ -121,7 +124,7 @@ def eagle3_decoding(
     nodes exist, so greedy text is the target's greedy text, samples follow the target's distribution, and a seed gives
     the sample it gives without a draft.
 
-    The rows of a batch advance at their own pace, and share `num_assistant_tokens`. Logits processors and stopping
+    The rows of a batch advance at their own pace. Logits processors and stopping
     criteria that are not transformers' own get the whole batch for each token of each row, and what they say of that row
     counts.
 
@@ -133,7 +136,16 @@ def eagle3_decoding(
     """
     draft.validate_target(target)
     _check_call(target, input_ids, generation_config, synced_gpus, model_kwargs, stopping_criteria, logits_processor)
-    settings = tree_settings(draft.generation_config, generation_config, batch_size=input_ids.shape[0])
+    settings = tree_settings(draft.generation_config, generation_config)
+    policy = tree_policy(
+        settings.pop("tree_policy"),
+        settings.pop("num_assistant_tokens"),
+        target,
+        draft,
+        batch_size=input_ids.shape[0],
+        do_sample=generation_config.do_sample,
+        **settings,
+    )
     stats = Eagle3GenerationStats()
     aux_layer_ids = draft.resolve_aux_layer_ids(target)
     returned = _ReturnedOutputs(target, generation_config, batch_size=input_ids.shape[0])
@@ -155,19 +167,23 @@ def eagle3_decoding(
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
     features = aux_hidden_states(outputs, aux_layer_ids, num_layers)  # (B, S, n_aux * H)
     tree, root_row = DraftTree.root_only(input_ids[:, -1:]), outputs.logits.shape[1] - 1
+    start, num_nodes, is_typical = time.perf_counter(), 0, False
 
     with target._optimize_model_for_decode():
         while True:
             # Each row walks down its tree until no child carries the target's choice, or it is time to stop.
             longest, were_finished = text.longest, list(text.is_finished)
-            paths = [text.walk(row, tree, outputs, root_row) for row in range(text.batch_size)]
+            paths = text.walk(tree, outputs, root_row)
             growth = text.longest - longest
 
             # Keep the paths in the cache and forget the other nodes.
             counts = [len(path) for path in paths]
-            stats.new_tokens += sum(count for count, done in zip(counts, were_finished) if not done)
+            emitted = [count for count, done in zip(counts, were_finished) if count and not done]
+            stats.new_tokens += sum(emitted)
             if stats.target_forwards > 1:
-                stats.accepted_lengths += [count for count, done in zip(counts, were_finished) if count and not done]
+                stats.accepted_lengths += emitted
+                if emitted and is_typical:
+                    policy.record(num_nodes, sum(emitted) / len(emitted), time.perf_counter() - start)
                 cache.keep_paths(paths, tree.num_nodes, growth)
                 features = _take_paths(features, paths)
             model_kwargs = target._update_model_kwargs_for_generation(
@@ -179,9 +195,14 @@ def eagle3_decoding(
                 break
 
             # Draft a tree below the newest token, and verify it in one forward.
-            drafter.observe(features, counts, text, model_kwargs)
-            limits = _step_limits(target, settings, cache, model_kwargs, stopping_criteria, text)
-            tree = text.foresee_padding(drafter.grow(text.newest(1), **limits), **limits)
+            start, num_nodes = time.perf_counter(), policy.choose()
+            limits = _step_limits(target, settings, num_nodes, cache, model_kwargs, text)
+            is_typical = limits["tree_depth"] == min(settings["tree_depth"], num_nodes)
+            drafter.remember(features, counts, text, model_kwargs)
+            tree = DraftTree.root_only(text.newest(1))
+            if limits["tree_depth"] > 0:
+                drafter.observe(text, model_kwargs)
+                tree = text.foresee_padding(drafter.grow(text.newest(1), **limits), **limits)
             outputs = _verify(target, tree, text, cache, model_kwargs)
             stats.target_forwards += 1
             cache.track(outputs.past_key_values)
@@ -193,19 +214,18 @@ def eagle3_decoding(
     cache.release()
     calls = _LAST_CALLS.setdefault(draft, {})
     calls[threading.get_ident()] = calls[None] = stats
-    return returned.finish(text.newest(text.longest), outputs.past_key_values)
+    return returned.finish(text.ids[:, : text.longest].clone(), outputs.past_key_values)
 
 
 def tree_settings(
-    draft_config: GenerationConfig, call_config: GenerationConfig | None = None, batch_size: int = 1
-) -> dict[str, float]:
+    draft_config: GenerationConfig, call_config: GenerationConfig | None = None
+) -> dict[str, float | str]:
     """
     The tree's shape: what the call's generation config says, else the draft's, else the default.
 
     `generate` fills `num_assistant_tokens` and `assistant_confidence_threshold` of every call with transformers' own
     defaults (20 and 0.4), so that a call which asks for exactly these cannot be told from one which does not ask; set
-    them on the draft instead. The rows of a batch share `num_assistant_tokens`, so that a forward over many rows does not
-    grow with them.
+    them on the draft instead.
 
     Raises:
         ValueError: if a setting is out of range.
@@ -220,9 +240,10 @@ def tree_settings(
         if name == "assistant_confidence_threshold":
             if not 0 <= settings[name] < 1:
                 raise ValueError(f"`{name}` must be in [0, 1), got {settings[name]!r}.")
-        elif isinstance(settings[name], bool) or not isinstance(settings[name], int) or settings[name] < 1:
+        elif name != "tree_policy" and (
+            isinstance(settings[name], bool) or not isinstance(settings[name], int) or settings[name] < 1
+        ):
             raise ValueError(f"`{name}` must be a positive integer, got {settings[name]!r}.")
-    settings["num_assistant_tokens"] = max(settings["num_assistant_tokens"] // batch_size, 1)
     return settings
 
 
@@ -355,107 +376,134 @@ class _Text:
     MAX_LEAD = 64
 
     def __init__(self, input_ids, logits_processor, stopping_criteria, generation_config, returned, streamer):
-        self.rows = list(input_ids.split(1))  # each (1, length)
         self.batch_size, self.prompt_length = input_ids.shape
+        self.ids = input_ids  # (B, capacity), of which each row has written its length
+        self.lengths = [self.prompt_length] * self.batch_size
         self.is_finished = [False] * self.batch_size
         self.logits_processor, self.stopping_criteria, self.returned = logits_processor, stopping_criteria, returned
         self.max_length = getattr(stopping_criteria, "max_length", None) or torch.iinfo(torch.long).max
         self.do_sample, self.pad_token = generation_config.do_sample, generation_config._pad_token_tensor
         self.pads_finished_rows = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
-        self.noise = [deque() for _ in self.rows]
+        self.noise = [deque() for _ in range(self.batch_size)]
         self.streamer, self.num_streamed = streamer, self.prompt_length
 
     @property
     def shortest(self) -> int:
-        return min(row.shape[1] for row in self.rows)
+        return min(self.lengths)
 
     @property
     def longest(self) -> int:
-        return max(row.shape[1] for row in self.rows)
+        return max(self.lengths)
 
     @property
     def room(self) -> torch.LongTensor:
         """How many tokens each row may still take, `(B, 1)`; deeper nodes are never reached, and need no position."""
-        return torch.tensor([[max(self.max_length - row.shape[1], 0)] for row in self.rows])
+        return torch.tensor([[max(self.max_length - length, 0)] for length in self.lengths])
 
     @property
     def is_complete(self) -> bool:
         return all(self.is_finished) and self.shortest == self.longest
 
-    def newest(self, length: int) -> torch.LongTensor:
-        """The last tokens of every row, `(B, length)`; shorter rows begin with zeros."""
-        if self.batch_size == 1:
-            return self.rows[0][:, -length:]
-        return torch.cat([F.pad(row[:, -length:], (max(length - row.shape[1], 0), 0)) for row in self.rows])
+    def newest(self, num_tokens: int) -> torch.LongTensor:
+        """The last tokens of every row, `(B, num_tokens)`; shorter rows begin with zeros."""
+        if self.shortest == self.longest:
+            return self.ids[:, self.longest - num_tokens : self.longest]
+        index = torch.arange(num_tokens) - num_tokens + torch.tensor(self.lengths)[:, None]
+        index = index.to(self.ids.device)
+        return self.ids.gather(1, index.clamp(min=0)).masked_fill(index < 0, 0)
 
-    def walk(self, row: int, tree: DraftTree, outputs, root_row: int) -> list[int]:
-        """Picks the tokens of a row for as long as the tree has them; returns the nodes at which they were picked."""
-        children, node, path = tree.children(row), 0, []
-        while node is not None and self._may_advance(row):
-            path.append(node)
-            logits = outputs.logits[row : row + 1, root_row + node]
-            logits = logits.to(copy=True, dtype=torch.float32, device=self.rows[row].device)
-            scores = self._process(row, logits)
-            self.returned.add(row, outputs, logits, scores, path, tree.num_nodes)
-            next_token = self._pick(row, scores)
-            self.rows[row] = torch.cat([self.rows[row], next_token[:, None]], dim=-1)
-            self.is_finished[row] |= self._is_to_stop(row)
-            node = children.get((node, int(next_token)))
-        return path
-
-    def _process(self, row: int, logits: torch.FloatTensor) -> torch.FloatTensor:
-        if self.batch_size == 1:
-            return self.logits_processor(self.rows[0], logits)
-        scores = logits
-        for processor in self.logits_processor:
-            if _is_row_wise(processor):
-                scores = processor(self.rows[row], scores)
-            else:
-                scores = processor(self._with_others(row), scores.repeat(self.batch_size, 1))[row : row + 1]
-        return scores
-
-    def _is_to_stop(self, row: int) -> bool:
-        if self.batch_size == 1:
-            return bool(self.stopping_criteria(self.rows[0], self.returned.scores_of(0)).all())
-        scores, is_done = self.returned.scores_of(row), False
-        for criteria in self.stopping_criteria:
-            if _is_row_wise(criteria):
-                is_done |= bool(criteria(self.rows[row], scores))
-            else:
-                done = torch.as_tensor(criteria(self._with_others(row), scores))
-                is_done |= bool(done.expand(self.batch_size)[row])
-        return is_done
-
-    def _with_others(self, row: int) -> torch.LongTensor:
+    def walk(self, tree: DraftTree, outputs, root_row: int) -> list[list[int]]:
         """
-        A row in its place in the batch, for what may know rows by their number. The others are cut to its length, or
-        begin with zeros.
+        Picks tokens for as long as the tree has them. Returns for each row the nodes at which they were picked.
         """
-        length = self.rows[row].shape[1]
-        return torch.cat([F.pad(other[:, :length], (max(length - other.shape[1], 0), 0)) for other in self.rows])
+        children, walking = tree.children(), list(range(self.batch_size))
+        nodes, paths = [0] * self.batch_size, [[] for _ in walking]
+        while walking := [row for row in walking if nodes[row] is not None and self._may_advance(row)]:
+            equally_long = {}
+            for row in walking:
+                paths[row].append(nodes[row])
+                equally_long.setdefault(self.lengths[row], []).append(row)
+            for rows in equally_long.values():
+                tokens = self._advance(rows, paths, outputs, root_row, tree.num_nodes)
+                for row, token in zip(rows, tokens):
+                    nodes[row] = children[row].get((nodes[row], token))
+        return paths
 
     def _may_advance(self, row: int) -> bool:
         if self.is_finished[row]:
-            return self.rows[row].shape[1] < self.longest
-        return self.batch_size == 1 or self.rows[row].shape[1] < self.shortest + self.MAX_LEAD
+            return self.lengths[row] < self.longest
+        return self.lengths[row] < self.shortest + self.MAX_LEAD
 
-    def _pick(self, row: int, scores: torch.FloatTensor) -> torch.LongTensor:
-        """The next token of a row, `(1,)`, as `_sample` picks it."""
-        next_token = torch.argmax(scores, dim=-1)
-        if self.do_sample:
-            probs = torch.softmax(scores, dim=-1)
-            if self.batch_size == 1:
-                next_token = torch.multinomial(probs, num_samples=1).squeeze(1)
+    def _advance(self, rows: list[int], paths: list[list[int]], outputs, root_row: int, num_nodes: int) -> list[int]:
+        """Picks the next token of rows that are equally long, at the last node of each one's path."""
+        length, device = self.lengths[rows[0]], self.ids.device
+        if len(rows) == self.batch_size and len({paths[row][-1] for row in rows}) == 1:
+            logits = outputs.logits[:, root_row + paths[0][-1]].to(copy=True, dtype=torch.float32, device=device)
+        else:
+            logits = outputs.logits[rows, [root_row + paths[row][-1] for row in rows]].float().to(device)
+        scores = self._process(rows, length, logits)
+        next_tokens = self._pick(rows, scores)
+        if length == self.ids.shape[1]:
+            self.ids = F.pad(self.ids, (0, max(length, 256)))
+        self.ids[rows, length] = next_tokens
+        for i, row in enumerate(rows):
+            self.returned.add(row, outputs, logits[i : i + 1], scores[i : i + 1], paths[row], num_nodes)
+            self.lengths[row] += 1
+        for row, is_done in zip(rows, self._are_to_stop(rows, length + 1)):
+            self.is_finished[row] |= is_done
+        return next_tokens.tolist()
+
+    def _process(self, rows: list[int], length: int, logits: torch.FloatTensor) -> torch.FloatTensor:
+        if len(rows) == self.batch_size:
+            return self.logits_processor(self.ids[:, :length], logits)
+        scores = logits
+        for processor in self.logits_processor:
+            if _is_row_wise(processor):
+                scores = processor(self.ids[rows, :length], scores)
             else:
-                # What `torch.multinomial` does, with the noise it would have drawn for all rows at this position.
-                if not self.noise[row]:
-                    draw = probs.new_empty(self.batch_size, probs.shape[-1]).exponential_()
-                    for queue, noise in zip(self.noise, draw):
-                        queue.append(noise.clone())
-                next_token = torch.argmax(probs / self.noise[row].popleft(), dim=-1)
-        if self.is_finished[row] and self.pads_finished_rows:
-            next_token = torch.full_like(next_token, int(self.pad_token))
-        return next_token
+                everyone = scores.new_zeros(self.batch_size, scores.shape[1])
+                everyone[rows] = scores
+                scores = processor(self._cut(length), everyone)[rows]
+        return scores
+
+    def _are_to_stop(self, rows: list[int], length: int) -> list[bool]:
+        scores = self.returned.scores_of(rows)
+        if len(rows) == self.batch_size:
+            return self.stopping_criteria(self.ids[:, :length], scores).tolist()
+        is_done = torch.zeros(len(rows), dtype=torch.bool)
+        for criteria in self.stopping_criteria:
+            if _is_row_wise(criteria):
+                is_done |= torch.as_tensor(criteria(self.ids[rows, :length], scores)).cpu()
+            else:
+                is_done |= torch.as_tensor(criteria(self._cut(length), scores)).cpu().expand(self.batch_size)[rows]
+        return is_done.tolist()
+
+    def _cut(self, length: int) -> torch.LongTensor:
+        """All rows in their places, for what may know them by number; longer ones are cut, shorter ones end with zeros."""
+        index = torch.arange(length, device=self.ids.device)
+        lengths = torch.tensor(self.lengths, device=self.ids.device)
+        return self.ids[:, :length].masked_fill(index >= lengths[:, None], 0)
+
+    def _pick(self, rows: list[int], scores: torch.FloatTensor) -> torch.LongTensor:
+        """The next tokens of rows, as `_sample` picks them."""
+        if not self.do_sample:
+            next_tokens = torch.argmax(scores, dim=-1)
+        elif self.batch_size == 1:
+            next_tokens = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        else:
+            # What `torch.multinomial` does, with the noise it would have drawn for all rows at this position.
+            probs = torch.softmax(scores, dim=-1)
+            if not (torch.isfinite(probs).all() and (probs >= 0).all()):
+                raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+            if any(not self.noise[row] for row in rows):  # then all of them, which are equally long
+                draw = probs.new_empty(self.batch_size, probs.shape[-1]).exponential_()
+                for queue, noise in zip(self.noise, draw):
+                    queue.append(noise.clone())
+            next_tokens = torch.argmax(probs / torch.stack([self.noise[row].popleft() for row in rows]), dim=-1)
+        if self.pads_finished_rows and any(self.is_finished):
+            finished = torch.tensor([self.is_finished[row] for row in rows], device=next_tokens.device)
+            next_tokens = next_tokens.masked_fill(finished, int(self.pad_token))
+        return next_tokens
 
     def foresee_padding(self, tree: DraftTree, tree_depth: int, **settings) -> DraftTree:
         """Replaces the trees of rows whose next tokens are known to be padding by chains of it."""
@@ -473,7 +521,7 @@ class _Text:
         if self.streamer is None:
             return
         while self.num_streamed < self.shortest:
-            self.streamer.put(torch.cat([row[:, self.num_streamed] for row in self.rows]).cpu())
+            self.streamer.put(self.ids[:, self.num_streamed].cpu())
             self.num_streamed += 1
 
 
@@ -498,6 +546,7 @@ class _Drafter:
         self.cache = DynamicCache()
         self.lengths = None  # of each row in the cache, which ends at its right
         self.padding_mask = None  # (B, past_length), in batches
+        self.unread: list[tuple[torch.FloatTensor, list[int]]] = []  # states of the target, and how many of each row
 
     def step(self, tokens, hidden_states, position_ids, attention_mask=None, logits_to_keep=0):
         return self.draft(
@@ -509,21 +558,32 @@ class _Drafter:
             logits_to_keep=logits_to_keep,
         )
 
-    @torch.inference_mode()
-    def observe(self, features, counts, text, model_kwargs):
-        """
-        Reads the newest tokens of every row with the target's own states `(B, R, n_aux * H)` at the positions before:
-        `counts` of them, or those of the prompt.
-        """
-        past_length = self.cache.get_seq_length()
-        if past_length == 0:
+    def remember(self, features, counts, text, model_kwargs):
+        """Takes the target's own states `(B, R, n_aux * H)` at the newest `counts` positions of each row, or the prompt's."""
+        if not self.unread and self.cache.get_seq_length() == 0:
             # A prompt that came with a cache, in chunks or as embeddings shows only its end; padding is not read at all.
             num_seen = min(features.shape[1], text.shortest)
             counts, attention_mask = [num_seen] * text.batch_size, model_kwargs.get("attention_mask")
             if attention_mask is not None:
                 counts = attention_mask[:, -num_seen - 1 : -1].sum(dim=1).tolist()
+        self.unread.append((features[:, -max(counts) :], counts))
+
+    @torch.inference_mode()
+    def observe(self, text, model_kwargs):
+        """Reads the newest tokens with what was remembered of the positions before them."""
+        past_length = self.cache.get_seq_length()
+        features, counts = self.unread[0]
+        if len(self.unread) > 1:
+            rows, begin = [[] for _ in range(text.batch_size)], 0
+            for block, block_counts in self.unread:
+                begin += block.shape[1]
+                for row, count in zip(rows, block_counts):
+                    row += range(begin - count, begin)
+            features = _take_paths(torch.cat([block for block, _ in self.unread], dim=1), rows)
+            counts = [len(row) for row in rows]
+        self.unread = []
         num_rows, parameter = max(counts), self.draft.lm_head.weight
-        hidden_states = self.draft.combine_hidden_states(features[:, -num_rows:].to(parameter))
+        hidden_states = self.draft.combine_hidden_states(features.to(parameter))
         positions = text_positions(model_kwargs)[:, -num_rows - 1 : -1].to(parameter.device)
         is_batch, device = text.batch_size > 1, parameter.device
         index = (
@@ -550,9 +610,7 @@ class _Drafter:
 
     @torch.inference_mode()
     def grow(self, root_tokens, tree_depth, **settings) -> DraftTree:
-        """Drafts a tree below `root_tokens` `(1, 1)` from what was observed, and forgets its own rows again."""
-        if tree_depth == 0:
-            return DraftTree.root_only(root_tokens)
+        """Drafts a tree below `root_tokens` `(B, 1)` from what was observed, and forgets its own rows again."""
         observed = self.cache.get_seq_length()
 
         def advance(tokens, hidden_states, level, visible):
@@ -651,9 +709,11 @@ class _ReturnedOutputs:
             return True
         return select_hidden_states([*(self.wants_hidden_states or []), *layer_ids])
 
-    def scores_of(self, row):
-        """What stopping criteria get."""
-        return None if self.scores is None else tuple(self.scores[row])
+    def scores_of(self, rows):
+        """What stopping criteria get: an entry `(len(rows), vocab_size)` a token."""
+        return (
+            None if self.scores is None else tuple(_stack(entries) for entries in zip(*(self.scores[r] for r in rows)))
+        )
 
     def add(self, row, outputs, logits, scores, path, num_nodes):
         """
@@ -821,12 +881,10 @@ def _verify(target, tree, text, cache, model_kwargs):
     return target(**inputs, return_dict=True)
 
 
-def _step_limits(target, settings, cache, model_kwargs, stopping_criteria, text):
+def _step_limits(target, settings, num_nodes, cache, model_kwargs, text):
     """The tree settings of one step, cut where a larger tree would be useless or would not be the target's text."""
-    limits = dict(settings)
-    max_length = getattr(stopping_criteria, "max_length", None)
-    if max_length is not None:
-        limits["tree_depth"] = min(limits["tree_depth"], max_length - text.shortest - 1)
+    limits = {**settings, "num_assistant_tokens": num_nodes}
+    limits["tree_depth"] = min(limits["tree_depth"], num_nodes, text.max_length - text.shortest - 1)
 
     config = target.config.get_text_config(decoder=True)
     for rope_type, switch in _rotary_switches(config):
@@ -841,7 +899,7 @@ def _step_limits(target, settings, cache, model_kwargs, stopping_criteria, text)
 
     # Llama 4 scales queries by their index in the input, which is their position only in a chain.
     if getattr(config, "attn_temperature_tuning", False):
-        first, last = cache.length + 1, cache.length + 1 + settings["num_assistant_tokens"]
+        first, last = cache.length + 1, cache.length + 1 + num_nodes
         if first // config.floor_scale != last // config.floor_scale:
             limits["branching_factor"] = 1
     if cache.is_chain:

@@ -59,10 +59,12 @@ class DraftTree:
         """The tree of nothing but the root; `root_tokens` has shape `(batch_size, 1)`."""
         return cls.from_parents(root_tokens, torch.zeros_like(root_tokens))
 
-    def children(self, row: int = 0) -> dict[tuple[int, int], int]:
-        """`{(parent, token): node}` of one batch row, on the host: what a walk from the root looks up."""
-        tokens, parents = torch.stack([self.tokens[row], self.parents[row]]).tolist()
-        return {(parents[node], tokens[node]): node for node in range(1, len(tokens))}
+    def children(self) -> list[dict[tuple[int, int], int]]:
+        """For each batch row `{(parent, token): node}`, on the host: what a walk from the root looks up."""
+        return [
+            {(parents[node], tokens[node]): node for node in range(1, len(tokens))}
+            for tokens, parents in torch.stack([self.tokens, self.parents], dim=1).tolist()
+        ]
 
 
 def grow_tree(

@@ -1,0 +1,107 @@
+"""
+How often greedy text differs from plain `generate` in low precision, and whether each difference is a near tie.
+
+    python recipes/check_precision.py --target Qwen/Qwen3-8B --draft me/Qwen3-8B-speculator.eagle3 \
+        --prompts prompts.jsonl --dtypes bfloat16 float16
+
+A forward over a tree adds the same numbers in another order than a forward over one token, as does any batch, and rounds
+differently. Where two texts part, both methods have read the same prefix; the script prints how far apart the target's
+logits of the two tokens are there (the gap), beside the rounding noise of the target itself: how much the logits of
+plain decoding differ from those of one forward over the whole text, in which no draft takes part. A difference with a gap
+within twice that noise is a near tie, which each logit's rounding can turn. Anything else would be a bug.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+
+@torch.no_grad()
+def compare(target, draft, input_ids, max_new_tokens: int) -> dict:
+    """Decodes greedily with and without the draft."""
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    plain = target.generate(input_ids, **settings)
+    ours = target.generate(input_ids, assistant_model=draft, **settings)
+    length = input_ids.shape[1]
+    plain_logits = torch.cat(plain.logits)  # (T, V)
+    whole = target(plain.sequences[:, :-1]).logits[0, length - 1 :].float()  # (T, V)
+    result = {
+        "noise": (whole - plain_logits).abs().max().item(),
+        "acceptance_length": draft.last_generation.acceptance_length,
+    }
+    texts = plain.sequences[0, length:].tolist(), ours.sequences[0, length:].tolist()
+    same = next((i for i, (a, b) in enumerate(zip(*texts)) if a != b), min(map(len, texts)))
+    result["tree_noise"] = (torch.cat(ours.logits[:same]) - plain_logits[:same]).abs().max().item() if same else 0.0
+    if texts[0] != texts[1]:
+        if same == min(map(len, texts)):
+            raise RuntimeError(f"One text ends where the other goes on: {texts}")
+        one, other = texts[0][same], texts[1][same]
+        result |= {
+            "position": same,
+            "tokens": [one, other],
+            "gap": (plain_logits[same, one] - plain_logits[same, other]).item(),
+            "gap_with_tree": (ours.logits[same][0, one] - ours.logits[same][0, other]).item(),
+            "tree_noise": max(result["tree_noise"], (ours.logits[same][0] - plain_logits[same]).abs().max().item()),
+        }
+    return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft", required=True)
+    parser.add_argument("--prompts", required=True, help='JSON Lines file, one {"prompt": "..."} a line')
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
+    parser.add_argument("--num_prompts", type=int)
+    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", help="Where to write the results")
+    args = parser.parse_args()
+
+    lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines if line.strip()][: args.num_prompts]
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    results = {}
+    for dtype in args.dtypes:
+        target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(args.device).eval()
+        draft = AutoModel.from_pretrained(args.draft, dtype=dtype, trust_remote_code=True).to(args.device).eval()
+        results[dtype] = [
+            compare(
+                target, draft, tokenizer(prompt, return_tensors="pt").input_ids.to(args.device), args.max_new_tokens
+            )
+            for prompt in tqdm(prompts, desc=dtype)
+        ]
+
+    print("| dtype | texts that differ | near ties | largest gap | noise of the target | noise of the tree |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    unexplained = 0
+    for dtype, rows in results.items():
+        noise = max(row["noise"] for row in rows)
+        different = [row for row in rows if "gap" in row]
+        near_ties = [row for row in different if abs(row["gap"]) <= 2 * noise]
+        unexplained += len(different) - len(near_ties)
+        largest = f"{max(abs(row['gap']) for row in different):.2g}" if different else "-"
+        tree_noise = max(row["tree_noise"] for row in rows)
+        print(
+            f"| {dtype} | {len(different)}/{len(rows)} | {len(near_ties)}/{len(different)} | {largest} | {noise:.2g} | "
+            f"{tree_noise:.2g} |"
+        )
+    if args.json:
+        Path(args.json).write_text(
+            json.dumps({"arguments": vars(args), "results": results}, indent=2), encoding="utf-8"
+        )
+    if unexplained:
+        raise SystemExit(f"{unexplained} differences are no near ties.")
+
+
+if __name__ == "__main__":
+    main()
