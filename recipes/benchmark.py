@@ -19,7 +19,7 @@ import transformers
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_eagle3
-from hf_eagle3.evaluation import format_table, plot_speedups, run_benchmark
+from hf_eagle3.evaluation import METHODS, format_table, plot_speedups, run_benchmark
 from hf_eagle3.generation_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 
 
@@ -30,7 +30,8 @@ def main():
     parser.add_argument("--prompts", required=True, help="JSON Lines file of prompts")
     parser.add_argument("--json", help="Where to write the results")
     parser.add_argument("--plot", help="Where to save a picture of the results")
-    parser.add_argument("--methods", nargs="+", default=["plain", "prompt-lookup", "eagle3"])
+    parser.add_argument("--methods", nargs="+", help="By default all: plain, prompt-lookup (batch size 1) and eagle3")
+    parser.add_argument("--batch_size", type=int, default=1)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     for name, kind in (("top_k", int), ("top_p", float)):
         parser.add_argument(
@@ -60,11 +61,12 @@ def main():
         tokenizer,
         draft,
         prompts,
-        args.methods,
+        args.methods or (METHODS if args.batch_size == 1 else ("plain", "eagle3")),
         args.temperatures,
         args.max_new_tokens,
         args.repeats,
         sampling=sampling,
+        batch_size=args.batch_size,
     )
     tree = tree_settings(draft.generation_config)
     environment = {
@@ -79,7 +81,7 @@ def main():
     }
     print(format_table(rows))
     print(
-        f"{len(prompts)} prompts, {args.max_new_tokens} new tokens, batch size 1, medians of {args.repeats} interleaved "
+        f"{len(prompts)} prompts, {args.max_new_tokens} new tokens, batch size {args.batch_size}, medians of {args.repeats} interleaved "
         f"repeats (range in brackets); sampling {sampling or 'as generate does by default'}; tree {tree}; {environment}"
     )
     if args.json:
@@ -97,7 +99,7 @@ def main():
             )
         print(f"Wrote {args.json}")
     if args.plot:
-        plot_speedups(rows, args.plot, "Plain generation, prompt lookup and EAGLE-3, batch size 1")
+        plot_speedups(rows, args.plot, f"Tokens per second, batch size {args.batch_size}")
         print(f"Wrote {args.plot}")
 
 

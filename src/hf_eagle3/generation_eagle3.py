@@ -662,10 +662,10 @@ class _TreeCache:
 
     def keep_paths(self, paths: list[list[int]], num_nodes: int, growth: int) -> None:
         """Keeps each row's path, ascending, of the last `num_nodes` entries. The cache becomes longer by `growth`."""
-        if len(paths) > 1:
+        path = paths[0]
+        if any(other != path for other in paths) or len(path) != growth:
             _keep_rows(self.cache, paths, num_nodes, growth)
             return
-        (path,) = paths
         if path != list(range(len(path))):
             for layer in self.cache.layers:
                 if getattr(layer, "keys", None) is None:

@@ -34,62 +34,68 @@ class StaticPolicy:
 class AutoPolicy:
     """
     Measures steps of several sizes, plain decoding among them, and takes the size of the highest rate. Rates are taken to
-    rise and then fall with the size, so that from time to time only a neighbour of the best is tried, ever more rarely
-    while it stays the worse. The text does not depend on the size, so that timing may.
+    rise and then fall with the size: from time to time a neighbour of the best is tried, or plain decoding, ever more
+    rarely while none is better. The text does not depend on the size, so that timing may.
 
     Args:
         num_nodes (`int`): The most nodes that a step may verify.
     """
 
-    WINDOW = 24  # the latest steps, which count
-    FIRST_TRIAL = 3  # steps that each size is given
-    TRIAL = 2
+    LATEST_TOKENS, LATEST_SECONDS = 64, 16  # steps of a size that count; how many tokens one brings varies more
+    FIRST_TRIAL, TRIAL = 5, 3  # steps
     INTERVALS = (32, 512)  # steps between trials: at first, and at most
 
     def __init__(self, num_nodes: int):
         self.sizes = sorted({0, max(num_nodes // 9, 1), max(num_nodes // 3, 1), num_nodes})
-        self.tokens = {size: deque(maxlen=self.WINDOW) for size in self.sizes}
-        self.seconds = {size: deque(maxlen=self.WINDOW) for size in self.sizes}
-        self.best, self.trial, self.above = None, None, True
-        self.steps_left, self.interval = 0, self.INTERVALS[0]
+        self.tokens = {size: deque(maxlen=self.LATEST_TOKENS) for size in self.sizes}
+        self.seconds = {size: deque(maxlen=self.LATEST_SECONDS) for size in self.sizes}
+        self.best = self.current = self.sizes[0]
+        self.steps_left, self.interval, self.num_trials = self.FIRST_TRIAL, self.INTERVALS[0], 0
+        self.last_recorded = None
 
     def rate(self, size: int) -> float:
-        """Tokens per second and row. The median, because a step may meet a pause that is not its own."""
-        return statistics.fmean(self.tokens[size]) / statistics.median(self.seconds[size])
+        """Tokens per second and row. Seconds are capped, because a step may meet a pause that is not its own."""
+        seconds = list(self.seconds[size])  # other threads may add to it
+        cap = 3 * statistics.median(seconds)
+        return statistics.fmean(self.tokens[size]) / statistics.fmean(min(value, cap) for value in seconds)
 
     def choose(self) -> int:
         """The size of the next step; 0 is plain decoding."""
-        if self.steps_left > 0:
-            self.steps_left -= 1
-            return self.best if self.trial is None else self.trial
-        known = [size for size in self.sizes if len(self.seconds[size]) >= self.FIRST_TRIAL]
+        if self.steps_left == 0:
+            self._plan()
+        self.steps_left = max(self.steps_left - 1, 0)
+        return self.current
+
+    def _plan(self) -> None:
+        """What to do for the next steps: try a size, or use the best."""
+        known = [size for size in self.sizes if self.seconds[size]]
         if not known:
-            self.best = self.trial = self.sizes[0]
-            self.steps_left = self.FIRST_TRIAL - 1
-            return self.trial
-        best = max(known, key=self.rate)
+            self.steps_left = self.FIRST_TRIAL
+            return
+        best, was_trial = max(known, key=self.rate), self.current != self.best
         at = self.sizes.index(best)
-        larger = self.sizes[at + 1 : at + 2]
-        if larger and larger[0] not in known:  # climb on
-            self.best, self.trial, self.steps_left = best, larger[0], self.FIRST_TRIAL - 1
-            return self.trial
+        neighbours = [size for size in self.sizes if abs(self.sizes.index(size) - at) == 1]
+        unknown = [size for size in neighbours if size not in known]
         if best != self.best:
             self.best, self.interval = best, self.INTERVALS[0]
-        elif self.trial is not None:
+        elif was_trial:
             self.interval = min(2 * self.interval, self.INTERVALS[1])
-        if self.trial is None:  # the best has had its time
-            neighbours = larger + self.sizes[max(at - 1, 0) : at]
-            self.above = not self.above
-            self.trial, self.steps_left = neighbours[-1 if self.above else 0], self.TRIAL - 1
-            return self.trial
-        self.trial, self.steps_left = None, self.interval - 1
-        return self.best
+        if unknown:  # climb on
+            self.current, self.steps_left = unknown[0], self.FIRST_TRIAL
+        elif was_trial or self.current != best:
+            self.current, self.steps_left = best, self.interval
+        else:
+            candidates = sorted({0, *neighbours} - {best})
+            self.current, self.steps_left = candidates[self.num_trials % len(candidates)], self.TRIAL
+            self.num_trials += 1
 
     def record(self, num_nodes: int, tokens: float, seconds: float) -> None:
         """What a step of a size brought: tokens for each row that was not finished, and the time it took."""
-        if num_nodes in self.seconds:
+        # The first step after a change of size pays for the change: cold caches, and what the draft has to catch up on.
+        if self.last_recorded == num_nodes and num_nodes in self.seconds:
             self.tokens[num_nodes].append(tokens)
             self.seconds[num_nodes].append(seconds)
+        self.last_recorded = num_nodes
 
 
 # What was measured of each target: the policies of its drafts and ways of decoding.

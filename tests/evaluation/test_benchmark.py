@@ -38,6 +38,18 @@ def test_benchmark_recipe(tmp_path, tokenizer):
     assert "| 0 | eagle3 |" in result.stdout and "2/2" in result.stdout
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_batches(tokenizer, temperature):
+    target = make_target("llama")
+    draft = make_draft(target, [make_prompt(5)])
+    prompts = ["what is 3", "the end", "a, b"]
+    plain, ours = run_benchmark(
+        target, tokenizer, draft, prompts, ["plain", "eagle3"], [temperature], 10, 2, batch_size=2
+    )
+    assert ours.num_identical == ours.num_prompts == 3 and len(ours.speedups) == 2
+    assert sum(ours.accepted_lengths) <= 2 * 3 * 9
+
+
 def test_table():
     rows = [
         BenchmarkRow("plain", 0.0, [10.0, 30.0, 20.0], [1.0, 1.0, 1.0], num_prompts=2),
@@ -55,3 +67,5 @@ def test_unknown_methods(tokenizer):
         run_benchmark(target, tokenizer, None, ["a"], methods=["plain", "medusa"])
     with pytest.raises(ValueError, match="include 'plain'"):
         run_benchmark(target, tokenizer, None, ["a"], methods=["eagle3"])
+    with pytest.raises(ValueError, match="one sequence a call"):
+        run_benchmark(target, tokenizer, None, ["a", "b"], batch_size=2)

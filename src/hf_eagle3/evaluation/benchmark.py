@@ -22,7 +22,8 @@ class BenchmarkRow:
     Args:
         method (`str`): One of `METHODS`.
         temperature (`float`): 0 is greedy.
-        tokens_per_second (`list[float]`): One entry a repeat: all new tokens over all seconds.
+        tokens_per_second (`list[float]`):
+            One entry a repeat: all new tokens, the padding of finished rows included, over all seconds.
         speedups (`list[float]`): The same over plain generation's in that repeat.
         acceptance_length (`float`, *optional*):
             τ, pooled: tokens emitted by verification forwards over the number of those forwards. EAGLE-3 only.
@@ -60,9 +61,10 @@ def run_benchmark(
     repeats: int = 3,
     seed: int = 0,
     sampling: dict[str, float] | None = None,
+    batch_size: int = 1,
 ) -> list[BenchmarkRow]:
     """
-    Times each method on each prompt, at batch size 1. Methods take turns prompt by prompt, so that a slow spell of the
+    Times each method on each prompt, or batch of prompts. Methods take turns batch by batch, so that a slow spell of the
     machine meets all of them; seeds are the same for all.
 
     At temperatures above 0 the call is `generate(do_sample=True, temperature=..., **sampling)`: what `sampling` leaves out
@@ -74,6 +76,8 @@ def run_benchmark(
     """
     if "plain" not in methods:
         raise ValueError("`methods` must include 'plain': speed-ups are ratios to it.")
+    if batch_size > 1 and "prompt-lookup" in methods:
+        raise ValueError("transformers' prompt lookup takes one sequence a call. Leave it out of `methods`.")
     if unknown := sorted(set(methods) - set(METHODS)):
         raise ValueError(f"Unknown methods {unknown}; choose from {METHODS}.")
     methods = sorted(methods, key=METHODS.index)
@@ -82,7 +86,17 @@ def run_benchmark(
         "prompt-lookup": {"prompt_lookup_num_tokens": 8},
         "eagle3": {"assistant_model": draft},
     }
-    encoded = [tokenizer(prompt, return_tensors="pt").to(target.device) for prompt in prompts]
+    padding = {}
+    if batch_size > 1:
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        padding = {"padding": True, "padding_side": "left"}
+    encoded = [
+        tokenizer(list(prompts[i : i + batch_size]), return_tensors="pt", **padding).to(target.device)
+        for i in range(0, len(prompts), batch_size)
+    ]
+    settings = {"max_new_tokens": max_new_tokens}
+    if tokenizer.pad_token_id is not None:
+        settings["pad_token_id"] = tokenizer.pad_token_id
 
     def generate(inputs, method, temperature, run_seed):
         mode = {"do_sample": True, "temperature": temperature, **(sampling or {})}
@@ -91,12 +105,12 @@ def run_benchmark(
         set_seed(run_seed)
         _synchronize(target.device)
         start = time.perf_counter()
-        sequences = target.generate(**inputs, max_new_tokens=max_new_tokens, **mode, **assistance[method])
+        sequences = target.generate(**inputs, **settings, **mode, **assistance[method])
         _synchronize(target.device)
-        return sequences[0, inputs["input_ids"].shape[1] :].tolist(), time.perf_counter() - start
+        return sequences[:, inputs["input_ids"].shape[1] :].tolist(), time.perf_counter() - start
 
     rows = []
-    progress = tqdm(total=len(temperatures) * len(methods) * len(prompts) * repeats, desc="Benchmark")
+    progress = tqdm(total=len(temperatures) * len(methods) * len(encoded) * repeats, desc="Benchmark")
     for temperature in temperatures:
         by_method = {method: BenchmarkRow(method, temperature, num_prompts=len(prompts)) for method in methods}
         for method in methods:  # warm-up
@@ -107,12 +121,13 @@ def run_benchmark(
             for index, inputs in enumerate(encoded):
                 for method in methods:
                     new_tokens, elapsed = generate(inputs, method, temperature, seed + repeat * len(prompts) + index)
-                    tokens[method] += len(new_tokens)
+                    tokens[method] += sum(map(len, new_tokens))
                     seconds[method] += elapsed
                     if method == "plain":
                         expected = new_tokens
-                    elif new_tokens != expected:
-                        differs[method].add(index)
+                    else:
+                        pairs = enumerate(zip(new_tokens, expected))
+                        differs[method] |= {(index, row) for row, (ours, plain) in pairs if ours != plain}
                     if method == "eagle3":
                         by_method[method].accepted_lengths += draft.last_generation.accepted_lengths
                     progress.update()
