@@ -74,6 +74,7 @@ def main():
     for dtype in args.dtypes:
         target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(args.device).eval()
         draft = AutoModel.from_pretrained(args.draft, dtype=dtype, trust_remote_code=True).to(args.device).eval()
+        draft.generation_config.tree_policy = "static"  # a tree in every step
         results[dtype] = [
             compare(
                 target, draft, tokenizer(prompt, return_tensors="pt").input_ids.to(args.device), args.max_new_tokens

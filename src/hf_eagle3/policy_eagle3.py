@@ -42,7 +42,9 @@ class AutoPolicy:
     """
 
     LATEST_TOKENS, LATEST_SECONDS = 64, 16  # steps of a size that count; how many tokens one brings varies more
+    DOUBTS = 2
     FIRST_TRIAL, TRIAL = 5, 3  # steps
+    REVIEW = 4  # steps after which the best is to prove itself again
     INTERVALS = (32, 512)  # steps between trials: at first, and at most
 
     def __init__(self, num_nodes: int):
@@ -54,17 +56,24 @@ class AutoPolicy:
         self.last_recorded = None
 
     def rate(self, size: int) -> float:
-        """Tokens per second and row. Seconds are capped, because a step may meet a pause that is not its own."""
+        """Tokens per second and row; 0 if nothing is known. Seconds are capped, because a step may meet a pause that is not its own."""
         seconds = list(self.seconds[size])  # other threads may add to it
+        if not seconds:
+            return 0.0
         cap = 3 * statistics.median(seconds)
-        return statistics.fmean(self.tokens[size]) / statistics.fmean(min(value, cap) for value in seconds)
+        # A few steps say little of how many tokens to expect: as if there had been some before that brought one each.
+        tokens = [*self.tokens[size], *[1] * self.DOUBTS]
+        return statistics.fmean(tokens) / statistics.fmean(min(value, cap) for value in seconds)
 
     def choose(self) -> int:
         """The size of the next step; 0 is plain decoding."""
-        if self.steps_left == 0:
+        if self.steps_left == 0 or (self._is_due_for_review() and max(self.sizes, key=self.rate) != self.best):
             self._plan()
         self.steps_left = max(self.steps_left - 1, 0)
         return self.current
+
+    def _is_due_for_review(self) -> bool:
+        return self.current == self.best and self.steps_left % self.REVIEW == 0
 
     def _plan(self) -> None:
         """What to do for the next steps: try a size, or use the best."""
