@@ -20,7 +20,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_eagle3
 from hf_eagle3.evaluation import METHODS, format_table, plot_speedups, run_benchmark
-from hf_eagle3.generation_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
+from hf_eagle3.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 
 
 def main():

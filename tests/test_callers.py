@@ -10,7 +10,14 @@ import torch
 from accelerate import dispatch_model
 from conftest import make_batch, make_draft, make_oracle, make_prompt, make_target
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, pipeline
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    TorchAoConfig,
+    pipeline,
+)
 
 from hf_eagle3 import Eagle3ForSpeculation
 
@@ -70,25 +77,18 @@ def test_peft_draft(target, tmp_path):
     assert assert_same_text(target, reloaded.eval(), prompt).accepted_lengths == lengths
 
 
-class WeightOnlyLinear(torch.nn.Module):
-    """Eight-bit weights with a scale for each row, as bitsandbytes and torchao keep them."""
-
-    def __init__(self, linear):
-        super().__init__()
-        scale = linear.weight.abs().amax(dim=1, keepdim=True) / 127
-        self.register_buffer("weight", (linear.weight / scale).round().to(torch.int8))
-        self.register_buffer("scale", scale)
-
-    def forward(self, x):
-        return torch.nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
-
-
-def test_quantized_weights(target):
-    quantized = copy.deepcopy(target)
-    for module in list(quantized.model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, torch.nn.Linear):
-                setattr(module, name, WeightOnlyLinear(child))
+@pytest.mark.parametrize("kind", ["torchao int8", "torchao float8", "bitsandbytes 4 bit"])
+def test_quantized_weights(target, tmp_path, kind):
+    if kind.startswith("torchao"):
+        torchao = pytest.importorskip("torchao.quantization")
+        weight_only = torchao.Int8WeightOnlyConfig if kind.endswith("int8") else torchao.Float8WeightOnlyConfig
+        config = TorchAoConfig(weight_only())
+    else:
+        pytest.importorskip("bitsandbytes")
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    target.save_pretrained(tmp_path)
+    quantized = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config).eval()
+    assert quantized.is_quantized
     prompt = make_prompt(12)
     oracle = make_oracle(target, quantized.generate(prompt, **SETTINGS))
     assert max(assert_same_text(quantized, oracle, prompt).accepted_lengths) >= 4

@@ -18,13 +18,9 @@ from transformers import (
 )
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.generation_eagle3 import (
-    CAN_SELECT_HIDDEN_STATES,
-    aux_hidden_states,
-    install_generation_hook,
-    select_hidden_states,
-    tree_settings,
-)
+from hf_eagle3.generation_eagle3 import install_generation_hook
+from hf_eagle3.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES, aux_hidden_states, select_hidden_states
+from hf_eagle3.policy_eagle3 import tree_settings
 
 
 NEW_TOKENS = 24

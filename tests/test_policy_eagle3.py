@@ -1,65 +1,145 @@
+from types import SimpleNamespace
+
 import pytest
+import torch
 
-from hf_eagle3.policy_eagle3 import AutoPolicy
-
-
-def simulate(policy, num_steps, tokens, seconds):
-    """Runs a policy on a machine where steps of a size bring so many tokens in so many seconds; returns its choices."""
-    chosen = []
-    for step in range(num_steps):
-        size = policy.choose()
-        chosen.append(size)
-        policy.record(size, tokens(size, step), seconds(size, step))
-    return chosen
+from hf_eagle3.policy_eagle3 import AutoPolicy, Calibration, StepCosts
 
 
-def rate_of(chosen, gain, cost):
-    return sum(gain[size] for size in chosen) / sum(cost[size] for size in chosen)
+class Machine:
+    """
+    Decodes with a policy in simulated time. The draft offers a chain in which each token is right with probability `skill`,
+    of which it says `confidence`; beside it stand siblings that share what is left.
+    """
+
+    def __init__(self, skill, confidence=None, plain=1.0, per_node=0.02, first=0.2, level=0.1, num_nodes=24, depth=6):
+        self.skill, self.confidence = skill, skill if confidence is None else confidence
+        self.plain, self.per_node, self.first, self.level, self.depth = plain, per_node, first, level, depth
+        self.policy = AutoPolicy(num_nodes, StepCosts())
+        self.generator = torch.Generator().manual_seed(0)
+        self.chosen, self.levels = [], []
+
+    def uniform(self):
+        return float(torch.rand((), generator=self.generator))
+
+    def step(self):
+        """Tokens and seconds of one step."""
+        plan = self.policy.plan_step([True])
+        pause = 10 if len(self.chosen) % 50 == 7 else 1  # now and then the machine does something else
+        if not plan.drafts:
+            self.chosen.append(0)
+            tree = SimpleNamespace(num_nodes=1, values=None)
+            plan.record_verification(tree, [[0]], [True], self.plain * pause)
+            return 1, self.plain
+        siblings = (1 - self.confidence) / 8
+        values = []
+        for level in range(1, self.depth + 1):
+            best = self.confidence ** (level - 1)
+            values += [best * self.confidence] + [best * siblings] * 7
+            if level == self.depth or not plan.goes_deeper(torch.tensor([values[-8:]]).log()):
+                break
+        levels = level - 1
+        self.levels.append(levels)
+        plan.record_draft(levels, self.first * pause, levels * self.level)
+        ranked = torch.tensor([sorted(values, reverse=True)[: self.policy.num_nodes]]).log()
+        num_nodes = plan.choose_num_nodes(ranked)
+        self.chosen.append(num_nodes)
+
+        chain = [rank for rank in range(num_nodes) if float(ranked[0, rank].exp()) in self._chain_values()][
+            : levels + 1
+        ]
+        path = [0]
+        for rank in chain:
+            if self.uniform() > self.skill:
+                break
+            path.append(rank + 1)
+        seconds = self.plain + self.per_node * num_nodes
+        tree = SimpleNamespace(num_nodes=num_nodes + 1, values=ranked[:, :num_nodes])
+        plan.record_verification(tree, [path], [True], seconds * pause)
+        return len(path), self.first + levels * self.level + seconds
+
+    def _chain_values(self):
+        powers = torch.tensor([self.confidence ** (level + 1) for level in range(self.depth)]).log().exp()
+        return {float(value) for value in powers}
+
+    def speedup(self, num_steps):
+        tokens, seconds = zip(*(self.step() for _ in range(num_steps)))
+        return sum(tokens) / sum(seconds) * self.plain
+
+
+def test_drafts_where_it_pays():
+    machine = Machine(skill=0.8)
+    assert machine.step() == (1, 1.0)  # plain steps first: there is nothing to compare with
+    machine.speedup(100)
+    # A chain of 6 would bring (1 - 0.8 ** 7) / 0.2 = 3.95 tokens for 1 + 0.2 + 0.5 + 0.12.
+    assert machine.speedup(1000) > 0.95 * 3.95 / 1.82
 
 
 @pytest.mark.parametrize(
-    ("gain", "cost", "best"),
-    [
-        ({0: 1, 2: 1, 8: 1, 24: 1}, {0: 1, 2: 1.5, 8: 2, 24: 3}, 0),  # a useless draft
-        ({0: 1, 2: 1.8, 8: 2.5, 24: 4}, {0: 1, 2: 1.2, 8: 1.3, 24: 1.5}, 24),  # a verify costs little
-        ({0: 1, 2: 1.8, 8: 2.5, 24: 3}, {0: 1, 2: 1.2, 8: 1.4, 24: 3}, 8),
-        ({0: 1, 2: 1.8, 8: 2, 24: 2.2}, {0: 1, 2: 1.2, 8: 2, 24: 3}, 2),
-    ],
+    ("skill", "confidence"), [(0.0, 0.05), (0.05, 0.05), (0.0, 0.9)], ids=["weak", "modest", "boastful"]
 )
-def test_finds_the_best_size_and_stays_near_its_rate(gain, cost, best):
-    policy = AutoPolicy(24)
-    assert policy.sizes == [0, 2, 8, 24]
+def test_decodes_plainly_where_it_does_not(skill, confidence):
+    machine = Machine(skill, confidence)
+    assert machine.speedup(200) > 0.93
+    assert machine.speedup(2000) > 0.98
+    assert any(machine.chosen[-1000:])  # but looks again
 
-    def tokens(size, step):  # 1, 2 or 3 times, in turn, around the mean
-        return 1 + (gain[size] - 1) * (0.5, 1, 1.5)[step % 3]
 
-    def seconds(size, step):
-        return cost[size] * (10 if step % 50 == 7 else 1)  # now and then a pause
+def test_verifies_less_where_nodes_are_dear():
+    cheap, dear = Machine(skill=0.7, per_node=0.001), Machine(skill=0.7, per_node=0.2)
+    for machine in (cheap, dear):
+        machine.speedup(500)
+    mean = [sum(machine.chosen[200:]) / 300 for machine in (cheap, dear)]
+    assert mean[0] > 5 and mean[1] < 4
+    # Two nodes would bring 2.19 tokens for 1 + 0.4 + 0.2 + 0.1.
+    assert dear.speedup(1000) > 0.93 * 2.19 / 1.7
 
-    chosen = simulate(policy, 1000, tokens, seconds)
-    assert chosen[100:].count(best) > 0.85 * 900
-    assert rate_of(chosen[50:], gain, cost) > 0.95 * gain[best] / cost[best]  # once it has found out
+
+def test_drafts_less_deep_where_levels_are_dear():
+    cheap, dear = Machine(skill=0.7, level=0.01), Machine(skill=0.7, level=0.3)
+    for machine in (cheap, dear):
+        machine.speedup(500)
+    mean = [sum(machine.levels[-300:]) / len(machine.levels[-300:]) for machine in (cheap, dear)]
+    assert mean[0] > 4 and mean[1] < 2
 
 
 def test_follows_a_change():
-    policy = AutoPolicy(24)
-    simulate(policy, 300, lambda size, _: 1, lambda size, _: 1 + size)
-    assert policy.best == 0
-    chosen = simulate(policy, 3000, lambda size, _: 1 + size, lambda size, _: 1)
-    assert chosen[-200:].count(24) > 150
+    machine = Machine(skill=0.0, confidence=0.8)
+    machine.speedup(300)
+    assert machine.chosen[-100:].count(0) > 90
+    machine.skill = 0.8
+    machine.speedup(3000)
+    assert machine.chosen[-200:].count(0) < 20
 
 
-def test_small_budgets_and_unknown_sizes():
-    assert AutoPolicy(1).sizes == [0, 1]
-    policy = AutoPolicy(3)
-    assert policy.sizes == [0, 1, 3]
-    policy.record(7, 1, 1)  # of a step that was cut short
-    simulate(policy, 100, lambda size, _: 1 + size, lambda size, _: 1)
-    assert policy.best == 3
+def test_calibration():
+    calibration = Calibration()
+    values = torch.tensor([[0.9, 0.5, 0.02]]).log()
+    assert torch.allclose(calibration(values), values.exp())  # taken at its word
+    for step in range(400):
+        calibration.record(values, torch.tensor([[True, step % 4 == 0, step % 20 == 0]]))
+    expected = torch.tensor([[1.0, 0.25, 0.05]])
+    assert torch.allclose(calibration(values), expected, atol=0.05)
+    assert calibration(torch.tensor([[-torch.inf]])) == 0
 
 
-def test_steps_without_a_record_do_not_stall():
-    policy = AutoPolicy(24)
-    assert {policy.choose() for _ in range(50)} == {0}  # each call ended before a step was measured
-    simulate(policy, 100, lambda size, _: 1 + size, lambda size, _: 1)
-    assert policy.best == 24
+def test_costs():
+    costs = StepCosts()
+    assert costs["first"] is None and costs[0] is None
+    for size, seconds in ((0, 1.0), (8, 2.0), (24, 3.0)):
+        costs.record(size, 100.0)  # of preparation
+        for pause in (0, 0, 50):
+            costs.record(size, seconds + pause)
+    assert costs[8] == 2.0
+    assert costs.of_verification([0, 4, 8, 16, 24, 40]) == pytest.approx([1, 1.5, 2, 2.5, 3, 3 + 2 / 24 * 16])
+
+
+def test_steps_that_end_early():
+    policy = AutoPolicy(3, StepCosts())
+    assert policy.sizes == [0, 1, 2, 3]
+    for _ in range(20):
+        policy.plan_step([True])  # each call ended before the step was measured
+    plan = policy.plan_step([True])
+    assert plan.drafts
+    assert plan.choose_num_nodes(torch.full((1, 2), -1.0)) in (1, 2)  # a pool smaller than the budget
+    plan.record_verification(SimpleNamespace(num_nodes=1, values=None), [[0]], [False], 1.0)

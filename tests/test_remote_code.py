@@ -14,10 +14,15 @@ import hf_eagle3
 
 
 TRAVELLING = (
+    "cache_eagle3.py",
+    "checks_eagle3.py",
     "configuration_eagle3.py",
+    "drafter_eagle3.py",
     "generation_eagle3.py",
     "modeling_eagle3.py",
+    "outputs_eagle3.py",
     "policy_eagle3.py",
+    "text_eagle3.py",
     "tree_eagle3.py",
 )
 SOURCE = Path(hf_eagle3.__file__).parent

@@ -13,7 +13,6 @@
 # limitations under the License.
 """The EAGLE-3 draft (https://huggingface.co/papers/2503.01840), built from transformers' own parts."""
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -35,14 +34,10 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.utils import ModelOutput, logging
 
+from .checks_eagle3 import check_pairing, fingerprint
 from .configuration_eagle3 import Eagle3Config
-from .generation_eagle3 import (
-    DEFAULT_TREE_SETTINGS,
-    Eagle3GenerationStats,
-    eagle3_decoding,
-    install_generation_hook,
-    last_generation,
-)
+from .generation_eagle3 import Eagle3GenerationStats, eagle3_decoding, install_generation_hook, last_generation
+from .policy_eagle3 import DEFAULT_TREE_SETTINGS
 
 
 logger = logging.get_logger(__name__)
@@ -316,7 +311,7 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
                 "target_hidden_size": text_config.hidden_size,
                 "fc_norm": not config_overrides.get("norm_before_fc", False),
                 "norm_output": True,
-                "verifier_fingerprint": base64.b64encode(_fingerprint(embedding.weight).numpy().tobytes()).decode(),
+                "verifier_fingerprint": fingerprint(embedding.weight),
                 **{
                     key: getattr(target.generation_config or text_config, key, None)
                     for key in ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -569,42 +564,7 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
             ValueError: naming both sides, if the target is of another kind, size or vocabulary, or another model of the
                 same sizes.
         """
-        config, text_config = self.config, target.config.get_text_config(decoder=True)
-        target_name = f"{type(target).__name__} {target.config._name_or_path or '(unnamed)'}"
-        draft_name = f"The draft {config._name_or_path or '(unnamed)'}, made for {config.verifier},"
-        if target.config.is_encoder_decoder:
-            raise ValueError(f"{target_name} is an encoder-decoder; EAGLE-3 drafts for decoder-only models.")
-        for label, expected, actual in (
-            ("a vocabulary of", config.vocab_size, text_config.vocab_size),
-            ("hidden states of size", config.target_hidden_size, text_config.hidden_size),
-        ):
-            if expected != actual:
-                raise ValueError(
-                    f"{draft_name} needs a target with {label} {expected}, but {target_name} has {label} {actual}. "
-                    "Pair each draft with the target it was trained for."
-                )
-        depth = text_config.num_hidden_layers
-        layer_ids = self.resolve_aux_layer_ids(target)
-        if not all(0 <= layer_id < depth for layer_id in layer_ids):
-            raise ValueError(
-                f"{draft_name} reads the states entering layers {layer_ids}, but {target_name} has layers 0 to "
-                f"{depth - 1}. Pair each draft with the target it was trained for."
-            )
-        weight = target.get_input_embeddings().weight
-        if not config.has_own_embed_tokens and weight.shape[-1] != config.hidden_size:
-            raise ValueError(
-                f"{draft_name} stores no embedding table and needs the target's, with rows of {config.hidden_size}, "
-                f"but those of {target_name} have {weight.shape[-1]}."
-            )
-        if config.verifier_fingerprint is not None and weight.device.type != "meta":
-            # Fine-tuning and quantization hardly turn the table; another model's table is unrelated to it.
-            ours = torch.frombuffer(bytearray(base64.b64decode(config.verifier_fingerprint)), dtype=torch.float16)
-            if torch.cosine_similarity(ours.double(), _fingerprint(weight).double(), dim=0) < 0.9:
-                raise ValueError(
-                    f"{draft_name} was trained for another model than {target_name}: the sizes agree, but the "
-                    "embedding tables are unrelated. Pair each draft with the target it was trained for, or train "
-                    "one for this target."
-                )
+        check_pairing(self, target)
 
     def resolve_aux_layer_ids(self, target: PreTrainedModel) -> list[int]:
         """The ids of the target's `hidden_states` that this draft reads."""
@@ -665,12 +625,6 @@ def _layer_config_for(text_config, num_hidden_layers: int) -> dict[str, Any]:
         "attention_bias": False,
         "tie_word_embeddings": False,
     }
-
-
-def _fingerprint(embedding: torch.Tensor) -> torch.Tensor:
-    """64 entries of an embedding table `(vocab_size, hidden_size)`: the first four of 16 rows spread over it."""
-    rows = torch.linspace(0, embedding.shape[0] - 1, 16).long().to(embedding.device)
-    return embedding.detach()[rows, :4].flatten().half().cpu()
 
 
 Eagle3ForSpeculation.register_for_auto_class("AutoModel")

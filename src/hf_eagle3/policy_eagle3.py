@@ -11,117 +11,324 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""How many nodes a step verifies: what brings the most tokens per second on this machine."""
+"""What tree each step drafts: its settings, and how much of it pays on this machine."""
 
+import bisect
 import statistics
 import weakref
 from collections import deque
 
+import torch
+from transformers import GenerationConfig
+
+
+# Longest path below the root; children tried per node, and nodes expanded per level; nodes verified per step at most; the
+# probability, by the draft, that a path must have to be verified; and whether a step may draft less if that is faster.
+# Names are those of OpenVINO GenAI and transformers. They live in the draft's generation config, and a call may bring
+# others in the `GenerationConfig` given to `generate`.
+DEFAULT_TREE_SETTINGS = {
+    "tree_depth": 6,
+    "branching_factor": 8,
+    "num_assistant_tokens": 24,
+    "assistant_confidence_threshold": 0.0,
+    "tree_policy": "auto",
+}
+
+
+def tree_settings(
+    draft_config: GenerationConfig, call_config: GenerationConfig | None = None
+) -> dict[str, float | str]:
+    """
+    The tree's shape: what the call's generation config says, else the draft's, else the default.
+
+    `generate` fills `num_assistant_tokens` and `assistant_confidence_threshold` of every call with transformers' own
+    defaults (20 and 0.4), so that a call which asks for exactly these cannot be told from one which does not ask; set
+    them on the draft instead.
+
+    Raises:
+        ValueError: if a setting is out of range.
+    """
+    filled_in = GenerationConfig._get_default_generation_params()
+    settings = {}
+    for name, default in DEFAULT_TREE_SETTINGS.items():
+        value = getattr(call_config, name, None)
+        if value is None or value == filled_in.get(name):
+            value = getattr(draft_config, name, None)
+        settings[name] = default if value is None else value
+        if name == "assistant_confidence_threshold":
+            if not 0 <= settings[name] < 1:
+                raise ValueError(f"`{name}` must be in [0, 1), got {settings[name]!r}.")
+        elif name != "tree_policy" and (
+            isinstance(settings[name], bool) or not isinstance(settings[name], int) or settings[name] < 1
+        ):
+            raise ValueError(f"`{name}` must be a positive integer, got {settings[name]!r}.")
+    return settings
+
 
 class StaticPolicy:
-    """As many nodes as the settings say, in every step."""
+    """The whole tree in every step. Also says what the steps of any policy are asked."""
 
-    def __init__(self, num_nodes: int):
-        self.num_nodes = num_nodes
+    drafts = True  # whether this step drafts at all
 
-    def choose(self) -> int:
-        return self.num_nodes
+    def plan_step(self, live: list[bool]):
+        """The plan of one step, given the rows of the batch whose text is not finished."""
+        return self
 
-    def record(self, num_nodes: int, tokens: float, seconds: float) -> None:
-        pass
+    def goes_deeper(self, values: torch.FloatTensor) -> bool:
+        """Whether to draft another level below nodes of log-probabilities `values` `(B, K)`."""
+        return True
+
+    def choose_num_nodes(self, values: torch.FloatTensor) -> int:
+        """How many of the candidates with log-probabilities `values` `(B, N)`, descending, to verify."""
+        return values.shape[1]
+
+    def record_draft(self, levels: int, first_seconds: float | None, level_seconds: float) -> None:
+        """
+        What drafting took: to catch up with the text and read off the first level, if that was as usual, and the
+        further levels.
+        """
+
+    def record_verification(self, tree, paths: list[list[int]], live: list[bool], seconds: float) -> None:
+        """
+        What came of the `tree` (`DraftTree`): the nodes on each row's path through it, which rows went on when it ended,
+        and what verifying it and reading off the tokens took.
+        """
 
 
-class AutoPolicy:
+class StepCosts:
     """
-    Measures steps of several sizes, plain decoding among them, and takes the size of the highest rate. Rates are taken to
-    rise and then fall with the size: from time to time a neighbour of the best is tried, or plain decoding, ever more
-    rarely while none is better. The text does not depend on the size, so that timing may.
+    Seconds that the parts of a step take: `"first"`, to catch up with the text and read off the first level, `"level"`,
+    each further one, and numbers of nodes, to verify so many. Medians of the latest measurements, since a step may meet
+    a pause that is not its own. The first measurement of a part pays for its preparation and does not count.
+    """
+
+    LATEST = 9
+    TRUSTED = 256  # measurements after which one that was not renewed is forgotten
+
+    def __init__(self):
+        self.samples: dict[str | int, deque] = {}
+        self.renewed: dict[str | int, int] = {}
+        self.num_recorded = 0
+
+    def record(self, part: str | int, seconds: float) -> None:
+        self.num_recorded += 1
+        if part in self.renewed:
+            self.samples.setdefault(part, deque(maxlen=self.LATEST)).append(seconds)
+        self.renewed[part] = self.num_recorded
+
+    def __getitem__(self, part: str | int) -> float | None:
+        samples = self.samples.get(part)
+        return statistics.median_low(list(samples)) if samples else None
+
+    def forget(self) -> None:
+        """Forgets what is old: it may have been a pause, or of shorter texts."""
+        for part in list(self.samples):
+            if self.num_recorded - self.renewed[part] > self.TRUSTED:
+                self.samples.pop(part, None)
+
+    @property
+    def known_sizes(self) -> list[int]:
+        return sorted(part for part in list(self.samples) if isinstance(part, int))
+
+    def of_verification(self, sizes: list[int]) -> list[float]:
+        """
+        Seconds to verify so many nodes, on lines between and beyond the two or more sizes that were measured. Fewer nodes
+        do not take longer.
+        """
+        known = self.known_sizes
+        seconds = [self[size] for size in known]
+        seconds = [min(seconds[i:]) for i in range(len(known))]
+        costs = []
+        for size in sizes:
+            right = min(max(bisect.bisect_left(known, size), 1), len(known) - 1)
+            left = 0 if size > known[-1] else right - 1
+            slope = (seconds[right] - seconds[left]) / (known[right] - known[left])
+            costs.append(seconds[left] + slope * (size - known[left]))
+        return costs
+
+
+class Calibration:
+    """
+    How probable it is that the target accepts a node, from what the draft says of it. Nodes are counted by ranges of the
+    draft's log-probability; in each, the draft is right about so many times as often as it says.
+    """
+
+    BOUNDS = torch.tensor([0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95]).log()
+    PRIOR = 2.0  # the draft is taken at its word until it was expected to be right about so often
+    MEMORY = 0.998  # a step's weight after the next
+
+    def __init__(self):
+        self.expected = torch.full((len(self.BOUNDS) + 1,), self.PRIOR)
+        self.accepted = self.expected.clone()
+
+    def __call__(self, values: torch.FloatTensor) -> torch.FloatTensor:
+        return (values.exp() * (self.accepted / self.expected)[torch.bucketize(values, self.BOUNDS)]).clamp(max=1)
+
+    def record(self, values: torch.FloatTensor, accepted: torch.BoolTensor) -> None:
+        ranges = torch.bucketize(values, self.BOUNDS).flatten()
+        for counts, new in ((self.expected, values.exp()), (self.accepted, accepted)):
+            counts.sub_(self.PRIOR).mul_(self.MEMORY).add_(self.PRIOR)
+            counts.index_add_(0, ranges, new.flatten().float())
+
+
+class AutoPolicy(StaticPolicy):
+    """
+    Drafts and verifies what brings the most tokens per second: of a text that goes on for long, a step is worth its
+    expected tokens, less those that the best way of decoding would have written in its time. Expected tokens are the
+    draft's own confidences, calibrated by what the target accepted so far; times are measured. (OPT-Tree,
+    https://huggingface.co/papers/2406.17276, maximises the first; dynamic depth by confidence is from
+    https://huggingface.co/papers/2409.00142.)
+
+    Where drafting does not pay it decodes plainly, and tries again ever more rarely. The text does not depend on the
+    tree, so that timing may decide.
 
     Args:
         num_nodes (`int`): The most nodes that a step may verify.
+        costs (`StepCosts`): Of this target and draft, and this size of batch.
     """
 
-    LATEST_TOKENS, LATEST_SECONDS = 64, 16  # steps of a size that count; how many tokens one brings varies more
-    DOUBTS = 2
-    FIRST_TRIAL, TRIAL = 5, 3  # steps
-    REVIEW = 4  # steps after which the best is to prove itself again
-    INTERVALS = (32, 512)  # steps between trials: at first, and at most
+    FIRST_PLAIN_STEPS = 3  # measured before the first tree
+    MIN_STEPS = 2  # of a trial
+    PRIOR_STEPS = 4  # what was known before counts as much in a trial
+    MEMORY = 0.95  # weight of a drafted step after the next
+    INTERVALS = (32, 512)  # plain steps between trials: at first, and at most
+    REVIEW = 128  # drafted steps between plain ones, which tell what those take now
 
-    def __init__(self, num_nodes: int):
-        self.sizes = sorted({0, max(num_nodes // 9, 1), max(num_nodes // 3, 1), num_nodes})
-        self.tokens = {size: deque(maxlen=self.LATEST_TOKENS) for size in self.sizes}
-        self.seconds = {size: deque(maxlen=self.LATEST_SECONDS) for size in self.sizes}
-        self.best = self.current = self.sizes[0]
-        self.steps_left, self.interval, self.num_trials = self.FIRST_TRIAL, self.INTERVALS[0], 0
-        self.last_recorded = None
+    def __init__(self, num_nodes: int, costs: StepCosts):
+        self.num_nodes, self.costs, self.calibration = num_nodes, costs, Calibration()
+        self.sizes = [size for size in (*range(5), 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if size < num_nodes]
+        self.sizes.append(num_nodes)
+        self.plain_left, self.interval = self.FIRST_PLAIN_STEPS, self.INTERVALS[0]
+        self.num_drafted = 0  # steps since drafting was taken up
+        self.weight = self.tokens = self.seconds = 0.0  # of drafted steps, for each row
 
-    def rate(self, size: int) -> float:
-        """Tokens per second and row; 0 if nothing is known. Seconds are capped, because a step may meet a pause that is not its own."""
-        seconds = list(self.seconds[size])  # other threads may add to it
-        if not seconds:
-            return 0.0
-        cap = 3 * statistics.median(seconds)
-        # A few steps say little of how many tokens to expect: as if there had been some before that brought one each.
-        tokens = [*self.tokens[size], *[1] * self.DOUBTS]
-        return statistics.fmean(tokens) / statistics.fmean(min(value, cap) for value in seconds)
+    @property
+    def rate(self) -> float:
+        """Tokens per second and row of the better way of decoding."""
+        plain = self.costs[0]
+        drafted = self.tokens / self.seconds if self.seconds else 0.0
+        return max(1 / plain if plain else 0.0, drafted)
 
-    def choose(self) -> int:
-        """The size of the next step; 0 is plain decoding."""
-        if self.steps_left == 0 or (self._is_due_for_review() and max(self.sizes, key=self.rate) != self.best):
-            self._plan()
-        self.steps_left = max(self.steps_left - 1, 0)
-        return self.current
+    def plan_step(self, live):
+        if self.plain_left == 0 and (self.num_drafted + 1) % self.REVIEW == 0:
+            self.num_drafted += 1
+            self.plain_left = 1
+        if self.plain_left > 0:
+            self.plain_left -= 1
+            return _PlainStep(self)
+        self.costs.forget()
+        return _DraftedStep(self, live)
 
-    def _is_due_for_review(self) -> bool:
-        return self.current == self.best and self.steps_left % self.REVIEW == 0
-
-    def _plan(self) -> None:
-        """What to do for the next steps: try a size, or use the best."""
-        known = [size for size in self.sizes if self.seconds[size]]
-        if not known:
-            self.steps_left = self.FIRST_TRIAL
+    def record_drafted_step(self, tokens: float, seconds: float) -> None:
+        """Tokens to expect of a step for each row, and its time; decides whether to go on drafting."""
+        for name, new in (("weight", 1.0), ("tokens", tokens), ("seconds", seconds)):
+            setattr(self, name, getattr(self, name) * self.MEMORY + new)
+        self.num_drafted += 1
+        plain = self.costs[0]
+        if plain is None or self.num_drafted < self.MIN_STEPS or self.tokens * plain >= self.seconds:
             return
-        best, was_trial = max(known, key=self.rate), self.current != self.best
-        at = self.sizes.index(best)
-        neighbours = [size for size in self.sizes if abs(self.sizes.index(size) - at) == 1]
-        unknown = [size for size in neighbours if size not in known]
-        if best != self.best:
-            self.best, self.interval = best, self.INTERVALS[0]
-        elif was_trial:
-            self.interval = min(2 * self.interval, self.INTERVALS[1])
-        if unknown:  # climb on
-            self.current, self.steps_left = unknown[0], self.FIRST_TRIAL
-        elif was_trial or self.current != best:
-            self.current, self.steps_left = best, self.interval
+        long_ago = self.num_drafted > self.INTERVALS[0]
+        self.interval = self.INTERVALS[0] if long_ago else min(2 * self.interval, self.INTERVALS[1])
+        self.plain_left, self.num_drafted = self.interval, 0
+        scale = min(self.PRIOR_STEPS / self.weight, 1.0)
+        self.weight, self.tokens, self.seconds = (scale * x for x in (self.weight, self.tokens, self.seconds))
+
+
+class _PlainStep(StaticPolicy):
+    """A step of `AutoPolicy` that does not draft."""
+
+    drafts = False
+
+    def __init__(self, policy: AutoPolicy):
+        self.policy = policy
+
+    def record_verification(self, tree, paths, live, seconds):
+        self.policy.costs.record(tree.num_nodes - 1, seconds)
+
+
+class _DraftedStep(StaticPolicy):
+    """A step of `AutoPolicy` that drafts."""
+
+    def __init__(self, policy: AutoPolicy, live: list[bool]):
+        self.policy, self.live = policy, live
+        self.mass = 1.0  # tokens to expect of the nodes that are expanded next
+        self.tokens = 1.0  # expected, of the nodes to verify
+        self.levels = None  # drafted below the first
+
+    def _expected(self, values: torch.FloatTensor) -> torch.FloatTensor:
+        """Probabilities that nodes are accepted, averaged over the rows that count."""
+        values = values.float().cpu()
+        return self.policy.calibration(values if all(self.live) else values[self.live]).mean(dim=0)
+
+    def goes_deeper(self, values):
+        policy, costs, expected = self.policy, self.policy.costs, self._expected(values)
+        mass, before = float(expected.sum()), self.mass
+        self.mass = mass
+        if costs["level"] is None or len(costs.known_sizes) < 2:
+            return True
+        # What one more level may bring: as much of each node as this level kept of the one before, less its verification.
+        children = expected * min(mass / before, 1.0)
+        nothing, everything = costs.of_verification([0, policy.num_nodes])
+        node_cost = policy.rate * (everything - nothing) / policy.num_nodes
+        return float((children - node_cost).clamp(min=0).sum()) > policy.rate * costs["level"]
+
+    def choose_num_nodes(self, values):
+        policy, costs = self.policy, self.policy.costs
+        expected = torch.cat([torch.ones(1), 1 + self._expected(values).cumsum(dim=0)]).tolist()
+        sizes = [size for size in policy.sizes if size < len(expected)]
+        trial = min(max(policy.num_nodes // 3, 1), len(expected) - 1)
+        if len(costs.known_sizes) < 2:
+            best = trial  # measure this one
         else:
-            candidates = sorted({0, *neighbours} - {best})
-            self.current, self.steps_left = candidates[self.num_trials % len(candidates)], self.TRIAL
-            self.num_trials += 1
+            if policy.num_drafted < policy.MIN_STEPS:  # only what is verified can tell whether the draft is any good
+                sizes = [size for size in sizes if size > 0]
+            seconds = dict(zip(sizes, costs.of_verification(sizes)))
+            best = max(sizes, key=lambda size: expected[size] - policy.rate * seconds[size])
+        self.tokens = expected[best]
+        return best
 
-    def record(self, num_nodes: int, tokens: float, seconds: float) -> None:
-        """What a step of a size brought: tokens for each row that was not finished, and the time it took."""
-        # The first step after a change of size pays for the change: cold caches, and what the draft has to catch up on.
-        if self.last_recorded == num_nodes and num_nodes in self.seconds:
-            self.tokens[num_nodes].append(tokens)
-            self.seconds[num_nodes].append(seconds)
-        self.last_recorded = num_nodes
+    def record_draft(self, levels, first_seconds, level_seconds):
+        self.levels = levels
+        if first_seconds is not None:
+            self.policy.costs.record("first", first_seconds)
+        if levels:
+            self.policy.costs.record("level", level_seconds / levels)
+
+    def record_verification(self, tree, paths, live, seconds):
+        policy, costs, num_nodes = self.policy, self.policy.costs, tree.num_nodes - 1
+        costs.record(num_nodes, seconds)
+        if self.levels is None:  # too close to the end
+            return
+        rows = [row for row, goes_on in enumerate(live) if goes_on]  # others may have ended before their tree did
+        if num_nodes and rows:
+            accepted = torch.zeros(len(rows), tree.num_nodes, dtype=torch.bool)
+            for i, row in enumerate(rows):
+                accepted[i, paths[row]] = True
+            policy.calibration.record(tree.values[rows].cpu(), accepted[:, 1:])
+        parts = (costs["first"], (costs["level"] or 0.0) * self.levels, costs[num_nodes])
+        if None not in parts:
+            policy.record_drafted_step(self.tokens, sum(parts))
 
 
-# What was measured of each target: the policies of its drafts and ways of decoding.
-_POLICIES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+# What was measured of each target with each of its drafts.
+_MEASURED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def tree_policy(name: str, num_nodes: int, target, draft, **kind) -> StaticPolicy | AutoPolicy:
+def tree_policy(
+    name: str, target, draft, batch_size: int, branching_factor: int, num_assistant_tokens: int, **kind
+) -> StaticPolicy:
     """
-    The policy of a name. `"auto"` remembers, for as long as target and draft live, what calls of the same `kind` measured.
+    The policy of a name. `"auto"` remembers, for as long as target and draft live, what calls of the same shape
+    took and what came of calls of the same `kind`.
 
     Raises:
         ValueError: if there is no such policy.
     """
     if name == "static":
-        return StaticPolicy(num_nodes)
+        return StaticPolicy()
     if name != "auto":
         raise ValueError(f"`tree_policy` must be 'auto' or 'static', got {name!r}.")
-    policies = _POLICIES.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, {})
-    key = (num_nodes, *sorted(kind.items()))
-    return policies.setdefault(key, AutoPolicy(num_nodes))
+    measured = _MEASURED.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, {})
+    costs = measured.setdefault((batch_size, branching_factor), StepCosts())
+    key = (batch_size, branching_factor, num_assistant_tokens, *sorted(kind.items()))
+    return measured.setdefault(key, AutoPolicy(num_assistant_tokens, costs))

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .policy_eagle3 import StaticPolicy
+
 
 @dataclass
 class DraftTree:
@@ -31,19 +33,24 @@ class DraftTree:
         depths (`torch.LongTensor` of shape `(batch_size, num_nodes)`): Distance from the root.
         ancestors (`torch.BoolTensor` of shape `(batch_size, num_nodes, num_nodes)`):
             `ancestors[b, i, j]`: node `j` is node `i` or above it, so `i` attends to `j`.
+        values (`torch.FloatTensor` of shape `(batch_size, num_nodes - 1)`, *optional*):
+            Log-probabilities, by the draft, of the paths to all nodes but the root.
     """
 
     tokens: torch.LongTensor
     parents: torch.LongTensor
     depths: torch.LongTensor
     ancestors: torch.BoolTensor
+    values: torch.FloatTensor | None = None
 
     @property
     def num_nodes(self) -> int:
         return self.tokens.shape[1]
 
     @classmethod
-    def from_parents(cls, tokens: torch.LongTensor, parents: torch.LongTensor) -> "DraftTree":
+    def from_parents(
+        cls, tokens: torch.LongTensor, parents: torch.LongTensor, values: torch.FloatTensor | None = None
+    ) -> "DraftTree":
         """Works out depths and ancestors; `parents[b, i] < i` for every node but the root."""
         batch_size, num_nodes = tokens.shape
         ancestors = torch.eye(num_nodes, dtype=torch.bool, device=tokens.device).repeat(batch_size, 1, 1)
@@ -52,7 +59,7 @@ class DraftTree:
         for _ in range((num_nodes - 1).bit_length()):
             ancestors = ancestors | ancestors.gather(1, jump[:, :, None].expand_as(ancestors))
             jump = jump.gather(1, jump)
-        return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors)
+        return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors, values)
 
     @classmethod
     def root_only(cls, root_tokens: torch.LongTensor) -> "DraftTree":
@@ -77,6 +84,7 @@ def grow_tree(
     branching_factor: int,
     num_assistant_tokens: int,
     assistant_confidence_threshold: float = 0.0,
+    plan: StaticPolicy | None = None,
 ) -> DraftTree:
     """
     Expands the most probable nodes level by level, then keeps the most probable of all of them (EAGLE-2, sections 4.1
@@ -95,7 +103,9 @@ def grow_tree(
         branching_factor (`int`): Children tried per node, and nodes expanded per level.
         num_assistant_tokens (`int`): Nodes kept below the root, at most.
         assistant_confidence_threshold (`float`, *optional*, defaults to 0): Nodes of a lower value are not kept.
+        plan (`StaticPolicy`, *optional*): Whose `goes_deeper` and `choose_num_nodes` may make it a smaller tree.
     """
+    plan = plan or StaticPolicy()
     batch_size, device = logits.shape[0], logits.device
     width = min(branching_factor, logits.shape[-1])
     lowest = math.log(assistant_confidence_threshold) if assistant_confidence_threshold > 0 else -math.inf
@@ -121,7 +131,7 @@ def grow_tree(
         needed = torch.full_like(values[:, 0], lowest)
         if pool_size >= num_assistant_tokens:
             needed = needed.maximum(torch.cat(pool_values, dim=1).topk(num_assistant_tokens).values[:, -1])
-        if not (values[:, 0] > needed).any():
+        if not (values[:, 0] > needed).any() or not plan.goes_deeper(values):
             break
         logits, hidden_states = advance(tokens, hidden_states, level, visible)
         child_values, child_tokens = best_children(logits)  # (B, K, K)
@@ -146,6 +156,7 @@ def grow_tree(
     num_kept = min(num_assistant_tokens, pool_size)
     if assistant_confidence_threshold > 0:
         num_kept = min(num_kept, int((ranked_values >= lowest).sum(dim=1).max()))
+    num_kept = plan.choose_num_nodes(ranked_values[:, :num_kept])
     kept = ranking[:, :num_kept].sort(dim=1).values  # (B, N)
     kept_tokens = torch.cat(pool_tokens, dim=1).gather(1, kept)
     kept_parents = torch.cat(pool_parents, dim=1).gather(1, kept)
@@ -153,4 +164,5 @@ def grow_tree(
     return DraftTree.from_parents(
         torch.cat([root_tokens, kept_tokens], dim=1),
         torch.cat([torch.zeros_like(root_tokens), parents], dim=1),
+        torch.cat(pool_values, dim=1).gather(1, kept),
     )

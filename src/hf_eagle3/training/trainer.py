@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from trl import SFTTrainer
 
 from ..data import most_frequent_tokens
-from ..generation_eagle3 import aux_hidden_states, select_hidden_states
 from ..modeling_eagle3 import Eagle3ForSpeculation
+from ..outputs_eagle3 import aux_hidden_states, select_hidden_states
 from .arguments import Eagle3TrainingArguments
 from .optimizer import MuonWithAdamW
 from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, ttt_loss

@@ -1,0 +1,167 @@
+# Copyright 2026 The hf-eagle3 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Which target a draft is for, and which calls of `generate` EAGLE-3 decoding takes."""
+
+import base64
+import inspect
+import math
+
+import torch
+from transformers import SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.utils.generic import is_flash_attention_requested
+
+from .cache_eagle3 import check_cache
+from .text_eagle3 import text_positions
+
+
+# Logits processors that keep a state for each row of a batch.
+STATEFUL_PROCESSORS = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+
+
+def check_pairing(draft, target) -> None:
+    """
+    Checks that `draft` was made for `target`.
+
+    Raises:
+        ValueError: naming both sides, if the target is of another kind, size or vocabulary, or another model of the same
+            sizes.
+    """
+    config, text_config = draft.config, target.config.get_text_config(decoder=True)
+    target_name = f"{type(target).__name__} {target.config._name_or_path or '(unnamed)'}"
+    draft_name = f"The draft {config._name_or_path or '(unnamed)'}, made for {config.verifier},"
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"{target_name} is an encoder-decoder; EAGLE-3 drafts for decoder-only models.")
+    for label, expected, actual in (
+        ("a vocabulary of", config.vocab_size, text_config.vocab_size),
+        ("hidden states of size", config.target_hidden_size, text_config.hidden_size),
+    ):
+        if expected != actual:
+            raise ValueError(
+                f"{draft_name} needs a target with {label} {expected}, but {target_name} has {label} {actual}. "
+                "Pair each draft with the target it was trained for."
+            )
+    depth = text_config.num_hidden_layers
+    layer_ids = draft.resolve_aux_layer_ids(target)
+    if not all(0 <= layer_id < depth for layer_id in layer_ids):
+        raise ValueError(
+            f"{draft_name} reads the states entering layers {layer_ids}, but {target_name} has layers 0 to "
+            f"{depth - 1}. Pair each draft with the target it was trained for."
+        )
+    weight = target.get_input_embeddings().weight
+    if not config.has_own_embed_tokens and weight.shape[-1] != config.hidden_size:
+        raise ValueError(
+            f"{draft_name} stores no embedding table and needs the target's, with rows of {config.hidden_size}, "
+            f"but those of {target_name} have {weight.shape[-1]}."
+        )
+    if config.verifier_fingerprint is not None and weight.device.type != "meta":
+        # Fine-tuning and quantization hardly turn the table; another model's table is unrelated to it.
+        ours, theirs = (
+            torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float16).double()
+            for text in (config.verifier_fingerprint, fingerprint(weight))
+        )
+        if torch.cosine_similarity(ours, theirs, dim=0) < 0.9:
+            raise ValueError(
+                f"{draft_name} was trained for another model than {target_name}: the sizes agree, but the "
+                "embedding tables are unrelated. Pair each draft with the target it was trained for, or train "
+                "one for this target."
+            )
+
+
+def fingerprint(embedding: torch.Tensor) -> str:
+    """64 entries of an embedding table `(vocab_size, hidden_size)`, encoded: the first four of 16 rows spread over it."""
+    rows = torch.linspace(0, embedding.shape[0] - 1, 16).long().to(embedding.device)
+    entries = embedding.detach()[rows, :4].flatten().half().cpu()
+    return base64.b64encode(entries.numpy().tobytes()).decode()
+
+
+def check_call(target, input_ids, generation_config, synced_gpus, model_kwargs, stopping_criteria, logits_processor):
+    """The checks of `GenerationMixin._assisted_decoding`, and those a tree adds."""
+    if generation_config.num_beams > 1:  # by `custom_generate`; otherwise transformers ignores the draft
+        raise ValueError("EAGLE-3 decoding does not search with beams. Leave out `num_beams` or the draft.")
+    if not model_kwargs.get("use_cache", True):
+        raise ValueError("EAGLE-3 decoding requires `use_cache=True`.")
+    if synced_gpus:
+        raise ValueError("EAGLE-3 decoding does not support `synced_gpus=True` (ZeRO-3 and FSDP sharded targets).")
+    if getattr(generation_config, "assistant_ensemble_weight", None) is not None:
+        raise ValueError("`assistant_ensemble_weight` changes the text; EAGLE-3 decoding is lossless. Leave it unset.")
+    if is_flash_attention_requested(target.config):
+        raise ValueError(
+            f"Flash attention takes no tree mask. Load {type(target).__name__} with attn_implementation='sdpa', or call "
+            "target.set_attn_implementation('sdpa')."
+        )
+    if any(isinstance(module, torch.ao.nn.quantized.dynamic.Linear) for module in target.modules()):
+        raise ValueError(
+            f"{type(target).__name__} is quantized with one scale for all tokens of a forward, so that what it says of a "
+            "token depends on the others in the tree. Quantize weights only, or activations token by token (torchao)."
+        )
+    if "position_ids" not in inspect.signature(target.forward).parameters:
+        raise ValueError(
+            f"{type(target).__name__} takes no `position_ids`, so that siblings in a tree cannot share a position. "
+            "EAGLE-3 decoding needs a target with explicit positions."
+        )
+    position_ids = model_kwargs.get("position_ids")
+    if position_ids is None:
+        raise ValueError(
+            f"EAGLE-3 decoding needs `position_ids`, and `generate` makes none for {type(target).__name__}."
+        )
+    if input_ids.shape[0] > 1:
+        _check_batch(target, input_ids, model_kwargs, stopping_criteria, logits_processor)
+    if model_kwargs.get("past_key_values") is not None:
+        check_cache(model_kwargs["past_key_values"])
+
+
+def _check_batch(target, input_ids, model_kwargs, stopping_criteria, logits_processor):
+    """Rows that advance at their own pace are not for targets and processors that look across rows."""
+    for processor in logits_processor:
+        if isinstance(processor, STATEFUL_PROCESSORS):
+            raise ValueError(
+                f"{type(processor).__name__} follows all rows of a batch at once, but in EAGLE-3 decoding each row advances "
+                "at its own pace. Call `generate` for each row, or leave `assistant_model` out."
+            )
+    config = target.config.get_text_config(decoder=True)
+    cache = model_kwargs.get("past_key_values")
+    first = (cache.get_seq_length() if cache is not None else 0) + input_ids.shape[1]
+    last = getattr(stopping_criteria, "max_length", None) or math.inf
+    reason = None
+    for rope_type, length in rotary_switches(config):
+        begin = int(text_positions(model_kwargs)[:, -1].min())
+        if last >= length and (begin < length or rope_type != "longrope"):
+            reason = f"'{rope_type}' rotary scaling changes at {length}"
+    if getattr(config, "attn_temperature_tuning", False) and last + 1 >= (first // config.floor_scale + 1) * (
+        config.floor_scale
+    ):
+        reason = f"the scale of its queries changes every {config.floor_scale} tokens"
+    if reason is not None:
+        raise ValueError(
+            f"The rows of a batch come to different lengths in EAGLE-3 decoding, and {type(target).__name__} depends on the "
+            f"length of the whole batch: {reason}, within this call. Call `generate` for each row, or set a smaller "
+            "`max_new_tokens`."
+        )
+
+
+def rotary_switches(config) -> list[tuple[str, int]]:
+    """
+    Kinds and lengths of rotary scalings that change all frequencies of a forward when its largest position comes to that
+    length.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    switches = []
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        rope_type = parameters.get("rope_type", "default")
+        if rope_type == "longrope":
+            length = parameters.get("original_max_position_embeddings") or config.original_max_position_embeddings
+            switches.append((rope_type, length))
+        elif "dynamic" in rope_type:
+            switches.append((rope_type, config.max_position_embeddings))
+    return switches

@@ -1,0 +1,129 @@
+# Copyright 2026 The hf-eagle3 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The draft during one call of `generate`."""
+
+import time
+
+import torch
+from transformers import DynamicCache
+
+from .cache_eagle3 import keep_rows, take_paths, tree_attention_mask
+from .policy_eagle3 import StaticPolicy
+from .text_eagle3 import text_positions
+from .tree_eagle3 import DraftTree, grow_tree
+
+
+class Drafter:
+    """
+    The draft during one call: its cache, and where in the text it stands. What it computes never leaves the call, so
+    that it can do so in inference mode, whose operators cost less than those of `no_grad`.
+    """
+
+    def __init__(self, draft, embedding):
+        self.draft, self.embedding = draft, embedding
+        self.layer_config = draft.config.transformer_layer_config
+        self.cache = DynamicCache()
+        self.lengths = None  # of each row in the cache, which ends at its right
+        self.padding_mask = None  # (B, past_length), in batches
+        self.unread: list[tuple[torch.FloatTensor, list[int]]] = []  # states of the target, and how many of each row
+
+    def step(self, tokens, hidden_states, position_ids, attention_mask=None, logits_to_keep=0):
+        return self.draft(
+            inputs_embeds=self.draft.embed(tokens, self.embedding),
+            hidden_states=hidden_states,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            past_key_values=self.cache,
+            logits_to_keep=logits_to_keep,
+        )
+
+    def remember(self, features, counts, text, model_kwargs):
+        """Takes the target's own states `(B, R, n_aux * H)` at the newest `counts` positions of each row, or the prompt's."""
+        if not self.unread and self.cache.get_seq_length() == 0:
+            # A prompt that came with a cache, in chunks or as embeddings shows only its end; padding is not read at all.
+            num_seen = min(features.shape[1], text.shortest)
+            counts, attention_mask = [num_seen] * text.batch_size, model_kwargs.get("attention_mask")
+            if attention_mask is not None:
+                counts = attention_mask[:, -num_seen - 1 : -1].sum(dim=1).tolist()
+        self.unread.append((features[:, -max(counts) :], counts))
+
+    @torch.inference_mode()
+    def observe(self, text, model_kwargs):
+        """Reads the newest tokens with what was remembered of the positions before them."""
+        past_length = self.cache.get_seq_length()
+        features, counts = self.unread[0]
+        if len(self.unread) > 1:
+            rows, begin = [[] for _ in range(text.batch_size)], 0
+            for block, block_counts in self.unread:
+                begin += block.shape[1]
+                for row, count in zip(rows, block_counts):
+                    row += range(begin - count, begin)
+            features = take_paths(torch.cat([block for block, _ in self.unread], dim=1), rows)
+            counts = [len(row) for row in rows]
+        self.unread = []
+        num_rows, parameter = max(counts), self.draft.lm_head.weight
+        hidden_states = self.draft.combine_hidden_states(features.to(parameter))
+        positions = text_positions(model_kwargs)[:, -num_rows - 1 : -1].to(parameter.device)
+        is_batch, device = text.batch_size > 1, parameter.device
+        index = (
+            torch.arange(num_rows, device=device) - num_rows + torch.tensor(counts, device=device)[:, None]
+        )  # (B, R)
+        if past_length > 0:  # a chain below what was read before
+            chain = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril() & (index >= 0)[:, None]
+            depths = index.clamp(min=0)
+            mask = tree_attention_mask(
+                self.layer_config, self.cache, past_length, chain, depths, depths, self.padding_mask
+            )
+        else:  # the attention's own causal mask will do
+            mask = (index >= 0).long() if is_batch else None
+        outputs = self.step(text.newest(num_rows).to(device), hidden_states, positions, mask, logits_to_keep=1)
+        self.logits, self.hidden_states = outputs.logits[:, -1], outputs.last_hidden_state[:, -1]
+        self.position = positions[:, -1:]
+        if is_batch:
+            lengths = counts if self.lengths is None else [a + b for a, b in zip(self.lengths, counts)]
+            growth = max(lengths) - max(self.lengths or [0])
+            keep_rows(self.cache, [list(range(num_rows - count, num_rows)) for count in counts], num_rows, growth)
+            self.lengths = lengths
+            left_padding = max(lengths) - torch.tensor(lengths, device=device)[:, None]
+            self.padding_mask = torch.arange(max(lengths), device=device) >= left_padding
+
+    @torch.inference_mode()
+    def grow(self, text, model_kwargs, plan: StaticPolicy, **settings) -> DraftTree:
+        """
+        Catches up with the text, drafts a tree below its newest tokens, as far as the step's `plan` goes, and forgets
+        that again.
+        """
+        is_usual = len(self.unread) == 1 and self.cache.get_seq_length() > 0
+        times, levels = [time.perf_counter()], 0
+        self.observe(text, model_kwargs)
+        observed = self.cache.get_seq_length()
+
+        def advance(tokens, hidden_states, level, visible):
+            nonlocal levels
+            times.append(time.perf_counter())
+            levels = level
+            batch_size, width = tokens.shape
+            depths = torch.arange(1, level + 1, device=tokens.device).repeat_interleave(width).expand(batch_size, -1)
+            mask = tree_attention_mask(
+                self.layer_config, self.cache, observed, visible, depths[:, -width:], depths, self.padding_mask
+            )
+            outputs = self.step(tokens, hidden_states, (self.position + level).expand(-1, width), mask)
+            return outputs.logits, outputs.last_hidden_state
+
+        root_tokens = text.newest(1).to(self.logits.device)
+        tree = grow_tree(root_tokens, self.logits, self.hidden_states, advance, self.draft.d2t, plan=plan, **settings)
+        self.cache.crop(observed - self.cache.get_seq_length())
+        times.append(time.perf_counter())
+        plan.record_draft(levels, times[1] - times[0] if is_usual else None, times[-1] - times[1])
+        return tree

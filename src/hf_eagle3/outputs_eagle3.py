@@ -1,0 +1,157 @@
+# Copyright 2026 The hf-eagle3 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What a target gives beside its logits: the states that a draft reads, and what `return_dict_in_generate` asks for."""
+
+import torch
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils import output_capturing
+
+
+# Before 5.23 a list passed as `output_hidden_states` counts from the first layer's output, and nothing tells it from the
+# list that counts from the embeddings but a draft that is off by one layer: there, everything is captured.
+CAN_SELECT_HIDDEN_STATES = hasattr(output_capturing, "resolve_hidden_states_indices")
+
+
+def select_hidden_states(layer_ids) -> bool | list[int]:
+    """What to pass as `output_hidden_states` for [`aux_hidden_states`]: just these, where transformers can."""
+    return sorted(set(layer_ids)) if CAN_SELECT_HIDDEN_STATES else True
+
+
+def aux_hidden_states(outputs, layer_ids, num_layers: int) -> torch.FloatTensor:
+    """
+    The states a draft reads, concatenated. Id `k` is the stream entering decoder layer `k`, `hidden_states[k]`.
+
+    Args:
+        outputs (`ModelOutput`): The target's.
+        layer_ids (`list[int]`): `eagle_aux_hidden_state_layer_ids`.
+        num_layers (`int`): The target's number of decoder layers.
+
+    Returns:
+        `torch.FloatTensor` of shape `(batch_size, sequence_length, n_aux * target_hidden_size)`.
+    """
+    states = outputs.hidden_states
+    if states is None or len(states) != num_layers + 1:
+        raise ValueError(
+            f"The target returned {'no' if states is None else len(states)} hidden states, but one entering each of its "
+            f"{num_layers} layers and a last one are needed to tell which is which."
+        )
+    return torch.cat([states[layer_id].to(states[layer_ids[0]].device) for layer_id in layer_ids], dim=-1)
+
+
+class ReturnedOutputs:
+    """What `return_dict_in_generate` asks for, one entry a token as in `_sample`."""
+
+    def __init__(self, target, config, batch_size):
+        self.text_config = target.config.get_text_config(decoder=True)
+        self.batch_size = batch_size
+        self.wants_dict = config.return_dict_in_generate
+        self.wants_hidden_states = config.output_hidden_states
+
+        def collect(wanted):  # a list of entries for each row
+            return [[] for _ in range(batch_size)] if self.wants_dict and wanted else None
+
+        self.scores, self.logits = collect(config.output_scores), collect(config.output_logits)
+        self.hidden_states, self.attentions = collect(self.wants_hidden_states), collect(config.output_attentions)
+
+        if isinstance(self.wants_hidden_states, int) and not isinstance(self.wants_hidden_states, bool):
+            self.wants_hidden_states = [self.wants_hidden_states]
+        if isinstance(self.wants_hidden_states, list) and not CAN_SELECT_HIDDEN_STATES:
+            raise ValueError(
+                "EAGLE-3 decoding takes a list as `output_hidden_states` from transformers 5.23 on. Pass True instead."
+            )
+
+    def hidden_states_with(self, layer_ids):
+        """What to pass as `output_hidden_states`: the caller's choice and `layer_ids`."""
+        if self.wants_hidden_states is True:
+            return True
+        return select_hidden_states([*(self.wants_hidden_states or []), *layer_ids])
+
+    def scores_of(self, rows):
+        """What stopping criteria get: an entry `(len(rows), vocab_size)` a token."""
+        return (
+            None if self.scores is None else tuple(stack(entries) for entries in zip(*(self.scores[r] for r in rows)))
+        )
+
+    def add(self, row, outputs, logits, scores, path, num_nodes):
+        """
+        Adds the token that a row picked at the last node of `path`. A forward without drafted nodes is plain, and all of
+        its positions go in.
+        """
+        if not self.wants_dict:
+            return
+        rows, nodes = slice(row, row + 1), slice(None) if num_nodes == 1 else slice(path[-1], path[-1] + 1)
+        if self.scores is not None:
+            self.scores[row].append(scores)
+        if self.logits is not None:
+            self.logits[row].append(logits)
+        if self.hidden_states is not None:
+            states = outputs.hidden_states
+            if self.wants_hidden_states is not True:
+                wanted = {index % len(states) for index in self.wants_hidden_states}
+                states = [state if index in wanted else None for index, state in enumerate(states)]
+            self.hidden_states[row].append(tuple(None if state is None else state[rows, nodes] for state in states))
+        if self.attentions is not None:
+            entries = self.attentions[row]
+            # A shorter row has more padding before it than in `_sample`.
+            num_keys = self.prompt_keys + len(entries) if entries and self.batch_size > 1 else None
+            entries.append(
+                tuple(
+                    weights if weights is None else self._attention_of(weights[rows], i, path, num_nodes, num_keys)
+                    for i, weights in enumerate(outputs.attentions)
+                )
+            )
+            if len(entries) == 1:
+                self.prompt_keys = max(weights.shape[-1] for weights in entries[0] if weights is not None)
+
+    def _attention_of(self, weights, layer_idx, path, num_nodes, num_keys):
+        """The row `(1, heads, 1, K)` that a forward over the path alone would have returned."""
+        if num_nodes == 1:
+            return weights if num_keys is None else weights[..., -num_keys:]
+        num_past = weights.shape[-1] - weights.shape[-2]
+        columns = [*range(num_past), *(num_past + node for node in path)]
+        config = self.text_config
+        layer_types = getattr(config, "layer_types", None)
+        layer_type = None if layer_types is None else layer_types[layer_idx]
+        if layer_type in (None, "sliding_attention") and getattr(config, "sliding_window", None) is not None:
+            columns = columns[-config.sliding_window :]
+        elif layer_type in (None, "chunked_attention") and getattr(config, "attention_chunk_size", None) is not None:
+            columns = columns[-config.attention_chunk_size :]
+        if num_keys is not None:
+            columns = columns[-num_keys:]
+        return weights[:, :, path[-1] : path[-1] + 1, columns]
+
+    def finish(self, sequences, past_key_values):
+        if not self.wants_dict:
+            return sequences
+
+        def by_token(rows):
+            return None if rows is None else tuple(stack(entries) for entries in zip(*rows))
+
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences,
+            scores=by_token(self.scores),
+            logits=by_token(self.logits),
+            attentions=by_token(self.attentions),
+            hidden_states=by_token(self.hidden_states),
+            past_key_values=past_key_values,
+        )
+
+
+def stack(entries):
+    """One entry of all rows: tensors, or tuples of tensors and `None`."""
+    if len(entries) == 1 or entries[0] is None:
+        return entries[0]
+    if isinstance(entries[0], tuple):
+        return tuple(stack(layer) for layer in zip(*entries))
+    return torch.cat(entries)

@@ -1,0 +1,196 @@
+# Copyright 2026 The hf-eagle3 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The text that `generate` writes: one token at a time, as `GenerationMixin._sample` picks it."""
+
+from collections import deque
+
+import torch
+import torch.nn.functional as F
+from transformers import PrefixConstrainedLogitsProcessor
+
+from .tree_eagle3 import DraftTree
+
+
+class Text:
+    """
+    The text as it grows. The rows of a batch advance at their own pace, and a finished row goes on as in `_sample`: with
+    padding, up to the length of the longest.
+    """
+
+    # How far a row may run ahead of the slowest; noise is kept for the rows in between.
+    MAX_LEAD = 64
+
+    def __init__(self, input_ids, logits_processor, stopping_criteria, generation_config, returned, streamer):
+        self.batch_size, self.prompt_length = input_ids.shape
+        self.ids = input_ids  # (B, capacity), of which each row has written its length
+        self.lengths = [self.prompt_length] * self.batch_size
+        self.is_finished = [False] * self.batch_size
+        self.logits_processor, self.stopping_criteria, self.returned = logits_processor, stopping_criteria, returned
+        self.max_length = getattr(stopping_criteria, "max_length", None) or torch.iinfo(torch.long).max
+        self.do_sample, self.pad_token = generation_config.do_sample, generation_config._pad_token_tensor
+        self.pads_finished_rows = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
+        self.noise = [deque() for _ in range(self.batch_size)]
+        self.streamer, self.num_streamed = streamer, self.prompt_length
+
+    @property
+    def shortest(self) -> int:
+        return min(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def room(self) -> torch.LongTensor:
+        """How many tokens each row may still take, `(B, 1)`; deeper nodes are never reached, and need no position."""
+        return torch.tensor([[max(self.max_length - length, 0)] for length in self.lengths])
+
+    @property
+    def is_complete(self) -> bool:
+        return all(self.is_finished) and self.shortest == self.longest
+
+    def newest(self, num_tokens: int) -> torch.LongTensor:
+        """The last tokens of every row, `(B, num_tokens)`; shorter rows begin with zeros."""
+        if self.shortest == self.longest:
+            return self.ids[:, self.longest - num_tokens : self.longest]
+        index = torch.arange(num_tokens) - num_tokens + torch.tensor(self.lengths)[:, None]
+        index = index.to(self.ids.device)
+        return self.ids.gather(1, index.clamp(min=0)).masked_fill(index < 0, 0)
+
+    def walk(self, tree: DraftTree, outputs, root_row: int) -> list[list[int]]:
+        """
+        Picks tokens for as long as the tree has them. Returns for each row the nodes at which they were picked.
+        """
+        children, walking = tree.children(), list(range(self.batch_size))
+        nodes, paths = [0] * self.batch_size, [[] for _ in walking]
+        while walking := [row for row in walking if nodes[row] is not None and self._may_advance(row)]:
+            equally_long = {}
+            for row in walking:
+                paths[row].append(nodes[row])
+                equally_long.setdefault(self.lengths[row], []).append(row)
+            for rows in equally_long.values():
+                tokens = self._advance(rows, paths, outputs, root_row, tree.num_nodes)
+                for row, token in zip(rows, tokens):
+                    nodes[row] = children[row].get((nodes[row], token))
+        return paths
+
+    def _may_advance(self, row: int) -> bool:
+        if self.is_finished[row]:
+            return self.lengths[row] < self.longest
+        return self.lengths[row] < self.shortest + self.MAX_LEAD
+
+    def _advance(self, rows: list[int], paths: list[list[int]], outputs, root_row: int, num_nodes: int) -> list[int]:
+        """Picks the next token of rows that are equally long, at the last node of each one's path."""
+        length, device = self.lengths[rows[0]], self.ids.device
+        if len(rows) == self.batch_size and len({paths[row][-1] for row in rows}) == 1:
+            logits = outputs.logits[:, root_row + paths[0][-1]].to(copy=True, dtype=torch.float32, device=device)
+        else:
+            logits = outputs.logits[rows, [root_row + paths[row][-1] for row in rows]].float().to(device)
+        scores = self._process(rows, length, logits)
+        next_tokens = self._pick(rows, scores)
+        if length == self.ids.shape[1]:
+            self.ids = F.pad(self.ids, (0, max(length, 256)))
+        self.ids[rows, length] = next_tokens
+        for i, row in enumerate(rows):
+            self.returned.add(row, outputs, logits[i : i + 1], scores[i : i + 1], paths[row], num_nodes)
+            self.lengths[row] += 1
+        for row, is_done in zip(rows, self._are_to_stop(rows, length + 1)):
+            self.is_finished[row] |= is_done
+        return next_tokens.tolist()
+
+    def _process(self, rows: list[int], length: int, logits: torch.FloatTensor) -> torch.FloatTensor:
+        if len(rows) == self.batch_size:
+            return self.logits_processor(self.ids[:, :length], logits)
+        scores = logits
+        for processor in self.logits_processor:
+            if _is_row_wise(processor):
+                scores = processor(self.ids[rows, :length], scores)
+            else:
+                everyone = scores.new_zeros(self.batch_size, scores.shape[1])
+                everyone[rows] = scores
+                scores = processor(self._cut(length), everyone)[rows]
+        return scores
+
+    def _are_to_stop(self, rows: list[int], length: int) -> list[bool]:
+        scores = self.returned.scores_of(rows)
+        if len(rows) == self.batch_size:
+            return self.stopping_criteria(self.ids[:, :length], scores).tolist()
+        is_done = torch.zeros(len(rows), dtype=torch.bool)
+        for criteria in self.stopping_criteria:
+            if _is_row_wise(criteria):
+                is_done |= torch.as_tensor(criteria(self.ids[rows, :length], scores)).cpu()
+            else:
+                is_done |= torch.as_tensor(criteria(self._cut(length), scores)).cpu().expand(self.batch_size)[rows]
+        return is_done.tolist()
+
+    def _cut(self, length: int) -> torch.LongTensor:
+        """All rows in their places, for what may know them by number; longer ones are cut, shorter ones end with zeros."""
+        index = torch.arange(length, device=self.ids.device)
+        lengths = torch.tensor(self.lengths, device=self.ids.device)
+        return self.ids[:, :length].masked_fill(index >= lengths[:, None], 0)
+
+    def _pick(self, rows: list[int], scores: torch.FloatTensor) -> torch.LongTensor:
+        """The next tokens of rows, as `_sample` picks them."""
+        if not self.do_sample:
+            next_tokens = torch.argmax(scores, dim=-1)
+        elif self.batch_size == 1:
+            next_tokens = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        else:
+            # What `torch.multinomial` does, with the noise it would have drawn for all rows at this position.
+            probs = torch.softmax(scores, dim=-1)
+            if not (torch.isfinite(probs).all() and (probs >= 0).all()):
+                raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+            if any(not self.noise[row] for row in rows):  # then all of them, which are equally long
+                draw = probs.new_empty(self.batch_size, probs.shape[-1]).exponential_()
+                for queue, noise in zip(self.noise, draw):
+                    queue.append(noise.clone())
+            next_tokens = torch.argmax(probs / torch.stack([self.noise[row].popleft() for row in rows]), dim=-1)
+        if self.pads_finished_rows and any(self.is_finished):
+            finished = torch.tensor([self.is_finished[row] for row in rows], device=next_tokens.device)
+            next_tokens = next_tokens.masked_fill(finished, int(self.pad_token))
+        return next_tokens
+
+    def foresee_padding(self, tree: DraftTree, tree_depth: int, **settings) -> DraftTree:
+        """Replaces the trees of rows whose next tokens are known to be padding by chains of it."""
+        if tree.num_nodes == 1 or not (self.pads_finished_rows and any(self.is_finished)):
+            return tree
+        tokens, parents = tree.tokens.clone(), tree.parents.clone()
+        tokens[self.is_finished, 1:] = int(self.pad_token)
+        parents[self.is_finished, 1:] = torch.arange(tree.num_nodes - 1, device=parents.device).clamp(
+            max=tree_depth - 1
+        )
+        return DraftTree.from_parents(tokens, parents, tree.values)
+
+    def stream(self) -> None:
+        """Hands out what all rows have."""
+        if self.streamer is None:
+            return
+        while self.num_streamed < self.shortest:
+            self.streamer.put(self.ids[:, self.num_streamed].cpu())
+            self.num_streamed += 1
+
+
+def _is_row_wise(processor) -> bool:
+    """Whether a logits processor or stopping criterion treats each row of a batch as if it were alone."""
+    return (
+        type(processor).__module__.startswith("transformers.generation.")
+        and not isinstance(processor, PrefixConstrainedLogitsProcessor)
+        and getattr(processor, "prompt_ignore_length", None) is None
+    )
+
+
+def text_positions(model_kwargs) -> torch.LongTensor:
+    """Positions `(B, L)` in the text, of position ids that may have more dimensions than that one."""
+    position_ids = model_kwargs["position_ids"]
+    return position_ids if position_ids.dim() == 2 else position_ids[0]
