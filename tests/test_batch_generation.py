@@ -1,14 +1,33 @@
 """Batches: each row's text is what plain `generate` writes, though rows accept different numbers of tokens."""
 
+import copy
+
 import pytest
 import torch
 from conftest import FAMILIES, make_batch, make_oracle, make_prompt, make_target
-from transformers import LogitsProcessorList, StoppingCriteria
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    SynthIDTextWatermarkingConfig,
+)
+from transformers.generation import stopping_criteria
 
 from hf_eagle3 import Eagle3ForSpeculation
 
 
 LENGTHS = [5, 40, 17]
+DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [8.0] * 4,
+    "original_max_position_embeddings": 50,
+}
 
 
 def generate(target, batch, seed=0, **kwargs):
@@ -227,16 +246,172 @@ def test_logits_processors_and_criteria_may_know_rows_by_number(target):
         assert max(assert_same_texts(target, batch, **settings).accepted_lengths) > 2
 
 
-def test_what_depends_on_the_length_of_the_batch_is_refused(target, draft):
-    batch = make_batch([5, 9])
-    with pytest.raises(ValueError, match="UnbatchedClassifierFreeGuidanceLogitsProcessor follows all rows"):
-        generate(target, batch, assistant_model=draft, guidance_scale=1.5)
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    dynamic = make_target("llama", rope_parameters=rope, max_position_embeddings=24)
-    with pytest.raises(ValueError, match="'dynamic' rotary scaling changes at 24"):
-        generate(dynamic, batch, assistant_model=Eagle3ForSpeculation.from_target(dynamic))
-    assert_same_texts(dynamic, batch, max_new_tokens=14)
-    scaled = make_target("llama4", attn_temperature_tuning=True, floor_scale=16)
-    with pytest.raises(ValueError, match="changes every 16 tokens"):
-        generate(scaled, batch, assistant_model=Eagle3ForSpeculation.from_target(scaled))
-    assert_same_texts(scaled, batch, max_new_tokens=5)
+class CountCalls(LogitsProcessor):
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.num_calls += 1
+        return scores + 4 * (torch.arange(scores.shape[1]) % 7 == self.num_calls % 7)
+
+
+class LessOfTheOthers(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores - 0.5 * scores.mean(dim=0, keepdim=True)
+
+
+class AddNoise(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores + torch.randn(scores.shape)
+
+
+class FollowEachRow(LogitsProcessor):
+    """As grammars do: a state for each row, which the newest token changes at each call."""
+
+    def __init__(self):
+        self.states = None
+
+    def __call__(self, input_ids, scores):
+        if self.states is None:
+            self.states = torch.zeros(len(input_ids), dtype=torch.long)
+        else:
+            self.states = (3 * self.states + input_ids.view(-1)[input_ids.shape[1] - 1 :: input_ids.shape[1]] // 5) % 5
+        return scores.masked_fill(torch.arange(scores.shape[1]) % 5 != self.states[:, None], -1e4)
+
+
+class StopAllAt(StoppingCriteria):
+    def __init__(self, token):
+        self.token = token
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return bool(input_ids[0, -1] == self.token)
+
+
+class StopWhereUnsure(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return scores[-1].softmax(dim=-1).amax(dim=-1) < 0.15
+
+
+@pytest.mark.parametrize(
+    "make_settings",
+    [
+        *(
+            lambda kind=kind: {"logits_processor": LogitsProcessorList([kind()])}
+            for kind in (CountCalls, LessOfTheOthers, AddNoise, FollowEachRow)
+        ),
+        lambda: {"stopping_criteria": [StopAllAt(3)]},
+        lambda: {"stopping_criteria": [StopWhereUnsure()], "return_dict_in_generate": True, "output_scores": True},
+        lambda: {"guidance_scale": 1.5},
+        lambda: {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3), "do_sample": True},
+        lambda: {"encoder_repetition_penalty": 1.4},
+        lambda: {"encoder_no_repeat_ngram_size": 2},
+        lambda: {"repetition_penalty": 1.3, "eos_token_id": 7},  # as fast as before
+    ],
+    ids=lambda make: ",".join(make()),
+)
+def test_processors_and_criteria_that_look_across_rows_or_keep_states(target, make_settings):
+    batch = make_batch(LENGTHS)
+
+    def generate_with(**kwargs):
+        output = generate(target, batch, **make_settings(), **kwargs)
+        return output if isinstance(output, torch.Tensor) else output.sequences
+
+    expected = generate_with()
+    oracle = make_row_oracle(target, batch, expected)
+    assert generate_with(assistant_model=oracle).tolist() == expected.tolist()
+    if expected.shape[1] > max(LENGTHS) + 4:
+        assert max(oracle.last_generation.accepted_lengths) >= 2
+
+
+@pytest.mark.parametrize("eos_token_id", [None, 95])
+def test_time_that_is_over_ends_all_rows_at_once(target, monkeypatch, eos_token_id):
+    class Clock:
+        """Time passes with each forward."""
+
+        forwards = 0
+
+        def time(self):
+            return self.forwards
+
+    def tick(*args):
+        clock.forwards += 1
+
+    batch = make_batch(LENGTHS)
+    text = generate(target, batch, max_new_tokens=60, eos_token_id=None)
+    oracle = make_row_oracle(target, batch, text.clone())
+    oracle.text[1] = 3  # of one row it knows nothing
+    clock, timed = Clock(), copy.deepcopy(target)
+    timed.register_forward_hook(tick)
+    monkeypatch.setattr(stopping_criteria, "time", clock)
+    settings = {"max_time": 8.5, "max_new_tokens": 60, "eos_token_id": eos_token_id, "pad_token_id": 0}
+    actual = generate(timed, batch, assistant_model=oracle, **settings)
+    assert clock.forwards == 9
+    assert actual.tolist() == text[:, : actual.shape[1]].tolist()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 50}),
+        ("llama4", {"attn_temperature_tuning": True, "floor_scale": 16}),
+        (
+            "phi3",
+            {"rope_parameters": LONG_ROPE, "max_position_embeddings": 200, "original_max_position_embeddings": 50},
+        ),
+    ],
+)
+def test_targets_that_depend_on_the_length_of_the_batch(family, changes):
+    target = make_target(family, **changes)
+    for lengths in ([5, 9], LENGTHS):
+        assert_same_texts(target, make_batch(lengths), eos_token_id=7)
+        assert_same_texts(target, make_batch(lengths), do_sample=True, top_k=5)
+
+
+def make_gpt2(**changes):
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 6, "n_positions": 128, "vocab_size": 96, "initializer_range": 0.3}
+    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    config = AutoConfig.for_model("gpt2", **{**sizes, **dropout, **tokens, **changes})
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def test_positions_that_are_looked_up_in_a_table():
+    target = make_gpt2(n_positions=48)
+    batch = {"input_ids": make_prompt(35, batch_size=3), "attention_mask": torch.ones(3, 35, dtype=torch.long)}
+    assert max(assert_same_texts(target, batch, max_new_tokens=14).accepted_lengths) >= 3  # as many as there may be
+    prompt = {"input_ids": make_prompt(44), "attention_mask": torch.ones(1, 44, dtype=torch.long)}
+    token = int(generate(target, prompt, max_new_tokens=3)[0, -1])
+    assert_same_texts(target, prompt, max_new_tokens=100, eos_token_id=token)  # ends before the table does
+
+
+def test_token_types_of_the_prompt():
+    target, batch = make_gpt2(), make_batch(LENGTHS)
+    batch["token_type_ids"] = torch.randint(2, 90, batch["input_ids"].shape)
+    assert max(assert_same_texts(target, batch).accepted_lengths) >= 3
+
+
+def test_inputs_of_other_types(target):
+    batch = make_batch(LENGTHS)
+    expected = generate(target, batch)
+    oracle = make_row_oracle(target, batch, expected)
+    for inputs in (
+        {**batch, "attention_mask": batch["attention_mask"].float()},
+        {**batch, "attention_mask": 2 * batch["attention_mask"]},
+        {**batch, "input_ids": batch["input_ids"].int()},
+    ):
+        expected = generate(target, inputs)
+        assert generate(target, inputs, assistant_model=oracle).tolist() == expected.tolist()
+    prompt = {"input_ids": make_prompt(9, batch_size=3), "position_ids": torch.arange(9)[None] + 5}
+    expected = generate(target, prompt)
+    assert generate(target, prompt, assistant_model=make_oracle(target, expected)).tolist() == expected.tolist()
+
+
+def test_holes_in_the_mask():
+    target, prompt = make_target("llama4"), make_prompt(40)
+    for hole in (slice(5, 12), slice(34, 40)):
+        mask = torch.ones_like(prompt)
+        mask[:, hole] = 0
+        inputs = {"input_ids": prompt, "attention_mask": mask}
+        expected = generate(target, inputs)
+        assert generate(target, inputs, assistant_model=make_oracle(target, expected)).tolist() == expected.tolist()

@@ -7,14 +7,17 @@ import threading
 
 import pytest
 import torch
-from accelerate import dispatch_model
+from accelerate import cpu_offload, dispatch_model
 from conftest import make_batch, make_draft, make_oracle, make_prompt, make_target
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    DynamicCache,
     GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteria,
     TorchAoConfig,
     pipeline,
 )
@@ -99,6 +102,132 @@ def test_activations_quantized_over_the_whole_forward_are_refused(target, draft)
         quantized = torch.ao.quantization.quantize_dynamic(target, {torch.nn.Linear}, dtype=torch.qint8)
     with pytest.raises(ValueError, match="one scale for all tokens"):
         quantized.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
+
+
+class Interrupt(Exception):
+    pass
+
+
+class Raise(StoppingCriteria):
+    """Or a processor, or a streamer."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] >= self.length:
+            raise Interrupt
+        return scores if kwargs.get("is_processor") else torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class RaisingProcessor(Raise):
+    def __call__(self, input_ids, scores):
+        return super().__call__(input_ids, scores, is_processor=True)
+
+
+class RaisingStreamer(Raise):
+    def put(self, value):
+        self.length -= value.numel()
+        if self.length <= 0:
+            raise Interrupt
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("length", [23, 26, 31])
+@pytest.mark.parametrize(
+    "make_settings",
+    [
+        lambda length: {"stopping_criteria": [Raise(length)]},
+        lambda length: {"logits_processor": LogitsProcessorList([RaisingProcessor(length)])},
+        lambda length: {"streamer": RaisingStreamer(length)},
+    ],
+    ids=["criterion", "processor", "streamer"],
+)
+def test_the_cache_that_is_left_when_something_raises(family, length, make_settings):
+    target, prompt = make_target(family), make_prompt(20)
+    text = target.generate(prompt, max_new_tokens=40, do_sample=False)
+    longer = torch.cat([text[:, :length], make_prompt(3, seed=9)], dim=1)
+    found = []
+    for assistant in ({}, {"assistant_model": make_oracle(target, text)}):
+        cache = DynamicCache(config=target.config)
+        with pytest.raises(Interrupt):
+            target.generate(prompt, past_key_values=cache, max_new_tokens=40, **assistant, **make_settings(length))
+        seen = cache.get_seq_length()
+        found.append((seen, target.generate(longer, past_key_values=cache, **SETTINGS).tolist()))
+    assert found[0] == found[1]
+    assert found[0][1] == target.generate(longer, **SETTINGS).tolist()
+
+
+@pytest.mark.parametrize(
+    ("make_broken", "message"),
+    [
+        (lambda target: target.train(), "The target is in training mode"),
+        (lambda target: cpu_offload(target, execution_device="cpu"), "embedding of LlamaForCausalLM.* is offloaded"),
+        (
+            lambda target: get_peft_model(target, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)),
+            "as PEFT does for prompt and prefix tuning",
+        ),
+        (
+            lambda target: get_peft_model(target, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)),
+            "as PEFT does for prompt and prefix tuning",
+        ),
+    ],
+    ids=["dropout", "offload", "prompt tuning", "prefix tuning"],
+)
+def test_targets_of_which_the_draft_sees_something_else_are_refused(draft, make_broken, message):
+    target = make_broken(make_target("llama", attention_dropout=0.3))
+    with pytest.raises(ValueError, match=message):
+        target.generate(input_ids=make_prompt(5), assistant_model=draft, **SETTINGS)
+
+
+def test_draft_that_drops_out_is_refused(target):
+    draft = Eagle3ForSpeculation.from_target(target, attention_dropout=0.5)  # in training mode, as a fresh one is
+    with pytest.raises(ValueError, match="The draft is in training mode"):
+        target.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
+    assert_same_text(target, draft.eval())
+    assert_same_text(make_target("llama", attention_dropout=0.3), draft)
+
+
+def test_overridden_inputs_are_refused(target, draft):
+    class WithoutPositions(type(target)):
+        def prepare_inputs_for_generation(self, *args, **kwargs):
+            inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+            del inputs["position_ids"]
+            return inputs
+
+    other = WithoutPositions(target.config)
+    other.load_state_dict(target.state_dict())
+    with pytest.raises(ValueError, match="does not pass on the positions"):
+        other.eval().generate(make_prompt(5), assistant_model=draft, **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        (
+            "gpt_neo",
+            {"num_layers": 6, "num_heads": 4, "attention_types": [[["global", "local"], 3]]},
+            "tells distances",
+        ),
+        ("falcon", {"num_hidden_layers": 6, "num_attention_heads": 4, "alibi": True}, "tells distances"),
+        ("openai-gpt", {"n_embd": 32, "n_layer": 6, "n_head": 4}, "returns `past_key_values`"),
+        ("minimax", {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}, "roll back"),
+    ],
+)
+def test_targets_without_positions_or_a_cache_are_refused(model_type, changes, message):
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48}
+    target = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**sizes, **changes})).eval()
+    with pytest.raises(ValueError, match=message):
+        target.generate(make_prompt(5), assistant_model=Eagle3ForSpeculation.from_target(target).eval(), **SETTINGS)
+
+
+def test_attentions_that_sdpa_does_not_return(target):
+    settings = {**SETTINGS, "return_dict_in_generate": True, "output_attentions": True}
+    prompt = make_prompt(12)
+    expected = target.generate(prompt, **settings)
+    oracle = make_oracle(target, expected.sequences)
+    actual = target.generate(prompt, assistant_model=oracle, **settings)
+    assert actual.sequences.equal(expected.sequences) and actual.attentions == expected.attentions
 
 
 def test_dtypes_of_target_and_draft(target, draft):
@@ -264,10 +393,18 @@ def test_convolutional_states_can_be_continued_from():
     assert texts[0] == texts[1]
 
 
-def test_convolutional_states_take_no_batch():
-    target = make_lfm2()
-    with pytest.raises(ValueError, match="convolutional states"):
-        target.generate(**make_batch([5, 9]), assistant_model=Eagle3ForSpeculation.from_target(target), **SETTINGS)
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"eos_token_id": 7, "pad_token_id": 0}])
+def test_convolutional_states_of_a_batch(settings):
+    target, batch = make_lfm2(), make_batch([5, 9])
+
+    def generate(**kwargs):
+        torch.manual_seed(0)
+        return target.generate(**batch, **{**SETTINGS, **settings}, **kwargs)
+
+    expected = generate()
+    oracle = make_oracle(target, expected, padding=1 - batch["attention_mask"].sum(dim=1, keepdim=True) + 8)
+    assert generate(assistant_model=oracle).tolist() == expected.tolist()
+    assert max(oracle.last_generation.accepted_lengths) >= 2
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "jamba"])

@@ -16,6 +16,7 @@
 import torch
 import torch.nn.functional as F
 from transformers.cache_utils import (
+    Cache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
@@ -48,7 +49,7 @@ def tree_attention_mask(config, cache, past_length, visible, query_depths, key_d
     left_padding = 0
     if padding_mask is not None:
         padding_mask = padding_mask[:, :past_length].bool()
-        left_padding = (~padding_mask).sum(dim=1)[:, None, None]
+        left_padding = (padding_mask.cumsum(dim=1) == 0).sum(dim=1)[:, None, None]  # not holes
 
     def mask_for(layer_type, layer):
         num_past = layer.keys.shape[-2] - (num_tree_rows - num_queries)
@@ -88,11 +89,16 @@ class TreeCache:
     """The target's cache, from which a step removes the nodes it did not accept."""
 
     def __init__(self, cache):
+        check_cache(cache)
         self.cache = None
-        self.track(cache)
+        self.track(cache, num_new=0)
 
-    def track(self, cache):
-        """Takes the cache of the target's outputs, which a target may exchange (Phi-3 at its rotary switch)."""
+    def track(self, cache, num_new: int):
+        """
+        Takes the cache of the target's outputs, which a target may exchange (Phi-3 at its rotary switch), with `num_new`
+        entries that are not decided on.
+        """
+        self.num_new = num_new
         if cache is self.cache:
             return
         check_cache(cache)
@@ -109,8 +115,11 @@ class TreeCache:
     def length(self) -> int:
         return self.cache.get_seq_length()
 
-    def keep_paths(self, paths: list[list[int]], num_nodes: int, growth: int) -> None:
-        """Keeps each row's path, ascending, of the last `num_nodes` entries. The cache becomes longer by `growth`."""
+    def keep_paths(self, paths: list[list[int]], growth: int) -> None:
+        """Keeps each row's path, ascending, of the newest tree, if it has one. The cache becomes longer by `growth`."""
+        num_nodes, self.num_new = self.num_new, 0
+        if num_nodes == 0:
+            return
         path = paths[0]
         if any(other != path for other in paths) or len(path) != growth:
             keep_rows(self.cache, paths, num_nodes, growth)
@@ -171,7 +180,11 @@ def check_cache(cache) -> None:
     """Refuses caches from which the nodes of a tree, or of a chain, cannot be taken out again."""
     if cache is None:
         raise ValueError("EAGLE-3 decoding needs a target that returns `past_key_values`.")
-    for layer in getattr(cache, "layers", [cache]):
+    if getattr(type(cache), "crop", None) is not Cache.crop:
+        raise ValueError(
+            f"EAGLE-3 decoding cannot roll back a {type(cache).__name__}. Use the default `DynamicCache`."
+        )
+    for layer in cache.layers:
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
             continue
         if type(layer).__name__ == "DummyLayer":  # stores nothing: shares another one's keys

@@ -18,15 +18,10 @@ import inspect
 import math
 
 import torch
-from transformers import SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.utils.generic import is_flash_attention_requested
 
 from .cache_eagle3 import check_cache
 from .text_eagle3 import text_positions
-
-
-# Logits processors that keep a state for each row of a batch.
-STATEFUL_PROCESSORS = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
 def check_pairing(draft, target) -> None:
@@ -85,7 +80,7 @@ def fingerprint(embedding: torch.Tensor) -> str:
     return base64.b64encode(entries.numpy().tobytes()).decode()
 
 
-def check_call(target, input_ids, generation_config, synced_gpus, model_kwargs, stopping_criteria, logits_processor):
+def check_call(draft, target, generation_config, synced_gpus, model_kwargs):
     """The checks of `GenerationMixin._assisted_decoding`, and those a tree adds."""
     if generation_config.num_beams > 1:  # by `custom_generate`; otherwise transformers ignores the draft
         raise ValueError("EAGLE-3 decoding does not search with beams. Leave out `num_beams` or the draft.")
@@ -105,6 +100,26 @@ def check_call(target, input_ids, generation_config, synced_gpus, model_kwargs, 
             f"{type(target).__name__} is quantized with one scale for all tokens of a forward, so that what it says of a "
             "token depends on the others in the tree. Quantize weights only, or activations token by token (torchao)."
         )
+    config = target.config.get_text_config(decoder=True)
+    if "local" in (getattr(config, "attention_layers", None) or ()) or getattr(config, "alibi", False):
+        raise ValueError(
+            f"{type(target).__name__} tells distances by indices in its cache (local or ALiBi attention), at which the "
+            "nodes of a tree do not stand in the order of the text. EAGLE-3 decoding needs a target with explicit positions."
+        )
+    if target.prepare_inputs_for_generation.__func__ is not type(target).prepare_inputs_for_generation:
+        raise ValueError(
+            f"{type(target).__name__}.prepare_inputs_for_generation was replaced, as PEFT does for prompt and prefix "
+            "tuning, which put tokens before the text that EAGLE-3 decoding does not see. Use another adapter, or leave "
+            "`assistant_model` out."
+        )
+    for name, model in (("target", target), ("draft", draft)):
+        if model.training and _drops_out(model):
+            raise ValueError(f"The {name} is in training mode and drops out at random. Call `{name}.eval()` first.")
+    if not draft.config.has_own_embed_tokens and target.get_input_embeddings().weight.device.type == "meta":
+        raise ValueError(
+            f"The embedding of {type(target).__name__}, which the draft reads, is offloaded. Keep it on a device in the "
+            "`device_map`, or make the draft with `has_own_embed_tokens=True`."
+        )
     if "position_ids" not in inspect.signature(target.forward).parameters:
         raise ValueError(
             f"{type(target).__name__} takes no `position_ids`, so that siblings in a tree cannot share a position. "
@@ -115,39 +130,30 @@ def check_call(target, input_ids, generation_config, synced_gpus, model_kwargs, 
         raise ValueError(
             f"EAGLE-3 decoding needs `position_ids`, and `generate` makes none for {type(target).__name__}."
         )
-    if input_ids.shape[0] > 1:
-        _check_batch(target, input_ids, model_kwargs, stopping_criteria, logits_processor)
     if model_kwargs.get("past_key_values") is not None:
         check_cache(model_kwargs["past_key_values"])
 
 
-def _check_batch(target, input_ids, model_kwargs, stopping_criteria, logits_processor):
-    """Rows that advance at their own pace are not for targets and processors that look across rows."""
-    for processor in logits_processor:
-        if isinstance(processor, STATEFUL_PROCESSORS):
-            raise ValueError(
-                f"{type(processor).__name__} follows all rows of a batch at once, but in EAGLE-3 decoding each row advances "
-                "at its own pace. Call `generate` for each row, or leave `assistant_model` out."
-            )
+def depends_on_length(target, input_ids, cache, model_kwargs, stopping_criteria) -> bool:
+    """Whether what the target says of a row changes, within this call, with the length of the longest row of the batch."""
     config = target.config.get_text_config(decoder=True)
-    cache = model_kwargs.get("past_key_values")
-    first = (cache.get_seq_length() if cache is not None else 0) + input_ids.shape[1]
     last = getattr(stopping_criteria, "max_length", None) or math.inf
-    reason = None
+    begin = int(text_positions(model_kwargs)[:, -1].min())
+    if last > (position_table(config) or math.inf):  # a row that is ahead would come to its end
+        return True
     for rope_type, length in rotary_switches(config):
-        begin = int(text_positions(model_kwargs)[:, -1].min())
         if last >= length and (begin < length or rope_type != "longrope"):
-            reason = f"'{rope_type}' rotary scaling changes at {length}"
-    if getattr(config, "attn_temperature_tuning", False) and last + 1 >= (first // config.floor_scale + 1) * (
-        config.floor_scale
-    ):
-        reason = f"the scale of its queries changes every {config.floor_scale} tokens"
-    if reason is not None:
-        raise ValueError(
-            f"The rows of a batch come to different lengths in EAGLE-3 decoding, and {type(target).__name__} depends on the "
-            f"length of the whole batch: {reason}, within this call. Call `generate` for each row, or set a smaller "
-            "`max_new_tokens`."
-        )
+            return True
+    # Llama 4 scales queries by their index in the cache, anew every so many tokens.
+    return (
+        getattr(config, "attn_temperature_tuning", False)
+        and last + 1 >= (cache.length // config.floor_scale + 1) * config.floor_scale
+    )
+
+
+def position_table(config) -> int | None:
+    """How many positions a target knows that looks them up in a table; `None` if it rotates by them."""
+    return None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)
 
 
 def rotary_switches(config) -> list[tuple[str, int]]:
@@ -165,3 +171,12 @@ def rotary_switches(config) -> list[tuple[str, int]]:
         elif "dynamic" in rope_type:
             switches.append((rope_type, config.max_position_embeddings))
     return switches
+
+
+def _drops_out(model) -> bool:
+    rates = [
+        getattr(model.config.get_text_config(decoder=True), name, 0) for name in ("attention_dropout", "attn_pdrop")
+    ]
+    rates += [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    rates += [module.attention_dropout for module in model.modules() if hasattr(module, "attention_dropout")]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)

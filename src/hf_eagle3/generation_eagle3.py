@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from transformers import GenerationMixin
 
 from .cache_eagle3 import TreeCache, take_paths, tree_attention_mask
-from .checks_eagle3 import check_call, rotary_switches
+from .checks_eagle3 import check_call, depends_on_length, position_table, rotary_switches
 from .drafter_eagle3 import Drafter
 from .outputs_eagle3 import ReturnedOutputs, aux_hidden_states
 from .policy_eagle3 import tree_policy, tree_settings
@@ -91,9 +91,7 @@ def eagle3_decoding(
     nodes exist, so greedy text is the target's greedy text, samples follow the target's distribution, and a seed gives
     the sample it gives without a draft.
 
-    The rows of a batch advance at their own pace. Logits processors and stopping
-    criteria that are not transformers' own get the whole batch for each token of each row, and what they say of that row
-    counts.
+    The rows of a batch advance at their own pace, or in step where that could be noticed (see [`Text`]).
 
     Arguments and return value are those of `GenerationMixin._assisted_decoding`. Leaves [`Eagle3GenerationStats`] in
     `draft.last_generation`.
@@ -102,7 +100,7 @@ def eagle3_decoding(
         ValueError: if the draft was made for another target, or the call asks for what a tree cannot do.
     """
     draft.validate_target(target)
-    check_call(target, input_ids, generation_config, synced_gpus, model_kwargs, stopping_criteria, logits_processor)
+    check_call(draft, target, generation_config, synced_gpus, model_kwargs)
     settings = tree_settings(draft.generation_config, generation_config)
     policy = tree_policy(
         settings.pop("tree_policy"),
@@ -116,67 +114,64 @@ def eagle3_decoding(
     aux_layer_ids = draft.resolve_aux_layer_ids(target)
     returned = ReturnedOutputs(target, generation_config, batch_size=input_ids.shape[0])
     model_kwargs["output_hidden_states"] = returned.hidden_states_with(aux_layer_ids)
-    text = Text(input_ids, logits_processor, stopping_criteria, generation_config, returned, streamer)
 
     # The prompt's forward ends at the root of a tree that has no other nodes.
     outputs = target._prefill(input_ids, generation_config, model_kwargs)
     stats.target_forwards += 1
-    cache = TreeCache(outputs.past_key_values)
-    if cache.is_chain and text.batch_size > 1:
-        raise ValueError(
-            f"{type(target).__name__} keeps convolutional states, whose rows cannot come to different lengths. Call "
-            "`generate` for each row, or leave `assistant_model` out."
-        )
+    cache = TreeCache(getattr(outputs, "past_key_values", None))
+    in_step = cache.is_chain or depends_on_length(target, input_ids, cache, model_kwargs, stopping_criteria)
+    text = Text(input_ids, logits_processor, stopping_criteria, generation_config, returned, streamer, in_step)
     if text.batch_size > 1 and model_kwargs.get("attention_mask") is None:  # there will be padding
         model_kwargs["attention_mask"] = input_ids.new_ones(text.batch_size, cache.length)
     drafter = Drafter(draft, target.get_input_embeddings())
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
     features = aux_hidden_states(outputs, aux_layer_ids, num_layers)  # (B, S, n_aux * H)
-    tree, root_row = DraftTree.root_only(input_ids[:, -1:]), outputs.logits.shape[1] - 1
+    tree, root_row = DraftTree.root_only(input_ids.new_zeros(text.batch_size, 1)), outputs.logits.shape[1] - 1
     plan, start = None, 0.0
 
-    with target._optimize_model_for_decode():
-        while True:
-            # Each row walks down its tree until no child carries the target's choice, or it is time to stop.
-            longest, were_finished = text.longest, list(text.is_finished)
-            paths = text.walk(tree, outputs, root_row)
-            growth = text.longest - longest
+    try:
+        with target._optimize_model_for_decode():
+            while True:
+                # Each row walks down its tree until no child carries the target's choice, or it is time to stop.
+                were_finished = list(text.is_finished)
+                text.walk(tree, outputs, root_row)
 
-            # Keep the paths in the cache and forget the other nodes.
-            counts = [len(path) for path in paths]
-            emitted = [count for count, done in zip(counts, were_finished) if count and not done]
-            stats.new_tokens += sum(emitted)
-            if stats.target_forwards > 1:
-                stats.accepted_lengths += emitted
-                cache.keep_paths(paths, tree.num_nodes, growth)
-                features = take_paths(features, paths)
-            model_kwargs = target._update_model_kwargs_for_generation(
-                outputs, model_kwargs, num_new_tokens=max(counts)
-            )
-            _align_rows(model_kwargs, counts, growth)
-            text.stream()
-            live = [not is_finished for is_finished in text.is_finished]
-            if plan is not None:
-                plan.record_verification(tree, paths, live, time.perf_counter() - start)
-            if text.is_complete:
-                break
+                # Keep the paths in the cache and forget the other nodes.
+                counts = [len(path) for path in text.paths]
+                emitted = [count for count, done in zip(counts, were_finished) if count and not done]
+                stats.new_tokens += sum(emitted)
+                if stats.target_forwards > 1:
+                    stats.accepted_lengths += emitted
+                    cache.keep_paths(text.paths, text.growth)
+                    features = take_paths(features, text.paths)
+                model_kwargs = _extend_inputs(target, outputs, model_kwargs, counts, text.growth)
+                live = [not is_finished for is_finished in text.is_finished]
+                if plan is not None:
+                    plan.record_verification(tree, text.paths, live, time.perf_counter() - start)
+                if text.is_complete:
+                    break
 
-            # Draft a tree below the newest token, and verify it in one forward.
-            plan, tree = policy.plan_step(live), DraftTree.root_only(text.newest(1))
-            limits = _step_limits(target, settings, cache, model_kwargs, text)
-            drafter.remember(features, counts, text, model_kwargs)
-            if plan.drafts and limits["tree_depth"] > 0:
-                tree = text.foresee_padding(drafter.grow(text, model_kwargs, plan, **limits), **limits)
-            start = time.perf_counter()
-            outputs = _verify(target, tree, text, cache, model_kwargs)
-            stats.target_forwards += 1
-            cache.track(outputs.past_key_values)
-            features = aux_hidden_states(outputs, aux_layer_ids, num_layers)[:, -tree.num_nodes :]
-            root_row = outputs.logits.shape[1] - tree.num_nodes
+                # Draft a tree below the newest token, and verify it in one forward.
+                plan, tree = policy.plan_step(live), DraftTree.root_only(text.newest(1))
+                limits = _step_limits(target, settings, cache, model_kwargs, text)
+                drafter.remember(features, counts, text, model_kwargs)
+                if plan.drafts and limits["tree_depth"] > 0:
+                    tree = text.foresee_padding(drafter.grow(text, model_kwargs, plan, **limits), **limits)
+                start = time.perf_counter()
+                outputs = _verify(target, tree, text, cache, model_kwargs)
+                stats.target_forwards += 1
+                cache.track(outputs.past_key_values, tree.num_nodes)
+                features = aux_hidden_states(outputs, aux_layer_ids, num_layers)[:, -tree.num_nodes :]
+                root_row = outputs.logits.shape[1] - tree.num_nodes
+    except BaseException:
+        # Whoever passed the cache and catches this finds in it what plain `generate` would have left.
+        cache.keep_paths(text.paths, text.growth)
+        raise
+    finally:
+        cache.release()
 
     if streamer is not None:
         streamer.end()
-    cache.release()
     calls = _LAST_CALLS.setdefault(draft, {})
     calls[threading.get_ident()] = calls[None] = stats
     return returned.finish(text.ids[:, : text.longest].clone(), outputs.past_key_values)
@@ -214,21 +209,25 @@ def install_generation_hook() -> None:
     GenerationMixin._validate_generation_mode = _validate_generation_mode
 
 
-def _align_rows(model_kwargs, counts: list[int], growth: int) -> None:
-    """
-    Moves what has an entry for each token to where the rows end: they were all extended by the largest of `counts`, but
-    advanced by their own.
-    """
-    if len(set(counts)) == 1 and counts[0] == growth:
-        return
+def _extend_inputs(target, outputs, model_kwargs, counts: list[int], growth: int):
+    """What `_sample` does after each token, for rows that advanced by `counts`, the longest of them by `growth`."""
+    token_types, most = model_kwargs.get("token_type_ids"), max(counts)
+    model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=most)
+    if token_types is not None:  # token by token, the last is repeated
+        model_kwargs["token_type_ids"] = torch.cat([token_types, token_types[:, -1:].expand(-1, most)], dim=-1)
+    if set(counts) == {growth}:
+        return model_kwargs
+    # All rows were extended by as much as one: move what has an entry for each token to where the rows end.
     for name in ("attention_mask", "position_ids", *TOKEN_TYPES):
         entries = model_kwargs.get(name)  # (..., B, L)
         if entries is None:
             continue
-        excess = max(counts) - torch.tensor(counts, device=entries.device)[:, None]
+        excess = most - torch.tensor(counts, device=entries.device)[:, None]
         source = torch.arange(entries.shape[-1], device=entries.device) - excess  # (B, L)
-        moved = entries.gather(-1, source.clamp(min=0).expand_as(entries)).masked_fill(source < 0, 0)
-        model_kwargs[name] = moved[..., max(counts) - growth :]
+        shape = (*entries.shape[:-2], *source.shape)  # positions may be given once for all rows
+        moved = entries.expand(shape).gather(-1, source.clamp(min=0).expand(shape)).masked_fill(source < 0, 0)
+        model_kwargs[name] = moved[..., most - growth :]
+    return model_kwargs
 
 
 def _verify(target, tree, text, cache, model_kwargs):
@@ -260,6 +259,16 @@ def _verify(target, tree, text, cache, model_kwargs):
         inputs["past_key_values"] = cache.cache
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = 0  # all
+        passed = inputs.get("position_ids")
+        if (
+            passed is None
+            or not torch.equal(passed, positions)
+            or (attention_mask is not None and inputs.get("attention_mask") is None)
+        ):
+            raise ValueError(
+                f"{type(target).__name__}.prepare_inputs_for_generation does not pass on the positions and the mask that it "
+                "is given, which a tree needs. Leave `assistant_model` out."
+            )
     return target(**inputs, return_dict=True)
 
 
@@ -274,6 +283,9 @@ def _step_limits(target, settings, cache, model_kwargs, text):
         room = switch - 1 - int(model_kwargs["position_ids"].max())
         if room >= -1 or rope_type != "longrope":
             limits["tree_depth"] = min(limits["tree_depth"], max(room, 0))
+    if (table := position_table(config)) is not None:  # plain decoding may well end before it does
+        room = table - 1 - int(model_kwargs["position_ids"].max())
+        limits["tree_depth"] = min(limits["tree_depth"], room)
     # In older transformers (5.17) Phi-3 loses its cache at that switch and goes on without: no tree hangs from that.
     if cache.length < text.longest - 1:
         limits["tree_depth"] = 0

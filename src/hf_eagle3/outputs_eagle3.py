@@ -77,11 +77,9 @@ class ReturnedOutputs:
             return True
         return select_hidden_states([*(self.wants_hidden_states or []), *layer_ids])
 
-    def scores_of(self, rows):
-        """What stopping criteria get: an entry `(len(rows), vocab_size)` a token."""
-        return (
-            None if self.scores is None else tuple(stack(entries) for entries in zip(*(self.scores[r] for r in rows)))
-        )
+    def all_scores(self):
+        """What stopping criteria get: an entry `(B, vocab_size)` a token."""
+        return None if self.scores is None else tuple(stack(entries) for entries in zip(*self.scores))
 
     def add(self, row, outputs, logits, scores, path, num_nodes):
         """
@@ -104,14 +102,14 @@ class ReturnedOutputs:
         if self.attentions is not None:
             entries = self.attentions[row]
             # A shorter row has more padding before it than in `_sample`.
-            num_keys = self.prompt_keys + len(entries) if entries and self.batch_size > 1 else None
+            num_keys = self.prompt_keys + len(entries) if entries and entries[0] and self.batch_size > 1 else None
             entries.append(
                 tuple(
                     weights if weights is None else self._attention_of(weights[rows], i, path, num_nodes, num_keys)
                     for i, weights in enumerate(outputs.attentions)
                 )
             )
-            if len(entries) == 1:
+            if len(entries) == 1 and entries[0]:  # sdpa returns none
                 self.prompt_keys = max(weights.shape[-1] for weights in entries[0] if weights is not None)
 
     def _attention_of(self, weights, layer_idx, path, num_nodes, num_keys):

@@ -56,7 +56,7 @@ def tree_settings(
             value = getattr(draft_config, name, None)
         settings[name] = default if value is None else value
         if name == "assistant_confidence_threshold":
-            if not 0 <= settings[name] < 1:
+            if not isinstance(settings[name], (int, float)) or not 0 <= settings[name] < 1:
                 raise ValueError(f"`{name}` must be in [0, 1), got {settings[name]!r}.")
         elif name != "tree_policy" and (
             isinstance(settings[name], bool) or not isinstance(settings[name], int) or settings[name] < 1
@@ -257,12 +257,12 @@ class _DraftedStep(StaticPolicy):
 
     def _expected(self, values: torch.FloatTensor) -> torch.FloatTensor:
         """Probabilities that nodes are accepted, averaged over the rows that count."""
-        values = values.float().cpu()
+        values = values.float().cpu().contiguous()
         return self.policy.calibration(values if all(self.live) else values[self.live]).mean(dim=0)
 
     def goes_deeper(self, values):
         policy, costs, expected = self.policy, self.policy.costs, self._expected(values)
-        mass, before = float(expected.sum()), self.mass
+        mass, before = max(float(expected.sum()), 1e-9), self.mass
         self.mass = mass
         if costs["level"] is None or len(costs.known_sizes) < 2:
             return True

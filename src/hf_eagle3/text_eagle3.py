@@ -17,7 +17,6 @@ from collections import deque
 
 import torch
 import torch.nn.functional as F
-from transformers import PrefixConstrainedLogitsProcessor
 
 from .tree_eagle3 import DraftTree
 
@@ -26,16 +25,26 @@ class Text:
     """
     The text as it grows. The rows of a batch advance at their own pace, and a finished row goes on as in `_sample`: with
     padding, up to the length of the longest.
+
+    Where that could be noticed they advance in step, as far as all of them can: so that logits processors and stopping
+    criteria which are not known to look at each row by itself are called as `_sample` calls them.
+
+    Args:
+        in_step (`bool`): Whether something else requires it.
     """
 
     # How far a row may run ahead of the slowest; noise is kept for the rows in between.
     MAX_LEAD = 64
 
-    def __init__(self, input_ids, logits_processor, stopping_criteria, generation_config, returned, streamer):
+    def __init__(self, input_ids, logits_processor, stopping_criteria, generation_config, returned, streamer, in_step):
         self.batch_size, self.prompt_length = input_ids.shape
-        self.ids = input_ids  # (B, capacity), of which each row has written its length
+        self.in_step = in_step or self.batch_size == 1
+        self.in_step |= not all(map(is_row_wise, [*logits_processor, *stopping_criteria]))
+        self.ids = input_ids.long()  # (B, capacity), of which each row has written its length
         self.lengths = [self.prompt_length] * self.batch_size
         self.is_finished = [False] * self.batch_size
+        self.paths = [[] for _ in range(self.batch_size)]  # of the last walk, the nodes at which tokens were picked
+        self.starts = list(self.lengths)  # where that walk began
         self.logits_processor, self.stopping_criteria, self.returned = logits_processor, stopping_criteria, returned
         self.max_length = getattr(stopping_criteria, "max_length", None) or torch.iinfo(torch.long).max
         self.do_sample, self.pad_token = generation_config.do_sample, generation_config._pad_token_tensor
@@ -53,8 +62,13 @@ class Text:
 
     @property
     def room(self) -> torch.LongTensor:
-        """How many tokens each row may still take, `(B, 1)`; deeper nodes are never reached, and need no position."""
-        return torch.tensor([[max(self.max_length - length, 0)] for length in self.lengths])
+        """How far below its newest token each row may still pick one, `(B, 1)`; deeper nodes need no position."""
+        return torch.tensor([[max(self.max_length - length - 1, 0)] for length in self.lengths])
+
+    @property
+    def growth(self) -> int:
+        """By how much the last walk made the longest row longer."""
+        return max(start + len(path) for start, path in zip(self.starts, self.paths)) - max(self.starts)
 
     @property
     def is_complete(self) -> bool:
@@ -68,83 +82,59 @@ class Text:
         index = index.to(self.ids.device)
         return self.ids.gather(1, index.clamp(min=0)).masked_fill(index < 0, 0)
 
-    def walk(self, tree: DraftTree, outputs, root_row: int) -> list[list[int]]:
-        """
-        Picks tokens for as long as the tree has them. Returns for each row the nodes at which they were picked.
-        """
-        children, walking = tree.children(), list(range(self.batch_size))
-        nodes, paths = [0] * self.batch_size, [[] for _ in walking]
-        while walking := [row for row in walking if nodes[row] is not None and self._may_advance(row)]:
+    def walk(self, tree: DraftTree, outputs, root_row: int) -> None:
+        """Picks tokens for as long as the tree has them."""
+        children, nodes = tree.children(), [0] * self.batch_size
+        self.paths, self.starts = [[] for _ in nodes], list(self.lengths)
+        while walking := self._walking(nodes):
             equally_long = {}
             for row in walking:
-                paths[row].append(nodes[row])
+                self.paths[row].append(nodes[row])
                 equally_long.setdefault(self.lengths[row], []).append(row)
             for rows in equally_long.values():
-                tokens = self._advance(rows, paths, outputs, root_row, tree.num_nodes)
+                tokens = self._advance(rows, outputs, root_row, tree.num_nodes)
                 for row, token in zip(rows, tokens):
                     nodes[row] = children[row].get((nodes[row], token))
-        return paths
 
-    def _may_advance(self, row: int) -> bool:
-        if self.is_finished[row]:
-            return self.lengths[row] < self.longest
-        return self.lengths[row] < self.shortest + self.MAX_LEAD
+    def _walking(self, nodes: list[int | None]) -> list[int]:
+        """The rows that pick a token at their node."""
+        rows = [row for row, node in enumerate(nodes) if node is not None]
+        if self.in_step:
+            return rows if len(rows) == self.batch_size and not all(self.is_finished) else []
+        ends = [self.longest if is_finished else self.shortest + self.MAX_LEAD for is_finished in self.is_finished]
+        return [row for row in rows if self.lengths[row] < ends[row]]
 
-    def _advance(self, rows: list[int], paths: list[list[int]], outputs, root_row: int, num_nodes: int) -> list[int]:
+    def _advance(self, rows: list[int], outputs, root_row: int, num_nodes: int) -> list[int]:
         """Picks the next token of rows that are equally long, at the last node of each one's path."""
         length, device = self.lengths[rows[0]], self.ids.device
-        if len(rows) == self.batch_size and len({paths[row][-1] for row in rows}) == 1:
-            logits = outputs.logits[:, root_row + paths[0][-1]].to(copy=True, dtype=torch.float32, device=device)
+        nodes = [root_row + self.paths[row][-1] for row in rows]
+        if len(rows) == self.batch_size and len(set(nodes)) == 1:
+            logits = outputs.logits[:, nodes[0]].to(copy=True, dtype=torch.float32, device=device)
         else:
-            logits = outputs.logits[rows, [root_row + paths[row][-1] for row in rows]].float().to(device)
-        scores = self._process(rows, length, logits)
+            logits = outputs.logits[rows, nodes].float().to(device)
+        scores = self.logits_processor(self._read(rows, length), logits)
         next_tokens = self._pick(rows, scores)
         if length == self.ids.shape[1]:
             self.ids = F.pad(self.ids, (0, max(length, 256)))
         self.ids[rows, length] = next_tokens
         for i, row in enumerate(rows):
-            self.returned.add(row, outputs, logits[i : i + 1], scores[i : i + 1], paths[row], num_nodes)
+            self.returned.add(row, outputs, logits[i : i + 1], scores[i : i + 1], self.paths[row], num_nodes)
             self.lengths[row] += 1
-        for row, is_done in zip(rows, self._are_to_stop(rows, length + 1)):
-            self.is_finished[row] |= is_done
+        all_scores = self.returned.all_scores() if self.in_step else None  # no other criteria read them
+        is_done = self.stopping_criteria(self._read(rows, length + 1), all_scores).tolist()
+        for row, is_row_done in zip(rows, is_done):
+            self.is_finished[row] |= is_row_done
+        self._stream()
         return next_tokens.tolist()
 
-    def _process(self, rows: list[int], length: int, logits: torch.FloatTensor) -> torch.FloatTensor:
-        if len(rows) == self.batch_size:
-            return self.logits_processor(self.ids[:, :length], logits)
-        scores = logits
-        for processor in self.logits_processor:
-            if _is_row_wise(processor):
-                scores = processor(self.ids[rows, :length], scores)
-            else:
-                everyone = scores.new_zeros(self.batch_size, scores.shape[1])
-                everyone[rows] = scores
-                scores = processor(self._cut(length), everyone)[rows]
-        return scores
-
-    def _are_to_stop(self, rows: list[int], length: int) -> list[bool]:
-        scores = self.returned.scores_of(rows)
-        if len(rows) == self.batch_size:
-            return self.stopping_criteria(self.ids[:, :length], scores).tolist()
-        is_done = torch.zeros(len(rows), dtype=torch.bool)
-        for criteria in self.stopping_criteria:
-            if _is_row_wise(criteria):
-                is_done |= torch.as_tensor(criteria(self.ids[rows, :length], scores)).cpu()
-            else:
-                is_done |= torch.as_tensor(criteria(self._cut(length), scores)).cpu().expand(self.batch_size)[rows]
-        return is_done.tolist()
-
-    def _cut(self, length: int) -> torch.LongTensor:
-        """All rows in their places, for what may know them by number; longer ones are cut, shorter ones end with zeros."""
-        index = torch.arange(length, device=self.ids.device)
-        lengths = torch.tensor(self.lengths, device=self.ids.device)
-        return self.ids[:, :length].masked_fill(index >= lengths[:, None], 0)
+    def _read(self, rows: list[int], length: int) -> torch.LongTensor:
+        return self.ids[:, :length].contiguous() if len(rows) == self.batch_size else self.ids[rows, :length]
 
     def _pick(self, rows: list[int], scores: torch.FloatTensor) -> torch.LongTensor:
         """The next tokens of rows, as `_sample` picks them."""
         if not self.do_sample:
             next_tokens = torch.argmax(scores, dim=-1)
-        elif self.batch_size == 1:
+        elif self.in_step:
             next_tokens = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         else:
             # What `torch.multinomial` does, with the noise it would have drawn for all rows at this position.
@@ -172,7 +162,7 @@ class Text:
         )
         return DraftTree.from_parents(tokens, parents, tree.values)
 
-    def stream(self) -> None:
+    def _stream(self) -> None:
         """Hands out what all rows have."""
         if self.streamer is None:
             return
@@ -181,12 +171,42 @@ class Text:
             self.num_streamed += 1
 
 
-def _is_row_wise(processor) -> bool:
-    """Whether a logits processor or stopping criterion treats each row of a batch as if it were alone."""
+# Logits processors and stopping criteria of transformers that look at each row by itself, whichever others are there.
+ROW_WISE = {
+    "EosTokenCriteria",
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "ExponentialDecayLengthPenalty",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MaxLengthCriteria",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "MinPLogitsWarper",
+    "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "StopStringCriteria",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopHLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+    "WatermarkLogitsProcessor",
+}
+
+
+def is_row_wise(processor) -> bool:
+    """Whether a logits processor or stopping criterion is known to treat each row of a batch as if it were alone."""
     return (
         type(processor).__module__.startswith("transformers.generation.")
-        and not isinstance(processor, PrefixConstrainedLogitsProcessor)
-        and getattr(processor, "prompt_ignore_length", None) is None
+        and type(processor).__name__ in ROW_WISE
+        and getattr(processor, "prompt_ignore_length", None) is None  # one number for each row
     )
 
 
