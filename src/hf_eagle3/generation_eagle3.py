@@ -153,8 +153,8 @@ def eagle3_decoding(
 
                 # Draft a tree below the newest token, and verify it in one forward.
                 plan, tree = policy.plan_step(live), DraftTree.root_only(text.newest(1))
-                limits = _step_limits(target, settings, cache, model_kwargs, text)
                 drafter.remember(features, counts, text, model_kwargs)
+                limits = _step_limits(target, settings, cache, model_kwargs, text) if plan.drafts else None
                 if plan.drafts and limits["tree_depth"] > 0:
                     tree = text.foresee_padding(drafter.grow(text, model_kwargs, plan, **limits), **limits)
                 start = time.perf_counter()

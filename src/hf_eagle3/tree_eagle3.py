@@ -64,10 +64,13 @@ class DraftTree:
     @classmethod
     def root_only(cls, root_tokens: torch.LongTensor) -> "DraftTree":
         """The tree of nothing but the root; `root_tokens` has shape `(batch_size, 1)`."""
-        return cls.from_parents(root_tokens, torch.zeros_like(root_tokens))
+        nothing = torch.zeros_like(root_tokens)
+        return cls(root_tokens, nothing, nothing, torch.ones_like(nothing, dtype=torch.bool)[..., None])
 
     def children(self) -> list[dict[tuple[int, int], int]]:
         """For each batch row `{(parent, token): node}`, on the host: what a walk from the root looks up."""
+        if self.num_nodes == 1:
+            return [{} for _ in self.tokens]
         return [
             {(parents[node], tokens[node]): node for node in range(1, len(tokens))}
             for tokens, parents in torch.stack([self.tokens, self.parents], dim=1).tolist()
