@@ -143,3 +143,6 @@ def test_steps_that_end_early():
     assert plan.drafts
     assert plan.choose_num_nodes(torch.full((1, 2), -1.0)) in (1, 2)  # a pool smaller than the budget
     plan.record_verification(SimpleNamespace(num_nodes=1, values=None), [[0]], [False], 1.0)
+    for size in (0, 0, 1, 1):
+        policy.costs.record(size, 1.0)
+    assert plan.choose_num_nodes(torch.zeros(1, 0)) == 0  # nothing that the draft is sure enough of

@@ -51,6 +51,8 @@ def calls(draw):
         "stopping_criteria": st.integers(5, 40).map(lambda modulus: [StopAfter(modulus)]),
         "renormalize_logits": st.just(True),
         "prefill_chunk_size": st.integers(1, 9),
+        "encoder_repetition_penalty": st.floats(0.7, 1.6),
+        "guidance_scale": st.floats(1.1, 2.0),
     }
     sampling = {
         "temperature": st.floats(0.3, 2.0),

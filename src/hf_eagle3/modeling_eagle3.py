@@ -489,6 +489,26 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
             logits_to_keep (`int`, *optional*, defaults to `0`):
                 Compute the logits of the last so many rows only. 0 stands for all.
         """
+        normed, last_hidden_state, past_key_values = self.step(
+            input_ids, hidden_states, attention_mask, position_ids, past_key_values, use_cache, inputs_embeds
+        )
+        return Eagle3Output(
+            logits=self.lm_head(normed[:, -logits_to_keep:]),
+            last_hidden_state=last_hidden_state,
+            past_key_values=past_key_values,
+        )
+
+    def step(
+        self,
+        input_ids=None,
+        hidden_states=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        use_cache=None,
+        inputs_embeds=None,
+    ) -> tuple[torch.FloatTensor, torch.FloatTensor, Cache | None]:
+        """[`forward`] up to the head: what `lm_head` takes, the `last_hidden_state`, and the cache."""
         if (input_ids is None) == (inputs_embeds is None) or hidden_states is None:
             raise ValueError("A drafting step takes `hidden_states` and one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
@@ -515,11 +535,7 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
                 past_key_values=past_key_values,
             )
         normed = self.norm(hidden_states)
-        return Eagle3Output(
-            logits=self.lm_head(normed[:, -logits_to_keep:]),
-            last_hidden_state=normed if self.config.norm_output else hidden_states,
-            past_key_values=past_key_values,
-        )
+        return normed, normed if self.config.norm_output else hidden_states, past_key_values
 
     def _masks_by_layer_type(self, attention_mask, inputs_embeds, past_key_values, position_ids):
         layer_types = set(self.config.transformer_layer_config.layer_types)

@@ -191,7 +191,7 @@ class AutoPolicy(StaticPolicy):
     MIN_STEPS = 2  # of a trial
     PRIOR_STEPS = 4  # what was known before counts as much in a trial
     MEMORY = 0.95  # weight of a drafted step after the next
-    INTERVALS = (32, 512)  # plain steps between trials: at first, and at most
+    INTERVALS = (32, 1024)  # plain steps between trials: at first, and at most; four times as many after each
     REVIEW = 128  # drafted steps between plain ones, which tell what those take now
 
     def __init__(self, num_nodes: int, costs: StepCosts):
@@ -228,8 +228,10 @@ class AutoPolicy(StaticPolicy):
         if plain is None or self.num_drafted < self.MIN_STEPS or self.tokens * plain >= self.seconds:
             return
         long_ago = self.num_drafted > self.INTERVALS[0]
-        self.interval = self.INTERVALS[0] if long_ago else min(2 * self.interval, self.INTERVALS[1])
+        if long_ago:
+            self.interval = self.INTERVALS[0]
         self.plain_left, self.num_drafted = self.interval, 0
+        self.interval = min(4 * self.interval, self.INTERVALS[1])
         scale = min(self.PRIOR_STEPS / self.weight, 1.0)
         self.weight, self.tokens, self.seconds = (scale * x for x in (self.weight, self.tokens, self.seconds))
 
@@ -281,7 +283,7 @@ class _DraftedStep(StaticPolicy):
             best = trial  # measure this one
         else:
             if policy.num_drafted < policy.MIN_STEPS:  # only what is verified can tell whether the draft is any good
-                sizes = [size for size in sizes if size > 0]
+                sizes = sizes[1:] or sizes
             seconds = dict(zip(sizes, costs.of_verification(sizes)))
             best = max(sizes, key=lambda size: expected[size] - policy.rate * seconds[size])
         self.tokens = expected[best]

@@ -5,7 +5,17 @@ from conftest import VOCAB_SIZE, make_prompt, make_target
 from transformers import DynamicCache
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.training.ttt import TTTBatch, counted_rows, documents_of, ttt_logits, ttt_loss
+from hf_eagle3.training.ttt import (
+    TTTBatch,
+    attend_by_flex,
+    blockwise_attention,
+    causal_block_mask,
+    counted_rows,
+    documents_of,
+    merged_attention,
+    ttt_loss,
+    ttt_states,
+)
 
 
 STEPS = 7
@@ -94,8 +104,8 @@ def test_unroll_equals_drafting_token_by_token(overrides):
     draft = make_draft(target, **overrides)
     batch = make_batch(target, draft, make_prompt(12, batch_size=2))
     expected = naive_unroll(draft, batch, STEPS)
-    for step, logits in enumerate(ttt_logits(draft, batch, STEPS)):
-        rows = 12 - 1 - step
+    for step, states in enumerate(ttt_states(draft, batch, STEPS)):
+        logits, rows = draft.lm_head(states), 12 - 1 - step
         torch.testing.assert_close(logits[:, :rows], expected[:, :rows, step], atol=1e-4, rtol=1e-4)
         if step == 0:
             tokens = F.pad(batch.input_ids[:, 1:], (0, 1))
@@ -181,6 +191,79 @@ def test_packed_documents_do_not_see_each_other():
     together.target_logits = apart.target_logits[mask.bool()][None]
     together.target_tokens = apart.target_tokens[mask.bool()][None]
     assert_same_training(draft, apart, together)
+
+
+def naive_attention(query, keys, values, documents, scaling):
+    """Each row's softmax over what it may see, row by row."""
+    batch_size, num_heads, length, _ = query.shape
+    groups = num_heads // keys[0].shape[1]
+    output = torch.zeros_like(query)
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, (batch_size, num_heads, length))).tolist():
+        seen = [
+            (keys[0][b, h // groups, j], values[0][b, h // groups, j])
+            for j in range(i + 1)
+            if documents[b, j] == documents[b, i]
+        ]
+        seen += [(key[b, h // groups, i], value[b, h // groups, i]) for key, value in zip(keys[1:], values[1:])]
+        weights = torch.stack([query[b, h, i] @ key * scaling for key, _ in seen]).softmax(dim=0)
+        output[b, h, i] = sum(weight * value for weight, (_, value) in zip(weights, seen))
+    return output
+
+
+def dense_attention(query, key, value, block_mask, scale):
+    """What flex attention gives, with gradients on a CPU, where it has none."""
+    groups = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(groups, dim=1).transpose(-1, -2) * scale
+    index = torch.arange(query.shape[2], device=query.device)
+    batch = torch.arange(len(query), device=query.device)[:, None, None]
+    scores = scores.masked_fill(~block_mask.mask_mod(batch, 0, index[:, None], index)[:, None], -torch.inf)
+    return scores.softmax(-1) @ value.repeat_interleave(groups, dim=1), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 7])
+@pytest.mark.parametrize("path", ["one block", "blocks", "merged", "flex"])
+def test_attention_and_its_gradients_equal_the_naive_ones(path, num_steps):
+    generator = torch.Generator().manual_seed(0)
+    device = "cuda" if path == "flex" and torch.cuda.is_available() else "cpu"
+    has_gradients = path != "flex" or device == "cuda"
+
+    def randn(heads):
+        return torch.randn(2, heads, 13, 16, generator=generator).to(device).requires_grad_(has_gradients)
+
+    query, keys, values = randn(4), [randn(2) for _ in range(num_steps)], [randn(2) for _ in range(num_steps)]
+    documents = torch.tensor([[1] * 13, [1] * 4 + [2] * 6 + [-1] * 3], device=device)
+    upstream = torch.randn(2, 4, 13, 16, generator=generator).to(device)
+    if path in ("merged", "flex"):
+        attend = dense_attention if path == "merged" else attend_by_flex
+        output = merged_attention(query, keys, values, causal_block_mask(documents), 0.3, attend)
+    else:
+        block_size = 5 if path == "blocks" else 512
+        output = blockwise_attention(query, keys, values, documents, 0.3, block_size=block_size)
+    expected = naive_attention(query, keys, values, documents, 0.3)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    if has_gradients:
+        inputs = [query, *keys, *values]
+        for ours, theirs in zip(*(torch.autograd.grad(out, inputs, upstream) for out in (output, expected))):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_the_loss_in_pieces_is_the_loss():
+    target = make_target("llama")
+    draft = make_draft(target)
+    input_ids = make_prompt(17, batch_size=2)
+    labels = input_ids.clone()
+    labels[0, :5] = -100
+    batch = make_batch(target, draft, input_ids, labels)
+    results = []
+    for max_logits in (2**25, 2 * 32 * 4, 1):
+        draft.zero_grad()
+        outputs = ttt_loss(draft, batch, STEPS, max_logits=max_logits)
+        outputs.loss_sums.sum().backward()
+        results.append((outputs, [parameter.grad.clone() for parameter in draft.parameters()]))
+    for outputs, grads in results[1:]:
+        torch.testing.assert_close(outputs.loss_sums, results[0][0].loss_sums)
+        assert torch.equal(outputs.num_correct, results[0][0].num_correct)
+        torch.testing.assert_close(grads, results[0][1], atol=1e-4, rtol=1e-4)
 
 
 def test_counted_rows():

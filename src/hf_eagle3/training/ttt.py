@@ -8,11 +8,20 @@ attends to what it would attend to when drafting after position `t`: the step-0 
 of the later steps.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+
+try:
+    from torch.nn.attention.flex_attention import AuxRequest
+except ImportError:
+    AuxRequest = None
 
 
 @dataclass
@@ -54,10 +63,17 @@ class TTTOutput:
 
 
 class TTTCache:
-    """Stands in for the draft's cache during an unroll: keeps the keys of every step, and attends to them."""
+    """
+    Stands in for the draft's cache during an unroll: keeps the keys of every step, and attends to them.
 
-    def __init__(self):
+    Args:
+        documents (`torch.LongTensor` of shape `(B, L)`): Tokens attend within their document.
+    """
+
+    def __init__(self, documents: torch.LongTensor):
+        self.documents = documents
         self.steps: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # layer: [(keys, values) (B, H_kv, L, D)]
+        self.block_mask = causal_block_mask(documents) if documents.is_cuda else None
 
     def update(self, keys, values, layer_idx):
         self.steps.setdefault(layer_idx, []).append((keys, values))
@@ -65,36 +81,107 @@ class TTTCache:
 
     def attention_forward(self, module, query, key, value, attention_mask, scaling, **kwargs):
         keys, values = zip(*self.steps[module.layer_idx])
-        return ttt_attention(query, keys, values, attention_mask, scaling).transpose(1, 2), None
+        if self.block_mask is None:
+            output = blockwise_attention(query, keys, values, self.documents, scaling)
+        else:
+            output = merged_attention(query, keys, values, self.block_mask, scaling, compiled_flex())
+        return output.transpose(1, 2), None
 
 
-def ttt_attention(query, keys, values, attention_mask, scaling):
+def blockwise_attention(query, keys, values, documents, scaling, block_size=512):
     """
-    Attention of one step: causally to the keys of step 0, and on the diagonal to those of every later step.
+    Attention of one step: within the document, causally to the keys of step 0, and on the diagonal to those of every
+    later step. Scores stand in memory for `block_size` queries at a time; backward computes them again.
 
     Args:
         query (`torch.FloatTensor` of shape `(B, H, L, D)`)
         keys, values (sequences of `torch.FloatTensor` of shape `(B, H_kv, L, D)`): One entry a step so far.
-        attention_mask (`torch.FloatTensor` of shape `(B, 1, L, L)`): Additive, for step 0.
+        documents (`torch.LongTensor` of shape `(B, L)`)
         scaling (`float`): Factor of the scores.
+        block_size (`int`)
 
     Returns:
         `torch.FloatTensor` of shape `(B, H, L, D)`.
     """
-    if len(keys) == 1:
-        return F.scaled_dot_product_attention(
-            query, keys[0], values[0], attention_mask.to(query.dtype), scale=scaling, enable_gqa=True
-        )
-    groups = query.shape[1] // keys[0].shape[1]
-    query = query.unflatten(1, (-1, groups)) * scaling  # (B, H_kv, G, L, D)
-    scores = query @ keys[0].unsqueeze(2).transpose(-1, -2) + attention_mask[:, None]  # (B, H_kv, G, L, L)
-    own_keys = torch.stack(keys[1:], dim=-2).unsqueeze(2)  # (B, H_kv, 1, L, steps, D)
-    own_values = torch.stack(values[1:], dim=-2).unsqueeze(2)
-    own_scores = (query.unsqueeze(-2) * own_keys).sum(-1)  # (B, H_kv, G, L, steps)
+    outputs = []
+    for start in range(0, query.shape[2], block_size):
+        end = min(start + block_size, query.shape[2])
+        own = [states[:, :, start:end] for states in (*keys[1:], *values[1:])]
+        block = (query[:, :, start:end], keys[0][:, :, :end], values[0][:, :, :end], documents[:, :end], scaling, *own)
+        if len(keys) > 1 and query.shape[2] > block_size:
+            outputs.append(checkpoint(block_attention, *block, use_reentrant=False))
+        else:
+            outputs.append(block_attention(*block))
+    return torch.cat(outputs, dim=2)
+
+
+def block_attention(query, keys, values, documents, scaling, *own):
+    """[`blockwise_attention`] of the last rows; `own` are their later keys and then their later values."""
+    num_rows, num_keys, groups = query.shape[2], keys.shape[2], query.shape[1] // keys.shape[1]
+    rows = torch.arange(num_keys - num_rows, num_keys, device=query.device)
+    allowed = documents[:, rows, None] == documents[:, None]
+    allowed &= rows[:, None] >= torch.arange(num_keys, device=query.device)  # (B, Q, K)
+    mask = torch.zeros(allowed.shape, dtype=query.dtype, device=query.device)
+    mask = mask.masked_fill_(~allowed, torch.finfo(query.dtype).min)[:, None]
+    if not own:
+        return F.scaled_dot_product_attention(query, keys, values, mask, scale=scaling, enable_gqa=True)
+    own_keys, own_values = (
+        torch.stack(half, dim=-2).unsqueeze(2) for half in (own[: len(own) // 2], own[len(own) // 2 :])
+    )
+    query = query.unflatten(1, (-1, groups)) * scaling  # (B, H_kv, G, Q, D)
+    scores = query @ keys.unsqueeze(2).transpose(-1, -2) + mask[:, None]  # (B, H_kv, G, Q, K)
+    own_scores = (query.unsqueeze(-2) * own_keys).sum(-1)  # (B, H_kv, G, Q, steps)
     weights = torch.cat([scores, own_scores], dim=-1).softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    weights, own_weights = weights.split([scores.shape[-1], own_scores.shape[-1]], dim=-1)
-    output = weights @ values[0].unsqueeze(2) + (own_weights.unsqueeze(-1) * own_values).sum(-2)
+    weights, own_weights = weights.split([num_keys, own_scores.shape[-1]], dim=-1)
+    output = weights @ values.unsqueeze(2) + (own_weights.unsqueeze(-1) * own_values).sum(-2)
     return output.flatten(1, 2)
+
+
+def merged_attention(query, keys, values, block_mask, scaling, attend):
+    """
+    [`blockwise_attention`] by flex attention: one causal attention to the keys of step 0, and the diagonal terms, weighed by
+    their shares of the sum of exponentials.
+
+    Args:
+        block_mask (`BlockMask`): Of [`causal_block_mask`].
+        attend (`Callable`): [`attend_by_flex`], compiled or not.
+    """
+    output, log_sum = attend(query, keys[0], values[0], block_mask, scaling)
+    if len(keys) == 1:
+        return output
+    grouped = query.unflatten(1, (keys[0].shape[1], -1)) * scaling  # (B, H_kv, G, L, D)
+    scores = torch.stack([(grouped * key.unsqueeze(2)).sum(-1) for key in keys[1:]], dim=-1).flatten(1, 2).float()
+    log_sums = torch.cat([log_sum.unsqueeze(-1), scores], dim=-1)  # (B, H, L, steps)
+    weights = log_sums.softmax(dim=-1).to(output.dtype)
+    output = output * weights[..., :1]
+    groups = query.shape[1] // keys[0].shape[1]
+    for step, value in enumerate(values[1:], start=1):
+        output = output + weights[..., step : step + 1] * value.repeat_interleave(groups, dim=1)
+    return output
+
+
+def causal_block_mask(documents: torch.LongTensor):
+    """The `BlockMask` of causal attention within `documents` `(B, L)`."""
+    batch_size, length = documents.shape
+
+    def is_allowed(batch, head, query, key):
+        return (query >= key) & (documents[batch, query] == documents[batch, key])
+
+    return create_block_mask(is_allowed, batch_size, None, length, length, device=documents.device)
+
+
+def attend_by_flex(query, key, value, block_mask, scaling):
+    """Attention `(B, H, L, D)` and the logarithms of its sums of exponentials `(B, H, L)`."""
+    arguments = {"block_mask": block_mask, "scale": scaling, "enable_gqa": True}
+    if AuxRequest is None:  # before torch 2.9
+        return flex_attention(query, key, value, **arguments, return_lse=True)
+    output, aux = flex_attention(query, key, value, **arguments, return_aux=AuxRequest(lse=True))
+    return output, aux.lse
+
+
+@functools.cache
+def compiled_flex():
+    return torch.compile(attend_by_flex)
 
 
 def documents_of(input_ids, attention_mask=None, position_ids=None) -> torch.LongTensor:
@@ -118,48 +205,69 @@ def counted_rows(labels, documents, step: int) -> torch.BoolTensor:
     return (labels[:, predicted] != -100) & same_document & (documents[:, rows] >= 0)
 
 
-def ttt_logits(draft, batch: TTTBatch, steps: int) -> Iterator[torch.FloatTensor]:
-    """Unrolls the draft; yields each step's logits `(B, L, draft_vocab_size)`. Rows near the end have no token left."""
+def ttt_states(draft, batch: TTTBatch, steps: int) -> Iterator[torch.FloatTensor]:
+    """
+    Unrolls the draft; yields what each step gives to `lm_head`, `(B, L, H)`. Rows near the end have no token left.
+    """
     length = batch.input_ids.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=batch.input_ids.device).tril()
-    allowed = causal & (batch.documents[:, :, None] == batch.documents[:, None, :])
     hidden_states = draft.combine_hidden_states(batch.aux_hidden_states)
-    mask = torch.zeros(allowed.shape, dtype=hidden_states.dtype, device=allowed.device)
-    mask = mask.masked_fill(~allowed, torch.finfo(mask.dtype).min)[:, None]  # (B, 1, L, L)
-    cache = TTTCache()
+    cache = TTTCache(batch.documents)
+    masks = dict.fromkeys(draft.config.transformer_layer_config.layer_types)  # the cache knows who sees whom
     for step in range(steps):
-        # The class's forward: the instance's may be wrapped (autocast, DDP), and the unroll already runs inside it.
-        outputs = type(draft).forward(
-            draft,
+        normed, hidden_states, _ = draft.step(
             input_ids=F.pad(batch.input_ids[:, 1 + step :], (0, min(1 + step, length))),
             hidden_states=hidden_states,
-            attention_mask=mask,
+            attention_mask=masks,
             position_ids=batch.position_ids + step,
             past_key_values=cache,
         )
-        hidden_states = outputs.last_hidden_state
-        yield outputs.logits
+        yield normed
 
 
-def ttt_loss(draft, batch: TTTBatch, steps: int) -> TTTOutput:
+def ttt_loss(draft, batch: TTTBatch, steps: int, max_logits: int = 2**25) -> TTTOutput:
     """
     Forward KL divergence from the target to the draft, on the draft vocabulary, at every step (EAGLE-3's loss up to the
     target's entropy, which has no gradient).
+
+    Args:
+        max_logits (`int`, *optional*):
+            How many of the draft's logits may stand in memory: where a step has more, they are computed in pieces, and
+            again in backward.
     """
     target_log_probs = batch.target_logits.float().log_softmax(dim=-1)  # (B, L, V_draft)
     target_probs = target_log_probs.exp()
     negative_entropy = (target_probs * target_log_probs).sum(dim=-1)  # (B, L)
+    batch_size, _, vocab_size = target_probs.shape
+    piece = max(max_logits // (batch_size * vocab_size), 1)
+
+    def score(states, probs, negative_entropy, tokens, rows):
+        logits = draft.lm_head(states)
+        divergence = SoftCrossEntropy.apply(logits, probs) + negative_entropy
+        best = draft.draft_token_ids[logits.detach().max(dim=-1).indices]
+        return (divergence * rows).sum(), ((best == tokens) & rows).sum()
+
     loss_sums, num_rows, num_correct = [], [], []
-    for step, logits in enumerate(ttt_logits(draft, batch, steps)):
+    for step, states in enumerate(ttt_states(draft, batch, steps)):
         rows = counted_rows(batch.labels, batch.documents, step)
         num = rows.shape[1]
         # Row t of the draft is about the target's row t + 1 + step.
-        logits, about = logits[:, :num], slice(1 + step, 1 + step + num)
-        divergence = SoftCrossEntropy.apply(logits, target_probs[:, about]) + negative_entropy[:, about]
-        best = draft.draft_token_ids[logits.detach().max(dim=-1).indices]
-        loss_sums.append((divergence * rows).sum())
+        about = slice(1 + step, 1 + step + num)
+        whole = (
+            states[:, :num],
+            target_probs[:, about],
+            negative_entropy[:, about],
+            batch.target_tokens[:, about],
+            rows,
+        )
+        if num <= piece:
+            scores = [score(*whole)]
+        else:
+            pieces = zip(*(tensor.split(piece, dim=1) for tensor in whole))
+            scores = [checkpoint(score, *tensors, use_reentrant=False) for tensors in pieces]
+        losses, correct = zip(*scores)
+        loss_sums.append(torch.stack(losses).sum())
+        num_correct.append(torch.stack(correct).sum())
         num_rows.append(rows.sum())
-        num_correct.append(((best == batch.target_tokens[:, about]) & rows).sum())
     return TTTOutput(torch.stack(loss_sums), torch.stack(num_rows), torch.stack(num_correct))
 
 

@@ -1,0 +1,150 @@
+# /// script
+# dependencies = ["hf-eagle3[train]"]
+# ///
+"""
+Trains an EAGLE-3 draft for a frozen target.
+
+On one machine, with as many processes as it has GPUs:
+
+    accelerate launch recipes/train.py \
+        --model_name_or_path Qwen/Qwen3-8B --dtype bfloat16 \
+        --dataset_name HuggingFaceH4/ultrachat_200k --dataset_train_split train_sft --assistant_only_loss \
+        --draft_vocab_size 32000 --max_length 4096 --packing \
+        --per_device_train_batch_size 1 --gradient_accumulation_steps 8 --bf16 \
+        --output_dir Qwen3-8B-speculator.eagle3
+
+Arguments may stand in a YAML file (`--config`), and flags override it. Local data: a JSON Lines, Parquet or text file, as
+`--dataset_name`. A run that was stopped goes on with `--resume_from_checkpoint true`.
+
+An existing draft is trained further with `--draft_name_or_path`, and adapted by LoRA with `--use_peft` besides:
+
+    accelerate launch recipes/train.py --draft_name_or_path me/Qwen3-8B-speculator.eagle3 --use_peft \
+        --model_name_or_path Qwen/Qwen3-8B --dataset_name me/my-domain --output_dir my-domain-adapter
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from accelerate import PartialState
+from datasets import DatasetDict, load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import (
+    DatasetMixtureConfig,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_dataset,
+    get_peft_config,
+    get_quantization_config,
+)
+
+from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+
+
+FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+
+
+@dataclass
+class TrainScriptArguments(ScriptArguments):
+    """Arguments of this script."""
+
+    draft_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "Draft to train further: a folder or a Hub id. By default a fresh one is made."},
+    )
+
+
+@dataclass
+class TargetConfig(ModelConfig):
+    """TRL's `ModelConfig`, about the target; LoRA arguments are about the draft."""
+
+    # Parameters whose default values are overridden from ModelConfig
+    dtype: str | None = field(
+        default="auto",
+        metadata={
+            "help": "Dtype of the target, which is frozen. The draft is trained in float32, or mixed with `--bf16`.",
+            "choices": ["auto", "bfloat16", "float16", "float32"],
+        },
+    )
+
+    # Parameters that control where the target is
+    device_map: str | None = field(
+        default=None,
+        metadata={"help": "Spreads one target over the devices, e.g. 'auto'. By default each process holds one."},
+    )
+
+
+def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) -> DatasetDict:
+    """Data sets of the Hub, a mixture of them, or a local file."""
+    if mixture.datasets:
+        return get_dataset(mixture)
+    name = script_args.dataset_name
+    if name is None:
+        raise ValueError("Say what to train on: `--dataset_name`, or `datasets` in the YAML file.")
+    if Path(name).is_file():
+        if Path(name).suffix not in FILE_FORMATS:
+            raise ValueError(f"{name} is not one of {sorted(FILE_FORMATS)}.")
+        return load_dataset(
+            FILE_FORMATS[Path(name).suffix],
+            data_files={script_args.dataset_train_split: name},
+            streaming=script_args.dataset_streaming,
+        )
+    return load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
+
+
+def load_target(config: TargetConfig) -> AutoModelForCausalLM:
+    if config.load_in_4bit and config.dtype == "auto":
+        config.dtype = "bfloat16"  # what 4-bit layers compute in
+    quantization_config = get_quantization_config(config)
+    device_map = config.device_map
+    if device_map is None and quantization_config is not None:
+        device_map = {"": PartialState().device}
+    return AutoModelForCausalLM.from_pretrained(
+        config.model_name_or_path,
+        revision=config.model_revision,
+        dtype=config.dtype,
+        attn_implementation=config.attn_implementation,
+        quantization_config=quantization_config,
+        device_map=device_map,
+    )
+
+
+def main():
+    parser = TrlParser((TrainScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig))
+    script_args, training_args, target_config, mixture = parser.parse_args_and_config()
+    dataset = load_data(script_args, mixture)
+    if script_args.dataset_train_split not in dataset:
+        raise ValueError(
+            f"No split {script_args.dataset_train_split!r}, but {sorted(dataset)}: choose by `--dataset_train_split`."
+        )
+    evaluates = training_args.eval_strategy != "no"
+    if evaluates and script_args.dataset_test_split not in dataset:
+        raise ValueError(
+            f"`eval_strategy` is {training_args.eval_strategy!r}, and there is no split "
+            f"{script_args.dataset_test_split!r}, but {sorted(dataset)}: choose by `--dataset_test_split`."
+        )
+    draft = None
+    if script_args.draft_name_or_path is not None:
+        draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path)
+    trainer = Eagle3Trainer(
+        model=draft,
+        target_model=load_target(target_config),
+        args=training_args,
+        train_dataset=dataset[script_args.dataset_train_split],
+        eval_dataset=dataset[script_args.dataset_test_split] if evaluates else None,
+        processing_class=AutoTokenizer.from_pretrained(
+            target_config.model_name_or_path, revision=target_config.model_revision
+        ),
+        peft_config=get_peft_config(target_config),
+    )
+    resume = training_args.resume_from_checkpoint  # text, if it comes from the command line
+    trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
+    trainer.save_model(training_args.output_dir)
+    trainer.accelerator.print(f"Saved the draft to {training_args.output_dir}.")
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        trainer.accelerator.print(f"Pushed it to https://huggingface.co/{trainer.hub_model_id}.")
+
+
+if __name__ == "__main__":
+    main()
