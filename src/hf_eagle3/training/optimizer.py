@@ -27,10 +27,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ):
-        self.parts = [
-            torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps),
-        ]
+        matrices, others, self.parts = list(matrices), list(others), []
+        if matrices:
+            self.parts.append(
+                torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+            )
+        if others:  # none, if only LoRA's matrices are trained
+            self.parts.append(torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
         super().__init__([group for part in self.parts for group in part.param_groups], defaults={})
         self._share_groups()
 

@@ -1,0 +1,87 @@
+"""
+What a step of training-time test takes, in time and memory, for sequences of several lengths.
+
+    python recipes/benchmark_training.py --target Qwen/Qwen3-0.6B --draft_vocab_size 8192 --lengths 512 1024 2048 4096
+
+Each length runs in a process of its own, forward and backward over one sequence of random tokens and random target states:
+the target itself does not run. Memory is the peak beyond what the draft and the inputs take.
+"""
+
+import argparse
+import multiprocessing
+import resource
+import statistics
+import time
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.training.ttt import TTTBatch, ttt_loss
+
+
+def measure(args, length: int, results) -> None:
+    config = AutoConfig.from_pretrained(args.target)
+    target = AutoModelForCausalLM.from_config(config)
+    text_config = target.config.get_text_config()
+    draft = (
+        Eagle3ForSpeculation.from_target(target, draft_token_ids=range(args.draft_vocab_size)).float().to(args.device)
+    )
+    target.model.layers = None  # only its embedding is needed
+    draft.borrow_embeddings(target.to(args.device))
+    tokens = torch.randint(0, text_config.vocab_size, (1, length), device=args.device)
+    num_features = draft.config.num_aux_hidden_states * draft.config.target_hidden_size
+    batch = TTTBatch(
+        input_ids=tokens,
+        aux_hidden_states=torch.randn(1, length, num_features, device=args.device),
+        target_logits=torch.randn(1, length, args.draft_vocab_size, device=args.device),
+        target_tokens=tokens,
+        labels=tokens,
+        documents=torch.arange(length, device=args.device)[None] // args.document_length,
+        position_ids=torch.arange(length, device=args.device)[None] % args.document_length,
+    )
+    draft.zero_grad()
+    for parameter in draft.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    on_gpu = args.device != "cpu"
+    before = torch.cuda.memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    seconds = []
+    for _ in range(args.repeats):
+        start = time.perf_counter()
+        with torch.autocast(args.device, dtype=torch.bfloat16, enabled=args.bf16):
+            ttt_loss(draft, batch, args.ttt_steps).loss_sums.sum().backward()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    results.put((statistics.median(seconds), (peak - before) / 2**20))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="Folder or Hub id; only its configuration is read")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
+    parser.add_argument(
+        "--document_length", type=int, default=512, help="Tokens attend within documents of this length"
+    )
+    parser.add_argument("--draft_vocab_size", type=int, default=2048)
+    parser.add_argument("--ttt_steps", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    print("| tokens | seconds a step | tokens/s | peak memory, MiB |\n| --- | --- | --- | --- |")
+    for length in args.lengths:
+        context = multiprocessing.get_context("spawn")
+        results = context.Queue()
+        process = context.Process(target=measure, args=(args, length, results))
+        process.start()
+        process.join()
+        if process.exitcode != 0:
+            raise SystemExit(f"Length {length} failed.")
+        seconds, peak = results.get()
+        print(f"| {length} | {seconds:.2f} | {length / seconds:.0f} | {peak:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

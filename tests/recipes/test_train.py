@@ -1,0 +1,137 @@
+"""`recipes/train.py` as users call it: other processes, arguments, files."""
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_prompt, make_target
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from hf_eagle3 import Eagle3ForSpeculation
+
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, tokenizer):
+    """A target, chats and texts."""
+    folder, generator = tmp_path_factory.mktemp("train"), random.Random(0)
+    target = make_target("llama")
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+
+    def words():
+        return "".join(generator.choice("abcdef ") for _ in range(generator.randint(10, 40)))
+
+    chats = [
+        {"messages": [{"role": "user", "content": words()}, {"role": "assistant", "content": words()}]}
+        for _ in range(48)
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    return folder
+
+
+def train(files, output_dir, *arguments, launcher=(sys.executable,), data="chats.jsonl", max_steps=4):
+    command = [*launcher, RECIPES / "train.py", "--model_name_or_path", files / "target"]
+    command += [
+        "--dataset_name",
+        files / data,
+        "--output_dir",
+        output_dir,
+        "--max_steps",
+        max_steps,
+        "--save_steps",
+        2,
+    ]
+    command += ["--max_length", 64, "--logging_steps", 1, "--report_to", "none", "--use_cpu", "--disable_tqdm", "True"]
+    return subprocess.run(
+        list(map(str, [*command, *arguments])),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )
+
+
+def losses(result):
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", result.stdout)]
+
+
+FRESH = ("--assistant_only_loss", "--draft_vocab_size", 32)
+
+
+@pytest.fixture(scope="module")
+def whole_run(files):
+    return losses(train(files, files / "whole", *FRESH, "--per_device_train_batch_size", 4))
+
+
+def test_the_draft_that_comes_out(files, whole_run):
+    assert len(whole_run) == 4 and whole_run[-1] < whole_run[0]
+    target = AutoModelForCausalLM.from_pretrained(files / "target")
+    draft = Eagle3ForSpeculation.from_pretrained(files / "whole")
+    assert draft.config.draft_vocab_size == 32
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    prompt = make_prompt(9)
+    assert target.generate(prompt, assistant_model=draft, **settings).equal(target.generate(prompt, **settings))
+
+
+def test_a_stopped_run_goes_on_to_the_same_losses(files, whole_run):
+    shutil.copytree(files / "whole" / "checkpoint-2", files / "stopped" / "checkpoint-2")
+    arguments = ("--per_device_train_batch_size", 4, "--resume_from_checkpoint", "true")
+    assert losses(train(files, files / "stopped", *FRESH, *arguments)) == whole_run[2:]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes_give_the_losses_of_one(files, whole_run, kind, tmp_path):
+    if kind == "ddp":
+        launcher = (BIN / "torchrun", "--nproc_per_node", 2, "--master_port", 29511)
+    else:
+        config = (RECIPES / "accelerate" / "fsdp2.yaml").read_text().replace("num_processes: 8", "num_processes: 2")
+        (tmp_path / "fsdp2.yaml").write_text(config + "use_cpu: true\n")
+        launcher = (
+            BIN / "accelerate",
+            "launch",
+            "--config_file",
+            tmp_path / "fsdp2.yaml",
+            "--main_process_port",
+            29512,
+        )
+    result = train(files, tmp_path / "out", *FRESH, "--per_device_train_batch_size", 2, launcher=launcher)
+    # Muon orthogonalizes in bfloat16, which turns a rounding difference into one of a few thousandths.
+    assert losses(result) == pytest.approx(whole_run, rel=2e-3)
+    ours, theirs = (
+        Eagle3ForSpeculation.from_pretrained(folder).state_dict() for folder in (tmp_path / "out", files / "whole")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name].float(), theirs[name].float(), atol=5e-3) for name in ours)
+
+
+def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"draft_name_or_path: {files / 'whole'}\nuse_peft: true\nlora_r: 4\nlora_target_modules: [q_proj, v_proj]\n"
+        "per_device_train_batch_size: 2\nlearning_rate: 0.5\n"
+    )
+    result = train(files, tmp_path / "adapter", "--config", config, "--learning_rate", 0.01, "--assistant_only_loss")
+    assert len(losses(result)) == 4 and "'learning_rate': '0.01'" in result.stdout
+    draft = Eagle3ForSpeculation.from_pretrained(files / "whole")
+    before = {name: weight.clone() for name, weight in draft.state_dict().items()}
+    adapted = PeftModel.from_pretrained(draft, tmp_path / "adapter").merge_and_unload()
+    changed = {name for name, weight in adapted.state_dict().items() if not torch.equal(weight, before[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj"}
+
+
+def test_a_split_that_is_not_there(files, tmp_path):
+    result = train(files, tmp_path / "out", "--eval_strategy", "steps", max_steps=1)
+    assert result.returncode != 0 and "there is no split 'test'" in result.stderr
+    assert not (tmp_path / "out").exists()
