@@ -190,3 +190,30 @@ def test_wrong_arguments(tmp_path, tokenizer):
             args=Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False),
             train_dataset=TEXTS,
         )
+
+
+def test_a_loss_that_is_not_a_number_ends_training(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=6, save_strategy="steps", save_steps=2)
+    compute_loss, calls = trainer.target_features, []
+
+    def broken(inputs):
+        batch = compute_loss(inputs)
+        calls.append(batch)
+        if len(calls) == 4:
+            batch.target_logits[0, 5] = torch.nan
+        return batch
+
+    trainer.target_features = broken
+    with pytest.raises(FloatingPointError, match=r"loss is nan at step 4, for a batch that begins with \['the "):
+        trainer.train()
+    Eagle3ForSpeculation.from_pretrained(tmp_path / "checkpoint-2")
+    assert not (tmp_path / "checkpoint-4").exists()
+
+
+def test_drafts_with_a_window_are_refused(tmp_path, tokenizer):
+    target = make_target("llama")
+    draft = Eagle3ForSpeculation.from_target(
+        target, model_type="qwen3", layer_types=["sliding_attention"], use_sliding_window=True, sliding_window=8
+    )
+    with pytest.raises(ValueError, match="trains drafts with full attention"):
+        make_trainer(tmp_path, tokenizer, model=draft, target=target)

@@ -97,6 +97,11 @@ class Eagle3Trainer(SFTTrainer):
                 f"{model.config.draft_vocab_size}. Leave one of `model` and `draft_vocab_size` out."
             )
         model.validate_target(target_model)
+        if set(model.config.transformer_layer_config.layer_types) != {"full_attention"}:
+            raise ValueError(
+                "`Eagle3Trainer` trains drafts with full attention; this one has layers "
+                f"{model.config.transformer_layer_config.layer_types}, whose window training-time test would ignore."
+            )
         # Half precision swallows small updates; autocast (`bf16=True`) computes in it all the same.
         model.float()
         target_model.eval().requires_grad_(False)
@@ -165,6 +170,13 @@ class Eagle3Trainer(SFTTrainer):
             # The rows are those of all processes, and DDP takes the mean of their gradients.
             loss = loss * self.accelerator.num_processes
 
+        if not torch.isfinite(loss):  # `Trainer` would log the mean of the others, and go on
+            texts = self.processing_class.batch_decode(batch.input_ids[:, :30])
+            raise FloatingPointError(
+                f"The loss is {loss.item()} at step {self.state.global_step + 1}, for a batch that begins with {texts}. The "
+                f"draft is not saved; earlier checkpoints are in {self.args.output_dir}. Try a lower learning rate, or `bf16` "
+                "instead of `fp16`."
+            )
         mode = "train" if model.training else "eval"
         counts = torch.stack([outputs.num_correct, outputs.num_rows]).double()
         self._counts[mode] = self._counts.get(mode, 0) + counts
