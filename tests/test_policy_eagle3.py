@@ -103,12 +103,13 @@ def test_drafts_less_deep_where_levels_are_dear():
     assert mean[0] > 4 and mean[1] < 2
 
 
-def test_follows_a_change():
-    machine = Machine(skill=0.0, confidence=0.8)
-    machine.speedup(300)
+@pytest.mark.parametrize("per_node", [0.02, 0.15])
+def test_follows_a_change(per_node):
+    machine = Machine(skill=0.0, confidence=0.8, per_node=per_node)
+    machine.speedup(1000)
     assert machine.chosen[-100:].count(0) > 90
     machine.skill = 0.8
-    machine.speedup(3000)
+    machine.speedup(6000)
     assert machine.chosen[-200:].count(0) < 20
 
 

@@ -155,7 +155,7 @@ class Calibration:
 
     BOUNDS = torch.tensor([0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95]).log()
     PRIOR = 2.0  # the draft is taken at its word until it was expected to be right about so often
-    MEMORY = 0.998  # a step's weight after the next
+    MEMORY = 0.95  # a step's weight after the next
 
     def __init__(self):
         self.expected = torch.full((len(self.BOUNDS) + 1,), self.PRIOR)
