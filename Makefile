@@ -16,10 +16,14 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
+$(VENV)/.tested: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[dev,quantized]"
+	touch $@
+
 quickstart: install
 	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=true $(BIN)/python recipes/quickstart.py
 
-test: install
+test: $(VENV)/.tested
 	$(BIN)/python -m ruff check src tests recipes
 	$(BIN)/python -m ruff format --check src tests recipes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2

@@ -19,7 +19,7 @@ import transformers
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_eagle3
-from hf_eagle3.evaluation import METHODS, format_table, plot_speedups, run_benchmark
+from hf_eagle3.evaluation import METHODS, format_table, plot_speedups, read_prompts, run_benchmark
 from hf_eagle3.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 
 
@@ -27,7 +27,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="Target: a folder or a Hub id")
     parser.add_argument("--draft", required=True, help="Draft: a folder or a Hub id")
-    parser.add_argument("--prompts", required=True, help="JSON Lines file of prompts")
+    parser.add_argument("--prompts", required=True, help='JSON Lines file, one {"prompt": "..."} a line')
     parser.add_argument("--json", help="Where to write the results")
     parser.add_argument("--plot", help="Where to save a picture of the results")
     parser.add_argument("--methods", nargs="+", help="By default all: plain, prompt-lookup (batch size 1) and eagle3")
@@ -46,8 +46,7 @@ def main():
         parser.add_argument(f"--{name}", type=type(default), help="Overrides the draft's own setting")
     args = parser.parse_args()
 
-    with open(args.prompts, encoding="utf-8") as file:
-        prompts = [json.loads(line)["prompt"] for line in file if line.strip()][: args.num_prompts]
+    prompts = read_prompts(args.prompts, args.num_prompts)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(args.device).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     draft = AutoModel.from_pretrained(args.draft, dtype=args.dtype, trust_remote_code=True).to(args.device).eval()

@@ -19,6 +19,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from hf_eagle3.evaluation import read_prompts
+
 
 @torch.no_grad()
 def compare(target, draft, input_ids, max_new_tokens: int) -> dict:
@@ -67,25 +69,21 @@ def main():
     parser.add_argument("--json", help="Where to write the results")
     args = parser.parse_args()
 
-    lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
-    prompts = [json.loads(line)["prompt"] for line in lines if line.strip()][: args.num_prompts]
+    prompts = read_prompts(args.prompts, args.num_prompts)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    results = {}
+    results, unexplained = {}, 0
+    print("| dtype | texts that differ | near ties | largest gap | noise of the target | noise of the tree |")
+    print("| --- | --- | --- | --- | --- | --- |", flush=True)
     for dtype in args.dtypes:
         target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(args.device).eval()
         draft = AutoModel.from_pretrained(args.draft, dtype=dtype, trust_remote_code=True).to(args.device).eval()
         draft.generation_config.tree_policy = "static"  # a tree in every step
-        results[dtype] = [
+        results[dtype] = rows = [
             compare(
                 target, draft, tokenizer(prompt, return_tensors="pt").input_ids.to(args.device), args.max_new_tokens
             )
             for prompt in tqdm(prompts, desc=dtype)
         ]
-
-    print("| dtype | texts that differ | near ties | largest gap | noise of the target | noise of the tree |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    unexplained = 0
-    for dtype, rows in results.items():
         noise = max(row["noise"] for row in rows)
         different = [row for row in rows if "gap" in row]
         near_ties = [row for row in different if abs(row["gap"]) <= 2 * noise]
@@ -94,7 +92,8 @@ def main():
         tree_noise = max(row["tree_noise"] for row in rows)
         print(
             f"| {dtype} | {len(different)}/{len(rows)} | {len(near_ties)}/{len(different)} | {largest} | {noise:.2g} | "
-            f"{tree_noise:.2g} |"
+            f"{tree_noise:.2g} |",
+            flush=True,
         )
     if args.json:
         Path(args.json).write_text(

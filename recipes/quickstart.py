@@ -17,6 +17,7 @@ A second run reuses what the first one trained.
 import argparse
 import json
 import math
+import shlex
 import shutil
 import subprocess
 import sys
@@ -271,7 +272,11 @@ def main():
     command += ["--target", target_name, "--draft", str(draft_dir), "--prompts", prompts]
     command += ["--max_new_tokens", str(args.max_new_tokens), "--repeats", str(args.repeats)]
     command += ["--json", str(output_dir / "results.json"), "--plot", str(output_dir / "results.png")]
-    subprocess.run(command, check=True)
+    if (code := subprocess.run(command).returncode) != 0:
+        raise SystemExit(
+            f"The comparison ended with exit code {code}. Target and draft are complete; to compare again, run this script "
+            f"again, or {shlex.join(command)}"
+        )
 
 
 if __name__ == "__main__":

@@ -81,6 +81,8 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
     name = script_args.dataset_name
     if name is None:
         raise ValueError("Say what to train on: `--dataset_name`, or `datasets` in the YAML file.")
+    if Path(name).suffix in FILE_FORMATS and not Path(name).is_file():
+        raise FileNotFoundError(f"There is no file {name}.")
     if Path(name).is_file():
         if Path(name).suffix not in FILE_FORMATS:
             raise ValueError(f"{name} is not one of {sorted(FILE_FORMATS)}.")
@@ -117,6 +119,10 @@ def main():
         raise ValueError(
             f"No split {script_args.dataset_train_split!r}, but {sorted(dataset)}: choose by `--dataset_train_split`."
         )
+    columns = dataset[script_args.dataset_train_split].column_names  # None for some that are streamed
+    known = {training_args.dataset_text_field, "messages", "prompt", "input_ids"}
+    if columns is not None and not known & set(columns):
+        raise ValueError(f"The data has columns {columns}, but needs one of {sorted(known)}.")
     evaluates = training_args.eval_strategy != "no"
     if evaluates and script_args.dataset_test_split not in dataset:
         raise ValueError(

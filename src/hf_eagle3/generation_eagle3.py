@@ -37,7 +37,7 @@ from .tree_eagle3 import DraftTree
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
-@dataclass
+@dataclass(repr=False)
 class Eagle3GenerationStats:
     """
     How one call of `generate` went.
@@ -45,12 +45,19 @@ class Eagle3GenerationStats:
     Args:
         new_tokens (`int`): Tokens generated. The first comes from the prompt's own forward.
         target_forwards (`int`): Forward passes of the target, the prompt's included; plain `generate` takes `new_tokens`.
-        accepted_lengths (`list[int]`): Tokens that each verification forward emitted.
+        accepted_lengths (`list[int]`):
+            Tokens that each verification forward emitted; the prompt's forward verifies nothing and is left out.
     """
 
     new_tokens: int = 0
     target_forwards: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
+
+    def __repr__(self):
+        return (
+            f"{type(self).__name__}(new_tokens={self.new_tokens}, target_forwards={self.target_forwards}, "
+            f"acceptance_length={self.acceptance_length:.2f})"
+        )
 
     @property
     def acceptance_length(self) -> float:

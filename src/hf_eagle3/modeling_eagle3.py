@@ -74,8 +74,10 @@ decoding with no need for transformers to know of it.
 from transformers import AutoModel
 
 
-def generate(model, assistant_model, **kwargs):
+def generate(model, assistant_model=None, **kwargs):
     """`assistant_model` is a draft, or the folder or Hub id of one."""
+    if assistant_model is None:
+        raise ValueError("A draft does not generate by itself. Call target.generate(..., assistant_model=draft).")
     if isinstance(assistant_model, str):
         assistant_model = AutoModel.from_pretrained(assistant_model, dtype=model.dtype, trust_remote_code=True)
         assistant_model = assistant_model.to(model.device)

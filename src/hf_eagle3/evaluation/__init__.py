@@ -1,6 +1,6 @@
 """Measuring drafts."""
 
-from .benchmark import METHODS, BenchmarkRow, format_table, plot_speedups, run_benchmark
+from .benchmark import METHODS, BenchmarkRow, format_table, plot_speedups, read_prompts, run_benchmark
 
 
-__all__ = ["METHODS", "BenchmarkRow", "format_table", "plot_speedups", "run_benchmark"]
+__all__ = ["METHODS", "BenchmarkRow", "format_table", "plot_speedups", "read_prompts", "run_benchmark"]

@@ -1,5 +1,6 @@
 """Plain generation, prompt lookup and EAGLE-3, on the same prompts, interleaved."""
 
+import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -12,6 +13,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 
 METHODS = ("plain", "prompt-lookup", "eagle3")
+
+
+def read_prompts(path: str | Path, num_prompts: int | None = None) -> list[str]:
+    """Prompts of a JSON Lines file, one `{"prompt": "..."}` a line."""
+    prompts = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        item = json.loads(line)
+        if not isinstance(item, dict) or not isinstance(item.get("prompt"), str):
+            raise ValueError(f'{path}, line {number}: expected {{"prompt": "..."}}, got {line[:80]}')
+        prompts.append(item["prompt"])
+    if not prompts:
+        raise ValueError(f"{path} has no prompts.")
+    return prompts[:num_prompts]
 
 
 @dataclass
@@ -74,6 +90,8 @@ def run_benchmark(
     Returns:
         `list[BenchmarkRow]`: One a method and temperature, plain generation first.
     """
+    if "eagle3" in methods and not hasattr(draft, "assisted_decoding"):
+        raise ValueError(f"{draft.config._name_or_path or type(draft).__name__} is not an EAGLE-3 draft.")
     if "plain" not in methods:
         raise ValueError("`methods` must include 'plain': speed-ups are ratios to it.")
     if batch_size > 1 and "prompt-lookup" in methods:
