@@ -102,7 +102,7 @@ class StepCosts:
     a pause that is not its own. The first measurement of a part pays for its preparation and does not count.
     """
 
-    LATEST = 9
+    LATEST = 5
     TRUSTED = 256  # measurements after which one that was not renewed is forgotten
 
     def __init__(self):
@@ -192,7 +192,7 @@ class AutoPolicy(StaticPolicy):
     PRIOR_STEPS = 4  # what was known before counts as much in a trial
     MEMORY = 0.95  # weight of a drafted step after the next
     INTERVALS = (32, 1024)  # plain steps between trials: at first, and at most; four times as many after each
-    REVIEW = 128  # drafted steps between plain ones, which tell what those take now
+    REVIEWS = (8, 64)  # drafted steps before plain ones, which tell what those take now: at first, and at most
 
     def __init__(self, num_nodes: int, costs: StepCosts):
         self.num_nodes, self.costs, self.calibration = num_nodes, costs, Calibration()
@@ -210,9 +210,10 @@ class AutoPolicy(StaticPolicy):
         return max(1 / plain if plain else 0.0, drafted)
 
     def plan_step(self, live):
-        if self.plain_left == 0 and (self.num_drafted + 1) % self.REVIEW == 0:
+        first, at_most = self.REVIEWS
+        if self.num_drafted >= first and self.num_drafted % min(1 << self.num_drafted.bit_length() - 1, at_most) == 0:
             self.num_drafted += 1
-            self.plain_left = 1
+            self.plain_left = 2
         if self.plain_left > 0:
             self.plain_left -= 1
             return _PlainStep(self)
