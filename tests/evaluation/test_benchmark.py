@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import make_draft, make_prompt, make_target
 
-from hf_eagle3.evaluation import BenchmarkRow, format_table, run_benchmark
+from hf_eagle3.evaluation import BenchmarkRow, format_table, read_prompts, run_benchmark
 
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -69,3 +69,17 @@ def test_unknown_methods(tokenizer):
         run_benchmark(target, tokenizer, None, ["a"], methods=["eagle3"])
     with pytest.raises(ValueError, match="one sequence a call"):
         run_benchmark(target, tokenizer, None, ["a", "b"], batch_size=2)
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not an EAGLE-3 draft"):
+        run_benchmark(target, tokenizer, target, ["a"])
+
+
+def test_prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n')
+    assert read_prompts(path) == ["a", "b"] and read_prompts(path, 1) == ["a"]
+    path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    with pytest.raises(ValueError, match="line 2: expected"):
+        read_prompts(path)
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="has no prompts"):
+        read_prompts(path)

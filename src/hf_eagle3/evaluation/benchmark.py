@@ -90,14 +90,15 @@ def run_benchmark(
     Returns:
         `list[BenchmarkRow]`: One a method and temperature, plain generation first.
     """
-    if "eagle3" in methods and not hasattr(draft, "assisted_decoding"):
-        raise ValueError(f"{draft.config._name_or_path or type(draft).__name__} is not an EAGLE-3 draft.")
     if "plain" not in methods:
         raise ValueError("`methods` must include 'plain': speed-ups are ratios to it.")
     if batch_size > 1 and "prompt-lookup" in methods:
         raise ValueError("transformers' prompt lookup takes one sequence a call. Leave it out of `methods`.")
     if unknown := sorted(set(methods) - set(METHODS)):
         raise ValueError(f"Unknown methods {unknown}; choose from {METHODS}.")
+    if "eagle3" in methods and not hasattr(draft, "assisted_decoding"):
+        name = getattr(getattr(draft, "config", None), "_name_or_path", None) or type(draft).__name__
+        raise ValueError(f"{name} is not an EAGLE-3 draft.")
     methods = sorted(methods, key=METHODS.index)
     assistance = {
         "plain": {},
