@@ -35,6 +35,7 @@ def measure(args, length: int, results) -> None:
         input_ids=tokens,
         aux_hidden_states=torch.randn(1, length, num_features, device=args.device),
         target_logits=torch.randn(1, length, args.draft_vocab_size, device=args.device),
+        target_mass=torch.ones(1, length, device=args.device),
         target_tokens=tokens,
         labels=tokens,
         documents=torch.arange(length, device=args.device)[None] // args.document_length,

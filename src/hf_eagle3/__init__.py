@@ -13,7 +13,6 @@ _MODULES = {
     "Eagle3GenerationStats": "generation_eagle3",
     "Eagle3Trainer": "training",
     "Eagle3TrainingArguments": "training",
-    "most_frequent_tokens": "data",
 }
 
 __all__ = [*_MODULES, "__version__"]

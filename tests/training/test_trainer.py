@@ -3,11 +3,12 @@ import json
 
 import pytest
 import torch
-from conftest import make_draft, make_prompt, make_target
+from conftest import make_prompt, make_target
 from datasets import Dataset
 from transformers import AutoModel
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.training.trainer import beginning
 
 
 TEXTS = Dataset.from_dict({"text": [f"the {i} of {i * 7}, and so on to {i * i} in the end" for i in range(40)]})
@@ -85,11 +86,61 @@ def test_logs(tmp_path, tokenizer):
     trainer.train()
     trainer.evaluate()
     train, evaluation = trainer.state.log_history[0], trainer.state.log_history[-1]
-    accuracies = [train[f"accuracy_{step}"] for step in range(4)]
-    assert "accuracy_4" not in train and all(0 <= value <= 1 for value in accuracies)
-    joint = torch.tensor(accuracies).cumprod(0).sum().item()
-    assert train["simulated_acceptance_length"] == pytest.approx(1 + joint)
-    assert {"eval_loss", "eval_accuracy_0", "eval_simulated_acceptance_length"} <= set(evaluation)
+    names = ("accuracy", "acceptance_rate", "conditional_acceptance", "joint_acceptance")
+    assert all(0 <= train[f"{name}_{step}"] <= 1 for name in names for step in range(4))
+    assert "accuracy_4" not in train
+    joint = torch.tensor([train[f"conditional_acceptance_{step}"] for step in range(4)]).cumprod(0)
+    assert joint.tolist() == pytest.approx([train[f"joint_acceptance_{step}"] for step in range(4)])
+    assert train["simulated_acceptance_length"] == pytest.approx(1 + joint.sum().item())
+    assert {f"eval_{name}_3" for name in names} <= set(evaluation)
+    assert {"eval_loss", "eval_simulated_acceptance_length"} <= set(evaluation)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_evaluation_decodes(tmp_path, tokenizer, packing):
+    target = make_target("llama")
+    arguments = {"num_eval_prompts": 3, "eval_max_new_tokens": 10, "assistant_only_loss": True, "max_length": 512}
+    trainer = make_trainer(
+        tmp_path, tokenizer, target=target, dataset=CHATS, eval_dataset=CHATS, eval_packing=packing, **arguments
+    )
+    draft = trainer.draft
+    draft.generation_config.tree_policy = "auto"
+    metrics = trainer.evaluate()
+    assert draft.generation_config.tree_policy == "auto"
+    draft.generation_config.tree_policy = "static"
+    draft.eval()
+    lengths = []
+    # Packed rows have several conversations; the first is decoded.
+    for row in list(trainer.eval_dataset)[:3]:
+        text = tokenizer.decode(row["input_ids"])
+        end = [label != -100 for label in row["labels"]].index(True)
+        assert "what" in tokenizer.decode(row["input_ids"][:end]) and (text.count("what") > 1) is packing
+        target.generate(
+            torch.tensor([row["input_ids"][:end]]), assistant_model=draft, max_new_tokens=10, do_sample=False
+        )
+        lengths += draft.last_generation.accepted_lengths
+    assert metrics["eval_acceptance_length"] == pytest.approx(sum(lengths) / len(lengths))
+    assert trainer.state.log_history[-1]["eval_acceptance_length"] == metrics["eval_acceptance_length"]
+    trainer.args.num_eval_prompts = 0
+    assert "eval_acceptance_length" not in trainer.evaluate()
+
+
+def test_what_evaluation_decodes_from():
+    text = {"input_ids": [5, 6, 7, 8, 9], "labels": [5, 6, 7, 8, 9]}
+    assert beginning(text).tolist() == [[5, 6, 7]]
+    assert beginning({**text, "labels": [-100, -100, 7, -100, 9]}).tolist() == [[5, 6]]
+    assert beginning({**text, "labels": [-100] * 5}).tolist() == [[5, 6, 7]]
+    assert beginning({**text, "seq_lengths": [2, 3]}).tolist() == [[5]]
+
+
+@pytest.mark.parametrize("loss_type", ["ce", "lk_alpha", "lk_lambda"])
+def test_losses(tmp_path, tokenizer, loss_type):
+    trainer = make_trainer(tmp_path, tokenizer, loss_type=loss_type, max_steps=30, learning_rate=2e-2)
+    assert trainer.args.loss_type == loss_type
+    trainer.train()
+    history = [entry for entry in trainer.state.log_history if "acceptance_rate_0" in entry]
+    assert history[-1]["loss"] < 0.9 * history[0]["loss"]
+    assert history[-1]["acceptance_rate_0"] > history[0]["acceptance_rate_0"]
 
 
 def test_training_learns(tmp_path, tokenizer):
@@ -157,7 +208,7 @@ def test_resumed_training_goes_on_as_if_uninterrupted(tmp_path, tokenizer):
 
 def test_half_precision_drafts_are_trained_in_float32(tmp_path, tokenizer):
     target = make_target("llama").to(torch.bfloat16)
-    draft = make_draft(target, [make_prompt(5)], num_tokens=20)
+    draft = Eagle3ForSpeculation.from_target(target)
     assert draft.dtype == torch.bfloat16
     trainer = make_trainer(tmp_path, tokenizer, model=draft, target=target)
     trainer.train()
@@ -181,6 +232,8 @@ def test_wrong_arguments(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, model=draft, target=target, model_init_kwargs={"model_type": "qwen3"})
     with pytest.raises(ValueError, match="gradient_checkpointing"):
         make_trainer(tmp_path, tokenizer, gradient_checkpointing=True)
+    with pytest.raises(ValueError, match="'nll'"):
+        make_trainer(tmp_path, tokenizer, loss_type="nll")
     with pytest.raises(ValueError, match="ttt_steps"):
         make_trainer(tmp_path, tokenizer, ttt_steps=0)
     with pytest.raises(ValueError, match="processing_class"):

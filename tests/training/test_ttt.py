@@ -34,6 +34,7 @@ def make_batch(target, draft, input_ids, labels=None, attention_mask=None, posit
         input_ids=input_ids,
         aux_hidden_states=torch.cat([outputs.hidden_states[i] for i in draft.resolve_aux_layer_ids(target)], -1),
         target_logits=outputs.logits[..., draft.draft_token_ids],
+        target_mass=outputs.logits.softmax(-1)[..., draft.draft_token_ids].sum(-1),
         target_tokens=outputs.logits.argmax(-1),
         labels=input_ids if labels is None else labels,
         documents=documents_of(input_ids, attention_mask, position_ids),
@@ -131,6 +132,47 @@ def test_loss_and_gradients_equal_the_naive_ones():
         assert our.abs().max() > 0, name
 
 
+def test_counts_equal_the_naive_ones():
+    target = make_target("llama")
+    draft = make_draft(target)
+    input_ids = make_prompt(15, batch_size=3)
+    labels = input_ids.clone()
+    labels[0, :5] = -100
+    labels[1, 8:11] = -100
+    batch = make_batch(target, draft, input_ids, labels)
+    # So that some agree: the target says what the draft would, in every other place.
+    logits = naive_unroll(draft, batch, STEPS)
+    best = draft.draft_token_ids[logits.nan_to_num(0).argmax(-1)]
+    for t in range(2, 14, 2):
+        batch.target_tokens[:, t] = best[:, t - 2, 1]
+        batch.target_tokens[:, t - 1] = best[:, t - 2, 0]
+    outputs = ttt_loss(draft, batch, STEPS)
+    acceptance, reached, accepted, correct = (torch.zeros(STEPS) for _ in range(4))
+    for b, t in torch.cartesian_prod(torch.arange(3), torch.arange(15)).tolist():
+        is_reached = True
+        for step in range(STEPS):
+            predicted = t + 2 + step
+            counts = predicted < 15 and labels[b, predicted] != -100
+            is_correct = counts and best[b, t, step] == batch.target_tokens[b, predicted - 1]
+            if counts:
+                p = torch.zeros(VOCAB_SIZE)
+                p[draft.draft_token_ids] = batch.target_logits[b, predicted - 1].softmax(-1)
+                p *= batch.target_mass[b, predicted - 1]
+                q = torch.zeros(VOCAB_SIZE)
+                q[draft.draft_token_ids] = logits[b, t, step].softmax(-1)
+                acceptance[step] += torch.minimum(p, q).sum()
+            is_reached = is_reached and counts
+            reached[step] += is_reached
+            is_reached = is_reached and is_correct
+            accepted[step] += is_reached
+            correct[step] += is_correct
+    torch.testing.assert_close(outputs.acceptance_sums, acceptance, atol=1e-4, rtol=1e-4)
+    assert outputs.num_reached.tolist() == reached.tolist()
+    assert outputs.num_accepted.tolist() == accepted.tolist()
+    assert outputs.num_correct.tolist() == correct.tolist()
+    assert 0 < accepted[2] < accepted[0] < reached[0]
+
+
 def gradients(draft, batch):
     draft.zero_grad()
     outputs = ttt_loss(draft, batch, STEPS)
@@ -189,6 +231,7 @@ def test_packed_documents_do_not_see_each_other():
     together = make_batch(target, draft, packed, position_ids=positions)
     together.aux_hidden_states = apart.aux_hidden_states[mask.bool()][None]
     together.target_logits = apart.target_logits[mask.bool()][None]
+    together.target_mass = apart.target_mass[mask.bool()][None]
     together.target_tokens = apart.target_tokens[mask.bool()][None]
     assert_same_training(draft, apart, together)
 

@@ -1,6 +1,15 @@
 """From data sets to what the trainer needs."""
 
-from .vocabulary import most_frequent_tokens
+from .checks import check_assistant_turns, check_chat_template, check_columns, report_long_rows
+from .vocabulary import count_tokens, coverage, most_frequent_tokens
 
 
-__all__ = ["most_frequent_tokens"]
+__all__ = [
+    "check_assistant_turns",
+    "check_chat_template",
+    "check_columns",
+    "count_tokens",
+    "coverage",
+    "most_frequent_tokens",
+    "report_long_rows",
+]

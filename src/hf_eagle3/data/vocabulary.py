@@ -1,28 +1,31 @@
 """The draft vocabulary: which target tokens a draft can propose."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from datasets import Dataset, IterableDataset
 
 
-def most_frequent_tokens(
-    dataset: Dataset | IterableDataset, size: int, vocab_size: int, column: str = "labels"
-) -> tuple[list[int], float]:
+def count_tokens(
+    dataset: Dataset | IterableDataset, vocab_size: int, column: str = "labels", max_streamed_rows: int = 100_000
+) -> np.ndarray:
     """
-    The most frequent supervised tokens of a tokenized data set (EAGLE-3 drafts for large vocabularies propose only
-    those).
+    How often each token occurs in a tokenized data set.
 
     Args:
         dataset (`Dataset` or `IterableDataset`): With a column of token ids; negative ones are not counted.
-        size (`int`): How many tokens to take.
         vocab_size (`int`): The target's vocabulary size.
         column (`str`, *optional*, defaults to `"labels"`): The column to count.
+        max_streamed_rows (`int`, *optional*, defaults to 100000): How many rows of a stream are read.
 
     Returns:
-        `tuple[list[int], float]`: The ids in ascending order, and the share of the counted tokens they make up.
+        `np.ndarray` of shape `(vocab_size,)`.
 
     Raises:
         ValueError: if nothing is supervised, or a token is outside the vocabulary.
     """
+    if isinstance(dataset, IterableDataset):
+        dataset = dataset.take(max_streamed_rows)
     counts = np.zeros(vocab_size, dtype=np.int64)
     for batch in dataset.iter(batch_size=1000):
         ids = np.concatenate([np.asarray(row, dtype=np.int64) for row in batch[column]])
@@ -37,6 +40,15 @@ def most_frequent_tokens(
         raise ValueError(
             f"No token of column {column!r} is supervised, so there is no draft vocabulary to take from it."
         )
+    return counts
+
+
+def most_frequent_tokens(counts: np.ndarray, size: int) -> list[int]:
+    """The ids of the `size` most frequent tokens, ascending (EAGLE-3 drafts for large vocabularies propose only those)."""
     # Ties go to the lower id, so that the same data gives the same vocabulary everywhere.
-    kept = np.sort(np.argsort(-counts, kind="stable")[:size])
-    return kept.tolist(), float(counts[kept].sum() / counts.sum())
+    return np.sort(np.argsort(-counts, kind="stable")[:size]).tolist()
+
+
+def coverage(counts: np.ndarray, token_ids: Sequence[int]) -> float:
+    """The share of the counted tokens that `token_ids` make up."""
+    return float(counts[token_ids].sum() / counts.sum())

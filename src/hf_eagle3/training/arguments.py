@@ -4,12 +4,17 @@ from dataclasses import dataclass, field
 
 from trl import SFTConfig
 
+from .losses import LOSS_TYPES, LossType
+
 
 @dataclass
 class Eagle3TrainingArguments(SFTConfig):
     r"""
     Configuration of [`Eagle3Trainer`]: an [`~trl.SFTConfig`] (data preparation, chat templates, assistant-only loss,
     packing, logging, checkpoints) and what training-time test adds.
+
+    Of the packing strategies, `"bfd"` (the default) and `"bfd_split"` keep documents apart: neither attention nor the unroll
+    nor the loss crosses their boundaries. `"wrapped"` forgets where they are; it is for running text.
 
     Args:
         model_init_kwargs (`dict`, *optional*):
@@ -25,6 +30,13 @@ class Eagle3TrainingArguments(SFTConfig):
             Drafting steps unrolled in training.
         ttt_step_decay (`float`, *optional*, defaults to `0.8`):
             Weight of step `s` in the loss is `ttt_step_decay ** s`.
+        loss_type (`str`, *optional*, defaults to `"kl"`):
+            `"kl"` (forward KL), `"ce"`, `"lk_alpha"` or `"lk_lambda"`: see [`DraftLoss`].
+        num_eval_prompts (`int`, *optional*, defaults to `16`):
+            With how many beginnings of evaluation rows `evaluate` decodes, to measure the acceptance length itself. 0 for
+            none.
+        eval_max_new_tokens (`int`, *optional*, defaults to `64`):
+            How many tokens it decodes from each.
         use_muon (`bool`, *optional*, defaults to `True`):
             Whether matrices other than `lm_head` are trained by Muon and the rest by AdamW, instead of everything by
             `optim`. Needs torch 2.9.
@@ -59,10 +71,20 @@ class Eagle3TrainingArguments(SFTConfig):
     ttt_step_decay: float = field(
         default=0.8, metadata={"help": "Weight of step `s` in the loss is `ttt_step_decay ** s`."}
     )
+    loss_type: LossType = field(
+        default="kl",
+        metadata={"help": "`kl`, `ce`, `lk_alpha` or `lk_lambda`.", "choices": list(LOSS_TYPES)},
+    )
     use_muon: bool = field(
         default=True,
         metadata={"help": "Train matrices by Muon and the rest by AdamW, instead of everything by `optim`."},
     )
+
+    # Parameters that control evaluation
+    num_eval_prompts: int = field(
+        default=16, metadata={"help": "Prompts decoded by `evaluate` to measure the acceptance length; 0 for none."}
+    )
+    eval_max_new_tokens: int = field(default=64, metadata={"help": "Tokens decoded from each of them."})
 
     def __post_init__(self):
         super().__post_init__()
@@ -70,6 +92,8 @@ class Eagle3TrainingArguments(SFTConfig):
             raise ValueError(f"`ttt_steps` must be at least 1, got {self.ttt_steps}.")
         if not 0 < self.ttt_step_decay <= 1:
             raise ValueError(f"`ttt_step_decay` must be in (0, 1], got {self.ttt_step_decay}.")
+        if self.loss_type not in LOSS_TYPES:
+            raise ValueError(f"`loss_type` must be one of {LOSS_TYPES}, got {self.loss_type!r}.")
         if self.gradient_checkpointing:
             raise ValueError(
                 "`gradient_checkpointing=True` is not supported: training-time test keeps the keys of every step, which "

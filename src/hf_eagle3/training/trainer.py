@@ -1,17 +1,30 @@
 """[`Eagle3Trainer`]: TRL's `SFTTrainer`, training a draft by training-time test."""
 
+import copy
+from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from types import MethodType
 
 import torch
 from accelerate.logging import get_logger
+from datasets import Dataset
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedModel
 from trl import SFTTrainer
 
-from ..data import most_frequent_tokens
+from ..data import (
+    check_assistant_turns,
+    check_chat_template,
+    check_columns,
+    count_tokens,
+    coverage,
+    most_frequent_tokens,
+    report_long_rows,
+)
 from ..modeling_eagle3 import Eagle3ForSpeculation
-from ..outputs_eagle3 import aux_hidden_states, select_hidden_states
 from .arguments import Eagle3TrainingArguments
+from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, start_store
 from .optimizer import MuonWithAdamW
 from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, ttt_loss
 
@@ -63,6 +76,8 @@ class Eagle3Trainer(SFTTrainer):
             frequent supervised tokens of `train_dataset`. Drafts in half precision are trained, and saved, in float32.
         target_model (`PreTrainedModel`):
             The frozen target. It may be quantized or spread by a `device_map`; it is not trained and not saved.
+        train_dataset (`Dataset`, `IterableDataset` or [`FeatureStore`]):
+            Data, or features of a target that were extracted from data before ([`~Eagle3Trainer.extract_features`]).
         args ([`Eagle3TrainingArguments`]):
             Arguments.
         kwargs (*optional*):
@@ -106,26 +121,64 @@ class Eagle3Trainer(SFTTrainer):
         model.float()
         target_model.eval().requires_grad_(False)
 
-        model_init_kwargs, args.model_init_kwargs = args.model_init_kwargs, None  # done with; TRL would warn of it
+        store = kwargs.get("train_dataset")
+        if isinstance(store, FeatureStore):
+            if args.packing:
+                raise ValueError("Rows of a feature store are packed when they are extracted. Leave `packing` out.")
+            kwargs["train_dataset"] = store.dataset()
+            if "seq_lengths" in store.rows.column_names:
+                args.padding_free, args.max_length = True, None
+        else:
+            store = None
+        # Earlier than `SFTTrainer`, which takes them for granted.
+        if kwargs.get("train_dataset") is not None and kwargs.get("formatting_func") is None:
+            check_columns(kwargs["train_dataset"], args, "train")
+        if args.chat_template_path is not None and not args.chat_template_path.endswith((".jinja", ".j2")):
+            raise ValueError(
+                f"`chat_template_path` is {args.chat_template_path}, but must be a Jinja file: the template of another "
+                "tokenizer would bring tokens that the target does not know."
+            )
+        if args.assistant_only_loss and args.chat_template_path is None:
+            check_chat_template(kwargs["processing_class"])
+        # Not `SFTTrainer`'s business; it would warn of the first and refuse the second.
+        ours = {"model_init_kwargs": args.model_init_kwargs, "loss_type": args.loss_type}
+        args.model_init_kwargs, args.loss_type = None, "nll"
         super().__init__(model=model, args=args, **kwargs)
-        args.model_init_kwargs = model_init_kwargs
+        for name, value in ours.items():
+            setattr(args, name, value)
 
         draft = self.draft
-        if takes_vocabulary_from_data:
-            token_ids, coverage = most_frequent_tokens(
-                self.train_dataset, args.draft_vocab_size, draft.config.vocab_size
+        if draft.config.draft_vocab_size < draft.config.vocab_size or takes_vocabulary_from_data:
+            counts = count_tokens(self.train_dataset, draft.config.vocab_size)
+            if takes_vocabulary_from_data:
+                token_ids = most_frequent_tokens(counts, args.draft_vocab_size)
+                draft.set_draft_vocabulary(token_ids, target_model)
+            share = coverage(counts, draft.draft_token_ids.tolist())
+            message = (
+                f"Draft vocabulary: {draft.config.draft_vocab_size} of {draft.config.vocab_size} tokens, which make up "
+                f"{share:.1%} of the supervised tokens."
             )
-            draft.set_draft_vocabulary(token_ids, target_model)
-            logger.info(
-                f"Draft vocabulary: {len(token_ids)} of {draft.config.vocab_size} tokens, which make up {coverage:.1%} of "
-                "the supervised tokens."
-            )
+            if share < 0.5 and not takes_vocabulary_from_data:
+                raise ValueError(
+                    f"{message} The draft could not propose the others: its vocabulary was made for other data, or for "
+                    "another tokenizer. Make a fresh draft with a vocabulary of this data (`model=None` and "
+                    "`draft_vocab_size`)."
+                )
+            logger.info(message)
         if getattr(target_model, "hf_device_map", None) is None:
-            target_model.to(self.accelerator.device)
+            if store is None or self.eval_dataset is not None:
+                target_model.to(self.accelerator.device)
+            else:  # its layers have done their work
+                target_model.get_input_embeddings().to(self.accelerator.device)
+                target_model.get_output_embeddings().to(self.accelerator.device)
         self.target_model = target_model
         draft.borrow_embeddings(target_model)
         draft.generation_config.assistant_confidence_threshold = args.assistant_confidence_threshold
         self.aux_layer_ids = draft.resolve_aux_layer_ids(target_model)
+        self.target_states = TargetStates(target_model, self.aux_layer_ids)
+        if store is not None:
+            store.check(describe(target_model, self.processing_class, self.aux_layer_ids))
+            self.data_collator = FeatureCollator(self.data_collator, store)
         # One forward of the wrapped model is one unroll, so that DDP, FSDP and autocast do what they do around a
         # forward. Replaces the fused loss that `SFTTrainer` puts in the same place.
         draft.forward = MethodType(_forward_or_unroll, draft)
@@ -137,32 +190,110 @@ class Eagle3Trainer(SFTTrainer):
         model = self.accelerator.unwrap_model(self.model)
         return model.get_base_model() if hasattr(model, "get_base_model") else model
 
-    @torch.no_grad()
-    def target_features(self, inputs: dict[str, torch.Tensor]) -> TTTBatch:
-        """Runs the target on a collated batch. Its own head gives the logits, with whatever it does to them."""
-        known = {key: inputs[key] for key in ("input_ids", "attention_mask", "position_ids") if key in inputs}
-        outputs = self.target_model(
-            **known, output_hidden_states=select_hidden_states(self.aux_layer_ids), use_cache=False
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        """`SFTTrainer`'s; but no row is shortened, split or dropped in silence."""
+        if formatting_func is None:
+            check_columns(dataset, args, dataset_name)
+        if args.assistant_only_loss and isinstance(dataset, Dataset) and "messages" in dataset.column_names:
+            check_assistant_turns(dataset, dataset_name)
+        tokenize_only = copy.copy(args)
+        tokenize_only.max_length, tokenize_only.shuffle_dataset = None, False
+        dataset = super()._prepare_dataset(
+            dataset, processing_class, tokenize_only, False, formatting_func, dataset_name
         )
-        num_layers = self.target_model.config.get_text_config(decoder=True).num_hidden_layers
-        input_ids, device = inputs["input_ids"], inputs["input_ids"].device
-        position_ids = inputs.get("position_ids")
-        logits = outputs.logits.to(device)
+        if (
+            isinstance(dataset, Dataset) and "feature_row" in dataset.column_names
+        ):  # was prepared when its features were extracted
+            return dataset
+        is_split = packing and args.packing_strategy != "bfd"
+        dataset = report_long_rows(dataset, args.max_length, "split off" if is_split else "cut off", dataset_name)
+        prepared = super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
+        if isinstance(prepared, Dataset) and not packing and len(prepared) < len(dataset):
+            dropped = f"{len(dataset) - len(prepared)} of {len(dataset)} rows of the {dataset_name} data"
+            why = f"have nothing to learn within `max_length={args.max_length}`"
+            if len(prepared) == 0:
+                raise ValueError(f"{dropped} {why}.")
+            logger.warning(f"{dropped} {why}, and are dropped.")
+        return prepared
+
+    def _set_signature_columns_if_needed(self):
+        super()._set_signature_columns_if_needed()
+        if "feature_row" not in self._signature_columns:
+            self._signature_columns.append("feature_row")
+
+    @torch.no_grad()
+    def target_features(self, inputs: dict[str, torch.Tensor], rows_at_a_time: int = 512) -> TTTBatch:
+        """
+        What the target says about a collated batch. Its own head gives the logits, with whatever it does to them, for
+        `rows_at_a_time` positions; those of its whole vocabulary never stand in memory for a long sequence.
+        """
+        input_ids, position_ids = inputs["input_ids"], inputs.get("position_ids")
+        if "states" in inputs:
+            aux, last = inputs["states"][:, :, :-1].flatten(2), inputs["states"][:, :, -1].to(self.target_model.dtype)
+        else:
+            aux, last = self.target_states(inputs)
+        pieces = []
+        for states in last.split(rows_at_a_time, dim=1):
+            logits = self.target_states.logits(states).to(input_ids.device)
+            draft_logits = logits if self.draft.d2t is None else logits[..., self.draft.draft_token_ids]
+            mass = (draft_logits.float().logsumexp(dim=-1) - logits.float().logsumexp(dim=-1)).exp()
+            pieces.append((draft_logits, mass, logits.max(dim=-1).indices))  # argmax is slow in bfloat16
+        target_logits, target_mass, target_tokens = (torch.cat(tensors, dim=1) for tensors in zip(*pieces))
+        if position_ids is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        else:
+            positions = position_ids
         return TTTBatch(
             input_ids=input_ids,
-            aux_hidden_states=aux_hidden_states(outputs, self.aux_layer_ids, num_layers).to(device).float(),
-            target_logits=logits if self.draft.d2t is None else logits[..., self.draft.draft_token_ids],
-            target_tokens=logits.max(dim=-1).indices,  # argmax is slow in bfloat16
+            aux_hidden_states=aux.float(),
+            target_logits=target_logits,
+            target_mass=target_mass,
+            target_tokens=target_tokens,
             labels=inputs["labels"],
             documents=documents_of(input_ids, inputs.get("attention_mask"), position_ids),
-            position_ids=torch.arange(input_ids.shape[1], device=device).expand_as(input_ids)
-            if position_ids is None
-            else position_ids,
+            position_ids=positions,
         )
+
+    def extract_features(
+        self, folder: str | Path, rows_per_shard: int = 1024, dtype: torch.dtype | str | None = None
+    ) -> FeatureStore:
+        """
+        Writes the target's states on the prepared training data to a folder that training can read instead of running the
+        target; see [`FeatureStore`]. All processes share the work. A shard that is written stays: called again with the
+        same arguments, it goes on with those that are missing.
+
+        Args:
+            folder (`str` or `Path`): Takes `(n_aux + 1) * hidden_size` numbers a token.
+            rows_per_shard (`int`, *optional*, defaults to 1024): What is lost at most when it is interrupted.
+            dtype (`torch.dtype` or `str`, *optional*):
+                What states are stored in; the target's dtype by default. `"float8_e4m3fn"` stores each state of each token
+                with a scale of its own.
+        """
+        if not isinstance(self.train_dataset, Dataset):
+            raise ValueError(
+                "Features of a stream cannot be extracted: its rows have no numbers. Load the data whole."
+            )
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or self.target_model.dtype
+        if self.accelerator.is_main_process:
+            description = describe(self.target_model, self.processing_class, self.aux_layer_ids)
+            start_store(folder, self.train_dataset, description, rows_per_shard, dtype)
+        self.accelerator.wait_for_everyone()
+        extract(
+            folder,
+            self.train_dataset,
+            self.target_states,
+            self.data_collator,
+            self.args.per_device_train_batch_size,
+            dtype,
+            self.accelerator.process_index,
+            self.accelerator.num_processes,
+        )
+        self.accelerator.wait_for_everyone()
+        return FeatureStore(folder)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         batch, steps = self.target_features(inputs), self.args.ttt_steps
-        outputs: TTTOutput = model(unroll=lambda draft: ttt_loss(draft, batch, steps))
+        outputs: TTTOutput = model(unroll=lambda draft: ttt_loss(draft, batch, steps, self.args.loss_type))
         num_rows = outputs.num_rows if num_items_in_batch is None else num_items_in_batch
         weights = self.args.ttt_step_decay ** torch.arange(steps, device=num_rows.device)
         loss = (weights * outputs.loss_sums / num_rows.clamp(min=1)).sum()
@@ -178,7 +309,8 @@ class Eagle3Trainer(SFTTrainer):
                 "instead of `fp16`."
             )
         mode = "train" if model.training else "eval"
-        counts = torch.stack([outputs.num_correct, outputs.num_rows]).double()
+        counts = (getattr(outputs, count.name).double() for count in fields(TTTOutput) if count.name != "loss_sums")
+        counts = torch.stack(list(counts))
         self._counts[mode] = self._counts.get(mode, 0) + counts
         return (loss, {"loss": loss}) if return_outputs else loss
 
@@ -217,19 +349,82 @@ class Eagle3Trainer(SFTTrainer):
             loss = self.compute_loss(model, inputs)
         return loss.detach(), None, None
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds each step's accuracy, and the acceptance length of a chain that is accepted while the draft agrees."""
-        mode = "eval" if any(key.startswith("eval_") for key in logs) else "train"
+    def _pop_metrics(self, mode: str) -> dict[str, float]:
+        """What was counted since it was last asked for, over all processes, one entry a TTT step."""
         counts = self._counts.pop(mode, None)
-        if counts is not None:
-            num_correct, num_rows = self.accelerator.reduce(counts, "sum")
-            accuracy = num_correct / num_rows.clamp(min=1)
-            prefix = "eval_" if mode == "eval" else ""
-            metrics = {f"{prefix}accuracy_{step}": value for step, value in enumerate(accuracy.tolist())}
-            # A token is emitted in any case; the k-th drafted one if the first k agree.
-            metrics[f"{prefix}simulated_acceptance_length"] = 1 + accuracy.cumprod(dim=0).sum().item()
-            logs = {**logs, **metrics}
+        if counts is None:
+            return {}
+        num_rows, num_correct, acceptance_sums, num_reached, num_accepted = self.accelerator.reduce(counts, "sum")
+        conditional = num_accepted / num_reached.clamp(min=1)
+        by_step = {
+            "accuracy": num_correct / num_rows.clamp(min=1),
+            "acceptance_rate": acceptance_sums / num_rows.clamp(min=1),
+            "conditional_acceptance": conditional,
+            # Not `num_accepted / num_rows[0]`: a draft that reaches the end of the data was not rejected there.
+            "joint_acceptance": conditional.cumprod(dim=0),
+        }
+        metrics = {
+            f"{name}_{step}": value for name, values in by_step.items() for step, value in enumerate(values.tolist())
+        }
+        # A token is emitted in any case; the k-th drafted one if the first k agree.
+        metrics["simulated_acceptance_length"] = 1 + by_step["joint_acceptance"].sum().item()
+        return metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds what training-time test says about drafting."""
+        if "loss" in logs:
+            logs = {**logs, **self._pop_metrics("train")}
         super().log(logs, start_time)
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ):
+        """Adds the same about `dataloader`, and the acceptance length of decoding with the draft."""
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        metrics = self._pop_metrics("eval") | self._decode(dataloader.dataset)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
+        return output
+
+    @torch.no_grad()
+    def _decode(self, dataset) -> dict[str, float]:
+        """
+        Continues the beginnings of the first rows with the whole tree, greedily. The acceptance length is pooled: tokens
+        emitted by verification forwards over the number of those forwards.
+        """
+        if self.args.num_eval_prompts == 0:
+            return {}
+        draft = self._whole_draft()
+        policy, draft.generation_config.tree_policy = draft.generation_config.tree_policy, "static"
+        process, num_processes = self.accelerator.process_index, self.accelerator.num_processes
+        accepted = torch.zeros(2, dtype=torch.double, device=self.accelerator.device)
+        was_training = draft.training
+        draft.eval()
+        for row in islice(dataset, process, self.args.num_eval_prompts, num_processes):
+            prompt = beginning(row).to(self.target_model.device)
+            self.target_model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                assistant_model=draft,
+                max_new_tokens=self.args.eval_max_new_tokens,
+                do_sample=False,
+            )
+            lengths = draft.last_generation.accepted_lengths
+            accepted += torch.tensor([sum(lengths), len(lengths)], device=accepted.device)
+        draft.train(was_training)
+        draft.generation_config.tree_policy = policy
+        num_tokens, num_forwards = self.accelerator.reduce(accepted, "sum").tolist()
+        return {"acceptance_length": num_tokens / num_forwards} if num_forwards else {}
+
+    def _whole_draft(self) -> Eagle3ForSpeculation:
+        """A draft that can generate: where its parameters are shared out among processes, a copy of it."""
+        if not self.is_fsdp_enabled:
+            return self.draft
+        state = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True))
+        draft = Eagle3ForSpeculation(self.draft.config).to(self.accelerator.device)
+        draft.generation_config = copy.deepcopy(self.draft.generation_config)
+        draft.load_state_dict({name.removeprefix("_orig_mod."): value for name, value in state.items()})
+        draft.borrow_embeddings(self.target_model)
+        return draft
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Writes a short card; unlike TRL's it is about using the draft."""
@@ -243,6 +438,14 @@ class Eagle3Trainer(SFTTrainer):
             base_model=f"base_model: {verifier}\n" if is_hub_id else "",
         )
         Path(self.args.output_dir, "README.md").write_text(card, encoding="utf-8")
+
+
+def beginning(row: dict[str, list[int]]) -> torch.LongTensor:
+    """A prompt `(1, L)` of a row's first document: what is not learned at its beginning, or else its first half."""
+    length = row["seq_lengths"][0] if "seq_lengths" in row else len(row["input_ids"])
+    learned = [label != -100 for label in row["labels"][:length]]
+    num_tokens = learned.index(True) if True in learned else 0
+    return torch.tensor([row["input_ids"][: num_tokens or (length + 1) // 2]])
 
 
 def _forward_or_unroll(self, *args, unroll=None, **kwargs):

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from .losses import DraftLoss, LossType
+
 
 try:
     from torch.nn.attention.flex_attention import AuxRequest
@@ -33,6 +35,7 @@ class TTTBatch:
         input_ids (`torch.LongTensor` of shape `(B, L)`)
         aux_hidden_states (`torch.FloatTensor` of shape `(B, L, n_aux * H)`): The target's states.
         target_logits (`torch.FloatTensor` of shape `(B, L, draft_vocab_size)`): The target's, on the draft vocabulary.
+        target_mass (`torch.FloatTensor` of shape `(B, L)`): The target's probability of the draft vocabulary.
         target_tokens (`torch.LongTensor` of shape `(B, L)`): The target's most probable tokens, as target ids.
         labels (`torch.LongTensor` of shape `(B, L)`): -100 where the token is not to be learned.
         documents (`torch.LongTensor` of shape `(B, L)`): Number of each token's document; -1 on padding.
@@ -42,6 +45,7 @@ class TTTBatch:
     input_ids: torch.LongTensor
     aux_hidden_states: torch.FloatTensor
     target_logits: torch.FloatTensor
+    target_mass: torch.FloatTensor
     target_tokens: torch.LongTensor
     labels: torch.LongTensor
     documents: torch.LongTensor
@@ -51,15 +55,24 @@ class TTTBatch:
 @dataclass
 class TTTOutput:
     """
+    Sums over rows, one entry a step.
+
     Args:
-        loss_sums (`torch.FloatTensor` of shape `(steps,)`): Each step's loss summed over the rows that count.
+        loss_sums (`torch.FloatTensor` of shape `(steps,)`): The loss of the rows that count.
         num_rows (`torch.LongTensor` of shape `(steps,)`): How many do.
         num_correct (`torch.LongTensor` of shape `(steps,)`): In how many the draft's best token is the target's.
+        acceptance_sums (`torch.FloatTensor` of shape `(steps,)`): Their acceptance rates, `Σ min(p, q)`.
+        num_reached (`torch.LongTensor` of shape `(steps,)`):
+            How many count at this and all earlier steps, and were correct at the earlier ones.
+        num_accepted (`torch.LongTensor` of shape `(steps,)`): How many of those are correct at this step, too.
     """
 
     loss_sums: torch.FloatTensor
     num_rows: torch.LongTensor
     num_correct: torch.LongTensor
+    acceptance_sums: torch.FloatTensor
+    num_reached: torch.LongTensor
+    num_accepted: torch.LongTensor
 
 
 class TTTCache:
@@ -224,68 +237,45 @@ def ttt_states(draft, batch: TTTBatch, steps: int) -> Iterator[torch.FloatTensor
         yield normed
 
 
-def ttt_loss(draft, batch: TTTBatch, steps: int, max_logits: int = 2**25) -> TTTOutput:
+def ttt_loss(draft, batch: TTTBatch, steps: int, loss_type: LossType = "kl", max_logits: int = 2**25) -> TTTOutput:
     """
-    Forward KL divergence from the target to the draft, on the draft vocabulary, at every step (EAGLE-3's loss up to the
-    target's entropy, which has no gradient).
+    The loss of each step, and what it says about drafting.
 
     Args:
+        loss_type (`str`, *optional*, defaults to `"kl"`): See [`DraftLoss`].
         max_logits (`int`, *optional*):
             How many of the draft's logits may stand in memory: where a step has more, they are computed in pieces, and
             again in backward.
     """
     target_log_probs = batch.target_logits.float().log_softmax(dim=-1)  # (B, L, V_draft)
     target_probs = target_log_probs.exp()
-    negative_entropy = (target_probs * target_log_probs).sum(dim=-1)  # (B, L)
+    entropy = -(target_probs * target_log_probs).sum(dim=-1)  # (B, L)
     batch_size, _, vocab_size = target_probs.shape
     piece = max(max_logits // (batch_size * vocab_size), 1)
 
-    def score(states, probs, negative_entropy, tokens, rows):
+    def score(states, probs, mass, entropy, tokens, rows):
         logits = draft.lm_head(states)
-        divergence = SoftCrossEntropy.apply(logits, probs) + negative_entropy
+        loss, acceptance = DraftLoss.apply(logits, probs, mass, entropy, loss_type)
         best = draft.draft_token_ids[logits.detach().max(dim=-1).indices]
-        return (divergence * rows).sum(), ((best == tokens) & rows).sum()
+        return (loss * rows).sum(), (acceptance * rows).sum(), best == tokens
 
-    loss_sums, num_rows, num_correct = [], [], []
+    outputs, reached = [], None
     for step, states in enumerate(ttt_states(draft, batch, steps)):
         rows = counted_rows(batch.labels, batch.documents, step)
         num = rows.shape[1]
         # Row t of the draft is about the target's row t + 1 + step.
         about = slice(1 + step, 1 + step + num)
-        whole = (
-            states[:, :num],
-            target_probs[:, about],
-            negative_entropy[:, about],
-            batch.target_tokens[:, about],
-            rows,
-        )
+        target = (target_probs, batch.target_mass, entropy, batch.target_tokens)
+        whole = (states[:, :num], *(tensor[:, about] for tensor in target), rows)
         if num <= piece:
             scores = [score(*whole)]
         else:
             pieces = zip(*(tensor.split(piece, dim=1) for tensor in whole))
             scores = [checkpoint(score, *tensors, use_reentrant=False) for tensors in pieces]
-        losses, correct = zip(*scores)
-        loss_sums.append(torch.stack(losses).sum())
-        num_correct.append(torch.stack(correct).sum())
-        num_rows.append(rows.sum())
-    return TTTOutput(torch.stack(loss_sums), torch.stack(num_rows), torch.stack(num_correct))
-
-
-class SoftCrossEntropy(torch.autograd.Function):
-    """
-    `-(probs * logits.log_softmax(-1)).sum(-1)` for constant `probs` that sum to one. Its gradient is
-    `softmax(logits) - probs`, so that the logits are all there is to keep for it; autograd would keep three such tensors
-    a step, and an unroll has seven steps.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, probs):
-        log_normalizer = torch.logsumexp(logits.float(), dim=-1)
-        ctx.save_for_backward(logits, probs, log_normalizer)
-        return log_normalizer - torch.linalg.vecdot(logits.float(), probs)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        logits, probs, log_normalizer = ctx.saved_tensors
-        difference = (logits.float() - log_normalizer[..., None]).exp_().sub_(probs)
-        return difference.mul_(gradient[..., None]).to(logits.dtype), None
+        losses, acceptances, correct = zip(*scores)
+        correct = torch.cat(correct, dim=1)
+        reached = rows if reached is None else rows & reached[:, :num]
+        counts = (rows.sum(), (correct & rows).sum(), sum(acceptances), reached.sum())
+        reached = reached & correct
+        outputs.append((sum(losses), *counts, reached.sum()))
+    return TTTOutput(*map(torch.stack, zip(*outputs)))

@@ -1,0 +1,156 @@
+# /// script
+# dependencies = ["hf-eagle3[train]"]
+# ///
+"""
+Trains a draft for each choice and seed at equal compute, and compares their acceptance lengths.
+
+    python recipes/ablation.py --target Qwen/Qwen3-0.6B --dataset texts.jsonl --prompts prompts.jsonl --json ablation.json
+
+Compute is tokens times drafting steps, so that a draft trained without training-time test sees more tokens. What is done is kept
+in the JSON file; the same command goes on from there. Choices:
+
+    default       forward KL, EAGLE-3.1's norms, three states of the target, Muon for the matrices
+    ce, lk_alpha, lk_lambda                     other losses
+    classic       without `fc_norm` and `norm_output`: the EAGLE-3 paper's form
+    top_features  only the state that enters the target's last layer
+    no_ttt        without training-time test
+    adamw         AdamW for everything
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, set_seed
+
+from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.evaluation import read_prompts
+
+
+CHOICES = {
+    "default": {},
+    "ce": {"loss_type": "ce"},
+    "lk_alpha": {"loss_type": "lk_alpha"},
+    "lk_lambda": {"loss_type": "lk_lambda"},
+    "classic": {"model_init_kwargs": {"fc_norm": False, "norm_output": False}},
+    "top_features": {"model_init_kwargs": {"eagle_aux_hidden_state_layer_ids": "last"}},
+    "no_ttt": {"ttt_steps": 1},
+    "adamw": {"use_muon": False},
+}
+
+
+def train(target, tokenizer, dataset, choice: dict, seed: int, args):
+    num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    settings = {"ttt_steps": args.ttt_steps, "learning_rate": args.learning_rate, **choice}
+    init = {"model_type": "qwen3", **settings.pop("model_init_kwargs", {})}
+    if init.get("eagle_aux_hidden_state_layer_ids") == "last":
+        init["eagle_aux_hidden_state_layer_ids"] = [num_layers - 1]
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Eagle3Trainer(
+            model=None,
+            target_model=target,
+            args=Eagle3TrainingArguments(
+                folder,
+                model_init_kwargs=init,
+                draft_vocab_size=args.draft_vocab_size,
+                max_length=args.max_length,
+                packing=True,
+                packing_strategy="wrapped",
+                per_device_train_batch_size=args.batch_size,
+                max_steps=args.compute // (settings["ttt_steps"] * args.batch_size * args.max_length),
+                warmup_steps=20,
+                bf16=args.bf16,
+                use_cpu=not torch.cuda.is_available(),
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                seed=seed,
+                **settings,
+            ),
+            train_dataset=dataset,
+            processing_class=tokenizer,
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return trainer.draft.to(target.dtype), trainer.state.global_step
+
+
+def acceptance_length(target, tokenizer, draft, prompts: list[str], temperature: float, max_new_tokens: int) -> float:
+    """Pooled, with the whole tree in every step; sampling from all tokens."""
+    draft.generation_config.update(tree_policy="static", assistant_confidence_threshold=0.0)
+    sampling = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    lengths = []
+    set_seed(0)
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt").to(target.device)
+        target.generate(**inputs, assistant_model=draft, max_new_tokens=max_new_tokens, **sampling)
+        lengths += draft.last_generation.accepted_lengths
+    return statistics.mean(lengths)
+
+
+def table(results: list[dict]) -> str:
+    lines = [
+        "| choice | seeds | tokens | acceptance length, T=0 | T=1 |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for choice in dict.fromkeys(result["choice"] for result in results):
+        runs = [result for result in results if result["choice"] == choice]
+        columns = [
+            f"{statistics.mean(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+            for values in ([run[key] for run in runs] for key in ("acceptance_length_0", "acceptance_length_1"))
+        ]
+        lines.append(f"| {choice} | {len(runs)} | {runs[0]['tokens']} | {columns[0]} | {columns[1]} |")
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="Folder or Hub id")
+    parser.add_argument("--dataset", required=True, help='JSON Lines file of {"text": "..."} to train on')
+    parser.add_argument("--prompts", required=True, help='Held-out prompts, one {"prompt": "..."} a line')
+    parser.add_argument("--json", required=True, help="Where results are kept")
+    parser.add_argument("--choices", nargs="+", choices=CHOICES, default=list(CHOICES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--compute", type=int, default=450_000, help="Tokens times drafting steps of each training")
+    parser.add_argument("--ttt_steps", type=int, default=3)
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--draft_vocab_size", type=int, default=2048)
+    parser.add_argument("--max_length", type=int, default=256)
+    parser.add_argument("--batch_size", type=int, default=4)
+    parser.add_argument("--num_prompts", type=int, default=20)
+    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="auto", help="Dtype of the target")
+    parser.add_argument("--bf16", action="store_true", help="Train in mixed precision")
+    args = parser.parse_args()
+
+    prompts = read_prompts(args.prompts, args.num_prompts)
+    dataset = load_dataset("json", data_files=args.dataset, split="train")
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    path = Path(args.json)
+    results = json.loads(path.read_text()) if path.exists() else []
+    done = {(result["choice"], result["seed"]) for result in results}
+    for seed in args.seeds:
+        for choice in args.choices:
+            if (choice, seed) in done:
+                continue
+            draft, num_steps = train(target, tokenizer, dataset, CHOICES[choice], seed, args)
+            run = {"choice": choice, "seed": seed, "tokens": num_steps * args.batch_size * args.max_length}
+            for temperature in (0, 1):
+                run[f"acceptance_length_{temperature}"] = acceptance_length(
+                    target, tokenizer, draft.eval(), prompts, temperature, args.max_new_tokens
+                )
+            results.append(run)
+            path.write_text(json.dumps(results, indent=2))
+            print(results[-1], flush=True)
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""What is wrong with training data, said before or while it is prepared."""
+
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow.compute as pc
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
+from trl import SFTConfig
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+
+logger = logging.getLogger(__name__)
+
+COLUMNS = ("messages", "conversations", "prompt", "input_ids")  # besides `dataset_text_field`
+
+
+def check_columns(dataset: Dataset | IterableDataset, args: SFTConfig, name: str) -> None:
+    """
+    Raises:
+        ValueError: if the data has no rows, or no column that can be trained on.
+    """
+    first = next(iter(dataset), None)
+    if first is None:
+        raise ValueError(f"The {name} data has no rows.")
+    if not {*COLUMNS, args.dataset_text_field} & set(first):
+        raise ValueError(
+            f"The {name} data has columns {sorted(first)}, but needs one of {sorted({*COLUMNS, args.dataset_text_field})}."
+        )
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """
+    Raises:
+        ValueError: if the tokenizer's chat template does not say, and TRL does not know, what the assistant says in it.
+    """
+    name = tokenizer.name_or_path or "the tokenizer"
+    remedy = (
+        "Pass a template as `chat_template_path` in which what the assistant says stands between `{% generation %}` and "
+        "`{% endgeneration %}`, or set `assistant_only_loss=False` to learn from the user's tokens, too."
+    )
+    if tokenizer.chat_template is None:
+        raise ValueError(f"`assistant_only_loss=True` needs a chat template, and {name} has none. {remedy}")
+    if not has_generation_markers(tokenizer.chat_template):
+        try:
+            get_training_chat_template(tokenizer)
+        except ValueError:
+            raise ValueError(
+                f"`assistant_only_loss=True` needs a chat template with generation markers. That of {name} has none, and is "
+                f"none of those that TRL has a marked version of. {remedy}"
+            ) from None
+
+
+def check_assistant_turns(dataset: Dataset, name: str) -> None:
+    """
+    Raises:
+        ValueError: if conversations have no assistant turn.
+    """
+    missing, roles = [], set()
+    for index, messages in enumerate(dataset["messages"]):
+        seen = {message["role"] for message in messages}
+        roles |= seen
+        if "assistant" not in seen:
+            missing.append(index)
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of {len(dataset)} rows of the {name} data have no assistant turn, the first of them row "
+            f"{missing[0]} (roles in the data: {sorted(roles)}). `assistant_only_loss=True` learns nothing from such rows: "
+            "remove them, or rename the role."
+        )
+
+
+def report_long_rows(
+    dataset: Dataset | IterableDataset, max_length: int | None, fate: str, name: str
+) -> Dataset | IterableDataset:
+    """
+    Logs a warning of how many tokenized rows are longer than `max_length`, and what becomes of them. For a stream, whose rows
+    are not known in advance, at the first such row, the second, the fourth, and so on.
+
+    Returns:
+        The data set, unchanged, or the stream with the warning built in.
+    """
+    if max_length is None:
+        return dataset
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(LongRowWarning(max_length, fate, name))
+    lengths = np.concatenate(list(row_lengths(dataset)))
+    too_long = lengths > max_length
+    if too_long.any():
+        logger.warning(
+            f"{too_long.sum()} of {len(lengths)} rows of the {name} data are longer than `max_length={max_length}`: "
+            f"{(lengths - max_length)[too_long].sum()} of {lengths.sum()} tokens are beyond it, and are {fate}."
+        )
+    return dataset
+
+
+def row_lengths(dataset: Dataset) -> Iterator[np.ndarray]:
+    for table in dataset.select_columns("input_ids").with_format("arrow").iter(batch_size=1000):
+        yield pc.list_value_length(table["input_ids"]).to_numpy()
+
+
+class LongRowWarning:
+    def __init__(self, max_length: int, fate: str, name: str):
+        self.max_length, self.fate, self.name, self.count = max_length, fate, name, 0
+
+    def __call__(self, row):
+        if len(row["input_ids"]) > self.max_length:
+            self.count += 1
+            if self.count.bit_count() == 1:
+                logger.warning(
+                    f"{self.count} rows of the {self.name} data so far are longer than `max_length={self.max_length}`; the "
+                    f"tokens beyond it are {self.fate}."
+                )
+        return row

@@ -1,0 +1,338 @@
+"""What a draft learns from: the target's states and distributions, computed as training goes or read from a folder."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from datasets import Dataset, load_from_disk
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from ..checks_eagle3 import fingerprint
+from ..outputs_eagle3 import aux_hidden_states, select_hidden_states
+from .ttt import documents_of
+
+
+FORMAT_VERSION = 1
+FP8 = torch.float8_e4m3fn
+
+
+class TargetStates:
+    """
+    Runs a target on collated batches, and returns for `B` sequences of `L` tokens the states that a draft reads, of shape
+    `(B, L, n_aux * H)`, and the target's last ones, which its head reads, `(B, L, H)`.
+
+    Packed documents (`position_ids` that begin again at 0) are read apart from each other. Targets that do not tell them
+    apart themselves (they pass no `position_ids` to their masks, or have convolutional or recurrent states) get each
+    document in a row of its own.
+    """
+
+    def __init__(self, target: PreTrainedModel, aux_layer_ids: list[int]):
+        # PEFT's wrapper calls the whole model its base.
+        self.target = target.get_base_model() if hasattr(target, "get_base_model") else target
+        base = self.target.base_model
+        # Llama 4's text model is its own base by the name that transformers goes by.
+        self.base_model = self.target.get_decoder() if base is self.target else base
+        self.aux_layer_ids = aux_layer_ids
+        self.num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+        self.keeps_documents_apart = None
+
+    @torch.no_grad()
+    def __call__(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        documents = documents_of(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids"))
+        if "position_ids" in batch and documents.max() > 1:
+            if self.keeps_documents_apart is None:
+                self.keeps_documents_apart = self._keeps_documents_apart()
+            if not self.keeps_documents_apart:
+                return self._document_by_document(batch["input_ids"], documents)
+        return self._forward(
+            **{key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
+        )
+
+    def _forward(self, **inputs):
+        outputs = self.base_model(
+            **inputs, output_hidden_states=select_hidden_states(self.aux_layer_ids), use_cache=False
+        )
+        last, device = outputs.last_hidden_state, inputs["input_ids"].device
+        return aux_hidden_states(outputs, self.aux_layer_ids, self.num_layers).to(device), last.to(device)
+
+    def _keeps_documents_apart(self) -> bool:
+        """Whether what a document says leaves the states of the next one as they are."""
+        length, device = 8, self.target.get_input_embeddings().weight.device
+        vocab_size = self.target.config.get_text_config(decoder=True).vocab_size
+        tokens = torch.randint(vocab_size, (3, length), generator=torch.Generator().manual_seed(0)).to(device)
+        position_ids = torch.arange(length, device=device).repeat(2)[None]
+        first, second = (
+            self._forward(input_ids=torch.cat([before, tokens[2]])[None], position_ids=position_ids)[1][0, length:]
+            for before in tokens[:2]
+        )
+        # Not equality: experts may add up in another order.
+        return (first - second).norm() < 0.02 * first.norm()
+
+    def _document_by_document(self, input_ids, documents):
+        aux, last, budget = None, None, documents.numel()
+        rows = [(row, number) for row in range(len(documents)) for number in documents[row].unique().tolist()]
+        masks = [documents[row] == number for row, number in rows if number >= 0]
+        rows = [row for row, number in rows if number >= 0]
+        order = sorted(range(len(masks)), key=lambda index: -int(masks[index].sum()))
+        while order:  # as many at once as take no more tokens than the batch
+            longest = int(masks[order[0]].sum())
+            group, order = order[: max(budget // longest, 1)], order[max(budget // longest, 1) :]
+            tokens = [input_ids[rows[index], masks[index]] for index in group]
+            padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+            lengths = torch.tensor([len(each) for each in tokens], device=padded.device)
+            attention_mask = (torch.arange(longest, device=padded.device) < lengths[:, None]).long()
+            group_aux, group_last = self._forward(input_ids=padded, attention_mask=attention_mask)
+            if aux is None:
+                aux = group_aux.new_zeros(*documents.shape, group_aux.shape[-1])
+                last = group_last.new_zeros(*documents.shape, group_last.shape[-1])
+            for place, index in enumerate(group):
+                aux[rows[index], masks[index]] = group_aux[place, : lengths[place]]
+                last[rows[index], masks[index]] = group_last[place, : lengths[place]]
+        return aux, last
+
+    @torch.no_grad()
+    def logits(self, last_hidden_state: torch.Tensor) -> torch.Tensor:
+        """The target's logits `(B, L, V)`, by its own head and whatever it does to them (scales, soft caps)."""
+        head = self.target.get_output_embeddings()
+        last_hidden_state = last_hidden_state.to(head.weight.device)
+        with replaced_forward(self.base_model, StoredOutput(last_hidden_state=last_hidden_state)):
+            # What is read is only its shape and device.
+            return self.target(inputs_embeds=last_hidden_state, use_cache=False).logits
+
+
+class StoredOutput(BaseModelOutputWithPast):
+    """What a base model returns, with nothing but its last states."""
+
+    def __getattr__(self, name):  # some heads look for routers, images and the like
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+@contextmanager
+def replaced_forward(module: torch.nn.Module, output):
+    before = module.__dict__.get("forward")  # accelerate's, or none on the instance
+    module.forward = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+def describe(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, aux_layer_ids: list[int]) -> dict:
+    """What features belong to."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
+    config = target.config.get_text_config(decoder=True)
+    return {
+        "target": target.config._name_or_path,
+        "fingerprint": fingerprint(target.get_input_embeddings().weight),
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "tokenizer": hashlib.sha256(vocabulary).hexdigest(),
+        "aux_layer_ids": list(aux_layer_ids),
+    }
+
+
+class FeatureStore:
+    """
+    A folder of tokenized rows and the target's states on them, written by [`Eagle3Trainer.extract_features`] and read
+    memory-mapped: pass it to [`Eagle3Trainer`] as a data set.
+
+    - `rows/`: the prepared data set (`input_ids`, `labels`, and `seq_lengths` if packed).
+    - `index.json`: what the features belong to, and how they are stored.
+    - `features-00000.safetensors`, ...: for `rows_per_shard` rows each, one after the other in `T` tokens, `states`
+      `(T, n_aux + 1, H)`, the last being what the target's head reads; `offsets` `(rows + 1,)`; with fp8 also `scales`
+      `(T, n_aux + 1)`.
+
+    Args:
+        folder (`str` or `Path`)
+
+    Raises:
+        FileNotFoundError: if there is no such store.
+        ValueError: if it is not complete, or of another version of the format.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        if not (self.folder / "index.json").exists():
+            raise FileNotFoundError(f"{folder} has no index.json: it is not a folder of features.")
+        self.index = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))
+        if self.index["version"] != FORMAT_VERSION:
+            raise ValueError(
+                f"{folder} has version {self.index['version']} of the format; this one reads {FORMAT_VERSION}."
+            )
+        missing = self.missing_shards()
+        if missing:
+            raise ValueError(
+                f"{folder} is not complete: {len(missing)} of {self.num_shards} shards are missing, the first of them "
+                f"{self.shard_path(missing[0]).name}. Run the extraction again; it goes on where it stopped."
+            )
+        self.rows = load_from_disk(str(self.folder / "rows"))
+        self._open_shards = {}
+
+    def __getstate__(self):  # open files do not travel to the workers of a data loader
+        return {**self.__dict__, "_open_shards": {}}
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.index["num_rows"] // self.index["rows_per_shard"])
+
+    def shard_path(self, shard: int) -> Path:
+        return self.folder / f"features-{shard:05d}.safetensors"
+
+    def missing_shards(self) -> list[int]:
+        return [shard for shard in range(self.num_shards) if not self.shard_path(shard).exists()]
+
+    def dataset(self) -> Dataset:
+        """The rows, each with its number as `feature_row`."""
+        return self.rows.add_column("feature_row", list(range(len(self.rows))))
+
+    def __getitem__(self, row: int) -> torch.FloatTensor:
+        """The states of a row, `(L, n_aux + 1, H)`."""
+        shard, place = divmod(row, self.index["rows_per_shard"])
+        if shard not in self._open_shards:
+            file = safe_open(self.shard_path(shard), framework="pt")
+            self._open_shards[shard] = file, file.get_tensor("offsets").tolist()
+        file, offsets = self._open_shards[shard]
+        tokens = slice(offsets[place], offsets[place + 1])
+        states = file.get_slice("states")[tokens]
+        if states.dtype == FP8:
+            states = states.float() * file.get_slice("scales")[tokens][..., None]
+        return states
+
+    def check(self, description: dict) -> None:
+        """
+        Raises:
+            ValueError: if the features belong to another target, tokenizer or choice of layers.
+        """
+        for name, value in description.items():
+            stored = self.index["description"][name]
+            if name != "target" and stored != value:  # a target may lie in another folder today
+                shown = "" if name in ("fingerprint", "tokenizer") else f" ({stored} there, {value} here)"
+                raise ValueError(
+                    f"The features in {self.folder} were extracted from {self.index['description']['target'] or 'a target'} with "
+                    f"another {name}{shown}. Extract them again for this pairing, into another folder."
+                )
+
+
+class FeatureCollator:
+    """
+    Adds the states of a [`FeatureStore`] to what `collator` makes of its rows: `states` of shape `(B, L, n_aux + 1, H)`.
+    """
+
+    def __init__(self, collator: Callable, store: FeatureStore):
+        self.collator, self.store = collator, store
+
+    def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
+        batch = self.collator(examples)
+        states = [self.store[example["feature_row"]] for example in examples]
+        if any(len(each) != len(example["input_ids"]) for each, example in zip(states, examples)):
+            raise ValueError(f"Rows and features in {self.store.folder} have different lengths.")
+        if len(batch["input_ids"]) != len(examples):  # without padding, all in one row
+            states = [torch.cat(states)]
+        padded = states[0].new_zeros(*batch["input_ids"].shape, *states[0].shape[1:])
+        for row, each in enumerate(states):
+            padded[row, : len(each)] = each
+        return {**batch, "states": padded}
+
+
+def start_store(folder: str | Path, rows: Dataset, description: dict, rows_per_shard: int, dtype: torch.dtype) -> None:
+    """
+    Writes rows and index of a [`FeatureStore`], or checks that those there are the same.
+
+    Raises:
+        ValueError: if the folder holds something else.
+    """
+    folder = Path(folder)
+    index = {
+        "version": FORMAT_VERSION,
+        "description": description,
+        "num_rows": len(rows),
+        "num_tokens": sum(map(len, rows["input_ids"])),
+        "rows_per_shard": rows_per_shard,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    if (folder / "index.json").exists():
+        known = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+        if known != index or load_from_disk(str(folder / "rows"))["input_ids"] != rows["input_ids"]:
+            raise ValueError(
+                f"{folder} holds features of other rows, of another target, or stored otherwise. Choose another folder, "
+                "or go on with the arguments of its first run."
+            )
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty, and holds no features. Choose another folder.")
+    rows.save_to_disk(str(folder / "rows"))
+    write_atomically(
+        folder / "index.json", lambda path: path.write_text(json.dumps(index, indent=2), encoding="utf-8")
+    )
+
+
+def write_shard(folder: Path, shard: int, target_states: TargetStates, batches, dtype: torch.dtype) -> None:
+    """
+    Writes one shard, all or nothing.
+
+    Args:
+        batches (iterable of `tuple[dict, list[int]]`): Collated batches, and the lengths of the rows in each.
+    """
+    rows, lengths = [], [0]
+    for batch, batch_lengths in batches:
+        aux, last = target_states(batch)
+        states = torch.cat([aux, last], dim=-1).unflatten(-1, (-1, last.shape[-1]))
+        if len(states) != len(batch_lengths):  # without padding, all in one row
+            states = states[0].split(batch_lengths + [states.shape[1] - sum(batch_lengths)])
+        rows += [each[:length].cpu() for each, length in zip(states, batch_lengths)]
+        lengths += batch_lengths
+    states = torch.cat(rows)
+    tensors = {"offsets": torch.tensor(lengths).cumsum(0)}
+    if dtype == FP8:
+        tensors["scales"] = (states.float().abs().amax(-1) / torch.finfo(FP8).max).clamp(min=1e-12)
+        states = states.float() / tensors["scales"][..., None]
+    tensors["states"] = states.to(dtype)
+    path = folder / f"features-{shard:05d}.safetensors"
+    write_atomically(path, lambda unfinished: save_file(tensors, unfinished))
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    unfinished = path.with_name(path.name + ".unfinished")
+    write(unfinished)
+    unfinished.replace(path)
+
+
+def extract(
+    folder: str | Path,
+    rows: Dataset,
+    target_states: TargetStates,
+    collator: Callable,
+    batch_size: int,
+    dtype: torch.dtype,
+    process_index: int = 0,
+    num_processes: int = 1,
+) -> None:
+    """Writes this process's share of the shards that are missing from a store begun by [`start_store`]."""
+    folder = Path(folder)
+    index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+    rows_per_shard, device = index["rows_per_shard"], target_states.target.get_input_embeddings().weight.device
+    num_shards = -(-len(rows) // rows_per_shard)
+
+    def batches(shard):
+        end = min((shard + 1) * rows_per_shard, len(rows))
+        for start in range(shard * rows_per_shard, end, batch_size):
+            examples = [rows[row] for row in range(start, min(start + batch_size, end))]
+            batch = collator(examples)
+            batch = {key: value.to(device) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+            yield batch, [len(example["input_ids"]) for example in examples]
+
+    for shard in tqdm(range(process_index, num_shards, num_processes), desc="Shards", disable=process_index != 0):
+        if not (folder / f"features-{shard:05d}.safetensors").exists():
+            write_shard(folder, shard, target_states, batches(shard), dtype)

@@ -1,0 +1,79 @@
+"""What a draft `q` is trained to have in common with the target `p`."""
+
+from typing import Literal, get_args
+
+import torch
+
+
+LossType = Literal["kl", "ce", "lk_alpha", "lk_lambda"]
+LOSS_TYPES = get_args(LossType)
+# How fast `lk_lambda` goes from KL to the acceptance rate (https://huggingface.co/papers/2602.23881: 3 was best).
+LAMBDA_DECAY = 3.0
+
+
+class DraftLoss(torch.autograd.Function):
+    r"""
+    Loss of each row, and its acceptance rate `α = Σ min(p, q)`: the probability that speculative sampling accepts the
+    draft's token, on the target's whole vocabulary.
+
+    - `"kl"`: forward KL divergence on the draft vocabulary, `Σ p' log(p' / q)` with `p' = p / Σ p`: the loss of EAGLE-3
+      (https://huggingface.co/papers/2503.01840) up to the target's entropy, which has no gradient.
+    - `"ce"`: `-log q` of the target's most probable token in the draft vocabulary.
+    - `"lk_alpha"`: `-log α` (LK losses, https://huggingface.co/papers/2602.23881).
+    - `"lk_lambda"`: `λ KL + (1 - λ) (1 - α)` with `λ = exp(-3 α)`, a constant for the gradient: KL while the draft is far
+      from the target, acceptance when it is near (same paper; here each row has its own `λ`).
+
+    Gradients with respect to the logits have a closed form, so that one tensor of their size is all there is to keep for
+    each drafting step; autograd would keep three or more.
+
+    Args:
+        logits (`torch.FloatTensor` of shape `(..., draft_vocab_size)`): The draft's.
+        probs (`torch.FloatTensor` of shape `(..., draft_vocab_size)`):
+            The target's probabilities of the draft's tokens, renormalized to sum to one.
+        mass (`torch.FloatTensor` of shape `(...)`): What they sum to in the target's whole vocabulary.
+        entropy (`torch.FloatTensor` of shape `(...)`): The entropy of `probs`.
+        loss_type (`str`)
+
+    Returns:
+        `tuple[torch.FloatTensor, torch.FloatTensor]`: Loss and acceptance rate, of shape `(...)`. The rate has no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, probs, mass, entropy, loss_type):
+        q = logits.softmax(dim=-1, dtype=torch.float32)
+        shared = torch.minimum(probs * mass[..., None], q)
+        alpha = shared.sum(dim=-1)
+        if loss_type == "ce":
+            best = probs.argmax(dim=-1, keepdim=True)
+            loss = -q.gather(-1, best).clamp_(min=torch.finfo(q.dtype).tiny).log().squeeze(-1)
+            gradient = q.scatter_add(-1, best, -torch.ones_like(q[..., :1]))
+        elif loss_type == "kl":
+            loss = cross_entropy(logits, q, probs) - entropy
+            gradient = q - probs
+        else:
+            # Raising the probability of a token helps where q is the smaller one. d α / d logits:
+            helped = torch.where(shared == q, q, 0)
+            gradient = helped - q * helped.sum(dim=-1, keepdim=True)
+            floor = alpha.clamp(min=1e-5)  # against infinite losses of a draft that shares nothing with the target
+            if loss_type == "lk_alpha":
+                loss = -floor.log()
+                gradient /= -floor[..., None]
+            else:
+                weight = (-LAMBDA_DECAY * alpha).exp()
+                loss = weight * (cross_entropy(logits, q, probs) - entropy) + (1 - weight) * (1 - alpha)
+                gradient = weight[..., None] * (q - probs) - (1 - weight)[..., None] * gradient
+        ctx.save_for_backward(gradient.to(logits.dtype))
+        ctx.mark_non_differentiable(alpha)
+        return loss, alpha
+
+    @staticmethod
+    def backward(ctx, upstream, _):
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream[..., None].to(gradient.dtype), None, None, None, None
+
+
+def cross_entropy(logits, q, probs):
+    """`-Σ probs log q`, with `q` the softmax of `logits`."""
+    peak, best = logits.max(dim=-1, keepdim=True)
+    log_normalizer = peak.float() - q.gather(-1, best).log()
+    return log_normalizer.squeeze(-1) - torch.linalg.vecdot(logits.float(), probs)

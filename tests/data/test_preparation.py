@@ -1,0 +1,221 @@
+"""What `Eagle3Trainer` makes of data, good and bad."""
+
+import copy
+import json
+import logging
+
+import pytest
+import torch
+from conftest import CHAT_TEMPLATE, make_target
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl.chat_template_utils import qwen3_chat_template
+
+from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+
+
+def make_trainer(tokenizer, rows, tmp_path, template=CHAT_TEMPLATE, model=None, stream=False, **arguments):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    dataset = Dataset.from_dict(rows)
+    arguments = {
+        "max_steps": 1,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        **arguments,
+    }
+    return Eagle3Trainer(
+        model=model,
+        target_model=make_target("llama", vocab_size=len(tokenizer)),
+        args=Eagle3TrainingArguments(str(tmp_path), **arguments),
+        train_dataset=dataset.to_iterable_dataset() if stream else dataset,
+        processing_class=tokenizer,
+    )
+
+
+def chat(role="assistant", num_rows=4):
+    return {
+        "messages": [[{"role": "user", "content": "abc"}, {"role": role, "content": f"d{i}"}] for i in range(num_rows)]
+    }
+
+
+def learned(trainer, index=0):
+    """The texts of the tokens that are learned, one for each unbroken run of them."""
+    row, runs, previous = trainer.train_dataset[index], [], -100
+    for token, label in zip(row["input_ids"], row["labels"]):
+        if label != -100:
+            assert label == token
+            if previous == -100:
+                runs.append([])
+            runs[-1].append(token)
+        previous = label
+    return [trainer.processing_class.decode(run) for run in runs]
+
+
+@pytest.fixture(scope="module")
+def qwen_tokenizer():
+    """Qwen3's special tokens and chat template over single bytes."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
+    special += ["<tool_response>", "</tool_response>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(alphabet)}, unk_token="!"))
+    model.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            pre_tokenizers.Split(Regex("."), "isolated"),
+        ]
+    )
+    model.decoder = decoders.ByteLevel()
+    model.add_special_tokens(special)
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Is it raining?"},
+    {"role": "assistant", "reasoning_content": "I must look.", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "rain"},
+    {"role": "assistant", "reasoning_content": "It is.", "content": "Yes."},
+    {"role": "user", "content": "Thanks"},
+    {"role": "assistant", "content": "Bye."},
+]
+
+
+def test_exactly_the_assistants_tokens_are_learned(qwen_tokenizer, tmp_path):
+    tools = json.dumps([{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}])
+    trainer = make_trainer(
+        qwen_tokenizer,
+        {"messages": [json.loads(json.dumps(CONVERSATION))], "tools": [tools]},
+        tmp_path,
+        template=qwen3_chat_template,
+        assistant_only_loss=True,
+        max_length=None,
+    )
+    text = qwen_tokenizer.decode(trainer.train_dataset[0]["input_ids"])
+    assert "# Tools" in text and "<tool_response>\nrain\n</tool_response>" in text
+    call, answer, farewell = learned(trainer)
+    arguments = json.dumps(CALL["function"])
+    # TRL marks the newline after a turn as the assistant's, too.
+    assert call == f"<think>\nI must look.\n</think>\n\n<tool_call>\n{arguments}\n</tool_call><|im_end|>\n"
+    assert answer == "<think>\nIt is.\n</think>\n\nYes.<|im_end|>\n"
+    assert farewell == "<think>\n\n</think>\n\nBye.<|im_end|>\n"
+
+
+def test_prompts_are_not_learned(tokenizer, tmp_path):
+    trainer = make_trainer(tokenizer, {"prompt": ["abc", "de"], "completion": ["fgh", "ij"]}, tmp_path)
+    assert {learned(trainer, index)[0] for index in range(2)} == {"fgh</s>", "ij</s>"}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "mistral"])
+def test_packed_documents_give_the_losses_of_separate_ones(tokenizer, tmp_path, family):
+    texts = {"text": [f"{'abcdefghij'[i:]} {i * 37}" for i in range(7)]}
+    results = []
+    for packing in (False, True):
+        target = make_target(family)
+        torch.manual_seed(0)
+        trainer = Eagle3Trainer(
+            model=Eagle3ForSpeculation.from_target(target),
+            target_model=target,
+            args=Eagle3TrainingArguments(
+                str(tmp_path),
+                packing=packing,
+                max_length=40,
+                per_device_train_batch_size=8,
+                use_cpu=True,
+                bf16=False,
+                report_to="none",
+                max_steps=1,
+                logging_steps=1,
+                save_strategy="no",
+            ),
+            train_dataset=Dataset.from_dict(texts),
+            processing_class=copy.deepcopy(tokenizer),
+        )
+        batch = next(iter(trainer.get_train_dataloader()))
+        assert batch["input_ids"].shape[0] == (1 if packing else 7)
+        trainer.train()
+        results.append([entry for entry in trainer.state.log_history if "loss" in entry][0])
+    apart, packed = results
+    assert packed["loss"] == pytest.approx(apart["loss"], rel=1e-4)
+    assert packed["acceptance_rate_2"] == pytest.approx(apart["acceptance_rate_2"], rel=1e-4)
+
+
+def test_streams(tokenizer, tmp_path, caplog):
+    rows = {"text": ["abc" * (5 + i) for i in range(12)]}
+    with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
+        trainer = make_trainer(
+            tokenizer, rows, tmp_path, stream=True, max_length=30, draft_vocab_size=6, max_steps=3, logging_steps=1
+        )
+        trainer.train()
+    assert len([entry for entry in trainer.state.log_history if "loss" in entry]) == 3
+    assert "1 rows of the train data so far are longer than `max_length=30`" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "packing, fate",
+    [
+        ({}, "cut off"),
+        ({"packing": True}, "cut off"),
+        ({"packing": True, "packing_strategy": "bfd_split"}, "split off"),
+    ],
+)
+def test_long_rows_are_reported(tokenizer, tmp_path, caplog, packing, fate):
+    rows = {"text": ["a" * 10, "b" * 29, "c" * 50]}
+    with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
+        trainer = make_trainer(tokenizer, rows, tmp_path, max_length=30, **packing)
+    assert (
+        f"1 of 3 rows of the train data are longer than `max_length=30`: 21 of 92 tokens are beyond it, and are {fate}"
+        in caplog.text
+    )
+    kept = sum(len(row) for row in trainer.train_dataset["input_ids"])
+    assert kept == (92 if fate == "split off" else 71)
+
+
+def test_dropped_rows_are_reported(tokenizer, tmp_path, caplog):
+    rows = {"prompt": ["a" * 10, "b" * 50], "completion": ["c", "d"]}
+    with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
+        trainer = make_trainer(tokenizer, rows, tmp_path, max_length=30)
+    assert len(trainer.train_dataset) == 1
+    assert "1 of 2 rows of the train data have nothing to learn within `max_length=30`, and are dropped" in caplog.text
+    with pytest.raises(ValueError, match="2 of 2 rows .* have nothing to learn"):
+        make_trainer(tokenizer, rows, tmp_path, max_length=5)
+
+
+def test_bad_data(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"4 of 4 rows .* no assistant turn, the first of them row 0 .*'bot'"):
+        make_trainer(tokenizer, chat("bot"), tmp_path, assistant_only_loss=True)
+    some = {"messages": chat()["messages"] + chat("bot")["messages"]}
+    with pytest.raises(ValueError, match="4 of 8 rows .* the first of them row 4"):
+        make_trainer(tokenizer, some, tmp_path, assistant_only_loss=True)
+    with pytest.raises(ValueError, match="has none"):
+        make_trainer(tokenizer, chat(), tmp_path, template=None, assistant_only_loss=True)
+    unmarked = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    with pytest.raises(ValueError, match="generation markers"):
+        make_trainer(tokenizer, chat(), tmp_path, template=unmarked, assistant_only_loss=True)
+    (tmp_path / "template.jinja").write_text(CHAT_TEMPLATE)
+    trainer = make_trainer(
+        tokenizer,
+        chat(),
+        tmp_path,
+        unmarked,
+        assistant_only_loss=True,
+        chat_template_path=str(tmp_path / "template.jinja"),
+    )
+    assert {learned(trainer, i)[0] for i in range(4)} == {f"d{i}</s>" for i in range(4)}
+    with pytest.raises(ValueError, match="must be a Jinja file"):
+        make_trainer(tokenizer, chat(), tmp_path, chat_template_path=str(tmp_path))
+    with pytest.raises(ValueError, match=r"has columns \['content'\]"):
+        make_trainer(tokenizer, {"content": ["abc"]}, tmp_path)
+    with pytest.raises(ValueError, match="no rows"):
+        make_trainer(tokenizer, {"text": []}, tmp_path)
+
+
+def test_a_vocabulary_of_other_data_is_refused(tokenizer, tmp_path):
+    target = make_target("llama")
+    draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(60, 90))
+    with pytest.raises(ValueError, match="30 of 96 tokens, which make up 0.0% of the supervised tokens"):
+        make_trainer(tokenizer, chat(), tmp_path, model=draft)

@@ -1,0 +1,177 @@
+import copy
+import json
+import os
+
+import pytest
+import torch
+from conftest import FAMILIES, make_prompt, make_target
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+
+from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.training import FeatureStore
+from hf_eagle3.training.features import TargetStates
+
+
+TEXTS = Dataset.from_dict({"text": [f"the {i} of {i * 7}"[: 5 + i] for i in range(20)]})
+
+
+def make_trainer(tmp_path, tokenizer, target, dataset=TEXTS, **arguments):
+    arguments = {"max_steps": 4, "logging_steps": 1, "save_strategy": "no", "report_to": "none", **arguments}
+    arguments = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 4, "max_length": 64, **arguments}
+    return Eagle3Trainer(
+        model=None,
+        target_model=target,
+        args=Eagle3TrainingArguments(str(tmp_path), draft_vocab_size=30, **arguments),
+        train_dataset=dataset,
+        processing_class=copy.deepcopy(tokenizer),
+    )
+
+
+def losses(trainer):
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_and_logits_are_the_targets(family):
+    target, layer_ids = make_target(family), [0, 2]
+    states, prompt = TargetStates(target, layer_ids), make_prompt(12, batch_size=2)
+    with torch.no_grad():
+        expected = target(prompt, output_hidden_states=True)
+    aux, last = states({"input_ids": prompt})
+    torch.testing.assert_close(aux, torch.cat([expected.hidden_states[i] for i in layer_ids], dim=-1))
+    torch.testing.assert_close(states.logits(last), expected.logits, atol=1e-4, rtol=1e-4)
+    assert "forward" not in states.base_model.__dict__
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_are_read_apart(family):
+    target = make_target(family)
+    states = TargetStates(target, [0, 2])
+    # Longer than the windows and chunks of the families that have them.
+    documents = [make_prompt(length, seed=length) for length in (20, 3, 33, 1, 19)]
+    packed = {
+        "input_ids": torch.cat(documents, dim=1),
+        "position_ids": torch.cat([torch.arange(each.shape[1]) for each in documents])[None],
+    }
+    aux, last = states(packed)
+    for ours, theirs in zip((aux, last), zip(*(states({"input_ids": document}) for document in documents))):
+        torch.testing.assert_close(ours, torch.cat(theirs, dim=1), atol=1e-3, rtol=1e-3)
+    # transformers' gpt-oss does not tell its masks where documents begin.
+    assert states.keeps_documents_apart == (family != "gpt_oss")
+
+
+def test_states_of_an_adapted_target():
+    target = make_target("llama")
+    adapted = get_peft_model(target, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    prompt = make_prompt(12)
+    states = TargetStates(adapted, [0, 2])
+    with torch.no_grad():
+        expected = adapted(prompt).logits
+    torch.testing.assert_close(states.logits(states({"input_ids": prompt})[1]), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_training_from_features_gives_the_losses_of_training_from_the_target(tmp_path, tokenizer, packing):
+    target = make_target("gemma2")  # with a soft cap on its logits
+    online = make_trainer(tmp_path / "online", tokenizer, target, packing=packing)
+    store = online.extract_features(tmp_path / "features", rows_per_shard=3)
+    assert store.num_shards == -(-len(online.train_dataset) // 3)
+    expected = losses(online)
+    calls = []
+    for layer in target.base_model.layers:
+        layer.register_forward_hook(lambda *args: calls.append(1))
+    offline = make_trainer(tmp_path / "offline", tokenizer, target, FeatureStore(tmp_path / "features"))
+    assert losses(offline) == pytest.approx(expected, rel=1e-4)
+    assert not calls
+    ours, theirs = (trainer.state.log_history[-2] for trainer in (offline, online))
+    assert ours["acceptance_rate_3"] == pytest.approx(theirs["acceptance_rate_3"], rel=1e-3)
+    workers = make_trainer(tmp_path / "workers", tokenizer, target, store, dataloader_num_workers=2)
+    assert losses(workers) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float8_e4m3fn", 0.05), ("bfloat16", 0.005)])
+def test_small_dtypes(tmp_path, tokenizer, dtype, tolerance):
+    target = make_target("llama")
+    trainer = make_trainer(tmp_path / "online", tokenizer, target)
+    exact = trainer.extract_features(tmp_path / "exact")
+    store = trainer.extract_features(tmp_path / "small", dtype=dtype)
+    sizes = [os.path.getsize(each.shard_path(0)) for each in (exact, store)]
+    assert sizes[1] < (0.35 if "8" in dtype else 0.55) * sizes[0]
+    for row in range(20):
+        assert (store[row].float() - exact[row]).norm() < tolerance * exact[row].norm()
+    expected = losses(trainer)
+    assert losses(make_trainer(tmp_path / "small-run", tokenizer, target, store)) == pytest.approx(expected, rel=0.05)
+
+
+def test_an_interrupted_extraction_goes_on(tmp_path, tokenizer):
+    target = make_target("llama")
+    trainer = make_trainer(tmp_path, tokenizer, target)
+    expected = trainer.extract_features(tmp_path / "whole", rows_per_shard=4)
+    forward, calls = trainer.target_states._forward, []
+
+    def interrupted(**inputs):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return forward(**inputs)
+
+    trainer.target_states._forward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        trainer.extract_features(tmp_path / "parts", rows_per_shard=4)
+    with pytest.raises(ValueError, match="not complete: 2 of 5 shards are missing"):
+        FeatureStore(tmp_path / "parts")
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "parts").glob("*.safetensors")}
+    assert len(written) == 3
+    store = trainer.extract_features(tmp_path / "parts", rows_per_shard=4)
+    assert all(path.stat().st_mtime_ns == time for path, time in written.items())
+    assert all(torch.equal(store[row], expected[row]) for row in range(20))
+
+
+def test_features_of_something_else_are_refused(tmp_path, tokenizer):
+    target = make_target("llama")
+    trainer = make_trainer(tmp_path, tokenizer, target)
+    store = trainer.extract_features(tmp_path / "features")
+    with pytest.raises(ValueError, match="with another fingerprint"):
+        make_trainer(tmp_path, tokenizer, make_target("llama", seed=1), store)
+    with pytest.raises(ValueError, match=r"another aux_layer_ids \(\[2, 3, 3\] there, \[1, 2, 3\] here\)"):
+        layers = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+        make_trainer(tmp_path, tokenizer, target, store, model_init_kwargs=layers)
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["new"])
+    with pytest.raises(ValueError, match="another tokenizer"):
+        make_trainer(tmp_path, other, target, store)
+    with pytest.raises(ValueError, match="packed when they are extracted"):
+        make_trainer(tmp_path, tokenizer, target, store, packing=True)
+    with pytest.raises(ValueError, match="features of other rows"):
+        make_trainer(tmp_path, tokenizer, target, TEXTS.select(range(8))).extract_features(tmp_path / "features")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "diary.txt").write_text("dear diary")
+    with pytest.raises(ValueError, match="not empty"):
+        trainer.extract_features(tmp_path / "mine")
+    with pytest.raises(FileNotFoundError, match="not a folder of features"):
+        FeatureStore(tmp_path / "mine")
+    index = json.loads((tmp_path / "features" / "index.json").read_text())
+    (tmp_path / "features" / "index.json").write_text(json.dumps({**index, "version": 99}))
+    with pytest.raises(ValueError, match="version 99"):
+        FeatureStore(tmp_path / "features")
+
+
+def test_the_layers_of_a_target_stay_where_they_are(tmp_path, tokenizer):
+    target = make_target("llama")
+    store = make_trainer(tmp_path, tokenizer, target).extract_features(tmp_path / "features")
+    target.base_model.layers.to("meta")  # not needed, not even loaded
+    assert len(losses(make_trainer(tmp_path, tokenizer, target, store))) == 4
+
+
+def test_a_fresh_draft_of_features_generates(tmp_path, tokenizer):
+    target = make_target("llama")
+    store = make_trainer(tmp_path, tokenizer, target).extract_features(tmp_path / "features")
+    trainer = make_trainer(tmp_path, tokenizer, target, store)
+    trainer.train()
+    trainer.save_model(tmp_path / "draft")
+    draft = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
+    prompt = make_prompt(9)
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(target.generate(prompt, assistant_model=draft, **settings), target.generate(prompt, **settings))
