@@ -38,7 +38,7 @@ class TargetStates:
         self.target = target.get_base_model() if hasattr(target, "get_base_model") else target
         base = self.target.base_model
         # Llama 4's text model is its own base by the name that transformers goes by.
-        self.base_model = self.target.get_decoder() if base is self.target else base
+        self.base_model = self.target.model if base is self.target else base
         self.aux_layer_ids = aux_layer_ids
         self.num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
         self.keeps_documents_apart = None
