@@ -13,8 +13,8 @@ On one machine, with as many processes as it has GPUs:
         --per_device_train_batch_size 1 --gradient_accumulation_steps 8 --bf16 \
         --output_dir Qwen3-8B-speculator.eagle3
 
-Arguments may stand in a YAML file (`--config`), and flags override it. Local data: a JSON Lines, Parquet or text file, as
-`--dataset_name`. A run that was stopped goes on with `--resume_from_checkpoint true`.
+Arguments may stand in a YAML file (`--config`), and flags override it; there are some here for known targets, `qwen3_8b.yaml` and
+others. Local data: a JSON Lines, Parquet or text file, or a folder of `regenerate.py`, as `--dataset_name`. A run that was stopped goes on with `--resume_from_checkpoint true`.
 
 An existing draft is trained further with `--draft_name_or_path`, and adapted by LoRA with `--use_peft` besides:
 
@@ -39,6 +39,7 @@ from trl import (
 )
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.training import FeatureStore
 
 
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
@@ -51,6 +52,10 @@ class TrainScriptArguments(ScriptArguments):
     draft_name_or_path: str | None = field(
         default=None,
         metadata={"help": "Draft to train further: a folder or a Hub id. By default a fresh one is made."},
+    )
+    features_dir: str | None = field(
+        default=None,
+        metadata={"help": "Features of `recipes/extract_features.py` to train on, instead of a data set."},
     )
 
 
@@ -72,6 +77,10 @@ class TargetConfig(ModelConfig):
         default=None,
         metadata={"help": "Spreads one target over the devices, e.g. 'auto'. By default each process holds one."},
     )
+    tp_plan: str | None = field(
+        default=None,
+        metadata={"help": "'auto' spreads each layer of one target over all processes (tensor parallelism)."},
+    )
 
 
 def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) -> DatasetDict:
@@ -83,6 +92,11 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
         raise ValueError("Say what to train on: `--dataset_name`, or `datasets` in the YAML file.")
     if Path(name).suffix in FILE_FORMATS and not Path(name).is_file():
         raise FileNotFoundError(f"There is no file {name}.")
+    if Path(name).is_dir() and any(Path(name).glob("*.jsonl")):  # of `recipes/regenerate.py`
+        files = sorted(map(str, Path(name).glob("*.jsonl")))
+        return load_dataset(
+            "json", data_files={script_args.dataset_train_split: files}, streaming=script_args.dataset_streaming
+        )
     if Path(name).is_file():
         if Path(name).suffix not in FILE_FORMATS:
             raise ValueError(f"{name} is not one of {sorted(FILE_FORMATS)}.")
@@ -108,41 +122,48 @@ def load_target(config: TargetConfig) -> AutoModelForCausalLM:
         attn_implementation=config.attn_implementation,
         quantization_config=quantization_config,
         device_map=device_map,
+        **({} if config.tp_plan is None else {"tp_plan": config.tp_plan}),
+    )
+
+
+def make_trainer(script_args, training_args, target_config, mixture) -> Eagle3Trainer:
+    evaluates = training_args.eval_strategy != "no"
+    train_dataset = eval_dataset = None
+    if script_args.features_dir is not None:
+        train_dataset = FeatureStore(script_args.features_dir)
+        training_args.packing = False  # settled when they were extracted
+    if train_dataset is None or evaluates:
+        dataset = load_data(script_args, mixture)
+        wanted = [script_args.dataset_test_split] * evaluates
+        wanted += [script_args.dataset_train_split] * (train_dataset is None)
+        for split in wanted:
+            if split not in dataset:
+                raise ValueError(
+                    f"There is no split {split!r}, but {sorted(dataset)}: choose by `--dataset_train_split` and, for "
+                    "evaluation, `--dataset_test_split`."
+                )
+        train_dataset = train_dataset or dataset[script_args.dataset_train_split]
+        eval_dataset = dataset[script_args.dataset_test_split] if evaluates else None
+    draft = None
+    if script_args.draft_name_or_path is not None:
+        draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path)
+    return Eagle3Trainer(
+        model=draft,
+        target_model=load_target(target_config),
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=AutoTokenizer.from_pretrained(
+            target_config.model_name_or_path, revision=target_config.model_revision
+        ),
+        peft_config=get_peft_config(target_config),
     )
 
 
 def main():
     parser = TrlParser((TrainScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig))
     script_args, training_args, target_config, mixture = parser.parse_args_and_config()
-    dataset = load_data(script_args, mixture)
-    if script_args.dataset_train_split not in dataset:
-        raise ValueError(
-            f"No split {script_args.dataset_train_split!r}, but {sorted(dataset)}: choose by `--dataset_train_split`."
-        )
-    columns = dataset[script_args.dataset_train_split].column_names  # None for some that are streamed
-    known = {training_args.dataset_text_field, "messages", "prompt", "input_ids"}
-    if columns is not None and not known & set(columns):
-        raise ValueError(f"The data has columns {columns}, but needs one of {sorted(known)}.")
-    evaluates = training_args.eval_strategy != "no"
-    if evaluates and script_args.dataset_test_split not in dataset:
-        raise ValueError(
-            f"`eval_strategy` is {training_args.eval_strategy!r}, and there is no split "
-            f"{script_args.dataset_test_split!r}, but {sorted(dataset)}: choose by `--dataset_test_split`."
-        )
-    draft = None
-    if script_args.draft_name_or_path is not None:
-        draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path)
-    trainer = Eagle3Trainer(
-        model=draft,
-        target_model=load_target(target_config),
-        args=training_args,
-        train_dataset=dataset[script_args.dataset_train_split],
-        eval_dataset=dataset[script_args.dataset_test_split] if evaluates else None,
-        processing_class=AutoTokenizer.from_pretrained(
-            target_config.model_name_or_path, revision=target_config.model_revision
-        ),
-        peft_config=get_peft_config(target_config),
-    )
+    trainer = make_trainer(script_args, training_args, target_config, mixture)
     resume = training_args.resume_from_checkpoint  # text, if it comes from the command line
     trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
     trainer.save_model(training_args.output_dir)

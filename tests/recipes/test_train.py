@@ -133,5 +133,5 @@ def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path):
 
 def test_a_split_that_is_not_there(files, tmp_path):
     result = train(files, tmp_path / "out", "--eval_strategy", "steps", max_steps=1)
-    assert result.returncode != 0 and "there is no split 'test'" in result.stderr
+    assert result.returncode != 0 and "There is no split 'test'" in result.stderr
     assert not (tmp_path / "out").exists()

@@ -1,0 +1,107 @@
+# /// script
+# dependencies = ["hf-eagle3[train]"]
+# ///
+"""
+Replaces the answers of a data set by the target's own, which is what its draft has to predict.
+
+By the target in this process, or in as many as there are GPUs:
+
+    accelerate launch recipes/regenerate.py --model_name_or_path Qwen/Qwen3-8B --dtype bfloat16 \
+        --dataset_name HuggingFaceH4/ultrachat_200k --dataset_train_split train_sft --output_dir ultrachat-qwen3-8b
+
+By a server with an OpenAI-compatible API (vLLM, SGLang), which is faster:
+
+    python recipes/regenerate.py --model_name_or_path Qwen/Qwen3-8B --base_url http://localhost:8000/v1 --concurrency 128 \
+        --dataset_name HuggingFaceH4/ultrachat_200k --dataset_train_split train_sft --output_dir ultrachat-qwen3-8b
+
+Every turn of the assistant is replaced, the later ones in answer to a conversation of the new ones. A finished row is written at
+once; the same command goes on where it was stopped, and tries rows again that failed. Then train on the folder:
+`recipes/train.py --dataset_name ultrachat-qwen3-8b ...`.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from accelerate import PartialState
+from train import TargetConfig, TrainScriptArguments, load_data, load_target
+from transformers import AutoModel, AutoTokenizer
+from trl import DatasetMixtureConfig, TrlParser
+
+from hf_eagle3.data.regeneration import Output, conversations, regenerate_by_server, regenerate_locally
+
+
+@dataclass
+class RegenerationArguments:
+    """What to generate, and how."""
+
+    output_dir: str = field(metadata={"help": "Folder for the new data, JSON Lines."})
+    max_new_tokens: int = field(default=2048, metadata={"help": "Longest answer; longer ones are cut there."})
+    temperature: float | None = field(
+        default=None, metadata={"help": "By default as the target is configured; 0 is greedy."}
+    )
+    top_p: float | None = field(default=None, metadata={"help": "By default as the target is configured."})
+    batch_size: int = field(default=16, metadata={"help": "Conversations at a time in each process."})
+    base_url: str | None = field(default=None, metadata={"help": "Server to ask, instead of loading the target."})
+    api_key: str | None = field(default=None, metadata={"help": "Its key, if it wants one."})
+    concurrency: int = field(default=64, metadata={"help": "Conversations at a time that the server gets."})
+    max_retries: int = field(default=5, metadata={"help": "How often a request that failed is sent again."})
+    timeout: float = field(default=600.0, metadata={"help": "Seconds to wait for an answer of the server."})
+
+
+def main():
+    parser = TrlParser((TrainScriptArguments, RegenerationArguments, TargetConfig, DatasetMixtureConfig))
+    script_args, args, target_config, mixture = parser.parse_args_and_config()
+    state = PartialState()
+    dataset = load_data(script_args, mixture)[script_args.dataset_train_split]
+    sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
+    settings = {
+        "model": target_config.model_name_or_path,
+        "dataset": script_args.dataset_name,
+        "config": script_args.dataset_config,
+        "split": script_args.dataset_train_split,
+        **sampling,
+    }
+    with state.main_process_first():
+        output = Output(args.output_dir, settings, state.process_index)
+    num_done, num_failed = len(output.done), 0
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    pending = conversations(dataset, set(output.done), state.process_index, state.num_processes)
+    if args.base_url is not None:
+        sampling["max_tokens"] = sampling.pop("max_new_tokens")
+        num_failed = asyncio.run(
+            regenerate_by_server(
+                args.base_url,
+                target_config.model_name_or_path,
+                pending,
+                output,
+                args.concurrency,
+                args.max_retries,
+                args.timeout,
+                args.api_key,
+                **sampling,
+            )
+        )
+    else:
+        if "temperature" in sampling:
+            sampling["do_sample"] = sampling["temperature"] > 0
+            if not sampling["do_sample"]:
+                del sampling["temperature"]
+        target = load_target(target_config)
+        if target_config.device_map is None:
+            target = target.to(state.device)
+        draft = None
+        if script_args.draft_name_or_path is not None:
+            draft = AutoModel.from_pretrained(script_args.draft_name_or_path, trust_remote_code=True).to(state.device)
+        tokenizer = AutoTokenizer.from_pretrained(
+            target_config.model_name_or_path, revision=target_config.model_revision
+        )
+        regenerate_locally(target.eval(), tokenizer, pending, output, args.batch_size, draft, **sampling)
+    print(
+        f"{len(output.done) - num_done} rows written to {args.output_dir}, {num_done} were there, {num_failed} failed."
+    )
+    if num_failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+import asyncio
+import copy
+import json
+import logging
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from conftest import make_target
+from datasets import load_dataset
+from trl.chat_template_utils import qwen3_chat_template
+
+from hf_eagle3.data.regeneration import (
+    Conversation,
+    Output,
+    conversations,
+    regenerate_by_server,
+    regenerate_locally,
+)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+@contextmanager
+def chat_server(reply):
+    """An OpenAI-compatible server; `reply(payload, number)` gives a text, a message, or an HTTP status to fail with."""
+    requests, lock = [], threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                requests.append((self.path, payload))
+                number = len(requests)
+            answer = reply(payload, number)
+            status, body = 200, {}
+            if isinstance(answer, int):
+                status, body = answer, {"error": "no"}
+            else:
+                message = answer if isinstance(answer, dict) else assistant(answer)
+                choice = {"index": 0, "message": message, "finish_reason": "stop"}
+                usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+                body = {
+                    "id": "1",
+                    "created": 0,
+                    "model": "m",
+                    "system_fingerprint": "",
+                    "choices": [choice],
+                    "usage": usage,
+                }
+            content = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", requests
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def ask(url, rows, output, **arguments):
+    settings = {"concurrency": 3, "first_wait": 0.01, **arguments}
+    return asyncio.run(regenerate_by_server(url, "m", conversations(rows, set(output.done)), output, **settings))
+
+
+def read(folder):
+    return {row["row"]: row for row in load_dataset("json", data_files=str(folder / "*.jsonl"), split="train")}
+
+
+def test_every_turn_of_the_assistant_is_replaced(tmp_path):
+    rows = [
+        {"messages": [{"role": "system", "content": "s"}, user("a"), assistant("old"), user("b"), assistant("old")]},
+        {"messages": [assistant("hello"), user("a"), user("b")]},
+    ]
+    with chat_server(lambda payload, number: f"new {len(payload['messages'])}") as (url, requests):
+        assert ask(url, rows, Output(tmp_path, {}), temperature=0.5, max_tokens=7) == 0
+    written = read(tmp_path)
+    contents = [[message["content"] for message in written[row]["messages"]] for row in range(2)]
+    assert contents == [["s", "a", "new 2", "b", "new 4"], ["a", "b", "new 2"]]
+    assert written[0]["finish_reasons"] == ["stop", "stop"]
+    path, payload = requests[0]
+    assert path == "/v1/chat/completions"
+    assert (payload["model"], payload["temperature"], payload["max_tokens"]) == ("m", 0.5, 7)
+
+
+def test_reasoning_is_kept(tmp_path):
+    message = {**assistant("yes"), "reasoning_content": "hm"}
+    with chat_server(lambda *args: message) as (url, _):
+        ask(url, [{"messages": [user("a")]}], Output(tmp_path, {}))
+    assert read(tmp_path)[0]["messages"][-1] == message
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_what_may_pass_is_tried_again(tmp_path, status):
+    with chat_server(lambda payload, number: status if number % 3 else "fine") as (url, requests):
+        assert ask(url, [{"messages": [user(str(i))]} for i in range(4)], Output(tmp_path, {}), max_retries=9) == 0
+    assert len(read(tmp_path)) == 4 and len(requests) > 4
+
+
+def test_failed_rows_are_reported_and_tried_again_by_the_next_run(tmp_path, caplog):
+    rows = [{"messages": [user(str(i))]} for i in range(5)]
+
+    def reply(payload, number):
+        return 400 if payload["messages"][0]["content"] == "3" else "fine"
+
+    with chat_server(reply) as (url, requests):
+        assert ask(url, rows, Output(tmp_path, {})) == 1
+        assert len(requests) == 5  # no second try of a request that is wrong
+    assert "Row 3 failed" in caplog.text
+    with chat_server(lambda *args: "later") as (url, requests):
+        assert ask(url, rows, Output(tmp_path, {})) == 0
+        assert len(requests) == 1
+    assert read(tmp_path)[3]["messages"][-1]["content"] == "later" and len(read(tmp_path)) == 5
+
+
+def test_no_server(tmp_path, caplog):
+    assert ask("http://127.0.0.1:9/v1", [{"messages": [user("a")]}], Output(tmp_path, {}), max_retries=1) == 1
+    assert "Row 0 failed" in caplog.text
+
+
+def test_a_line_cut_off_by_a_crash_is_written_again(tmp_path):
+    output = Output(tmp_path, {"model": "m"})
+    output.write(0, {"messages": [user("a")]})
+    output.write(1, {"messages": [user("b")]})
+    path = tmp_path / "rows-00000.jsonl"
+    path.write_text(path.read_text()[:-9])
+    assert Output(tmp_path, {"model": "m"}).done == {0}
+    other = Output(tmp_path, {"model": "m"}, process_index=1)  # another number of processes
+    assert other.done == {0}
+    with pytest.raises(ValueError, match="'model': \\('m', 'n'\\)"):
+        Output(tmp_path, {"model": "n"})
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "diary.txt").write_text("dear diary")
+    with pytest.raises(ValueError, match="not begun by this script"):
+        Output(tmp_path / "other", {})
+
+
+def test_rows_that_cannot_be_answered(caplog):
+    tool = {"messages": [user("a"), assistant("call"), {"role": "tool", "content": "r"}, assistant("b")]}
+    rows = [tool, {"messages": [assistant("a")]}, {"text": "abc"}, {"messages": [user("a")]}]
+    with caplog.at_level(logging.WARNING):
+        assert [conversation.row for conversation in conversations(rows, set())] == [3]
+    assert "3 rows were left out: row 0 has messages of ['tool']" in caplog.text
+
+
+def test_texts_are_for_a_target_in_this_process(tmp_path):
+    with pytest.raises(ValueError, match="load the target"):
+        ask("http://127.0.0.1:9/v1", [{"prompt": "abc"}], Output(tmp_path, {}))
+
+
+def test_answers_of_a_target_are_what_it_generates(tmp_path, tokenizer):
+    target = make_target("llama")
+    target.generation_config.eos_token_id = list(range(2, 12))  # so that some answers end
+    rows = [{"messages": [user("abc" * i), assistant("old"), user("de"), assistant("old")]} for i in range(1, 8)]
+    rows.append({"prompt": [user("abc")], "completion": [assistant("old")]})
+    output = Output(tmp_path, {})
+    settings = {"max_new_tokens": 6, "do_sample": False}
+    regenerate_locally(target, copy.deepcopy(tokenizer), conversations(rows, set()), output, batch_size=3, **settings)
+    written = read(tmp_path)
+    assert sorted(written) == list(range(8))
+    reasons = []
+    for row, content in written.items():
+        turns = content["messages"]
+        assert len(turns) == (2 if row == 7 else 4)
+        for index in range(1, len(turns), 2):
+            text = tokenizer.apply_chat_template(turns[:index], tokenize=False, add_generation_prompt=True)
+            prompt = tokenizer(text, return_tensors="pt")["input_ids"]
+            alone = target.generate(prompt, pad_token_id=0, **settings)[0, prompt.shape[1] :]
+            ended = [i for i, token in enumerate(alone.tolist()) if token in range(2, 12)]
+            expected = tokenizer.decode(alone[: ended[0]] if ended else alone)
+            assert turns[index] == assistant(expected)
+            reasons.append("stop" if ended else "length")
+    assert set(reasons) == {"stop", "length"}
+
+
+def test_texts_are_continued(tmp_path, tokenizer):
+    target = make_target("llama")
+    output = Output(tmp_path, {})
+    rows = [{"prompt": "abc", "completion": "old"}]
+    regenerate_locally(
+        target,
+        copy.deepcopy(tokenizer),
+        conversations(rows, set()),
+        output,
+        batch_size=2,
+        max_new_tokens=5,
+        do_sample=False,
+    )
+    prompt = tokenizer("abc", return_tensors="pt")["input_ids"]
+    expected = tokenizer.decode(target.generate(prompt, max_new_tokens=5, do_sample=False)[0, 3:])
+    assert (read(tmp_path)[0]["prompt"], read(tmp_path)[0]["completion"]) == ("abc", expected)
+
+
+def test_known_templates_tell_reasoning_from_answers(tmp_path, tokenizer, monkeypatch):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = qwen3_chat_template
+    monkeypatch.setattr(tokenizer, "decode", lambda *args, **kwargs: "<think>\nhm\n</think>\n\nyes")
+    output = Output(tmp_path, {})
+    rows = conversations([{"messages": [user("a")]}], set())
+    regenerate_locally(make_target("llama"), tokenizer, rows, output, batch_size=1, max_new_tokens=3, do_sample=False)
+    answer = read(tmp_path)[0]["messages"][-1]
+    assert answer["content"] == "yes" and answer["reasoning_content"] == "hm"
+
+
+def test_a_conversation_is_not_changed_by_what_is_done_with_it():
+    example = {"messages": [user("a"), assistant("old"), user("b")]}
+    before = copy.deepcopy(example)
+    conversation = Conversation(0, example)
+    assert not conversation.answer(assistant("x"), "stop") and conversation.answer(assistant("y"), "stop")
+    assert example == before
