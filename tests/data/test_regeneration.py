@@ -1,13 +1,9 @@
 import asyncio
 import copy
-import json
 import logging
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from conftest import make_target
+from conftest import chat_server, make_target
 from datasets import load_dataset
 from trl.chat_template_utils import qwen3_chat_template
 
@@ -26,52 +22,6 @@ def user(text):
 
 def assistant(text):
     return {"role": "assistant", "content": text}
-
-
-@contextmanager
-def chat_server(reply):
-    """An OpenAI-compatible server; `reply(payload, number)` gives a text, a message, or an HTTP status to fail with."""
-    requests, lock = [], threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with lock:
-                requests.append((self.path, payload))
-                number = len(requests)
-            answer = reply(payload, number)
-            status, body = 200, {}
-            if isinstance(answer, int):
-                status, body = answer, {"error": "no"}
-            else:
-                message = answer if isinstance(answer, dict) else assistant(answer)
-                choice = {"index": 0, "message": message, "finish_reason": "stop"}
-                usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-                body = {
-                    "id": "1",
-                    "created": 0,
-                    "model": "m",
-                    "system_fingerprint": "",
-                    "choices": [choice],
-                    "usage": usage,
-                }
-            content = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", requests
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def ask(url, rows, output, **arguments):

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,25 +42,31 @@ def files(tmp_path_factory, tokenizer):
     return folder
 
 
-def train(files, output_dir, *arguments, launcher=(sys.executable,), data="chats.jsonl", max_steps=4):
-    command = [*launcher, RECIPES / "train.py", "--model_name_or_path", files / "target"]
-    command += [
-        "--dataset_name",
-        files / data,
-        "--output_dir",
-        output_dir,
-        "--max_steps",
-        max_steps,
-        "--save_steps",
-        2,
-    ]
-    command += ["--max_length", 64, "--logging_steps", 1, "--report_to", "none", "--use_cpu", "--disable_tqdm", "True"]
-    return subprocess.run(
-        list(map(str, [*command, *arguments])),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def run(*command):
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=ENVIRONMENT)
+
+
+def arguments_of(files, output_dir, data="chats.jsonl", max_steps=4):
+    arguments = {
+        "model_name_or_path": files / "target",
+        "dataset_name": files / data,
+        "output_dir": output_dir,
+        "max_steps": max_steps,
+        "save_steps": 2,
+        "max_length": 64,
+        "logging_steps": 1,
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return [part for name, value in arguments.items() for part in (f"--{name}", value)]
+
+
+def train(files, output_dir, *arguments, launcher=(sys.executable,), **settings):
+    return run(*launcher, RECIPES / "train.py", *arguments_of(files, output_dir, **settings), *arguments)
 
 
 def losses(result):
@@ -89,6 +96,53 @@ def test_a_stopped_run_goes_on_to_the_same_losses(files, whole_run):
     shutil.copytree(files / "whole" / "checkpoint-2", files / "stopped" / "checkpoint-2")
     arguments = ("--per_device_train_batch_size", 4, "--resume_from_checkpoint", "true")
     assert losses(train(files, files / "stopped", *FRESH, *arguments)) == whole_run[2:]
+
+
+def test_a_killed_run_goes_on_to_the_same_losses(files, tmp_path):
+    """Killed after a step that is drawn at random, with a checkpoint at each; with a shuffled stream of batches and Muon."""
+    settings = ("--per_device_train_batch_size", 4, "--save_steps", 1, "--save_total_limit", 2)
+    expected = losses(train(files, tmp_path / "whole", *FRESH, *settings, max_steps=8))
+    last_step = random.randint(2, 6)
+    command = [sys.executable, "-u", RECIPES / "train.py", *arguments_of(files, tmp_path / "killed", max_steps=8)]
+    process = subprocess.Popen(
+        list(map(str, [*command, *FRESH, *settings])),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    seen = 0
+    for line in process.stdout:
+        seen += "'loss'" in line
+        if seen == last_step:
+            process.kill()
+            break
+    process.wait()
+    assert process.returncode == -signal.SIGKILL and not (tmp_path / "killed" / "model.safetensors").exists()
+    resumed = losses(
+        train(files, tmp_path / "killed", *FRESH, *settings, "--resume_from_checkpoint", "true", max_steps=8)
+    )
+    assert 8 - last_step <= len(resumed) < 8, last_step
+    assert resumed == expected[-len(resumed) :], last_step
+    ours, theirs = (Eagle3ForSpeculation.from_pretrained(tmp_path / name).state_dict() for name in ("killed", "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_features(files, whole_run, tmp_path):
+    common = [*arguments_of(files, tmp_path / "out"), *FRESH, "--per_device_train_batch_size", 4]
+    result = run(
+        sys.executable,
+        RECIPES / "extract_features.py",
+        *common,
+        "--features_dir",
+        tmp_path / "features",
+        "--rows_per_shard",
+        10,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "48 rows, 5 shards" in result.stdout
+    result = run(sys.executable, RECIPES / "train.py", *common, "--features_dir", tmp_path / "features")
+    assert losses(result) == pytest.approx(whole_run, rel=2e-3)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

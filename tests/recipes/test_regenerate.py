@@ -1,0 +1,80 @@
+"""`recipes/regenerate.py` as users call it, and as they interrupt it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import chat_server, make_target
+from datasets import load_dataset
+
+
+SCRIPT = Path(__file__).parents[2] / "recipes" / "regenerate.py"
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+NUM_ROWS = 30
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    rows = (
+        {"messages": [{"role": "user", "content": f"ab{i}"}, {"role": "assistant", "content": "old"}]}
+        for i in range(NUM_ROWS)
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def start(*arguments):
+    command = [sys.executable, SCRIPT, *arguments]
+    return subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+
+
+def test_a_killed_run_loses_nothing_that_was_finished(tmp_path, data):
+    def reply(payload, number):
+        time.sleep(0.1)
+        return f"{payload['messages'][0]['content']}, said again"
+
+    with chat_server(reply) as (url, requests):
+        command = ("--model_name_or_path", "m", "--base_url", url, "--concurrency", 3)
+        command += ("--dataset_name", data, "--output_dir", tmp_path / "out")
+        process = start(*command)
+        while len(requests) < 12 and process.poll() is None:
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+        first = len((tmp_path / "out" / "rows-00000.jsonl").read_text().splitlines())
+        assert 6 <= first < NUM_ROWS
+        process = start(*command)
+        stdout, stderr = process.communicate()
+        assert process.returncode == 0, stderr[-3000:]
+        assert len(requests) <= NUM_ROWS + 6  # in flight, or written half
+    rows = load_dataset("json", data_files=str(tmp_path / "out" / "*.jsonl"), split="train")
+    assert sorted(rows["row"]) == list(range(NUM_ROWS))
+    assert all(row["messages"][1]["content"] == f"ab{row['row']}, said again" for row in rows)
+
+
+def test_a_target_in_the_process(tmp_path, data, tokenizer):
+    make_target("llama").save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    process = start(
+        *("--model_name_or_path", tmp_path / "target", "--dataset_name", data, "--output_dir", tmp_path / "out"),
+        *("--max_new_tokens", 5, "--temperature", 0, "--batch_size", 8),
+    )
+    stdout, stderr = process.communicate()
+    assert process.returncode == 0, stderr[-3000:]
+    written = len(load_dataset("json", data_files=str(tmp_path / "out" / "*.jsonl"), split="train"))
+    assert f"{written} rows written" in stdout and written > NUM_ROWS // 2
+    # A random target says special tokens, too.
+    assert written + stderr.count("is left out: its answer has the special tokens") == NUM_ROWS
+    process = start(
+        *("--model_name_or_path", tmp_path / "target", "--dataset_name", data, "--output_dir", tmp_path / "out"),
+        *("--max_new_tokens", 6, "--temperature", 0),
+    )
+    stdout, stderr = process.communicate()
+    assert process.returncode != 0 and "'max_new_tokens': (5, 6)" in stderr
