@@ -27,7 +27,7 @@ from pathlib import Path
 
 from accelerate import PartialState
 from datasets import DatasetDict, load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from trl import (
     DatasetMixtureConfig,
     ModelConfig,
@@ -108,22 +108,31 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
     return load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
 
 
-def load_target(config: TargetConfig) -> AutoModelForCausalLM:
+def load_target(config: TargetConfig, with_layers: bool = True) -> PreTrainedModel:
+    """The target, or only its embeddings and head: all that training from features needs."""
     if config.load_in_4bit and config.dtype == "auto":
         config.dtype = "bfloat16"  # what 4-bit layers compute in
     quantization_config = get_quantization_config(config)
     device_map = config.device_map
     if device_map is None and quantization_config is not None:
         device_map = {"": PartialState().device}
-    return AutoModelForCausalLM.from_pretrained(
+    model_config = AutoConfig.from_pretrained(config.model_name_or_path, revision=config.model_revision)
+    num_layers = model_config.get_text_config(decoder=True).num_hidden_layers
+    if not with_layers:
+        model_config.get_text_config(decoder=True).num_hidden_layers = 0
+    target = AutoModelForCausalLM.from_pretrained(
         config.model_name_or_path,
+        config=model_config,
         revision=config.model_revision,
         dtype=config.dtype,
         attn_implementation=config.attn_implementation,
         quantization_config=quantization_config,
         device_map=device_map,
+        ignore_mismatched_sizes=not with_layers,  # per-layer embeddings are as wide as there are layers
         **({} if config.tp_plan is None else {"tp_plan": config.tp_plan}),
     )
+    target.config.get_text_config(decoder=True).num_hidden_layers = num_layers
+    return target
 
 
 def make_trainer(script_args, training_args, target_config, mixture) -> Eagle3Trainer:
@@ -149,7 +158,7 @@ def make_trainer(script_args, training_args, target_config, mixture) -> Eagle3Tr
         draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path)
     return Eagle3Trainer(
         model=draft,
-        target_model=load_target(target_config),
+        target_model=load_target(target_config, with_layers=script_args.features_dir is None or evaluates),
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,

@@ -70,7 +70,7 @@ FAMILIES = {
         {
             **ALTERNATING,
             "sliding_window": WINDOW,
-            "global_head_dim": 8,
+            "global_head_dim": 16,
             "num_kv_shared_layers": 0,
             "vocab_size_per_layer_input": VOCAB_SIZE,
             "hidden_size_per_layer_input": 8,
@@ -81,7 +81,7 @@ FAMILIES = {
         {
             **ALTERNATING,
             "sliding_window": WINDOW,
-            "global_head_dim": 8,
+            "global_head_dim": 16,
             "num_kv_shared_layers": 2,
             "vocab_size_per_layer_input": VOCAB_SIZE,
             "hidden_size_per_layer_input": 8,

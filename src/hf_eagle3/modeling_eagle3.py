@@ -313,7 +313,7 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
                 "target_hidden_size": text_config.hidden_size,
                 "fc_norm": not config_overrides.get("norm_before_fc", False),
                 "norm_output": True,
-                "verifier_fingerprint": fingerprint(embedding.weight),
+                "verifier_fingerprint": None if embedding.weight.is_meta else fingerprint(embedding.weight),
                 **{
                     key: getattr(target.generation_config or text_config, key, None)
                     for key in ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -334,7 +334,8 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
                 **config_overrides,
             }
         )
-        draft = cls(config).to(dtype=target.dtype, device=embedding.weight.device)
+        with embedding.weight.device:
+            draft = cls(config).to(dtype=target.dtype)
         draft.borrow_embeddings(target)
         if draft.config.has_own_embed_tokens:
             draft.embed_tokens.weight.data.copy_(embedding.weight)
@@ -615,12 +616,16 @@ def default_aux_layer_ids(num_target_layers: int) -> list[int]:
 
 def _layer_config_for(text_config, num_hidden_layers: int) -> dict[str, Any]:
     """Configuration of Llama layers as wide as the target's."""
-    num_heads = text_config.num_attention_heads
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // num_heads
-    num_key_value_heads = getattr(text_config, "num_key_value_heads", None) or num_heads
-    if getattr(text_config, "kv_lora_rank", None) is not None:  # MLA's head sizes mean something else
+    stored = text_config.to_dict()
+
+    def get(name):  # attributes that differ by layer (Gemma 4) refuse to be read; what is stored is the common one
+        return stored[name] if name in stored else getattr(text_config, name, None)
+
+    num_heads = get("num_attention_heads")
+    head_dim = get("head_dim") or text_config.hidden_size // num_heads
+    if get("kv_lora_rank") is not None:  # MLA's head sizes mean something else
         head_dim = text_config.hidden_size // num_heads
-    rope = getattr(text_config, "rope_parameters", None) or {}
+    rope = get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)  # Gemma 3: one set a layer type
     if rope.get("rope_type", "default") in PORTABLE_ROPE_TYPES:
         # Drafts rotate whole heads at one-dimensional positions.
@@ -631,14 +636,14 @@ def _layer_config_for(text_config, num_hidden_layers: int) -> dict[str, Any]:
         "model_type": "llama",
         "vocab_size": text_config.vocab_size,
         "hidden_size": text_config.hidden_size,
-        "intermediate_size": getattr(text_config, "intermediate_size", None) or 4 * text_config.hidden_size,
+        "intermediate_size": get("intermediate_size") or 4 * text_config.hidden_size,
         "num_hidden_layers": num_hidden_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": num_key_value_heads,
+        "num_key_value_heads": get("num_key_value_heads") or num_heads,
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": getattr(text_config, "max_position_embeddings", None) or 2048,
-        "rms_norm_eps": getattr(text_config, "rms_norm_eps", None) or 1e-6,
+        "max_position_embeddings": get("max_position_embeddings") or 2048,
+        "rms_norm_eps": get("rms_norm_eps") or 1e-6,
         "rope_parameters": rope or {"rope_type": "default", "rope_theta": 10000.0},
         "attention_bias": False,
         "tie_word_embeddings": False,

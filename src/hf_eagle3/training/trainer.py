@@ -128,6 +128,7 @@ class Eagle3Trainer(SFTTrainer):
             kwargs["train_dataset"] = store.dataset()
             if "seq_lengths" in store.rows.column_names:
                 args.padding_free, args.max_length = True, None
+            args.assistant_only_loss = False  # was settled then, too
         else:
             store = None
         # Earlier than `SFTTrainer`, which takes them for granted.

@@ -1,0 +1,251 @@
+"""The YAML files of known targets: sizes on the meta device, and steps on tiny models of the same classes."""
+
+import copy
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import make_prompt, make_target
+from test_multimodal_generation import gemma4, llama4
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.chat_template_utils import render_jinja_template
+from trl import chat_template_utils
+
+from hf_eagle3 import Eagle3ForSpeculation
+
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
+
+# Model type, and what the verifiers' own config.json say.
+TARGETS = {
+    "qwen3_8b": (
+        "qwen3",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+    ),
+    "llama_3_1_8b_instruct": (
+        "llama",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+    ),
+    "llama_4_maverick_17b_128e_instruct": (
+        "llama4_text",
+        {
+            "vocab_size": 202048,
+            "hidden_size": 5120,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "num_local_experts": 128,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "gpt_oss_20b": (
+        "gpt_oss",
+        {
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 32,
+        },
+    ),
+    "gemma_4_31b_it": (
+        "gemma4_text",
+        {
+            "vocab_size": 262144,
+            "hidden_size": 5376,
+            "intermediate_size": 21504,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+}
+
+
+def read(name):
+    return yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+
+
+def make_true_size_draft(name, **overrides):
+    model_type, sizes = TARGETS[name]
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(model_type, **sizes, tie_word_embeddings=False), dtype=torch.bfloat16
+        )
+    config = read(name)
+    return Eagle3ForSpeculation.from_target(
+        target, draft_token_ids=range(config["draft_vocab_size"]), **{**config["model_init_kwargs"], **overrides}
+    )
+
+
+def num_bytes(draft):
+    return sum(tensor.numel() * tensor.element_size() for tensor in draft.state_dict().values())
+
+
+def test_every_config_is_tested():
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == set(TARGETS)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_true_size(name):
+    sizes, config = TARGETS[name][1], read(name)
+    draft = make_true_size_draft(name)
+    width, layers = sizes["hidden_size"], sizes["num_hidden_layers"]
+    heads, kv_heads = (sizes[f"num_{kind}_heads"] * sizes["head_dim"] for kind in ("attention", "key_value"))
+    vocab_size, mlp = config["draft_vocab_size"], config["model_init_kwargs"]["intermediate_size"]
+    expected = 3 * width * width + 3 * width  # fc and its norms
+    expected += 2 * width * (heads + 2 * kv_heads) + heads * width + 3 * width * mlp + 3 * width  # the layer
+    expected += width + vocab_size * width  # norm and head
+    assert sum(parameter.numel() for parameter in draft.parameters()) == expected
+    # The mapping of the draft vocabulary: an offset for each of its tokens, a byte for each of the target's.
+    assert num_bytes(draft) == 2 * expected + 8 * vocab_size + sizes["vocab_size"]
+    assert draft.config.eagle_aux_hidden_state_layer_ids == [2, layers // 2, layers - 3]
+    assert config["output_dir"].endswith("-speculator.eagle3")
+
+
+def test_the_published_size():
+    """RedHatAI/Qwen3-8B-speculator.eagle3 has 2,044,116,968 bytes: tensors, and safetensors' header."""
+    draft = make_true_size_draft("qwen3_8b", fc_norm=False, norm_output=False, has_own_embed_tokens=True)
+    names = {torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    # In safetensors' order: large elements first.
+    for name, tensor in sorted(draft.state_dict().items(), key=lambda item: (-item[1].element_size(), item[0])):
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    header_length = len(json.dumps(header, separators=(",", ":")))
+    assert num_bytes(draft) + 8 + header_length + -header_length % 8 == 2_044_116_968
+
+
+TEMPLATES = {
+    "qwen3_8b": chat_template_utils.qwen3_chat_template,
+    "gpt_oss_20b": chat_template_utils.gptoss_chat_template,
+}
+TINY = {
+    "qwen3_8b": lambda: make_target("qwen3"),
+    "llama_3_1_8b_instruct": lambda: make_target("llama"),
+    "llama_4_maverick_17b_128e_instruct": lambda: llama4()[0],
+    "gpt_oss_20b": lambda: make_target("gpt_oss"),
+    "gemma_4_31b_it": lambda: gemma4()[0],
+}
+
+
+def run_recipe(monkeypatch, script, *arguments):
+    monkeypatch.chdir(ROOT)  # paths in the files are relative to it
+    monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+    monkeypatch.syspath_prepend(str(RECIPES))
+    spec = importlib.util.spec_from_file_location("recipe", RECIPES / script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main()
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_steps_on_a_tiny_model_of_the_same_class(name, tmp_path, tokenizer, monkeypatch):
+    torch.manual_seed(0)
+    TINY[name]().save_pretrained(tmp_path / "target")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = TEMPLATES.get(name)
+    tokenizer.save_pretrained(tmp_path / "target")
+    chat = [{"role": "user", "content": "abc def"}, {"role": "assistant", "content": "ghi jkl mno"}]
+    rows = [{"messages": [*chat, {**chat[0], "content": f"a{i}"}, chat[1]]} for i in range(64)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = ["--config", RECIPES / f"{name}.yaml", "--model_name_or_path", tmp_path / "target", "--dtype", "float32"]
+    common += ["--dataset_name", tmp_path / "chats.jsonl", "--dataset_train_split", "train", "--eval_strategy", "no"]
+    common += ["--model_init_kwargs", json.dumps({"model_type": "llama"}), "--draft_vocab_size", 24]
+    common += ["--max_length", 512, "--max_steps", 5, "--save_steps", 5, "--output_dir", tmp_path / "draft"]
+    common += ["--bf16", "False", "--use_cpu", "True", "--report_to", "none", "--gradient_accumulation_steps", 1]
+    run_recipe(monkeypatch, "train.py", *common)
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32).eval()
+    draft = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
+    prompt, settings = make_prompt(12), {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(target.generate(prompt, assistant_model=draft, **settings), target.generate(prompt, **settings))
+    history = json.loads((tmp_path / "draft" / "checkpoint-5" / "trainer_state.json").read_text())
+    assert history["global_step"] == 5
+
+    # And from features, with a target that has no layers.
+    run_recipe(monkeypatch, "extract_features.py", *common, "--features_dir", tmp_path / "features")
+    from_features = [*common, "--features_dir", tmp_path / "features", "--output_dir", tmp_path / "offline"]
+    run_recipe(monkeypatch, "train.py", *from_features)
+    ours, theirs = (
+        Eagle3ForSpeculation.from_pretrained(tmp_path / kind).state_dict() for kind in ("offline", "draft")
+    )
+    assert all(torch.allclose(ours[key].float(), theirs[key].float(), atol=2e-2) for key in theirs)
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " Hi "},
+    {"role": "assistant", "content": "Hello.\n"},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "Bye."},
+]
+
+
+@pytest.mark.parametrize("messages, add_generation_prompt", [(CHAT, False), (CHAT[1:4], True), (CHAT[1:], False)])
+@pytest.mark.parametrize("name, original", [("gemma4", "gemma4_v5"), ("llama3", "llama3_1")])
+def test_templates_say_what_the_targets_say(name, original, messages, add_generation_prompt):
+    ours, theirs = (
+        render_jinja_template(
+            [messages], chat_template=template, add_generation_prompt=add_generation_prompt, bos_token="<bos>"
+        )[0]
+        for template in (
+            (RECIPES / "chat_templates" / f"{name}.jinja").read_text(),
+            getattr(chat_template_utils, f"{original}_chat_template"),
+        )
+    )
+    assert ours == theirs
+
+
+def test_the_template_of_llama_4():
+    template = (RECIPES / "chat_templates" / "llama4.jinja").read_text()
+    (text,), _ = render_jinja_template(
+        [CHAT[1:4]], chat_template=template, add_generation_prompt=True, bos_token="<|begin_of_text|>"
+    )
+    assert text == (
+        "<|begin_of_text|><|header_start|>user<|header_end|>\n\nHi<|eot|>"
+        "<|header_start|>assistant<|header_end|>\n\nHello.<|eot|>"
+        "<|header_start|>user<|header_end|>\n\nBye<|eot|><|header_start|>assistant<|header_end|>\n\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["gemma4", "llama3", "llama4"])
+def test_what_the_templates_mark(name, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (RECIPES / "chat_templates" / f"{name}.jinja").read_text()
+    messages = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "def"}] * 2
+    encoded = tokenizer.apply_chat_template(
+        messages, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
+    )
+    pairs = zip(encoded["input_ids"], encoded["assistant_masks"])
+    text = tokenizer.decode([token for token, learned in pairs if learned])
+    assert text.startswith("def") and "abc" not in text and text.count("def") == 2
