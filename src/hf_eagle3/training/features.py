@@ -106,6 +106,28 @@ class TargetStates:
             # What is read is only its shape and device.
             return self.target(inputs_embeds=last_hidden_state, use_cache=False).logits
 
+    @torch.no_grad()
+    def distributions(
+        self, last_hidden_state: torch.Tensor, draft_token_ids: torch.LongTensor, rows_at_a_time: int = 512
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        What a draft with this vocabulary is to learn from states `(B, L, H)`. Logits of the target's whole vocabulary stand
+        in memory for `rows_at_a_time` positions only.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: Logits of the draft's tokens `(B, L, draft_vocab_size)`, their
+            probability `(B, L)`, and the most probable tokens of the whole vocabulary `(B, L)`.
+        """
+        pieces, device = [], last_hidden_state.device
+        for states in last_hidden_state.split(rows_at_a_time, dim=1):
+            logits = self.logits(states).to(device)
+            is_whole = len(draft_token_ids) == logits.shape[-1]
+            draft_logits = logits if is_whole else logits[..., draft_token_ids]
+            mass = (draft_logits.float().logsumexp(dim=-1) - logits.float().logsumexp(dim=-1)).exp()
+            pieces.append((draft_logits, mass, logits.max(dim=-1).indices))  # argmax is slow in bfloat16
+        target_logits, mass, tokens = (torch.cat(tensors, dim=1) for tensors in zip(*pieces))
+        return target_logits, mass, tokens
+
 
 class StoredOutput(BaseModelOutputWithPast):
     """What a base model returns, with nothing but its last states."""

@@ -223,23 +223,14 @@ class Eagle3Trainer(SFTTrainer):
             self._signature_columns.append("feature_row")
 
     @torch.no_grad()
-    def target_features(self, inputs: dict[str, torch.Tensor], rows_at_a_time: int = 512) -> TTTBatch:
-        """
-        What the target says about a collated batch. Its own head gives the logits, with whatever it does to them, for
-        `rows_at_a_time` positions; those of its whole vocabulary never stand in memory for a long sequence.
-        """
+    def target_features(self, inputs: dict[str, torch.Tensor]) -> TTTBatch:
+        """What the target says about a collated batch, or what is stored about it."""
         input_ids, position_ids = inputs["input_ids"], inputs.get("position_ids")
         if "states" in inputs:
             aux, last = inputs["states"][:, :, :-1].flatten(2), inputs["states"][:, :, -1].to(self.target_model.dtype)
         else:
             aux, last = self.target_states(inputs)
-        pieces = []
-        for states in last.split(rows_at_a_time, dim=1):
-            logits = self.target_states.logits(states).to(input_ids.device)
-            draft_logits = logits if self.draft.d2t is None else logits[..., self.draft.draft_token_ids]
-            mass = (draft_logits.float().logsumexp(dim=-1) - logits.float().logsumexp(dim=-1)).exp()
-            pieces.append((draft_logits, mass, logits.max(dim=-1).indices))  # argmax is slow in bfloat16
-        target_logits, target_mass, target_tokens = (torch.cat(tensors, dim=1) for tensors in zip(*pieces))
+        target_logits, target_mass, target_tokens = self.target_states.distributions(last, self.draft.draft_token_ids)
         if position_ids is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         else:
