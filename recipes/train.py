@@ -14,7 +14,8 @@ On one machine, with as many processes as it has GPUs:
         --output_dir Qwen3-8B-speculator.eagle3
 
 Arguments may stand in a YAML file (`--config`), and flags override it; there are some here for known targets, `qwen3_8b.yaml` and
-others. Local data: a JSON Lines, Parquet or text file, or a folder of `regenerate.py`, as `--dataset_name`. A run that was stopped goes on with `--resume_from_checkpoint true`.
+others. Local data, as `--dataset_name`: a JSON Lines, Parquet or text file, a folder of them (`train.jsonl` and `test.jsonl`), or one of
+`regenerate.py`. A run that was stopped goes on with `--resume_from_checkpoint true`.
 
 An existing draft is trained further with `--draft_name_or_path`, and adapted by LoRA with `--use_peft` besides:
 
@@ -28,6 +29,7 @@ from pathlib import Path
 from accelerate import PartialState
 from datasets import DatasetDict, load_dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.distributed import DistributedConfig
 from trl import (
     DatasetMixtureConfig,
     ModelConfig,
@@ -81,6 +83,10 @@ class TargetConfig(ModelConfig):
         default=None,
         metadata={"help": "'auto' spreads each layer of one target over all processes (tensor parallelism)."},
     )
+    fsdp_size: int | None = field(
+        default=None,
+        metadata={"help": "Shares the weights of one target out over so many processes, all of them (FSDP2)."},
+    )
 
 
 def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) -> DatasetDict:
@@ -92,8 +98,7 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
         raise ValueError("Say what to train on: `--dataset_name`, or `datasets` in the YAML file.")
     if Path(name).suffix in FILE_FORMATS and not Path(name).is_file():
         raise FileNotFoundError(f"There is no file {name}.")
-    if Path(name).is_dir() and any(Path(name).glob("*.jsonl")):  # of `recipes/regenerate.py`
-        files = sorted(map(str, Path(name).glob("*.jsonl")))
+    if files := sorted(map(str, Path(name).glob("rows-*.jsonl"))):  # of `recipes/regenerate.py`
         return load_dataset(
             "json", data_files={script_args.dataset_train_split: files}, streaming=script_args.dataset_streaming
         )
@@ -116,6 +121,9 @@ def load_target(config: TargetConfig, with_layers: bool = True) -> PreTrainedMod
     device_map = config.device_map
     if device_map is None and quantization_config is not None:
         device_map = {"": PartialState().device}
+    distributed_config = None
+    if config.tp_plan is not None or config.fsdp_size is not None:
+        distributed_config = DistributedConfig(tp_plan=config.tp_plan, fsdp_size=config.fsdp_size)
     model_config = AutoConfig.from_pretrained(config.model_name_or_path, revision=config.model_revision)
     num_layers = model_config.get_text_config(decoder=True).num_hidden_layers
     if not with_layers:
@@ -129,7 +137,7 @@ def load_target(config: TargetConfig, with_layers: bool = True) -> PreTrainedMod
         quantization_config=quantization_config,
         device_map=device_map,
         ignore_mismatched_sizes=not with_layers,  # per-layer embeddings are as wide as there are layers
-        **({} if config.tp_plan is None else {"tp_plan": config.tp_plan}),
+        distributed_config=distributed_config,
     )
     target.config.get_text_config(decoder=True).num_hidden_layers = num_layers
     return target

@@ -76,8 +76,26 @@ def check_pairing(draft, target) -> None:
 def fingerprint(embedding: torch.Tensor) -> str:
     """64 entries of an embedding table `(vocab_size, hidden_size)`, encoded: the first four of 16 rows spread over it."""
     rows = torch.linspace(0, embedding.shape[0] - 1, 16).long().to(embedding.device)
-    entries = embedding.detach()[rows, :4].flatten().half().cpu()
+    entries = whole(embedding.detach())[rows, :4].flatten().half().cpu()
     return base64.b64encode(entries.numpy().tobytes()).decode()
+
+
+def is_shared_out(target) -> bool:
+    """Whether each process holds only a share of the target's weights (tensor parallelism, FSDP2)."""
+    return hasattr(target.get_input_embeddings().weight, "full_tensor")
+
+
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    """The weight itself, where processes hold shares of it: all must ask at once."""
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+
+
+def whole_embedding(target) -> torch.nn.Embedding:
+    """The target's embedding, gathered where processes hold shares of it."""
+    embedding = target.get_input_embeddings()
+    if is_shared_out(target):
+        return torch.nn.Embedding.from_pretrained(whole(embedding.weight.detach()))
+    return embedding
 
 
 def check_call(draft, target, generation_config, synced_gpus, model_kwargs):

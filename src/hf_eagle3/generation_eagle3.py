@@ -25,7 +25,14 @@ import torch.nn.functional as F
 from transformers import GenerationMixin
 
 from .cache_eagle3 import TreeCache, take_paths, tree_attention_mask
-from .checks_eagle3 import check_call, depends_on_length, position_table, rotary_switches
+from .checks_eagle3 import (
+    check_call,
+    depends_on_length,
+    is_shared_out,
+    position_table,
+    rotary_switches,
+    whole_embedding,
+)
 from .drafter_eagle3 import Drafter
 from .outputs_eagle3 import ReturnedOutputs, aux_hidden_states
 from .policy_eagle3 import tree_policy, tree_settings
@@ -109,8 +116,10 @@ def eagle3_decoding(
     draft.validate_target(target)
     check_call(draft, target, generation_config, synced_gpus, model_kwargs)
     settings = tree_settings(draft.generation_config, generation_config)
+    policy_name = settings.pop("tree_policy")
     policy = tree_policy(
-        settings.pop("tree_policy"),
+        # Processes that compute one forward together must agree on its size, and each measures other times.
+        "static" if is_shared_out(target) else policy_name,
         target,
         draft,
         batch_size=input_ids.shape[0],
@@ -130,7 +139,7 @@ def eagle3_decoding(
     text = Text(input_ids, logits_processor, stopping_criteria, generation_config, returned, streamer, in_step)
     if text.batch_size > 1 and model_kwargs.get("attention_mask") is None:  # there will be padding
         model_kwargs["attention_mask"] = input_ids.new_ones(text.batch_size, cache.length)
-    drafter = Drafter(draft, target.get_input_embeddings())
+    drafter = Drafter(draft, whole_embedding(target))
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
     features = aux_hidden_states(outputs, aux_layer_ids, num_layers)  # (B, S, n_aux * H)
     tree, root_row = DraftTree.root_only(input_ids.new_zeros(text.batch_size, 1)), outputs.logits.shape[1] - 1

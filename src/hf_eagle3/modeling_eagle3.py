@@ -34,7 +34,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.utils import ModelOutput, logging
 
-from .checks_eagle3 import check_pairing, fingerprint
+from .checks_eagle3 import check_pairing, fingerprint, whole, whole_embedding
 from .configuration_eagle3 import Eagle3Config
 from .generation_eagle3 import Eagle3GenerationStats, eagle3_decoding, install_generation_hook, last_generation
 from .policy_eagle3 import DEFAULT_TREE_SETTINGS
@@ -338,7 +338,7 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
             draft = cls(config).to(dtype=target.dtype)
         draft.borrow_embeddings(target)
         if draft.config.has_own_embed_tokens:
-            draft.embed_tokens.weight.data.copy_(embedding.weight)
+            draft.embed_tokens.weight.data.copy_(whole(embedding.weight.detach()))
         draft.set_draft_vocabulary(draft_token_ids, target)
         draft.validate_target(target)
         return draft
@@ -366,7 +366,7 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(
             self.config.hidden_size, len(token_ids), bias=False, device=device, dtype=self.lm_head.weight.dtype
         )
-        target_head = target.get_output_embeddings().weight
+        target_head = whole(target.get_output_embeddings().weight.detach())
         if target_head.shape[-1] == self.config.hidden_size:
             with torch.no_grad():
                 self.lm_head.weight.copy_(target_head[token_ids.to(target_head.device)])
@@ -410,7 +410,7 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
 
     def borrow_embeddings(self, target: PreTrainedModel) -> None:
         """Lets `forward` look tokens up in the target's table, for drafts that store none of their own."""
-        self._borrowed_embedding = [target.get_input_embeddings()]
+        self._borrowed_embedding = [whole_embedding(target)]
 
     def embed(self, input_ids: torch.LongTensor, embedding: nn.Embedding | None = None) -> torch.FloatTensor:
         """

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -38,7 +37,9 @@ def files(tmp_path_factory, tokenizer):
         {"messages": [{"role": "user", "content": words()}, {"role": "assistant", "content": words()}]}
         for _ in range(48)
     ]
-    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    (folder / "chats").mkdir()
+    for name, rows in (("train", chats), ("test", chats[:6])):
+        (folder / "chats" / f"{name}.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in rows))
     return folder
 
 
@@ -49,7 +50,7 @@ def run(*command):
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=ENVIRONMENT)
 
 
-def arguments_of(files, output_dir, data="chats.jsonl", max_steps=4):
+def arguments_of(files, output_dir, data="chats", max_steps=4):
     arguments = {
         "model_name_or_path": files / "target",
         "dataset_name": files / data,
@@ -69,17 +70,23 @@ def train(files, output_dir, *arguments, launcher=(sys.executable,), **settings)
     return run(*launcher, RECIPES / "train.py", *arguments_of(files, output_dir, **settings), *arguments)
 
 
-def losses(result):
+def losses(result, name="loss"):
     assert result.returncode == 0, result.stderr[-3000:]
-    return [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", result.stdout)]
+    return [float(value) for value in re.findall(rf"'{name}': '?([\d.]+)", result.stdout)]
 
 
 FRESH = ("--assistant_only_loss", "--draft_vocab_size", 32)
+EVALUATES = ("--eval_strategy", "steps", "--eval_steps", 4, "--num_eval_prompts", 5, "--eval_max_new_tokens", 12)
 
 
 @pytest.fixture(scope="module")
-def whole_run(files):
-    return losses(train(files, files / "whole", *FRESH, "--per_device_train_batch_size", 4))
+def evaluated_run(files):
+    return train(files, files / "whole", *FRESH, *EVALUATES, "--per_device_train_batch_size", 4)
+
+
+@pytest.fixture(scope="module")
+def whole_run(evaluated_run):
+    return losses(evaluated_run)
 
 
 def test_the_draft_that_comes_out(files, whole_run):
@@ -90,12 +97,6 @@ def test_the_draft_that_comes_out(files, whole_run):
     settings = {"max_new_tokens": 12, "do_sample": False}
     prompt = make_prompt(9)
     assert target.generate(prompt, assistant_model=draft, **settings).equal(target.generate(prompt, **settings))
-
-
-def test_a_stopped_run_goes_on_to_the_same_losses(files, whole_run):
-    shutil.copytree(files / "whole" / "checkpoint-2", files / "stopped" / "checkpoint-2")
-    arguments = ("--per_device_train_batch_size", 4, "--resume_from_checkpoint", "true")
-    assert losses(train(files, files / "stopped", *FRESH, *arguments)) == whole_run[2:]
 
 
 def test_a_killed_run_goes_on_to_the_same_losses(files, tmp_path):
@@ -145,24 +146,23 @@ def test_features(files, whole_run, tmp_path):
     assert losses(result) == pytest.approx(whole_run, rel=2e-3)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_processes_give_the_losses_of_one(files, whole_run, kind, tmp_path):
-    if kind == "ddp":
-        launcher = (BIN / "torchrun", "--nproc_per_node", 2, "--master_port", 29511)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "ddp, tensor-parallel target", "ddp, target by FSDP2"])
+def test_two_processes_give_the_losses_of_one(files, evaluated_run, whole_run, kind, tmp_path):
+    target = {"ddp, tensor-parallel target": ("--tp_plan", "auto"), "ddp, target by FSDP2": ("--fsdp_size", 2)}
+    if kind != "fsdp2":
+        launcher = (BIN / "torchrun", "--standalone", "--nproc_per_node", 2)
     else:
         config = (RECIPES / "accelerate" / "fsdp2.yaml").read_text().replace("num_processes: 8", "num_processes: 2")
         (tmp_path / "fsdp2.yaml").write_text(config + "use_cpu: true\n")
-        launcher = (
-            BIN / "accelerate",
-            "launch",
-            "--config_file",
-            tmp_path / "fsdp2.yaml",
-            "--main_process_port",
-            29512,
-        )
-    result = train(files, tmp_path / "out", *FRESH, "--per_device_train_batch_size", 2, launcher=launcher)
+        launcher = (BIN / "accelerate", "launch", "--config_file", tmp_path / "fsdp2.yaml")
+        launcher += ("--main_process_port", 29512)
+    settings = (*FRESH, *EVALUATES, "--per_device_train_batch_size", 2, *target.get(kind, ()))
+    result = train(files, tmp_path / "out", *settings, launcher=launcher)
     # Muon orthogonalizes in bfloat16, which turns a rounding difference into one of a few thousandths.
     assert losses(result) == pytest.approx(whole_run, rel=2e-3)
+    for name in ("eval_loss", "eval_acceptance_rate_0", "eval_acceptance_length"):
+        (ours,), (theirs,) = losses(result, name), losses(evaluated_run, name)
+        assert ours == pytest.approx(theirs, rel=0.05), name
     ours, theirs = (
         Eagle3ForSpeculation.from_pretrained(folder).state_dict() for folder in (tmp_path / "out", files / "whole")
     )
@@ -180,12 +180,18 @@ def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path):
     assert len(losses(result)) == 4 and "'learning_rate': '0.01'" in result.stdout
     draft = Eagle3ForSpeculation.from_pretrained(files / "whole")
     before = {name: weight.clone() for name, weight in draft.state_dict().items()}
-    adapted = PeftModel.from_pretrained(draft, tmp_path / "adapter").merge_and_unload()
+    adapter = PeftModel.from_pretrained(draft, tmp_path / "adapter").eval()
+    target = AutoModelForCausalLM.from_pretrained(files / "target")
+    prompt, settings = make_prompt(9), {"max_new_tokens": 12, "do_sample": False}
+    assert target.generate(prompt, assistant_model=adapter, **settings).equal(target.generate(prompt, **settings))
+    adapted = adapter.merge_and_unload()
     changed = {name for name, weight in adapted.state_dict().items() if not torch.equal(weight, before[name])}
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj"}
 
 
 def test_a_split_that_is_not_there(files, tmp_path):
-    result = train(files, tmp_path / "out", "--eval_strategy", "steps", max_steps=1)
-    assert result.returncode != 0 and "There is no split 'test'" in result.stderr
+    result = train(
+        files, tmp_path / "out", "--eval_strategy", "steps", "--dataset_test_split", "held_out", max_steps=1
+    )
+    assert result.returncode != 0 and "There is no split 'held_out'" in result.stderr
     assert not (tmp_path / "out").exists()

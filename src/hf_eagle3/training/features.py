@@ -7,14 +7,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from datasets import Dataset, load_from_disk
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.fsdp import FSDPModule
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ..checks_eagle3 import fingerprint
+from ..checks_eagle3 import fingerprint, is_shared_out
 from ..outputs_eagle3 import aux_hidden_states, select_hidden_states
 from .ttt import documents_of
 
@@ -26,7 +29,11 @@ FP8 = torch.float8_e4m3fn
 class TargetStates:
     """
     Runs a target on collated batches, and returns for `B` sequences of `L` tokens the states that a draft reads, of shape
-    `(B, L, n_aux * H)`, and the target's last ones, which its head reads, `(B, L, H)`.
+    `(B, L, n_aux * H)`, and the target's last ones, which its head reads, `(B, L, H)`. Targets that FSDP shares out give their
+    logits in place of the latter.
+
+    Where processes hold shares of the target's layers (tensor parallelism), they run it together, on the batch of one process
+    after the other.
 
     Packed documents (`position_ids` that begin again at 0) are read apart from each other. Targets that do not tell them
     apart themselves (they pass no `position_ids` to their masks, or have convolutional or recurrent states) get each
@@ -40,6 +47,9 @@ class TargetStates:
         # Llama 4's text model is its own base by the name that transformers goes by.
         self.base_model = self.target.model if base is self.target else base
         self.aux_layer_ids = aux_layer_ids
+        # FSDP runs the whole model or nothing: its hooks gather the last norm and the head together.
+        self.is_fsdp = isinstance(self.target, FSDPModule)
+        self.is_tensor_parallel = (getattr(self.target, "tp_size", None) or 1) > 1
         self.num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
         self.keeps_documents_apart = None
 
@@ -50,16 +60,21 @@ class TargetStates:
             if self.keeps_documents_apart is None:
                 self.keeps_documents_apart = self._keeps_documents_apart()
             if not self.keeps_documents_apart:
+                if self.is_fsdp:
+                    raise ValueError(
+                        f"{type(self.target).__name__} does not keep packed documents apart. Reading each in a row of its own "
+                        "takes a number of forwards that differs between processes, which a target shared out by FSDP cannot "
+                        "do. Leave out `packing`."
+                    )
                 return self._document_by_document(batch["input_ids"], documents)
         return self._forward(
             **{key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
         )
 
     def _forward(self, **inputs):
-        outputs = self.base_model(
-            **inputs, output_hidden_states=select_hidden_states(self.aux_layer_ids), use_cache=False
-        )
-        last, device = outputs.last_hidden_state, inputs["input_ids"].device
+        model, device = self.target if self.is_fsdp else self.base_model, inputs["input_ids"].device
+        outputs = model(**inputs, output_hidden_states=select_hidden_states(self.aux_layer_ids), use_cache=False)
+        last = outputs.logits if self.is_fsdp else outputs.last_hidden_state
         return aux_hidden_states(outputs, self.aux_layer_ids, self.num_layers).to(device), last.to(device)
 
     def _keeps_documents_apart(self) -> bool:
@@ -100,8 +115,9 @@ class TargetStates:
     @torch.no_grad()
     def logits(self, last_hidden_state: torch.Tensor) -> torch.Tensor:
         """The target's logits `(B, L, V)`, by its own head and whatever it does to them (scales, soft caps)."""
-        head = self.target.get_output_embeddings()
-        last_hidden_state = last_hidden_state.to(head.weight.device)
+        if self.is_fsdp:
+            return last_hidden_state
+        last_hidden_state = last_hidden_state.to(self.target.get_output_embeddings().weight.device)
         with replaced_forward(self.base_model, StoredOutput(last_hidden_state=last_hidden_state)):
             # What is read is only its shape and device.
             return self.target(inputs_embeds=last_hidden_state, use_cache=False).logits
@@ -118,7 +134,9 @@ class TargetStates:
             `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: Logits of the draft's tokens `(B, L, draft_vocab_size)`, their
             probability `(B, L)`, and the most probable tokens of the whole vocabulary `(B, L)`.
         """
-        pieces, device = [], last_hidden_state.device
+        pieces, device, length = [], last_hidden_state.device, last_hidden_state.shape[1]
+        if is_shared_out(self.target):  # all processes take part in each forward of the head: the same number of them
+            rows_at_a_time = length
         for states in last_hidden_state.split(rows_at_a_time, dim=1):
             logits = self.logits(states).to(device)
             is_whole = len(draft_token_ids) == logits.shape[-1]
@@ -127,6 +145,26 @@ class TargetStates:
             pieces.append((draft_logits, mass, logits.max(dim=-1).indices))  # argmax is slow in bfloat16
         target_logits, mass, tokens = (torch.cat(tensors, dim=1) for tensors in zip(*pieces))
         return target_logits, mass, tokens
+
+    def features(self, batch: dict[str, torch.Tensor], draft_token_ids: torch.LongTensor) -> tuple[torch.Tensor, ...]:
+        """The states that a draft reads of a collated batch, and its [`~TargetStates.distributions`]."""
+        if not self.is_tensor_parallel:
+            return self._features(batch, draft_token_ids)
+        device, mine = batch["input_ids"].device, None
+        cpu_batch = {key: value.cpu() for key, value in batch.items() if isinstance(value, torch.Tensor)}
+        for process, other in enumerate(gather_object([cpu_batch])):
+            other = {key: value.to(device) for key, value in other.items()}
+            features = self._features(other, draft_token_ids)
+            if process == PartialState().process_index:
+                mine = features
+        return mine
+
+    def _features(self, batch, draft_token_ids):
+        if "states" in batch:
+            aux, last = batch["states"][:, :, :-1].flatten(2), batch["states"][:, :, -1].to(self.target.dtype)
+        else:
+            aux, last = self(batch)
+        return aux, *self.distributions(last, draft_token_ids)
 
 
 class StoredOutput(BaseModelOutputWithPast):
@@ -193,11 +231,11 @@ class FeatureStore:
             raise ValueError(
                 f"{folder} has version {self.index['version']} of the format; this one reads {FORMAT_VERSION}."
             )
-        missing = self.missing_shards()
+        missing = missing_shards(self.folder, self.index)
         if missing:
             raise ValueError(
                 f"{folder} is not complete: {len(missing)} of {self.num_shards} shards are missing, the first of them "
-                f"{self.shard_path(missing[0]).name}. Run the extraction again; it goes on where it stopped."
+                f"{shard_path(self.folder, missing[0]).name}. Run the extraction again; it goes on where it stopped."
             )
         self.rows = load_from_disk(str(self.folder / "rows"))
         self._open_shards = {}
@@ -209,12 +247,6 @@ class FeatureStore:
     def num_shards(self) -> int:
         return -(-self.index["num_rows"] // self.index["rows_per_shard"])
 
-    def shard_path(self, shard: int) -> Path:
-        return self.folder / f"features-{shard:05d}.safetensors"
-
-    def missing_shards(self) -> list[int]:
-        return [shard for shard in range(self.num_shards) if not self.shard_path(shard).exists()]
-
     def dataset(self) -> Dataset:
         """The rows, each with its number as `feature_row`."""
         return self.rows.add_column("feature_row", list(range(len(self.rows))))
@@ -223,7 +255,7 @@ class FeatureStore:
         """The states of a row, `(L, n_aux + 1, H)`."""
         shard, place = divmod(row, self.index["rows_per_shard"])
         if shard not in self._open_shards:
-            file = safe_open(self.shard_path(shard), framework="pt")
+            file = safe_open(shard_path(self.folder, shard), framework="pt")
             self._open_shards[shard] = file, file.get_tensor("offsets").tolist()
         file, offsets = self._open_shards[shard]
         tokens = slice(offsets[place], offsets[place + 1])
@@ -300,11 +332,12 @@ def start_store(folder: str | Path, rows: Dataset, description: dict, rows_per_s
     )
 
 
-def write_shard(folder: Path, shard: int, target_states: TargetStates, batches, dtype: torch.dtype) -> None:
+def write_shard(folder: Path | None, shard: int, target_states: TargetStates, batches, dtype: torch.dtype) -> None:
     """
     Writes one shard, all or nothing.
 
     Args:
+        folder (`Path`, *optional*): None where another process writes, and this one only takes part in the target's forward.
         batches (iterable of `tuple[dict, list[int]]`): Collated batches, and the lengths of the rows in each.
     """
     rows, lengths = [], [0]
@@ -315,14 +348,15 @@ def write_shard(folder: Path, shard: int, target_states: TargetStates, batches, 
             states = states[0].split(batch_lengths + [states.shape[1] - sum(batch_lengths)])
         rows += [each[:length].cpu() for each, length in zip(states, batch_lengths)]
         lengths += batch_lengths
+    if folder is None:
+        return
     states = torch.cat(rows)
     tensors = {"offsets": torch.tensor(lengths).cumsum(0)}
     if dtype == FP8:
         tensors["scales"] = (states.float().abs().amax(-1) / torch.finfo(FP8).max).clamp(min=1e-12)
         states = states.float() / tensors["scales"][..., None]
     tensors["states"] = states.to(dtype)
-    path = folder / f"features-{shard:05d}.safetensors"
-    write_atomically(path, lambda unfinished: save_file(tensors, unfinished))
+    write_atomically(shard_path(folder, shard), lambda unfinished: save_file(tensors, unfinished))
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
@@ -345,7 +379,12 @@ def extract(
     folder = Path(folder)
     index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     rows_per_shard, device = index["rows_per_shard"], target_states.target.get_input_embeddings().weight.device
-    num_shards = -(-len(rows) // rows_per_shard)
+    missing = missing_shards(folder, index)
+    writes, takes_part_in_all = True, is_shared_out(target_states.target)
+    if takes_part_in_all:
+        writes = process_index == 0
+    else:
+        missing = missing[process_index::num_processes]
 
     def batches(shard):
         end = min((shard + 1) * rows_per_shard, len(rows))
@@ -355,6 +394,14 @@ def extract(
             batch = {key: value.to(device) for key, value in batch.items() if isinstance(value, torch.Tensor)}
             yield batch, [len(example["input_ids"]) for example in examples]
 
-    for shard in tqdm(range(process_index, num_shards, num_processes), desc="Shards", disable=process_index != 0):
-        if not (folder / f"features-{shard:05d}.safetensors").exists():
-            write_shard(folder, shard, target_states, batches(shard), dtype)
+    for shard in tqdm(missing, desc="Shards", disable=process_index != 0):
+        write_shard(folder if writes else None, shard, target_states, batches(shard), dtype)
+
+
+def missing_shards(folder: Path, index: dict) -> list[int]:
+    num_shards = -(-index["num_rows"] // index["rows_per_shard"])
+    return [shard for shard in range(num_shards) if not shard_path(folder, shard).exists()]
+
+
+def shard_path(folder: Path, shard: int) -> Path:
+    return folder / f"features-{shard:05d}.safetensors"

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import PreTrainedModel
 from trl import SFTTrainer
 
+from ..checks_eagle3 import is_shared_out
 from ..data import (
     check_assistant_turns,
     check_chat_template,
@@ -166,7 +167,7 @@ class Eagle3Trainer(SFTTrainer):
                     "`draft_vocab_size`)."
                 )
             logger.info(message)
-        if getattr(target_model, "hf_device_map", None) is None:
+        if getattr(target_model, "hf_device_map", None) is None and not is_shared_out(target_model):
             if store is None or self.eval_dataset is not None:
                 target_model.to(self.accelerator.device)
             else:  # its layers have done their work
@@ -226,11 +227,9 @@ class Eagle3Trainer(SFTTrainer):
     def target_features(self, inputs: dict[str, torch.Tensor]) -> TTTBatch:
         """What the target says about a collated batch, or what is stored about it."""
         input_ids, position_ids = inputs["input_ids"], inputs.get("position_ids")
-        if "states" in inputs:
-            aux, last = inputs["states"][:, :, :-1].flatten(2), inputs["states"][:, :, -1].to(self.target_model.dtype)
-        else:
-            aux, last = self.target_states(inputs)
-        target_logits, target_mass, target_tokens = self.target_states.distributions(last, self.draft.draft_token_ids)
+        aux, target_logits, target_mass, target_tokens = self.target_states.features(
+            inputs, self.draft.draft_token_ids
+        )
         if position_ids is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         else:
@@ -265,9 +264,13 @@ class Eagle3Trainer(SFTTrainer):
             raise ValueError(
                 "Features of a stream cannot be extracted: its rows have no numbers. Load the data whole."
             )
+        if self.target_states.is_fsdp:
+            raise ValueError(
+                "A target shared out by FSDP gives no last states to store. Spread it by `device_map` or tensor parallelism."
+            )
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or self.target_model.dtype
+        description = describe(self.target_model, self.processing_class, self.aux_layer_ids)
         if self.accelerator.is_main_process:
-            description = describe(self.target_model, self.processing_class, self.aux_layer_ids)
             start_store(folder, self.train_dataset, description, rows_per_shard, dtype)
         self.accelerator.wait_for_everyone()
         extract(
@@ -388,6 +391,8 @@ class Eagle3Trainer(SFTTrainer):
         draft = self._whole_draft()
         policy, draft.generation_config.tree_policy = draft.generation_config.tree_policy, "static"
         process, num_processes = self.accelerator.process_index, self.accelerator.num_processes
+        if is_shared_out(self.target_model):  # which all must run together
+            process, num_processes = 0, 1
         accepted = torch.zeros(2, dtype=torch.double, device=self.accelerator.device)
         was_training = draft.training
         draft.eval()
@@ -399,6 +404,7 @@ class Eagle3Trainer(SFTTrainer):
                 assistant_model=draft,
                 max_new_tokens=self.args.eval_max_new_tokens,
                 do_sample=False,
+                synced_gpus=False,  # where all run it together, they take the same steps
             )
             lengths = draft.last_generation.accepted_lengths
             accepted += torch.tensor([sum(lengths), len(lengths)], device=accepted.device)
