@@ -14,6 +14,7 @@ in the JSON file; the same command goes on from there. Choices:
     classic       without `fc_norm` and `norm_output`: the EAGLE-3 paper's form
     top_features  only the state that enters the target's last layer
     no_ttt        without training-time test
+    ttt_warmup    an unroll that grows over the first 80% of the steps
     adamw         AdamW for everything
 """
 
@@ -39,8 +40,15 @@ CHOICES = {
     "classic": {"model_init_kwargs": {"fc_norm": False, "norm_output": False}},
     "top_features": {"model_init_kwargs": {"eagle_aux_hidden_state_layer_ids": "last"}},
     "no_ttt": {"ttt_steps": 1},
+    "ttt_warmup": {"ttt_warmup": 0.8},
     "adamw": {"use_muon": False},
 }
+
+
+def max_steps(compute: int, ttt_steps: int, ttt_warmup: float = 0.0, **_) -> int:
+    """How many optimizer steps take this many drafting steps."""
+    in_warmup = (1 + ttt_steps - 1) / 2  # 1, 2, ..., `ttt_steps - 1`, for equally many steps
+    return int(compute / (ttt_warmup * in_warmup + (1 - ttt_warmup) * ttt_steps))
 
 
 def train(target, tokenizer, dataset, choice: dict, seed: int, args):
@@ -61,7 +69,7 @@ def train(target, tokenizer, dataset, choice: dict, seed: int, args):
                 packing=True,
                 packing_strategy="wrapped",
                 per_device_train_batch_size=args.batch_size,
-                max_steps=args.compute // (settings["ttt_steps"] * args.batch_size * args.max_length),
+                max_steps=max_steps(args.compute // (args.batch_size * args.max_length), **settings),
                 warmup_steps=20,
                 bf16=args.bf16,
                 use_cpu=not torch.cuda.is_available(),

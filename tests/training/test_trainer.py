@@ -143,6 +143,20 @@ def test_losses(tmp_path, tokenizer, loss_type):
     assert history[-1]["acceptance_rate_0"] > history[0]["acceptance_rate_0"]
 
 
+def test_the_unroll_grows(tmp_path, tokenizer):
+    trainer = make_trainer(
+        tmp_path, tokenizer, ttt_steps=4, ttt_warmup=0.75, max_steps=8, eval_dataset=TEXTS.select(range(4))
+    )
+    trainer.train()
+    trainer.evaluate()
+    *steps, evaluation = [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry]
+    deepest = [max(step for step in range(4) if entry[f"acceptance_rate_{step}"] > 0) + 1 for entry in steps]
+    assert deepest == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert evaluation["eval_acceptance_rate_3"] > 0
+    with pytest.raises(ValueError, match="ttt_warmup"):
+        make_trainer(tmp_path, tokenizer, ttt_warmup=2)
+
+
 def test_training_learns(tmp_path, tokenizer):
     trainer = make_trainer(tmp_path, tokenizer, max_steps=60, learning_rate=2e-2)
     trainer.train()

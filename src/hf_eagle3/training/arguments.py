@@ -28,6 +28,9 @@ class Eagle3TrainingArguments(SFTConfig):
             a fresh draft has 0.
         ttt_steps (`int`, *optional*, defaults to `7`):
             Drafting steps unrolled in training.
+        ttt_warmup (`float`, *optional*, defaults to 0):
+            Share of training in which the unroll grows from one step to `ttt_steps`. A step less deep is a step sooner done,
+            and a draft has to predict one token well before it can predict several.
         ttt_step_decay (`float`, *optional*, defaults to `0.8`):
             Weight of step `s` in the loss is `ttt_step_decay ** s`.
         loss_type (`str`, *optional*, defaults to `"kl"`):
@@ -68,6 +71,9 @@ class Eagle3TrainingArguments(SFTConfig):
 
     # Parameters that control training-time test
     ttt_steps: int = field(default=7, metadata={"help": "Drafting steps unrolled in training."})
+    ttt_warmup: float = field(
+        default=0.0, metadata={"help": "Share of training in which the unroll grows from one step to `ttt_steps`."}
+    )
     ttt_step_decay: float = field(
         default=0.8, metadata={"help": "Weight of step `s` in the loss is `ttt_step_decay ** s`."}
     )
@@ -90,6 +96,8 @@ class Eagle3TrainingArguments(SFTConfig):
         super().__post_init__()
         if self.ttt_steps < 1:
             raise ValueError(f"`ttt_steps` must be at least 1, got {self.ttt_steps}.")
+        if not 0 <= self.ttt_warmup <= 1:
+            raise ValueError(f"`ttt_warmup` must be in [0, 1], got {self.ttt_warmup}.")
         if not 0 < self.ttt_step_decay <= 1:
             raise ValueError(f"`ttt_step_decay` must be in (0, 1], got {self.ttt_step_decay}.")
         if self.loss_type not in LOSS_TYPES:

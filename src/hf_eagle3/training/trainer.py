@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MethodType
 
 import torch
+import torch.nn.functional as F
 from accelerate.logging import get_logger
 from datasets import Dataset
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -218,6 +219,14 @@ class Eagle3Trainer(SFTTrainer):
             logger.warning(f"{dropped} {why}, and are dropped.")
         return prepared
 
+    @property
+    def num_ttt_steps(self) -> int:
+        """Steps of the unroll at this point of training."""
+        warmup = self.args.ttt_warmup * self.state.max_steps
+        if self.state.global_step >= warmup:
+            return self.args.ttt_steps
+        return 1 + int(self.state.global_step / warmup * (self.args.ttt_steps - 1))
+
     def _set_signature_columns_if_needed(self):
         super()._set_signature_columns_if_needed()
         if "feature_row" not in self._signature_columns:
@@ -287,7 +296,7 @@ class Eagle3Trainer(SFTTrainer):
         return FeatureStore(folder)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        batch, steps = self.target_features(inputs), self.args.ttt_steps
+        batch, steps = self.target_features(inputs), self.num_ttt_steps if model.training else self.args.ttt_steps
         outputs: TTTOutput = model(unroll=lambda draft: ttt_loss(draft, batch, steps, self.args.loss_type))
         num_rows = outputs.num_rows if num_items_in_batch is None else num_items_in_batch
         weights = self.args.ttt_step_decay ** torch.arange(steps, device=num_rows.device)
@@ -305,7 +314,8 @@ class Eagle3Trainer(SFTTrainer):
             )
         mode = "train" if model.training else "eval"
         counts = (getattr(outputs, count.name).double() for count in fields(TTTOutput) if count.name != "loss_sums")
-        counts = torch.stack(list(counts))
+        # Later steps, if these were fewer, count no rows.
+        counts = F.pad(torch.stack(list(counts)), (0, self.args.ttt_steps - steps))
         self._counts[mode] = self._counts.get(mode, 0) + counts
         return (loss, {"loss": loss}) if return_outputs else loss
 
@@ -327,11 +337,11 @@ class Eagle3Trainer(SFTTrainer):
 
     def _get_num_items_in_batch(self, batch_samples, device):
         """The rows that count at each TTT step, over all batches of an optimizer step and all processes: `(steps,)`."""
-        num_rows = torch.zeros(self.args.ttt_steps, dtype=torch.long)
+        num_rows = torch.zeros(self.num_ttt_steps, dtype=torch.long)
         for inputs in batch_samples:
             documents = documents_of(inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids"))
             num_rows += torch.stack(
-                [counted_rows(inputs["labels"], documents, step).sum() for step in range(self.args.ttt_steps)]
+                [counted_rows(inputs["labels"], documents, step).sum() for step in range(self.num_ttt_steps)]
             ).cpu()
         num_rows = num_rows.to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:

@@ -1,0 +1,61 @@
+"""Targets whose weights processes share out: `torchrun`, on CPUs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_draft, make_prompt, make_target
+
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from hf_eagle3 import Eagle3ForSpeculation
+
+folder, settings = sys.argv[1], {sys.argv[2]: "auto" if sys.argv[2] == "tp_plan" else 2}
+target = AutoModelForCausalLM.from_pretrained(folder + "/target", distributed_config=DistributedConfig(**settings)).eval()
+assert hasattr(target.get_input_embeddings().weight, "full_tensor")
+draft = Eagle3ForSpeculation.from_pretrained(folder + "/draft").eval()
+draft.generation_config.assistant_confidence_threshold = 0
+prompt = torch.load(folder + "/prompt.pt")
+for sampling in ({"do_sample": False}, {"do_sample": True}):
+    texts = []
+    for assistant in ({}, {"assistant_model": draft}):
+        torch.manual_seed(0)
+        texts.append(target.generate(prompt, max_new_tokens=24, synced_gpus=False, **sampling, **assistant))
+    assert torch.equal(*texts), texts
+    assert draft.last_generation.acceptance_length > 1
+if dist.get_rank() == 0:
+    print("equal")
+"""
+
+
+@pytest.mark.parametrize("kind", ["tp_plan", "fsdp_size"])
+def test_text_of_a_target_that_two_processes_share(tmp_path, kind):
+    target, prompt = make_target("llama"), make_prompt(11)
+    target.save_pretrained(tmp_path / "target")
+    make_draft(target, [prompt]).save_pretrained(tmp_path / "draft")
+    torch.save(prompt, tmp_path / "prompt.pt")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    result = subprocess.run(
+        [
+            Path(sys.executable).parent / "torchrun",
+            "--standalone",
+            "--nproc_per_node",
+            "2",
+            "script.py",
+            tmp_path,
+            kind,
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0 and "equal" in result.stdout, result.stderr[-3000:]
