@@ -150,6 +150,11 @@ class Eagle3Trainer(SFTTrainer):
         for name, value in ours.items():
             setattr(args, name, value)
 
+        if self.is_deepspeed_enabled and args.use_muon:
+            raise ValueError(
+                "DeepSpeed shares parameters out in flat pieces, and Muon needs whole matrices. Pass `use_muon=False`, or share "
+                "them out by FSDP2."
+            )
         draft = self.draft
         if draft.config.draft_vocab_size < draft.config.vocab_size or takes_vocabulary_from_data:
             counts = count_tokens(self.train_dataset, draft.config.vocab_size)
@@ -245,7 +250,7 @@ class Eagle3Trainer(SFTTrainer):
             positions = position_ids
         return TTTBatch(
             input_ids=input_ids,
-            aux_hidden_states=aux.float(),
+            aux_hidden_states=aux.to(self.draft.fc.weight.dtype),
             target_logits=target_logits,
             target_mass=target_mass,
             target_tokens=target_tokens,
