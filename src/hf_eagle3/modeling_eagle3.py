@@ -14,13 +14,13 @@
 """The EAGLE-3 draft (https://huggingface.co/papers/2503.01840), built from transformers' own parts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -34,16 +34,14 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.utils import ModelOutput, logging
 
-from .checks_eagle3 import check_pairing, fingerprint, whole, whole_embedding
+from .checks_eagle3 import check_pairing, whole, whole_embedding
 from .configuration_eagle3 import Eagle3Config
 from .generation_eagle3 import Eagle3GenerationStats, eagle3_decoding, install_generation_hook, last_generation
 from .policy_eagle3 import DEFAULT_TREE_SETTINGS
+from .target_eagle3 import config_for_target, default_aux_layer_ids
 
 
 logger = logging.get_logger(__name__)
-
-# Rotary scalings whose parameters mean the same for any head size, so that the draft can take the target's.
-PORTABLE_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass
@@ -288,52 +286,8 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         Raises:
             ValueError: if the target cannot be a verifier, or an override or a token id does not exist.
         """
-        embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
-        if target.config.is_encoder_decoder or embedding is None or head is None:
-            raise ValueError(
-                f"{type(target).__name__} cannot be an EAGLE-3 target: it must be a decoder-only causal language model "
-                "with input and output embeddings."
-            )
-        text_config = target.config.get_text_config(decoder=True)
-        config_fields = {field.name for field in fields(Eagle3Config)} - {"transformer_layer_config"}
-        config_overrides = {name: overrides.pop(name) for name in list(overrides) if name in config_fields}
-        layer_config = {**_layer_config_for(text_config, num_hidden_layers), **overrides}
-        known = AutoConfig.for_model(layer_config["model_type"]).to_dict()
-        if unknown := sorted(set(overrides) - set(known)):
-            raise ValueError(
-                f"Unknown overrides {unknown}: neither Eagle3Config nor the {layer_config['model_type']} layer "
-                "configuration has such a field."
-            )
-        name = target.config._name_or_path
-        config = Eagle3Config(
-            **{
-                "transformer_layer_config": layer_config,
-                "draft_vocab_size": text_config.vocab_size,
-                "eagle_aux_hidden_state_layer_ids": default_aux_layer_ids(text_config.num_hidden_layers),
-                "target_hidden_size": text_config.hidden_size,
-                "fc_norm": not config_overrides.get("norm_before_fc", False),
-                "norm_output": True,
-                "verifier_fingerprint": None if embedding.weight.is_meta else fingerprint(embedding.weight),
-                **{
-                    key: getattr(target.generation_config or text_config, key, None)
-                    for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-                },
-                "speculators_config": {
-                    "algorithm": "eagle3",
-                    "default_proposal_method": "greedy",
-                    "proposal_methods": [
-                        {
-                            "proposal_type": "greedy",
-                            "speculative_tokens": DEFAULT_TREE_SETTINGS["tree_depth"],
-                            "accept_tolerance": 0.0,
-                            "verifier_accept_k": 1,
-                        }
-                    ],
-                    "verifier": {"name_or_path": name, "architectures": [type(target).__name__]},
-                },
-                **config_overrides,
-            }
-        )
+        config = config_for_target(target, num_hidden_layers, **overrides)
+        embedding = target.get_input_embeddings()
         with embedding.weight.device:
             draft = cls(config).to(dtype=target.dtype)
         draft.borrow_embeddings(target)
@@ -605,49 +559,6 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         raise NotImplementedError(
             "A draft does not generate text by itself. Call `target.generate(..., assistant_model=draft)`."
         )
-
-
-def default_aux_layer_ids(num_target_layers: int) -> list[int]:
-    """An early, a middle and a late state of the target (EAGLE-3, section 3.1; ids as vLLM and speculators use them)."""
-    if num_target_layers < 6:  # too shallow for the usual three: spread what there is
-        return [0, num_target_layers // 2, num_target_layers - 1]
-    return [2, num_target_layers // 2, num_target_layers - 3]
-
-
-def _layer_config_for(text_config, num_hidden_layers: int) -> dict[str, Any]:
-    """Configuration of Llama layers as wide as the target's."""
-    stored = text_config.to_dict()
-
-    def get(name):  # attributes that differ by layer (Gemma 4) refuse to be read; what is stored is the common one
-        return stored[name] if name in stored else getattr(text_config, name, None)
-
-    num_heads = get("num_attention_heads")
-    head_dim = get("head_dim") or text_config.hidden_size // num_heads
-    if get("kv_lora_rank") is not None:  # MLA's head sizes mean something else
-        head_dim = text_config.hidden_size // num_heads
-    rope = get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)  # Gemma 3: one set a layer type
-    if rope.get("rope_type", "default") in PORTABLE_ROPE_TYPES:
-        # Drafts rotate whole heads at one-dimensional positions.
-        rope = {key: value for key, value in rope.items() if key not in ("partial_rotary_factor", "mrope_section")}
-    else:
-        rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
-    return {
-        "model_type": "llama",
-        "vocab_size": text_config.vocab_size,
-        "hidden_size": text_config.hidden_size,
-        "intermediate_size": get("intermediate_size") or 4 * text_config.hidden_size,
-        "num_hidden_layers": num_hidden_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": get("num_key_value_heads") or num_heads,
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": get("max_position_embeddings") or 2048,
-        "rms_norm_eps": get("rms_norm_eps") or 1e-6,
-        "rope_parameters": rope or {"rope_type": "default", "rope_theta": 10000.0},
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-    }
 
 
 Eagle3ForSpeculation.register_for_auto_class("AutoModel")
