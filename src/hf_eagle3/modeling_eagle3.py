@@ -15,6 +15,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ from .target_eagle3 import config_for_target, default_aux_layer_ids
 
 
 logger = logging.get_logger(__name__)
+
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 @dataclass
@@ -232,21 +235,30 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """
-        Loads a draft. See [`~transformers.PreTrainedModel.from_pretrained`].
+        Loads a draft: one of ours or of `speculators` and, where hf-eagle3 is installed, of SafeAILab/EAGLE, SpecForge, SGLang
+        or Model-Optimizer. See [`~transformers.PreTrainedModel.from_pretrained`]; with `output_loading_info=True` the second
+        result also has the `format`, and what was `renamed`, `ignored` and `assumed`.
 
         Raises:
             ValueError: if a tensor is missing, unexpected or of another shape, or if the vocabulary mapping is broken.
         """
         wants_loading_info = kwargs.pop("output_loading_info", False)
+        report, path = {"format": "speculators"}, pretrained_model_name_or_path
+        if path is not None and kwargs.get("config") is None:
+            hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+            config, _ = Eagle3Config.get_config_dict(path, **hub_kwargs)
+            if config.get("speculators_model_type") is None:
+                kwargs["config"], kwargs["state_dict"], report = read_other_format(config, path, hub_kwargs)
+                path = None
         # Reported below, by name, with what else is wrong.
         kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)
         reload_kwargs = dict(kwargs)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model, info = super().from_pretrained(path, *args, **kwargs)
         if info["unexpected_keys"] == {"embed_tokens.weight"} and not model.config.has_own_embed_tokens:
             # The speculators schema does not say whether a table is stored; the file does.
             model.config.has_own_embed_tokens = True
             reload_kwargs["config"] = model.config
-            model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **reload_kwargs)
+            model, info = super().from_pretrained(path, *args, **reload_kwargs)
         missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
         mismatched = sorted(str(entry) for entry in info["mismatched_keys"])
         if missing or unexpected or mismatched:
@@ -257,7 +269,11 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
                 "draft_vocab_size, num_hidden_layers, ...) or download the checkpoint again."
             )
         model._check_draft_vocabulary(pretrained_model_name_or_path)
-        return (model, info) if wants_loading_info else model
+        if report["format"] != "speculators":
+            logger.info(
+                f"{pretrained_model_name_or_path} was read as a checkpoint of the {report['format']} format: {report}"
+            )
+        return (model, {**info, **report}) if wants_loading_info else model
 
     @classmethod
     def from_target(
@@ -559,6 +575,13 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         raise NotImplementedError(
             "A draft does not generate text by itself. Call `target.generate(..., assistant_model=draft)`."
         )
+
+
+def read_other_format(config: dict, source, hub_kwargs: dict):
+    """Configuration, tensors and report of a checkpoint that someone else wrote."""
+    if __package__ != "hf_eagle3":  # code that came with a draft reads drafts like it
+        raise ValueError(f"{source} is not in the speculators format. `pip install hf-eagle3` reads others, too.")
+    return import_module(".checkpoints", __package__).read(config, source, **hub_kwargs)
 
 
 Eagle3ForSpeculation.register_for_auto_class("AutoModel")

@@ -1,0 +1,88 @@
+"""
+EAGLE-3 checkpoints of other writers: recognised, read, and written.
+
+| format | module | written by |
+| --- | --- | --- |
+| speculators | (ours) | speculators, hf-eagle3; what vLLM serves |
+| modelopt | `modelopt` | NVIDIA Model-Optimizer |
+| sglang | `sglang` | SpecForge; what SGLang serves |
+| safeailab | `safeailab` | SafeAILab/EAGLE |
+
+A format module has `NAME`, `matches(config)`, `read(config, tensors)` and, if it can be exported to, `write(draft)`.
+"""
+
+from . import modelopt, safeailab, sglang
+from .files import read_tensors, save_checkpoint
+
+
+# In this order: the first that matches is it.
+FORMATS = {module.NAME: module for module in (modelopt, sglang, safeailab)}
+WRITABLE = tuple(name for name, module in FORMATS.items() if hasattr(module, "write"))
+
+
+def recognise(config: dict, source) -> str:
+    """
+    The name of the format that a `config.json` is in.
+
+    Raises:
+        ValueError: if it is none that can be read.
+    """
+    if config.get("speculators_model_type") is not None:
+        return "speculators"
+    architectures = config.get("architectures") or []
+    if config.get("kv_lora_rank") is not None or any("Deepseek" in name for name in architectures):
+        raise ValueError(
+            f"{source} is a draft with multi-head latent attention (architectures {architectures}), which is not supported: "
+            "drafts here have Llama or Qwen3 layers."
+        )
+    for name, module in FORMATS.items():
+        if module.matches(config):
+            return name
+    raise ValueError(
+        f"{source} is in no known EAGLE-3 format (architectures {architectures}, model_type {config.get('model_type')!r}). "
+        f"Known are speculators, {', '.join(FORMATS)}. A draft's config.json has `draft_vocab_size`, `eagle_config` or an "
+        "architecture that ends in 'Eagle3'."
+    )
+
+
+def read(config: dict, source, **hub_kwargs):
+    """
+    Reads a checkpoint of another format.
+
+    Args:
+        config (`dict`): What its `config.json` says.
+        source (`str` or `Path`): Folder or Hub id.
+        hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
+
+    Returns:
+        `tuple[Eagle3Config, dict[str, torch.Tensor], dict]`: The configuration, the tensors by our names, and a report: the
+        `format`, what was `renamed`, `ignored` and `assumed`.
+    """
+    name = recognise(config, source)
+    tensors = read_tensors(source, **hub_kwargs)
+    try:
+        return FORMATS[name].read(config, tensors)
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"there is no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{source}, read as {name}: {reason}") from error
+
+
+def export(draft, folder, to: str) -> None:
+    """
+    Writes a draft in another format.
+
+    Args:
+        draft ([`Eagle3ForSpeculation`])
+        folder (`str` or `Path`): A new or empty folder.
+        to (`str`): One of `WRITABLE`.
+
+    Raises:
+        ValueError: if that format, or the engine that reads it, cannot express the draft.
+    """
+    if to not in WRITABLE:
+        raise ValueError(f"Drafts are exported to {WRITABLE}, not to {to!r}.")
+    config, tensors = FORMATS[to].write(draft)
+    save_checkpoint(folder, config, tensors)
+
+
+__all__ = ["FORMATS", "WRITABLE", "export", "read", "recognise"]

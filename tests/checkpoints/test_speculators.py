@@ -1,0 +1,120 @@
+"""Checkpoints of the speculators package: the same logits as its own code gives."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from make_fixtures import LENGTH, STEPS, VARIANTS, make, run
+from safetensors.torch import load_file
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.training.ttt import TTTBatch, ttt_states
+
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@torch.no_grad()
+def assert_same_logits(folder, expected):
+    draft = Eagle3ForSpeculation.from_pretrained(folder).eval()
+    fused = draft.combine_hidden_states(expected["hidden_states"])
+    logits = draft(expected["input_ids"], fused).logits
+    torch.testing.assert_close(logits[0], expected["logits"][0], atol=1e-5, rtol=1e-5)
+    if set(draft.config.transformer_layer_config.layer_types) != {"full_attention"}:
+        return  # training-time test knows no windows
+    # Later drafting steps: what they read at row t of step s we read from the token at t + 1 + s.
+    batch = TTTBatch(
+        input_ids=F.pad(expected["input_ids"], (1, 0))[:, :-1],
+        aux_hidden_states=expected["hidden_states"],
+        documents=torch.zeros_like(expected["input_ids"]),
+        position_ids=torch.arange(LENGTH)[None],
+        **dict.fromkeys(("target_logits", "target_mass", "target_tokens", "labels")),
+    )
+    for step, states in enumerate(ttt_states(draft, batch, STEPS)):
+        rows = LENGTH - 1 - step
+        ours, theirs = draft.lm_head(states)[0, :rows], expected["logits"][step, :rows]
+        torch.testing.assert_close(
+            ours, theirs, atol=1e-5, rtol=1e-5, msg=lambda text, step=step: f"step {step}: {text}"
+        )
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_fixtures(name):
+    expected = load_file(FIXTURES / name / "expected.safetensors")
+    assert expected["logits"].std() > 0.5
+    assert_same_logits(FIXTURES / name, expected)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="speculators is not installed")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_package_itself(name, tmp_path):
+    draft = make(name)
+    draft.save_pretrained(tmp_path)
+    assert_same_logits(tmp_path, run(draft))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_round_trip(name, tmp_path):
+    """Saved by us, read again: every tensor and every flag."""
+    draft = Eagle3ForSpeculation.from_pretrained(FIXTURES / name)
+    draft.save_pretrained(tmp_path)
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path, FIXTURES / name))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, FIXTURES / name))
+    for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size"):
+        assert ours[flag] == theirs[flag]
+    assert ours["eagle_aux_hidden_state_layer_ids"] == theirs["eagle_aux_hidden_state_layer_ids"]
+    assert ours["speculators_config"] == theirs["speculators_config"]
+
+
+def test_old_names_and_missing_flags(tmp_path):
+    """The first versions wrote another architecture, fewer flags and the old rotary keys."""
+    config = json.loads((FIXTURES / "classic" / "config.json").read_text())
+    config["architectures"], config["speculators_version"] = ["Eagle3Speculator"], "0.1.0"
+    for flag in ("norm_before_fc", "fc_norm", "norm_output", "target_hidden_size", "embed_requires_grad"):
+        del config[flag]
+    layer_config = config["transformer_layer_config"]
+    layer_config["rope_theta"] = layer_config.pop("rope_parameters")["rope_theta"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((FIXTURES / "classic" / "model.safetensors").read_bytes())
+    assert_same_logits(tmp_path, load_file(FIXTURES / "classic" / "expected.safetensors"))
+
+
+def test_what_vllm_checks_of_what_we_save(tmp_path):
+    """Names, shapes and keys that vLLM 0.33 goes by."""
+    draft = Eagle3ForSpeculation.from_pretrained(FIXTURES / "norm_output")
+    draft.save_pretrained(tmp_path)
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    assert "model_type" not in config  # with one, a checkpoint is not taken for one of speculators
+    assert config["architectures"] == ["Eagle3DraftModel"] and config["speculators_model_type"] == "eagle3"
+    speculators_config = config["speculators_config"]
+    assert speculators_config["algorithm"] == "eagle3" and speculators_config["default_proposal_method"] == "greedy"
+    (method,) = speculators_config["proposal_methods"]
+    assert method["proposal_type"] == "greedy" and method["speculative_tokens"] == 3
+    assert speculators_config["verifier"]["name_or_path"] and speculators_config["verifier"]["architectures"]
+    layer_config = config["transformer_layer_config"]
+    assert layer_config["model_type"] in ("llama", "qwen3") and layer_config["vocab_size"] == 24
+    assert len(layer_config["layer_types"]) == layer_config["num_hidden_layers"]
+    assert layer_config["num_aux_hidden_states"] == len(config["eagle_aux_hidden_state_layer_ids"]) == 3
+    flags = (
+        "norm_before_residual",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_output",
+        "draft_vocab_size",
+        "target_hidden_size",
+    )
+    assert all(config[flag] is not None for flag in flags)  # readers disagree on what a missing one means
+    width = layer_config["hidden_size"]
+    assert tensors["fc.weight"].shape == (width, 3 * width)
+    assert tensors["layers.0.self_attn.q_proj.weight"].shape == (2 * 4, 2 * width)
+    assert tensors["lm_head.weight"].shape == (12, width) and tensors["norm.weight"].shape == (width,)
+    assert tensors["layers.0.hidden_norm.weight"].shape == (width,)
+    assert [tensors[f"fc_norm.{i}.weight"].shape for i in range(3)] == [(width,)] * 3
+    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
+    token_ids = torch.arange(12) + tensors["d2t"]
+    assert torch.equal(tensors["t2d"].nonzero().flatten(), token_ids)
