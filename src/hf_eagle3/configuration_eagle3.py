@@ -13,6 +13,7 @@
 # limitations under the License.
 """Configuration of an EAGLE-3 draft, in the schema of the `speculators` package."""
 
+from dataclasses import fields
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -25,6 +26,9 @@ AUTO_MAP = {
     "AutoModel": "modeling_eagle3.Eagle3ForSpeculation",
     "AutoModelForCausalLM": "modeling_eagle3.Eagle3ForSpeculation",
 }
+
+# What others write into a config.json and does not change a draft.
+NEUTRAL_KEYS = {"_name_or_path", "auto_map", "embed_requires_grad", "tie_word_embeddings", "torch_dtype", "use_cache"}
 
 
 class Eagle3Config(PreTrainedConfig):
@@ -94,6 +98,7 @@ class Eagle3Config(PreTrainedConfig):
         layer_config = self.transformer_layer_config or {}
         if isinstance(layer_config, dict):
             layer_config = dict(layer_config)
+            check_sizes(layer_config)
             self.transformer_layer_config = AutoConfig.for_model(
                 layer_config.pop("model_type", "llama"), **layer_config
             )
@@ -123,6 +128,12 @@ class Eagle3Config(PreTrainedConfig):
         super().__post_init__(**kwargs)
         # vLLM sizes `fc` from here, and takes 3 when it is absent.
         layer_config.num_aux_hidden_states = self.num_aux_hidden_states
+
+    @classmethod
+    def unknown_flags(cls, config: dict[str, Any]) -> list[str]:
+        """Keys of a `config.json` that are on, and that neither we nor transformers know."""
+        known = {field.name for field in fields(cls)} | PreTrainedConfig().to_dict().keys() | NEUTRAL_KEYS
+        return sorted(name for name in config.keys() - known if config[name] not in (None, False))
 
     @property
     def vocab_size(self) -> int:
@@ -170,6 +181,17 @@ class Eagle3Config(PreTrainedConfig):
         for name in ("transformers_version", "dtype"):
             layer_config.pop(name, None)
         return output
+
+
+def check_sizes(layer_config: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: if a size is not a positive integer.
+    """
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
+        value = layer_config.get(name, 1)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"`{name}` is {value!r}, but must be a positive integer.")
 
 
 Eagle3Config.register_for_auto_class()

@@ -250,6 +250,11 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
             if config.get("speculators_model_type") is None:
                 kwargs["config"], kwargs["state_dict"], report = read_other_format(config, path, hub_kwargs)
                 path = None
+            elif unknown := Eagle3Config.unknown_flags(config):
+                raise ValueError(
+                    f"{path}: config.json has flags that this version does not know: {unknown}. What they change would be "
+                    "missing; a later version of hf-eagle3 may read this draft."
+                )
         # Reported below, by name, with what else is wrong.
         kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)
         reload_kwargs = dict(kwargs)

@@ -5,7 +5,7 @@ first layer's tensors under `midlayer` or `layers.0`.
 
 import torch
 
-from ..configuration_eagle3 import Eagle3Config
+from ..configuration_eagle3 import Eagle3Config, check_sizes
 
 
 LAYER_KEYS = (
@@ -60,6 +60,7 @@ def layer_config_of(config: dict, tensors: dict[str, torch.Tensor], known_keys: 
     """
     if missing := [key for key in REQUIRED_KEYS if config.get(key) is None]:
         raise ValueError(f"config.json lacks {missing}.")
+    check_sizes({key: config[key] for key in LAYER_KEYS if config.get(key) is not None})
     unknown = config.keys() - set(LAYER_KEYS) - set(TOKEN_KEYS) - NEUTRAL_KEYS - known_keys
     if unknown := sorted(key for key in unknown if config[key] is not None):
         raise ValueError(f"config.json has flags that this reader does not know: {unknown}.")

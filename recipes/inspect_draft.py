@@ -1,0 +1,101 @@
+# /// script
+# dependencies = ["hf-eagle3"]
+# ///
+"""
+What a draft is, on one screen: format, verifier, layers, vocabulary, flags, sizes, and what each engine will do with it.
+
+    python recipes/inspect_draft.py RedHatAI/Qwen3-8B-speculator.eagle3
+    python recipes/inspect_draft.py path/to/draft --target Qwen/Qwen3-8B
+
+With `--target` the draft is also checked against that model; only its configuration and embedding are read.
+"""
+
+import argparse
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.checkpoints import FORMATS, WRITABLE
+
+
+def describe(draft, info) -> list[tuple[str, str]]:
+    config, layer = draft.config, draft.config.transformer_layer_config
+    num_parameters = sum(parameter.numel() for parameter in draft.parameters())
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in draft.state_dict().values())
+    ids = config.eagle_aux_hidden_state_layer_ids
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    rows = [
+        ("format", info["format"]),
+        ("verifier", config.verifier),
+        (
+            "layers",
+            f"{config.num_hidden_layers} x {layer.model_type}, width {layer.hidden_size}, MLP {layer.intermediate_size}, "
+            f"{layer.num_attention_heads} heads of {layer.head_dim} ({layer.num_key_value_heads} for keys)",
+        ),
+        ("attention", ", ".join(layer.layer_types)),
+        ("rotary", ", ".join(f"{name} {value}" for name, value in layer.rope_parameters.items())),
+        (
+            "reads",
+            f"the states entering layers {ids} of the target"
+            if ids
+            else "[2, L // 2, L - 3] of the target's L layers",
+        ),
+        ("vocabulary", f"{config.draft_vocab_size} of {config.vocab_size} tokens"),
+        ("embedding", "its own" if config.has_own_embed_tokens else "the target's"),
+        (
+            "flags",
+            ", ".join(flag for flag in flags if getattr(config, flag)) or "none (the form of the EAGLE-3 paper)",
+        ),
+        ("size", f"{num_parameters / 1e6:.1f} M parameters, {num_bytes / 2**20:.1f} MiB in {draft.dtype}"),
+    ]
+    for name in ("renamed", "ignored"):
+        if info.get(name):
+            rows.append((name, f"{len(info[name])} tensors: {', '.join(list(info[name])[:3])} ..."))
+    if info.get("assumed"):
+        rows.append(("assumed", ", ".join(f"{flag}: {value}" for flag, value in info["assumed"].items())))
+    return rows
+
+
+def engines(draft, info) -> list[tuple[str, str]]:
+    if info["format"] == "speculators":
+        rows = [("vLLM", "serves it as it is")]
+    else:
+        rows = [("vLLM", "serves it after recipes/export.py --to speculators")]
+    for name in WRITABLE:
+        engine = {"sglang": "SGLang", "safeailab": "EAGLE's own code"}[name]
+        try:
+            FORMATS[name].write(draft)
+            as_it_is = info["format"] == name
+            rows.append((engine, "takes it as it is" if as_it_is else f"takes it after recipes/export.py --to {name}"))
+        except ValueError as error:
+            rows.append((engine, f"cannot take it. {error}"))
+    return [("transformers", "generate(assistant_model=draft)"), *rows]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("draft", help="Folder or Hub id")
+    parser.add_argument("--revision", help="Revision on the Hub")
+    parser.add_argument("--target", help="Folder or Hub id of a model to check the draft against")
+    args = parser.parse_args()
+    draft, info = Eagle3ForSpeculation.from_pretrained(args.draft, revision=args.revision, output_loading_info=True)
+    rows = [*describe(draft, info), *engines(draft, info)]
+    if args.target:
+        config = AutoConfig.from_pretrained(args.target)
+        num_layers = config.get_text_config(decoder=True).num_hidden_layers
+        config.get_text_config(decoder=True).num_hidden_layers = 0  # its embedding is all that is compared
+        target = AutoModelForCausalLM.from_pretrained(args.target, config=config, ignore_mismatched_sizes=True)
+        target.config.get_text_config(decoder=True).num_hidden_layers = num_layers
+        try:
+            draft.validate_target(target)
+            rows.append((args.target, "fits"))
+        except ValueError as error:
+            rows.append((args.target, f"does not fit. {error}"))
+    width = max(len(name) for name, _ in rows)
+    print("\n".join(f"{name:<{width}}  {text}" for name, text in rows))
+    if any(text.startswith("does not fit") for _, text in rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

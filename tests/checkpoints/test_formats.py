@@ -1,0 +1,413 @@
+"""Checkpoints as other projects write them, made here by what is known of their formats."""
+
+import json
+import random
+import struct
+
+import pytest
+import torch
+from conftest import make_prompt, make_target
+from safetensors.torch import load_file, save_file
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.checkpoints import export, recognise
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("llama")
+
+
+def make_reference(target, rope=None, full=False, own_embedding=False, **overrides):
+    """A draft of ours with random weights, to be written by hand in another format."""
+    torch.manual_seed(1)
+    overrides = {"fc_norm": False, "norm_output": False, **overrides}
+    if rope is not None:
+        overrides["rope_parameters"] = {**rope, "rope_theta": 5000.0}
+    ids = None if full else range(1, 96, 3)
+    draft = Eagle3ForSpeculation.from_target(target, ids, has_own_embed_tokens=own_embedding, **overrides).eval()
+    for parameter in draft.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.1
+    return draft
+
+
+def flat(draft, **changes):
+    layer = draft.config.transformer_layer_config
+    keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+    keys += ("rms_norm_eps", "hidden_act", "max_position_embeddings", "vocab_size")
+    config = {
+        **{key: getattr(layer, key) for key in keys},
+        "draft_vocab_size": draft.config.draft_vocab_size,
+        "model_type": "llama",
+        "rope_theta": layer.rope_parameters["rope_theta"],
+        "bos_token_id": 1,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "transformers_version": "4.50.0",
+    }
+    return {**config, **changes}
+
+
+def midlayer(draft):
+    return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in draft.state_dict().items()}
+
+
+def write(folder, config, tensors, kind="safetensors"):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if kind == "bin":
+        torch.save(tensors, folder / "pytorch_model.bin")
+    elif kind == "sharded":
+        names = sorted(tensors)
+        parts = {f"model-{i + 1:05d}-of-00002.safetensors": names[i::2] for i in range(2)}
+        for part, part_names in parts.items():
+            save_file({name: tensors[name].contiguous() for name in part_names}, folder / part)
+        index = {name: part for part, part_names in parts.items() for name in part_names}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    else:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+@torch.no_grad()
+def assert_same(draft, reference, target):
+    """The same network, and the same text at work."""
+    for each in (draft, reference):
+        each.borrow_embeddings(target)
+    width = reference.config.target_hidden_size * reference.config.num_aux_hidden_states
+    aux = torch.randn(1, 9, width, generator=torch.Generator().manual_seed(0))
+    tokens = make_prompt(9)
+    first, second = (each(tokens, each.combine_hidden_states(aux)) for each in (draft.eval(), reference))
+    torch.testing.assert_close(first.logits, second.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(first.last_hidden_state, second.last_hidden_state, atol=1e-5, rtol=1e-5)
+    assert torch.equal(draft.draft_token_ids, reference.draft_token_ids)
+    assert draft.resolve_aux_layer_ids(target) == reference.resolve_aux_layer_ids(target)
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    text = target.generate(tokens, assistant_model=draft, **settings)
+    assert torch.equal(text, target.generate(tokens, **settings))
+
+
+def safeailab(draft, **changes):
+    return flat(draft, architectures=["LlamaForCausalLM"], **changes)
+
+
+def sglang(draft, **changes):
+    return flat(draft, architectures=["LlamaForCausalLMEagle3"], **changes)
+
+
+@pytest.mark.parametrize("kind", ["bin", "safetensors", "sharded"])
+def test_safeailab(tmp_path, target, kind):
+    reference = make_reference(target, LLAMA3)
+    config = safeailab(reference, rope_scaling=LLAMA3, head_dim=4)  # its code ignores head_dim
+    folder = write(tmp_path / "draft", config, midlayer(reference), kind)
+    draft, info = Eagle3ForSpeculation.from_pretrained(folder, output_loading_info=True)
+    assert (
+        info["format"] == "safeailab"
+        and info["renamed"]["midlayer.hidden_norm.weight"] == "layers.0.hidden_norm.weight"
+    )
+    assert "eagle_aux_hidden_state_layer_ids" in info["assumed"] and info["assumed"]["norm_before_residual"] is False
+    assert draft.config.eagle_aux_hidden_state_layer_ids is None
+    assert_same(draft, reference, target)
+
+
+@pytest.mark.parametrize("names", ["midlayer", "layers.0"])
+def test_sglang(tmp_path, target, names):
+    reference = make_reference(
+        target, fc_norm=True, norm_output=True, eagle_aux_hidden_state_layer_ids=[2, 4, 5], head_dim=4
+    )
+    tensors = midlayer(reference) if names == "midlayer" else reference.state_dict()
+    tensors = {name: tensor for name, tensor in tensors.items() if name != "t2d"}  # SGLang needs none
+    tensors["midlayer.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    eagle_config = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True}
+    config = sglang(reference, head_dim=4, fc_norm=True, norm_output=True, eagle_config=eagle_config)
+    draft, info = Eagle3ForSpeculation.from_pretrained(
+        write(tmp_path / "d", config, tensors), output_loading_info=True
+    )
+    assert info["format"] == "sglang" and info["ignored"] == ["midlayer.self_attn.rotary_emb.inv_freq"]
+    # Outputs of layers 1, 3 and 4 enter layers 2, 4 and 5.
+    assert draft.config.eagle_aux_hidden_state_layer_ids == [2, 4, 5]
+    assert_same(draft, reference, target)
+
+
+def test_modelopt(tmp_path, target):
+    reference = make_reference(target, YARN, norm_before_fc=True)
+    eagle_config = {"norm_before_fc": True, "use_last_layernorm": True, "parallel_draft_step": 1}
+    eagle_config |= {"use_input_layernorm_in_first_layer": True, "use_mtp_layernorm": False}
+    config = sglang(reference, rope_parameters={**YARN, "rope_theta": 5000.0}, eagle_config=eagle_config)
+    folder = write(tmp_path / "draft", config, midlayer(reference))
+    draft, info = Eagle3ForSpeculation.from_pretrained(folder, output_loading_info=True)
+    assert info["format"] == "modelopt" and draft.config.norm_before_fc
+    assert_same(draft, reference, target)
+    config["eagle_config"]["parallel_draft_step"] = 2
+    write(folder, config, midlayer(reference))
+    with pytest.raises(ValueError, match="`parallel_draft_step` is 2; only drafts with 1"):
+        Eagle3ForSpeculation.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("mapping", ["none", "neutral"])
+def test_the_full_vocabulary(tmp_path, target, mapping):
+    reference = make_reference(target, full=True)
+    tensors = midlayer(reference)
+    if mapping == "neutral":
+        tensors |= {"d2t": torch.zeros(96, dtype=torch.int64), "t2d": torch.ones(96, dtype=torch.bool)}
+    config = sglang(reference)
+    if mapping == "none":
+        del config["draft_vocab_size"]
+    assert_same(Eagle3ForSpeculation.from_pretrained(write(tmp_path / "draft", config, tensors)), reference, target)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_own_embeddings(tmp_path, target, tied):
+    reference = make_reference(target, full=True, own_embedding=True)
+    if tied:
+        reference.lm_head.weight.data = reference.embed_tokens.weight.data.clone()
+    tensors = midlayer(reference)
+    if tied:
+        del tensors["lm_head.weight"]
+    config = sglang(reference, tie_word_embeddings=tied)
+    draft = Eagle3ForSpeculation.from_pretrained(write(tmp_path / "draft", config, tensors))
+    assert draft.config.has_own_embed_tokens and torch.equal(draft.embed_tokens.weight, reference.embed_tokens.weight)
+    assert_same(draft, reference, target)
+
+
+def test_qwen3_layers(tmp_path, target):
+    reference = make_reference(target, model_type="qwen3", num_hidden_layers=2)
+    config = sglang(reference, head_dim=8)
+    draft = Eagle3ForSpeculation.from_pretrained(write(tmp_path / "draft", config, reference.state_dict()))
+    assert draft.config.transformer_layer_config.model_type == "qwen3" and draft.config.num_hidden_layers == 2
+    assert_same(draft, reference, target)
+
+
+@pytest.mark.parametrize("to", ["sglang", "safeailab"])
+@pytest.mark.parametrize("kind", ["default", "layers", "own embedding", "scaled"])
+def test_exports_come_back(tmp_path, target, to, kind):
+    overrides = {"fc_norm": True, "norm_output": True} if to == "sglang" else {}
+    rope = LLAMA3 if kind == "scaled" else None
+    if kind == "layers" and to == "sglang":
+        overrides["eagle_aux_hidden_state_layer_ids"] = [1, 2, 3, 5]
+    reference = make_reference(target, rope, own_embedding=kind == "own embedding", **overrides)
+    export(reference, tmp_path / "other", to)
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    assert recognise(config, "it") == to
+    draft = Eagle3ForSpeculation.from_pretrained(tmp_path / "other")
+    assert_same(draft, reference, target)
+    draft.save_pretrained(tmp_path / "back")
+    reference.save_pretrained(tmp_path / "ours")
+    ours, back = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "back"))
+    assert ours.keys() == back.keys() and all(torch.equal(ours[name], back[name]) for name in ours)
+    ours, back = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "back"))
+    # These belong to the verifier, which the other formats do not name.
+    for config in (ours, back):
+        del config["speculators_config"], config["verifier_fingerprint"]
+    assert ours == back
+
+
+def test_what_sglang_checks_of_what_we_export(tmp_path, target):
+    reference = make_reference(target, fc_norm=True, norm_output=True)
+    export(reference, tmp_path / "other", "sglang")
+    config, tensors = (
+        json.loads((tmp_path / "other" / "config.json").read_text()),
+        load_file(tmp_path / "other" / "model.safetensors"),
+    )
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
+    assert config["draft_vocab_size"] == 32 and config["fc_norm"] and config["norm_output"]
+    assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [1, 2, 2], "use_aux_hidden_state": True}
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] and config["rope_scaling"] is None
+    # It skips names that it does not know, so that all must be known.
+    layer = {f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"}
+    layer |= {f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+    layer |= {f"midlayer.{name}.weight" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
+    others = {
+        "fc.weight",
+        "fc_norm.0.weight",
+        "fc_norm.1.weight",
+        "fc_norm.2.weight",
+        "norm.weight",
+        "lm_head.weight",
+        "d2t",
+        "t2d",
+    }
+    assert tensors.keys() == layer | others
+    assert tensors["d2t"].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    "overrides, to, reason",
+    [
+        ({"norm_before_residual": True}, "sglang", "norm_before_residual"),
+        ({"norm_before_fc": True}, "sglang", "norm_before_fc"),
+        ({"model_type": "qwen3"}, "sglang", "Qwen3"),
+        ({"num_hidden_layers": 2}, "sglang", "more than one layer"),
+        ({"fc_norm": True}, "safeailab", "fc_norm"),
+        ({"head_dim": 4}, "safeailab", "head_dim"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "safeailab", "default three"),
+        ({}, "gguf", "exported to"),
+    ],
+)
+def test_what_cannot_be_exported(tmp_path, target, overrides, to, reason):
+    with pytest.raises(ValueError, match=reason):
+        export(make_reference(target, **overrides), tmp_path / "other", to)
+    assert not (tmp_path / "other").exists()
+
+
+class Code:
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('code of a pickle ran')",))
+
+
+def test_bad_checkpoints(tmp_path, target):
+    reference = make_reference(target)
+    good, tensors = sglang(reference), midlayer(reference)
+
+    def load(config=good, tensors=tensors, kind="safetensors"):
+        folder = tmp_path / str(random.random())
+        return Eagle3ForSpeculation.from_pretrained(write(folder, config, tensors, kind))
+
+    load()
+    with pytest.raises(ValueError, match="multi-head latent attention"):
+        load({**good, "architectures": ["Eagle3DeepseekV2ForCausalLM"], "kv_lora_rank": 8})
+    with pytest.raises(ValueError, match="no known EAGLE-3 format"):
+        load({**good, "architectures": ["BertModel"]})
+    with pytest.raises(ValueError, match=r"does not know: \['use_magic'\]"):
+        load({**good, "use_magic": True})
+    with pytest.raises(ValueError, match="num_aux_hidden_states"):
+        load({**good, "num_aux_hidden_states": 5})
+    with pytest.raises(ValueError, match="EAGLE-1"):
+        load({**good, "eagle_config": {"use_aux_hidden_state": False}})
+    with pytest.raises(ValueError, match="sliding_window"):
+        load({**good, "sliding_window": 8})
+    with pytest.raises(ValueError, match="lacks .*intermediate_size"):
+        load({key: value for key, value in good.items() if key != "intermediate_size"})
+    with pytest.raises(ValueError, match="no fc.weight"):
+        load(tensors=make_target("llama").state_dict())
+    with pytest.raises(ValueError, match="there is no d2t"):
+        load(tensors={name: tensor for name, tensor in tensors.items() if name != "d2t"})
+    with pytest.raises(ValueError, match="Missing: .*norm.weight"):
+        load(tensors={name: tensor for name, tensor in tensors.items() if name != "norm.weight"})
+    with pytest.raises(ValueError, match="Unexpected: .*magic.weight"):
+        load(tensors={**tensors, "magic.weight": torch.ones(3)})
+    with pytest.raises(ValueError, match="Of another shape: .*fc.weight"):
+        load(tensors={**tensors, "fc.weight": torch.ones(32, 64)})
+    with pytest.raises(ValueError, match="two tensors"):
+        load(tensors={**tensors, "layers.0.hidden_norm.weight": torch.ones(32)})
+    outside = tensors["d2t"].clone()
+    outside[-1] = 90
+    with pytest.raises(ValueError, match="`d2t` does not map"):
+        load(tensors={**tensors, "d2t": outside})
+    with pytest.raises(ValueError, match="`d2t` does not map"):
+        load(tensors={**tensors, "d2t": tensors["d2t"].flip(0)})
+    with pytest.raises(ValueError, match="`t2d` marks other tokens"):
+        load(tensors={**tensors, "t2d": tensors["t2d"].roll(1)})
+    with pytest.raises(ValueError, match="other things than tensors"):
+        load(tensors={**tensors, "norm.weight": Code()}, kind="bin")
+    with pytest.raises(FileNotFoundError, match="no weights"):
+        folder = write(tmp_path / "empty", good, tensors)
+        (folder / "model.safetensors").unlink()
+        Eagle3ForSpeculation.from_pretrained(folder)
+    folder = write(tmp_path / "sharded", good, tensors, "sharded")
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="lists model-00002"):
+        Eagle3ForSpeculation.from_pretrained(folder)
+    # Ours with a flag of a later version.
+    reference.save_pretrained(tmp_path / "ours")
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    (tmp_path / "ours" / "config.json").write_text(json.dumps({**config, "use_magic": True}))
+    with pytest.raises(ValueError, match=r"does not know: \['use_magic'\]"):
+        Eagle3ForSpeculation.from_pretrained(tmp_path / "ours")
+
+
+def corrupt(folder, generator):
+    """One of many ways to break a checkpoint that a reader can notice."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    weights = folder / "model.safetensors"
+    layer = config.get("transformer_layer_config", config)
+    names = sorted(name for name in tensors if name not in ("d2t", "t2d", "lm_head.weight"))
+    name = generator.choice(names)
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    way = generator.choice(
+        [
+            "truncate",
+            "header",
+            "garbage",
+            "drop",
+            "rename",
+            "reshape",
+            "type",
+            "size",
+            "no size",
+            "flag",
+            "d2t",
+            "t2d",
+            "json",
+            "layers",
+        ]
+    )
+    if way == "truncate":
+        content = weights.read_bytes()
+        weights.write_bytes(content[: generator.randrange(len(content))])
+    elif way == "header":
+        content = weights.read_bytes()
+        weights.write_bytes(struct.pack("<Q", generator.randrange(len(content), 2**60)) + content[8:])
+    elif way == "garbage":
+        weights.write_bytes(generator.randbytes(generator.randrange(1, 5000)))
+    elif way == "json":
+        text = (folder / "config.json").read_text()
+        (folder / "config.json").write_text(text[: generator.randrange(len(text) - 1)])
+        return way
+    else:
+        if way == "drop":
+            del tensors[name]
+        elif way == "rename":
+            tensors[name + generator.choice("abc")] = tensors.pop(name)
+        elif way == "reshape":
+            shape = list(tensors[name].shape)
+            shape[generator.randrange(len(shape))] += generator.choice([-1, 1, 7])
+            tensors[name] = torch.zeros(shape)
+        elif way == "type":
+            layer[generator.choice(sizes)] = generator.choice(["many", [1], {"a": 1}, -4, 0, 2.5])
+        elif way == "size":
+            layer[generator.choice(sizes)] += generator.choice([-3, 1, 5])
+        elif way == "no size":
+            config["draft_vocab_size"] = generator.choice([1, 7, 33, 95])
+        elif way == "flag":
+            config[generator.choice(["use_magic", "parallel_heads", "norm_twice"])] = generator.choice([True, 2, "on"])
+        elif way == "layers":
+            layer["num_hidden_layers"] = generator.choice([0, 2, 5])
+        elif way == "d2t":
+            tensors["d2t"][generator.randrange(32)] += generator.choice([-200, -3, 3, 500])
+        elif way == "t2d":
+            place = generator.randrange(96)
+            tensors["t2d"][place] = ~tensors["t2d"][place]
+        save_file(tensors, weights)
+    (folder / "config.json").write_text(json.dumps(config))
+    return way
+
+
+def test_random_corruptions_are_noticed(tmp_path, target):
+    reference, generator = make_reference(target), random.Random(0)
+    for number in range(200):
+        folder = tmp_path / str(number)
+        if number % 2:
+            write(folder, sglang(reference), midlayer(reference))
+        else:
+            reference.save_pretrained(folder)
+        way = corrupt(folder, generator)
+        try:
+            Eagle3ForSpeculation.from_pretrained(folder)
+        except (KeyError, IndexError, AttributeError, AssertionError, ZeroDivisionError) as error:
+            raise AssertionError(f"{way} ({number}) is a crash, not a message: {error!r}") from error
+        except Exception as error:
+            assert len(str(error)) > 20, f"{way} ({number}): {error!r}"
+        else:
+            raise AssertionError(f"{way} ({number}) was not noticed")

@@ -1,0 +1,47 @@
+"""`recipes/inspect_draft.py` and `recipes/export.py` as users call them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from conftest import make_draft, make_prompt, make_target
+
+from hf_eagle3 import Eagle3ForSpeculation
+
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def run(script, *arguments):
+    return subprocess.run(
+        list(map(str, [sys.executable, RECIPES / script, *arguments])), capture_output=True, text=True
+    )
+
+
+def test_inspect_and_export(tmp_path):
+    target, other = make_target("llama"), make_target("llama", seed=1)
+    for name, model in (("target", target), ("other", other)):
+        model.save_pretrained(tmp_path / name)
+    target = type(target).from_pretrained(tmp_path / "target")
+    make_draft(target, [make_prompt(5)]).save_pretrained(tmp_path / "draft")
+
+    result = run("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "target")
+    assert result.returncode == 0, result.stderr[-3000:]
+    lines = {line.split("  ")[0].strip(): line for line in result.stdout.splitlines()}
+    assert "speculators" in lines["format"] and "fc_norm, norm_output" in lines["flags"]
+    assert "serves it as it is" in lines["vLLM"] and "--to sglang" in lines["SGLang"]
+    assert "cannot take it" in lines["EAGLE's own code"] and "fits" in lines[str(tmp_path / "target")]
+    assert len(lines) < 25
+
+    result = run("export.py", tmp_path / "draft", "--to", "sglang", "--output_dir", tmp_path / "sglang")
+    assert result.returncode == 0, result.stderr[-3000:]
+    ours, theirs = (Eagle3ForSpeculation.from_pretrained(tmp_path / name).state_dict() for name in ("draft", "sglang"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    result = run("export.py", tmp_path / "draft", "--to", "sglang", "--output_dir", tmp_path / "sglang")
+    assert result.returncode != 0 and "is not empty" in result.stderr
+
+    result = run("inspect_draft.py", tmp_path / "sglang", "--target", tmp_path / "other")
+    assert "format" in result.stdout and "sglang" in result.stdout
+    result = run("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "other")
+    assert result.returncode == 1 and "does not fit" in result.stdout and "trained for another model" in result.stdout
