@@ -55,7 +55,7 @@ class TimeBudget(TrainerCallback):
     """Ends training after so many minutes, lets the learning rate fall to zero on the way, and shows the way."""
 
     def __init__(self, minutes: float, description: str):
-        self.seconds, self.description = 60 * minutes, description
+        self.seconds, self.description, self.share = 60 * minutes, description, 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.start = time.monotonic()
@@ -72,6 +72,7 @@ class TimeBudget(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         elapsed = time.monotonic() - self.start
+        self.share = min(elapsed / self.seconds, 1.0)
         self.bar.update(min(int(elapsed), self.bar.total) - self.bar.n)
         control.should_training_stop = elapsed >= self.seconds
 
@@ -81,6 +82,16 @@ class TimeBudget(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.bar.close()
+
+
+class TimedEagle3Trainer(Eagle3Trainer):
+    """Goes by the time, not by the number of steps."""
+
+    budget: TimeBudget
+
+    @property
+    def progress(self) -> float:
+        return self.budget.share
 
 
 def standard_library() -> tuple[Dataset, list[str]]:
@@ -178,13 +189,15 @@ def train_target(folder: Path, dataset: Dataset, args) -> None:
 
 
 def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None:
-    trainer = Eagle3Trainer(
+    budget = TimeBudget(args.draft_minutes, "Draft")
+    trainer = TimedEagle3Trainer(
         model=None,
         target_model=target,
         args=Eagle3TrainingArguments(
             str(folder) + "-run",
             learning_rate=args.learning_rate,
             ttt_steps=args.ttt_steps,
+            ttt_warmup=args.ttt_warmup,
             model_init_kwargs={"model_type": args.layer_type},
             draft_vocab_size=min(args.draft_vocab_size, target.config.get_text_config().vocab_size),
             **common_arguments(args, args.batch_size),
@@ -192,7 +205,8 @@ def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None
         train_dataset=dataset,
         processing_class=tokenizer,
     )
-    train(trainer, TimeBudget(args.draft_minutes, "Draft"))
+    trainer.budget = budget
+    train(trainer, budget)
     save(folder, trainer.draft.to(target.dtype))
 
 
@@ -232,9 +246,11 @@ def main():
         default="qwen3",
         help="qwen3 norms queries and keys; llama does not",
     )
-    # In minutes on a CPU many small steps teach more than few large ones, and new tokens more than later TTT steps.
+    # In minutes on a CPU many small steps teach more than few large ones, and new tokens more than later TTT steps: those
+    # come when the first one is learned.
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--ttt_steps", type=int, default=3)
+    parser.add_argument("--ttt_steps", type=int, default=3, help="Drafting steps unrolled in training")
+    parser.add_argument("--ttt_warmup", type=float, default=0.8, help="Share of the time in which they grow from one")
     parser.add_argument("--max_length", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=8 if torch.cuda.is_available() else 1)
     parser.add_argument("--max_new_tokens", type=int, default=64)

@@ -225,12 +225,16 @@ class Eagle3Trainer(SFTTrainer):
         return prepared
 
     @property
+    def progress(self) -> float:
+        """How much of training is done, from 0 to 1. Must not change within an optimizer step."""
+        return self.state.global_step / max(self.state.max_steps, 1)
+
+    @property
     def num_ttt_steps(self) -> int:
         """Steps of the unroll at this point of training."""
-        warmup = self.args.ttt_warmup * self.state.max_steps
-        if self.state.global_step >= warmup:
+        if self.progress >= self.args.ttt_warmup:
             return self.args.ttt_steps
-        return 1 + int(self.state.global_step / warmup * (self.args.ttt_steps - 1))
+        return 1 + int(self.progress / self.args.ttt_warmup * (self.args.ttt_steps - 1))
 
     def _set_signature_columns_if_needed(self):
         super()._set_signature_columns_if_needed()
