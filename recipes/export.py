@@ -6,11 +6,11 @@ Writes a draft in the format of another engine.
 
     python recipes/export.py me/Qwen3-8B-speculator.eagle3 --to sglang --output_dir Qwen3-8B-eagle3-sglang
 
-The format that drafts are saved in is what `vllm serve` takes; SGLang wants its own. `--push_revision sglang` pushes it as a branch of
+The format that drafts are saved in is what `vllm serve` takes; SGLang wants its own. `--revision sglang` pushes it as a branch of
 the draft's Hub repo, so that one repo serves all:
 
     python recipes/export.py me/Qwen3-8B-speculator.eagle3 --to sglang --output_dir Qwen3-8B-eagle3-sglang \
-        --push_to me/Qwen3-8B-speculator.eagle3 --push_revision sglang
+        --push_to me/Qwen3-8B-speculator.eagle3 --revision sglang
 """
 
 import argparse
@@ -26,23 +26,24 @@ def main():
     parser.add_argument("draft", help="Folder or Hub id, in any format that can be read")
     parser.add_argument("--to", required=True, choices=[*WRITABLE, "speculators"], help="Format to write")
     parser.add_argument("--output_dir", required=True, help="A new folder")
-    parser.add_argument("--revision", help="Revision of the draft on the Hub")
+    parser.add_argument("--draft_revision", help="Revision of the draft on the Hub")
     parser.add_argument("--push_to", help="Hub repo to push the folder to")
-    parser.add_argument("--push_revision", help="Branch of that repo; by default the format's name")
+    parser.add_argument("--revision", help="Branch of that repo; by default the format's name")
     args = parser.parse_args()
-    draft = Eagle3ForSpeculation.from_pretrained(args.draft, revision=args.revision)
+    draft = Eagle3ForSpeculation.from_pretrained(args.draft, revision=args.draft_revision)
     if args.to == "speculators":
         draft.save_pretrained(args.output_dir)
     else:
         export(draft, args.output_dir, args.to)
     print(f"Wrote {args.draft} in the {args.to} format to {args.output_dir}.")
     if args.push_to:
-        api, branch = HfApi(), args.push_revision or args.to
+        api, branch = HfApi(), args.revision or args.to
         api.create_branch(args.push_to, branch=branch, exist_ok=True)
         api.upload_folder(
             repo_id=args.push_to,
             folder_path=args.output_dir,
             revision=branch,
+            delete_patterns=["*.py"],  # the branch begins as a copy of the other format's
             commit_message=f"The draft in the {args.to} format",
         )
         print(f"Pushed it to the branch {branch} of {args.push_to}.")

@@ -1,11 +1,14 @@
 """`recipes/inspect_draft.py` and `recipes/export.py` as users call them."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
 from conftest import make_draft, make_prompt, make_target
+from loopback_hub import serve_hub
 
 from hf_eagle3 import Eagle3ForSpeculation
 
@@ -13,10 +16,9 @@ from hf_eagle3 import Eagle3ForSpeculation
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-def run(script, *arguments):
-    return subprocess.run(
-        list(map(str, [sys.executable, RECIPES / script, *arguments])), capture_output=True, text=True
-    )
+def run(script, *arguments, **environment):
+    command = list(map(str, [sys.executable, RECIPES / script, *arguments]))
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
 
 
 def test_inspect_and_export(tmp_path):
@@ -45,3 +47,25 @@ def test_inspect_and_export(tmp_path):
     assert "format" in result.stdout and "sglang" in result.stdout
     result = run("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "other")
     assert result.returncode == 1 and "does not fit" in result.stdout and "trained for another model" in result.stdout
+
+
+def test_a_branch_for_sglang(tmp_path):
+    """From the Hub, and back to a branch of the same repo, over HTTP."""
+    make_draft(make_target("llama"), [make_prompt(5)]).save_pretrained(tmp_path / "draft")
+    with serve_hub() as hub:
+        files = {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir() if path.is_file()}
+        hub.repos["me/tiny-speculator.eagle3"] = {"main": [files]}
+        arguments = ("me/tiny-speculator.eagle3", "--to", "sglang", "--output_dir", tmp_path / "sglang")
+        arguments += ("--push_to", "me/tiny-speculator.eagle3", "--revision", "sglang")
+        result = run("export.py", *arguments, **hub.environment(tmp_path / "cache"))
+        assert result.returncode == 0, result.stderr[-3000:]
+        branches = hub.repos["me/tiny-speculator.eagle3"]
+        assert len(branches["main"]) == 1
+        pushed = branches["sglang"][-1]
+        assert json.loads(pushed["config.json"])["architectures"] == ["LlamaForCausalLMEagle3"]
+        assert pushed["model.safetensors"] == (tmp_path / "sglang" / "model.safetensors").read_bytes()
+        # The branch is read by its format, from the Hub.
+        arguments = ("me/tiny-speculator.eagle3", "--revision", "sglang")
+        result = run("inspect_draft.py", *arguments, **hub.environment(tmp_path / "fresh-cache"))
+        assert result.returncode == 0, result.stderr[-3000:]
+        assert "format            sglang" in result.stdout
