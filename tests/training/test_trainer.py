@@ -5,6 +5,7 @@ import pytest
 import torch
 from conftest import make_prompt, make_target
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModel
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
@@ -250,6 +251,15 @@ def test_wrong_arguments(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, loss_type="nll")
     with pytest.raises(ValueError, match="ttt_steps"):
         make_trainer(tmp_path, tokenizer, ttt_steps=0)
+    with pytest.raises(ValueError, match="adapter of a fresh one"):
+        Eagle3Trainer(
+            model=None,
+            target_model=target,
+            args=Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False),
+            train_dataset=TEXTS,
+            processing_class=tokenizer,
+            peft_config=LoraConfig(target_modules=["q_proj"]),
+        )
     with pytest.raises(ValueError, match="processing_class"):
         Eagle3Trainer(
             model=None,

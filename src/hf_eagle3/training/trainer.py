@@ -102,6 +102,11 @@ class Eagle3Trainer(SFTTrainer):
             raise TypeError(f"`args` must be `Eagle3TrainingArguments`, got {type(args).__name__}.")
         if kwargs.get("processing_class") is None:
             raise ValueError("`Eagle3Trainer` needs the target's tokenizer as `processing_class`.")
+        if model is None and kwargs.get("peft_config") is not None:
+            raise ValueError(
+                "LoRA adapts a draft that there is; an adapter of a fresh one would be saved without it. Pass the draft as `model` "
+                "(`--draft_name_or_path`), or leave `peft_config` out (`--use_peft`)."
+            )
         takes_vocabulary_from_data = model is None and args.draft_vocab_size is not None
         if model is None:
             torch.manual_seed(args.seed)
