@@ -1,0 +1,79 @@
+"""The real huggingface_hub client against a Hub on this machine: what is pushed can be pulled, without hf_eagle3 installed."""
+
+import os
+import subprocess
+import sys
+
+from conftest import make_draft, make_prompt, make_target
+from loopback_hub import serve_hub, sha_of
+
+
+REPO = "me/tiny-speculator.eagle3"
+
+PUSH = """
+import sys
+from hf_eagle3 import Eagle3ForSpeculation
+
+draft = Eagle3ForSpeculation.from_pretrained(sys.argv[1])
+draft.push_to_hub(sys.argv[2], commit_message="A draft")
+"""
+
+PULL = """
+import sys
+from importlib.machinery import PathFinder
+
+find_spec = PathFinder.find_spec
+PathFinder.find_spec = staticmethod(
+    lambda name, path=None, target=None: None if name.split(".")[0] == "hf_eagle3" else find_spec(name, path, target)
+)
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+target = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+revision = {"revision": sys.argv[3]} if len(sys.argv) > 3 else {}
+draft = AutoModel.from_pretrained(sys.argv[2], trust_remote_code=True, **revision)
+prompt = torch.arange(2, 14)[None]
+plain, ours = (
+    target.generate(prompt, max_new_tokens=16, do_sample=False, **assistant) for assistant in ({}, {"assistant_model": draft})
+)
+assert torch.equal(plain, ours)
+print(type(draft).__module__, draft.last_generation.acceptance_length)
+"""
+
+
+def run(script, *arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def test_push_and_pull(tmp_path):
+    target = make_target("llama")
+    target.save_pretrained(tmp_path / "target")
+    make_draft(target, [make_prompt(5)]).save_pretrained(tmp_path / "draft")
+    with serve_hub() as hub:
+        result = run(PUSH, tmp_path / "draft", REPO, **hub.environment(tmp_path / "pusher"))
+        assert result.returncode == 0, result.stderr[-3000:]
+        (_, files) = hub.repos[REPO]["main"]  # one commit after the empty one
+        local = {
+            path.relative_to(tmp_path / "draft").as_posix(): path
+            for path in (tmp_path / "draft").rglob("*")
+            if path.is_file()
+        }
+        assert local.keys() <= files.keys() and "custom_generate/generate.py" in files
+        assert all(files[name] == path.read_bytes() for name, path in local.items())
+
+        result = run(PULL, tmp_path / "target", REPO, **hub.environment(tmp_path / "stranger"))
+        assert result.returncode == 0, result.stderr[-3000:]
+        assert result.stdout.startswith("transformers_modules.me.")
+        # A revision pinned by its commit.
+        result = run(PULL, tmp_path / "target", REPO, sha_of(files), **hub.environment(tmp_path / "pinned"))
+        assert result.returncode == 0, result.stderr[-3000:]
+
+        # Someone else's repo.
+        result = run(PUSH, tmp_path / "draft", "you/tiny-speculator.eagle3", **hub.environment(tmp_path / "pusher"))
+        assert result.returncode != 0 and "403" in result.stderr and "You may not" in result.stderr
+        assert "you/tiny-speculator.eagle3" not in hub.repos
