@@ -6,7 +6,8 @@ Writes a draft in the format of another engine.
 
     python recipes/export.py me/Qwen3-8B-speculator.eagle3 --to sglang --output_dir Qwen3-8B-eagle3-sglang
 
-The format that drafts are saved in is what `vllm serve` takes; SGLang wants its own. `--revision sglang` pushes it as a branch of
+The format that drafts are saved in is what `vllm serve` takes (`--to speculators --target Qwen/Qwen3-8B` for a draft of another
+format); SGLang wants its own. `--revision sglang` pushes it as a branch of
 the draft's Hub repo, so that one repo serves all:
 
     python recipes/export.py me/Qwen3-8B-speculator.eagle3 --to sglang --output_dir Qwen3-8B-eagle3-sglang \
@@ -16,6 +17,7 @@ the draft's Hub repo, so that one repo serves all:
 import argparse
 
 from huggingface_hub import HfApi
+from inspect_draft import load_ends
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import WRITABLE, export
@@ -25,13 +27,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("draft", help="Folder or Hub id, in any format that can be read")
     parser.add_argument("--to", required=True, choices=[*WRITABLE, "speculators"], help="Format to write")
+    parser.add_argument(
+        "--target", help="The draft's verifier, where its own format does not name it: folder or Hub id"
+    )
     parser.add_argument("--output_dir", required=True, help="A new folder")
     parser.add_argument("--draft_revision", help="Revision of the draft on the Hub")
     parser.add_argument("--push_to", help="Hub repo to push the folder to")
     parser.add_argument("--revision", help="Branch of that repo; by default the format's name")
     args = parser.parse_args()
     draft = Eagle3ForSpeculation.from_pretrained(args.draft, revision=args.draft_revision)
+    if args.target is not None:
+        draft.pair_with(load_ends(args.target))
     if args.to == "speculators":
+        if draft.config.speculators_config is None:
+            raise SystemExit("vLLM wants to know the verifier, which this draft's format does not say: pass --target.")
         draft.save_pretrained(args.output_dir)
     else:
         export(draft, args.output_dir, args.to)

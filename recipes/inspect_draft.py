@@ -57,10 +57,10 @@ def describe(draft, info) -> list[tuple[str, str]]:
 
 
 def engines(draft, info) -> list[tuple[str, str]]:
-    if info["format"] == "speculators":
+    if info["format"] == "speculators" and draft.config.speculators_config is not None:
         rows = [("vLLM", "serves it as it is")]
     else:
-        rows = [("vLLM", "serves it after recipes/export.py --to speculators")]
+        rows = [("vLLM", "serves it after recipes/export.py --to speculators --target VERIFIER")]
     for name in WRITABLE:
         engine = {"sglang": "SGLang", "safeailab": "EAGLE's own code"}[name]
         try:
@@ -72,6 +72,16 @@ def engines(draft, info) -> list[tuple[str, str]]:
     return [("transformers", "generate(assistant_model=draft)"), *rows]
 
 
+def load_ends(name: str):
+    """A target's embedding and head, without its layers: all that a draft is compared with."""
+    config = AutoConfig.from_pretrained(name)
+    num_layers = config.get_text_config(decoder=True).num_hidden_layers
+    config.get_text_config(decoder=True).num_hidden_layers = 0
+    target = AutoModelForCausalLM.from_pretrained(name, config=config, ignore_mismatched_sizes=True)
+    target.config.get_text_config(decoder=True).num_hidden_layers = num_layers
+    return target
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("draft", help="Folder or Hub id")
@@ -81,13 +91,8 @@ def main():
     draft, info = Eagle3ForSpeculation.from_pretrained(args.draft, revision=args.revision, output_loading_info=True)
     rows = [*describe(draft, info), *engines(draft, info)]
     if args.target:
-        config = AutoConfig.from_pretrained(args.target)
-        num_layers = config.get_text_config(decoder=True).num_hidden_layers
-        config.get_text_config(decoder=True).num_hidden_layers = 0  # its embedding is all that is compared
-        target = AutoModelForCausalLM.from_pretrained(args.target, config=config, ignore_mismatched_sizes=True)
-        target.config.get_text_config(decoder=True).num_hidden_layers = num_layers
         try:
-            draft.validate_target(target)
+            draft.validate_target(load_ends(args.target))
             rows.append((args.target, "fits"))
         except ValueError as error:
             rows.append((args.target, f"does not fit. {error}"))

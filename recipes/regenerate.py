@@ -20,7 +20,7 @@ once; the same command goes on where it was stopped, and tries rows again that f
 """
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from accelerate import PartialState
 from train import TargetConfig, TrainScriptArguments, load_data, load_target
@@ -56,6 +56,8 @@ def main():
     sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
     settings = {
         "model": target_config.model_name_or_path,
+        "revision": target_config.model_revision,
+        "mixture": [asdict(each) for each in mixture.datasets],
         "dataset": script_args.dataset_name,
         "config": script_args.dataset_config,
         "split": script_args.dataset_train_split,

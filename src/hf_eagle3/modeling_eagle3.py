@@ -35,11 +35,11 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.utils import ModelOutput, logging
 
-from .checks_eagle3 import check_pairing, whole, whole_embedding
+from .checks_eagle3 import check_pairing, fingerprint, whole, whole_embedding
 from .configuration_eagle3 import Eagle3Config
 from .generation_eagle3 import Eagle3GenerationStats, eagle3_decoding, install_generation_hook, last_generation
 from .policy_eagle3 import DEFAULT_TREE_SETTINGS
-from .target_eagle3 import config_for_target, default_aux_layer_ids
+from .target_eagle3 import config_for_target, default_aux_layer_ids, speculators_config_for
 
 
 logger = logging.get_logger(__name__)
@@ -559,6 +559,18 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
                 same sizes.
         """
         check_pairing(self, target)
+
+    def pair_with(self, target: PreTrainedModel) -> None:
+        """
+        Writes down which target this draft is for: for drafts of formats that do not say so. vLLM requires it.
+
+        Raises:
+            ValueError: see [`~Eagle3ForSpeculation.validate_target`].
+        """
+        self.validate_target(target)
+        self.config.eagle_aux_hidden_state_layer_ids = self.resolve_aux_layer_ids(target)
+        self.config.verifier_fingerprint = fingerprint(target.get_input_embeddings().weight)
+        self.config.speculators_config = speculators_config_for(target)
 
     def resolve_aux_layer_ids(self, target: PreTrainedModel) -> list[int]:
         """The ids of the target's `hidden_states` that this draft reads."""

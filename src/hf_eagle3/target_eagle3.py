@@ -50,7 +50,6 @@ def config_for_target(target: PreTrainedModel, num_hidden_layers: int, **overrid
             f"Unknown overrides {unknown}: neither Eagle3Config nor the {layer_config['model_type']} layer "
             "configuration has such a field."
         )
-    name = target.config._name_or_path
     return Eagle3Config(
         **{
             "transformer_layer_config": layer_config,
@@ -64,22 +63,27 @@ def config_for_target(target: PreTrainedModel, num_hidden_layers: int, **overrid
                 key: getattr(target.generation_config or text_config, key, None)
                 for key in ("bos_token_id", "eos_token_id", "pad_token_id")
             },
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [
-                    {
-                        "proposal_type": "greedy",
-                        "speculative_tokens": DEFAULT_TREE_SETTINGS["tree_depth"],
-                        "accept_tolerance": 0.0,
-                        "verifier_accept_k": 1,
-                    }
-                ],
-                "verifier": {"name_or_path": name, "architectures": [type(target).__name__]},
-            },
+            "speculators_config": speculators_config_for(target),
             **config_overrides,
         }
     )
+
+
+def speculators_config_for(target: PreTrainedModel) -> dict[str, Any]:
+    """How to propose, and for whom, in the form that vLLM requires."""
+    return {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {
+                "proposal_type": "greedy",
+                "speculative_tokens": DEFAULT_TREE_SETTINGS["tree_depth"],
+                "accept_tolerance": 0.0,
+                "verifier_accept_k": 1,
+            }
+        ],
+        "verifier": {"name_or_path": target.config._name_or_path, "architectures": [type(target).__name__]},
+    }
 
 
 def default_aux_layer_ids(num_target_layers: int) -> list[int]:

@@ -265,6 +265,20 @@ class Code:
         return (exec, ("raise SystemExit('code of a pickle ran')",))
 
 
+def test_rotary_scaling_in_old_and_new_keys(tmp_path, target):
+    """Newer files have both; where they disagree, transformers goes by the old one."""
+    reference = make_reference(target, YARN)
+    config = sglang(reference, rope_scaling=YARN, rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+    assert_same(
+        Eagle3ForSpeculation.from_pretrained(write(tmp_path / "new", config, midlayer(reference))), reference, target
+    )
+    old = {"type" if key == "rope_type" else key: value for key, value in YARN.items()}
+    config = sglang(reference, rope_scaling=old, rope_theta=5000.0)
+    assert_same(
+        Eagle3ForSpeculation.from_pretrained(write(tmp_path / "old", config, midlayer(reference))), reference, target
+    )
+
+
 def test_bad_checkpoints(tmp_path, target):
     reference = make_reference(target)
     good, tensors = sglang(reference), midlayer(reference)
@@ -284,6 +298,12 @@ def test_bad_checkpoints(tmp_path, target):
         load({**good, "num_aux_hidden_states": 5})
     with pytest.raises(ValueError, match="EAGLE-1"):
         load({**good, "eagle_config": {"use_aux_hidden_state": False}})
+    paper = safeailab(reference)
+    load(paper)
+    with pytest.raises(ValueError, match="EAGLE-1"):
+        load({**paper, "eagle_config": {"use_aux_hidden_state": False}})
+    with pytest.raises(ValueError, match=r"does not know: \['next_layer_regular'\]"):
+        load({**paper, "eagle_config": {"next_layer_regular": False}})
     with pytest.raises(ValueError, match="sliding_window"):
         load({**good, "sliding_window": 8})
     with pytest.raises(ValueError, match="lacks .*intermediate_size"):

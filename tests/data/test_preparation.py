@@ -105,6 +105,17 @@ def test_exactly_the_assistants_tokens_are_learned(qwen_tokenizer, tmp_path):
     assert farewell == "<think>\n\n</think>\n\nBye.<|im_end|>\n"
 
 
+def test_conversations_with_their_first_prompt_in_a_column_of_its_own(tokenizer, tmp_path):
+    """As in ultrachat_200k. TRL would take the prompt for half of a pair."""
+    rows = {**chat(), "prompt": ["abc"] * 4, "prompt_id": ["x"] * 4}
+    for stream in (False, True):
+        trainer = make_trainer(tokenizer, rows, tmp_path, assistant_only_loss=True, stream=stream)
+        if not stream:
+            assert {learned(trainer, index)[0] for index in range(4)} == {f"d{i}</s>" for i in range(4)}
+    with pytest.raises(ValueError, match="no 'completion' to learn"):
+        make_trainer(tokenizer, {"prompt": ["abc"]}, tmp_path)
+
+
 def test_prompts_are_not_learned(tokenizer, tmp_path):
     trainer = make_trainer(tokenizer, {"prompt": ["abc", "de"], "completion": ["fgh", "ij"]}, tmp_path)
     assert {learned(trainer, index)[0] for index in range(2)} == {"fgh</s>", "ij</s>"}

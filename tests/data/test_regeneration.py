@@ -3,6 +3,7 @@ import copy
 import logging
 
 import pytest
+import torch
 from conftest import chat_server, make_target
 from datasets import load_dataset
 from trl.chat_template_utils import qwen3_chat_template
@@ -49,6 +50,13 @@ def test_every_turn_of_the_assistant_is_replaced(tmp_path):
     assert (payload["model"], payload["temperature"], payload["max_tokens"]) == ("m", 0.5, 7)
 
 
+def test_conversations_with_their_first_prompt_in_a_column_of_its_own(tmp_path):
+    rows = [{"prompt": "a", "prompt_id": "x", "messages": [user("a"), assistant("old"), user("b"), assistant("old")]}]
+    with chat_server(lambda payload, number: f"new {number}") as (url, _):
+        assert ask(url, rows, Output(tmp_path, {})) == 0
+    assert [message["content"] for message in read(tmp_path)[0]["messages"]] == ["a", "new 1", "b", "new 2"]
+
+
 def test_reasoning_is_kept(tmp_path):
     message = {**assistant("yes"), "reasoning_content": "hm"}
     with chat_server(lambda *args: message) as (url, _):
@@ -93,6 +101,11 @@ def test_a_line_cut_off_by_a_crash_is_written_again(tmp_path):
     assert Output(tmp_path, {"model": "m"}).done == {0}
     other = Output(tmp_path, {"model": "m"}, process_index=1)  # another number of processes
     assert other.done == {0}
+    other.write(3, {"messages": [user("c")]})
+    with (tmp_path / "rows-00001.jsonl").open("a") as file:
+        file.write('{"row": 5, "mess')
+    assert Output(tmp_path, {"model": "m"}).done == {0, 3}  # and one process again
+    assert len(read(tmp_path)) == 2
     with pytest.raises(ValueError, match="'model': \\('m', 'n'\\)"):
         Output(tmp_path, {"model": "n"})
     (tmp_path / "other").mkdir()
@@ -166,6 +179,33 @@ def test_known_templates_tell_reasoning_from_answers(tmp_path, tokenizer, monkey
     regenerate_locally(make_target("llama"), tokenizer, rows, output, batch_size=1, max_new_tokens=3, do_sample=False)
     answer = read(tmp_path)[0]["messages"][-1]
     assert answer["content"] == "yes" and answer["reasoning_content"] == "hm"
+
+
+@pytest.mark.parametrize(
+    "answers, written, warning",
+    [
+        (["", "yes"], [("", None), ("yes", None)], ""),
+        (["<tool_call>\nno json\n</tool_call>", "yes"], [("yes", None)], "cannot be parsed"),
+        (["<think>\nhm", "yes"], [("", "hm"), ("yes", None)], ""),
+    ],
+)
+def test_answers_that_are_hard_to_parse(tmp_path, tokenizer, monkeypatch, caplog, answers, written, warning):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = qwen3_chat_template
+    texts, target = iter(answers), make_target("llama")
+    upcoming = []
+
+    def generate(input_ids, **kwargs):
+        upcoming.append(next(texts))
+        return torch.cat([input_ids, torch.tensor([[5, 2] if upcoming[-1] else [2, 2]])], dim=1)
+
+    monkeypatch.setattr(target, "generate", generate)
+    monkeypatch.setattr(tokenizer, "decode", lambda *args, **kwargs: upcoming[-1])
+    rows = conversations([{"messages": [user(str(i))]} for i in range(2)], set())
+    regenerate_locally(target, tokenizer, rows, Output(tmp_path, {}), batch_size=1)
+    messages = [row["messages"][-1] for row in read(tmp_path).values()]
+    assert [(message["content"], message.get("reasoning_content")) for message in messages] == written
+    assert warning in caplog.text
 
 
 def test_a_conversation_is_not_changed_by_what_is_done_with_it():

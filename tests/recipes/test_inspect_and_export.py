@@ -43,8 +43,19 @@ def test_inspect_and_export(tmp_path):
     result = run("export.py", tmp_path / "draft", "--to", "sglang", "--output_dir", tmp_path / "sglang")
     assert result.returncode != 0 and "is not empty" in result.stderr
 
-    result = run("inspect_draft.py", tmp_path / "sglang", "--target", tmp_path / "other")
-    assert "format" in result.stdout and "sglang" in result.stdout
+    # Back again: vLLM requires the verifier's name, which SGLang's format does not say.
+    back = ("export.py", tmp_path / "sglang", "--to", "speculators", "--output_dir", tmp_path / "back")
+    result = run(*back)
+    assert result.returncode != 0 and "pass --target" in result.stderr and not (tmp_path / "back").exists()
+    result = run(*back, "--target", tmp_path / "target")
+    assert result.returncode == 0, result.stderr[-3000:]
+    ours, theirs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("draft", "back"))
+    assert ours["verifier_fingerprint"] == theirs["verifier_fingerprint"]
+    assert theirs["speculators_config"]["verifier"] == {
+        "name_or_path": str(tmp_path / "target"),
+        "architectures": ["LlamaForCausalLM"],
+    }
+    assert theirs["speculators_config"]["proposal_methods"] == ours["speculators_config"]["proposal_methods"]
     result = run("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "other")
     assert result.returncode == 1 and "does not fit" in result.stdout and "trained for another model" in result.stdout
 

@@ -16,7 +16,7 @@ from hf_eagle3.training.features import TargetStates, shard_path
 TEXTS = Dataset.from_dict({"text": [f"the {i} of {i * 7}"[: 5 + i] for i in range(20)]})
 
 
-def make_trainer(tmp_path, tokenizer, target, dataset=TEXTS, **arguments):
+def make_trainer(tmp_path, tokenizer, target, dataset=TEXTS, eval_dataset=None, **arguments):
     arguments = {"max_steps": 4, "logging_steps": 1, "save_strategy": "no", "report_to": "none", **arguments}
     arguments = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 4, "max_length": 64, **arguments}
     return Eagle3Trainer(
@@ -24,6 +24,7 @@ def make_trainer(tmp_path, tokenizer, target, dataset=TEXTS, **arguments):
         target_model=target,
         args=Eagle3TrainingArguments(str(tmp_path), draft_vocab_size=30, **arguments),
         train_dataset=dataset,
+        eval_dataset=eval_dataset,
         processing_class=copy.deepcopy(tokenizer),
     )
 
@@ -105,6 +106,25 @@ def test_small_dtypes(tmp_path, tokenizer, dtype, tolerance):
     assert losses(make_trainer(tmp_path / "small-run", tokenizer, target, store)) == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_evaluation_runs_the_target(tmp_path, tokenizer, packing):
+    target = make_target("llama")
+    chats = [
+        [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "d" * (10 + 5 * i)}] for i in range(12)
+    ]
+    chats = Dataset.from_dict({"messages": chats})
+    arguments = {"packing": packing, "assistant_only_loss": True, "max_length": 32, "num_eval_prompts": 2}
+    store = make_trainer(tmp_path, tokenizer, target, chats, **arguments).extract_features(tmp_path / "features")
+    arguments["packing"] = False
+    trainer = make_trainer(tmp_path, tokenizer, target, store, eval_dataset=chats, **arguments)
+    assert trainer.args.max_length == 32 and trainer.args.assistant_only_loss
+    assert all(len(row["input_ids"]) <= 32 and row["labels"][0] == -100 for row in trainer.eval_dataset)
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert metrics["eval_loss"] > 0 and metrics["eval_acceptance_length"] >= 1
+    assert trainer.evaluate(chats.select(range(3)))["eval_loss"] > 0
+
+
 def test_an_interrupted_extraction_goes_on(tmp_path, tokenizer):
     target = make_target("llama")
     trainer = make_trainer(tmp_path, tokenizer, target)
@@ -146,6 +166,11 @@ def test_features_of_something_else_are_refused(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, target, store, packing=True)
     with pytest.raises(ValueError, match="features of other rows"):
         make_trainer(tmp_path, tokenizer, target, TEXTS.select(range(8))).extract_features(tmp_path / "features")
+    prepared = trainer.train_dataset
+    trainer.train_dataset = prepared.map(lambda row: {"labels": [-100, *row["labels"][1:]]})
+    with pytest.raises(ValueError, match="features of other rows"):
+        trainer.extract_features(tmp_path / "features")
+    trainer.train_dataset = prepared
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "diary.txt").write_text("dear diary")
     with pytest.raises(ValueError, match="not empty"):
@@ -156,6 +181,14 @@ def test_features_of_something_else_are_refused(tmp_path, tokenizer):
     (tmp_path / "features" / "index.json").write_text(json.dumps({**index, "version": 99}))
     with pytest.raises(ValueError, match="version 99"):
         FeatureStore(tmp_path / "features")
+
+
+def test_states_that_a_dtype_does_not_hold(tmp_path, tokenizer):
+    target = make_target("llama")
+    target.get_input_embeddings().weight.data *= 1e5
+    with pytest.raises(ValueError, match="which torch.float16 does not hold"):
+        make_trainer(tmp_path, tokenizer, target).extract_features(tmp_path / "features", dtype="float16")
+    assert not list((tmp_path / "features").glob("*.safetensors"))
 
 
 def test_the_layers_of_a_target_stay_where_they_are(tmp_path, tokenizer):

@@ -25,6 +25,7 @@ LAYER_KEYS = (
     "vocab_size",
 )
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+EAGLE_KEYS = {"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"}
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Change no number: what transformers, a trainer or a server writes for itself.
 NEUTRAL_KEYS = {
@@ -79,8 +80,10 @@ def layer_config_of(config: dict, tensors: dict[str, torch.Tensor], known_keys: 
 
 def rope_of(config: dict) -> dict:
     """Rotary embedding from the new `rope_parameters`, or from the old `rope_theta` and `rope_scaling`."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+    scaling = dict(config.get("rope_scaling") or {})
+    if "type" in scaling:
+        scaling.setdefault("rope_type", scaling.pop("type"))
+    rope = {"rope_type": "default", **(config.get("rope_parameters") or {}), **scaling}  # as transformers reads both
     if rope.get("rope_theta") is None:
         rope["rope_theta"] = config.get("rope_theta") or 10000.0
     return rope
@@ -126,6 +129,19 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
         elif "t2d" in ours:
             ours["t2d"] = ours["t2d"].bool()
     return ours, {"renamed": renamed, "ignored": ignored}
+
+
+def check_eagle_config(eagle_config: dict, known_keys: set[str]) -> None:
+    """
+    Raises:
+        ValueError: if it has flags that nobody here understands, or says that this is no EAGLE-3 draft.
+    """
+    if unknown := sorted(eagle_config.keys() - known_keys):
+        raise ValueError(f"`eagle_config` has flags that this reader does not know: {unknown}.")
+    if eagle_config.get("use_aux_hidden_state") is False:
+        raise ValueError(
+            "`use_aux_hidden_state` is false: it reads the target's last state only, as EAGLE-1 and 2 do."
+        )
 
 
 def config_of(config: dict, tensors: dict, layer_config: dict, **flags) -> Eagle3Config:

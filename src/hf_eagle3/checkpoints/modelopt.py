@@ -1,7 +1,7 @@
 """What NVIDIA Model-Optimizer exports: SGLang's form, with more in `eagle_config`."""
 
-from .flat import layer_config_of, tensors_of
-from .sglang import EAGLE_KEYS, KEYS, finish
+from .flat import EAGLE_KEYS, check_eagle_config, layer_config_of, tensors_of
+from .sglang import KEYS, finish
 from .sglang import matches as is_sglang
 
 
@@ -25,8 +25,7 @@ def read(config: dict, tensors: dict):
     layer_config = layer_config_of(config, tensors, KEYS)
     ours, report = tensors_of(tensors, config)
     eagle_config = config["eagle_config"]
-    if unknown := sorted(eagle_config.keys() - EAGLE_KEYS - EXPECTED.keys() - {"norm_before_fc"}):
-        raise ValueError(f"`eagle_config` has flags that this reader does not know: {unknown}.")
+    check_eagle_config(eagle_config, {*EAGLE_KEYS, *EXPECTED, "norm_before_fc"})
     for flag, expected in EXPECTED.items():
         if eagle_config.get(flag, expected) not in (expected, None):
             raise ValueError(f"`{flag}` is {eagle_config[flag]}; only drafts with {expected} are supported.")

@@ -1,10 +1,18 @@
 """SafeAILab/EAGLE's own checkpoints: the form of the EAGLE-3 paper, and nothing else."""
 
-from .flat import config_of, flat_config, flat_tensors, ids_from_outputs, layer_config_of, tensors_of
+from .flat import (
+    EAGLE_KEYS,
+    check_eagle_config,
+    config_of,
+    flat_config,
+    flat_tensors,
+    ids_from_outputs,
+    layer_config_of,
+    tensors_of,
+)
 
 
 NAME = "safeailab"
-EAGLE_KEYS = {"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"}
 
 
 def matches(config: dict) -> bool:
@@ -17,6 +25,7 @@ def read(config: dict, tensors: dict):
     layer_config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     ours, report = tensors_of(tensors, config)
     eagle_config = config.get("eagle_config") or {}
+    check_eagle_config(eagle_config, EAGLE_KEYS)
     ids = ids_from_outputs(eagle_config.get("eagle_aux_hidden_state_layer_ids"))
     assumed = {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
     if ids is None:

@@ -1,11 +1,19 @@
 """What SpecForge writes and SGLang serves."""
 
-from .flat import config_of, flat_config, flat_tensors, ids_from_outputs, layer_config_of, tensors_of
+from .flat import (
+    EAGLE_KEYS,
+    check_eagle_config,
+    config_of,
+    flat_config,
+    flat_tensors,
+    ids_from_outputs,
+    layer_config_of,
+    tensors_of,
+)
 
 
 NAME = "sglang"
 KEYS = {"eagle_config", "fc_norm", "norm_output", "num_aux_hidden_states", "target_hidden_size", "target_model_type"}
-EAGLE_KEYS = {"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"}
 
 
 def matches(config: dict) -> bool:
@@ -16,12 +24,7 @@ def read(config: dict, tensors: dict):
     layer_config = layer_config_of(config, tensors, KEYS)
     ours, report = tensors_of(tensors, config)
     eagle_config = config.get("eagle_config") or {}
-    if unknown := sorted(eagle_config.keys() - EAGLE_KEYS):
-        raise ValueError(f"`eagle_config` has flags that this reader does not know: {unknown}.")
-    if eagle_config.get("use_aux_hidden_state") is False:
-        raise ValueError(
-            "`use_aux_hidden_state` is false: it reads the target's last state only, as EAGLE-1 and 2 do."
-        )
+    check_eagle_config(eagle_config, EAGLE_KEYS)
     return finish(NAME, config, ours, layer_config, report, eagle_config)
 
 

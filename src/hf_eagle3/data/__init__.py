@@ -1,6 +1,12 @@
 """From data sets to what the trainer needs."""
 
-from .checks import check_assistant_turns, check_chat_template, check_columns, report_long_rows
+from .checks import (
+    check_assistant_turns,
+    check_chat_template,
+    check_columns,
+    report_long_rows,
+    without_prompt_column,
+)
 from .vocabulary import count_tokens, coverage, most_frequent_tokens
 
 
@@ -12,4 +18,5 @@ __all__ = [
     "coverage",
     "most_frequent_tokens",
     "report_long_rows",
+    "without_prompt_column",
 ]

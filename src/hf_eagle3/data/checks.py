@@ -24,10 +24,25 @@ def check_columns(dataset: Dataset | IterableDataset, args: SFTConfig, name: str
     first = next(iter(dataset), None)
     if first is None:
         raise ValueError(f"The {name} data has no rows.")
+    if "prompt" in first and not {"completion", "messages", "input_ids", args.dataset_text_field} & set(first):
+        raise ValueError(
+            f"The {name} data has prompts, but no 'completion' to learn. Its columns are {sorted(first)}."
+        )
     if not {*COLUMNS, args.dataset_text_field} & set(first):
         raise ValueError(
             f"The {name} data has columns {sorted(first)}, but needs one of {sorted({*COLUMNS, args.dataset_text_field})}."
         )
+
+
+def without_prompt_column(dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """
+    Conversations that also come with their first prompt in a column of its own (ultrachat_200k) as conversations: TRL would take
+    a `prompt` without a `completion` for half of a pair.
+    """
+    first = next(iter(dataset), {})
+    if "prompt" in first and "messages" in first and "completion" not in first:
+        return dataset.remove_columns("prompt")
+    return dataset
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:

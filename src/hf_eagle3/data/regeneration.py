@@ -32,7 +32,7 @@ class Output:
     Args:
         folder (`str` or `Path`)
         settings (`dict`): What the rows were made with; must be the same when a run goes on.
-        process_index (`int`): Whose file to write.
+        process_index (`int`): Whose file to write. The first process must come before the others.
 
     Raises:
         ValueError: if the folder was made with other settings.
@@ -55,7 +55,9 @@ class Output:
         else:
             kept.write_text(json.dumps(settings), encoding="utf-8")
         path = folder / f"rows-{process_index:05d}.jsonl"
-        drop_unfinished_line(path)
+        if process_index == 0:  # before the others begin, and for those that there may have been more of
+            for part in folder.glob("rows-*.jsonl"):
+                drop_unfinished_line(part)
         self.done = {json.loads(line)["row"] for part in folder.glob("*.jsonl") for line in complete_lines(part)}
         self.file = path.open("a", encoding="utf-8")
 
@@ -72,10 +74,9 @@ def complete_lines(path: Path) -> Iterator[str]:
 
 def drop_unfinished_line(path: Path) -> None:
     """What was being written when the process was killed."""
-    if path.exists():
-        content = path.read_bytes()
-        with path.open("r+b") as file:
-            file.truncate(content.rfind(b"\n") + 1)
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.truncate(content.rfind(b"\n") + 1)
 
 
 class Conversation:
@@ -92,7 +93,7 @@ class Conversation:
 
     def __init__(self, row: int, example: dict):
         self.row, self.text, self.finish_reasons = row, None, []
-        if isinstance(example.get("prompt"), str):
+        if not example.get("messages") and isinstance(example.get("prompt"), str):
             self.text = example["prompt"]
             return
         messages = example.get("messages") or example.get("prompt")
@@ -196,10 +197,14 @@ def regenerate_locally(
         for place, (conversation, sequence) in enumerate(zip(active, new_tokens)):
             end = next((i for i, token in enumerate(sequence) if token in stops), None)
             tokens, reason = sequence[:end], "length" if end is None else "stop"
-            if conversation.text is not None:
-                message = {"content": tokenizer.decode(tokens)}
+            if conversation.text is not None or not tokens:
+                message = {"role": "assistant", "content": tokenizer.decode(tokens)}
             elif getattr(tokenizer, "response_template", None) is not None:
-                message = tokenizer.parse_response(tokens, prefix=texts[place])
+                try:
+                    message = {"content": "", **tokenizer.parse_response(tokens, prefix=texts[place])}
+                except ValueError as error:
+                    logger.warning(f"Row {conversation.row} is left out: its answer cannot be parsed. {error}")
+                    continue
             elif special := special_ids & set(tokens):
                 names = tokenizer.convert_ids_to_tokens(sorted(special))
                 logger.warning(f"Row {conversation.row} is left out: its answer has the special tokens {names}.")

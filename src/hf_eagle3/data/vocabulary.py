@@ -28,7 +28,8 @@ def count_tokens(
         dataset = dataset.take(max_streamed_rows)
     counts = np.zeros(vocab_size, dtype=np.int64)
     for batch in dataset.iter(batch_size=1000):
-        ids = np.concatenate([np.asarray(row, dtype=np.int64) for row in batch[column]])
+        rows = batch[column if column in batch else "input_ids"]  # without labels every token is learned
+        ids = np.concatenate([np.asarray(row, dtype=np.int64) for row in rows])
         ids = ids[ids >= 0]
         if len(ids) and ids.max() >= vocab_size:
             raise ValueError(

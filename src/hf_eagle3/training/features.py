@@ -289,6 +289,8 @@ class FeatureCollator:
 
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
         batch = self.collator(examples)
+        if "feature_row" not in examples[0]:  # evaluation runs the target
+            return batch
         states = [self.store[example["feature_row"]] for example in examples]
         if any(len(each) != len(example["input_ids"]) for each, example in zip(states, examples)):
             raise ValueError(f"Rows and features in {self.store.folder} have different lengths.")
@@ -318,7 +320,8 @@ def start_store(folder: str | Path, rows: Dataset, description: dict, rows_per_s
     }
     if (folder / "index.json").exists():
         known = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-        if known != index or load_from_disk(str(folder / "rows"))["input_ids"] != rows["input_ids"]:
+        ours, theirs = (each.with_format("arrow")[:] for each in (rows, load_from_disk(str(folder / "rows"))))
+        if known != index or ours.column_names != theirs.column_names or not ours.equals(theirs):
             raise ValueError(
                 f"{folder} holds features of other rows, of another target, or stored otherwise. Choose another folder, "
                 "or go on with the arguments of its first run."
@@ -356,6 +359,11 @@ def write_shard(folder: Path | None, shard: int, target_states: TargetStates, ba
         tensors["scales"] = (states.float().abs().amax(-1) / torch.finfo(FP8).max).clamp(min=1e-12)
         states = states.float() / tensors["scales"][..., None]
     tensors["states"] = states.to(dtype)
+    if dtype != FP8 and not tensors["states"].isfinite().all():
+        raise ValueError(
+            f"The target's states reach {states.float().abs().max():.3g}, which {dtype} does not hold. Store them in bfloat16 or "
+            "float8_e4m3fn."
+        )
     write_atomically(shard_path(folder, shard), lambda unfinished: save_file(tensors, unfinished))
 
 

@@ -13,6 +13,7 @@ from datasets import Dataset
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedModel
 from trl import SFTTrainer
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from ..checks_eagle3 import is_shared_out
 from ..data import (
@@ -23,6 +24,7 @@ from ..data import (
     coverage,
     most_frequent_tokens,
     report_long_rows,
+    without_prompt_column,
 )
 from ..modeling_eagle3 import Eagle3ForSpeculation
 from .arguments import Eagle3TrainingArguments
@@ -88,6 +90,8 @@ class Eagle3Trainer(SFTTrainer):
 
     _tag_names = ["eagle3", "speculative-decoding"]
     _name = "EAGLE-3"
+    # Arguments that a feature store has settled for training, and that hold for evaluation.
+    _for_evaluation: dict = {}
     # `compute_loss` divides by the rows of the whole optimizer step.
     loss_is_scaled_for_ga = True
 
@@ -133,12 +137,15 @@ class Eagle3Trainer(SFTTrainer):
             if args.packing:
                 raise ValueError("Rows of a feature store are packed when they are extracted. Leave `packing` out.")
             kwargs["train_dataset"] = store.dataset()
+            self._for_evaluation = {"max_length": args.max_length, "assistant_only_loss": args.assistant_only_loss}
+            args.assistant_only_loss = False
             if "seq_lengths" in store.rows.column_names:
                 args.padding_free, args.max_length = True, None
-            args.assistant_only_loss = False  # was settled then, too
         else:
             store = None
         # Earlier than `SFTTrainer`, which takes them for granted.
+        if store is None and kwargs.get("train_dataset") is not None:
+            kwargs["train_dataset"] = without_prompt_column(kwargs["train_dataset"])
         if kwargs.get("train_dataset") is not None and kwargs.get("formatting_func") is None:
             check_columns(kwargs["train_dataset"], args, "train")
         if args.chat_template_path is not None and not args.chat_template_path.endswith((".jinja", ".j2")):
@@ -152,7 +159,7 @@ class Eagle3Trainer(SFTTrainer):
         ours = {"model_init_kwargs": args.model_init_kwargs, "loss_type": args.loss_type}
         args.model_init_kwargs, args.loss_type = None, "nll"
         super().__init__(model=model, args=args, **kwargs)
-        for name, value in ours.items():
+        for name, value in (ours | self._for_evaluation).items():
             setattr(args, name, value)
 
         if self.is_deepspeed_enabled and args.use_muon:
@@ -205,8 +212,17 @@ class Eagle3Trainer(SFTTrainer):
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         """`SFTTrainer`'s; but no row is shortened, split or dropped in silence."""
+        if isinstance(dataset, Dataset) and "feature_row" in dataset.column_names:
+            return dataset  # was prepared when its features were extracted
         if formatting_func is None:
             check_columns(dataset, args, dataset_name)
+            dataset = without_prompt_column(dataset)
+        if self._for_evaluation:
+            args = copy.copy(args)
+            for name, value in self._for_evaluation.items():
+                setattr(args, name, value)
+            if args.assistant_only_loss and not has_generation_markers(processing_class.chat_template):
+                self.chat_template = get_training_chat_template(processing_class)
         if args.assistant_only_loss and isinstance(dataset, Dataset) and "messages" in dataset.column_names:
             check_assistant_turns(dataset, dataset_name)
         tokenize_only = copy.copy(args)
@@ -214,10 +230,6 @@ class Eagle3Trainer(SFTTrainer):
         dataset = super()._prepare_dataset(
             dataset, processing_class, tokenize_only, False, formatting_func, dataset_name
         )
-        if (
-            isinstance(dataset, Dataset) and "feature_row" in dataset.column_names
-        ):  # was prepared when its features were extracted
-            return dataset
         is_split = packing and args.packing_strategy != "bfd"
         dataset = report_long_rows(dataset, args.max_length, "split off" if is_split else "cut off", dataset_name)
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
@@ -420,6 +432,15 @@ class Eagle3Trainer(SFTTrainer):
         accepted = torch.zeros(2, dtype=torch.double, device=self.accelerator.device)
         was_training = draft.training
         draft.eval()
+        try:
+            self._continue_beginnings(dataset, draft, accepted, process, num_processes)
+        finally:
+            draft.train(was_training)
+            draft.generation_config.tree_policy = policy
+        num_tokens, num_forwards = self.accelerator.reduce(accepted, "sum").tolist()
+        return {"acceptance_length": num_tokens / num_forwards} if num_forwards else {}
+
+    def _continue_beginnings(self, dataset, draft, accepted, process, num_processes):
         for row in islice(dataset, process, self.args.num_eval_prompts, num_processes):
             prompt = beginning(row).to(self.target_model.device)
             self.target_model.generate(
@@ -432,10 +453,6 @@ class Eagle3Trainer(SFTTrainer):
             )
             lengths = draft.last_generation.accepted_lengths
             accepted += torch.tensor([sum(lengths), len(lengths)], device=accepted.device)
-        draft.train(was_training)
-        draft.generation_config.tree_policy = policy
-        num_tokens, num_forwards = self.accelerator.reduce(accepted, "sum").tolist()
-        return {"acceptance_length": num_tokens / num_forwards} if num_forwards else {}
 
     def _whole_draft(self) -> Eagle3ForSpeculation:
         """A draft that can generate: where its parameters are shared out among processes, a copy of it."""
@@ -465,7 +482,7 @@ class Eagle3Trainer(SFTTrainer):
 def beginning(row: dict[str, list[int]]) -> torch.LongTensor:
     """A prompt `(1, L)` of a row's first document: what is not learned at its beginning, or else its first half."""
     length = row["seq_lengths"][0] if "seq_lengths" in row else len(row["input_ids"])
-    learned = [label != -100 for label in row["labels"][:length]]
+    learned = [label != -100 for label in row.get("labels", row["input_ids"])[:length]]
     num_tokens = learned.index(True) if True in learned else 0
     return torch.tensor([row["input_ids"][: num_tokens or (length + 1) // 2]])
 
