@@ -181,8 +181,7 @@ def main():
     parser = TrlParser((TrainScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig))
     script_args, training_args, target_config, mixture = parser.parse_args_and_config()
     trainer = make_trainer(script_args, training_args, target_config, mixture)
-    resume = training_args.resume_from_checkpoint  # text, if it comes from the command line
-    trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model(training_args.output_dir)
     trainer.accelerator.print(f"Saved the draft to {training_args.output_dir}.")
     if training_args.push_to_hub:

@@ -221,6 +221,18 @@ def test_resumed_training_goes_on_as_if_uninterrupted(tmp_path, tokenizer):
     assert history == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path, tokenizer):
+    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    expected = losses(make_trainer(tmp_path, tokenizer, **arguments))
+    (tmp_path / "checkpoint-6" / "trainer_state.json").unlink()
+    resumed = make_trainer(tmp_path, tokenizer, **arguments)
+    resumed.train(resume_from_checkpoint=True)
+    history = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
+    assert history == pytest.approx(expected, rel=1e-5) and (tmp_path / "checkpoint-6" / "trainer_state.json").exists()
+    with pytest.raises(ValueError, match="no checkpoint to go on from"):
+        make_trainer(tmp_path / "empty", tokenizer, **arguments).train(resume_from_checkpoint=True)
+
+
 def test_half_precision_drafts_are_trained_in_float32(tmp_path, tokenizer):
     target = make_target("llama").to(torch.bfloat16)
     draft = Eagle3ForSpeculation.from_target(target)

@@ -12,6 +12,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedModel
+from transformers.trainer_utils import sort_checkpoints
 from trl import SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
@@ -106,55 +107,16 @@ class Eagle3Trainer(SFTTrainer):
             raise TypeError(f"`args` must be `Eagle3TrainingArguments`, got {type(args).__name__}.")
         if kwargs.get("processing_class") is None:
             raise ValueError("`Eagle3Trainer` needs the target's tokenizer as `processing_class`.")
-        if model is None and kwargs.get("peft_config") is not None:
-            raise ValueError(
-                "LoRA adapts a draft that there is; an adapter of a fresh one would be saved without it. Pass the draft as `model` "
-                "(`--draft_name_or_path`), or leave `peft_config` out (`--use_peft`)."
-            )
         takes_vocabulary_from_data = model is None and args.draft_vocab_size is not None
-        if model is None:
-            torch.manual_seed(args.seed)
-            model = Eagle3ForSpeculation.from_target(target_model, **(args.model_init_kwargs or {}))
-        elif args.model_init_kwargs:
-            raise ValueError("`model_init_kwargs` are for the draft that `model=None` makes. Leave one of them out.")
-        elif args.draft_vocab_size not in (None, model.config.draft_vocab_size):
-            raise ValueError(
-                f"`draft_vocab_size` is {args.draft_vocab_size}, but the draft has a vocabulary of "
-                f"{model.config.draft_vocab_size}. Leave one of `model` and `draft_vocab_size` out."
-            )
-        model.validate_target(target_model)
-        if set(model.config.transformer_layer_config.layer_types) != {"full_attention"}:
-            raise ValueError(
-                "`Eagle3Trainer` trains drafts with full attention; this one has layers "
-                f"{model.config.transformer_layer_config.layer_types}, whose window training-time test would ignore."
-            )
-        # Half precision swallows small updates; autocast (`bf16=True`) computes in it all the same.
-        model.float()
+        model = draft_to_train(model, target_model, args, kwargs.get("peft_config"))
         target_model.eval().requires_grad_(False)
-
-        store = kwargs.get("train_dataset")
-        if isinstance(store, FeatureStore):
-            if args.packing:
-                raise ValueError("Rows of a feature store are packed when they are extracted. Leave `packing` out.")
-            kwargs["train_dataset"] = store.dataset()
-            self._for_evaluation = {"max_length": args.max_length, "assistant_only_loss": args.assistant_only_loss}
-            args.assistant_only_loss = False
-            if "seq_lengths" in store.rows.column_names:
-                args.padding_free, args.max_length = True, None
-        else:
-            store = None
-        # Earlier than `SFTTrainer`, which takes them for granted.
-        if store is None and kwargs.get("train_dataset") is not None:
+        store = kwargs["train_dataset"] if isinstance(kwargs.get("train_dataset"), FeatureStore) else None
+        if store is not None:
+            kwargs["train_dataset"] = self._settle_by_store(store, args)
+        elif kwargs.get("train_dataset") is not None:
             kwargs["train_dataset"] = without_prompt_column(kwargs["train_dataset"])
-        if kwargs.get("train_dataset") is not None and kwargs.get("formatting_func") is None:
-            check_columns(kwargs["train_dataset"], args, "train")
-        if args.chat_template_path is not None and not args.chat_template_path.endswith((".jinja", ".j2")):
-            raise ValueError(
-                f"`chat_template_path` is {args.chat_template_path}, but must be a Jinja file: the template of another "
-                "tokenizer would bring tokens that the target does not know."
-            )
-        if args.assistant_only_loss and args.chat_template_path is None:
-            check_chat_template(kwargs["processing_class"])
+        self._check_before_preparation(args, **kwargs)
+
         # Not `SFTTrainer`'s business; it would warn of the first and refuse the second.
         ours = {"model_init_kwargs": args.model_init_kwargs, "loss_type": args.loss_type}
         args.model_init_kwargs, args.loss_type = None, "nll"
@@ -168,23 +130,7 @@ class Eagle3Trainer(SFTTrainer):
                 "them out by FSDP2."
             )
         draft = self.draft
-        if draft.config.draft_vocab_size < draft.config.vocab_size or takes_vocabulary_from_data:
-            counts = count_tokens(self.train_dataset, draft.config.vocab_size)
-            if takes_vocabulary_from_data:
-                token_ids = most_frequent_tokens(counts, args.draft_vocab_size)
-                draft.set_draft_vocabulary(token_ids, target_model)
-            share = coverage(counts, draft.draft_token_ids.tolist())
-            message = (
-                f"Draft vocabulary: {draft.config.draft_vocab_size} of {draft.config.vocab_size} tokens, which make up "
-                f"{share:.1%} of the supervised tokens."
-            )
-            if share < 0.5 and not takes_vocabulary_from_data:
-                raise ValueError(
-                    f"{message} The draft could not propose the others: its vocabulary was made for other data, or for "
-                    "another tokenizer. Make a fresh draft with a vocabulary of this data (`model=None` and "
-                    "`draft_vocab_size`)."
-                )
-            logger.info(message)
+        self._settle_vocabulary(draft, target_model, takes_vocabulary_from_data)
         if getattr(target_model, "hf_device_map", None) is None and not is_shared_out(target_model):
             if store is None or self.eval_dataset is not None:
                 target_model.to(self.accelerator.device)
@@ -203,6 +149,48 @@ class Eagle3Trainer(SFTTrainer):
         # forward. Replaces the fused loss that `SFTTrainer` puts in the same place.
         draft.forward = MethodType(_forward_or_unroll, draft)
         self._counts: dict[str, torch.Tensor] = {}
+
+    def _settle_by_store(self, store: FeatureStore, args: Eagle3TrainingArguments) -> Dataset:
+        """What was settled when features were extracted is settled for training; evaluation goes by the arguments."""
+        if args.packing:
+            raise ValueError("Rows of a feature store are packed when they are extracted. Leave `packing` out.")
+        self._for_evaluation = {"max_length": args.max_length, "assistant_only_loss": args.assistant_only_loss}
+        args.assistant_only_loss = False
+        if "seq_lengths" in store.rows.column_names:
+            args.padding_free, args.max_length = True, None
+        return store.dataset()
+
+    @staticmethod
+    def _check_before_preparation(args, processing_class, train_dataset=None, formatting_func=None, **_):
+        """What `SFTTrainer` takes for granted."""
+        if train_dataset is not None and formatting_func is None:
+            check_columns(train_dataset, args, "train")
+        if args.chat_template_path is not None and not args.chat_template_path.endswith((".jinja", ".j2")):
+            raise ValueError(
+                f"`chat_template_path` is {args.chat_template_path}, but must be a Jinja file: the template of another "
+                "tokenizer would bring tokens that the target does not know."
+            )
+        if args.assistant_only_loss and args.chat_template_path is None:
+            check_chat_template(processing_class)
+
+    def _settle_vocabulary(self, draft, target_model, takes_it_from_data: bool) -> None:
+        """Takes the draft vocabulary from the data, or checks that the draft's own suits it."""
+        if draft.config.draft_vocab_size == draft.config.vocab_size and not takes_it_from_data:
+            return
+        counts = count_tokens(self.train_dataset, draft.config.vocab_size)
+        if takes_it_from_data:
+            draft.set_draft_vocabulary(most_frequent_tokens(counts, self.args.draft_vocab_size), target_model)
+        share = coverage(counts, draft.draft_token_ids.tolist())
+        message = (
+            f"Draft vocabulary: {draft.config.draft_vocab_size} of {draft.config.vocab_size} tokens, which make up "
+            f"{share:.1%} of the supervised tokens."
+        )
+        if share < 0.5 and not takes_it_from_data:
+            raise ValueError(
+                f"{message} The draft could not propose the others: its vocabulary was made for other data, or for another "
+                "tokenizer. Make a fresh draft with a vocabulary of this data (`model=None` and `draft_vocab_size`)."
+            )
+        logger.info(message)
 
     @property
     def draft(self) -> Eagle3ForSpeculation:
@@ -240,6 +228,22 @@ class Eagle3Trainer(SFTTrainer):
                 raise ValueError(f"{dropped} {why}.")
             logger.warning(f"{dropped} {why}, and are dropped.")
         return prepared
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
+        """
+        See [`~transformers.Trainer.train`]. With `resume_from_checkpoint=True` a checkpoint that was being written when the
+        process was killed is passed over.
+        """
+        if str(resume_from_checkpoint).lower() == "true":  # text, if it comes from the command line
+            checkpoints = sort_checkpoints(self.args.output_dir)
+            # `Trainer` writes its state last.
+            whole = [folder for folder in checkpoints if Path(folder, "trainer_state.json").exists()]
+            if not whole:
+                raise ValueError(f"There is no checkpoint to go on from in {self.args.output_dir}.")
+            if whole[-1] != checkpoints[-1]:
+                logger.warning(f"{checkpoints[-1]} is not complete. Going on from {whole[-1]}.")
+            resume_from_checkpoint = whole[-1]
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     @property
     def progress(self) -> float:
@@ -477,6 +481,38 @@ class Eagle3Trainer(SFTTrainer):
             base_model=f"base_model: {verifier}\n" if is_hub_id else "",
         )
         Path(self.args.output_dir, "README.md").write_text(card, encoding="utf-8")
+
+
+def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_config=None):
+    """
+    `model`, or a fresh draft, in float32: half precision swallows small updates, and autocast (`bf16=True`) computes in it
+    all the same.
+
+    Raises:
+        ValueError: if arguments contradict each other or the draft, or it cannot be trained for this target.
+    """
+    if model is None and peft_config is not None:
+        raise ValueError(
+            "LoRA adapts a draft that there is; an adapter of a fresh one would be saved without it. Pass the draft as `model` "
+            "(`--draft_name_or_path`), or leave `peft_config` out (`--use_peft`)."
+        )
+    if model is None:
+        torch.manual_seed(args.seed)
+        model = Eagle3ForSpeculation.from_target(target_model, **(args.model_init_kwargs or {}))
+    elif args.model_init_kwargs:
+        raise ValueError("`model_init_kwargs` are for the draft that `model=None` makes. Leave one of them out.")
+    elif args.draft_vocab_size not in (None, model.config.draft_vocab_size):
+        raise ValueError(
+            f"`draft_vocab_size` is {args.draft_vocab_size}, but the draft has a vocabulary of "
+            f"{model.config.draft_vocab_size}. Leave one of `model` and `draft_vocab_size` out."
+        )
+    model.validate_target(target_model)
+    if set(model.config.transformer_layer_config.layer_types) != {"full_attention"}:
+        raise ValueError(
+            "`Eagle3Trainer` trains drafts with full attention; this one has layers "
+            f"{model.config.transformer_layer_config.layer_types}, whose window training-time test would ignore."
+        )
+    return model.float()
 
 
 def beginning(row: dict[str, list[int]]) -> torch.LongTensor:
