@@ -2,9 +2,11 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from conftest import make_draft, make_prompt, make_target
@@ -21,7 +23,20 @@ def run(script, *arguments, **environment):
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
 
 
-def test_inspect_and_export(tmp_path):
+def test_inspect_and_export(tmp_path, monkeypatch, capsys):
+    def run(script, *arguments):
+        """In this process, which has everything imported."""
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        monkeypatch.syspath_prepend(str(RECIPES))
+        code, message = 0, ""
+        try:
+            runpy.run_path(str(RECIPES / script), run_name="__main__")
+        except SystemExit as error:
+            code, message = 1, str(error)
+        except ValueError as error:
+            code, message = 1, str(error)
+        return SimpleNamespace(returncode=code, stdout=capsys.readouterr().out, stderr=message)
+
     target, other = make_target("llama"), make_target("llama", seed=1)
     for name, model in (("target", target), ("other", other)):
         model.save_pretrained(tmp_path / name)

@@ -124,10 +124,10 @@ def test_a_killed_run_goes_on_to_the_same_losses(files, whole_run, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "ddp, tensor-parallel target", "ddp, target by FSDP2"])
+@pytest.mark.parametrize("kind", ["ddp", "ddp, tensor-parallel target", "fsdp2, target by FSDP2"])
 def test_two_processes_give_the_losses_of_one(files, evaluated_run, whole_run, kind, tmp_path):
-    target = {"ddp, tensor-parallel target": ("--tp_plan", "auto"), "ddp, target by FSDP2": ("--fsdp_size", 2)}
-    if kind != "fsdp2":
+    target = {"ddp, tensor-parallel target": ("--tp_plan", "auto"), "fsdp2, target by FSDP2": ("--fsdp_size", 2)}
+    if kind.startswith("ddp"):
         launcher = (BIN / "torchrun", "--standalone", "--nproc_per_node", 2)
     else:
         config = (RECIPES / "accelerate" / "fsdp2.yaml").read_text().replace("num_processes: 8", "num_processes: 2")
