@@ -17,10 +17,9 @@ the draft's Hub repo, so that one repo serves all:
 import argparse
 
 from huggingface_hub import HfApi
-from inspect_draft import load_ends
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.checkpoints import WRITABLE, export
+from hf_eagle3.checkpoints import WRITABLE, export, load_ends
 
 
 def main():

@@ -12,10 +12,8 @@ With `--target` the draft is also checked against that model; only its configura
 
 import argparse
 
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.checkpoints import FORMATS, WRITABLE
+from hf_eagle3.checkpoints import FORMATS, WRITABLE, load_ends
 
 
 def describe(draft, info) -> list[tuple[str, str]]:
@@ -70,16 +68,6 @@ def engines(draft, info) -> list[tuple[str, str]]:
         except ValueError as error:
             rows.append((engine, f"cannot take it. {error}"))
     return [("transformers", "generate(assistant_model=draft)"), *rows]
-
-
-def load_ends(name: str):
-    """A target's embedding and head, without its layers: all that a draft is compared with."""
-    config = AutoConfig.from_pretrained(name)
-    num_layers = config.get_text_config(decoder=True).num_hidden_layers
-    config.get_text_config(decoder=True).num_hidden_layers = 0
-    target = AutoModelForCausalLM.from_pretrained(name, config=config, ignore_mismatched_sizes=True)
-    target.config.get_text_config(decoder=True).num_hidden_layers = num_layers
-    return target
 
 
 def main():

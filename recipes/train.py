@@ -28,7 +28,7 @@ from pathlib import Path
 
 from accelerate import PartialState
 from datasets import DatasetDict, load_dataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from trl import (
     DatasetMixtureConfig,
@@ -41,6 +41,7 @@ from trl import (
 )
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.checkpoints import load_ends
 from hf_eagle3.training import FeatureStore
 
 
@@ -124,23 +125,16 @@ def load_target(config: TargetConfig, with_layers: bool = True) -> PreTrainedMod
     distributed_config = None
     if config.tp_plan is not None or config.fsdp_size is not None:
         distributed_config = DistributedConfig(tp_plan=config.tp_plan, fsdp_size=config.fsdp_size)
-    model_config = AutoConfig.from_pretrained(config.model_name_or_path, revision=config.model_revision)
-    num_layers = model_config.get_text_config(decoder=True).num_hidden_layers
-    if not with_layers:
-        model_config.get_text_config(decoder=True).num_hidden_layers = 0
-    target = AutoModelForCausalLM.from_pretrained(
+    load = AutoModelForCausalLM.from_pretrained if with_layers else load_ends
+    return load(
         config.model_name_or_path,
-        config=model_config,
         revision=config.model_revision,
         dtype=config.dtype,
         attn_implementation=config.attn_implementation,
         quantization_config=quantization_config,
         device_map=device_map,
-        ignore_mismatched_sizes=not with_layers,  # per-layer embeddings are as wide as there are layers
         distributed_config=distributed_config,
     )
-    target.config.get_text_config(decoder=True).num_hidden_layers = num_layers
-    return target
 
 
 def make_trainer(script_args, training_args, target_config, mixture) -> Eagle3Trainer:

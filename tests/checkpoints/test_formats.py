@@ -10,7 +10,7 @@ from conftest import make_prompt, make_target
 from safetensors.torch import load_file, save_file
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.checkpoints import export, recognise
+from hf_eagle3.checkpoints import export, load_ends, recognise
 
 
 LLAMA3 = {
@@ -431,3 +431,14 @@ def test_random_corruptions_are_noticed(tmp_path, target):
             assert len(str(error)) > 20, f"{way} ({number}): {error!r}"
         else:
             raise AssertionError(f"{way} ({number}) was not noticed")
+
+
+def test_a_target_without_its_layers(tmp_path, target):
+    target.save_pretrained(tmp_path)
+    ends = load_ends(tmp_path)
+    assert torch.equal(ends.get_output_embeddings().weight, target.get_output_embeddings().weight)
+    assert len(ends.model.layers) == 0 and ends.config.num_hidden_layers == target.config.num_hidden_layers
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": torch.ones(95, 32)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="lm_head.weight"):
+        load_ends(tmp_path)

@@ -13,6 +13,7 @@ A format module has `NAME`, `matches(config)`, `read(config, tensors)` and, if i
 
 from . import modelopt, safeailab, sglang
 from .files import read_tensors, save_checkpoint
+from .target import load_ends
 
 
 # In this order: the first that matches is it.
@@ -85,4 +86,4 @@ def export(draft, folder, to: str) -> None:
     save_checkpoint(folder, config, tensors)
 
 
-__all__ = ["FORMATS", "WRITABLE", "export", "read", "recognise"]
+__all__ = ["FORMATS", "WRITABLE", "export", "load_ends", "read", "recognise"]

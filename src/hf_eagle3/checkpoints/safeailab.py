@@ -20,7 +20,7 @@ def matches(config: dict) -> bool:
 
 
 def read(config: dict, tensors: dict):
-    layer_config = layer_config_of(config, tensors, {"eagle_config", "tie_word_embeddings"})
+    layer_config = layer_config_of(config, tensors, {"eagle_config"})
     # Its code derives the size of a head, whatever the config says.
     layer_config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     ours, report = tensors_of(tensors, config)
