@@ -9,16 +9,12 @@ Compares plain generation, prompt lookup and an EAGLE-3 draft on the same prompt
 
 import argparse
 import json
-import os
-import platform
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-import hf_eagle3
+from hf_eagle3.environment import environment, weights_digest
 from hf_eagle3.evaluation import METHODS, format_table, plot_speedups, read_prompts, run_benchmark
 from hf_eagle3.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 
@@ -68,51 +64,30 @@ def main():
         batch_size=args.batch_size,
     )
     tree = tree_settings(draft.generation_config)
-    environment = {
-        "hf_eagle3": hf_eagle3.__version__,
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": machine_name(args.device),
-        "threads": torch.get_num_threads(),
-        "target_dtype": str(target.dtype),
-        "draft_dtype": str(draft.dtype),
-    }
+    facts = {**environment(args.device), "target_dtype": str(target.dtype), "draft_dtype": str(draft.dtype)}
     print(format_table(rows))
     print(
         f"{len(prompts)} prompts, {args.max_new_tokens} new tokens, batch size {args.batch_size}, medians of {args.repeats} interleaved "
-        f"repeats (range in brackets); sampling {sampling or 'as generate does by default'}; tree {tree}; {environment}"
+        f"repeats (range in brackets); sampling {sampling or 'as generate does by default'}; tree {tree}; {facts}"
     )
     if args.json:
-        results = [
-            {
-                **asdict(row),
-                "median_tokens_per_second": row.median_tokens_per_second,
-                "median_speedup": row.median_speedup,
-            }
-            for row in rows
-        ]
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(
-                {"arguments": vars(args), "environment": environment, "tree": tree, "results": results}, file, indent=2
+                {
+                    "draft_weights": weights_digest(draft.state_dict()),  # whose figures these are
+                    "task": Path(args.prompts).stem,
+                    "arguments": vars(args),
+                    "environment": facts,
+                    "tree": tree,
+                    "results": [row.to_dict() for row in rows],
+                },
+                file,
+                indent=2,
             )
         print(f"Wrote {args.json}")
     if args.plot:
         plot_speedups(rows, args.plot, f"Tokens per second, batch size {args.batch_size}")
         print(f"Wrote {args.plot}")
-
-
-def machine_name(device: str) -> str:
-    """The accelerator, or the processor and how many cores this process may use."""
-    if device != "cpu":
-        return torch.cuda.get_device_name()
-    name, cpuinfo = platform.machine(), Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        name = names[0] if names else name
-    return f"{name}, {os.cpu_count()} cores"
 
 
 if __name__ == "__main__":

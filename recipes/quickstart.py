@@ -43,6 +43,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.hub import write_records
 from hf_eagle3.training.optimizer import MuonWithAdamW
 
 
@@ -206,16 +207,20 @@ def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None
         processing_class=tokenizer,
     )
     trainer.budget = budget
+    trainer.dataset_names = [args.dataset or "the sources of Python's standard library"]
     train(trainer, budget)
-    save(folder, trainer.draft.to(target.dtype))
+    draft = trainer.draft.to(target.dtype)
+    command = shlex.join(["python", "recipes/quickstart.py", *sys.argv[1:]])
+    save(folder, draft, training=trainer.training_record(draft.state_dict()) | {"command": command})
 
 
-def save(folder: Path, *objects) -> None:
+def save(folder: Path, *objects, training: dict | None = None) -> None:
     """All or nothing: an interrupted run leaves no folder that the next one would take for finished."""
     unfinished = folder.with_name(folder.name + "-unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     for item in objects:
         item.save_pretrained(unfinished)
+    write_records(unfinished, training, None)
     unfinished.rename(folder)
 
 
@@ -293,6 +298,10 @@ def main():
             f"The comparison ended with exit code {code}. Target and draft are complete; to compare again, run this script "
             f"again, or {shlex.join(command)}"
         )
+    print(
+        "To publish the draft, with a card that has these figures: "
+        + shlex.join(["python", "recipes/push.py", str(draft_dir), "--benchmark", str(output_dir / "results.json")])
+    )
 
 
 if __name__ == "__main__":

@@ -177,9 +177,11 @@ def main():
     trainer = make_trainer(script_args, training_args, target_config, mixture)
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model(training_args.output_dir)
+    names = [dataset.path for dataset in mixture.datasets] or script_args.dataset_name
+    trainer.create_model_card(dataset_name=names)
     trainer.accelerator.print(f"Saved the draft to {training_args.output_dir}.")
     if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        trainer.push_to_hub(dataset_name=names)
         trainer.accelerator.print(f"Pushed it to https://huggingface.co/{trainer.hub_model_id}.")
 
 

@@ -7,7 +7,9 @@ import re
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote, urlparse
+from urllib.parse import parse_qs, unquote, urlparse
+
+import yaml
 
 
 USER = "me"
@@ -16,10 +18,12 @@ USER = "me"
 class Hub:
     """
     Repositories by id: `repos["me/draft"]["main"]` is a list of commits, each a dictionary from file names to contents.
+    `cut` has the kinds of requests that are answered by closing the connection, each once.
     """
 
     def __init__(self):
-        self.repos, self.blobs, self.requests, self.lock = {}, {}, [], threading.Lock()
+        self.repos, self.private, self.blobs, self.collections = {}, set(), {}, {}
+        self.requests, self.cut, self.lock = [], [], threading.Lock()
 
     def commits(self, repo, revision):
         branches = self.repos[repo]
@@ -70,14 +74,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle_any(self):
         length = int(self.headers.get("Content-Length") or 0)
-        body = self.rfile.read(length) if length else b""
         path = unquote(urlparse(self.path).path)
         with self.hub.lock:
             self.hub.requests.append((self.command, path))
             command = "GET" if self.command == "HEAD" else self.command
             for method, pattern, respond in ROUTES:
                 if method == command and (match := re.fullmatch(pattern, path)):
-                    return respond(self, body, **match.groupdict())
+                    if respond.__name__ in self.hub.cut:
+                        self.hub.cut.remove(respond.__name__)
+                        self.rfile.read(length // 2)
+                        self.close_connection = True
+                        return self.connection.close()
+                    return respond(self, self.rfile.read(length) if length else b"", **match.groupdict())
         self.error(404, "EntryNotFound", f"no route for {self.command} {path}")
 
     do_GET = do_POST = do_PUT = do_HEAD = handle_any
@@ -95,6 +103,8 @@ def create_repo(self, body):
     if repo in self.hub.repos:
         return self.answer({"url": f"{self.hub.url}/{repo}", "error": "exists"}, 409)
     self.hub.repos[repo] = {"main": [{}]}
+    if request.get("private") or request.get("visibility") == "private":
+        self.hub.private.add(repo)
     self.answer({"url": f"{self.hub.url}/{repo}", "name": repo, "id": repo})
 
 
@@ -106,7 +116,57 @@ def create_branch(self, body, repo, revision):
 
 
 def validate_yaml(self, body):
-    self.answer({"errors": [], "warnings": []})
+    """As the Hub does, as far as its documentation tells: metadata is YAML, licence and pipeline are words, results are whole."""
+    metadata = yaml.safe_load(json.loads(body)["content"].split("---\n")[1])
+    words = {
+        "license": str,
+        "pipeline_tag": str,
+        "library_name": str,
+        "tags": list,
+        "datasets": list,
+        "model-index": list,
+    }
+    errors = [name for name, kind in words.items() if name in metadata and not isinstance(metadata[name], kind)]
+    for entry in metadata.get("model-index", []):
+        for result in entry["results"]:
+            whole = result["task"]["type"] and result["dataset"]["type"] and result["dataset"]["name"]
+            if not whole or not all({"type", "value"} <= metric.keys() for metric in result["metrics"]):
+                errors.append("model-index")
+    if metadata.get("base_model_relation") not in (None, "adapter", "merge", "quantized", "finetune"):
+        errors.append("base_model_relation")
+    self.answer({"errors": errors, "warnings": []}, 400 if errors else 200)
+
+
+def list_models(self, body):
+    author = parse_qs(urlparse(self.path).query)["author"][0]
+    self.answer([{"id": repo, "modelId": repo} for repo in self.hub.repos if repo.startswith(f"{author}/")])
+
+
+def create_collection(self, body):
+    request = json.loads(body)
+    slug = f"{request['namespace']}/{request['title'].lower().replace(' ', '-')}-0123"
+    if slug in self.hub.collections:
+        return self.answer({"slug": slug, "error": "exists"}, 409)
+    self.hub.collections[slug] = {"title": request["title"], "items": []}
+    collection(self, body, slug)
+
+
+def collection(self, body, slug):
+    items = [
+        {"_id": str(position), "id": repo, "type": "model", "position": position}
+        for position, repo in enumerate(self.hub.collections[slug]["items"])
+    ]
+    facts = {"owner": {"name": USER}, "lastUpdated": "2026-01-01T00:00:00.000Z", "position": 0, "private": False}
+    title = self.hub.collections[slug]["title"]
+    self.answer({"slug": slug, "title": title, "items": items, **facts, "theme": "blue", "upvotes": 0})
+
+
+def add_collection_item(self, body, slug):
+    repo, items = json.loads(body)["item"]["id"], self.hub.collections[slug]["items"]
+    if repo in items:
+        return self.answer({"error": "exists"}, 409)
+    items.append(repo)
+    collection(self, body, slug)
 
 
 def preupload(self, body, repo, revision):
@@ -128,15 +188,11 @@ def preupload(self, body, repo, revision):
 
 
 def lfs_batch(self, body, repo):
-    objects = [
-        {
-            **each,
-            "actions": {}
-            if each["oid"] in self.hub.blobs
-            else {"upload": {"href": f"{self.hub.url}/lfs/{each['oid']}", "header": {}}},
-        }
-        for each in json.loads(body)["objects"]
-    ]
+    objects = []
+    for each in json.loads(body)["objects"]:
+        if each["oid"] not in self.hub.blobs:
+            each["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{each['oid']}", "header": {}}}
+        objects.append(each)
     self.answer({"transfer": "basic", "objects": objects})
 
 
@@ -199,11 +255,16 @@ def resolve(self, body, repo, revision, name):
     self.answer(files[name], headers=headers)
 
 
+SLUG = r"(?P<slug>[^/]+/[^/]+)"
 REPO, REVISION = r"(?P<repo>[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
 ROUTES = (
     ("GET", "/api/whoami-v2", whoami),
     ("POST", "/api/repos/create", create_repo),
     ("POST", "/api/validate-yaml", validate_yaml),
+    ("GET", "/api/models", list_models),
+    ("POST", "/api/collections", create_collection),
+    ("GET", f"/api/collections/{SLUG}", collection),
+    ("POST", f"/api/collections/{SLUG}/items", add_collection_item),
     ("POST", f"/api/models/{REPO}/branch/{REVISION}", create_branch),
     ("POST", f"/api/models/{REPO}/preupload/{REVISION}", preupload),
     ("POST", f"/api/models/{REPO}/commit/{REVISION}", commit),

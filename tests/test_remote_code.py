@@ -130,3 +130,131 @@ def test_importing_the_package_loads_nothing_heavy():
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "trl" not in result.stdout and "hf_eagle3.training" not in result.stdout, result.stdout
+
+
+# What the code that comes with a draft uses beyond torch and transformers. None of it reaches out of the process.
+STANDARD_LIBRARY = {
+    "base64",
+    "bisect",
+    "collections",
+    "collections.abc",
+    "copy",
+    "dataclasses",
+    "functools",
+    "importlib",
+    "inspect",
+    "math",
+    "pathlib",
+    "statistics",
+    "threading",
+    "time",
+    "typing",
+    "weakref",
+}
+# What runs when it is imported, besides definitions and constants.
+AT_IMPORT = {
+    ("configuration_eagle3.py", "Eagle3Config.register_for_auto_class()"),
+    ("modeling_eagle3.py", "Eagle3ForSpeculation.register_for_auto_class('AutoModel')"),
+    ("modeling_eagle3.py", "install_generation_hook()"),
+}
+# Calls that could reach files, other code or processes, by the function that they are in.
+REACHING = {
+    ("modeling_eagle3.py", "save_pretrained", "mkdir"),
+    ("modeling_eagle3.py", "save_pretrained", "write_text"),
+    # Only in the package itself.
+    ("modeling_eagle3.py", "push_to_hub", "import_module"),
+    ("modeling_eagle3.py", "read_other_format", "import_module"),
+}
+
+
+def test_what_the_travelling_code_touches():
+    imported, at_import, reaching = set(), set(), set()
+    suspects = {
+        "open",
+        "exec",
+        "eval",
+        "compile",
+        "__import__",
+        "import_module",
+        "system",
+        "popen",
+        "Popen",
+        "run",
+        "check_output",
+        "write_text",
+        "write_bytes",
+        "mkdir",
+        "unlink",
+        "rmtree",
+        "rename",
+        "urlopen",
+        "urlretrieve",
+        "request",
+        "connect",
+        "load",
+        "loads",
+        "post",
+        "download",
+        "hf_hub_download",
+        "snapshot_download",
+        "cached_file",
+    }
+    for name in TRAVELLING:
+        tree = ast.parse((SOURCE / name).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported.add(node.module)
+            elif isinstance(node, (ast.FunctionDef, ast.Lambda)):
+                calls = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
+                names = {getattr(call, "attr", getattr(call, "id", None)) for call in calls}
+                reaching |= {(name, getattr(node, "name", "lambda"), called) for called in names & suspects}
+        at_import |= {
+            (name, ast.unparse(node))
+            for node in tree.body
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        }
+        kinds = {type(node).__name__ for node in tree.body}
+        assert kinds <= {"Import", "ImportFrom", "Assign", "AnnAssign", "ClassDef", "FunctionDef", "Expr"}, kinds
+    assert {module for module in imported if module.split(".")[0] not in ("torch", "transformers")} == STANDARD_LIBRARY
+    assert at_import == AT_IMPORT
+    assert reaching == REACHING
+
+
+IMPORT = """
+import sys
+import torch
+from transformers import AutoConfig, AutoModel, GenerationMixin, PreTrainedConfig, PreTrainedModel
+
+WATCHED = (GenerationMixin, PreTrainedModel, PreTrainedConfig, AutoModel, AutoConfig, torch.nn.Module)
+before = [dict(vars(thing)) for thing in WATCHED]
+reached = []
+
+def audit(event, arguments):
+    writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+    kinds = ("socket", "subprocess", "shutil", "urllib")
+    acts = ("os.system", "os.exec", "os.fork", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.putenv", "os.chmod")
+    if writes or event.split(".")[0] in kinds or event in acts:
+        reached.append((event, str(arguments)))
+
+sys.addaudithook(audit)
+import hf_eagle3.modeling_eagle3
+
+changed = [
+    f"{thing.__name__}.{name}"
+    for thing, was in zip(WATCHED, before)
+    for name, value in vars(thing).items()
+    if was.get(name) is not value
+]
+print(reached, sorted(changed))
+"""
+
+
+def test_importing_it_touches_two_methods_and_nothing_else():
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    result = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.strip().splitlines()[-1] == (
+        "[] ['GenerationMixin._assisted_decoding', 'GenerationMixin._validate_generation_mode']"
+    )

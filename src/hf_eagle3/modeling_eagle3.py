@@ -548,6 +548,15 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         folder.mkdir(exist_ok=True)
         (folder / "generate.py").write_text(CUSTOM_GENERATE, encoding="utf-8")
 
+    def push_to_hub(self, repo_id: str, **kwargs):
+        """
+        Pushes the draft, its code and a card in one commit; see `hf_eagle3.hub.push_draft`. From code that came with a draft,
+        where hf-eagle3 is not installed, [`~transformers.utils.PushToHubMixin.push_to_hub`] with transformers' own card.
+        """
+        if __package__ != "hf_eagle3":
+            return super().push_to_hub(repo_id, **kwargs)
+        return import_module(".hub", __package__).push_draft(self, repo_id, **kwargs)
+
     # Pairing and decoding -----------------------------------------------------------------------------------------
 
     def validate_target(self, target: PreTrainedModel) -> None:

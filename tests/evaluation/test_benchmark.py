@@ -31,8 +31,11 @@ def test_benchmark_recipe(tmp_path, tokenizer):
         row = rows[temperature, "eagle3"]
         assert row["num_identical"] == row["num_prompts"] == 2
         assert len(row["speedups"]) == 2
-        assert row["acceptance_length"] == sum(row["accepted_lengths"]) / len(row["accepted_lengths"]) <= 4
-        assert sum(row["accepted_lengths"]) == 2 * 2 * 9
+        counts = {int(length): count for length, count in row["forwards_by_accepted_length"].items()}
+        num_tokens = sum(length * count for length, count in counts.items())
+        assert row["acceptance_length"] == pytest.approx(num_tokens / sum(counts.values())) and max(counts) <= 4
+        assert num_tokens == 2 * 2 * 9
+        assert BenchmarkRow.from_dict(row).to_dict() == {**row, "forwards_by_accepted_length": counts}
     assert results["tree"]["tree_depth"] == 3
     assert (tmp_path / "out.png").stat().st_size > 1000
     assert "| 0 | eagle3 |" in result.stdout and "2/2" in result.stdout
@@ -59,6 +62,12 @@ def test_table():
         "| 0 | plain | 20 | 1.00 | - | - |",
         "| 0 | eagle3 | 50 | 3.00 (1.50-4.00) | 2.50 | 2/2 |",
     ]
+
+
+def test_acceptance_by_position():
+    row = BenchmarkRow("eagle3", 0.0, accepted_lengths=[1, 4, 2, 2])
+    assert row.acceptance_by_position == [0.75, 0.25, 0.25]
+    assert BenchmarkRow("plain", 0.0).acceptance_by_position == []
 
 
 def test_unknown_methods(tokenizer):

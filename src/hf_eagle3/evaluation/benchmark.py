@@ -3,8 +3,9 @@
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -64,6 +65,31 @@ class BenchmarkRow:
     @property
     def median_speedup(self) -> float:
         return statistics.median(self.speedups)
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Entry `k`: the share of verification forwards in which at least `k + 1` drafted tokens were accepted."""
+        num_drafted = max(self.accepted_lengths, default=1) - 1  # one token of each is the target's own
+        return [
+            sum(length > k + 1 for length in self.accepted_lengths) / len(self.accepted_lengths)
+            for k in range(num_drafted)
+        ]
+
+    def to_dict(self) -> dict:
+        """For JSON. [`from_dict`] reads it."""
+        stored = {key: value for key, value in asdict(self).items() if key != "accepted_lengths"}
+        return stored | {
+            "median_tokens_per_second": self.median_tokens_per_second,
+            "median_speedup": self.median_speedup,
+            "forwards_by_accepted_length": dict(sorted(Counter(self.accepted_lengths).items())),
+        }
+
+    @classmethod
+    def from_dict(cls, stored: dict) -> "BenchmarkRow":
+        counts = stored["forwards_by_accepted_length"].items()
+        lengths = [int(length) for length, count in counts for _ in range(count)]
+        own = {item.name: stored[item.name] for item in fields(cls) if item.name != "accepted_lengths"}
+        return cls(**own, accepted_lengths=lengths)
 
 
 def run_benchmark(
@@ -211,6 +237,31 @@ def plot_speedups(rows: Sequence[BenchmarkRow], path: str | Path, title: str) ->
         axis.margins(y=0.2)
     axes[0][0].set_ylabel("tokens per second")
     figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_acceptance(rows: Sequence[BenchmarkRow], path: str | Path, title: str) -> None:
+    """Saves, for each temperature, how often the first, second, ... drafted token was accepted."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(5.5, 3.6))
+    for row in rows:
+        shares = row.acceptance_by_position
+        if shares:
+            label = f"T = {row.temperature:g}, τ = {row.acceptance_length:.2f}"
+            axis.plot(range(1, len(shares) + 1), shares, marker="o", label=label)
+    axis.set_xlabel("drafted token")
+    axis.set_ylabel("share of steps that accept it")
+    axis.set_ylim(0, 1)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    axis.set_title(title)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)

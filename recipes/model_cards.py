@@ -1,0 +1,125 @@
+# /// script
+# dependencies = ["hf-eagle3[train]"]
+# ///
+"""
+The cards of all pairings: rendered into `model_cards/`, or pushed to an owner's repos and gathered in a collection.
+
+    python recipes/model_cards.py                   # renders them again from the recipes, the records and pairings.yaml
+    python recipes/model_cards.py --push_to my-org  # refreshes the cards of my-org/*-speculator.eagle3, and the collection
+
+Repos are those that there are; `--create` makes one, with a card that says that there are no weights yet, for each recipe that has
+none. A card that was edited by hand is left alone.
+"""
+
+import argparse
+from pathlib import Path
+
+import yaml
+from huggingface_hub import HfApi, ModelCard
+
+from hf_eagle3.hub import card_of_records, refresh_card, render_card, repo_name
+
+
+RECIPES = Path(__file__).parent
+CARDS = RECIPES.parent / "model_cards"
+SUFFIX = repo_name("")
+# Of a recipe's settings, what is the run's and not the draft's.
+NOT_OF_TRAINING = (
+    "output_dir",
+    "save_steps",
+    "save_total_limit",
+    "eval_strategy",
+    "eval_steps",
+    "eval_packing",
+    "logging_steps",
+)
+
+
+def read_pairings(path: Path = CARDS / "pairings.yaml") -> dict[str, dict]:
+    """By verifier. That of the quickstart, which is nobody's, has the name of its folder."""
+    pairings = {}
+    for pairing in yaml.safe_load(path.read_text(encoding="utf-8")):
+        if "recipe" in pairing:
+            pairing["settings"] = yaml.safe_load((RECIPES / f"{pairing['recipe']}.yaml").read_text(encoding="utf-8"))
+            pairings[pairing["settings"]["model_name_or_path"]] = pairing
+        else:
+            pairings[pairing["quickstart"]] = pairing
+    return pairings
+
+
+def untrained_card(verifier: str, pairing: dict, owner: str) -> ModelCard:
+    """Of a recipe that has not been run."""
+    settings = {name: value for name, value in pairing["settings"].items() if name not in NOT_OF_TRAINING}
+    return render_card(
+        f"{owner}/{repo_name(verifier)}",
+        verifier=verifier,
+        training={
+            "datasets": [settings["dataset_name"]],
+            "command": pairing.get("command")
+            or f"accelerate launch recipes/train.py --config recipes/{pairing['recipe']}.yaml",
+            "arguments": settings,
+        },
+        published=pairing["published"],
+        license=pairing["license"],
+    )
+
+
+def render(owner: str = "your-org") -> dict[str, str]:
+    """All cards, by file name."""
+    cards = {}
+    for name, pairing in read_pairings().items():
+        if "recipe" in pairing:
+            card = untrained_card(name, pairing, owner)
+        else:
+            card = card_of_records(f"{owner}/{repo_name(name)}", CARDS / name, license=pairing["license"])
+        cards[f"{repo_name(name)}.md"] = str(card)
+    return cards
+
+
+def push(owner: str, create: bool, title: str, overwrite_card: bool) -> None:
+    api, pairings = HfApi(), read_pairings()
+    repos = [model.id for model in api.list_models(author=owner) if model.id.endswith(SUFFIX)]
+    for verifier, pairing in pairings.items():
+        repo_id = f"{owner}/{repo_name(verifier)}"
+        if create and "recipe" in pairing and repo_id not in repos:
+            api.create_repo(repo_id)
+            untrained_card(verifier, pairing, owner).push_to_hub(repo_id, commit_message="The recipe's card")
+            repos.append(repo_id)
+            print(f"{repo_id}: made, without weights")
+    if not repos:
+        raise SystemExit(
+            f"{owner} has no repos that end in {SUFFIX}. Push a draft with recipes/push.py, or pass --create."
+        )
+    collection = api.create_collection(title, namespace=owner, exists_ok=True)
+    by_repo = {repo_name(verifier): (verifier, pairing) for verifier, pairing in pairings.items()}
+    for repo_id in repos:
+        verifier, pairing = by_repo.get(repo_id.split("/")[1], (None, {}))
+        outcome = refresh_card(
+            repo_id,
+            published=pairing.get("published") or (),
+            license=pairing.get("license"),
+            untrained=untrained_card(verifier, pairing, owner) if "recipe" in pairing else None,
+            overwrite_card=overwrite_card,
+        )
+        api.add_collection_item(collection.slug, item_id=repo_id, item_type="model", exists_ok=True)
+        print(f"{repo_id}: {outcome}")
+    print(f"They are gathered in {collection.url}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--push_to", metavar="OWNER", help="User or organisation whose cards are refreshed on the Hub")
+    parser.add_argument("--create", action="store_true", help="Also make repos for recipes that have none")
+    parser.add_argument("--title", default="EAGLE-3 drafts", help="Of the collection")
+    parser.add_argument("--overwrite_card", action="store_true", help="Replace cards that were edited by hand")
+    args = parser.parse_args()
+    if args.push_to:
+        push(args.push_to, args.create, args.title, args.overwrite_card)
+        return
+    for name, card in render().items():
+        (CARDS / name).write_text(card, encoding="utf-8")
+        print(f"Wrote {CARDS / name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+# /// script
+# dependencies = ["hf-eagle3[train]"]
+# ///
+"""
+Pushes a draft to the Hub: weights, configuration, the code that travels with it, what was measured, and its card, in one commit.
+
+    python recipes/benchmark.py --target Qwen/Qwen3-8B --draft Qwen3-8B-speculator.eagle3 --prompts prompts.jsonl --json results.json
+    python recipes/push.py Qwen3-8B-speculator.eagle3 --repo_id me/Qwen3-8B-speculator.eagle3 --benchmark results.json
+
+Cut off, it is simply run again: weights that have arrived are not sent twice. `--dry_run` writes to a folder what would be pushed.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from huggingface_hub import whoami
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.hub import push_draft, repo_name, write_draft
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("draft", help="Folder or Hub id, in any format that can be read")
+    parser.add_argument("--repo_id", help="By default <you>/<verifier>-speculator.eagle3")
+    parser.add_argument("--benchmark", help="What `recipes/benchmark.py --json` wrote about this draft")
+    parser.add_argument("--verifier", help="Hub id of the verifier, if the draft names it otherwise")
+    parser.add_argument("--license", help="License id of the Hub, such as apache-2.0 or llama3.1")
+    parser.add_argument("--dtype", default="auto", help="Dtype to push the weights in, such as bfloat16")
+    parser.add_argument("--private", action="store_true", help="Make the repo private, if it is not there yet")
+    parser.add_argument("--revision", help="Branch to push to; made if it is not there")
+    parser.add_argument("--create_pr", action="store_true", help="Open a pull request instead of committing")
+    parser.add_argument("--commit_message", default="Upload draft")
+    parser.add_argument("--overwrite_card", action="store_true", help="Replace a card that was edited by hand")
+    parser.add_argument("--dry_run", metavar="FOLDER", help="Write everything to a new folder, and push nothing")
+    args = parser.parse_args()
+
+    draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=args.dtype)
+    if args.verifier is not None:
+        if draft.config.speculators_config is None:
+            parser.error(
+                "this draft's format names no verifier: run recipes/export.py --to speculators --target first"
+            )
+        draft.config.speculators_config["verifier"]["name_or_path"] = args.verifier
+    benchmark = json.loads(Path(args.benchmark).read_text(encoding="utf-8")) if args.benchmark else None
+    name = repo_name(draft.config.verifier)
+    if args.dry_run:
+        write_draft(draft, args.dry_run, args.repo_id or name, benchmark=benchmark, license=args.license)
+        print(f"Wrote to {args.dry_run} what would be pushed.")
+        return
+    commit = push_draft(
+        draft,
+        args.repo_id or f"{whoami()['name']}/{name}",
+        benchmark=benchmark,
+        license=args.license,
+        overwrite_card=args.overwrite_card,
+        commit_message=args.commit_message,
+        private=args.private or None,
+        revision=args.revision,
+        create_pr=args.create_pr,
+    )
+    print(f"Pushed {args.draft}: {commit.commit_url}. To load exactly this: revision={commit.oid!r}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""What a figure was measured with."""
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+import torch
+import transformers
+
+from . import __version__
+
+
+def machine_name(device: torch.device | str) -> str:
+    """The accelerator, or the processor and how many cores there are."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return f"{platform.machine()}, {device.type}"
+    name, cpuinfo = platform.machine(), Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        name = names[0] if names else name
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def environment(device: torch.device | str) -> dict[str, str | int]:
+    """Versions and machine, to be kept with what was measured."""
+    return {
+        "hf_eagle3": __version__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": machine_name(device),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def weights_digest(state_dict: dict[str, torch.Tensor]) -> str:
+    """SHA-256 of a draft's weights in bfloat16, so that it is the same for a float32 draft and its bfloat16 copy."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state_dict.items()):
+        if tensor.is_floating_point():
+            tensor = tensor.bfloat16().view(torch.int16)
+        digest.update(name.encode())
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,18 @@
+"""A draft's page on the Hub: its card, and pushing it."""
+
+from .card import BENCHMARK_RECORD, TRAINING_RECORD, render_card
+from .push import card_of_records, push_draft, read_record, refresh_card, repo_name, write_draft, write_records
+
+
+__all__ = [
+    "BENCHMARK_RECORD",
+    "TRAINING_RECORD",
+    "card_of_records",
+    "push_draft",
+    "read_record",
+    "refresh_card",
+    "render_card",
+    "repo_name",
+    "write_draft",
+    "write_records",
+]

@@ -1,0 +1,181 @@
+"""
+The model card of a draft.
+
+A card is a function of the files it stands beside: the draft's configuration, `training.json` (how it was trained) and
+`benchmark.json` (what was measured with these weights). What is in none of them is "not measured" or "not recorded".
+"""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from ..checkpoints import sglang
+from ..evaluation import BenchmarkRow, format_table
+from ..policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
+
+
+TRAINING_RECORD = "training.json"
+BENCHMARK_RECORD = "benchmark.json"
+PLOT = "acceptance.png"
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
+TAGS = ["eagle3", "speculative-decoding", "assistant-model", "speculators"]
+RENDERED = re.compile(r"<!-- rendered by hf-eagle3, digest (\w+) -->\n?$")
+
+
+def render_card(
+    repo_id: str,
+    draft=None,
+    *,
+    verifier: str | None = None,
+    training: dict | None = None,
+    benchmark: dict | None = None,
+    published: Sequence[dict] = (),
+    license: str | None = None,
+    adapter_of: str | None = None,
+    tags: Sequence[str] = (),
+) -> ModelCard:
+    """
+    Renders the card of a draft.
+
+    Args:
+        repo_id (`str`): The draft's repo, `<owner>/<name>`.
+        draft ([`Eagle3ForSpeculation`], *optional*):
+            The draft; its weights are not read, so that it may be on the meta device. `None`: a recipe that has not been run.
+        verifier (`str`, *optional*): Hub id or path of the target. By default what the draft's configuration says.
+        training (`dict`, *optional*): What [`Eagle3Trainer`] saves as `training.json`.
+        benchmark (`dict`, *optional*): What `recipes/benchmark.py --json` wrote.
+        published (`Sequence[dict]`, *optional*):
+            Figures of others for the same verifier: `by`, `draft`, `url`, `date`, `conditions`, `metric`, and `figures` by task.
+        license (`str`, *optional*): A license id of the Hub.
+        adapter_of (`str`, *optional*): The draft that this repo has a LoRA adapter for.
+        tags (`Sequence[str]`, *optional*): Tags besides those that every draft has.
+
+    Returns:
+        `ModelCard`: with metadata and text. `str(card)` is the README.md.
+    """
+    if verifier is None and draft is not None:
+        verifier = draft.config.verifier
+    is_on_hub = is_hub_id(verifier)
+    rows = [BenchmarkRow.from_dict(row) for row in benchmark["results"]] if benchmark else []
+    name, datasets = repo_id.split("/")[-1], (training or {}).get("datasets") or []
+    data = ModelCardData(
+        base_model=adapter_of or (verifier if is_on_hub else None),
+        # The Hub knows no relation for drafts; this is the one it assumes when nothing is said.
+        base_model_relation="adapter" if adapter_of else ("finetune" if is_on_hub else None),
+        library_name="peft" if adapter_of else "transformers",
+        pipeline_tag="text-generation",
+        tags=[*TAGS, *(tag for tag in tags if tag not in TAGS)],
+        datasets=[dataset for dataset in datasets if is_hub_id(dataset)] or None,
+        license=license,
+        model_name=name if rows else None,
+        eval_results=eval_results(rows, benchmark) or None,
+    )
+    cannot_export = None
+    if draft is not None:
+        try:
+            sglang.write(draft)
+        except ValueError as error:
+            cannot_export = str(error)
+    card = ModelCard.from_template(
+        data,
+        template_str=TEMPLATE.read_text(encoding="utf-8"),
+        repo_id=repo_id,
+        name=name,
+        verifier=verifier,
+        verifier_link=f"[{verifier}](https://huggingface.co/{verifier})"
+        if is_on_hub
+        else "a model that is not on the Hub",
+        verifier_path=verifier if is_on_hub else "path/to/verifier",
+        is_on_hub=is_on_hub,
+        is_trained=draft is not None or adapter_of is not None,
+        draft=draft,
+        form=None if draft is None else form(draft),
+        adapter_of=adapter_of,
+        cannot_export=cannot_export,
+        training=training,
+        training_arguments=None if training is None else training_yaml(training),
+        benchmark=benchmark,
+        table=format_table(rows) if rows else None,
+        positions=[row for row in rows if row.acceptance_by_position],
+        plot=PLOT,
+        published=published,
+        tree=DEFAULT_TREE_SETTINGS if draft is None else tree_settings(draft.generation_config),
+    )
+    card.text = card.text.rstrip("\n") + "\n"
+    card.text += f"\n<!-- rendered by hf-eagle3, digest {card_digest(card)} -->\n"
+    return card
+
+
+def is_hub_id(name: str | None) -> bool:
+    """Whether this looks like a repo of the Hub, and is not a path."""
+    return bool(name) and bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name)) and not Path(name).exists()
+
+
+def form(draft) -> str:
+    """What the draft is, in a line."""
+    config, layer = draft.config, draft.config.transformer_layer_config
+    flags = [
+        flag for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(config, flag)
+    ]
+    num_parameters = sum(parameter.numel() for parameter in draft.parameters())
+    kind = {"llama": "Llama", "qwen3": "Qwen3"}[layer.model_type]
+    layers = f"{config.num_hidden_layers} {kind} layer" + "s" * (config.num_hidden_layers > 1)
+    return (
+        f"{layers} of width {layer.hidden_size}, {num_parameters:,} parameters of its own, a draft vocabulary of "
+        f"{config.draft_vocab_size} of {config.vocab_size} tokens, reading the states that enter layers "
+        f"{config.eagle_aux_hidden_state_layer_ids} of the verifier"
+        + (f" (`{'`, `'.join(flags)}`)" if flags else " (the form of the EAGLE-3 paper)")
+    )
+
+
+def eval_results(rows: Sequence[BenchmarkRow], benchmark: dict | None) -> list[EvalResult]:
+    """The `model-index`: acceptance length and speed-up of the draft, for each temperature."""
+    results = []
+    for row in rows:
+        if row.method != "eagle3":
+            continue
+        common = {
+            "task_type": "text-generation",
+            "task_name": "Speculative decoding",
+            "dataset_type": benchmark["task"],
+            "dataset_name": benchmark["task"],
+            "dataset_config": f"temperature {row.temperature:g}",  # by which the Hub keeps results apart
+            "dataset_args": {"temperature": row.temperature, "num_prompts": row.num_prompts},
+        }
+        results += [
+            EvalResult(
+                **common,
+                metric_type="acceptance_length",
+                metric_name="Acceptance length (pooled)",
+                metric_value=round(row.acceptance_length, 2),
+            ),
+            EvalResult(
+                **common,
+                metric_type="speedup",
+                metric_name="Speed-up over plain generation (median)",
+                metric_value=round(row.median_speedup, 2),
+            ),
+        ]
+    return results
+
+
+def training_yaml(training: dict) -> str:
+    return yaml.safe_dump(training.get("arguments") or {}, sort_keys=False, allow_unicode=True).strip()
+
+
+def card_digest(card: ModelCard) -> str:
+    """Of metadata and text without the digest itself. Changes when somebody edits the card."""
+    content = str(card.data.to_dict()) + RENDERED.sub("", card.text).strip()
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def is_edited(card: ModelCard) -> bool:
+    """Whether somebody wrote or changed this card by hand. Empty cards and transformers' generic one count as unwritten."""
+    if not card.text.strip() or "has been automatically generated" in card.text:
+        return False
+    found = RENDERED.search(card.text)
+    return found is None or found[1] != card_digest(card)

@@ -1,0 +1,248 @@
+"""Pushing a draft, and its card, to the Hub."""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from huggingface_hub import CommitInfo, HfApi, ModelCard, get_token, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from ..configuration_eagle3 import Eagle3Config
+from ..environment import weights_digest
+from ..evaluation import BenchmarkRow, plot_acceptance
+from ..modeling_eagle3 import Eagle3ForSpeculation
+from .card import BENCHMARK_RECORD, PLOT, TRAINING_RECORD, is_edited, is_hub_id, render_card
+
+
+logger = logging.get_logger(__name__)
+
+
+def repo_name(verifier: str) -> str:
+    """`<verifier>-speculator.eagle3`, without the verifier's owner."""
+    return f"{Path(verifier).name}-speculator.eagle3"
+
+
+def push_draft(
+    draft: Eagle3ForSpeculation,
+    repo_id: str,
+    *,
+    training: dict | None = None,
+    benchmark: dict | None = None,
+    published: Sequence[dict] = (),
+    license: str | None = None,
+    overwrite_card: bool = False,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    max_shard_size: int | str = "50GB",
+    tags: list[str] | None = None,
+) -> CommitInfo:
+    """
+    Pushes weights, configuration, generation configuration, the code that travels with a draft, its records, plot and card, in
+    one commit. Weights that the Hub has already are not sent again, so that a push that was cut off is simply made again.
+
+    Args:
+        draft ([`Eagle3ForSpeculation`]): The draft.
+        repo_id (`str`): `<owner>/<name>`; made if it is not there.
+        training, benchmark (`dict`, *optional*):
+            Records for the card: see [`render_card`]. By default those in the folder that the draft was loaded from, if they are
+            about the weights it has.
+        published, license (*optional*): See [`render_card`]. The licence is by default that of the card that is there.
+        overwrite_card (`bool`, *optional*, defaults to `False`):
+            Whether a card that somebody has edited is replaced. By default it stays as it is.
+        commit_message, commit_description, private, token, revision, create_pr, max_shard_size, tags (*optional*):
+            See [`~transformers.utils.PushToHubMixin.push_to_hub`].
+
+    Raises:
+        PermissionError: if there is no token.
+        ValueError: if `training` or `benchmark` is about other weights.
+    """
+    if token in (None, True) and get_token() is None:
+        raise PermissionError("There is no token to push with. Log in by `hf auth login`, or set `HF_TOKEN`.")
+    api, there = HfApi(), card_on_hub(repo_id, revision, token)
+    with tempfile.TemporaryDirectory() as folder:
+        card = write_draft(
+            draft,
+            folder,
+            repo_id,
+            training=training,
+            benchmark=benchmark,
+            published=published,
+            license=license or (there and there.data.license),
+            tags=tags or (),
+            max_shard_size=max_shard_size,
+        )
+        if there is not None and is_edited(there) and not overwrite_card:
+            logger.warning(f"The card of {repo_id} was edited, and stays as it is. `overwrite_card=True` replaces it.")
+            there.save(Path(folder, "README.md"))
+        else:
+            card.validate()
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True, token=token).repo_id
+        if revision is not None and not create_pr:
+            api.create_branch(repo_id, branch=revision, exist_ok=True, token=token)
+        return api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            commit_message=commit_message or "Upload draft",
+            commit_description=commit_description,
+            token=token,
+            revision=revision,
+            create_pr=create_pr,
+            # What belongs to other weights, or to another version of the code.
+            delete_patterns=[
+                TRAINING_RECORD,
+                BENCHMARK_RECORD,
+                PLOT,
+                "*.py",
+                "*.safetensors",
+                "*.safetensors.index.json",
+            ],
+        )
+
+
+def write_draft(
+    draft: Eagle3ForSpeculation,
+    folder: str | Path,
+    repo_id: str,
+    *,
+    training: dict | None = None,
+    benchmark: dict | None = None,
+    published: Sequence[dict] = (),
+    license: str | None = None,
+    tags: Sequence[str] = (),
+    max_shard_size: int | str = "50GB",
+) -> ModelCard:
+    """
+    Writes what [`push_draft`] pushes to a new or empty folder: see there.
+
+    Returns:
+        `ModelCard`: The card, which is the folder's README.md.
+    """
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty. Choose another folder.")
+    training, benchmark = records_of(draft, training, benchmark)
+    if not is_hub_id(draft.config.verifier):
+        logger.warning(
+            f"The draft's verifier is {draft.config.verifier}, which is not on the Hub: nobody else can use the draft. If the "
+            "verifier is there under another name, push with `recipes/push.py --verifier`."
+        )
+    draft.save_pretrained(folder, max_shard_size=max_shard_size)
+    write_records(folder, training, benchmark)
+    card = render_card(
+        repo_id, draft, training=training, benchmark=benchmark, published=published, license=license, tags=tags
+    )
+    card.save(folder / "README.md")
+    return card
+
+
+def records_of(draft, training: dict | None, benchmark: dict | None) -> tuple[dict | None, dict | None]:
+    """How the draft was trained and what was measured with it: what is passed, or what lies beside it."""
+    given = {TRAINING_RECORD: training, BENCHMARK_RECORD: benchmark}
+    folder = Path(draft.config._name_or_path or "-")
+    found = {name: read_record(folder / name) for name, record in given.items() if record is None}
+    if not any((given | found).values()):
+        return None, None
+    digest = weights_digest(draft.state_dict())
+    for name, record in given.items():
+        if record is not None and record.get("draft_weights") not in (None, digest):
+            raise ValueError(
+                f"{name} is about other weights than this draft's. Measure the draft that you push (`recipes/benchmark.py --json`)."
+            )
+    for name, record in found.items():
+        if record is not None and record.get("draft_weights") != digest:
+            logger.warning(f"{folder / name} is about other weights than this draft's, and is left out.")
+            found[name] = None
+    records = given | found
+    return records[TRAINING_RECORD], records[BENCHMARK_RECORD]
+
+
+def read_record(path: Path) -> dict | None:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def write_records(folder: Path, training: dict | None, benchmark: dict | None) -> None:
+    for name, record in ((TRAINING_RECORD, training), (BENCHMARK_RECORD, benchmark)):
+        if record is not None:
+            (folder / name).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    rows = [BenchmarkRow.from_dict(row) for row in (benchmark or {}).get("results", [])]
+    if any(row.acceptance_by_position for row in rows):
+        plot_acceptance(rows, folder / PLOT, benchmark["task"])
+
+
+def card_on_hub(repo_id: str, revision: str | None = None, token: bool | str | None = None) -> ModelCard | None:
+    """The card that a repo has, if it has one."""
+    try:
+        path = HfApi().hf_hub_download(repo_id, "README.md", revision=revision, token=token)
+    except LocalEntryNotFoundError:  # not known to be missing: the Hub was not reached
+        raise
+    except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
+        return None
+    return ModelCard(Path(path).read_text(encoding="utf-8"), ignore_metadata_errors=True)
+
+
+def refresh_card(
+    repo_id: str,
+    *,
+    published: Sequence[dict] = (),
+    license: str | None = None,
+    untrained: ModelCard | None = None,
+    revision: str | None = None,
+    overwrite_card: bool = False,
+    token: bool | str | None = None,
+) -> str:
+    """
+    Renders the card of a draft that is on the Hub again, from the records in its repo, and pushes it if it has changed. No
+    weights are read.
+
+    Args:
+        repo_id (`str`): The draft's repo.
+        untrained (`ModelCard`, *optional*): The card of a repo that holds no draft yet.
+        published, license, revision, overwrite_card, token (*optional*): See [`push_draft`].
+
+    Returns:
+        `str`: `"unchanged"`, `"refreshed"`, `"edited by hand, kept"`, or `"no draft in it"`.
+    """
+    there = card_on_hub(repo_id, revision, token)
+    if there is not None and is_edited(there) and not overwrite_card:
+        return "edited by hand, kept"
+    folder = Path(snapshot_download(repo_id, revision=revision, token=token, allow_patterns="*.json"))
+    if (folder / "config.json").exists():
+        license = license or (there and there.data.license)
+        card = card_of_records(repo_id, folder, published=published, license=license)
+    elif untrained is not None:
+        card = untrained
+    else:
+        return "no draft in it"
+    if there is not None and str(there) == str(card):
+        return "unchanged"
+    card.push_to_hub(repo_id, token=token, revision=revision, commit_message="Refresh the card")
+    return "refreshed"
+
+
+def card_of_records(repo_id: str, folder: Path, **kwargs) -> ModelCard:
+    """The card of a draft's configurations and records in a folder, where its weights need not be."""
+    config = Eagle3Config.from_pretrained(folder)
+    with torch.device("meta"):
+        draft = Eagle3ForSpeculation(config)
+    if (folder / "generation_config.json").exists():
+        draft.generation_config = GenerationConfig.from_pretrained(folder)
+    training, benchmark = (read_record(folder / name) for name in (TRAINING_RECORD, BENCHMARK_RECORD))
+    if training and benchmark and training.get("draft_weights") not in (None, benchmark.get("draft_weights")):
+        logger.warning(
+            f"{BENCHMARK_RECORD} of {repo_id} is about other weights than {TRAINING_RECORD}, and is left out."
+        )
+        benchmark = None
+    return render_card(repo_id, draft, training=training, benchmark=benchmark, **kwargs)

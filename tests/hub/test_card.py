@@ -1,0 +1,144 @@
+"""The card: metadata and text, whole."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import make_target
+from huggingface_hub import ModelCard
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.evaluation import BenchmarkRow
+from hf_eagle3.hub import render_card
+from hf_eagle3.hub.card import is_edited
+
+
+EXPECTED = Path(__file__).with_name("expected_card.md")
+ENVIRONMENT = {
+    "hf_eagle3": "0.1.0",
+    "transformers": "5.23.0",
+    "torch": "2.13.0",
+    "python": "3.11.7",
+    "machine": "a machine, 2 cores",
+    "threads": 2,
+}
+TRAINING = {
+    "draft_weights": None,
+    "datasets": ["me/chats"],
+    "command": "accelerate launch recipes/train.py --config training.yaml",
+    "arguments": {"model_name_or_path": "big/Model-8B", "learning_rate": 0.001},
+    "steps": 1200,
+    "epochs": 1.5,
+    "sequences_per_step": 64,
+    "seconds": 5400.0,
+    "num_processes": 8,
+    "environment": ENVIRONMENT,
+    "evaluation": {"acceptance_length": 3.456, "accuracy_0": 0.7, "num_prompts": 16},
+}
+ROWS = [
+    BenchmarkRow("plain", 0.0, [50.0, 52.0], [1.0, 1.0], num_prompts=3),
+    BenchmarkRow("eagle3", 0.0, [100.0, 130.0], [2.0, 2.5], 2.5, [1, 2, 3, 4], 3, 3),
+    BenchmarkRow("plain", 1.0, [50.0, 52.0], [1.0, 1.0], num_prompts=3),
+    BenchmarkRow("eagle3", 1.0, [60.0, 65.0], [1.2, 1.25], 1.5, [1, 2], 3, 3),
+]
+BENCHMARK = {
+    "draft_weights": None,
+    "task": "gsm8k",
+    "arguments": {"max_new_tokens": 128, "batch_size": 1, "repeats": 2},
+    "environment": {**ENVIRONMENT, "target_dtype": "torch.bfloat16", "draft_dtype": "torch.bfloat16"},
+    "tree": {"tree_policy": "auto"},
+    "results": [json.loads(json.dumps(row.to_dict())) for row in ROWS],
+}
+PUBLISHED = [
+    {
+        "draft": "you/Other-speculator",
+        "by": "You",
+        "url": "https://example.com/page",
+        "source": "a page",
+        "date": "2026-01-02",
+        "conditions": "T=0",
+        "metric": "acceptance length",
+        "figures": {"gsm8k": 3.1, "MT-bench": 2},
+    }
+]
+
+
+@pytest.fixture
+def draft():
+    draft = Eagle3ForSpeculation.from_target(make_target("llama"))
+    draft.config.speculators_config["verifier"]["name_or_path"] = "big/Model-8B"
+    return draft
+
+
+def test_the_whole_card(draft):
+    card = render_card(
+        "me/Model-8B-speculator.eagle3",
+        draft,
+        training=TRAINING,
+        benchmark=BENCHMARK,
+        published=PUBLISHED,
+        license="apache-2.0",
+        tags=["code"],
+    )
+    assert str(card) == EXPECTED.read_text(encoding="utf-8")
+    # What the Hub makes of it.
+    data = ModelCard(str(card)).data
+    assert (data.base_model, data.base_model_relation, data.library_name) == (
+        "big/Model-8B",
+        "finetune",
+        "transformers",
+    )
+    assert (data.pipeline_tag, data.license, data.datasets) == ("text-generation", "apache-2.0", ["me/chats"])
+    assert {"eagle3", "speculative-decoding", "assistant-model", "code"} <= set(data.tags)
+    results = {
+        (result.dataset_args["temperature"], result.metric_type): result.metric_value for result in data.eval_results
+    }
+    assert results == {
+        (0.0, "acceptance_length"): 2.5,
+        (0.0, "speedup"): 2.25,
+        (1.0, "acceptance_length"): 1.5,
+        (1.0, "speedup"): 1.23,
+    }
+
+
+def test_what_is_not_measured_says_so(draft):
+    text = str(render_card("me/Model-8B-speculator.eagle3", draft))
+    assert text.count("| not measured") == 10 and "position: not measured" in text and "SGLang: not measured" in text
+    assert (
+        "Data: not recorded" in text
+        and "How it was trained is not recorded" in text
+        and "No licence is stated" in text
+    )
+    assert "model-index" not in text and "Figures of others" not in text and "have not been trained" not in text
+    text = str(render_card("me/Model-8B-speculator.eagle3", verifier="big/Model-8B", training=TRAINING))
+    assert "weights have not been trained yet" in text and "1200 steps" not in text
+
+
+def test_what_cannot_be_served_says_so():
+    draft = Eagle3ForSpeculation.from_target(make_target("qwen3"), model_type="qwen3")
+    text = str(render_card("me/draft", draft))
+    assert "cannot express this draft: it has Qwen3 layers" in text and "sglang.launch_server" not in text
+    # A verifier that nobody else has.
+    assert (
+        "a model that is not on the Hub" in text and "base_model" not in text and "vllm serve path/to/verifier" in text
+    )
+
+
+def test_the_card_of_an_adapter(draft):
+    card = render_card("me/code-adapter", draft, training=TRAINING, adapter_of="me/Model-8B-speculator.eagle3")
+    assert card.data.library_name == "peft" and card.data.base_model == "me/Model-8B-speculator.eagle3"
+    assert (
+        card.data.base_model_relation == "adapter"
+        and 'PeftModel.from_pretrained(draft, "me/code-adapter")' in card.text
+    )
+
+
+def test_an_edited_card_is_noticed(draft):
+    card = ModelCard(str(render_card("me/draft", draft)))
+    assert not is_edited(card)
+    assert is_edited(ModelCard(str(card).replace("## Limits", "## Limits and more")))
+    assert is_edited(ModelCard(str(card).replace("library_name: transformers", "library_name: vllm")))
+    assert is_edited(ModelCard("---\nlicense: mit\n---\nMy own words.\n"))
+    assert not is_edited(ModelCard("---\nlicense: mit\n---\n"))
+    yaml.safe_load(str(card).split("---\n")[1])

@@ -1,0 +1,233 @@
+"""Pushing to, and refreshing on, a Hub on this machine, by the real client."""
+
+import copy
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import huggingface_hub.constants
+import huggingface_hub.hf_api
+import pytest
+import torch
+from conftest import make_draft, make_prompt, make_target
+from datasets import Dataset
+from huggingface_hub import ModelCard
+from loopback_hub import serve_hub
+from test_card import BENCHMARK, TRAINING
+from transformers.utils import hub as transformers_hub
+
+from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.environment import weights_digest
+from hf_eagle3.hub import push_draft, refresh_card
+
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+REPO = "me/tiny-speculator.eagle3"
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """The client of this process talks to a Hub on this machine, with a cache of its own."""
+    with serve_hub() as hub:
+        for name, value in {
+            "ENDPOINT": hub.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_TOKEN_PATH": str(tmp_path / "token"),
+        }.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)
+        monkeypatch.setattr(transformers_hub, "_hf_api", None)
+        monkeypatch.setenv("HF_TOKEN", "hf_test")
+        yield hub
+
+
+@pytest.fixture
+def draft():
+    return make_draft(make_target("llama"), [make_prompt(5)])
+
+
+def benchmark_of(draft):
+    return copy.deepcopy(BENCHMARK) | {"draft_weights": weights_digest(draft.state_dict())}
+
+
+def files_of(hub, repo=REPO, revision="main"):
+    return hub.repos[repo][revision][-1]
+
+
+def test_everything_in_one_commit(hub, draft):
+    commit = push_draft(
+        draft,
+        REPO,
+        benchmark=benchmark_of(draft),
+        training=TRAINING,
+        license="mit",
+        private=True,
+        commit_message="Mine",
+    )
+    assert len(hub.repos[REPO]["main"]) == 2 and REPO in hub.private  # the empty repo's commit, and ours
+    files = files_of(hub)
+    assert {
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+        "modeling_eagle3.py",
+        "README.md",
+    } <= files.keys()
+    assert {"custom_generate/generate.py", "training.json", "benchmark.json", "acceptance.png"} <= files.keys()
+    assert len(files["acceptance.png"]) > 1000 and commit.commit_message == "Mine"
+    card = ModelCard(files["README.md"].decode())
+    assert card.data.license == "mit" and "2.25x" in card.text and "me/chats" in card.text
+
+    # Other weights: what was measured with the first ones goes with them.
+    with torch.no_grad():
+        draft.fc.weight += 0.1
+    with pytest.raises(ValueError, match="benchmark.json is about other weights"):
+        push_draft(draft, REPO, benchmark=benchmark_of(make_draft(make_target("qwen3"), [make_prompt(5)])))
+    draft.push_to_hub(REPO)
+    files = files_of(hub)
+    assert not {"training.json", "benchmark.json", "acceptance.png"} & files.keys()
+    card = ModelCard(files["README.md"].decode())
+    assert "not measured" in card.text and card.data.license == "mit"
+
+
+def test_an_edited_card_stays(hub, draft, caplog):
+    push_draft(draft, REPO)
+    edited = files_of(hub)["README.md"].replace(b"## Limits", b"## Limits, and what I think of it")
+    files_of(hub)["README.md"] = edited
+    push_draft(draft, REPO)
+    assert files_of(hub)["README.md"] == edited
+    assert refresh_card(REPO) == "edited by hand, kept" and files_of(hub)["README.md"] == edited
+    push_draft(draft, REPO, overwrite_card=True)
+    assert b"what I think" not in files_of(hub)["README.md"]
+
+
+def test_branches(hub, draft):
+    push_draft(draft, REPO)
+    main = files_of(hub)
+    push_draft(draft.to(torch.bfloat16), REPO, revision="bf16")
+    assert files_of(hub) == main and len(files_of(hub, revision="bf16")["model.safetensors"]) < len(
+        main["model.safetensors"]
+    )
+
+
+@pytest.mark.parametrize("where", ["lfs_put", "commit"])
+def test_a_connection_that_is_cut(hub, draft, where):
+    """Nothing half-pushed: the client tries again, or the next push does, and does not send what has arrived."""
+    hub.cut = [where]
+    try:
+        push_draft(draft, REPO)
+    except Exception as error:
+        assert "disconnected" in str(error).lower() or "connection" in str(error).lower(), error
+        assert files_of(hub) == {}
+        push_draft(draft, REPO)
+    assert hub.cut == [] and len(hub.repos[REPO]["main"]) == 2
+    pushed = Eagle3ForSpeculation.from_pretrained(REPO)
+    for name, tensor in draft.state_dict().items():
+        assert torch.equal(pushed.state_dict()[name], tensor)
+    num_puts = sum(method == "PUT" for method, _ in hub.requests)
+    assert num_puts == {"lfs_put": 2, "commit": 1}[where]
+
+
+def test_no_token_and_not_ones_own(hub, draft, monkeypatch):
+    with pytest.raises(Exception, match="You may not create you/draft") as error:
+        push_draft(draft, "you/draft")
+    assert error.value.response.status_code == 403 and "you/draft" not in hub.repos
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(PermissionError, match="hf auth login"):
+        draft.push_to_hub(REPO)
+    assert REPO not in hub.repos
+
+
+def test_records_beside_a_draft_are_its_own(hub, draft, tmp_path, caplog):
+    draft.save_pretrained(tmp_path / "draft")
+    (tmp_path / "draft" / "benchmark.json").write_text(json.dumps(benchmark_of(draft)))
+    Eagle3ForSpeculation.from_pretrained(tmp_path / "draft").push_to_hub(REPO)
+    assert "benchmark.json" in files_of(hub)
+    # Copied to another draft's folder.
+    stale = benchmark_of(make_draft(make_target("qwen3"), [make_prompt(5)]))
+    (tmp_path / "draft" / "benchmark.json").write_text(json.dumps(stale))
+    Eagle3ForSpeculation.from_pretrained(tmp_path / "draft").push_to_hub(REPO)
+    assert "benchmark.json" not in files_of(hub)
+
+
+def test_trainer(hub, tokenizer, tmp_path):
+    target = make_target("llama")
+    target.config._name_or_path = "big/Model-8B"
+    trainer = Eagle3Trainer(
+        model=None,
+        target_model=target,
+        args=Eagle3TrainingArguments(
+            str(tmp_path / "run"),
+            push_to_hub=True,
+            max_steps=2,
+            bf16=False,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+        ),
+        train_dataset=Dataset.from_dict({"text": ["what is 3 and the end a b c d"] * 16}),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    trainer.push_to_hub(dataset_name="me/chats")
+    repo = "me/Model-8B-speculator.eagle3"
+    files = files_of(hub, repo)
+    card = ModelCard(files["README.md"].decode())
+    assert card.data.base_model == "big/Model-8B" and card.data.datasets == ["me/chats"]
+    assert "2 steps of 8 sequences" in card.text and "max_steps: 2" in card.text and "hf_test" not in str(files)
+    record = json.loads(files["training.json"])
+    assert record["draft_weights"] == weights_digest(Eagle3ForSpeculation.from_pretrained(repo).state_dict())
+    assert record["arguments"]["dataset_name"] == "me/chats"
+    assert refresh_card(repo) == "unchanged"
+
+
+def run(monkeypatch, script, *arguments):
+    monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+    monkeypatch.syspath_prepend(str(RECIPES))
+    runpy.run_path(str(RECIPES / script), run_name="__main__")
+
+
+def test_push_recipe(hub, draft, tmp_path, monkeypatch, capsys):
+    draft.save_pretrained(tmp_path / "draft")
+    (tmp_path / "results.json").write_text(json.dumps(benchmark_of(draft)))
+    options = ["--benchmark", tmp_path / "results.json", "--verifier", "big/Model-8B", "--dtype", "bfloat16"]
+    run(monkeypatch, "push.py", tmp_path / "draft", *options, "--dry_run", tmp_path / "dry")
+    assert hub.requests == [] and (tmp_path / "dry" / "acceptance.png").exists()
+    run(monkeypatch, "push.py", tmp_path / "draft", *options, "--private")
+    repo = "me/Model-8B-speculator.eagle3"
+    files = files_of(hub, repo)
+    assert repo in hub.private and f"commit/{hub_sha(hub, repo)}" in capsys.readouterr().out
+    assert {
+        name: (tmp_path / "dry" / name).read_bytes() for name in ("config.json", "benchmark.json")
+    }.items() <= files.items()
+    pushed = Eagle3ForSpeculation.from_pretrained(repo)
+    assert pushed.dtype == torch.bfloat16 and pushed.config.verifier == "big/Model-8B"
+
+
+def hub_sha(hub, repo):
+    from loopback_hub import sha_of
+
+    return sha_of(files_of(hub, repo))
+
+
+def test_model_cards_recipe(hub, draft, monkeypatch, capsys):
+    draft.config.speculators_config["verifier"]["name_or_path"] = "Qwen/Qwen3-8B"
+    push_draft(draft, "me/Qwen3-8B-speculator.eagle3", benchmark=benchmark_of(draft))
+    hub.repos["me/something-else"] = {"main": [{}]}
+    run(monkeypatch, "model_cards.py", "--push_to", "me", "--create")
+    (collection,) = hub.collections.values()
+    assert len(collection["items"]) == 5 and "me/something-else" not in collection["items"]
+    card = files_of(hub, "me/Qwen3-8B-speculator.eagle3")["README.md"].decode()
+    assert "2.25x" in card and "Figures of others" in card and "license: apache-2.0" in card
+    card = files_of(hub, "me/gpt-oss-20b-speculator.eagle3")["README.md"].decode()
+    assert "weights have not been trained yet" in card and "nebius/EAGLE3-gpt-oss-20b" in card
+    # A second run finds nothing to do.
+    num_commits = {repo: len(branches["main"]) for repo, branches in hub.repos.items()}
+    capsys.readouterr()
+    run(monkeypatch, "model_cards.py", "--push_to", "me")
+    assert {repo: len(branches["main"]) for repo, branches in hub.repos.items()} == num_commits
+    assert capsys.readouterr().out.count(": unchanged") == 5
