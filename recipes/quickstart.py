@@ -45,6 +45,7 @@ from trl import SFTConfig, SFTTrainer
 from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.hub import write_records
 from hf_eagle3.training.optimizer import MuonWithAdamW
+from hf_eagle3.training.record import training_record
 
 
 NUM_PROMPTS = 20
@@ -211,7 +212,7 @@ def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None
     train(trainer, budget)
     draft = trainer.draft.to(target.dtype)
     command = shlex.join(["python", "recipes/quickstart.py", *sys.argv[1:]])
-    save(folder, draft, training=trainer.training_record(draft.state_dict()) | {"command": command})
+    save(folder, draft, training=training_record(trainer, draft.state_dict()) | {"command": command})
 
 
 def save(folder: Path, *objects, training: dict | None = None) -> None:

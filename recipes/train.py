@@ -176,13 +176,15 @@ def main():
     script_args, training_args, target_config, mixture = parser.parse_args_and_config()
     trainer = make_trainer(script_args, training_args, target_config, mixture)
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    trainer.save_model(training_args.output_dir)
-    names = [dataset.path for dataset in mixture.datasets] or script_args.dataset_name
-    trainer.create_model_card(dataset_name=names)
+    names = [dataset.path for dataset in mixture.datasets] or [script_args.dataset_name]
+    trainer.dataset_names = [name for name in names if name is not None]
+    if training_args.push_to_hub:  # which saves, too
+        trainer.push_to_hub()
+        trainer.accelerator.print(f"Pushed the draft to {trainer.hub_model_id}.")
+    else:
+        trainer.save_model(training_args.output_dir)
+        trainer.create_model_card()
     trainer.accelerator.print(f"Saved the draft to {training_args.output_dir}.")
-    if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=names)
-        trainer.accelerator.print(f"Pushed it to https://huggingface.co/{trainer.hub_model_id}.")
 
 
 if __name__ == "__main__":

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_prompt, make_target
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.environment import weights_digest
 
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -146,6 +148,8 @@ def test_two_processes_give_the_losses_of_one(files, evaluated_run, whole_run, k
     )
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[name].float(), theirs[name].float(), atol=5e-3) for name in ours)
+    record = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert record["draft_weights"] == weights_digest(ours) and record["num_processes"] == 2
 
 
 def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path):
@@ -165,6 +169,9 @@ def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path):
     adapted = adapter.merge_and_unload()
     changed = {name for name, weight in adapted.state_dict().items() if not torch.equal(weight, before[name])}
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj"}
+    card = ModelCard.load(tmp_path / "adapter" / "README.md")
+    assert card.data.base_model == str(files / "whole") and "PeftModel.from_pretrained(draft" in card.text
+    assert "lora" not in card.data.tags and "learning_rate: 0.01" in card.text
 
 
 def test_a_split_that_is_not_there(files, tmp_path):

@@ -1,8 +1,7 @@
 """[`Eagle3Trainer`]: TRL's `SFTTrainer`, training a draft by training-time test."""
 
 import copy
-import json
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from types import MethodType
@@ -28,49 +27,16 @@ from ..data import (
     report_long_rows,
     without_prompt_column,
 )
-from ..environment import environment, weights_digest
-from ..hub import TRAINING_RECORD, read_record, render_card, repo_name, write_records
+from ..hub import render_card, repo_name, write_records
 from ..modeling_eagle3 import Eagle3ForSpeculation
 from .arguments import Eagle3TrainingArguments
 from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, start_store
 from .optimizer import MuonWithAdamW
+from .record import training_record
 from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, ttt_loss
 
 
 logger = get_logger(__name__)
-
-# Arguments that say where a run writes to, what it shows and how it is spread out, not what it learns.
-NOT_OF_TRAINING = [
-    "accelerator_config",
-    "activation_checkpointing",
-    "dataloader_num_workers",
-    "dataloader_persistent_workers",
-    "dataloader_pin_memory",
-    "debug",
-    "disable_tqdm",
-    "do_eval",
-    "do_train",
-    "eos_token",
-    "eval_on_start",
-    "eval_steps",
-    "eval_strategy",
-    "gradient_checkpointing",
-    "local_rank",
-    "logging_dir",
-    "logging_steps",
-    "logging_strategy",
-    "output_dir",
-    "pad_to_multiple_of",
-    "pad_token",
-    "push_to_hub",
-    "report_to",
-    "resume_from_checkpoint",
-    "run_name",
-    "save_steps",
-    "save_strategy",
-    "save_total_limit",
-    "use_cpu",
-]
 
 
 class Eagle3Trainer(SFTTrainer):
@@ -123,7 +89,7 @@ class Eagle3Trainer(SFTTrainer):
             raise TypeError(f"`args` must be `Eagle3TrainingArguments`, got {type(args).__name__}.")
         if kwargs.get("processing_class") is None:
             raise ValueError("`Eagle3Trainer` needs the target's tokenizer as `processing_class`.")
-        self.dataset_names: list[str] = []
+        self.dataset_names: list[str] = []  # for the card
         if args.push_to_hub and args.hub_model_id is None:
             args.hub_model_id = repo_name(target_model.config._name_or_path or "draft")
         takes_vocabulary_from_data = model is None and args.draft_vocab_size is not None
@@ -488,71 +454,41 @@ class Eagle3Trainer(SFTTrainer):
         draft.borrow_embeddings(self.target_model)
         return draft
 
-    def training_record(self, state_dict: dict[str, torch.Tensor] | None = None) -> dict:
-        """What `training.json` and the card say about this training."""
-        defaults = {
-            item.name: item.default if item.default_factory is MISSING else item.default_factory()
-            for item in fields(self.args)
-        }
-        arguments = {
-            name: value
-            for name, value in self.args.to_dict().items()
-            if name not in NOT_OF_TRAINING and not name.startswith("hub_") and value != defaults[name]
-        }
-        names = {"model_name_or_path": self.target_model.config._name_or_path}
-        if self.dataset_names:
-            names["dataset_name"] = self.dataset_names[0] if len(self.dataset_names) == 1 else self.dataset_names
-        logged = {key: value for entry in self.state.log_history for key, value in entry.items()}  # the last of each
-        evaluation = {name: logged.get(f"eval_{name}") for name in ("acceptance_length", "accuracy_0")}
-        if None in evaluation.values():  # without decoding, or without evaluation
-            evaluation = None
-        else:
-            evaluation["num_prompts"] = self.args.num_eval_prompts
-        return {
-            "draft_weights": weights_digest(state_dict) if state_dict is not None else None,
-            "datasets": self.dataset_names,
-            "command": "accelerate launch recipes/train.py --config training.yaml",
-            "arguments": json.loads(json.dumps(names | arguments, default=str)),
-            "steps": self.state.global_step,
-            "epochs": self.state.epoch or 0.0,
-            "sequences_per_step": self.args.train_batch_size
-            * self.args.gradient_accumulation_steps
-            * self.args.world_size,
-            "seconds": logged.get("train_runtime"),
-            "num_processes": self.args.world_size,
-            "environment": environment(self.accelerator.device),
-            "evaluation": evaluation,
-        }
-
     def _save(self, output_dir=None, state_dict=None):
         """Adds how it was trained, for the card."""
         super()._save(output_dir, state_dict)
+        if not self.args.should_save:
+            return
         weights = None
         if not hasattr(self.accelerator.unwrap_model(self.model), "peft_config"):
             weights = self.draft.state_dict() if state_dict is None else state_dict
-        write_records(Path(output_dir or self.args.output_dir), self.training_record(weights), None)
+        write_records(Path(output_dir or self.args.output_dir), training_record(self, weights or None), None)
 
     def create_model_card(self, model_name=None, dataset_name: str | list[str] | None = None, tags=None):
         """Writes README.md to the output folder; see [`render_card`]. `dataset_name` is what it says about the data."""
         if not self.is_world_process_zero():
             return
-        if dataset_name:
-            self.dataset_names = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name)
+        self._name_datasets(dataset_name)
         model, folder = self.accelerator.unwrap_model(self.model), Path(self.args.output_dir)
         adapter_of = getattr(self.draft.config, "_name_or_path", None) if hasattr(model, "peft_config") else None
-        record = self.training_record()
-        if (saved := read_record(folder / TRAINING_RECORD)) is not None:
-            record["draft_weights"] = saved["draft_weights"]
-            write_records(folder, record, None)
         card = render_card(
             self.hub_model_id or model_name or folder.resolve().name,
             self.draft,
             verifier=self.target_model.config._name_or_path,
-            training=record,
+            training=training_record(self),
             adapter_of=adapter_of,
             tags=[tags] if isinstance(tags, str) else tags or (),
         )
         card.save(folder / "README.md")
+
+    def push_to_hub(self, *args, dataset_name: str | list[str] | None = None, **kwargs):
+        """See [`~trl.SFTTrainer.push_to_hub`]. What is pushed, in one commit, is a draft with its card and `training.json`."""
+        self._name_datasets(dataset_name)
+        return super().push_to_hub(*args, **kwargs)
+
+    def _name_datasets(self, names: str | list[str] | None) -> None:
+        if names:
+            self.dataset_names = [names] if isinstance(names, str) else list(names)
 
 
 def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_config=None):

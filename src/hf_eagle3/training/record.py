@@ -1,0 +1,84 @@
+"""What `training.json` and the card say about a training."""
+
+import json
+from dataclasses import MISSING, fields
+
+import torch
+
+from ..environment import environment, weights_digest
+
+
+# Arguments that say where a run writes to, what it shows and how it is spread out, not what it learns.
+NOT_OF_TRAINING = [
+    "accelerator_config",
+    "activation_checkpointing",
+    "dataloader_num_workers",
+    "dataloader_persistent_workers",
+    "dataloader_pin_memory",
+    "debug",
+    "disable_tqdm",
+    "do_eval",
+    "do_train",
+    "eos_token",
+    "eval_on_start",
+    "eval_steps",
+    "eval_strategy",
+    "gradient_checkpointing",
+    "local_rank",
+    "logging_dir",
+    "logging_steps",
+    "logging_strategy",
+    "output_dir",
+    "pad_to_multiple_of",
+    "pad_token",
+    "push_to_hub",
+    "report_to",
+    "resume_from_checkpoint",
+    "run_name",
+    "save_steps",
+    "save_strategy",
+    "save_total_limit",
+    "use_cpu",
+]
+
+
+def training_record(trainer, state_dict: dict[str, torch.Tensor] | None = None) -> dict:
+    """
+    Data, arguments that are not the defaults, length, machine and last evaluation.
+
+    Args:
+        trainer ([`Eagle3Trainer`]): The trainer, at whatever point it is.
+        state_dict (`dict[str, torch.Tensor]`, *optional*): The draft's weights, whose digest says which draft this is about.
+    """
+    args = trainer.args
+    defaults = {
+        item.name: item.default if item.default_factory is MISSING else item.default_factory() for item in fields(args)
+    }
+    arguments = {"model_name_or_path": trainer.target_model.config._name_or_path}
+    if trainer.dataset_names:
+        names = trainer.dataset_names
+        arguments["dataset_name"] = names[0] if len(names) == 1 else names
+    arguments |= {
+        name: value
+        for name, value in args.to_dict().items()
+        if name not in NOT_OF_TRAINING and not name.startswith("hub_") and value != defaults[name]
+    }
+    logged = {key: value for entry in trainer.state.log_history for key, value in entry.items()}  # the last of each
+    evaluation = {name: logged.get(f"eval_{name}") for name in ("acceptance_length", "accuracy_0")}
+    if None in evaluation.values():  # without decoding, or without evaluation
+        evaluation = None
+    else:
+        evaluation["num_prompts"] = args.num_eval_prompts
+    return {
+        "draft_weights": None if state_dict is None else weights_digest(state_dict),
+        "datasets": trainer.dataset_names,
+        "command": "accelerate launch recipes/train.py --config training.yaml",
+        "arguments": json.loads(json.dumps(arguments, default=str)),
+        "steps": trainer.state.global_step,
+        "epochs": trainer.state.epoch or 0.0,
+        "sequences_per_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        "seconds": logged.get("train_runtime"),
+        "num_processes": args.world_size,
+        "environment": environment(trainer.accelerator.device),
+        "evaluation": evaluation,
+    }
