@@ -29,7 +29,7 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, set_seed
 
 from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
-from hf_eagle3.evaluation import read_prompts
+from hf_eagle3.evaluation import load_prompts
 
 
 CHOICES = {
@@ -87,7 +87,7 @@ def train(target, tokenizer, dataset, choice: dict, seed: int, args):
     return trainer.draft.to(target.dtype), trainer.state.global_step
 
 
-def acceptance_length(target, tokenizer, draft, prompts: list[str], temperature: float, max_new_tokens: int) -> float:
+def acceptance_length(target, draft, prompts: list[list[int]], temperature: float, max_new_tokens: int) -> float:
     """Pooled, with the whole tree in every step; sampling from all tokens."""
     draft.generation_config.update(tree_policy="static", assistant_confidence_threshold=0.0)
     sampling = {"do_sample": False}
@@ -96,8 +96,14 @@ def acceptance_length(target, tokenizer, draft, prompts: list[str], temperature:
     lengths = []
     set_seed(0)
     for prompt in prompts:
-        inputs = tokenizer(prompt, return_tensors="pt").to(target.device)
-        target.generate(**inputs, assistant_model=draft, max_new_tokens=max_new_tokens, **sampling)
+        inputs = torch.tensor([prompt], device=target.device)
+        target.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            assistant_model=draft,
+            max_new_tokens=max_new_tokens,
+            **sampling,
+        )
         lengths += draft.last_generation.accepted_lengths
     return statistics.mean(lengths)
 
@@ -137,10 +143,10 @@ def main():
     parser.add_argument("--bf16", action="store_true", help="Train in mixed precision")
     args = parser.parse_args()
 
-    prompts = read_prompts(args.prompts, args.num_prompts)
     dataset = load_dataset("json", data_files=args.dataset, split="train")
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
+    prompts = load_prompts(args.prompts, tokenizer, args.num_prompts)
     path = Path(args.json)
     results = json.loads(path.read_text()) if path.exists() else []
     done = {(result["choice"], result["seed"]) for result in results}
@@ -152,7 +158,7 @@ def main():
             run = {"choice": choice, "seed": seed, "tokens": num_steps * args.batch_size * args.max_length}
             for temperature in (0, 1):
                 run[f"acceptance_length_{temperature}"] = acceptance_length(
-                    target, tokenizer, draft.eval(), prompts, temperature, args.max_new_tokens
+                    target, draft.eval(), prompts, temperature, args.max_new_tokens
                 )
             results.append(run)
             path.write_text(json.dumps(results, indent=2))

@@ -1,93 +1,181 @@
+# /// script
+# dependencies = ["hf-eagle3[train]"]
+# ///
 """
-Compares plain generation, prompt lookup and an EAGLE-3 draft on the same prompts.
+Compares plain generation, a draft, and the other ways that transformers has to speed up generation, on the same prompts.
 
     python recipes/benchmark.py --target Qwen/Qwen3-8B --draft me/Qwen3-8B-speculator.eagle3 \
-        --prompts prompts.jsonl --dtype bfloat16 --json results.json
+        --tasks mt_bench humaneval gsm8k --dtype bfloat16 --json results.jsonl
 
-`prompts.jsonl` holds one `{"prompt": "..."}` a line.
+`--tasks` takes tasks of the Hub (mt_bench, humaneval, gsm8k, alpaca, cnn_dm, math500, or the groups `paper` and `spec_bench`), JSON Lines files
+with a `{"prompt": "..."}` or `{"messages": [...]}` a line, folders of them, and `python`: the standard library's sources, which every machine has.
+A task that cannot be reached is left out, and said to be.
+
+What was measured is kept in the JSON Lines file; interrupted, the same command goes on. `--plots FOLDER` draws it, `--markdown FILE`
+writes the table. Two runs are compared without measuring anything:
+
+    python recipes/benchmark.py --compare before.jsonl after.jsonl
+
+`--profile` shows where the time of a step goes, from torch's profiler.
 """
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_eagle3.environment import environment, weights_digest
-from hf_eagle3.evaluation import METHODS, format_table, plot_speedups, read_prompts, run_benchmark
+from hf_eagle3.evaluation import (
+    METHODS,
+    BenchmarkResults,
+    compare,
+    format_table,
+    load_prompts,
+    plot_all,
+    print_table,
+    run_benchmark,
+)
+from hf_eagle3.evaluation.profile import format_profile, profile_steps
+from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
 from hf_eagle3.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 
 
-def main():
+# Arguments that say where results go, not what is measured.
+NOT_MEASURED = ("json", "plots", "markdown", "compare", "profile")
+
+
+def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="Target: a folder or a Hub id")
-    parser.add_argument("--draft", required=True, help="Draft: a folder or a Hub id")
-    parser.add_argument("--prompts", required=True, help='JSON Lines file, one {"prompt": "..."} a line')
-    parser.add_argument("--json", help="Where to write the results")
-    parser.add_argument("--plot", help="Where to save a picture of the results")
-    parser.add_argument("--methods", nargs="+", help="By default all: plain, prompt-lookup (batch size 1) and eagle3")
-    parser.add_argument("--batch_size", type=int, default=1)
+    parser.add_argument("--target", help="Target: a folder or a Hub id")
+    parser.add_argument("--draft", help="Draft: a folder or a Hub id")
+    parser.add_argument("--assistant", help="Small model for the method `assistant`: a folder or a Hub id")
+    parser.add_argument("--dflash", help="DFlash draft for the method `dflash`: a folder or a Hub id")
+    parser.add_argument(
+        "--tasks", "--prompts", nargs="+", default=[OFFLINE], help="Tasks, files or folders: see above"
+    )
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, help="By default plain, prompt-lookup and those there is a model for"
+    )
+    parser.add_argument("--batch_size", "--batch_sizes", type=int, nargs="+", default=[1], dest="batch_sizes")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     for name, kind in (("top_k", int), ("top_p", float)):
         parser.add_argument(
             f"--{name}", type=kind, help="When sampling; by default what `generate` does for the target"
         )
     parser.add_argument("--max_new_tokens", type=int, default=128)
-    parser.add_argument("--num_prompts", type=int, help="Only the first so many prompts")
+    parser.add_argument("--num_prompts", type=int, help="Only the first so many prompts of each task")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--chat_template_kwargs", type=json.loads, help="Such as '{\"enable_thinking\": false}'")
     parser.add_argument("--dtype", default="auto", help="Dtype of target and draft")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for name, default in DEFAULT_TREE_SETTINGS.items():
         parser.add_argument(f"--{name}", type=type(default), help="Overrides the draft's own setting")
+    parser.add_argument("--json", help="JSON Lines file to keep the results in")
+    parser.add_argument("--plots", metavar="FOLDER", help="Where to save plots")
+    parser.add_argument("--markdown", metavar="FILE", help="Where to save the table")
+    parser.add_argument(
+        "--compare", nargs=2, metavar=("BEFORE", "AFTER"), help="Compare two files of results, and end"
+    )
+    parser.add_argument("--profile", action="store_true", help="Also show where the time of a step goes")
     args = parser.parse_args()
+    if args.compare is None and args.target is None:
+        parser.error("--target is missing")
+    if args.methods is None:
+        args.methods = ["plain", "prompt-lookup"] if args.batch_sizes == [1] else ["plain"]
+        args.methods += [name for name in ("assistant", "dflash") if getattr(args, name)] + ["eagle3"] * bool(
+            args.draft
+        )
+    return args
 
-    prompts = read_prompts(args.prompts, args.num_prompts)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(args.device).eval()
+
+def collect_prompts(args, tokenizer) -> tuple[dict[str, list[list[int]]], dict[str, str]]:
+    """Prompts by task, and the tasks that could not be had."""
+    tasks, missing = {}, {}
+    for name in expand(args.tasks):
+        try:
+            tasks[task_name(name)] = load_prompts(name, tokenizer, args.num_prompts, args.chat_template_kwargs)
+        except (OSError, ValueError) as error:
+            if Path(name).is_file():  # a file of one's own that is broken is not something to go on without
+                raise
+            missing[name] = f"{type(error).__name__}: {error}"
+            print(f"The task {name} is left out: {error}", file=sys.stderr)
+    if not tasks:
+        raise SystemExit("There is no task left to measure.")
+    return tasks, missing
+
+
+def open_results(args, run: dict) -> BenchmarkResults:
+    """A fresh run, or the one in the file, if it is of the same arguments, weights and machine."""
+    if not args.json or not Path(args.json).exists():
+        return BenchmarkResults(run)
+    results = BenchmarkResults.read(args.json)
+    for name in ("arguments", "draft_weights", "environment", "tree"):
+        if results.run.get(name) != json.loads(json.dumps(run[name])):
+            raise SystemExit(
+                f"{args.json} holds a run with other {name}: {results.run.get(name)}, not {run[name]}. Choose another file."
+            )
+    results.run["missing_tasks"] = run["missing_tasks"]
+    return results
+
+
+def main():
+    args = parse_arguments()
+    if args.compare:
+        print(compare(*map(BenchmarkResults.read, args.compare)))
+        return
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    draft = AutoModel.from_pretrained(args.draft, dtype=args.dtype, trust_remote_code=True).to(args.device).eval()
-    for name in DEFAULT_TREE_SETTINGS:
-        if getattr(args, name) is not None:
-            setattr(draft.generation_config, name, getattr(args, name))
+    tasks, missing = collect_prompts(args, tokenizer)
 
-    sampling = {name: getattr(args, name) for name in ("top_k", "top_p") if getattr(args, name) is not None}
-    rows = run_benchmark(
+    def load(auto_class, name, **kwargs):
+        return auto_class.from_pretrained(name, dtype=args.dtype, **kwargs).to(args.device).eval() if name else None
+
+    target, draft = load(AutoModelForCausalLM, args.target), load(AutoModel, args.draft, trust_remote_code=True)
+    tree, weights = {}, None
+    if draft is not None:
+        for name in DEFAULT_TREE_SETTINGS:
+            if getattr(args, name) is not None:
+                setattr(draft.generation_config, name, getattr(args, name))
+        tree, weights = tree_settings(draft.generation_config), weights_digest(draft.state_dict())
+    run = {
+        "draft_weights": weights,  # whose figures these are
+        "arguments": {name: value for name, value in vars(args).items() if name not in NOT_MEASURED},
+        "environment": {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")},
+        "tree": tree,
+        "missing_tasks": missing,
+    }
+    results = open_results(args, run)
+    run_benchmark(
         target,
         tokenizer,
         draft,
-        prompts,
-        args.methods or (METHODS if args.batch_size == 1 else ("plain", "eagle3")),
+        tasks,
+        args.methods,
         args.temperatures,
+        args.batch_sizes,
         args.max_new_tokens,
         args.repeats,
-        sampling=sampling,
-        batch_size=args.batch_size,
+        sampling={name: getattr(args, name) for name in ("top_k", "top_p") if getattr(args, name) is not None},
+        assistant=load(AutoModelForCausalLM, args.assistant),
+        dflash=load(AutoModel, args.dflash),
+        results=results,
+        save=(lambda results: results.write(args.json)) if args.json else (lambda results: None),
     )
-    tree = tree_settings(draft.generation_config)
-    facts = {**environment(args.device), "target_dtype": str(target.dtype), "draft_dtype": str(draft.dtype)}
-    print(format_table(rows))
-    print(
-        f"{len(prompts)} prompts, {args.max_new_tokens} new tokens, batch size {args.batch_size}, medians of {args.repeats} interleaved "
-        f"repeats (range in brackets); sampling {sampling or 'as generate does by default'}; tree {tree}; {facts}"
-    )
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(
-                {
-                    "draft_weights": weights_digest(draft.state_dict()),  # whose figures these are
-                    "task": Path(args.prompts).stem,
-                    "arguments": vars(args),
-                    "environment": facts,
-                    "tree": tree,
-                    "results": [row.to_dict() for row in rows],
-                },
-                file,
-                indent=2,
-            )
-        print(f"Wrote {args.json}")
-    if args.plot:
-        plot_speedups(rows, args.plot, f"Tokens per second, batch size {args.batch_size}")
-        print(f"Wrote {args.plot}")
+    rows = results.rows
+    print_table(rows, f"{args.target}, medians of {args.repeats} interleaved repeats (range in brackets)")
+    print(f"{args.max_new_tokens} new tokens; tree {tree}; {run['environment']}")
+    for name, reason in {**missing, **results.run["left_out"]}.items():
+        print(f"Left out: {name}. {reason}")
+    if args.markdown:
+        Path(args.markdown).write_text(format_table(rows) + "\n", encoding="utf-8")
+        print(f"Wrote {args.markdown}")
+    if args.plots:
+        print(f"Wrote {', '.join(map(str, plot_all(results, args.plots)))}")
+    if args.profile:
+        prompt = next(iter(tasks.values()))[0]
+        print(format_profile(profile_steps(target, draft, prompt, args.max_new_tokens)))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from hf_eagle3.evaluation import read_prompts
+from hf_eagle3.evaluation import load_prompts
 
 
 @torch.no_grad()
@@ -69,8 +69,7 @@ def main():
     parser.add_argument("--json", help="Where to write the results")
     args = parser.parse_args()
 
-    prompts = read_prompts(args.prompts, args.num_prompts)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    prompts = load_prompts(args.prompts, AutoTokenizer.from_pretrained(args.target), args.num_prompts)
     results, unexplained = {}, 0
     print("| dtype | texts that differ | near ties | largest gap | noise of the target | noise of the tree |")
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
@@ -79,9 +78,7 @@ def main():
         draft = AutoModel.from_pretrained(args.draft, dtype=dtype, trust_remote_code=True).to(args.device).eval()
         draft.generation_config.tree_policy = "static"  # a tree in every step
         results[dtype] = rows = [
-            compare(
-                target, draft, tokenizer(prompt, return_tensors="pt").input_ids.to(args.device), args.max_new_tokens
-            )
+            compare(target, draft, torch.tensor([prompt], device=args.device), args.max_new_tokens)
             for prompt in tqdm(prompts, desc=dtype)
         ]
         noise = max(row["noise"] for row in rows)

@@ -4,19 +4,18 @@
 """
 Pushes a draft to the Hub: weights, configuration, the code that travels with it, what was measured, and its card, in one commit.
 
-    python recipes/benchmark.py --target Qwen/Qwen3-8B --draft Qwen3-8B-speculator.eagle3 --prompts prompts.jsonl --json results.json
-    python recipes/push.py Qwen3-8B-speculator.eagle3 --repo_id me/Qwen3-8B-speculator.eagle3 --benchmark results.json
+    python recipes/benchmark.py --target Qwen/Qwen3-8B --draft Qwen3-8B-speculator.eagle3 --tasks paper --json results.jsonl
+    python recipes/push.py Qwen3-8B-speculator.eagle3 --repo_id me/Qwen3-8B-speculator.eagle3 --benchmark results.jsonl
 
 Cut off, it is simply run again: weights that have arrived are not sent twice. `--dry_run` writes to a folder what would be pushed.
 """
 
 import argparse
-import json
-from pathlib import Path
 
 from huggingface_hub import whoami
 
 from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.evaluation import BenchmarkResults
 from hf_eagle3.hub import push_draft, repo_name, write_draft
 
 
@@ -43,7 +42,7 @@ def main():
                 "this draft's format names no verifier: run recipes/export.py --to speculators --target first"
             )
         draft.config.speculators_config["verifier"]["name_or_path"] = args.verifier
-    benchmark = json.loads(Path(args.benchmark).read_text(encoding="utf-8")) if args.benchmark else None
+    benchmark = BenchmarkResults.read(args.benchmark) if args.benchmark else None
     name = repo_name(draft.config.verifier)
     if args.dry_run:
         write_draft(draft, args.dry_run, args.repo_id or name, benchmark=benchmark, license=args.license)

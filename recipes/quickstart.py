@@ -21,7 +21,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
@@ -43,6 +42,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.evaluation.tasks import standard_library
 from hf_eagle3.hub import write_records
 from hf_eagle3.training.optimizer import MuonWithAdamW
 from hf_eagle3.training.record import training_record
@@ -94,24 +94,6 @@ class TimedEagle3Trainer(Eagle3Trainer):
     @property
     def progress(self) -> float:
         return self.budget.share
-
-
-def standard_library() -> tuple[Dataset, list[str]]:
-    """Python's own sources, cut into documents, and the beginnings of files that are left out of them."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
-    files = [path for path in sorted(root.rglob("*.py")) if not skipped & set(path.relative_to(root).parts)]
-    sources = [path.read_text(encoding="utf-8", errors="ignore") for path in files]
-    sources = [source for source in sources if len(source) > 2000]
-    held_out = set(range(0, len(sources), len(sources) // NUM_PROMPTS))
-    train = [
-        source[i : i + 2000]
-        for n, source in enumerate(sources)
-        if n not in held_out
-        for i in range(0, len(source), 2000)
-    ]
-    # From the middle of a file: they all begin with the same few words.
-    return Dataset.from_dict({"text": train}), [sources[n][len(sources[n]) // 2 :] for n in sorted(held_out)]
 
 
 def local_or_hub_dataset(name: str) -> tuple[Dataset, list]:
@@ -274,7 +256,11 @@ def main():
     made_with.write_text(json.dumps(now))
 
     set_seed(args.seed)
-    dataset, held_out = standard_library() if args.dataset is None else local_or_hub_dataset(args.dataset)
+    if args.dataset is None:
+        documents, held_out = standard_library(NUM_PROMPTS)
+        dataset = Dataset.from_dict({"text": documents})
+    else:
+        dataset, held_out = local_or_hub_dataset(args.dataset)
     target_name, draft_dir = args.target or str(output_dir / "target"), output_dir / "draft"
     if args.target is None and not Path(target_name).exists():
         print(f"Training a small target on {len(dataset)} pieces of the standard library ...", flush=True)
@@ -289,11 +275,12 @@ def main():
     if prompts is None:
         prompts = str(output_dir / "prompts.jsonl")
         write_prompts(Path(prompts), held_out, tokenizer)
+    results = output_dir / "results.jsonl"
     print(f"Generating in a fresh process, with {target_name} and {draft_dir} ...", flush=True)
     command = [sys.executable, str(Path(__file__).with_name("benchmark.py"))]
     command += ["--target", target_name, "--draft", str(draft_dir), "--prompts", prompts]
     command += ["--max_new_tokens", str(args.max_new_tokens), "--repeats", str(args.repeats)]
-    command += ["--json", str(output_dir / "results.json"), "--plot", str(output_dir / "results.png")]
+    command += ["--json", str(results), "--plots", str(output_dir / "plots")]
     if (code := subprocess.run(command).returncode) != 0:
         raise SystemExit(
             f"The comparison ended with exit code {code}. Target and draft are complete; to compare again, run this script "
@@ -301,7 +288,7 @@ def main():
         )
     print(
         "To publish the draft, with a card that has these figures: "
-        + shlex.join(["python", "recipes/push.py", str(draft_dir), "--benchmark", str(output_dir / "results.json")])
+        + shlex.join(["python", "recipes/push.py", str(draft_dir), "--benchmark", str(results)])
     )
 
 

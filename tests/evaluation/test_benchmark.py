@@ -1,15 +1,25 @@
-import json
+"""`recipes/benchmark.py` and what it is made of."""
+
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import make_draft, make_prompt, make_target
+from transformers import AutoModel
 
-from hf_eagle3.evaluation import BenchmarkRow, format_table, read_prompts, run_benchmark
+from hf_eagle3.evaluation import BenchmarkResults, BenchmarkRow, compare, format_table, plot_all, run_benchmark
+from hf_eagle3.evaluation.profile import own_times, profile_steps
 
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def run(*arguments):
+    command = list(map(str, [sys.executable, RECIPES / "benchmark.py", *arguments]))
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def test_benchmark_recipe(tmp_path, tokenizer):
@@ -18,77 +28,190 @@ def test_benchmark_recipe(tmp_path, tokenizer):
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "what is 3"}\n{"prompt": "the end"}\n')
-    command = [sys.executable, RECIPES / "benchmark.py", "--max_new_tokens", "10", "--repeats", "2"]
-    for option, name in (("target", "target"), ("draft", "draft"), ("prompts", "prompts.jsonl"), ("json", "out.json")):
-        command += [f"--{option}", tmp_path / name]
-    command += ["--plot", tmp_path / "out.png", "--tree_depth", "3"]
-    result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    results_file = tmp_path / "results.jsonl"
+    arguments = ["--target", tmp_path / "target", "--draft", tmp_path / "draft", "--max_new_tokens", 10]
+    arguments += ["--prompts", tmp_path / "prompts.jsonl", "gsm8k", "--json", results_file, "--tree_depth", 3]
+    arguments += ["--assistant", tmp_path / "target", "--repeats", 2]
+    arguments += ["--methods", "plain", "prompt-lookup", "assistant", "mtp", "eagle3-chain", "eagle3"]
+    result = run(*arguments, "--plots", tmp_path / "plots", "--markdown", tmp_path / "table.md", "--profile")
     assert result.returncode == 0, result.stderr[-3000:]
-    results = json.loads((tmp_path / "out.json").read_text())
-    rows = {(row["temperature"], row["method"]): row for row in results["results"]}
-    assert set(rows) == {(t, m) for t in (0.0, 1.0) for m in ("plain", "prompt-lookup", "eagle3")}
+    # What cannot be had is said, and the rest goes on.
+    assert "The task gsm8k is left out" in result.stderr and "Left out: mtp" in result.stdout
+    results = BenchmarkResults.read(results_file)
+    assert list(results.run["missing_tasks"]) == ["gsm8k"] and list(results.run["left_out"]) == ["mtp"]
+    assert results.run["environment"]["torch"] == torch.__version__ and results.run["tree"]["tree_depth"] == 3
+    rows = {(row.temperature, row.method): row for row in results.rows}
+    methods = {"plain", "prompt-lookup", "assistant", "eagle3-chain", "eagle3"}
+    assert set(rows) == {(temperature, method) for temperature in (0.0, 1.0) for method in methods}
     for temperature in (0.0, 1.0):
-        row = rows[temperature, "eagle3"]
-        assert row["num_identical"] == row["num_prompts"] == 2
-        assert len(row["speedups"]) == 2
-        counts = {int(length): count for length, count in row["forwards_by_accepted_length"].items()}
-        num_tokens = sum(length * count for length, count in counts.items())
-        assert row["acceptance_length"] == pytest.approx(num_tokens / sum(counts.values())) and max(counts) <= 4
-        assert num_tokens == 2 * 2 * 9
-        assert BenchmarkRow.from_dict(row).to_dict() == {**row, "forwards_by_accepted_length": counts}
-    assert results["tree"]["tree_depth"] == 3
-    assert (tmp_path / "out.png").stat().st_size > 1000
-    assert "| 0 | eagle3 |" in result.stdout and "2/2" in result.stdout
+        for method in ("eagle3", "eagle3-chain"):
+            row = rows[temperature, method]
+            assert row.num_identical == row.num_prompts == 2 and len(row.speedups) == 2
+            assert 1 <= row.acceptance_length <= 4 and max(row.accepted_lengths) <= 4
+            assert sum(length * count for length, count in row.accepted_lengths.items()) == 2 * 2 * 9
+            assert row.target_forwards == row.accepted_lengths.total() + 2 * 2
+        plain = rows[temperature, "plain"]
+        assert plain.target_forwards == plain.new_tokens == 2 * 2 * 10
+    # The assistant is the target itself: all it drafts greedily is taken.
+    assert rows[0.0, "assistant"].num_identical == 2 and rows[0.0, "assistant"].acceptance_length > 1.5
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"speedup.png", "acceptance.png"}
+    assert "| 0 | eagle3 |" in (tmp_path / "table.md").read_text() and "| verify |" in result.stdout
+
+    # Interrupted in the last repeat, it goes on with what is missing.
+    lines = results_file.read_text().splitlines()
+    num_last = len(methods)
+    results_file.write_text("\n".join([*lines[:-num_last], lines[-1][:20]]))
+    result = run(*arguments)
+    assert result.returncode == 0, result.stderr[-3000:]
+    again = results_file.read_text().splitlines()
+    assert again[1 : len(lines) - num_last] == lines[1:-num_last] and len(again) == len(lines)
+    # Of other arguments it takes no notice, but says so.
+    result = run(*arguments, "--max_new_tokens", 11)
+    assert result.returncode != 0 and "holds a run with other arguments" in result.stderr
+    assert results_file.read_text().splitlines() == again
+    result = run("--compare", results_file, results_file)
+    assert (
+        result.returncode == 0 and "| prompts | 1 | 0 | eagle3 |" in result.stdout and "+0.0% | no |" in result.stdout
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_batches(tokenizer, temperature):
     target = make_target("llama")
     draft = make_draft(target, [make_prompt(5)])
-    prompts = ["what is 3", "the end", "a, b"]
-    plain, ours = run_benchmark(
-        target, tokenizer, draft, prompts, ["plain", "eagle3"], [temperature], 10, 2, batch_size=2
+    tasks = {"words": [tokenizer(prompt)["input_ids"] for prompt in ("what is 3", "the end", "a, b")]}
+    methods = ["plain", "prompt-lookup", "eagle3"]
+    results = run_benchmark(target, tokenizer, draft, tasks, methods, [temperature], [1, 2], 10, 2)
+    rows = {(row.method, row.batch_size): row for row in results.rows}
+    assert ("prompt-lookup", 1) in rows and ("prompt-lookup", 2) not in rows
+    for batch_size in (1, 2):
+        row = rows["eagle3", batch_size]
+        assert row.num_identical == row.num_prompts == 3 and len(row.speedups) == 2
+        assert sum(length * count for length, count in row.accepted_lengths.items()) <= 2 * 3 * 9
+
+
+def measurement(method, speedup, repeat=0, task="words", batch_size=1, **changes):
+    return {
+        "task": task,
+        "batch_size": batch_size,
+        "temperature": 0.0,
+        "repeat": repeat,
+        "method": method,
+        "new_tokens": 100,
+        "seconds": 10 / speedup,
+        "speedup": speedup,
+        "target_forwards": 50,
+        "accepted_lengths": {"1": 1, "4": 1, "2": 2} if method == "eagle3" else {},
+        "differing": [],
+        "num_prompts": 3,
+        "peak_memory": None,
+        **changes,
+    }
+
+
+def results_of(*speedups, **changes):
+    measurements = [
+        measurement(method, speedup if method == "eagle3" else 1.0, repeat, **changes)
+        for repeat, speedup in enumerate(speedups)
+        for method in ("plain", "eagle3")
+    ]
+    return BenchmarkResults({"environment": {}}, measurements)
+
+
+def test_rows_and_table():
+    results = results_of(4.0, 1.5, 3.0)
+    results.measurements[-1]["differing"] = [2]
+    plain, row = results.rows
+    assert (plain.acceptance_length, plain.acceptance_by_position) == (None, [])
+    assert row.acceptance_length == 2.25 and row.acceptance_by_position == [0.75, 0.25, 0.25]
+    assert format_table(results.rows).splitlines()[2:] == [
+        "| 0 | plain | 10 | 1.00 | - | - |",
+        "| 0 | eagle3 | 30 | 3.00 (1.50-4.00) | 2.25 | 2/3 |",
+    ]
+    results.measurements += results_of(2.0, task="other", batch_size=4, peak_memory=12.0).measurements
+    header, *_, last = format_table(results.rows).splitlines()
+    assert header.startswith("| task | batch size | T |") and header.endswith("| peak memory, MiB |")
+    assert last == "| other | 4 | 0 | eagle3 | 20 | 2.00 (2.00-2.00) | 2.25 | 3/3 | 12 |"
+    # Other methods do not tell verification forwards apart.
+    assert BenchmarkRow("prompt-lookup", 0.0, new_tokens=30, target_forwards=20).acceptance_length == 1.5
+    assert (
+        BenchmarkRow("prompt-lookup", 0.0, batch_size=2, new_tokens=30, target_forwards=20).acceptance_length is None
     )
-    assert ours.num_identical == ours.num_prompts == 3 and len(ours.speedups) == 2
-    assert sum(ours.accepted_lengths) <= 2 * 3 * 9
 
 
-def test_table():
-    rows = [
-        BenchmarkRow("plain", 0.0, [10.0, 30.0, 20.0], [1.0, 1.0, 1.0], num_prompts=2),
-        BenchmarkRow("eagle3", 0.0, [40.0, 50.0, 60.0], [4.0, 1.5, 3.0], 2.5, [2, 3], 2, 2),
-    ]
-    assert format_table(rows).splitlines()[2:] == [
-        "| 0 | plain | 20 | 1.00 | - | - |",
-        "| 0 | eagle3 | 50 | 3.00 (1.50-4.00) | 2.50 | 2/2 |",
-    ]
+def test_plots(tmp_path):
+    results = results_of(2.0, 2.1)
+    results.measurements += results_of(1.5, 1.6, batch_size=4).measurements
+    assert [path.name for path in plot_all(results, tmp_path)] == ["speedup.png", "acceptance.png", "batch_size.png"]
+    assert all(path.stat().st_size > 1000 for path in tmp_path.iterdir())
 
 
-def test_acceptance_by_position():
-    row = BenchmarkRow("eagle3", 0.0, accepted_lengths=[1, 4, 2, 2])
-    assert row.acceptance_by_position == [0.75, 0.25, 0.25]
-    assert BenchmarkRow("plain", 0.0).acceptance_by_position == []
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [((1.0, 1.2), (1.1, 1.3), "no"), ((1.0, 1.1), (1.2, 1.3), "yes"), ((1.0,), (2.0,), "unknown: one repeat")],
+)
+def test_compare(before, after, verdict):
+    table = compare(results_of(*before), results_of(*after))
+    assert table.splitlines()[2].endswith(f"| {verdict} |")
+    with pytest.raises(ValueError, match="nothing|in common"):
+        compare(results_of(1.0), results_of(1.0, task="other"))
+    other = results_of(*after)
+    other.run["environment"] = {"machine": "another"}
+    assert "environment differs" in compare(results_of(*before), other)
 
 
-def test_unknown_methods(tokenizer):
-    target = make_target("llama")
+def test_results_files(tmp_path):
+    results = results_of(2.0, 3.0)
+    results.write(tmp_path / "results.jsonl")
+    assert BenchmarkResults.read(tmp_path / "results.jsonl") == results
+    (tmp_path / "other.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(ValueError, match="holds no results"):
+        BenchmarkResults.read(tmp_path / "other.jsonl")
+    lines = (tmp_path / "results.jsonl").read_text().splitlines()
+    (tmp_path / "broken.jsonl").write_text("\n".join([lines[0], "{", *lines[1:]]))
+    with pytest.raises(ValueError, match="line 2, is not JSON"):
+        BenchmarkResults.read(tmp_path / "broken.jsonl")
+
+
+def test_methods_that_cannot_be(tokenizer):
+    target, tasks = make_target("llama"), {"words": [[1, 2, 3]]}
     with pytest.raises(ValueError, match="medusa"):
-        run_benchmark(target, tokenizer, None, ["a"], methods=["plain", "medusa"])
+        run_benchmark(target, tokenizer, None, tasks, ["plain", "medusa"])
     with pytest.raises(ValueError, match="include 'plain'"):
-        run_benchmark(target, tokenizer, None, ["a"], methods=["eagle3"])
-    with pytest.raises(ValueError, match="one sequence a call"):
-        run_benchmark(target, tokenizer, None, ["a", "b"], batch_size=2)
+        run_benchmark(target, tokenizer, None, tasks, ["eagle3"])
     with pytest.raises(ValueError, match="LlamaForCausalLM is not an EAGLE-3 draft"):
-        run_benchmark(target, tokenizer, target, ["a"])
+        run_benchmark(target, tokenizer, target, tasks)
+    with pytest.raises(ValueError, match="'assistant' needs a model"):
+        run_benchmark(target, tokenizer, None, tasks, ["plain", "assistant"])
 
 
-def test_prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n')
-    assert read_prompts(path) == ["a", "b"] and read_prompts(path, 1) == ["a"]
-    path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    with pytest.raises(ValueError, match="line 2: expected"):
-        read_prompts(path)
-    path.write_text("\n")
-    with pytest.raises(ValueError, match="has no prompts"):
-        read_prompts(path)
+def test_profile(tmp_path):
+    target = make_target("llama")
+    make_draft(target, [make_prompt(5)]).save_pretrained(tmp_path)
+    draft = AutoModel.from_pretrained(tmp_path, trust_remote_code=True)  # whose code is a copy of ours
+    draft.generation_config.tree_policy = "static"
+    profiled = profile_steps(target, draft, make_prompt(9)[0].tolist(), 16)
+    parts = ("draft forwards", "tree building", "masks", "verify", "accept", "processors and criteria", "cache")
+    assert all(profiled["seconds"][part] > 0 for part in parts)
+    assert profiled["steps"] == len(draft.last_generation.accepted_lengths)
+    in_steps = sum(profiled["seconds"].values()) * profiled["steps"]
+    assert in_steps + profiled["seconds_of_prompt"] == pytest.approx(profiled["seconds_of_call"])
+    # The labels are off again.
+    module = sys.modules[type(draft).__module__.replace("modeling", "generation")]
+    assert not hasattr(module._verify, "__wrapped__")
+
+
+def test_own_times():
+    class Event:
+        def __init__(self, name, start, end):
+            self.name, self.time_range = name, type("Range", (), {"start": start, "end": end})
+
+    events = [
+        Event("eagle3: call", 0, 100),
+        Event("eagle3: a", 10, 50),
+        Event("eagle3: b", 20, 30),
+        Event("aten::add", 0, 9),
+    ]
+    events += [Event("eagle3: b", 60, 70)]
+    assert own_times(events) == pytest.approx({"call": 50e-6, "a": 30e-6, "b": 20e-6})
+    assert Counter(own_times(events)).total() == pytest.approx(100e-6)

@@ -1,6 +1,5 @@
 """The card: metadata and text, whole."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from conftest import make_target
 from huggingface_hub import ModelCard
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.evaluation import BenchmarkRow
+from hf_eagle3.evaluation import BenchmarkResults
 from hf_eagle3.hub import render_card
 from hf_eagle3.hub.card import is_edited
 
@@ -36,20 +35,44 @@ TRAINING = {
     "environment": ENVIRONMENT,
     "evaluation": {"acceptance_length": 3.456, "accuracy_0": 0.7, "num_prompts": 16},
 }
-ROWS = [
-    BenchmarkRow("plain", 0.0, [50.0, 52.0], [1.0, 1.0], num_prompts=3),
-    BenchmarkRow("eagle3", 0.0, [100.0, 130.0], [2.0, 2.5], 2.5, [1, 2, 3, 4], 3, 3),
-    BenchmarkRow("plain", 1.0, [50.0, 52.0], [1.0, 1.0], num_prompts=3),
-    BenchmarkRow("eagle3", 1.0, [60.0, 65.0], [1.2, 1.25], 1.5, [1, 2], 3, 3),
-]
-BENCHMARK = {
-    "draft_weights": None,
-    "task": "gsm8k",
-    "arguments": {"max_new_tokens": 128, "batch_size": 1, "repeats": 2},
-    "environment": {**ENVIRONMENT, "target_dtype": "torch.bfloat16", "draft_dtype": "torch.bfloat16"},
-    "tree": {"tree_policy": "auto"},
-    "results": [json.loads(json.dumps(row.to_dict())) for row in ROWS],
-}
+
+
+def measurement(method, temperature, repeat, speedup, accepted=()):
+    return {
+        "task": "gsm8k",
+        "batch_size": 1,
+        "temperature": temperature,
+        "repeat": repeat,
+        "method": method,
+        "new_tokens": 100,
+        "seconds": 2 / speedup,
+        "speedup": speedup,
+        "target_forwards": 40,
+        "accepted_lengths": dict(accepted),
+        "differing": [],
+        "num_prompts": 3,
+        "peak_memory": None,
+    }
+
+
+BENCHMARK = BenchmarkResults(
+    {
+        "draft_weights": None,
+        "arguments": {"max_new_tokens": 128, "repeats": 2},
+        "environment": {**ENVIRONMENT, "dtype": "bfloat16"},
+        "tree": {"tree_policy": "auto"},
+    },
+    [
+        measurement("plain", 0.0, 0, 1.0),
+        measurement("eagle3", 0.0, 0, 2.0, {"1": 1, "2": 1, "3": 1, "4": 1}),
+        measurement("plain", 0.0, 1, 1.0),
+        measurement("eagle3", 0.0, 1, 2.5, {"1": 1, "2": 1, "3": 1, "4": 1}),
+        measurement("plain", 1.0, 0, 1.0),
+        measurement("eagle3", 1.0, 0, 1.2, {"1": 1, "2": 1}),
+        measurement("plain", 1.0, 1, 1.0),
+        measurement("eagle3", 1.0, 1, 1.26, {"1": 1, "2": 1}),
+    ],
+)
 PUBLISHED = [
     {
         "draft": "you/Other-speculator",

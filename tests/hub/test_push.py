@@ -1,6 +1,5 @@
 """Pushing to, and refreshing on, a Hub on this machine, by the real client."""
 
-import copy
 import json
 import runpy
 import sys
@@ -19,6 +18,7 @@ from transformers.utils import hub as transformers_hub
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.environment import weights_digest
+from hf_eagle3.evaluation import BenchmarkResults
 from hf_eagle3.hub import push_draft, refresh_card
 
 
@@ -51,7 +51,13 @@ def draft():
 
 
 def benchmark_of(draft):
-    return copy.deepcopy(BENCHMARK) | {"draft_weights": weights_digest(draft.state_dict())}
+    return BenchmarkResults(
+        BENCHMARK.run | {"draft_weights": weights_digest(draft.state_dict())}, BENCHMARK.measurements
+    )
+
+
+def training_of(draft):
+    return TRAINING | {"draft_weights": weights_digest(draft.state_dict())}
 
 
 def files_of(hub, repo=REPO, revision="main"):
@@ -63,7 +69,7 @@ def test_everything_in_one_commit(hub, draft):
         draft,
         REPO,
         benchmark=benchmark_of(draft),
-        training=TRAINING,
+        training=training_of(draft),
         license="mit",
         private=True,
         commit_message="Mine",
@@ -77,7 +83,7 @@ def test_everything_in_one_commit(hub, draft):
         "modeling_eagle3.py",
         "README.md",
     } <= files.keys()
-    assert {"custom_generate/generate.py", "training.json", "benchmark.json", "acceptance.png"} <= files.keys()
+    assert {"custom_generate/generate.py", "training.json", "benchmark.jsonl", "acceptance.png"} <= files.keys()
     assert len(files["acceptance.png"]) > 1000 and commit.commit_message == "Mine"
     card = ModelCard(files["README.md"].decode())
     assert card.data.license == "mit" and "2.25x" in card.text and "me/chats" in card.text
@@ -85,11 +91,11 @@ def test_everything_in_one_commit(hub, draft):
     # Other weights: what was measured with the first ones goes with them.
     with torch.no_grad():
         draft.fc.weight += 0.1
-    with pytest.raises(ValueError, match="benchmark.json is about other weights"):
+    with pytest.raises(ValueError, match="benchmark.jsonl is about other weights"):
         push_draft(draft, REPO, benchmark=benchmark_of(make_draft(make_target("qwen3"), [make_prompt(5)])))
     draft.push_to_hub(REPO)
     files = files_of(hub)
-    assert not {"training.json", "benchmark.json", "acceptance.png"} & files.keys()
+    assert not {"training.json", "benchmark.jsonl", "acceptance.png"} & files.keys()
     card = ModelCard(files["README.md"].decode())
     assert "not measured" in card.text and card.data.license == "mit"
 
@@ -144,14 +150,14 @@ def test_no_token_and_not_ones_own(hub, draft, monkeypatch):
 
 def test_records_beside_a_draft_are_its_own(hub, draft, tmp_path, caplog):
     draft.save_pretrained(tmp_path / "draft")
-    (tmp_path / "draft" / "benchmark.json").write_text(json.dumps(benchmark_of(draft)))
+    benchmark_of(draft).write(tmp_path / "draft" / "benchmark.jsonl")
     Eagle3ForSpeculation.from_pretrained(tmp_path / "draft").push_to_hub(REPO)
-    assert "benchmark.json" in files_of(hub)
+    assert "benchmark.jsonl" in files_of(hub)
     # Copied to another draft's folder.
     stale = benchmark_of(make_draft(make_target("qwen3"), [make_prompt(5)]))
-    (tmp_path / "draft" / "benchmark.json").write_text(json.dumps(stale))
+    stale.write(tmp_path / "draft" / "benchmark.jsonl")
     Eagle3ForSpeculation.from_pretrained(tmp_path / "draft").push_to_hub(REPO)
-    assert "benchmark.json" not in files_of(hub)
+    assert "benchmark.jsonl" not in files_of(hub)
 
 
 def test_trainer(hub, tokenizer, tmp_path):
@@ -193,8 +199,8 @@ def run(monkeypatch, script, *arguments):
 
 def test_push_recipe(hub, draft, tmp_path, monkeypatch, capsys):
     draft.save_pretrained(tmp_path / "draft")
-    (tmp_path / "results.json").write_text(json.dumps(benchmark_of(draft)))
-    options = ["--benchmark", tmp_path / "results.json", "--verifier", "big/Model-8B", "--dtype", "bfloat16"]
+    benchmark_of(draft).write(tmp_path / "results.jsonl")
+    options = ["--benchmark", tmp_path / "results.jsonl", "--verifier", "big/Model-8B", "--dtype", "bfloat16"]
     run(monkeypatch, "push.py", tmp_path / "draft", *options, "--dry_run", tmp_path / "dry")
     assert hub.requests == [] and (tmp_path / "dry" / "acceptance.png").exists()
     run(monkeypatch, "push.py", tmp_path / "draft", *options, "--private")
@@ -202,7 +208,7 @@ def test_push_recipe(hub, draft, tmp_path, monkeypatch, capsys):
     files = files_of(hub, repo)
     assert repo in hub.private and f"commit/{hub_sha(hub, repo)}" in capsys.readouterr().out
     assert {
-        name: (tmp_path / "dry" / name).read_bytes() for name in ("config.json", "benchmark.json")
+        name: (tmp_path / "dry" / name).read_bytes() for name in ("config.json", "benchmark.jsonl")
     }.items() <= files.items()
     pushed = Eagle3ForSpeculation.from_pretrained(repo)
     assert pushed.dtype == torch.bfloat16 and pushed.config.verifier == "big/Model-8B"

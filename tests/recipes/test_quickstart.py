@@ -6,6 +6,8 @@ from pathlib import Path
 
 from conftest import make_target
 
+from hf_eagle3.evaluation import BenchmarkResults
+
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.py"
 FAST = ["--draft_minutes", "0.03", "--max_new_tokens", "8", "--batch_size", "2", "--max_length", "64"]
@@ -25,9 +27,12 @@ def test_from_nothing_to_a_table_and_again(tmp_path):
     arguments = ["--output_dir", tmp_path, "--target_minutes", "0.03", *FAST]
     first = run(*arguments)
     assert first.returncode == 0, first.stderr[-3000:]
-    results = json.loads((tmp_path / "results.json").read_text())["results"]
-    assert [row["num_identical"] for row in results if row["method"] == "eagle3"] == [20, 20]
-    assert "| 1 | eagle3 |" in first.stdout and (tmp_path / "results.png").exists()
+    results = BenchmarkResults.read(tmp_path / "results.jsonl")
+    assert [row.num_identical for row in results.rows if row.method == "eagle3"] == [20, 20]
+    assert "| 1 | eagle3 |" in first.stdout and (tmp_path / "plots" / "speedup.png").exists()
+    # Whose figures these are, and how it was trained: what a card is made of.
+    training = json.loads((tmp_path / "draft" / "training.json").read_text())
+    assert training["draft_weights"] == results.run["draft_weights"] and training["steps"] > 0
     assert "Training a draft" in first.stdout
 
     trained = (tmp_path / "draft" / "model.safetensors").stat().st_mtime_ns

@@ -2,7 +2,7 @@
 The model card of a draft.
 
 A card is a function of the files it stands beside: the draft's configuration, `training.json` (how it was trained) and
-`benchmark.json` (what was measured with these weights). What is in none of them is "not measured" or "not recorded".
+`benchmark.jsonl` (what was measured with these weights). What is in none of them is "not measured" or "not recorded".
 """
 
 import hashlib
@@ -14,13 +14,13 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..checkpoints import sglang
-from ..evaluation import BenchmarkRow, format_table
+from ..evaluation import BenchmarkResults, BenchmarkRow, format_table
+from ..evaluation.results import plot_names
 from ..policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 
 
 TRAINING_RECORD = "training.json"
-BENCHMARK_RECORD = "benchmark.json"
-PLOT = "acceptance.png"
+BENCHMARK_RECORD = "benchmark.jsonl"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 TAGS = ["eagle3", "speculative-decoding", "assistant-model", "speculators"]
 RENDERED = re.compile(r"<!-- rendered by hf-eagle3, digest (\w+) -->\n?$")
@@ -32,7 +32,7 @@ def render_card(
     *,
     verifier: str | None = None,
     training: dict | None = None,
-    benchmark: dict | None = None,
+    benchmark: BenchmarkResults | None = None,
     published: Sequence[dict] = (),
     license: str | None = None,
     adapter_of: str | None = None,
@@ -47,7 +47,7 @@ def render_card(
             The draft; its weights are not read, so that it may be on the meta device. `None`: a recipe that has not been run.
         verifier (`str`, *optional*): Hub id or path of the target. By default what the draft's configuration says.
         training (`dict`, *optional*): What [`Eagle3Trainer`] saves as `training.json`.
-        benchmark (`dict`, *optional*): What `recipes/benchmark.py --json` wrote.
+        benchmark ([`BenchmarkResults`], *optional*): What `recipes/benchmark.py --json` wrote.
         published (`Sequence[dict]`, *optional*):
             Figures of others for the same verifier: `by`, `draft`, `url`, `date`, `conditions`, `metric`, and `figures` by task.
         license (`str`, *optional*): A license id of the Hub.
@@ -60,7 +60,7 @@ def render_card(
     if verifier is None and draft is not None:
         verifier = draft.config.verifier
     is_on_hub = is_hub_id(verifier)
-    rows = [BenchmarkRow.from_dict(row) for row in benchmark["results"]] if benchmark else []
+    rows = benchmark.rows if benchmark else []
     name, datasets = repo_id.split("/")[-1], (training or {}).get("datasets") or []
     data = ModelCardData(
         base_model=adapter_of or (verifier if is_on_hub else None),
@@ -72,7 +72,7 @@ def render_card(
         datasets=[dataset for dataset in datasets if is_hub_id(dataset)] or None,
         license=license,
         model_name=name if rows else None,
-        eval_results=eval_results(rows, benchmark) or None,
+        eval_results=eval_results(rows) or None,
     )
     cannot_export = None
     if draft is not None:
@@ -98,10 +98,12 @@ def render_card(
         cannot_export=cannot_export,
         training=training,
         training_arguments=None if training is None else training_yaml(training),
-        benchmark=benchmark,
+        run=benchmark.run if benchmark else None,
         table=format_table(rows) if rows else None,
-        positions=[row for row in rows if row.acceptance_by_position],
-        plot=PLOT,
+        rows=[row for row in rows if row.method == "eagle3"],
+        plots=plot_names(rows),
+        prompts={row.task: row.num_prompts for row in rows},
+        num_positions=max((len(row.acceptance_by_position) for row in rows), default=0),
         published=published,
         tree=DEFAULT_TREE_SETTINGS if draft is None else tree_settings(draft.generation_config),
     )
@@ -132,8 +134,8 @@ def form(draft) -> str:
     )
 
 
-def eval_results(rows: Sequence[BenchmarkRow], benchmark: dict | None) -> list[EvalResult]:
-    """The `model-index`: acceptance length and speed-up of the draft, for each temperature."""
+def eval_results(rows: Sequence[BenchmarkRow]) -> list[EvalResult]:
+    """The `model-index`: acceptance length and speed-up of the draft, for each task, batch size and temperature."""
     results = []
     for row in rows:
         if row.method != "eagle3":
@@ -141,24 +143,23 @@ def eval_results(rows: Sequence[BenchmarkRow], benchmark: dict | None) -> list[E
         common = {
             "task_type": "text-generation",
             "task_name": "Speculative decoding",
-            "dataset_type": benchmark["task"],
-            "dataset_name": benchmark["task"],
-            "dataset_config": f"temperature {row.temperature:g}",  # by which the Hub keeps results apart
-            "dataset_args": {"temperature": row.temperature, "num_prompts": row.num_prompts},
+            "dataset_type": row.task,
+            "dataset_name": row.task,
+            # By which the Hub keeps results apart.
+            "dataset_config": f"temperature {row.temperature:g}, batch size {row.batch_size}",
+            "dataset_args": {
+                "temperature": row.temperature,
+                "batch_size": row.batch_size,
+                "num_prompts": row.num_prompts,
+            },
         }
+        metrics = (
+            ("acceptance_length", "Acceptance length (pooled)", row.acceptance_length),
+            ("speedup", "Speed-up over plain generation (median)", row.median_speedup),
+        )
         results += [
-            EvalResult(
-                **common,
-                metric_type="acceptance_length",
-                metric_name="Acceptance length (pooled)",
-                metric_value=round(row.acceptance_length, 2),
-            ),
-            EvalResult(
-                **common,
-                metric_type="speedup",
-                metric_name="Speed-up over plain generation (median)",
-                metric_value=round(row.median_speedup, 2),
-            ),
+            EvalResult(**common, metric_type=kind, metric_name=name, metric_value=round(value, 2))
+            for kind, name, value in metrics
         ]
     return results
 

@@ -18,9 +18,9 @@ from transformers.utils import logging
 
 from ..configuration_eagle3 import Eagle3Config
 from ..environment import weights_digest
-from ..evaluation import BenchmarkRow, plot_acceptance
+from ..evaluation import BenchmarkResults, plot_all
 from ..modeling_eagle3 import Eagle3ForSpeculation
-from .card import BENCHMARK_RECORD, PLOT, TRAINING_RECORD, is_edited, is_hub_id, render_card
+from .card import BENCHMARK_RECORD, TRAINING_RECORD, is_edited, is_hub_id, render_card
 
 
 logger = logging.get_logger(__name__)
@@ -36,7 +36,7 @@ def push_draft(
     repo_id: str,
     *,
     training: dict | None = None,
-    benchmark: dict | None = None,
+    benchmark: BenchmarkResults | None = None,
     published: Sequence[dict] = (),
     license: str | None = None,
     overwrite_card: bool = False,
@@ -56,7 +56,7 @@ def push_draft(
     Args:
         draft ([`Eagle3ForSpeculation`]): The draft.
         repo_id (`str`): `<owner>/<name>`; made if it is not there.
-        training, benchmark (`dict`, *optional*):
+        training (`dict`, *optional*), benchmark ([`BenchmarkResults`], *optional*):
             Records for the card: see [`render_card`]. By default those in the folder that the draft was loaded from, if they are
             about the weights it has.
         published, license (*optional*): See [`render_card`]. The licence is by default that of the card that is there.
@@ -104,7 +104,7 @@ def push_draft(
             delete_patterns=[
                 TRAINING_RECORD,
                 BENCHMARK_RECORD,
-                PLOT,
+                "*.png",
                 "*.py",
                 "*.safetensors",
                 "*.safetensors.index.json",
@@ -118,7 +118,7 @@ def write_draft(
     repo_id: str,
     *,
     training: dict | None = None,
-    benchmark: dict | None = None,
+    benchmark: BenchmarkResults | None = None,
     published: Sequence[dict] = (),
     license: str | None = None,
     tags: Sequence[str] = (),
@@ -148,38 +148,44 @@ def write_draft(
     return card
 
 
-def records_of(draft, training: dict | None, benchmark: dict | None) -> tuple[dict | None, dict | None]:
+def records_of(draft, training: dict | None, benchmark: BenchmarkResults | None):
     """How the draft was trained and what was measured with it: what is passed, or what lies beside it."""
-    given = {TRAINING_RECORD: training, BENCHMARK_RECORD: benchmark}
     folder = Path(draft.config._name_or_path or "-")
-    found = {name: read_record(folder / name) for name, record in given.items() if record is None}
-    if not any((given | found).values()):
+    records = {TRAINING_RECORD: training, BENCHMARK_RECORD: benchmark}
+    found = {name: record or read_record(folder / name) for name, record in records.items()}
+    if not any(found.values()):
         return None, None
     digest = weights_digest(draft.state_dict())
-    for name, record in given.items():
-        if record is not None and record.get("draft_weights") not in (None, digest):
+    for name, record in found.items():
+        if record is None or weights_of(record) == digest:
+            continue
+        if records[name] is not None:
             raise ValueError(
                 f"{name} is about other weights than this draft's. Measure the draft that you push (`recipes/benchmark.py --json`)."
             )
-    for name, record in found.items():
-        if record is not None and record.get("draft_weights") != digest:
-            logger.warning(f"{folder / name} is about other weights than this draft's, and is left out.")
-            found[name] = None
-    records = given | found
-    return records[TRAINING_RECORD], records[BENCHMARK_RECORD]
+        logger.warning(f"{folder / name} is about other weights than this draft's, and is left out.")
+        found[name] = None
+    return found[TRAINING_RECORD], found[BENCHMARK_RECORD]
 
 
-def read_record(path: Path) -> dict | None:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+def weights_of(record: dict | BenchmarkResults | None) -> str | None:
+    """Digest of the weights that a record is about."""
+    run = record.run if isinstance(record, BenchmarkResults) else record or {}
+    return run.get("draft_weights")
 
 
-def write_records(folder: Path, training: dict | None, benchmark: dict | None) -> None:
-    for name, record in ((TRAINING_RECORD, training), (BENCHMARK_RECORD, benchmark)):
-        if record is not None:
-            (folder / name).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    rows = [BenchmarkRow.from_dict(row) for row in (benchmark or {}).get("results", [])]
-    if any(row.acceptance_by_position for row in rows):
-        plot_acceptance(rows, folder / PLOT, benchmark["task"])
+def read_record(path: Path) -> dict | BenchmarkResults | None:
+    if not path.is_file():
+        return None
+    return BenchmarkResults.read(path) if path.suffix == ".jsonl" else json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_records(folder: Path, training: dict | None, benchmark: BenchmarkResults | None) -> None:
+    if training is not None:
+        (folder / TRAINING_RECORD).write_text(json.dumps(training, indent=2) + "\n", encoding="utf-8")
+    if benchmark is not None:
+        benchmark.write(folder / BENCHMARK_RECORD)
+        plot_all(benchmark, folder)
 
 
 def card_on_hub(repo_id: str, revision: str | None = None, token: bool | str | None = None) -> ModelCard | None:
@@ -218,7 +224,9 @@ def refresh_card(
     there = card_on_hub(repo_id, revision, token)
     if there is not None and is_edited(there) and not overwrite_card:
         return "edited by hand, kept"
-    folder = Path(snapshot_download(repo_id, revision=revision, token=token, allow_patterns="*.json"))
+    folder = Path(
+        snapshot_download(repo_id, revision=revision, token=token, allow_patterns=["*.json", BENCHMARK_RECORD])
+    )
     if (folder / "config.json").exists():
         license = license or (there and there.data.license)
         card = card_of_records(repo_id, folder, published=published, license=license)
@@ -240,7 +248,7 @@ def card_of_records(repo_id: str, folder: Path, **kwargs) -> ModelCard:
     if (folder / "generation_config.json").exists():
         draft.generation_config = GenerationConfig.from_pretrained(folder)
     training, benchmark = (read_record(folder / name) for name in (TRAINING_RECORD, BENCHMARK_RECORD))
-    if training and benchmark and training.get("draft_weights") not in (None, benchmark.get("draft_weights")):
+    if training and benchmark and weights_of(training) != weights_of(benchmark):
         logger.warning(
             f"{BENCHMARK_RECORD} of {repo_id} is about other weights than {TRAINING_RECORD}, and is left out."
         )

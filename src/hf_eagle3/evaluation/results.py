@@ -1,0 +1,348 @@
+"""What a benchmark measured: kept as JSON Lines, summed up as rows, tables and plots."""
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+METHODS = ("plain", "prompt-lookup", "assistant", "mtp", "dflash", "eagle3-chain", "eagle3")
+COLORS = dict(zip(METHODS, ("#9aa5b1", "#6aa6c8", "#4c78a8", "#72b7b2", "#54a24b", "#f2c14e", "#f29f05")))
+
+
+@dataclass
+class BenchmarkRow:
+    """
+    One method on one task, at one batch size and temperature.
+
+    Args:
+        method (`str`): One of `METHODS`.
+        temperature (`float`): 0 is greedy.
+        task (`str`): Name of the prompts.
+        batch_size (`int`): Prompts decoded at once.
+        tokens_per_second (`list[float]`):
+            One entry a repeat: all new tokens, the padding of finished rows included, over all seconds.
+        speedups (`list[float]`): The same over plain generation's in that repeat.
+        target_forwards (`int`): Forward passes of the target in all repeats, those of the prompts included.
+        new_tokens (`int`): Tokens generated in all repeats.
+        accepted_lengths (`Counter[int]`): How many verification forwards emitted 1, 2, ... tokens. EAGLE-3 only.
+        num_identical (`int`): Prompts whose tokens are, in every repeat, those of plain generation.
+        num_prompts (`int`): Of how many.
+        peak_memory (`float`, *optional*): Most memory allocated on the accelerator, in MiB. Not measured on a CPU.
+    """
+
+    method: str
+    temperature: float
+    task: str = "prompts"
+    batch_size: int = 1
+    tokens_per_second: list[float] = field(default_factory=list)
+    speedups: list[float] = field(default_factory=list)
+    target_forwards: int = 0
+    new_tokens: int = 0
+    accepted_lengths: Counter[int] = field(default_factory=Counter)
+    num_identical: int = 0
+    num_prompts: int = 0
+    peak_memory: float | None = None
+
+    @property
+    def median_tokens_per_second(self) -> float:
+        return statistics.median(self.tokens_per_second)
+
+    @property
+    def median_speedup(self) -> float:
+        return statistics.median(self.speedups)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """
+        τ, pooled: tokens emitted by verification forwards over the number of those forwards. For methods that do not tell
+        them apart, all tokens over all forwards of the target, at batch size 1.
+        """
+        if self.accepted_lengths:
+            return (
+                sum(length * count for length, count in self.accepted_lengths.items()) / self.accepted_lengths.total()
+            )
+        if self.method == "plain" or self.batch_size > 1 or self.target_forwards == 0:
+            return None
+        return self.new_tokens / self.target_forwards
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Entry `k`: the share of verification forwards in which at least `k + 1` drafted tokens were accepted."""
+        num_drafted = max(self.accepted_lengths, default=1) - 1  # one token of each is the target's own
+        return [
+            sum(count for length, count in self.accepted_lengths.items() if length > k + 1)
+            / self.accepted_lengths.total()
+            for k in range(num_drafted)
+        ]
+
+
+@dataclass
+class BenchmarkResults:
+    """
+    A run and its measurements.
+
+    Args:
+        run (`dict`): `arguments`, `environment`, `tree` settings, `draft_weights`, and what was left out and why.
+        measurements (`list[dict]`): One for each task, batch size, temperature, repeat and method.
+    """
+
+    run: dict
+    measurements: list[dict] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: str | Path) -> "BenchmarkResults":
+        """
+        Reads JSON Lines. A last line that is cut off, by an interruption, is passed over.
+
+        Raises:
+            ValueError: if they are no results of a benchmark.
+        """
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        entries = []
+        for number, line in enumerate(lines):
+            try:
+                entries.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                if number < len(lines) - 1:
+                    raise ValueError(f"{path}, line {number + 1}, is not JSON: {error}") from error
+        if not entries or "environment" not in entries[0]:
+            raise ValueError(f"{path} holds no results of recipes/benchmark.py.")
+        return cls(entries[0], entries[1:])
+
+    def write(self, path: str | Path) -> None:
+        lines = [json.dumps(entry, ensure_ascii=False) for entry in (self.run, *self.measurements)]
+        Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+    @property
+    def rows(self) -> list[BenchmarkRow]:
+        groups: dict[tuple, list[dict]] = {}
+        for measured in self.measurements:
+            key = (measured["task"], measured["batch_size"], measured["temperature"], measured["method"])
+            groups.setdefault(key, []).append(measured)
+        rows = []
+        for (task, batch_size, temperature, method), repeats in groups.items():
+            differing = {index for repeat in repeats for index in repeat["differing"]}
+            accepted = Counter()
+            for repeat in repeats:
+                accepted.update({int(length): count for length, count in repeat["accepted_lengths"].items()})
+            memory = [repeat["peak_memory"] for repeat in repeats if repeat["peak_memory"] is not None]
+            rows.append(
+                BenchmarkRow(
+                    method=method,
+                    temperature=temperature,
+                    task=task,
+                    batch_size=batch_size,
+                    tokens_per_second=[repeat["new_tokens"] / repeat["seconds"] for repeat in repeats],
+                    speedups=[repeat["speedup"] for repeat in repeats],
+                    target_forwards=sum(repeat["target_forwards"] for repeat in repeats),
+                    new_tokens=sum(repeat["new_tokens"] for repeat in repeats),
+                    accepted_lengths=accepted,
+                    num_identical=repeats[0]["num_prompts"] - len(differing),
+                    num_prompts=repeats[0]["num_prompts"],
+                    peak_memory=max(memory, default=None),
+                )
+            )
+        return rows
+
+
+HEADER = ["T", "method", "tokens/s", "speed-up", "acceptance length", "identical to plain generate"]
+
+
+def cells(row: BenchmarkRow) -> list[str]:
+    """A row of the table, without task and batch size. Medians over repeats; the range in brackets."""
+    speedup, tau, identical = "1.00", "-", "-"
+    if row.method != "plain":
+        speedup = f"{row.median_speedup:.2f} ({min(row.speedups):.2f}-{max(row.speedups):.2f})"
+        identical = f"{row.num_identical}/{row.num_prompts}"
+        if row.acceptance_length is not None:
+            tau = f"{row.acceptance_length:.2f}"
+    return [f"{row.temperature:g}", row.method, f"{row.median_tokens_per_second:.0f}", speedup, tau, identical]
+
+
+def columns_of(rows: Sequence[BenchmarkRow]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells; task, batch size and memory only where there is something to tell apart."""
+    header, table = list(HEADER), [cells(row) for row in rows]
+    if len({row.batch_size for row in rows}) > 1:
+        header.insert(0, "batch size")
+        table = [[str(row.batch_size), *line] for row, line in zip(rows, table)]
+    if len({row.task for row in rows}) > 1:
+        header.insert(0, "task")
+        table = [[row.task, *line] for row, line in zip(rows, table)]
+    if any(row.peak_memory is not None for row in rows):
+        header.append("peak memory, MiB")
+        table = [
+            [*line, "-" if row.peak_memory is None else f"{row.peak_memory:.0f}"] for row, line in zip(rows, table)
+        ]
+    return header, table
+
+
+def format_table(rows: Sequence[BenchmarkRow]) -> str:
+    """The rows as a Markdown table, which README and model card take as it is."""
+    header, table = columns_of(rows)
+    lines = [header, ["---"] * len(header), *table]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def print_table(rows: Sequence[BenchmarkRow], title: str) -> None:
+    """The rows as a table in the terminal, or as Markdown if nobody is looking."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        print(f"{title}\n\n{format_table(rows)}\n")
+        return
+    header, lines = columns_of(rows)
+    table = Table(title=title)
+    for name in header:
+        is_number = name not in ("task", "method")
+        table.add_column(name, justify="right" if is_number else "left")
+    for line in lines:
+        table.add_row(*line, style="bold" if "eagle3" in line else None)
+    console.print(table)
+
+
+def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
+    """
+    What changed from one run to another, as a Markdown table, and whether it exceeds the noise: the ranges that the repeats
+    of each run span do not overlap. Speed-ups are compared, not tokens per second, which a busy machine changes for all methods.
+    """
+    lines = [
+        "| task | batch size | T | method | before | after | change | exceeds the noise |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    old = {(row.task, row.batch_size, row.temperature, row.method): row for row in before.rows}
+    for row in after.rows:
+        key = (row.task, row.batch_size, row.temperature, row.method)
+        if row.method == "plain" or key not in old:
+            continue
+        was = old[key]
+        apart = min(row.speedups) > max(was.speedups) or max(row.speedups) < min(was.speedups)
+        verdict = "yes" if apart else "no"
+        if min(len(row.speedups), len(was.speedups)) < 2:
+            verdict = "unknown: one repeat"
+        change = row.median_speedup / was.median_speedup - 1
+        speedups = f"{was.median_speedup:.2f} | {row.median_speedup:.2f} | {change:+.1%}"
+        lines.append(
+            f"| {row.task} | {row.batch_size} | {row.temperature:g} | {row.method} | {speedups} | {verdict} |"
+        )
+    if len(lines) == 2:
+        raise ValueError("The two runs have no task, batch size, temperature and method in common.")
+    for name in ("environment", "tree", "draft_weights"):
+        if before.run.get(name) != after.run.get(name):
+            lines.append(f"\n{name} differs: {before.run.get(name)} before, {after.run.get(name)} after.")
+    return "\n".join(lines)
+
+
+def plot_names(rows: Sequence[BenchmarkRow]) -> list[str]:
+    """The plots that there are figures for: speed-up by task, acceptance by position, speed-up against batch size."""
+    names = ["speedup.png"] if rows else []
+    names += ["acceptance.png"] * any(row.acceptance_by_position for row in rows)
+    names += ["batch_size.png"] * (len({row.batch_size for row in rows}) > 1)
+    return names
+
+
+def plot_all(results: BenchmarkResults, folder: str | Path) -> list[Path]:
+    """Saves the plots of `plot_names`."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    draw = {"speedup.png": plot_speedups, "acceptance.png": plot_acceptance, "batch_size.png": plot_batch_sizes}
+    paths = [Path(folder, name) for name in plot_names(results.rows)]
+    for path in paths:
+        draw[path.name](results.rows, path)
+    return paths
+
+
+def plot_speedups(rows: Sequence[BenchmarkRow], path: str | Path) -> None:
+    """A bar for each method and task, at the smallest batch size."""
+    smallest = min(row.batch_size for row in rows)
+    rows = [row for row in rows if row.batch_size == smallest]
+    tasks, temperatures = list(dict.fromkeys(row.task for row in rows)), sorted({row.temperature for row in rows})
+    methods = [method for method in METHODS if any(row.method == method for row in rows)]
+    width = max(4.5, 1.1 * len(tasks) * len(methods) / 2)
+    figure, axes = _figure(1, len(temperatures), figsize=(width * len(temperatures), 3.8))
+    for axis, temperature in zip(axes[0], temperatures):
+        for number, method in enumerate(methods):
+            shown = [row for row in rows if row.temperature == temperature and row.method == method]
+            places = [tasks.index(row.task) + (number - (len(methods) - 1) / 2) * 0.8 / len(methods) for row in shown]
+            bars = axis.bar(
+                places, [row.median_speedup for row in shown], 0.75 / len(methods), color=COLORS[method], label=method
+            )
+            labels = [f"{row.median_speedup:.2f}" for row in shown]
+            if len(tasks) == 1:
+                labels = [
+                    label + (f"\nτ = {row.acceptance_length:.2f}" if row.acceptance_length else "")
+                    for label, row in zip(labels, shown)
+                ]
+            axis.bar_label(bars, labels, padding=2, fontsize=8)
+        axis.axhline(1, color="#9aa5b1", linewidth=0.8)
+        axis.set_xticks(range(len(tasks)), tasks, rotation=0 if len(tasks) < 4 else 30)
+        axis.set_title(f"T = {temperature:g}")
+        axis.margins(y=0.2)
+    axes[0][0].set_ylabel("speed-up over plain generation")
+    axes[0][-1].legend(frameon=False, fontsize=8)
+    _save(figure, path)
+
+
+def plot_acceptance(rows: Sequence[BenchmarkRow], path: str | Path) -> None:
+    """How often the first, second, ... drafted token was accepted: tasks pooled, a line for each method and temperature."""
+    figure, axes = _figure(1, 1, figsize=(5.5, 3.6))
+    axis = axes[0][0]
+    for method in METHODS:
+        for temperature in sorted({row.temperature for row in rows}):
+            pooled = BenchmarkRow(method, temperature)
+            for row in rows:
+                if (row.method, row.temperature) == (method, temperature):
+                    pooled.accepted_lengths.update(row.accepted_lengths)
+            if shares := pooled.acceptance_by_position:
+                label = f"{method}, T = {temperature:g}, τ = {pooled.acceptance_length:.2f}"
+                axis.plot(range(1, len(shares) + 1), shares, marker="o", label=label)
+    axis.set_xlabel("drafted token")
+    axis.set_ylabel("share of steps that accept it")
+    axis.set_ylim(0, 1)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.legend(frameon=False, fontsize=8)
+    _save(figure, path)
+
+
+def plot_batch_sizes(rows: Sequence[BenchmarkRow], path: str | Path) -> None:
+    """Median speed-up over tasks, against the batch size."""
+    temperatures = sorted({row.temperature for row in rows})
+    figure, axes = _figure(1, len(temperatures), figsize=(4.5 * len(temperatures), 3.6))
+    for axis, temperature in zip(axes[0], temperatures):
+        for method in METHODS[1:]:
+            shown = [row for row in rows if (row.method, row.temperature) == (method, temperature)]
+            sizes = sorted({row.batch_size for row in shown})
+            medians = [
+                statistics.median(row.median_speedup for row in shown if row.batch_size == size) for size in sizes
+            ]
+            if sizes:
+                axis.plot(sizes, medians, marker="o", color=COLORS[method], label=method)
+        axis.axhline(1, color="#9aa5b1", linewidth=0.8)
+        axis.set_xlabel("batch size")
+        axis.set_title(f"T = {temperature:g}")
+    axes[0][0].set_ylabel("speed-up over plain generation")
+    axes[0][-1].legend(frameon=False, fontsize=8)
+    _save(figure, path)
+
+
+def _figure(rows: int, columns: int, figsize):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(rows, columns, figsize=figsize, sharey=True, squeeze=False)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure, path: str | Path) -> None:
+    from matplotlib import pyplot
+
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,169 @@
+"""What is measured on: the prompts of the literature's tasks, of a file or folder, or of this machine."""
+
+import json
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset
+from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Task:
+    """
+    A data set of the Hub.
+
+    Args:
+        path (`str`): Its id.
+        num_prompts (`int`): Its first so many rows are taken.
+        prompt_of (`Callable`): What the user says, from a row.
+        load (`dict`, *optional*): Arguments of [`~datasets.load_dataset`].
+    """
+
+    path: str
+    num_prompts: int
+    prompt_of: Callable[[dict[str, Any]], str]
+    load: dict[str, Any] = field(default_factory=lambda: {"split": "test"})
+
+
+def spec_bench(name: str) -> Task:
+    """One of Spec-Bench's six tasks (arXiv 2401.07851), 80 prompts each, in the copy that vLLM's speculators are measured on."""
+    load = {"data_files": f"{name}.jsonl", "split": "train"}
+    return Task("RedHatAI/speculator_benchmarks", 80, lambda row: row["prompt"], load)
+
+
+# The EAGLE papers measure MT-bench, HumanEval, GSM8K, Alpaca and CNN/DailyMail, on 80 prompts where there are more.
+TASKS = {
+    # First turns: the second ones need an answer to the first.
+    "mt_bench": Task("HuggingFaceH4/mt_bench_prompts", 80, lambda row: row["prompt"][0], {"split": "train"}),
+    "humaneval": Task("openai/openai_humaneval", 164, lambda row: f"Complete this function.\n\n{row['prompt']}"),
+    "gsm8k": Task("openai/gsm8k", 80, lambda row: row["question"], {"name": "main", "split": "test"}),
+    "alpaca": Task(
+        "tatsu-lab/alpaca",
+        80,
+        lambda row: "\n\n".join(part for part in (row["instruction"], row["input"]) if part),
+        {"split": "train"},
+    ),
+    "cnn_dm": Task(
+        "abisee/cnn_dailymail", 80, lambda row: f"Summarize:\n\n{row['article']}", {"name": "3.0.0", "split": "test"}
+    ),
+    "math500": Task("HuggingFaceH4/MATH-500", 500, lambda row: row["problem"]),
+    "spec_bench/mt_bench": spec_bench("question"),
+    "spec_bench/translation": spec_bench("translation"),
+    "spec_bench/summarization": spec_bench("summarization"),
+    "spec_bench/qa": spec_bench("qa"),
+    "spec_bench/math": spec_bench("math_reasoning"),
+    "spec_bench/rag": spec_bench("rag"),
+}
+GROUPS = {
+    "paper": ["mt_bench", "humaneval", "gsm8k", "alpaca", "cnn_dm"],
+    "spec_bench": [name for name in TASKS if name.startswith("spec_bench/")],
+}
+OFFLINE = "python"  # the sources of Python's standard library, which every machine has
+
+
+def expand(names: list[str]) -> list[str]:
+    """Groups by their tasks, and a folder by its JSON Lines files."""
+    expanded = []
+    for name in names:
+        if Path(name).is_dir():
+            files = sorted(map(str, Path(name).glob("*.jsonl")))
+            if not files:
+                raise ValueError(f"There are no JSON Lines files (*.jsonl) in {name}.")
+            expanded += files
+        else:
+            expanded += GROUPS.get(name, [name])
+    unknown = [name for name in expanded if name not in TASKS and name != OFFLINE and not Path(name).is_file()]
+    if unknown:
+        known = ", ".join([*TASKS, *GROUPS, OFFLINE])
+        raise ValueError(f"Unknown tasks {unknown}: neither files nor folders, nor one of {known}.")
+    return expanded
+
+
+def task_name(name: str) -> str:
+    return Path(name).stem if Path(name).is_file() else name
+
+
+def load_prompts(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    num_prompts: int | None = None,
+    chat_template_kwargs: dict | None = None,
+) -> list[list[int]]:
+    """
+    The prompts of a task, tokenized. What a user says goes through the chat template, if the tokenizer has one; a `prompt` of a
+    file is taken as it is, its `messages` go through the template.
+
+    Args:
+        name (`str`): A task, or a JSON Lines file of `{"prompt": "..."}` or `{"messages": [...]}`.
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        num_prompts (`int`, *optional*): Only the first so many.
+        chat_template_kwargs (`dict`, *optional*): For the template, such as `{"enable_thinking": False}`.
+
+    Raises:
+        OSError: if the Hub cannot be reached.
+        ValueError: if there is nothing in it, or not what was expected.
+    """
+
+    def chat(messages: list[dict]) -> list[int]:
+        if tokenizer.chat_template is None:
+            return tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
+        text = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, **(chat_template_kwargs or {})
+        )
+        return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them
+
+    if name == OFFLINE:
+        _, texts = standard_library()
+        return [tokenizer(text[:2000], add_special_tokens=False)["input_ids"][:48] for text in texts[:num_prompts]]
+    if name in TASKS:
+        task = TASKS[name]
+        rows = load_dataset(task.path, **task.load)
+        if len(rows) < task.num_prompts:
+            raise ValueError(f"{task.path} has {len(rows)} rows, but {name} takes {task.num_prompts} of them.")
+        rows = rows.select(range(min(num_prompts or task.num_prompts, task.num_prompts)))
+        return [chat([{"role": "user", "content": task.prompt_of(row)}]) for row in rows]
+    return [
+        tokenizer(item)["input_ids"] if isinstance(item, str) else chat(item)
+        for item in read_prompts(name, num_prompts)
+    ]
+
+
+def read_prompts(path: str | Path, num_prompts: int | None = None) -> list[str | list[dict]]:
+    """Prompts of a JSON Lines file, one `{"prompt": "..."}` or `{"messages": [...]}` a line."""
+    prompts = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        item = json.loads(line)
+        is_text = isinstance(item, dict) and isinstance(item.get("prompt"), str)
+        is_chat = isinstance(item, dict) and isinstance(item.get("messages"), list) and item["messages"]
+        if not is_text and not is_chat:
+            raise ValueError(
+                f'{path}, line {number}: expected {{"prompt": "..."}} or {{"messages": [...]}}, got {line[:80]}'
+            )
+        prompts.append(item["prompt"] if is_text else item["messages"])
+    if not prompts:
+        raise ValueError(f"{path} has no prompts.")
+    return prompts[:num_prompts]
+
+
+def standard_library(num_held_out: int = 20) -> tuple[list[str], list[str]]:
+    """Python's own sources, cut into documents of 2,000 characters, and the middles of files that are left out of them."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
+    files = [path for path in sorted(root.rglob("*.py")) if not skipped & set(path.relative_to(root).parts)]
+    sources = [path.read_text(encoding="utf-8", errors="ignore") for path in files]
+    sources = [source for source in sources if len(source) > 2000]
+    held_out = range(0, len(sources), len(sources) // num_held_out)
+    documents = [
+        source[i : i + 2000]
+        for number, source in enumerate(sources)
+        if number not in held_out
+        for i in range(0, len(source), 2000)
+    ]
+    # From the middle of a file: they all begin with the same few words.
+    return documents, [sources[number][len(sources[number]) // 2 :] for number in held_out][:num_held_out]

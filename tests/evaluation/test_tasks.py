@@ -1,0 +1,89 @@
+"""Prompts of tasks, files and folders."""
+
+import json
+
+import pytest
+from datasets import Dataset
+
+from hf_eagle3.evaluation import TASKS, load_prompts, read_prompts, tasks
+from hf_eagle3.evaluation.tasks import GROUPS, OFFLINE, expand, standard_library, task_name
+
+
+ROWS = {
+    "mt_bench": {"prompt": ["first", "second"]},
+    "humaneval": {"prompt": "def f():"},
+    "gsm8k": {"question": "how many"},
+    "alpaca": {"instruction": "add", "input": "1 2"},
+    "cnn_dm": {"article": "a story"},
+    "math500": {"problem": "solve"},
+}
+SAID = {
+    "mt_bench": "first",
+    "humaneval": "Complete this function.\n\ndef f():",
+    "gsm8k": "how many",
+    "alpaca": "add\n\n1 2",
+    "cnn_dm": "Summarize:\n\na story",
+    "math500": "solve",
+}
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_tasks_of_the_hub(name, tokenizer, monkeypatch):
+    row, said = ROWS.get(name, {"prompt": "x y"}), SAID.get(name, "x y")
+    asked = []
+
+    def load_dataset(path, **kwargs):
+        asked.append((path, kwargs))
+        return Dataset.from_list([row] * 600)
+
+    monkeypatch.setattr(tasks, "load_dataset", load_dataset)
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    prompts = load_prompts(name, tokenizer)
+    assert len(prompts) == {"humaneval": 164, "math500": 500}.get(name, 80)
+    expected = tokenizer(f"<user>{said}>", add_special_tokens=False)["input_ids"]
+    assert prompts[0] == expected and asked == [(TASKS[name].path, TASKS[name].load)]
+    assert len(load_prompts(name, tokenizer, 3)) == 3
+
+
+def test_a_task_that_is_too_short(tokenizer, monkeypatch):
+    monkeypatch.setattr(tasks, "load_dataset", lambda path, **kwargs: Dataset.from_list([ROWS["gsm8k"]] * 79))
+    with pytest.raises(ValueError, match="has 79 rows, but gsm8k takes 80"):
+        load_prompts("gsm8k", tokenizer)
+
+
+def test_names(tmp_path):
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "x"}\n')
+    assert expand(["paper", str(tmp_path)]) == [*GROUPS["paper"], str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    assert len(expand(["spec_bench"])) == 6 and task_name(str(tmp_path / "a.jsonl")) == "a"
+    with pytest.raises(ValueError, match=r"Unknown tasks \['gsm9k'\]"):
+        expand(["gsm9k"])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ValueError, match="no JSON Lines files"):
+        expand([str(empty)])
+
+
+def test_offline(tokenizer):
+    prompts = load_prompts(OFFLINE, tokenizer)
+    assert len(prompts) == 20 and all(0 < len(prompt) <= 48 for prompt in prompts)
+    assert load_prompts(OFFLINE, tokenizer, 3) == prompts[:3]
+    documents, held_out = standard_library()
+    assert not any(text[:500] in document for text in held_out[:3] for document in documents)
+
+
+def test_files(tmp_path, tokenizer, monkeypatch):
+    path = tmp_path / "prompts.jsonl"
+    chat = [{"role": "user", "content": "b"}]
+    path.write_text('{"prompt": "a"}\n\n' + json.dumps({"messages": chat}) + "\n")
+    assert read_prompts(path) == ["a", chat] and read_prompts(path, 1) == ["a"]
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    chatted = tokenizer("<user>b>", add_special_tokens=False)["input_ids"]
+    assert load_prompts(str(path), tokenizer) == [tokenizer("a")["input_ids"], chatted]
+    path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    with pytest.raises(ValueError, match="line 2: expected"):
+        read_prompts(path)
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="has no prompts"):
+        read_prompts(path)
