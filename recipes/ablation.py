@@ -9,7 +9,7 @@ Trains a draft for each choice and seed at equal compute, and compares their acc
 Compute is tokens times drafting steps, so that a draft trained without training-time test sees more tokens. What is done is kept
 in the JSON file; the same command goes on from there. Choices:
 
-    default       forward KL, EAGLE-3.1's norms, three states of the target, Muon for the matrices
+    baseline      forward KL, EAGLE-3.1's norms, three states of the target, Muon for the matrices, the whole unroll from the beginning
     ce, lk_alpha, lk_lambda                     other losses
     classic       without `fc_norm` and `norm_output`: the EAGLE-3 paper's form
     top_features  only the state that enters the target's last layer
@@ -33,7 +33,7 @@ from hf_eagle3.evaluation import load_prompts
 
 
 CHOICES = {
-    "default": {},
+    "baseline": {},
     "ce": {"loss_type": "ce"},
     "lk_alpha": {"loss_type": "lk_alpha"},
     "lk_lambda": {"loss_type": "lk_lambda"},
@@ -53,7 +53,7 @@ def max_steps(compute: int, ttt_steps: int, ttt_warmup: float = 0.0, **_) -> int
 
 def train(target, tokenizer, dataset, choice: dict, seed: int, args):
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-    settings = {"ttt_steps": args.ttt_steps, "learning_rate": args.learning_rate, **choice}
+    settings = {"ttt_steps": args.ttt_steps, "ttt_warmup": 0.0, "learning_rate": args.learning_rate, **choice}
     init = {"model_type": "qwen3", **settings.pop("model_init_kwargs", {})}
     if init.get("eagle_aux_hidden_state_layer_ids") == "last":
         init["eagle_aux_hidden_state_layer_ids"] = [num_layers - 1]

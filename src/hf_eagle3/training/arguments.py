@@ -28,9 +28,11 @@ class Eagle3TrainingArguments(SFTConfig):
             a fresh draft has 0.
         ttt_steps (`int`, *optional*, defaults to `7`):
             Drafting steps unrolled in training.
-        ttt_warmup (`float`, *optional*, defaults to 0):
+        ttt_warmup (`float`, *optional*, defaults to `0.8`):
             Share of training in which the unroll grows from one step to `ttt_steps`. A step less deep is a step sooner done,
-            and a draft has to predict one token well before it can predict several.
+            and a draft has to predict one token well before it can predict several. The logged loss, a sum over the steps, rises with
+            each step that comes in; `accuracy_0` and the evaluation, which always takes all steps, tell how it goes. 0 unrolls all
+            steps from the beginning, as the EAGLE-3 paper does.
         ttt_step_decay (`float`, *optional*, defaults to `0.8`):
             Weight of step `s` in the loss is `ttt_step_decay ** s`.
         loss_type (`str`, *optional*, defaults to `"kl"`):
@@ -72,7 +74,7 @@ class Eagle3TrainingArguments(SFTConfig):
     # Parameters that control training-time test
     ttt_steps: int = field(default=7, metadata={"help": "Drafting steps unrolled in training."})
     ttt_warmup: float = field(
-        default=0.0, metadata={"help": "Share of training in which the unroll grows from one step to `ttt_steps`."}
+        default=0.8, metadata={"help": "Share of training in which the unroll grows from one step to `ttt_steps`."}
     )
     ttt_step_decay: float = field(
         default=0.8, metadata={"help": "Weight of step `s` in the loss is `ttt_step_decay ** s`."}
