@@ -20,6 +20,7 @@ writes the table. Two runs are compared without measuring anything:
 """
 
 import argparse
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -95,6 +96,8 @@ def collect_prompts(args, tokenizer) -> tuple[dict[str, list[list[int]]], dict[s
     """Prompts by task, and the tasks that could not be had."""
     tasks, missing = {}, {}
     for name in expand(args.tasks):
+        if task_name(name) in tasks:
+            raise SystemExit(f"There are two tasks of the name {task_name(name)}. Rename one of the files.")
         try:
             tasks[task_name(name)] = load_prompts(name, tokenizer, args.num_prompts, args.chat_template_kwargs)
         except (OSError, ValueError) as error:
@@ -107,7 +110,7 @@ def collect_prompts(args, tokenizer) -> tuple[dict[str, list[list[int]]], dict[s
     return tasks, missing
 
 
-def open_results(args, run: dict) -> BenchmarkResults:
+def open_results(args, run: dict, missing: dict[str, str]) -> BenchmarkResults:
     """A fresh run, or the one in the file, if it is of the same arguments, weights and machine."""
     if not args.json or not Path(args.json).exists():
         return BenchmarkResults(run)
@@ -117,7 +120,11 @@ def open_results(args, run: dict) -> BenchmarkResults:
             raise SystemExit(
                 f"{args.json} holds a run with other {name}: {results.run.get(name)}, not {run[name]}. Choose another file."
             )
-    results.run["missing_tasks"] = run["missing_tasks"]
+    for name in results.run["prompts"].keys() & run["prompts"].keys():
+        if results.run["prompts"][name] != run["prompts"][name]:
+            raise SystemExit(f"{args.json} holds a run with other prompts of {name}. Choose another file.")
+    results.run["prompts"] |= run["prompts"]
+    results.run["missing_tasks"] = {name: why for name, why in missing.items() if name not in results.run["prompts"]}
     return results
 
 
@@ -132,21 +139,24 @@ def main():
     def load(auto_class, name, **kwargs):
         return auto_class.from_pretrained(name, dtype=args.dtype, **kwargs).to(args.device).eval() if name else None
 
-    target, draft = load(AutoModelForCausalLM, args.target), load(AutoModel, args.draft, trust_remote_code=True)
-    tree, weights = {}, None
-    if draft is not None:
+    target, draft, tree, weights = load(AutoModelForCausalLM, args.target), None, {}, None
+    if args.draft:
+        draft = AutoModel.from_pretrained(args.draft, dtype="auto", trust_remote_code=True).eval()
+        weights = weights_digest(draft.state_dict())  # those of the checkpoint, whatever they are measured in
+        draft = draft.to(args.device, target.dtype if args.dtype != "auto" else draft.dtype)
         for name in DEFAULT_TREE_SETTINGS:
             if getattr(args, name) is not None:
                 setattr(draft.generation_config, name, getattr(args, name))
-        tree, weights = tree_settings(draft.generation_config), weights_digest(draft.state_dict())
+        tree = tree_settings(draft.generation_config)
     run = {
         "draft_weights": weights,  # whose figures these are
         "arguments": {name: value for name, value in vars(args).items() if name not in NOT_MEASURED},
         "environment": {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")},
         "tree": tree,
+        "prompts": {name: hashlib.sha256(repr(prompts).encode()).hexdigest() for name, prompts in tasks.items()},
         "missing_tasks": missing,
     }
-    results = open_results(args, run)
+    results = open_results(args, run, missing)
     run_benchmark(
         target,
         tokenizer,
@@ -165,8 +175,13 @@ def main():
     )
     rows = results.rows
     print_table(rows, f"{args.target}, medians of {args.repeats} interleaved repeats (range in brackets)")
+    for row in rows:
+        if row.acceptance_by_position:
+            shares = " ".join(f"{share:.2f}" for share in row.acceptance_by_position)
+            where = f"{row.task}, batch size {row.batch_size}, T={row.temperature:g}, {row.method}"
+            print(f"Share of steps that accept the first, second, ... drafted token ({where}): {shares}")
     print(f"{args.max_new_tokens} new tokens; tree {tree}; {run['environment']}")
-    for name, reason in {**missing, **results.run["left_out"]}.items():
+    for name, reason in {**results.run["missing_tasks"], **results.run["left_out"]}.items():
         print(f"Left out: {name}. {reason}")
     if args.markdown:
         Path(args.markdown).write_text(format_table(rows) + "\n", encoding="utf-8")

@@ -71,7 +71,9 @@ def render(owner: str = "your-org") -> dict[str, str]:
         if "recipe" in pairing:
             card = untrained_card(name, pairing, owner)
         else:
-            card = card_of_records(f"{owner}/{repo_name(name)}", CARDS / name, license=pairing["license"])
+            card = card_of_records(
+                f"{owner}/{repo_name(name)}", CARDS / name, license=pairing["license"], image_folder=f"{name}/"
+            )
         cards[f"{repo_name(name)}.md"] = str(card)
     return cards
 
@@ -91,19 +93,27 @@ def push(owner: str, create: bool, title: str, overwrite_card: bool) -> None:
             f"{owner} has no repos that end in {SUFFIX}. Push a draft with recipes/push.py, or pass --create."
         )
     collection = api.create_collection(title, namespace=owner, exists_ok=True)
+    failed = []
     by_repo = {repo_name(verifier): (verifier, pairing) for verifier, pairing in pairings.items()}
     for repo_id in repos:
         verifier, pairing = by_repo.get(repo_id.split("/")[1], (None, {}))
-        outcome = refresh_card(
-            repo_id,
-            published=pairing.get("published") or (),
-            license=pairing.get("license"),
-            untrained=untrained_card(verifier, pairing, owner) if "recipe" in pairing else None,
-            overwrite_card=overwrite_card,
-        )
+        try:
+            outcome = refresh_card(
+                repo_id,
+                published=pairing.get("published") or (),
+                license=pairing.get("license"),
+                untrained=untrained_card(verifier, pairing, owner) if "recipe" in pairing else None,
+                overwrite_card=overwrite_card,
+            )
+        except (OSError, ValueError, KeyError) as error:  # the others have nothing to do with it
+            failed.append(repo_id)
+            print(f"{repo_id}: failed. {error}")
+            continue
         api.add_collection_item(collection.slug, item_id=repo_id, item_type="model", exists_ok=True)
         print(f"{repo_id}: {outcome}")
     print(f"They are gathered in {collection.url}")
+    if failed:
+        raise SystemExit(f"{len(failed)} of {len(repos)} cards could not be refreshed: {', '.join(failed)}.")
 
 
 def main():

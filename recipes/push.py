@@ -26,7 +26,9 @@ def main():
     parser.add_argument("--benchmark", help="What `recipes/benchmark.py --json` wrote about this draft")
     parser.add_argument("--verifier", help="Hub id of the verifier, if the draft names it otherwise")
     parser.add_argument("--license", help="License id of the Hub, such as apache-2.0 or llama3.1")
-    parser.add_argument("--dtype", default="auto", help="Dtype to push the weights in, such as bfloat16")
+    parser.add_argument(
+        "--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="To push the weights in"
+    )
     parser.add_argument("--private", action="store_true", help="Make the repo private, if it is not there yet")
     parser.add_argument("--revision", help="Branch to push to; made if it is not there")
     parser.add_argument("--create_pr", action="store_true", help="Open a pull request instead of committing")

@@ -42,6 +42,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.environment import public_name
 from hf_eagle3.evaluation.tasks import standard_library
 from hf_eagle3.hub import write_records
 from hf_eagle3.training.optimizer import MuonWithAdamW
@@ -193,7 +194,7 @@ def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None
     trainer.dataset_names = [args.dataset or "the sources of Python's standard library"]
     train(trainer, budget)
     draft = trainer.draft.to(target.dtype)
-    command = shlex.join(["python", "recipes/quickstart.py", *sys.argv[1:]])
+    command = shlex.join(["python", "recipes/quickstart.py", *map(public_name, sys.argv[1:])])
     save(folder, draft, training=training_record(trainer, draft.state_dict()) | {"command": command})
 
 
@@ -212,11 +213,11 @@ def write_prompts(path: Path, held_out: list, tokenizer) -> None:
     for item in held_out[:NUM_PROMPTS]:
         if isinstance(item, str):
             ids = tokenizer(item, add_special_tokens=False)["input_ids"][:PROMPT_TOKENS]
-            prompts.append(tokenizer.decode(ids))
+            prompts.append({"prompt": tokenizer.decode(ids)})
         else:
             first_turns = item[: next(i for i, message in enumerate(item) if message["role"] == "assistant")]
-            prompts.append(tokenizer.apply_chat_template(first_turns, tokenize=False, add_generation_prompt=True))
-    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+            prompts.append({"messages": first_turns})
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
 
 
 def main():
@@ -241,7 +242,7 @@ def main():
     parser.add_argument("--ttt_warmup", type=float, default=0.8, help="Share of the time in which they grow from one")
     parser.add_argument("--max_length", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=8 if torch.cuda.is_available() else 1)
-    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--max_new_tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -276,6 +277,7 @@ def main():
         prompts = str(output_dir / "prompts.jsonl")
         write_prompts(Path(prompts), held_out, tokenizer)
     results = output_dir / "results.jsonl"
+    results.unlink(missing_ok=True)  # what another run measured
     print(f"Generating in a fresh process, with {target_name} and {draft_dir} ...", flush=True)
     command = [sys.executable, str(Path(__file__).with_name("benchmark.py"))]
     command += ["--target", target_name, "--draft", str(draft_dir), "--prompts", prompts]

@@ -43,6 +43,7 @@ from trl import (
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import load_ends
 from hf_eagle3.training import FeatureStore
+from hf_eagle3.training.record import non_defaults
 
 
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
@@ -175,9 +176,11 @@ def main():
     parser = TrlParser((TrainScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig))
     script_args, training_args, target_config, mixture = parser.parse_args_and_config()
     trainer = make_trainer(script_args, training_args, target_config, mixture)
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    # For the card.
     names = [dataset.path for dataset in mixture.datasets] or [script_args.dataset_name]
     trainer.dataset_names = [name for name in names if name is not None]
+    trainer.script_settings = non_defaults(script_args) | non_defaults(target_config)
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     if training_args.push_to_hub:  # which saves, too
         trainer.push_to_hub()
         trainer.accelerator.print(f"Pushed the draft to {trainer.hub_model_id}.")

@@ -39,6 +39,21 @@ def environment(device: torch.device | str) -> dict[str, str | int]:
     }
 
 
+def public_name(name: str | None) -> str | None:
+    """A name to publish: an id of the Hub as it is, a path of this machine without the folders that it lies in."""
+    is_path = bool(name) and (Path(name).is_absolute() or name.startswith((".", "~")) or Path(name).exists())
+    return Path(name).name if is_path else name
+
+
+def without_paths(facts):
+    """The same dictionary, list or value, with the `public_name` of each text in it."""
+    if isinstance(facts, dict):
+        return {key: without_paths(value) for key, value in facts.items()}
+    if isinstance(facts, list):
+        return [without_paths(value) for value in facts]
+    return public_name(facts) if isinstance(facts, str) and len(facts) < 1000 else facts
+
+
 def weights_digest(state_dict: dict[str, torch.Tensor]) -> str:
     """SHA-256 of a draft's weights in bfloat16, so that it is the same for a float32 draft and its bfloat16 copy."""
     digest = hashlib.sha256()

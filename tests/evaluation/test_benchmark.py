@@ -11,6 +11,7 @@ from conftest import make_draft, make_prompt, make_target
 from transformers import AutoModel
 
 from hf_eagle3.evaluation import BenchmarkResults, BenchmarkRow, compare, format_table, plot_all, run_benchmark
+from hf_eagle3.evaluation.benchmark import without_padding
 from hf_eagle3.evaluation.profile import own_times, profile_steps
 
 
@@ -215,3 +216,54 @@ def test_own_times():
     events += [Event("eagle3: b", 60, 70)]
     assert own_times(events) == pytest.approx({"call": 50e-6, "a": 30e-6, "b": 20e-6})
     assert Counter(own_times(events)).total() == pytest.approx(100e-6)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends", "expected"),
+    [
+        ([5, 6, 0, 0], {7}, [5, 6]),
+        ([5, 7, 0], {7}, [5, 7]),
+        ([5, 0, 0, 0], {0}, [5, 0]),  # padded by what ended it
+        ([5, 0, 6], {7}, [5, 0, 6]),
+        ([0, 0], {0}, [0]),
+    ],
+)
+def test_padding_is_no_text(tokens, ends, expected):
+    assert without_padding(tokens, 0, ends) == expected
+
+
+def test_rows_that_end_earlier_count_as_they_are(tokenizer):
+    """In a batch, whose rows are padded to the longest."""
+    target = make_target("llama")
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in ("what is 3", "the end")]
+    free = target.generate(torch.tensor([prompts[0]]), max_new_tokens=10, do_sample=False)[
+        0, len(prompts[0]) :
+    ].tolist()
+    target.generation_config.eos_token_id = free[3]
+    num_tokens = 0
+    for prompt in prompts:
+        num_tokens += target.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False).shape[1] - len(
+            prompt
+        )
+    draft = make_draft(target, [make_prompt(5)])
+    results = run_benchmark(target, tokenizer, draft, {"a": prompts}, ["plain", "eagle3"], [0.0], [2], 10, 1)
+    assert [row.new_tokens for row in results.rows] == [num_tokens, num_tokens] and num_tokens < 20
+    assert results.rows[1].num_identical == 2
+
+
+def test_half_a_repeat_is_measured_again(tokenizer):
+    target = make_target("llama")
+    draft = make_draft(target, [make_prompt(5)])
+    tasks = {"words": [tokenizer("what is 3")["input_ids"]]}
+    arguments = (target, tokenizer, draft, tasks, ["plain", "eagle3"], [0.0], [1], 6, 2)
+    results = run_benchmark(*arguments)
+    first = results.measurements[:2]
+    del results.measurements[3]
+    results = run_benchmark(*arguments, results=results)
+    assert results.measurements[:2] == first and len(results.measurements) == 4
+
+
+def test_line_separators_that_json_leaves_alone(tmp_path):
+    results = results_of(2.0, task="a\u2028b\u0085")
+    results.write(tmp_path / "results.jsonl")
+    assert BenchmarkResults.read(tmp_path / "results.jsonl") == results

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.evaluation import BenchmarkResults
 from hf_eagle3.hub import render_card
-from hf_eagle3.hub.card import is_edited
+from hf_eagle3.hub.card import is_edited, is_hub_id
 
 
 EXPECTED = Path(__file__).with_name("expected_card.md")
@@ -165,3 +165,29 @@ def test_an_edited_card_is_noticed(draft):
     assert is_edited(ModelCard("---\nlicense: mit\n---\nMy own words.\n"))
     assert not is_edited(ModelCard("---\nlicense: mit\n---\n"))
     yaml.safe_load(str(card).split("---\n")[1])
+
+
+def test_cards_of_other_rows(draft):
+    """Chains instead of trees; nothing accepted; no verification at all."""
+    chain = BenchmarkResults(
+        BENCHMARK.run,
+        [each | {"method": each["method"].replace("eagle3", "eagle3-chain")} for each in BENCHMARK.measurements],
+    )
+    text = str(render_card("me/draft", draft, benchmark=chain))
+    assert "2.25x" in text and "| gsm8k | 1 | 0 | 0.75 |" in text and "model-index" in text
+    for accepted in ({"1": 4}, {}):
+        changed = [
+            each | {"accepted_lengths": accepted, "batch_size": 2}
+            for each in BENCHMARK.measurements
+            if each["method"] == "eagle3"
+        ]
+        card = render_card("me/draft", draft, benchmark=BenchmarkResults(BENCHMARK.run, changed))
+        assert "acceptance.png" not in card.text and "by position: not measured" in card.text
+        metrics = [result.metric_type for result in card.data.eval_results]
+        assert metrics.count("speedup") == 2 and ("acceptance_length" in metrics) == bool(accepted)
+
+
+def test_paths_are_no_ids():
+    for name in ("../target", "./target", "/home/me/target", "data/train.jsonl", "target", "", None, "a/b/c"):
+        assert not is_hub_id(name)
+    assert is_hub_id("Qwen/Qwen3-8B")

@@ -13,6 +13,7 @@ from conftest import make_draft, make_prompt, make_target
 from datasets import Dataset
 from huggingface_hub import ModelCard
 from loopback_hub import serve_hub
+from peft import LoraConfig
 from test_card import BENCHMARK, TRAINING
 from transformers.utils import hub as transformers_hub
 
@@ -160,35 +161,104 @@ def test_records_beside_a_draft_are_its_own(hub, draft, tmp_path, caplog):
     assert "benchmark.jsonl" not in files_of(hub)
 
 
-def test_trainer(hub, tokenizer, tmp_path):
+def make_trainer(tmp_path, tokenizer, model=None, peft_config=None, **settings):
     target = make_target("llama")
     target.config._name_or_path = "big/Model-8B"
-    trainer = Eagle3Trainer(
-        model=None,
+    settings = {"max_steps": 2, "save_strategy": "no", **settings}
+    return Eagle3Trainer(
+        model=model,
         target_model=target,
         args=Eagle3TrainingArguments(
             str(tmp_path / "run"),
             push_to_hub=True,
-            max_steps=2,
+            hub_token="hf_secret",
             bf16=False,
             use_cpu=True,
             report_to="none",
-            save_strategy="no",
+            **settings,
         ),
         train_dataset=Dataset.from_dict({"text": ["what is 3 and the end a b c d"] * 16}),
         processing_class=tokenizer,
+        peft_config=peft_config,
     )
+
+
+def test_trainer(hub, tokenizer, tmp_path):
+    trainer = make_trainer(tmp_path, tokenizer)
     trainer.train()
     trainer.push_to_hub(dataset_name="me/chats")
     repo = "me/Model-8B-speculator.eagle3"
+    assert len(hub.repos[repo]["main"]) == 2
     files = files_of(hub, repo)
     card = ModelCard(files["README.md"].decode())
     assert card.data.base_model == "big/Model-8B" and card.data.datasets == ["me/chats"]
-    assert "2 steps of 8 sequences" in card.text and "max_steps: 2" in card.text and "hf_test" not in str(files)
+    assert "2 steps of 8 sequences" in card.text and "max_steps: 2" in card.text
+    assert not any(b"hf_secret" in content for content in files.values())
     record = json.loads(files["training.json"])
     assert record["draft_weights"] == weights_digest(Eagle3ForSpeculation.from_pretrained(repo).state_dict())
     assert record["arguments"]["dataset_name"] == "me/chats"
     assert refresh_card(repo) == "unchanged"
+    # What somebody has written on the card since is not lost.
+    edited = files["README.md"].replace(b"## Limits", b"## Limits, and what I think of it")
+    files_of(hub, repo)["README.md"] = edited
+    trainer.push_to_hub()
+    assert files_of(hub, repo)["README.md"] == edited and len(hub.repos[repo]["main"]) == 3
+
+
+def test_checkpoints_that_are_pushed_are_whole(hub, tokenizer, tmp_path):
+    trainer = make_trainer(tmp_path, tokenizer, save_strategy="steps", save_steps=1, hub_always_push=True)
+    trainer.train()
+    trainer._finish_current_push()
+    repo = "me/Model-8B-speculator.eagle3"
+    for files in hub.repos[repo]["main"][1:]:
+        assert {
+            "model.safetensors",
+            "modeling_eagle3.py",
+            "custom_generate/generate.py",
+            "training.json",
+        } <= files.keys()
+        assert not any(b"hf_secret" in content for content in files.values())
+    record = json.loads(files_of(hub, repo)["training.json"])
+    pushed = Eagle3ForSpeculation.from_pretrained(repo)
+    assert record["draft_weights"] == weights_digest(pushed.state_dict()) and record["steps"] == 2
+
+
+def test_an_adapter_has_a_repo_of_its_own(hub, draft, tokenizer, tmp_path):
+    repo = "me/Model-8B-speculator.eagle3"
+    draft.config.speculators_config["verifier"]["name_or_path"] = "big/Model-8B"
+    draft.config._name_or_path = repo
+    push_draft(draft, repo)
+    whole = files_of(hub, repo)
+    trainer = make_trainer(tmp_path, tokenizer, model=draft, peft_config=LoraConfig(target_modules=["q_proj"]))
+    trainer.train()
+    trainer.push_to_hub()
+    assert files_of(hub, repo) is whole
+    card = ModelCard(files_of(hub, "me/run")["README.md"].decode())
+    assert card.data.base_model == repo and card.data.base_model_relation == "adapter"
+    assert refresh_card("me/run", overwrite_card=True) == "an adapter, kept"
+
+
+def test_a_draft_pushed_from_the_hub_keeps_its_records(hub, draft, tmp_path):
+    push_draft(draft, REPO, training=training_of(draft), benchmark=benchmark_of(draft))
+    before = files_of(hub)
+    before["notes.py"] = b"# mine"
+    Eagle3ForSpeculation.from_pretrained(REPO).push_to_hub(REPO)
+    after = files_of(hub)
+    assert after["training.json"] == before["training.json"] and after["benchmark.jsonl"] == before["benchmark.jsonl"]
+    assert after["notes.py"] == b"# mine"
+
+
+def test_paths_of_this_machine_stay_here(hub, draft, tmp_path):
+    (tmp_path / "secret-folder" / "target").mkdir(parents=True)
+    draft.config.speculators_config["verifier"]["name_or_path"] = str(tmp_path / "secret-folder" / "target")
+    benchmark = benchmark_of(draft)
+    benchmark.run["arguments"]["target"] = str(tmp_path / "secret-folder" / "target")
+    push_draft(draft, REPO, benchmark=benchmark)
+    assert not any(b"secret-folder" in content for content in files_of(hub).values())
+    assert b'"target": "target"' in files_of(hub)["benchmark.jsonl"]
+    card = ModelCard(files_of(hub)["README.md"].decode())
+    assert card.data.base_model is None and refresh_card(REPO) == "unchanged"
+    assert "secret-folder" in draft.config.verifier
 
 
 def run(monkeypatch, script, *arguments):

@@ -55,4 +55,4 @@ def test_given_target_and_chat_data(tmp_path, tokenizer):
     )
     assert result.returncode == 0, result.stderr[-3000:]
     prompts = (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()
-    assert len(prompts) == 20 and json.loads(prompts[0])["prompt"] == "U:what is up|A:"
+    assert len(prompts) == 20 and json.loads(prompts[0]) == {"messages": chat[:1]}

@@ -90,9 +90,12 @@ def run_benchmark(
         accepted = draft.last_generation.accepted_lengths if method.startswith("eagle3") else []
         facts = {"seconds": seconds, "target_forwards": num_forwards[0], "accepted_lengths": Counter(accepted)}
         facts["peak_memory"] = peak_memory(target.device)
-        return sequences[:, inputs["input_ids"].shape[1] :].tolist(), facts
+        new_tokens = sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        return [without_padding(row, settings["pad_token_id"], ends) for row in new_tokens], facts
 
-    done = {(each["task"], each["batch_size"], each["temperature"], each["repeat"]) for each in results.measurements}
+    ends = target.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    done = whole_repeats(results, methods)
     calls = sum(math.ceil(len(prompts) / size) for prompts in tasks.values() for size in batch_sizes)
     progress = tqdm(total=calls * len(temperatures) * len(methods) * repeats, desc="Benchmark")
     warm = set()
@@ -193,6 +196,34 @@ def check_methods(methods, draft, assistant, dflash) -> list[str]:
         if method in methods and model is None:
             raise ValueError(f"The method {method!r} needs a model: pass `{method}`.")
     return sorted(methods, key=METHODS.index)
+
+
+def without_padding(tokens: list[int], pad_token: int, ends: set[int]) -> list[int]:
+    """A row's own tokens: those up to the first that ends it, where padding follows."""
+    length = len(tokens)
+    while length > 0 and tokens[length - 1] == pad_token:
+        length -= 1
+    if length < len(tokens) and pad_token in ends:  # the first of them was the row's own end
+        length += 1
+    return tokens[:length]
+
+
+def whole_repeats(results: BenchmarkResults, methods: Sequence[str]) -> set[tuple]:
+    """Task, batch size, temperature and number of the repeats that all methods took part in; the others are dropped."""
+    measured: dict[tuple, set[str]] = {}
+
+    def key(each):
+        return each["task"], each["batch_size"], each["temperature"], each["repeat"]
+
+    for each in results.measurements:
+        measured.setdefault(key(each), set()).add(each["method"])
+    whole = {
+        unit
+        for unit, those in measured.items()
+        if those >= {each for each in methods if unit[1] == 1 or each in IN_BATCHES} - set(results.run["left_out"])
+    }
+    results.measurements[:] = [each for each in results.measurements if key(each) in whole]
+    return whole
 
 
 @contextmanager

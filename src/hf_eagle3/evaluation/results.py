@@ -9,6 +9,7 @@ from pathlib import Path
 
 
 METHODS = ("plain", "prompt-lookup", "assistant", "mtp", "dflash", "eagle3-chain", "eagle3")
+PLOTS = ("speedup.png", "acceptance.png", "batch_size.png")
 COLORS = dict(zip(METHODS, ("#9aa5b1", "#6aa6c8", "#4c78a8", "#72b7b2", "#54a24b", "#f2c14e", "#f29f05")))
 
 
@@ -23,7 +24,7 @@ class BenchmarkRow:
         task (`str`): Name of the prompts.
         batch_size (`int`): Prompts decoded at once.
         tokens_per_second (`list[float]`):
-            One entry a repeat: all new tokens, the padding of finished rows included, over all seconds.
+            One entry a repeat: all new tokens, without the padding of finished rows, over all seconds.
         speedups (`list[float]`): The same over plain generation's in that repeat.
         target_forwards (`int`): Forward passes of the target in all repeats, those of the prompts included.
         new_tokens (`int`): Tokens generated in all repeats.
@@ -100,7 +101,8 @@ class BenchmarkResults:
         Raises:
             ValueError: if they are no results of a benchmark.
         """
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        # Not `splitlines`, which also splits at what JSON leaves as it is.
+        lines = Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n")
         entries = []
         for number, line in enumerate(lines):
             try:
@@ -113,8 +115,11 @@ class BenchmarkResults:
         return cls(entries[0], entries[1:])
 
     def write(self, path: str | Path) -> None:
+        """Writes JSON Lines, all or nothing."""
         lines = [json.dumps(entry, ensure_ascii=False) for entry in (self.run, *self.measurements)]
-        Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        unfinished = Path(f"{path}.unfinished")
+        unfinished.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        unfinished.replace(path)
 
     @property
     def rows(self) -> list[BenchmarkRow]:
@@ -231,7 +236,7 @@ def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
         )
     if len(lines) == 2:
         raise ValueError("The two runs have no task, batch size, temperature and method in common.")
-    for name in ("environment", "tree", "draft_weights"):
+    for name in ("arguments", "prompts", "environment", "tree", "draft_weights"):
         if before.run.get(name) != after.run.get(name):
             lines.append(f"\n{name} differs: {before.run.get(name)} before, {after.run.get(name)} after.")
     return "\n".join(lines)

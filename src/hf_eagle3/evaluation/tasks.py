@@ -84,7 +84,7 @@ def expand(names: list[str]) -> list[str]:
 
 
 def task_name(name: str) -> str:
-    return Path(name).stem if Path(name).is_file() else name
+    return (Path(name).stem if Path(name).is_file() else name).replace("|", "-")  # which would end a cell of a table
 
 
 def load_prompts(
@@ -135,7 +135,7 @@ def load_prompts(
 def read_prompts(path: str | Path, num_prompts: int | None = None) -> list[str | list[dict]]:
     """Prompts of a JSON Lines file, one `{"prompt": "..."}` or `{"messages": [...]}` a line."""
     prompts = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         item = json.loads(line)

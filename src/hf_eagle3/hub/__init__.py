@@ -1,13 +1,24 @@
 """A draft's page on the Hub: its card, and pushing it."""
 
-from .card import BENCHMARK_RECORD, TRAINING_RECORD, render_card
-from .push import card_of_records, push_draft, read_record, refresh_card, repo_name, write_draft, write_records
+from .card import BENCHMARK_RECORD, TRAINING_RECORD, is_edited, render_card
+from .push import (
+    card_of_records,
+    card_on_hub,
+    push_draft,
+    read_record,
+    refresh_card,
+    repo_name,
+    write_draft,
+    write_records,
+)
 
 
 __all__ = [
     "BENCHMARK_RECORD",
     "TRAINING_RECORD",
     "card_of_records",
+    "card_on_hub",
+    "is_edited",
     "push_draft",
     "read_record",
     "refresh_card",

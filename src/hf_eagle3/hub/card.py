@@ -14,6 +14,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..checkpoints import sglang
+from ..environment import public_name
 from ..evaluation import BenchmarkResults, BenchmarkRow, format_table
 from ..evaluation.results import plot_names
 from ..policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
@@ -37,6 +38,7 @@ def render_card(
     license: str | None = None,
     adapter_of: str | None = None,
     tags: Sequence[str] = (),
+    image_folder: str = "",
 ) -> ModelCard:
     """
     Renders the card of a draft.
@@ -53,6 +55,7 @@ def render_card(
         license (`str`, *optional*): A license id of the Hub.
         adapter_of (`str`, *optional*): The draft that this repo has a LoRA adapter for.
         tags (`Sequence[str]`, *optional*): Tags besides those that every draft has.
+        image_folder (`str`, *optional*): Where the plots are, seen from the card, if not beside it.
 
     Returns:
         `ModelCard`: with metadata and text. `str(card)` is the README.md.
@@ -61,18 +64,21 @@ def render_card(
         verifier = draft.config.verifier
     is_on_hub = is_hub_id(verifier)
     rows = benchmark.rows if benchmark else []
+    drafted = [row for row in rows if row.method == "eagle3"] or [row for row in rows if row.method == "eagle3-chain"]
     name, datasets = repo_id.split("/")[-1], (training or {}).get("datasets") or []
+    base_model = adapter_of or verifier
+    base_model = base_model if is_hub_id(base_model) else None
     data = ModelCardData(
-        base_model=adapter_of or (verifier if is_on_hub else None),
+        base_model=base_model,
         # The Hub knows no relation for drafts; this is the one it assumes when nothing is said.
-        base_model_relation="adapter" if adapter_of else ("finetune" if is_on_hub else None),
+        base_model_relation=None if base_model is None else ("adapter" if adapter_of else "finetune"),
         library_name="peft" if adapter_of else "transformers",
         pipeline_tag="text-generation",
         tags=[*TAGS, *(tag for tag in tags if tag not in TAGS)],
         datasets=[dataset for dataset in datasets if is_hub_id(dataset)] or None,
         license=license,
-        model_name=name if rows else None,
-        eval_results=eval_results(rows) or None,
+        model_name=name if drafted else None,
+        eval_results=eval_results(drafted) or None,
     )
     cannot_export = None
     if draft is not None:
@@ -94,16 +100,17 @@ def render_card(
         is_trained=draft is not None or adapter_of is not None,
         draft=draft,
         form=None if draft is None else form(draft),
-        adapter_of=adapter_of,
+        adapter_of=public_name(adapter_of),
         cannot_export=cannot_export,
         training=training,
         training_arguments=None if training is None else training_yaml(training),
         run=benchmark.run if benchmark else None,
         table=format_table(rows) if rows else None,
-        rows=[row for row in rows if row.method == "eagle3"],
+        rows=drafted,
         plots=plot_names(rows),
+        image_folder=image_folder,
         prompts={row.task: row.num_prompts for row in rows},
-        num_positions=max((len(row.acceptance_by_position) for row in rows), default=0),
+        num_positions=max((len(row.acceptance_by_position) for row in drafted), default=0),
         published=published,
         tree=DEFAULT_TREE_SETTINGS if draft is None else tree_settings(draft.generation_config),
     )
@@ -113,8 +120,9 @@ def render_card(
 
 
 def is_hub_id(name: str | None) -> bool:
-    """Whether this looks like a repo of the Hub, and is not a path."""
-    return bool(name) and bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name)) and not Path(name).exists()
+    """Whether this looks like a repo of the Hub, and is no path."""
+    is_file = bool(name) and Path(name).suffix in (".json", ".jsonl", ".parquet", ".txt", ".csv")
+    return bool(name) and bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)) and not is_file and not Path(name).exists()
 
 
 def form(draft) -> str:
@@ -123,7 +131,7 @@ def form(draft) -> str:
     flags = [
         flag for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(config, flag)
     ]
-    num_parameters = sum(parameter.numel() for parameter in draft.parameters())
+    num_parameters = sum(weight.numel() for name, weight in draft.named_parameters() if "lora_" not in name)
     kind = {"llama": "Llama", "qwen3": "Qwen3"}[layer.model_type]
     layers = f"{config.num_hidden_layers} {kind} layer" + "s" * (config.num_hidden_layers > 1)
     return (
@@ -135,11 +143,9 @@ def form(draft) -> str:
 
 
 def eval_results(rows: Sequence[BenchmarkRow]) -> list[EvalResult]:
-    """The `model-index`: acceptance length and speed-up of the draft, for each task, batch size and temperature."""
+    """The `model-index`: acceptance length and speed-up of the draft's rows, for each task, batch size and temperature."""
     results = []
     for row in rows:
-        if row.method != "eagle3":
-            continue
         common = {
             "task_type": "text-generation",
             "task_name": "Speculative decoding",
@@ -160,6 +166,7 @@ def eval_results(rows: Sequence[BenchmarkRow]) -> list[EvalResult]:
         results += [
             EvalResult(**common, metric_type=kind, metric_name=name, metric_value=round(value, 2))
             for kind, name, value in metrics
+            if value is not None
         ]
     return results
 
@@ -175,8 +182,8 @@ def card_digest(card: ModelCard) -> str:
 
 
 def is_edited(card: ModelCard) -> bool:
-    """Whether somebody wrote or changed this card by hand. Empty cards and transformers' generic one count as unwritten."""
-    if not card.text.strip() or "has been automatically generated" in card.text:
+    """Whether somebody wrote or changed this card by hand. One without text, with a licence at most, counts as unwritten."""
+    if not card.text.strip() and set(card.data.to_dict()) <= {"license"}:
         return False
     found = RENDERED.search(card.text)
     return found is None or found[1] != card_digest(card)

@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections.abc import Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,9 +17,11 @@ from huggingface_hub.errors import (
 from transformers import GenerationConfig
 from transformers.utils import logging
 
+from ..checkpoints.files import find
 from ..configuration_eagle3 import Eagle3Config
-from ..environment import weights_digest
+from ..environment import public_name, weights_digest, without_paths
 from ..evaluation import BenchmarkResults, plot_all
+from ..evaluation.results import PLOTS
 from ..modeling_eagle3 import Eagle3ForSpeculation
 from .card import BENCHMARK_RECORD, TRAINING_RECORD, is_edited, is_hub_id, render_card
 
@@ -71,7 +74,9 @@ def push_draft(
     """
     if token in (None, True) and get_token() is None:
         raise PermissionError("There is no token to push with. Log in by `hf auth login`, or set `HF_TOKEN`.")
-    api, there = HfApi(), card_on_hub(repo_id, revision, token)
+    api = HfApi()
+    # A branch that is not there yet begins as a copy of the main one.
+    there = card_on_hub(repo_id, revision, token) or card_on_hub(repo_id, None, token)
     with tempfile.TemporaryDirectory() as folder:
         card = write_draft(
             draft,
@@ -86,7 +91,7 @@ def push_draft(
         )
         if there is not None and is_edited(there) and not overwrite_card:
             logger.warning(f"The card of {repo_id} was edited, and stays as it is. `overwrite_card=True` replaces it.")
-            there.save(Path(folder, "README.md"))
+            Path(folder, "README.md").unlink()
         else:
             card.validate()
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True, token=token).repo_id
@@ -104,8 +109,8 @@ def push_draft(
             delete_patterns=[
                 TRAINING_RECORD,
                 BENCHMARK_RECORD,
-                "*.png",
-                "*.py",
+                *PLOTS,
+                "*_eagle3.py",
                 "*.safetensors",
                 "*.safetensors.index.json",
             ],
@@ -134,25 +139,46 @@ def write_draft(
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty. Choose another folder.")
     training, benchmark = records_of(draft, training, benchmark)
-    if not is_hub_id(draft.config.verifier):
+    if benchmark is not None:
+        benchmark = BenchmarkResults(without_paths(benchmark.run), benchmark.measurements)
+    verifier = draft.config.verifier
+    if not is_hub_id(verifier):
         logger.warning(
-            f"The draft's verifier is {draft.config.verifier}, which is not on the Hub: nobody else can use the draft. If the "
-            "verifier is there under another name, push with `recipes/push.py --verifier`."
+            f"The draft's verifier is {verifier}, which is not on the Hub: nobody else can use the draft. If the verifier is there "
+            "under another name, push with `recipes/push.py --verifier`."
         )
-    draft.save_pretrained(folder, max_shard_size=max_shard_size)
-    write_records(folder, training, benchmark)
-    card = render_card(
-        repo_id, draft, training=training, benchmark=benchmark, published=published, license=license, tags=tags
-    )
+    with naming_verifier(draft, public_name(verifier)):
+        draft.save_pretrained(folder, max_shard_size=max_shard_size)
+        write_records(folder, training, benchmark)
+        card = render_card(
+            repo_id, draft, training=training, benchmark=benchmark, published=published, license=license, tags=tags
+        )
     card.save(folder / "README.md")
     return card
 
 
+@contextmanager
+def naming_verifier(draft, name: str):
+    """The draft's configuration calls its verifier by this name."""
+    config = draft.config.speculators_config
+    if config is None:
+        yield
+        return
+    before, config["verifier"]["name_or_path"] = config["verifier"]["name_or_path"], name
+    try:
+        yield
+    finally:
+        config["verifier"]["name_or_path"] = before
+
+
 def records_of(draft, training: dict | None, benchmark: BenchmarkResults | None):
     """How the draft was trained and what was measured with it: what is passed, or what lies beside it."""
-    folder = Path(draft.config._name_or_path or "-")
+    source = draft.config._name_or_path
     records = {TRAINING_RECORD: training, BENCHMARK_RECORD: benchmark}
-    found = {name: record or read_record(folder / name) for name, record in records.items()}
+    found = dict(records)
+    for name, record in records.items():
+        if record is None and source and (path := find(source, name)) is not None:
+            found[name] = read_record(path)
     if not any(found.values()):
         return None, None
     digest = weights_digest(draft.state_dict())
@@ -163,7 +189,7 @@ def records_of(draft, training: dict | None, benchmark: BenchmarkResults | None)
             raise ValueError(
                 f"{name} is about other weights than this draft's. Measure the draft that you push (`recipes/benchmark.py --json`)."
             )
-        logger.warning(f"{folder / name} is about other weights than this draft's, and is left out.")
+        logger.warning(f"{name} of {source} is about other weights than this draft's, and is left out.")
         found[name] = None
     return found[TRAINING_RECORD], found[BENCHMARK_RECORD]
 
@@ -219,7 +245,7 @@ def refresh_card(
         published, license, revision, overwrite_card, token (*optional*): See [`push_draft`].
 
     Returns:
-        `str`: `"unchanged"`, `"refreshed"`, `"edited by hand, kept"`, or `"no draft in it"`.
+        `str`: `"unchanged"`, `"refreshed"`, `"edited by hand, kept"`, `"an adapter, kept"` or `"no draft in it"`.
     """
     there = card_on_hub(repo_id, revision, token)
     if there is not None and is_edited(there) and not overwrite_card:
@@ -230,6 +256,8 @@ def refresh_card(
     if (folder / "config.json").exists():
         license = license or (there and there.data.license)
         card = card_of_records(repo_id, folder, published=published, license=license)
+    elif (folder / "adapter_config.json").exists():
+        return "an adapter, kept"
     elif untrained is not None:
         card = untrained
     else:

@@ -94,6 +94,10 @@ class Eagle3TrainingArguments(SFTConfig):
     )
     eval_max_new_tokens: int = field(default=64, metadata={"help": "Tokens decoded from each of them."})
 
+    def __getstate__(self):
+        """`Trainer` pickles its arguments beside the weights, and pushes both: the token stays here."""
+        return {**self.__dict__, "hub_token": None}
+
     def __post_init__(self):
         super().__post_init__()
         if self.ttt_steps < 1:

@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields
 
 import torch
 
-from ..environment import environment, weights_digest
+from ..environment import environment, public_name, weights_digest, without_paths
 
 
 # Arguments that say where a run writes to, what it shows and how it is spread out, not what it learns.
@@ -42,6 +42,16 @@ NOT_OF_TRAINING = [
 ]
 
 
+def non_defaults(arguments, values: dict | None = None) -> dict:
+    """The fields of a dataclass that have other values than their defaults."""
+    values = vars(arguments) if values is None else values
+    defaults = {
+        item.name: item.default if item.default_factory is MISSING else item.default_factory()
+        for item in fields(arguments)
+    }
+    return {name: value for name, value in values.items() if name in defaults and value != defaults[name]}
+
+
 def training_record(trainer, state_dict: dict[str, torch.Tensor] | None = None) -> dict:
     """
     Data, arguments that are not the defaults, length, machine and last evaluation.
@@ -51,17 +61,14 @@ def training_record(trainer, state_dict: dict[str, torch.Tensor] | None = None) 
         state_dict (`dict[str, torch.Tensor]`, *optional*): The draft's weights, whose digest says which draft this is about.
     """
     args = trainer.args
-    defaults = {
-        item.name: item.default if item.default_factory is MISSING else item.default_factory() for item in fields(args)
-    }
-    arguments = {"model_name_or_path": trainer.target_model.config._name_or_path}
-    if trainer.dataset_names:
-        names = trainer.dataset_names
-        arguments["dataset_name"] = names[0] if len(names) == 1 else names
+    datasets = [public_name(name) for name in trainer.dataset_names]
+    arguments = {"model_name_or_path": trainer.target_model.config._name_or_path, **trainer.script_settings}
+    if datasets:
+        arguments["dataset_name"] = datasets[0] if len(datasets) == 1 else datasets
     arguments |= {
         name: value
-        for name, value in args.to_dict().items()
-        if name not in NOT_OF_TRAINING and not name.startswith("hub_") and value != defaults[name]
+        for name, value in non_defaults(args, args.to_dict()).items()
+        if name not in NOT_OF_TRAINING and not name.startswith("hub_")
     }
     logged = {key: value for entry in trainer.state.log_history for key, value in entry.items()}  # the last of each
     evaluation = {name: logged.get(f"eval_{name}") for name in ("acceptance_length", "accuracy_0")}
@@ -71,9 +78,9 @@ def training_record(trainer, state_dict: dict[str, torch.Tensor] | None = None) 
         evaluation["num_prompts"] = args.num_eval_prompts
     return {
         "draft_weights": None if state_dict is None else weights_digest(state_dict),
-        "datasets": trainer.dataset_names,
+        "datasets": datasets,
         "command": "accelerate launch recipes/train.py --config training.yaml",
-        "arguments": json.loads(json.dumps(arguments, default=str)),
+        "arguments": without_paths(json.loads(json.dumps(arguments, default=str))),
         "steps": trainer.state.global_step,
         "epochs": trainer.state.epoch or 0.0,
         "sequences_per_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,

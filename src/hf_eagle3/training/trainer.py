@@ -1,6 +1,7 @@
 """[`Eagle3Trainer`]: TRL's `SFTTrainer`, training a draft by training-time test."""
 
 import copy
+import shutil
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
@@ -27,7 +28,7 @@ from ..data import (
     report_long_rows,
     without_prompt_column,
 )
-from ..hub import render_card, repo_name, write_records
+from ..hub import card_on_hub, is_edited, render_card, repo_name, write_records
 from ..modeling_eagle3 import Eagle3ForSpeculation
 from .arguments import Eagle3TrainingArguments
 from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, start_store
@@ -89,8 +90,10 @@ class Eagle3Trainer(SFTTrainer):
             raise TypeError(f"`args` must be `Eagle3TrainingArguments`, got {type(args).__name__}.")
         if kwargs.get("processing_class") is None:
             raise ValueError("`Eagle3Trainer` needs the target's tokenizer as `processing_class`.")
-        self.dataset_names: list[str] = []  # for the card
-        if args.push_to_hub and args.hub_model_id is None:
+        self.dataset_names: list[str] = []  # for the card, and settings of a script that are none of `args`
+        self.script_settings: dict = {}
+        # An adapter has a repo of its own; that of this name is for whole drafts.
+        if args.push_to_hub and args.hub_model_id is None and kwargs.get("peft_config") is None:
             args.hub_model_id = repo_name(target_model.config._name_or_path or "draft")
         takes_vocabulary_from_data = model is None and args.draft_vocab_size is not None
         model = draft_to_train(model, target_model, args, kwargs.get("peft_config"))
@@ -460,26 +463,42 @@ class Eagle3Trainer(SFTTrainer):
         if not self.args.should_save:
             return
         weights = None
-        if not hasattr(self.accelerator.unwrap_model(self.model), "peft_config"):
+        if not self._is_adapter:
             weights = self.draft.state_dict() if state_dict is None else state_dict
         write_records(Path(output_dir or self.args.output_dir), training_record(self, weights or None), None)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        """`Trainer` pushes weights and configuration of a checkpoint; a draft is also its code and its record."""
+        if self.is_world_process_zero() and not self._is_adapter:
+            patterns = shutil.ignore_patterns("*.safetensors", "*.bin", "*.pt", "*.pth", "trainer_state.json")
+            shutil.copytree(checkpoint_folder, self.args.output_dir, ignore=patterns, dirs_exist_ok=True)
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    @property
+    def _is_adapter(self) -> bool:
+        return hasattr(self.accelerator.unwrap_model(self.model), "peft_config")
 
     def create_model_card(self, model_name=None, dataset_name: str | list[str] | None = None, tags=None):
         """Writes README.md to the output folder; see [`render_card`]. `dataset_name` is what it says about the data."""
         if not self.is_world_process_zero():
             return
         self._name_datasets(dataset_name)
-        model, folder = self.accelerator.unwrap_model(self.model), Path(self.args.output_dir)
-        adapter_of = getattr(self.draft.config, "_name_or_path", None) if hasattr(model, "peft_config") else None
+        card_file = Path(self.args.output_dir, "README.md")
+        if self.hub_model_id is not None:
+            there = card_on_hub(self.hub_model_id, self.args.hub_revision, self.args.hub_token)
+            if there is not None and is_edited(there):
+                logger.warning(f"The card of {self.hub_model_id} was edited, and stays as it is.")
+                card_file.unlink(missing_ok=True)
+                return
         card = render_card(
-            self.hub_model_id or model_name or folder.resolve().name,
+            self.hub_model_id or model_name or card_file.resolve().parent.name,
             self.draft,
             verifier=self.target_model.config._name_or_path,
             training=training_record(self),
-            adapter_of=adapter_of,
+            adapter_of=self.draft.config._name_or_path if self._is_adapter else None,
             tags=[tags] if isinstance(tags, str) else tags or (),
         )
-        card.save(folder / "README.md")
+        card.save(card_file)
 
     def push_to_hub(self, *args, dataset_name: str | list[str] | None = None, **kwargs):
         """See [`~trl.SFTTrainer.push_to_hub`]. What is pushed, in one commit, is a draft with its card and `training.json`."""
