@@ -223,8 +223,8 @@ def test_checkpoints_that_are_pushed_are_whole(hub, tokenizer, tmp_path):
     assert record["draft_weights"] == weights_digest(pushed.state_dict()) and record["steps"] == 2
 
 
-def test_an_adapter_has_a_repo_of_its_own(hub, draft, tokenizer, tmp_path):
-    repo = "me/Model-8B-speculator.eagle3"
+def test_an_adapter_has_a_repo_of_its_own(hub, tokenizer, tmp_path):
+    repo, draft = "me/Model-8B-speculator.eagle3", Eagle3ForSpeculation.from_target(make_target("llama"))
     draft.config.speculators_config["verifier"]["name_or_path"] = "big/Model-8B"
     draft.config._name_or_path = repo
     push_draft(draft, repo)

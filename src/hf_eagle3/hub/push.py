@@ -147,7 +147,7 @@ def write_draft(
             f"The draft's verifier is {verifier}, which is not on the Hub: nobody else can use the draft. If the verifier is there "
             "under another name, push with `recipes/push.py --verifier`."
         )
-    with naming_verifier(draft, public_name(verifier)):
+    with verifier_without_path(draft):
         draft.save_pretrained(folder, max_shard_size=max_shard_size)
         write_records(folder, training, benchmark)
         card = render_card(
@@ -158,17 +158,15 @@ def write_draft(
 
 
 @contextmanager
-def naming_verifier(draft, name: str):
-    """The draft's configuration calls its verifier by this name."""
-    config = draft.config.speculators_config
-    if config is None:
-        yield
-        return
-    before, config["verifier"]["name_or_path"] = config["verifier"]["name_or_path"], name
+def verifier_without_path(draft):
+    """The draft's configuration does not say where on this machine its verifier lies."""
+    verifier = (draft.config.speculators_config or {}).get("verifier", {})
+    name = verifier.get("name_or_path")
+    verifier["name_or_path"] = public_name(name)
     try:
         yield
     finally:
-        config["verifier"]["name_or_path"] = before
+        verifier["name_or_path"] = name
 
 
 def records_of(draft, training: dict | None, benchmark: BenchmarkResults | None):
@@ -177,8 +175,8 @@ def records_of(draft, training: dict | None, benchmark: BenchmarkResults | None)
     records = {TRAINING_RECORD: training, BENCHMARK_RECORD: benchmark}
     found = dict(records)
     for name, record in records.items():
-        if record is None and source and (path := find(source, name)) is not None:
-            found[name] = read_record(path)
+        if record is None and source:
+            found[name] = record_beside(source, name)
     if not any(found.values()):
         return None, None
     digest = weights_digest(draft.state_dict())
@@ -192,6 +190,17 @@ def records_of(draft, training: dict | None, benchmark: BenchmarkResults | None)
         logger.warning(f"{name} of {source} is about other weights than this draft's, and is left out.")
         found[name] = None
     return found[TRAINING_RECORD], found[BENCHMARK_RECORD]
+
+
+def record_beside(source: str, name: str) -> dict | BenchmarkResults | None:
+    """The record in the folder or repo that a draft was loaded from, if there is one."""
+    try:
+        path = find(source, name)
+    except OSError as error:
+        if isinstance(error.__cause__, RepositoryNotFoundError):
+            return None
+        raise
+    return None if path is None else read_record(path)
 
 
 def weights_of(record: dict | BenchmarkResults | None) -> str | None:
