@@ -92,7 +92,9 @@ def whole_run(evaluated_run):
 
 
 def test_the_draft_that_comes_out(files, whole_run):
-    assert len(whole_run) == 4 and whole_run[-1] < whole_run[0]
+    # The unroll grows: 1, 2, 4 and 6 steps, each of which weighs 0.8 of the one before.
+    mean = [loss / sum(0.8**k for k in range(steps)) for loss, steps in zip(whole_run, (1, 2, 4, 6), strict=True)]
+    assert mean[-1] < mean[0]
     target = AutoModelForCausalLM.from_pretrained(files / "target")
     draft = Eagle3ForSpeculation.from_pretrained(files / "whole")
     assert draft.config.draft_vocab_size == 32
@@ -170,7 +172,8 @@ def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path):
     changed = {name for name, weight in adapted.state_dict().items() if not torch.equal(weight, before[name])}
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj"}
     card = ModelCard.load(tmp_path / "adapter" / "README.md")
-    assert card.data.base_model == str(files / "whole") and "PeftModel.from_pretrained(draft" in card.text
+    assert card.data.base_model is None and "A LoRA adapter for whole" in card.text  # a folder of this machine
+    assert "PeftModel.from_pretrained(draft" in card.text and str(files) not in card.text
     assert "lora" not in card.data.tags and "learning_rate: 0.01" in card.text
 
 
