@@ -179,7 +179,10 @@ def main():
         if row.acceptance_by_position:
             shares = " ".join(f"{share:.2f}" for share in row.acceptance_by_position)
             where = f"{row.task}, batch size {row.batch_size}, T={row.temperature:g}, {row.method}"
-            print(f"Share of steps that accept the first, second, ... drafted token ({where}): {shares}")
+            print(
+                f"{where}: drafting takes {row.draft_share:.0%} of the time; share of steps that accept the first, second, ... drafted "
+                f"token: {shares}"
+            )
     print(f"{args.max_new_tokens} new tokens; tree {tree}; {run['environment']}")
     for name, reason in {**results.run["missing_tasks"], **results.run["left_out"]}.items():
         print(f"Left out: {name}. {reason}")

@@ -51,8 +51,9 @@ def test_benchmark_recipe(tmp_path, tokenizer):
             assert 1 <= row.acceptance_length <= 4 and max(row.accepted_lengths) <= 4
             assert sum(length * count for length, count in row.accepted_lengths.items()) == 2 * 2 * 9
             assert row.target_forwards == row.accepted_lengths.total() + 2 * 2
+            assert 0 < row.draft_share < 1
         plain = rows[temperature, "plain"]
-        assert plain.target_forwards == plain.new_tokens == 2 * 2 * 10
+        assert plain.target_forwards == plain.new_tokens == 2 * 2 * 10 and plain.draft_share == 0
     # The assistant is the target itself: all it drafts greedily is taken.
     assert rows[0.0, "assistant"].num_identical == 2 and rows[0.0, "assistant"].acceptance_length > 1.5
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"speedup.png", "acceptance.png"}

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 
 import torch
 from tqdm.auto import tqdm
@@ -80,16 +81,21 @@ def run_benchmark(
         if temperature == 0:
             mode = {"do_sample": False}
         set_seed(run_seed)
-        with as_chain(draft, method == "eagle3-chain"), counting_forwards(target) as num_forwards:
+        is_ours = method.startswith("eagle3")
+        with (
+            as_chain(draft, method == "eagle3-chain"),
+            timing_drafter(draft if is_ours else None) as drafting,
+            counting_forwards(target) as num_forwards,
+        ):
             reset_peak_memory(target.device)
             synchronize(target.device)
             start = time.perf_counter()
             sequences = target.generate(**inputs, **settings, **mode, **assistance[method])
             synchronize(target.device)
             seconds = time.perf_counter() - start
-        accepted = draft.last_generation.accepted_lengths if method.startswith("eagle3") else []
+        accepted = draft.last_generation.accepted_lengths if is_ours else []
         facts = {"seconds": seconds, "target_forwards": num_forwards[0], "accepted_lengths": Counter(accepted)}
-        facts["peak_memory"] = peak_memory(target.device)
+        facts["peak_memory"], facts["draft_seconds"] = peak_memory(target.device), drafting[0]
         new_tokens = sequences[:, inputs["input_ids"].shape[1] :].tolist()
         return [without_padding(row, settings["pad_token_id"], ends) for row in new_tokens], facts
 
@@ -138,6 +144,7 @@ def run_benchmark(
                             "method": method,
                             "new_tokens": 0,
                             "seconds": 0.0,
+                            "draft_seconds": 0.0,
                             "target_forwards": 0,
                             "accepted_lengths": Counter(),
                             "differing": [],
@@ -160,7 +167,7 @@ def run_benchmark(
                                 for row, (ours, plain) in enumerate(zip(new_tokens, expected))
                                 if ours != plain
                             ]
-                            for name in ("seconds", "target_forwards", "accepted_lengths"):
+                            for name in ("seconds", "draft_seconds", "target_forwards", "accepted_lengths"):
                                 total[name] += facts[name]
                             if facts["peak_memory"] is not None:
                                 total["peak_memory"] = max(total["peak_memory"] or 0, facts["peak_memory"])
@@ -237,6 +244,29 @@ def as_chain(draft, is_chain: bool):
         yield
     finally:
         draft.generation_config.branching_factor = width
+
+
+@contextmanager
+def timing_drafter(draft):
+    """Sums up the seconds that drafting trees takes, in a list of one number. It ends with the host waiting for the tree."""
+    seconds = [0.0]
+    if draft is None:
+        yield seconds
+        return
+    drafter = import_module(f"{type(draft).__module__.rpartition('.')[0]}.drafter_eagle3").Drafter  # of its own code
+    grow = drafter.grow
+
+    def timed_grow(*args, **kwargs):
+        start = time.perf_counter()
+        tree = grow(*args, **kwargs)
+        seconds[0] += time.perf_counter() - start
+        return tree
+
+    drafter.grow = timed_grow
+    try:
+        yield seconds
+    finally:
+        drafter.grow = grow
 
 
 @contextmanager

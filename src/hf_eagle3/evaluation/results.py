@@ -29,6 +29,7 @@ class BenchmarkRow:
         target_forwards (`int`): Forward passes of the target in all repeats, those of the prompts included.
         new_tokens (`int`): Tokens generated in all repeats.
         accepted_lengths (`Counter[int]`): How many verification forwards emitted 1, 2, ... tokens. EAGLE-3 only.
+        draft_share (`float`): Share of the time in which trees were drafted. EAGLE-3 only.
         num_identical (`int`): Prompts whose tokens are, in every repeat, those of plain generation.
         num_prompts (`int`): Of how many.
         peak_memory (`float`, *optional*): Most memory allocated on the accelerator, in MiB. Not measured on a CPU.
@@ -43,6 +44,7 @@ class BenchmarkRow:
     target_forwards: int = 0
     new_tokens: int = 0
     accepted_lengths: Counter[int] = field(default_factory=Counter)
+    draft_share: float = 0.0
     num_identical: int = 0
     num_prompts: int = 0
     peak_memory: float | None = None
@@ -145,6 +147,8 @@ class BenchmarkResults:
                     target_forwards=sum(repeat["target_forwards"] for repeat in repeats),
                     new_tokens=sum(repeat["new_tokens"] for repeat in repeats),
                     accepted_lengths=accepted,
+                    draft_share=sum(repeat.get("draft_seconds", 0.0) for repeat in repeats)
+                    / sum(repeat["seconds"] for repeat in repeats),
                     num_identical=repeats[0]["num_prompts"] - len(differing),
                     num_prompts=repeats[0]["num_prompts"],
                     peak_memory=max(memory, default=None),
