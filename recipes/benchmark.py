@@ -84,6 +84,8 @@ def parse_arguments():
     args = parser.parse_args()
     if args.compare is None and args.target is None:
         parser.error("--target is missing")
+    if args.profile and args.draft is None:
+        parser.error("--profile shows the steps of a draft: pass --draft")
     if args.methods is None:
         args.methods = ["plain", "prompt-lookup"] if args.batch_sizes == [1] else ["plain"]
         args.methods += [name for name in ("assistant", "dflash") if getattr(args, name)] + ["eagle3"] * bool(

@@ -18,21 +18,12 @@ import yaml
 from huggingface_hub import HfApi, ModelCard
 
 from hf_eagle3.hub import card_of_records, refresh_card, render_card, repo_name
+from hf_eagle3.training.record import NOT_OF_TRAINING
 
 
 RECIPES = Path(__file__).parent
 CARDS = RECIPES.parent / "model_cards"
 SUFFIX = repo_name("")
-# Of a recipe's settings, what is the run's and not the draft's.
-NOT_OF_TRAINING = (
-    "output_dir",
-    "save_steps",
-    "save_total_limit",
-    "eval_strategy",
-    "eval_steps",
-    "eval_packing",
-    "logging_steps",
-)
 
 
 def read_pairings(path: Path = CARDS / "pairings.yaml") -> dict[str, dict]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_draft, make_prompt, make_target
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModel
 
 from hf_eagle3.evaluation import BenchmarkResults, BenchmarkRow, compare, format_table, plot_all, run_benchmark
@@ -201,6 +202,15 @@ def test_profile(tmp_path):
     # The labels are off again.
     module = sys.modules[type(draft).__module__.replace("modeling", "generation")]
     assert not hasattr(module._verify, "__wrapped__")
+
+
+def test_an_adapted_draft(tokenizer):
+    target = make_target("llama")
+    draft = get_peft_model(make_draft(target, [make_prompt(5)]), LoraConfig(target_modules=["q_proj"])).eval()
+    tasks = {"words": [tokenizer("what is 3")["input_ids"]]}
+    plain, ours = run_benchmark(target, tokenizer, draft, tasks, ["plain", "eagle3"], [0.0], [1], 8, 1).rows
+    assert ours.num_identical == 1 and ours.draft_share > 0
+    assert profile_steps(target, draft, tasks["words"][0], 8)["seconds"]["verify"] > 0
 
 
 def test_own_times():

@@ -246,6 +246,13 @@ def as_chain(draft, is_chain: bool):
         draft.generation_config.branching_factor = width
 
 
+def own_module(draft, name: str):
+    """A module of the code that a draft came with, which may be a copy of ours."""
+    if hasattr(draft, "get_base_model"):  # adapted by PEFT
+        draft = draft.get_base_model()
+    return import_module(f"{type(draft).__module__.rpartition('.')[0]}.{name}")
+
+
 @contextmanager
 def timing_drafter(draft):
     """Sums up the seconds that drafting trees takes, in a list of one number. It ends with the host waiting for the tree."""
@@ -253,7 +260,7 @@ def timing_drafter(draft):
     if draft is None:
         yield seconds
         return
-    drafter = import_module(f"{type(draft).__module__.rpartition('.')[0]}.drafter_eagle3").Drafter  # of its own code
+    drafter = own_module(draft, "drafter_eagle3").Drafter
     grow = drafter.grow
 
     def timed_grow(*args, **kwargs):

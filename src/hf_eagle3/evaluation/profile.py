@@ -2,13 +2,12 @@
 
 import functools
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 
-from .benchmark import synchronize
+from .benchmark import own_module, synchronize
 
 
 # Part, and a function that does it: of the draft's code (module, class if it is a method), or of transformers. What a function of
@@ -95,7 +94,6 @@ def own_times(events) -> dict[str, float]:
 @contextmanager
 def labelled(draft, device):
     """Puts the profiler's labels around the functions of `PARTS`, in the code that this draft came with, and takes them off again."""
-    package = type(draft).__module__.rpartition(".")[0]
 
     def label(function, part):
         @functools.wraps(function)
@@ -111,7 +109,7 @@ def labelled(draft, device):
         for part, holder, name in PARTS:
             if isinstance(holder, str):
                 module, _, owner = holder.partition(".")
-                holder = import_module(f"{package}.{module}")
+                holder = own_module(draft, module)
                 holder = getattr(holder, owner) if owner else holder
             function = getattr(holder, name)
             setattr(holder, name, label(function, part))

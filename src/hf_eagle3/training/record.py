@@ -21,6 +21,7 @@ NOT_OF_TRAINING = [
     "do_train",
     "eos_token",
     "eval_on_start",
+    "eval_packing",
     "eval_steps",
     "eval_strategy",
     "gradient_checkpointing",
