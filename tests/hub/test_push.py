@@ -12,6 +12,7 @@ import torch
 from conftest import make_draft, make_prompt, make_target
 from datasets import Dataset
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import LocalEntryNotFoundError
 from loopback_hub import serve_hub
 from peft import LoraConfig
 from test_card import BENCHMARK, TRAINING
@@ -110,6 +111,18 @@ def test_an_edited_card_stays(hub, draft, caplog):
     assert refresh_card(REPO) == "edited by hand, kept" and files_of(hub)["README.md"] == edited
     push_draft(draft, REPO, overwrite_card=True)
     assert b"what I think" not in files_of(hub)["README.md"]
+
+
+def test_a_card_that_cannot_be_read_is_not_taken_for_none(hub, draft, monkeypatch):
+    push_draft(draft, REPO)
+
+    def unreachable(*arguments, **kwargs):
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "hf_hub_download", unreachable)
+    with pytest.raises(LocalEntryNotFoundError):
+        push_draft(draft, REPO)
+    assert len(hub.repos[REPO]["main"]) == 2
 
 
 def test_branches(hub, draft):
