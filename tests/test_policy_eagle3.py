@@ -36,7 +36,7 @@ class Machine:
         for level in range(1, self.depth + 1):
             best = self.confidence ** (level - 1)
             values += [best * self.confidence] + [best * siblings] * 7
-            if level == self.depth or not plan.goes_deeper(torch.tensor([values[-8:]]).log()):
+            if level == self.depth or not plan.more_levels(torch.tensor([values[-8:]]).log(), self.depth - level):
                 break
         levels = level - 1
         self.levels.append(levels)

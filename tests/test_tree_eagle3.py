@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from hf_eagle3.policy_eagle3 import StaticPolicy
 from hf_eagle3.tree_eagle3 import DraftTree, grow_tree
 
 
@@ -62,6 +63,7 @@ def grow(draft, depth, width, budget, d2t=None, threshold=0.0):
         width,
         budget,
         threshold,
+        plan=StaticPolicy() if threshold else None,
     )
 
 

@@ -13,6 +13,8 @@
 # limitations under the License.
 """The cache of a model that reads trees: what a query attends to, and what is kept of what was read."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from transformers.cache_utils import (
@@ -21,6 +23,8 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
+    StaticCache,
+    StaticLayer,
 )
 
 
@@ -32,13 +36,13 @@ def tree_attention_mask(config, cache, past_length, visible, query_depths, key_d
     Args:
         config (`PreTrainedConfig`): Text configuration of the model that attends.
         cache (`Cache`): Its cache, before the forward.
-        past_length (`int`): Number of positions before the tree.
+        past_length (`int`): Number of positions before the tree. May be a tensor of that if the cache is static.
         visible (`torch.BoolTensor` of shape `(B, Q, T)`):
             Which of `T` tree rows each of `Q` queries attends to. The queries are the last `Q` of the tree rows, the
             others are in the cache.
         query_depths (`torch.LongTensor` of shape `(B, Q)`), key_depths (`torch.LongTensor` of shape `(B, T)`):
             Depths below the root.
-        padding_mask (`torch.Tensor` of shape `(B, >= past_length)`, *optional*): Zeros on padding.
+        padding_mask (`torch.Tensor` of shape `(B, >= past_length)`, *optional*): Zeros on padding; no more entries than a static cache.
 
     Returns:
         `torch.FloatTensor` of shape `(B, 1, Q, K)`, or a dict of those by layer type if the model's layers differ, as
@@ -48,18 +52,38 @@ def tree_attention_mask(config, cache, past_length, visible, query_depths, key_d
     device = visible.device
     left_padding = 0
     if padding_mask is not None:
-        padding_mask = padding_mask[:, :past_length].bool()
+        padding_mask = padding_mask.bool()
         left_padding = (padding_mask.cumsum(dim=1) == 0).sum(dim=1)[:, None, None]  # not holes
 
-    def mask_for(layer_type, layer):
+    def rows_of(layer):  # of a static layer: which slots hold the tree, and which of its rows
+        row = torch.arange(layer.keys.shape[-2], device=device) - past_length
+        return (row >= 0) & (row < num_tree_rows), row.clamp(0, num_tree_rows - 1)
+
+    def allowed_by(layer):  # (B, Q, K), but for windows
+        if type(layer) is StaticLayer:  # fixed shapes, whatever the length
+            is_tree, row = rows_of(layer)
+            is_past = torch.arange(len(row), device=device) < past_length
+            if padding_mask is not None:
+                is_past = is_past & F.pad(padding_mask, (0, len(row) - padding_mask.shape[1]))[:, None]
+            return torch.where(is_tree, visible[..., row], is_past)
         num_past = layer.keys.shape[-2] - (num_tree_rows - num_queries)
         allowed = F.pad(visible, (num_past, 0), value=True)
         if padding_mask is not None:
-            allowed[..., :num_past] &= padding_mask[:, None, past_length - num_past :]
+            allowed[..., :num_past] &= padding_mask[:, None, past_length - num_past : past_length]
+        return allowed
+
+    def positions_in(layer):  # (B, K)
+        if type(layer) is StaticLayer:
+            is_tree, row = rows_of(layer)
+            return torch.where(is_tree, past_length + key_depths[:, row], torch.arange(len(row), device=device))
+        num_past = layer.keys.shape[-2] - (num_tree_rows - num_queries)
+        past = torch.arange(past_length - num_past, past_length, device=device)
+        return torch.cat([past.expand(batch_size, -1), past_length + key_depths], dim=1)
+
+    def mask_for(layer_type, layer):
+        allowed = allowed_by(layer)
         if layer_type != "full_attention":
-            past = torch.arange(past_length - num_past, past_length, device=device)
-            query = (past_length + query_depths)[:, :, None]
-            key = torch.cat([past.expand(batch_size, -1), past_length + key_depths], dim=1)[:, None]
+            query, key = (past_length + query_depths)[:, :, None], positions_in(layer)[:, None]
             if layer_type == "sliding_attention":
                 allowed &= query - key < config.sliding_window
             else:
@@ -86,10 +110,18 @@ def tree_attention_mask(config, cache, past_length, visible, query_depths, key_d
 
 
 class TreeCache:
-    """The target's cache, from which a step removes the nodes it did not accept."""
+    """
+    The target's cache, from which a step removes the nodes it did not accept.
 
-    def __init__(self, cache):
+    Args:
+        cache (`Cache`): As the prompt's forward left it.
+        path_length (`int`): The most nodes that a path may have.
+    """
+
+    def __init__(self, cache, path_length: int):
         check_cache(cache)
+        self.path_length = path_length
+        self.keep_path = keep_path
         self.cache = None
         self.track(cache, num_new=0)
 
@@ -100,38 +132,58 @@ class TreeCache:
         """
         self.num_new = num_new
         if cache is self.cache:
+            self.length += num_new
             return
         check_cache(cache)
         self.cache = cache
+        self.length = int(cache.get_seq_length())  # on the host: a static cache counts on its device
         # States that each token updates can be rolled back to along one path only.
         self.is_chain = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+        self.is_static = is_static(cache)
         self.recording_layers = [layer for layer in cache.layers if hasattr(layer, "record_past")]
         self.were_recording = [layer.record_past for layer in self.recording_layers]
         # From here on sliding layers and convolutions keep what a step may have to roll back to.
         cache.activate_past_recording()
-        cache.crop(0)
+        if not self.is_static:
+            cache.crop(0)
 
     @property
-    def length(self) -> int:
-        return self.cache.get_seq_length()
+    def capacity(self) -> int | float:
+        """How many entries it can hold."""
+        if not self.is_static:
+            return math.inf
+        return min(layer.max_cache_len for layer in self.cache.layers if not stores_nothing(layer))
+
+    @property
+    def room(self) -> int | float:
+        """How many more entries it can hold."""
+        return self.capacity - self.length
 
     def keep_paths(self, paths: list[list[int]], growth: int) -> None:
         """Keeps each row's path, ascending, of the newest tree, if it has one. The cache becomes longer by `growth`."""
         num_nodes, self.num_new = self.num_new, 0
         if num_nodes == 0:
             return
+        self.length += growth - num_nodes
         path = paths[0]
         if any(other != path for other in paths) or len(path) != growth:
-            keep_rows(self.cache, paths, num_nodes, growth)
-            return
-        if path != list(range(len(path))):
-            for layer in self.cache.layers:
-                if getattr(layer, "keys", None) is None:
-                    continue
-                for states in (layer.keys, layer.values):
-                    nodes = states[..., -num_nodes:, :]
-                    nodes[..., : len(path), :] = nodes[..., path, :]
-        self.cache.crop(len(path) - num_nodes)
+            keep_rows(self.cache, paths, num_nodes, growth, self.length)
+        elif self.is_static and growth < num_nodes:
+            device = self.cache.layers[0].keys.device
+            path = torch.tensor(path + [0] * (self.path_length - growth), device=device)
+            self.keep_path(self.cache, path, torch.tensor(growth, device=device), num_nodes)
+        elif not self.is_static:
+            if path != list(range(growth)):
+                index = None
+                for layer in self.cache.layers:
+                    if getattr(layer, "keys", None) is None:
+                        continue
+                    if index is None or index.device != layer.keys.device:
+                        index = torch.tensor(path, device=layer.keys.device)
+                    for states in (layer.keys, layer.values):
+                        nodes = states[..., -num_nodes:, :]
+                        nodes[..., :growth, :] = nodes.index_select(-2, index)
+            self.cache.crop(growth - num_nodes)
 
     def release(self) -> None:
         """Leaves the cache as plain `generate` does."""
@@ -139,13 +191,57 @@ class TreeCache:
             layer.record_past = was_recording
 
 
-def keep_rows(cache, kept: list[list[int]], num_new: int, growth: int) -> None:
+def is_static(cache) -> bool:
+    """Whether a cache has room for a fixed number of tokens, into which it writes by index."""
+    return any(isinstance(layer, StaticLayer) for layer in cache.layers)
+
+
+def is_unused_static(cache) -> bool:
+    """Whether a cache is a static one that `generate` made for this call."""
+    return (
+        type(cache) is StaticCache
+        and not getattr(cache, "_is_user_defined", False)
+        and not cache.offloading
+        and all(isinstance(layer, StaticLayer) or stores_nothing(layer) for layer in cache.layers)
+    )
+
+
+def with_room(cache, max_length: int, num_slots: int):
+    """
+    A cache like an unused static one, of at least `max_length` slots and with `num_slots` more for the nodes of a tree. Its
+    sliding layers, which would have overwritten what a step may have to roll back to, hold all tokens.
+    """
+    lengths = [layer.max_cache_len for layer in cache.layers if not stores_nothing(layer)]
+    capacity = num_slots + max(max_length, *lengths)
+    return Cache(layers=[layer if stores_nothing(layer) else StaticLayer(capacity) for layer in cache.layers])
+
+
+def stores_nothing(layer) -> bool:
+    """Whether a layer of a cache shares another one's keys."""
+    return type(layer).__name__ == "DummyLayer"
+
+
+def keep_path(cache, path: torch.LongTensor, growth: torch.LongTensor, num_new: int) -> None:
+    """
+    Of the last `num_new` entries of a static cache, keeps the first `growth` of the ascending ones in `path`. Shapes depend
+    on neither, so that it can be compiled.
+    """
+    for layer in cache.layers:
+        if stores_nothing(layer):
+            continue
+        begin, source = layer.cumulative_length - num_new, path[:num_new].to(layer.keys.device)
+        target = begin + torch.arange(len(source), device=source.device)
+        for states in (layer.keys, layer.values):
+            states.index_copy_(-2, target, states.index_select(-2, begin + source))
+        layer.cumulative_length.add_(growth.to(source.device) - num_new)
+
+
+def keep_rows(cache, kept: list[list[int]], num_new: int, growth: int, length: int) -> None:
     """
     Of the last `num_new` entries of each row of a cache, keeps the ascending ones in `kept`. Rows may keep different
     numbers: all end at the cache's right, like a batch that is padded on the left. The cache becomes longer by `growth`,
-    which is what its longest row does.
+    which is what its longest row does, and has `length` positions then.
     """
-    length = cache.get_seq_length() - num_new + growth
     counts = torch.tensor([len(indices) for indices in kept])[:, None]
     most = int(counts.max())
     table = torch.tensor([[0] * (most - len(indices)) + indices for indices in kept])  # (B, most), at the right
@@ -153,18 +249,28 @@ def keep_rows(cache, kept: list[list[int]], num_new: int, growth: int) -> None:
     for layer in cache.layers:
         if getattr(layer, "keys", None) is None:
             continue
-        num_past = layer.keys.shape[-2] - num_new
+        has_slots = type(layer) is StaticLayer
+        num_past = length - growth if has_slots else layer.keys.shape[-2] - num_new
         if num_past not in sources:
             from_right = torch.arange(min(length, num_past + most)).flip(0)  # (S,)
             past = num_past - 1 - (from_right - counts)
             new = num_past + table.gather(1, (most - 1 - from_right).clamp(min=0).expand(len(kept), -1))
             sources[num_past] = torch.where(from_right < counts, new, past).clamp(min=0).to(layer.keys.device)
         source = sources[num_past][:, None, :, None]  # (B, 1, S, 1)
-        layer.keys = layer.keys.gather(-2, source.expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3]))
-        layer.values = layer.values.gather(-2, source.expand(-1, layer.values.shape[1], -1, layer.values.shape[3]))
+        moved = [
+            states.gather(-2, source.expand(-1, states.shape[1], -1, states.shape[3]))
+            for states in (layer.keys, layer.values)
+        ]
+        if has_slots:
+            for states, kept_states in zip((layer.keys, layer.values), moved):
+                states[..., :length, :] = kept_states
+            layer.cumulative_length.fill_(length)
+            continue
+        layer.keys, layer.values = moved
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = length
-    cache.crop(0)  # to what sliding layers need
+    if not is_static(cache):
+        cache.crop(0)  # to what sliding layers need
 
 
 def take_paths(features, paths):
@@ -184,15 +290,18 @@ def check_cache(cache) -> None:
         raise ValueError(
             f"EAGLE-3 decoding cannot roll back a {type(cache).__name__}. Use the default `DynamicCache`."
         )
+    if getattr(cache, "offloading", False) and is_static(cache):
+        raise ValueError("EAGLE-3 decoding does not offload a static cache. Use `cache_implementation='static'`.")
     for layer in cache.layers:
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer):
             continue
-        if type(layer).__name__ == "DummyLayer":  # stores nothing: shares another one's keys
+        if stores_nothing(layer):
             continue
         records_past = type(layer) is LinearAttentionLayer and hasattr(layer, "activate_past_recording")
         if records_past and not any(layer.is_recurrent_states_initialized.values()):  # only convolutions do
             continue
         raise ValueError(
             f"EAGLE-3 decoding cannot roll back a {type(cache).__name__} with {type(layer).__name__} layers. Use the "
-            "default `DynamicCache` (no `cache_implementation`); recurrent states cannot be rolled back."
+            "default `DynamicCache` (no `cache_implementation`); recurrent states cannot be rolled back, and neither can a "
+            "`StaticCache` with sliding layers that was made before the call (`cache_implementation='static'` makes another)."
         )

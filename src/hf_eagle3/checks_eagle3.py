@@ -20,7 +20,7 @@ import math
 import torch
 from transformers.utils.generic import is_flash_attention_requested
 
-from .cache_eagle3 import check_cache
+from .cache_eagle3 import check_cache, is_unused_static
 from .text_eagle3 import text_positions
 
 
@@ -148,8 +148,9 @@ def check_call(draft, target, generation_config, synced_gpus, model_kwargs):
         raise ValueError(
             f"EAGLE-3 decoding needs `position_ids`, and `generate` makes none for {type(target).__name__}."
         )
-    if model_kwargs.get("past_key_values") is not None:
-        check_cache(model_kwargs["past_key_values"])
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and not is_unused_static(cache):
+        check_cache(cache)
 
 
 def depends_on_length(target, input_ids, cache, model_kwargs, stopping_criteria) -> bool:

@@ -48,9 +48,13 @@ class Drafter:
             logits_to_keep=logits_to_keep,
         )
 
+    @property
+    def has_read_nothing(self) -> bool:
+        return self.cache.get_seq_length() == 0
+
     def remember(self, features, counts, text, model_kwargs):
         """Takes the target's own states `(B, R, n_aux * H)` at the newest `counts` positions of each row, or the prompt's."""
-        if not self.unread and self.cache.get_seq_length() == 0:
+        if not self.unread and self.has_read_nothing:
             # A prompt that came with a cache, in chunks or as embeddings shows only its end; padding is not read at all.
             num_seen = min(features.shape[1], text.shortest)
             counts, attention_mask = [num_seen] * text.batch_size, model_kwargs.get("attention_mask")
@@ -58,10 +62,8 @@ class Drafter:
                 counts = attention_mask[:, -num_seen - 1 : -1].bool().sum(dim=1).tolist()
         self.unread.append((features[:, -max(counts) :], counts))
 
-    @torch.inference_mode()
-    def observe(self, text, model_kwargs):
-        """Reads the newest tokens with what was remembered of the positions before them."""
-        past_length = self.cache.get_seq_length()
+    def take_unread(self, text, model_kwargs):
+        """The newest tokens `(B, R)`, the states and positions before them, and how many of those each row has to read."""
         features, counts = self.unread[0]
         if len(self.unread) > 1:
             rows, begin = [[] for _ in range(text.batch_size)], 0
@@ -73,9 +75,16 @@ class Drafter:
             counts = [len(row) for row in rows]
         self.unread = []
         num_rows, parameter = max(counts), self.draft.lm_head.weight
-        hidden_states = self.draft.combine_hidden_states(features.to(parameter))
         positions = text_positions(model_kwargs)[:, -num_rows - 1 : -1].to(parameter.device)
-        is_batch, device = text.batch_size > 1, parameter.device
+        return text.newest(num_rows).to(parameter.device), features.to(parameter), positions, counts
+
+    @torch.inference_mode()
+    def observe(self, text, model_kwargs):
+        """Reads the newest tokens with what was remembered of the positions before them."""
+        past_length = self.cache.get_seq_length()
+        tokens, features, positions, counts = self.take_unread(text, model_kwargs)
+        num_rows, hidden_states = tokens.shape[1], self.draft.combine_hidden_states(features)
+        is_batch, device = text.batch_size > 1, tokens.device
         index = (
             torch.arange(num_rows, device=device) - num_rows + torch.tensor(counts, device=device)[:, None]
         )  # (B, R)
@@ -87,13 +96,14 @@ class Drafter:
             )
         else:  # the attention's own causal mask will do
             mask = (index >= 0).long() if is_batch else None
-        outputs = self.step(text.newest(num_rows).to(device), hidden_states, positions, mask, logits_to_keep=1)
+        outputs = self.step(tokens, hidden_states, positions, mask, logits_to_keep=1)
         self.logits, self.hidden_states = outputs.logits[:, -1], outputs.last_hidden_state[:, -1]
         self.position = positions[:, -1:]
         if is_batch:
             lengths = counts if self.lengths is None else [a + b for a, b in zip(self.lengths, counts)]
             growth = max(lengths) - max(self.lengths or [0])
-            keep_rows(self.cache, [list(range(num_rows - count, num_rows)) for count in counts], num_rows, growth)
+            kept = [list(range(num_rows - count, num_rows)) for count in counts]
+            keep_rows(self.cache, kept, num_rows, growth, max(lengths))
             self.lengths = lengths
             left_padding = max(lengths) - torch.tensor(lengths, device=device)[:, None]
             self.padding_mask = torch.arange(max(lengths), device=device) >= left_padding

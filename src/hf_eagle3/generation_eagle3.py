@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationMixin
 
-from .cache_eagle3 import TreeCache, take_paths, tree_attention_mask
+from .cache_eagle3 import TreeCache, is_unused_static, take_paths, tree_attention_mask, with_room
 from .checks_eagle3 import (
     check_call,
     depends_on_length,
@@ -36,6 +36,7 @@ from .checks_eagle3 import (
 from .drafter_eagle3 import Drafter
 from .outputs_eagle3 import ReturnedOutputs, aux_hidden_states
 from .policy_eagle3 import tree_policy, tree_settings
+from .static_eagle3 import StaticDrafter, compiled
 from .text_eagle3 import Text
 from .tree_eagle3 import DraftTree
 
@@ -117,15 +118,12 @@ def eagle3_decoding(
     check_call(draft, target, generation_config, synced_gpus, model_kwargs)
     settings = tree_settings(draft.generation_config, generation_config)
     policy_name = settings.pop("tree_policy")
-    policy = tree_policy(
-        # Processes that compute one forward together must agree on its size, and each measures other times.
-        "static" if is_shared_out(target) else policy_name,
-        target,
-        draft,
-        batch_size=input_ids.shape[0],
-        do_sample=generation_config.do_sample,
-        **settings,
-    )
+    path_length = 1 + min(settings["tree_depth"], settings["num_assistant_tokens"])
+    given_cache = model_kwargs.get("past_key_values")
+    if given_cache is not None and is_unused_static(given_cache):
+        # As long as the longest so far, so that what was compiled for it fits.
+        max_length = max(generation_config.max_length, getattr(target, "_previous_max_cache_length", 0))
+        model_kwargs["past_key_values"] = with_room(given_cache, max_length, settings["num_assistant_tokens"])
     stats = Eagle3GenerationStats()
     aux_layer_ids = draft.resolve_aux_layer_ids(target)
     returned = ReturnedOutputs(target, generation_config, batch_size=input_ids.shape[0])
@@ -134,12 +132,33 @@ def eagle3_decoding(
     # The prompt's forward ends at the root of a tree that has no other nodes.
     outputs = target._prefill(input_ids, generation_config, model_kwargs)
     stats.target_forwards += 1
-    cache = TreeCache(getattr(outputs, "past_key_values", None))
+    cache = TreeCache(getattr(outputs, "past_key_values", None), path_length)
     in_step = cache.is_chain or depends_on_length(target, input_ids, cache, model_kwargs, stopping_criteria)
-    text = Text(input_ids, logits_processor, stopping_criteria, generation_config, returned, streamer, in_step)
+    text = Text(
+        input_ids, logits_processor, stopping_criteria, generation_config, returned, streamer, in_step, path_length
+    )
     if text.batch_size > 1 and model_kwargs.get("attention_mask") is None:  # there will be padding
         model_kwargs["attention_mask"] = input_ids.new_ones(text.batch_size, cache.length)
-    drafter = Drafter(draft, whole_embedding(target))
+    policy = tree_policy(
+        # Processes that compute one forward together must agree on its size, and each measures other times.
+        "static" if is_shared_out(target) else policy_name,
+        target,
+        draft,
+        batch_size=text.batch_size,
+        do_sample=generation_config.do_sample,
+        has_one_shape=cache.is_static,
+        **settings,
+    )
+    forward = target
+    if cache.is_static:
+        compile_config = None
+        if not returned.wants_states and target._valid_auto_compile_criteria(model_kwargs, generation_config):
+            compile_config = generation_config.compile_config or target._default_compile_config()
+            forward = target.get_compiled_call(compile_config)
+            cache.keep_path = compiled(cache.keep_path, draft, compile_config)
+        drafter = StaticDrafter(draft, whole_embedding(target), cache.capacity, settings, compile_config)
+    else:
+        drafter = Drafter(draft, whole_embedding(target))
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
     features = aux_hidden_states(outputs, aux_layer_ids, num_layers)  # (B, S, n_aux * H)
     tree, root_row = DraftTree.root_only(input_ids.new_zeros(text.batch_size, 1)), outputs.logits.shape[1] - 1
@@ -174,7 +193,7 @@ def eagle3_decoding(
                 if plan.drafts and limits["tree_depth"] > 0:
                     tree = text.foresee_padding(drafter.grow(text, model_kwargs, plan, **limits), **limits)
                 start = time.perf_counter()
-                outputs = _verify(target, tree, text, cache, model_kwargs)
+                outputs = forward(**_verification_inputs(target, tree, text, cache, model_kwargs), return_dict=True)
                 stats.target_forwards += 1
                 cache.track(outputs.past_key_values, tree.num_nodes)
                 features = aux_hidden_states(outputs, aux_layer_ids, num_layers)[:, -tree.num_nodes :]
@@ -185,6 +204,7 @@ def eagle3_decoding(
         raise
     finally:
         cache.release()
+        text.finish()
 
     if streamer is not None:
         streamer.end()
@@ -246,52 +266,66 @@ def _extend_inputs(target, outputs, model_kwargs, counts: list[int], growth: int
     return model_kwargs
 
 
-def _verify(target, tree, text, cache, model_kwargs):
-    """One forward of the target over all nodes of the tree; logits of shape `(B, num_nodes, vocab_size)`."""
+def _verification_inputs(target, tree, text, cache, model_kwargs):
+    """What to call the target with for the logits `(B, num_nodes, vocab_size)` of all nodes of a tree."""
     if tree.num_nodes == 1:  # nothing drafted: exactly a step of `_sample`
         input_ids = text.newest(text.longest)
-        inputs = target.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
-    else:
-        device = model_kwargs["position_ids"].device
-        depths, attention_mask = tree.depths.to(device), model_kwargs.get("attention_mask")
-        if not cache.is_chain:
-            attention_mask = tree_attention_mask(
-                target.config.get_text_config(decoder=True),
-                cache.cache,
-                cache.length,
-                tree.ancestors.to(device),
-                depths,
-                depths,
-                attention_mask,
-            )
-        elif attention_mask is not None:  # the target's own causal mask will do
-            attention_mask = F.pad(attention_mask, (0, tree.num_nodes - 1), value=1)
-        positions = model_kwargs["position_ids"][..., -1:] + torch.minimum(depths, text.room.to(device))
-        tree_kwargs = {**model_kwargs, "position_ids": positions, "attention_mask": attention_mask}
-        for name in TOKEN_TYPES:
-            if tree_kwargs.get(name) is not None:  # nodes are of the newest token's type
-                tree_kwargs[name] = tree_kwargs[name][:, -1:].expand(-1, tree.num_nodes)
-        inputs = target.prepare_inputs_for_generation(tree.tokens.to(device), **tree_kwargs)
-        inputs["past_key_values"] = cache.cache
-        if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = 0  # all
-        passed = inputs.get("position_ids")
-        if (
-            passed is None
-            or not torch.equal(passed, positions)
-            or (attention_mask is not None and inputs.get("attention_mask") is None)
-        ):
-            raise ValueError(
-                f"{type(target).__name__}.prepare_inputs_for_generation does not pass on the positions and the mask that it "
-                "is given, which a tree needs. Leave `assistant_model` out."
-            )
-    return target(**inputs, return_dict=True)
+        return target.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
+    tree, attention_mask = tree.to(model_kwargs["position_ids"].device), model_kwargs.get("attention_mask")
+    if not cache.is_chain:
+        attention_mask = tree_attention_mask(
+            target.config.get_text_config(decoder=True),
+            cache.cache,
+            cache.length,
+            tree.ancestors,
+            tree.depths,
+            tree.depths,
+            attention_mask,
+        )
+    elif attention_mask is not None:  # the target's own causal mask will do
+        attention_mask = F.pad(attention_mask, (0, tree.num_nodes - 1), value=1)
+    room = text.room
+    depths = tree.depths if room is None else torch.minimum(tree.depths, room.to(tree.depths.device))
+    positions = model_kwargs["position_ids"][..., -1:] + depths
+    tree_kwargs = {**model_kwargs, "position_ids": positions, "attention_mask": attention_mask}
+    for name in TOKEN_TYPES:
+        if tree_kwargs.get(name) is not None:  # nodes are of the newest token's type
+            tree_kwargs[name] = tree_kwargs[name][:, -1:].expand(-1, tree.num_nodes)
+    if isinstance(attention_mask, dict):  # which it passes on for dynamic caches only
+        tree_kwargs["attention_mask"] = next(iter(attention_mask.values()))
+    inputs = target.prepare_inputs_for_generation(tree.tokens, **tree_kwargs)
+    inputs["past_key_values"] = cache.cache
+    if isinstance(attention_mask, dict) and inputs.get("attention_mask") is not None:
+        inputs["attention_mask"] = attention_mask
+    if "logits_to_keep" in inputs:
+        inputs["logits_to_keep"] = 0  # all
+    passed = inputs.get("position_ids")
+    if (
+        passed is None
+        or not (_is_view_of(passed, positions) or torch.equal(passed, positions))
+        or (attention_mask is not None and inputs.get("attention_mask") is None)
+    ):
+        raise ValueError(
+            f"{type(target).__name__}.prepare_inputs_for_generation does not pass on the positions and the mask that it "
+            "is given, which a tree needs. Leave `assistant_model` out."
+        )
+    return inputs
+
+
+def _is_view_of(tensor, other) -> bool:
+    """Whether a tensor is all of another one: to be told without reading either."""
+    return tensor.data_ptr() == other.data_ptr() and tensor.shape == other.shape and tensor.stride() == other.stride()
 
 
 def _step_limits(target, settings, cache, model_kwargs, text):
     """The tree settings of one step, cut where a larger tree would be useless or would not be the target's text."""
     limits, num_nodes = dict(settings), settings["num_assistant_tokens"]
-    limits["tree_depth"] = min(limits["tree_depth"], num_nodes, text.max_length - text.shortest - 1)
+    limits["tree_depth"] = min(limits["tree_depth"], num_nodes)
+    whole = dict(limits)
+    if not cache.is_static:
+        limits["tree_depth"] = min(limits["tree_depth"], text.max_length - text.shortest - 1)
+    elif cache.room < 1 + num_nodes:
+        limits["tree_depth"] = 0
 
     config = target.config.get_text_config(decoder=True)
     for rope_type, switch in rotary_switches(config):
@@ -314,4 +348,6 @@ def _step_limits(target, settings, cache, model_kwargs, text):
             limits["branching_factor"] = 1
     if cache.is_chain:
         limits["branching_factor"] = 1
+    if cache.is_static and limits != whole:  # one shape, or none
+        limits["tree_depth"] = 0
     return limits

@@ -71,6 +71,11 @@ class ReturnedOutputs:
                 "EAGLE-3 decoding takes a list as `output_hidden_states` from transformers 5.23 on. Pass True instead."
             )
 
+    @property
+    def wants_states(self) -> bool:
+        """Whether states of the target's forwards are kept, which compiled forwards overwrite."""
+        return self.hidden_states is not None or self.attentions is not None
+
     def hidden_states_with(self, layer_ids):
         """What to pass as `output_hidden_states`: the caller's choice and `layer_ids`."""
         if self.wants_hidden_states is True:

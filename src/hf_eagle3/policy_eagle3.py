@@ -74,9 +74,9 @@ class StaticPolicy:
         """The plan of one step, given the rows of the batch whose text is not finished."""
         return self
 
-    def goes_deeper(self, values: torch.FloatTensor) -> bool:
-        """Whether to draft another level below nodes of log-probabilities `values` `(B, K)`."""
-        return True
+    def more_levels(self, values: torch.FloatTensor, at_most: int) -> int:
+        """How many levels to draft below nodes of log-probabilities `values` `(B, K)` before this is asked again."""
+        return at_most
 
     def choose_num_nodes(self, values: torch.FloatTensor) -> int:
         """How many of the candidates with log-probabilities `values` `(B, N)`, descending, to verify."""
@@ -218,6 +218,9 @@ class AutoPolicy(StaticPolicy):
             self.plain_left -= 1
             return _PlainStep(self)
         self.costs.forget()
+        return self.drafted_step(live)
+
+    def drafted_step(self, live):
         return _DraftedStep(self, live)
 
     def record_drafted_step(self, tokens: float, seconds: float) -> None:
@@ -263,7 +266,10 @@ class _DraftedStep(StaticPolicy):
         values = values.float().cpu().contiguous()
         return self.policy.calibration(values if all(self.live) else values[self.live]).mean(dim=0)
 
-    def goes_deeper(self, values):
+    def more_levels(self, values, at_most):
+        return int(self._goes_deeper(values))
+
+    def _goes_deeper(self, values) -> bool:
         policy, costs, expected = self.policy, self.policy.costs, self._expected(values)
         mass, before = max(float(expected.sum()), 1e-9), self.mass
         self.mass = mass
@@ -313,12 +319,86 @@ class _DraftedStep(StaticPolicy):
             policy.record_drafted_step(self.tokens, sum(parts))
 
 
+class PlannedPolicy(AutoPolicy):
+    """
+    [`AutoPolicy`] for accelerators, where each look at the draft's confidences waits for the device, and for static caches,
+    whose steps have one shape. Plans how deep to draft before a step, by how far the target followed the draft in
+    earlier ones, and measures steps as a whole: its `costs` are by depth, 0 being a plain step.
+
+    Args:
+        tree_depth (`int`): The deepest that a step may draft.
+        has_one_shape (`bool`): Whether a step that drafts has to draft that deep.
+    """
+
+    PRIOR = 2.0  # at each depth the target is taken to follow until it was asked about so often
+
+    def __init__(self, num_nodes: int, costs: StepCosts, tree_depth: int, has_one_shape: bool):
+        super().__init__(num_nodes, costs)
+        self.depths = [tree_depth] if has_one_shape else list(range(1, tree_depth + 1))
+        self.asked, self.followed = [self.PRIOR] * tree_depth, [self.PRIOR] * tree_depth
+
+    def drafted_step(self, live):
+        deepest = best = self.depths[-1]
+        if len(self.costs.known_sizes) >= 2:
+            share, expected = 1.0, [0.0]
+            for followed, asked in zip(self.followed, self.asked):
+                share *= followed / asked
+                expected.append(expected[-1] + share)
+            seconds = dict(zip(self.depths, self.costs.of_verification(self.depths)))
+            best = max(self.depths, key=lambda depth: expected[depth] - self.rate * seconds[depth])
+        return _PlannedStep(self, best if self.costs[deepest] is not None else deepest)
+
+    def record_paths(self, lengths: list[int], depth: int) -> None:
+        """How many nodes below the root each row accepted of a tree of a certain depth."""
+        for counts in (self.asked, self.followed):
+            counts[:] = [self.PRIOR + self.MEMORY * (count - self.PRIOR) for count in counts]
+        for level in range(1, depth + 1):
+            self.asked[level - 1] += sum(length >= level - 1 for length in lengths)
+            self.followed[level - 1] += sum(length >= level for length in lengths)
+
+
+class _PlannedStep(StaticPolicy):
+    """A step of `PlannedPolicy` that drafts."""
+
+    def __init__(self, policy: PlannedPolicy, depth: int):
+        self.policy, self.depth = policy, depth
+        self.drafted = self.seconds = None
+
+    def more_levels(self, values, at_most):
+        return min(self.depth - 1, at_most)
+
+    def record_draft(self, levels, first_seconds, level_seconds):
+        self.drafted = levels + 1
+        self.seconds = None if first_seconds is None else first_seconds + level_seconds
+
+    def record_verification(self, tree, paths, live, seconds):
+        policy = self.policy
+        if self.drafted is None:  # too close to the end
+            policy.costs.record(tree.num_nodes - 1, seconds)
+            return
+        lengths = [len(path) - 1 for path, goes_on in zip(paths, live) if goes_on]
+        if lengths:
+            policy.record_paths(lengths, self.drafted)
+        if self.seconds is not None:
+            policy.costs.record(self.drafted, self.seconds + seconds)
+        if lengths and policy.costs[self.drafted] is not None:
+            policy.record_drafted_step(1 + sum(lengths) / len(lengths), policy.costs[self.drafted])
+
+
 # What was measured of each target with each of its drafts.
 _MEASURED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def tree_policy(
-    name: str, target, draft, batch_size: int, branching_factor: int, num_assistant_tokens: int, **kind
+    name: str,
+    target,
+    draft,
+    batch_size: int,
+    tree_depth: int,
+    branching_factor: int,
+    num_assistant_tokens: int,
+    has_one_shape: bool = False,
+    **kind,
 ) -> StaticPolicy:
     """
     The policy of a name. `"auto"` remembers, for as long as target and draft live, what calls of the same shape
@@ -332,6 +412,16 @@ def tree_policy(
     if name != "auto":
         raise ValueError(f"`tree_policy` must be 'auto' or 'static', got {name!r}.")
     measured = _MEASURED.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, {})
+    shape = (tree_depth, branching_factor, num_assistant_tokens)
+    if has_one_shape or not looks_are_free(target.device):
+        key = (batch_size, has_one_shape, *shape, *sorted(kind.items()))
+        depth = min(tree_depth, num_assistant_tokens)
+        return measured.setdefault(key, PlannedPolicy(num_assistant_tokens, StepCosts(), depth, has_one_shape))
     costs = measured.setdefault((batch_size, branching_factor), StepCosts())
-    key = (batch_size, branching_factor, num_assistant_tokens, *sorted(kind.items()))
+    key = (batch_size, *shape, *sorted(kind.items()))
     return measured.setdefault(key, AutoPolicy(num_assistant_tokens, costs))
+
+
+def looks_are_free(device) -> bool:
+    """Whether the host reads a tensor of a device without waiting for it."""
+    return device.type == "cpu"

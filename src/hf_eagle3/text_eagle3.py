@@ -18,6 +18,7 @@ from collections import deque
 import torch
 import torch.nn.functional as F
 
+from .policy_eagle3 import looks_are_free
 from .tree_eagle3 import DraftTree
 
 
@@ -29,14 +30,28 @@ class Text:
     Where that could be noticed they advance in step, as far as all of them can: so that logits processors and stopping
     criteria which are not known to look at each row by itself are called as `_sample` calls them.
 
+    Where the host would have to wait for each token of a device, and in greedy decoding, all nodes of a tree are looked at
+    in one go; see `picks_at_once`.
+
     Args:
         in_step (`bool`): Whether something else requires it.
+        path_length (`int`): The most nodes that a path may have.
     """
 
     # How far a row may run ahead of the slowest; noise is kept for the rows in between.
     MAX_LEAD = 64
 
-    def __init__(self, input_ids, logits_processor, stopping_criteria, generation_config, returned, streamer, in_step):
+    def __init__(
+        self,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        returned,
+        streamer,
+        in_step,
+        path_length,
+    ):
         self.batch_size, self.prompt_length = input_ids.shape
         self.in_step = in_step or self.batch_size == 1
         self.in_step |= not all(map(is_row_wise, [*logits_processor, *stopping_criteria]))
@@ -51,6 +66,20 @@ class Text:
         self.pads_finished_rows = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
         self.noise = [deque() for _ in range(self.batch_size)]
         self.streamer, self.num_streamed = streamer, self.prompt_length
+        self.path_length = path_length
+        # States of the random generator before the draws for positions that no row has written yet.
+        self.random_states: deque[tuple[int, torch.Tensor]] = deque()
+        self.num_drawn = 0
+        self.picks_at_once = (
+            (self.batch_size == 1 or not self.in_step)
+            and not returned.wants_dict
+            and all(is_one_of(processor, PREFIX_FREE) for processor in logits_processor)
+            and all(is_one_of(criteria, READ_LAST_TOKEN) for criteria in stopping_criteria)
+            and (not looks_are_free(input_ids.device) or not (self.do_sample or len(logits_processor)))
+        )
+        if self.picks_at_once:
+            ends = [criteria.eos_token_id for criteria in stopping_criteria if hasattr(criteria, "eos_token_id")]
+            self.eos_tokens = {token for tokens in ends for token in tokens.tolist()}
 
     @property
     def shortest(self) -> int:
@@ -61,8 +90,13 @@ class Text:
         return max(self.lengths)
 
     @property
-    def room(self) -> torch.LongTensor:
-        """How far below its newest token each row may still pick one, `(B, 1)`; deeper nodes need no position."""
+    def room(self) -> torch.LongTensor | None:
+        """
+        How far below its newest token each row may still pick one, `(B, 1)`; deeper nodes need no position. `None` if that is
+        as far as any node may be.
+        """
+        if self.max_length - self.longest >= self.path_length:
+            return None
         return torch.tensor([[max(self.max_length - length - 1, 0)] for length in self.lengths])
 
     @property
@@ -84,6 +118,8 @@ class Text:
 
     def walk(self, tree: DraftTree, outputs, root_row: int) -> None:
         """Picks tokens for as long as the tree has them."""
+        if self.picks_at_once:
+            return self._walk_at_once(tree, outputs.logits[:, root_row:])
         children, nodes = tree.children(), [0] * self.batch_size
         self.paths, self.starts = [[] for _ in nodes], list(self.lengths)
         while walking := self._walking(nodes):
@@ -95,6 +131,78 @@ class Text:
                 tokens = self._advance(rows, outputs, root_row, tree.num_nodes)
                 for row, token in zip(rows, tokens):
                     nodes[row] = children[row].get((nodes[row], token))
+
+    def _walk_at_once(self, tree: DraftTree, logits: torch.FloatTensor) -> None:
+        """Picks a token at every node, and reads once which of them the walk comes by."""
+        tree, logits = tree.to(self.ids.device), logits.to(self.ids.device)
+        were_finished = list(self.is_finished)
+        choices, is_broken = self._choices(tree, logits)  # (B, N)
+        if self.pads_finished_rows and any(were_finished):
+            choices[were_finished] = int(self.pad_token)
+        nodes, counts = tree.accepted(choices)
+        tokens = choices.gather(1, nodes)
+        read = torch.stack(
+            [nodes, tokens, is_broken.gather(1, nodes), counts[:, None].expand_as(nodes)], dim=1
+        ).tolist()
+
+        self.paths, self.starts = [[] for _ in nodes], list(self.lengths)
+        end = min(self.max_length, self.max_length if self.batch_size == 1 else self.shortest + self.MAX_LEAD)
+        for row in sorted(range(self.batch_size), key=were_finished.__getitem__):
+            path, row_tokens, broken, (count, *_) = read[row]
+            end_of_row = self.longest if were_finished[row] else end
+            for i in range(min(count, end_of_row - self.lengths[row])):
+                if broken[i]:
+                    raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+                self.paths[row].append(path[i])
+                self.lengths[row] += 1
+                self.is_finished[row] |= row_tokens[i] in self.eos_tokens or self.lengths[row] >= self.max_length
+                if self.is_finished[row] and not were_finished[row]:
+                    break
+            if self.noise[row]:
+                for _ in self.paths[row]:
+                    self.noise[row].popleft()
+        if self.longest > self.ids.shape[1]:
+            self.ids = F.pad(self.ids, (0, max(self.longest, 256)))
+        for row, (start, length) in enumerate(zip(self.starts, self.lengths)):
+            self.ids[row, start:length] = tokens[row, : length - start]
+        self._stream()
+
+    def _choices(self, tree: DraftTree, logits: torch.FloatTensor) -> tuple[torch.LongTensor, torch.BoolTensor]:
+        """The next token at each node `(B, N)`, as [`_pick`] picks it, and where there is none to pick."""
+        batch_size, num_nodes, vocab_size = logits.shape
+        scores = logits.float()
+        if len(self.logits_processor):
+            ids = self.ids[:, :1].repeat_interleave(num_nodes, dim=0)  # which none of these processors reads
+            scores = self.logits_processor(ids, scores.flatten(0, 1)).view_as(scores)
+        if not self.do_sample:
+            choices = scores.argmax(dim=-1)
+            return choices, torch.zeros_like(choices, dtype=torch.bool)
+        probs = torch.softmax(scores, dim=-1)
+        levels = 1 if num_nodes == 1 else self.path_length
+        while min(map(len, self.noise)) < levels:
+            self._draw(probs)
+        noise = torch.stack([torch.stack([queue[level] for level in range(levels)]) for queue in self.noise])
+        noise = noise.gather(1, tree.depths[..., None].expand(-1, -1, vocab_size))
+        return (probs / noise).argmax(dim=-1), ~(torch.isfinite(probs) & (probs >= 0)).all(dim=-1)
+
+    def _draw(self, probs: torch.FloatTensor) -> None:
+        """Draws the noise for one more position of every row, as `torch.multinomial` would have."""
+        if self.picks_at_once:  # positions that may never be written
+            self.random_states.append((self.num_drawn, _random_state(probs.device)))
+            while self.random_states[0][0] < self.longest - self.prompt_length:
+                self.random_states.popleft()
+        self.num_drawn += 1
+        draw = probs.new_empty(self.batch_size, probs.shape[-1]).exponential_()
+        for queue, noise in zip(self.noise, draw):
+            queue.append(noise.clone())
+
+    def finish(self) -> None:
+        """Leaves the random generator as `_sample` does, which draws for written positions only."""
+        while self.random_states:
+            position, state = self.random_states.popleft()
+            if position == self.longest - self.prompt_length:
+                _set_random_state(self.ids.device, state)
+                return
 
     def _walking(self, nodes: list[int | None]) -> list[int]:
         """The rows that pick a token at their node."""
@@ -142,9 +250,7 @@ class Text:
             if not (torch.isfinite(probs).all() and (probs >= 0).all()):
                 raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
             if any(not self.noise[row] for row in rows):  # then all of them, which are equally long
-                draw = probs.new_empty(self.batch_size, probs.shape[-1]).exponential_()
-                for queue, noise in zip(self.noise, draw):
-                    queue.append(noise.clone())
+                self._draw(probs)
             next_tokens = torch.argmax(probs / torch.stack([self.noise[row].popleft() for row in rows]), dim=-1)
         if self.pads_finished_rows and any(self.is_finished):
             finished = torch.tensor([self.is_finished[row] for row in rows], device=next_tokens.device)
@@ -201,13 +307,43 @@ ROW_WISE = {
 }
 
 
+# Those that do not look at the text before a token at all, and those that look at its end and its length only.
+PREFIX_FREE = {
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinPLogitsWarper",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+}
+READ_LAST_TOKEN = {"EosTokenCriteria", "MaxLengthCriteria"}
+
+
 def is_row_wise(processor) -> bool:
     """Whether a logits processor or stopping criterion is known to treat each row of a batch as if it were alone."""
-    return (
-        type(processor).__module__.startswith("transformers.generation.")
-        and type(processor).__name__ in ROW_WISE
-        and getattr(processor, "prompt_ignore_length", None) is None  # one number for each row
-    )
+    # `prompt_ignore_length` is one number for each row.
+    return is_one_of(processor, ROW_WISE) and getattr(processor, "prompt_ignore_length", None) is None
+
+
+def is_one_of(processor, names: set[str]) -> bool:
+    """Whether a logits processor or stopping criterion is transformers' own of one of these names."""
+    return type(processor).__module__.startswith("transformers.generation.") and type(processor).__name__ in names
+
+
+def _random_state(device) -> torch.Tensor:
+    """The state of a device's default random generator, which the host keeps."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_random_state(device, state: torch.Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def text_positions(model_kwargs) -> torch.LongTensor:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .policy_eagle3 import StaticPolicy
+from .policy_eagle3 import StaticPolicy, looks_are_free
 
 
 @dataclass
@@ -67,6 +67,28 @@ class DraftTree:
         nothing = torch.zeros_like(root_tokens)
         return cls(root_tokens, nothing, nothing, torch.ones_like(nothing, dtype=torch.bool)[..., None])
 
+    def accepted(self, choices: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
+        """
+        Where the target's choices `(batch_size, num_nodes)`, a next token for each node, lead from the root.
+
+        Returns:
+            `tuple`: The nodes on each row's path, ascending, `(batch_size, num_nodes)`, and how many of them are, `(batch_size,)`.
+            The other nodes come after them.
+        """
+        agrees = self.tokens == choices.gather(1, self.parents)
+        agrees[:, 0] = True
+        depths = self.depths.masked_fill((self.ancestors & ~agrees[:, None]).any(dim=-1), -1)
+        lengths, last = depths.max(dim=1)
+        on_path = self.ancestors.gather(1, last[:, None, None].expand(-1, 1, self.num_nodes)).squeeze(1)
+        return (~on_path).sort(dim=1, stable=True).indices, lengths + 1
+
+    def to(self, device) -> "DraftTree":
+        """The tree on a device."""
+        if self.tokens.device == device:
+            return self
+        values = None if self.values is None else self.values.to(device)
+        return DraftTree(*(x.to(device) for x in (self.tokens, self.parents, self.depths, self.ancestors)), values)
+
     def children(self) -> list[dict[tuple[int, int], int]]:
         """For each batch row `{(parent, token): node}`, on the host: what a walk from the root looks up."""
         if self.num_nodes == 1:
@@ -106,9 +128,10 @@ def grow_tree(
         branching_factor (`int`): Children tried per node, and nodes expanded per level.
         num_assistant_tokens (`int`): Nodes kept below the root, at most.
         assistant_confidence_threshold (`float`, *optional*, defaults to 0): Nodes of a lower value are not kept.
-        plan (`StaticPolicy`, *optional*): Whose `goes_deeper` and `choose_num_nodes` may make it a smaller tree.
+        plan (`StaticPolicy`, *optional*):
+            Whose `more_levels` and `choose_num_nodes` may make it a smaller tree. Without one all shapes are fixed, and
+            nothing is read by the host.
     """
-    plan = plan or StaticPolicy()
     batch_size, device = logits.shape[0], logits.device
     width = min(branching_factor, logits.shape[-1])
     lowest = math.log(assistant_confidence_threshold) if assistant_confidence_threshold > 0 else -math.inf
@@ -129,13 +152,20 @@ def grow_tree(
     self_visible = torch.eye(width, dtype=torch.bool, device=device).expand(batch_size, -1, -1)
     visible = self_visible
     pool_size = width
+    planned = tree_depth - 1 if plan is None else 0  # levels to draft before the plan is asked again
     for level in range(1, tree_depth):
-        # A child is worth at most what its parent is: if nothing that the frontier can add would be kept, stop here.
-        needed = torch.full_like(values[:, 0], lowest)
-        if pool_size >= num_assistant_tokens:
-            needed = needed.maximum(torch.cat(pool_values, dim=1).topk(num_assistant_tokens).values[:, -1])
-        if not (values[:, 0] > needed).any() or not plan.goes_deeper(values):
-            break
+        if plan is not None and looks_are_free(device):
+            # A child is worth at most what its parent is: if nothing that the frontier can add would be kept, stop here.
+            needed = torch.full_like(values[:, 0], lowest)
+            if pool_size >= num_assistant_tokens:
+                needed = needed.maximum(torch.cat(pool_values, dim=1).topk(num_assistant_tokens).values[:, -1])
+            if not (values[:, 0] > needed).any():
+                break
+        if planned == 0:
+            planned = plan.more_levels(values, tree_depth - level)
+            if planned == 0:
+                break
+        planned -= 1
         logits, hidden_states = advance(tokens, hidden_states, level, visible)
         child_values, child_tokens = best_children(logits)  # (B, K, K)
         child_values = (values[..., None] + child_values).flatten(1)
@@ -155,11 +185,13 @@ def grow_tree(
 
     # Candidates stand in the pool level by level, so a stable sort puts a parent before a child of equal value, and
     # whatever is kept is kept with its parent. Back in pool order, parents precede children.
-    ranked_values, ranking = torch.cat(pool_values, dim=1).sort(dim=1, descending=True, stable=True)
+    pool_values = torch.cat(pool_values, dim=1)
+    ranked_values, ranking = pool_values.sort(dim=1, descending=True, stable=True)
     num_kept = min(num_assistant_tokens, pool_size)
-    if assistant_confidence_threshold > 0:
-        num_kept = min(num_kept, int((ranked_values >= lowest).sum(dim=1).max()))
-    num_kept = plan.choose_num_nodes(ranked_values[:, :num_kept])
+    if plan is not None:
+        if assistant_confidence_threshold > 0:
+            num_kept = min(num_kept, int((ranked_values >= lowest).sum(dim=1).max()))
+        num_kept = plan.choose_num_nodes(ranked_values[:, :num_kept])
     kept = ranking[:, :num_kept].sort(dim=1).values  # (B, N)
     kept_tokens = torch.cat(pool_tokens, dim=1).gather(1, kept)
     kept_parents = torch.cat(pool_parents, dim=1).gather(1, kept)
@@ -167,5 +199,5 @@ def grow_tree(
     return DraftTree.from_parents(
         torch.cat([root_tokens, kept_tokens], dim=1),
         torch.cat([torch.zeros_like(root_tokens), parents], dim=1),
-        torch.cat(pool_values, dim=1).gather(1, kept),
+        pool_values.gather(1, kept),
     )

@@ -1,0 +1,209 @@
+# Copyright 2026 The hf-eagle3 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Drafting with static shapes, for calls with a static cache: one function of tensors, which can be compiled."""
+
+import time
+import types
+import weakref
+
+import torch
+import torch.nn.functional as F
+from transformers.cache_utils import Cache, DynamicCache, StaticLayer
+
+from .cache_eagle3 import tree_attention_mask
+from .drafter_eagle3 import Drafter
+from .tree_eagle3 import DraftTree, grow_tree
+
+
+# What was compiled for each draft, by the settings of the compiler.
+_COMPILED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def compiled(function, module, compile_config):
+    """`function`, compiled for the calls with `module`; itself without a `compile_config` (`CompileConfig`)."""
+    if compile_config is None:
+        return function
+    functions = _COMPILED.setdefault(module, {})
+    key = (function.__name__, repr(sorted(compile_config.to_dict().items(), key=str)))
+    if key not in functions:
+        # Dynamo counts how often it compiled a code object, and gives up: each draft gets its own.
+        own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+        functions[key] = torch.compile(own, **compile_config.to_dict())
+    return functions[key]
+
+
+def read_and_draft(
+    draft,
+    embedding,
+    cache,
+    tokens,
+    features,
+    positions,
+    counts,
+    lengths,
+    tree_depth,
+    branching_factor,
+    num_assistant_tokens,
+):
+    """
+    Reads the newest tokens of each row and grows a tree below them.
+
+    Args:
+        draft (`Eagle3ForSpeculation`): The draft.
+        embedding (`nn.Embedding`): The target's, for drafts without a table of their own.
+        cache (`Cache`): The draft's, static. Its rows end together, at the length of the longest.
+        tokens (`torch.LongTensor` of shape `(B, R)`): The newest `R` tokens of each row.
+        features (`torch.FloatTensor` of shape `(B, R, n_aux * H)`): The target's states at the positions before them.
+        positions (`torch.LongTensor` of shape `(B, R)`): Those positions.
+        counts (`torch.LongTensor` of shape `(B,)`): How many of them, at the right, are to be read.
+        lengths (`torch.LongTensor` of shape `(B,)`): How many each row of the cache has read before.
+        tree_depth, branching_factor, num_assistant_tokens (`int`): See [`~tree_eagle3.grow_tree`].
+
+    Returns:
+        `tuple` of the fields of a [`DraftTree`].
+    """
+    logits, hidden_states, lengths = read(draft, embedding, cache, tokens, features, positions, counts, lengths)
+    length = lengths.max()
+    config, padding_mask = draft.config.transformer_layer_config, _is_text(cache, lengths)
+
+    def advance(tokens, hidden_states, level, visible):
+        width = tokens.shape[1]
+        depths = torch.arange(1, level + 1, device=tokens.device).repeat_interleave(width).expand(len(tokens), -1)
+        mask = tree_attention_mask(config, cache, length, visible, depths[:, -width:], depths, padding_mask)
+        outputs = draft(
+            inputs_embeds=draft.embed(tokens, embedding),
+            hidden_states=hidden_states,
+            position_ids=(positions[:, -1:] + level).expand(-1, width),
+            attention_mask=mask,
+            past_key_values=cache,
+        )
+        return outputs.logits, outputs.last_hidden_state
+
+    tree = grow_tree(
+        tokens[:, -1:], logits, hidden_states, advance, draft.d2t, tree_depth, branching_factor, num_assistant_tokens
+    )
+    for layer in cache.layers:
+        layer.cumulative_length.copy_(length)
+    return tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.values
+
+
+def read(draft, embedding, cache, tokens, features, positions, counts, lengths):
+    """The first half of [`read_and_draft`]; returns logits `(B, V)` and hidden states `(B, H)` of the last, and new lengths."""
+    num_rows, device = tokens.shape[1], tokens.device
+    index = torch.arange(num_rows, device=device) - num_rows + counts[:, None]  # (B, R)
+    length, depths = lengths.max(), index.clamp(min=0)
+    visible = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril() & (index >= 0)[:, None]
+    mask = tree_attention_mask(
+        draft.config.transformer_layer_config, cache, length, visible, depths, depths, _is_text(cache, lengths)
+    )
+    outputs = draft(
+        inputs_embeds=draft.embed(tokens, embedding),
+        hidden_states=draft.combine_hidden_states(features.to(draft.lm_head.weight)),
+        position_ids=positions,
+        attention_mask=mask,
+        past_key_values=cache,
+        logits_to_keep=1,
+    )
+    # Rows may have read different numbers of tokens: let all end at the new length.
+    new_lengths = lengths + counts
+    new_length = new_lengths.max()
+    for layer in cache.layers:
+        from_right = new_length - 1 - torch.arange(layer.max_cache_len, device=device)
+        past, new = length - 1 - (from_right - counts[:, None]), length + num_rows - 1 - from_right
+        source = torch.where(from_right < counts[:, None], new, past).clamp(0, layer.max_cache_len - 1)[
+            :, None, :, None
+        ]
+        for states in (layer.keys, layer.values):
+            states.copy_(states.gather(-2, source.expand_as(states)))
+        layer.cumulative_length.copy_(new_length)
+    return outputs.logits[:, -1], outputs.last_hidden_state[:, -1], new_lengths
+
+
+def _is_text(cache, lengths):
+    """`(B, max_cache_len)`: which slots hold text, in rows of those lengths that end together."""
+    slots = torch.arange(cache.layers[0].max_cache_len, device=lengths.device)
+    return (slots >= lengths.max() - lengths[:, None]) & (slots < lengths.max())
+
+
+class StaticDrafter(Drafter):
+    """
+    The draft during one call with a static cache. Draws the same tree in every step, by one function of fixed shapes.
+
+    Args:
+        capacity (`int`): How many tokens a row may come to have.
+        settings (`dict`): `tree_depth`, `branching_factor` and `num_assistant_tokens`.
+        compile_config (`CompileConfig`, *optional*): Compiles that function.
+    """
+
+    def __init__(self, draft, embedding, capacity: int, settings: dict, compile_config=None):
+        super().__init__(draft, embedding)
+        shape = ("tree_depth", "branching_factor", "num_assistant_tokens")
+        self.settings = {name: settings[name] for name in shape}
+        self.num_rows = settings["tree_depth"] + 1
+        slots = capacity + max(self.num_rows, settings["branching_factor"] * (settings["tree_depth"] - 1))
+        self.cache = Cache(layers=[StaticLayer(slots) for _ in draft.layers])
+        self.lengths = None  # (B,), what each row has read
+        self.draft_tree = compiled(read_and_draft, draft, compile_config)
+
+    @property
+    def has_read_nothing(self):
+        return self.lengths is None
+
+    def grow(self, text, model_kwargs, plan, **settings) -> DraftTree:
+        """[`Drafter.grow`], but always the whole tree, whatever the `plan` and the `settings` of the step."""
+        start = time.perf_counter()
+        tokens, features, positions, counts = self.take_unread(text, model_kwargs)
+        excess = tokens.shape[1] - self.num_rows
+        counts = torch.tensor(counts, device=tokens.device)
+        if self.lengths is None:
+            self.lengths = torch.zeros_like(counts)
+            key = self.draft.layers[0].self_attn.k_proj.weight
+            self.cache.early_initialization(
+                len(counts), self.layer_config.num_key_value_heads, self.layer_config.head_dim, key.dtype, key.device
+            )
+            if excess > 0:
+                self._read_prompt(
+                    tokens[:, :excess], features[:, :excess], positions[:, :excess], counts - self.num_rows
+                )
+        elif excess > 0:
+            blocks, first = (tokens[:, :excess], features[:, :excess], positions[:, :excess]), counts - self.num_rows
+            *_, self.lengths = read(self.draft, self.embedding, self.cache, *blocks, first.clamp(min=0), self.lengths)
+        newest = [
+            block[:, excess:] if excess > 0 else F.pad(block, (*(0, 0) * (block.dim() - 2), -excess, 0))
+            for block in (tokens, features, positions)
+        ]
+        counts = counts.clamp(max=self.num_rows)
+        fields = self.draft_tree(
+            self.draft, self.embedding, self.cache, *newest, counts, self.lengths, **self.settings
+        )
+        self.lengths = self.lengths + counts
+        # What a CUDA graph returns is overwritten by the next one.
+        tree = DraftTree(*(entries.clone() for entries in fields))
+        plan.record_draft(0, time.perf_counter() - start, 0.0)
+        return tree
+
+    def _read_prompt(self, tokens, features, positions, counts):
+        """Reads with the causal mask that attention can do without, as a mask over all slots would be large."""
+        cache, num_rows = DynamicCache(), tokens.shape[1]
+        is_text = torch.arange(num_rows, device=tokens.device) >= num_rows - counts[:, None]
+        self.draft.step(
+            inputs_embeds=self.draft.embed(tokens, self.embedding),
+            hidden_states=self.draft.combine_hidden_states(features),
+            position_ids=positions,
+            attention_mask=is_text.long() if len(tokens) > 1 else None,
+            past_key_values=cache,
+        )
+        for layer, read_layer in zip(self.cache.layers, cache.layers):
+            layer.update(read_layer.keys, read_layer.values)
+        self.lengths = counts.clamp(min=0)
