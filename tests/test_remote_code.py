@@ -22,6 +22,7 @@ TRAVELLING = (
     "modeling_eagle3.py",
     "outputs_eagle3.py",
     "policy_eagle3.py",
+    "static_eagle3.py",
     "target_eagle3.py",
     "text_eagle3.py",
     "tree_eagle3.py",
@@ -148,6 +149,7 @@ STANDARD_LIBRARY = {
     "statistics",
     "threading",
     "time",
+    "types",
     "typing",
     "weakref",
 }

@@ -122,7 +122,7 @@ def eagle3_decoding(
     given_cache = model_kwargs.get("past_key_values")
     if given_cache is not None and is_unused_static(given_cache):
         # As long as the longest so far, so that what was compiled for it fits.
-        max_length = max(generation_config.max_length, getattr(target, "_previous_max_cache_length", 0))
+        max_length = max(generation_config.max_length - 1, getattr(target, "_previous_max_cache_length", 0))
         model_kwargs["past_key_values"] = with_room(given_cache, max_length, settings["num_assistant_tokens"])
     stats = Eagle3GenerationStats()
     aux_layer_ids = draft.resolve_aux_layer_ids(target)

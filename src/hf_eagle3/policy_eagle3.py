@@ -330,28 +330,34 @@ class PlannedPolicy(AutoPolicy):
         has_one_shape (`bool`): Whether a step that drafts has to draft that deep.
     """
 
-    PRIOR = 2.0  # at each depth the target is taken to follow until it was asked about so often
+    PRIOR = 2.0  # at each depth the target is taken to follow as often as one above, until it was asked about so often
 
     def __init__(self, num_nodes: int, costs: StepCosts, tree_depth: int, has_one_shape: bool):
         super().__init__(num_nodes, costs)
         self.depths = [tree_depth] if has_one_shape else list(range(1, tree_depth + 1))
-        self.asked, self.followed = [self.PRIOR] * tree_depth, [self.PRIOR] * tree_depth
+        self.asked, self.followed = [0.0] * tree_depth, [0.0] * tree_depth  # whether they accept a node at each depth
 
     def drafted_step(self, live):
         deepest = best = self.depths[-1]
         if len(self.costs.known_sizes) >= 2:
-            share, expected = 1.0, [0.0]
-            for followed, asked in zip(self.followed, self.asked):
-                share *= followed / asked
-                expected.append(expected[-1] + share)
+            expected = self.expected_tokens()
             seconds = dict(zip(self.depths, self.costs.of_verification(self.depths)))
             best = max(self.depths, key=lambda depth: expected[depth] - self.rate * seconds[depth])
         return _PlannedStep(self, best if self.costs[deepest] is not None else deepest)
 
+    def expected_tokens(self) -> list[float]:
+        """Tokens to expect of a step of each depth, from 0."""
+        tokens, share, rate = [1.0], 1.0, 1.0
+        for followed, asked in zip(self.followed, self.asked):
+            rate = (followed + self.PRIOR * rate) / (asked + self.PRIOR)
+            share *= rate
+            tokens.append(tokens[-1] + share)
+        return tokens
+
     def record_paths(self, lengths: list[int], depth: int) -> None:
         """How many nodes below the root each row accepted of a tree of a certain depth."""
         for counts in (self.asked, self.followed):
-            counts[:] = [self.PRIOR + self.MEMORY * (count - self.PRIOR) for count in counts]
+            counts[:] = [self.MEMORY * count for count in counts]
         for level in range(1, depth + 1):
             self.asked[level - 1] += sum(length >= level - 1 for length in lengths)
             self.followed[level - 1] += sum(length >= level for length in lengths)
@@ -382,7 +388,7 @@ class _PlannedStep(StaticPolicy):
         if self.seconds is not None:
             policy.costs.record(self.drafted, self.seconds + seconds)
         if lengths and policy.costs[self.drafted] is not None:
-            policy.record_drafted_step(1 + sum(lengths) / len(lengths), policy.costs[self.drafted])
+            policy.record_drafted_step(policy.expected_tokens()[self.drafted], policy.costs[self.drafted])
 
 
 # What was measured of each target with each of its drafts.

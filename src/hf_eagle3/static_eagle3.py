@@ -180,7 +180,8 @@ class StaticDrafter(Drafter):
             blocks, first = (tokens[:, :excess], features[:, :excess], positions[:, :excess]), counts - self.num_rows
             *_, self.lengths = read(self.draft, self.embedding, self.cache, *blocks, first.clamp(min=0), self.lengths)
         newest = [
-            block[:, excess:] if excess > 0 else F.pad(block, (*(0, 0) * (block.dim() - 2), -excess, 0))
+            # Strides must not depend on what it was cut from: compilers look at them, even where there is but one row.
+            F.pad(block, (*(0, 0) * (block.dim() - 2), -excess, 0)).clone(memory_format=torch.contiguous_format)
             for block in (tokens, features, positions)
         ]
         counts = counts.clamp(max=self.num_rows)

@@ -165,7 +165,14 @@ class Text:
             self.ids = F.pad(self.ids, (0, max(self.longest, 256)))
         for row, (start, length) in enumerate(zip(self.starts, self.lengths)):
             self.ids[row, start:length] = tokens[row, : length - start]
-        self._stream()
+        try:
+            self._stream()
+        except BaseException:
+            # As if the walk had ended there: whoever catches this finds the cache of the tokens before.
+            for row, start in enumerate(self.starts):
+                self.paths[row] = self.paths[row][: max(self.num_streamed + 1 - start, 0)]
+                self.lengths[row] = start + len(self.paths[row])
+            raise
 
     def _choices(self, tree: DraftTree, logits: torch.FloatTensor) -> tuple[torch.LongTensor, torch.BoolTensor]:
         """The next token at each node `(B, N)`, as [`_pick`] picks it, and where there is none to pick."""

@@ -1,0 +1,243 @@
+"""Static caches: the same text, fixed shapes, nothing compiled twice."""
+
+import copy
+
+import pytest
+import torch
+from conftest import FAMILIES, make_batch, make_draft, make_oracle, make_prompt, make_target
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, StaticCache
+
+from hf_eagle3.policy_eagle3 import PlannedPolicy, StepCosts
+
+
+STATIC = {"cache_implementation": "static"}
+PROMPTS = [make_prompt(5), make_prompt(40)]  # windows and chunks are of 16 tokens
+
+
+def compile_config():
+    config = CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = True
+    return config
+
+
+@pytest.fixture(scope="module")
+def oracle(target):
+    """Knows the target's greedy continuation of a prompt of 5."""
+    return make_oracle(target, target.generate(PROMPTS[0], max_new_tokens=64, do_sample=False))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_says_what_it_says_without_a_draft(family):
+    target = make_target(family)
+    draft = make_draft(target, PROMPTS)
+    accepted = []
+    for prompt in PROMPTS:
+        for settings in ({}, {"repetition_penalty": 1.3}, {"do_sample": True, "top_k": 20}):
+            settings = {"max_new_tokens": 24, "do_sample": False, **settings}
+            torch.manual_seed(1)
+            expected = target.generate(prompt, **settings)
+            torch.manual_seed(1)
+            actual = target.generate(prompt, assistant_model=draft, **STATIC, **settings)
+            assert torch.equal(actual, expected)
+            accepted += draft.last_generation.accepted_lengths
+    assert sum(accepted) > 1.05 * len(accepted)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3-window", "gemma4-shared-kv"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_batches(family, do_sample):
+    target, batch = make_target(family), make_batch([5, 30, 17])
+    draft = make_draft(target, [batch["input_ids"][1:2]])
+    settings = {"max_new_tokens": 30, "do_sample": do_sample}
+    torch.manual_seed(3)
+    expected = target.generate(**batch, **settings)
+    torch.manual_seed(3)
+    assert torch.equal(target.generate(**batch, assistant_model=draft, **STATIC, **settings), expected)
+    assert max(draft.last_generation.accepted_lengths) > 1
+
+
+def test_draws_the_trees_of_a_dynamic_cache(target, oracle):
+    """Else the text would be right, and the draft of no use."""
+    lengths = []
+    for cache in ({}, STATIC):
+        oracle.generator.manual_seed(0)
+        target.generate(PROMPTS[0], assistant_model=oracle, max_new_tokens=64, do_sample=False, **cache)
+        lengths.append(oracle.last_generation.acceptance_length)
+    assert lengths[0] > 3 and abs(lengths[0] - lengths[1]) < 0.5
+
+    draft, prompt = make_draft(target, PROMPTS), make_prompt(30)
+    for cache in ({}, STATIC):
+        target.generate(prompt, assistant_model=draft, max_new_tokens=60, do_sample=False, **cache)
+        lengths.append(draft.last_generation.accepted_lengths)
+    assert lengths[2][:20] == lengths[3][:20] and sum(lengths[2][:20]) > 22
+
+
+def test_long_prompts_after_plain_steps(target):
+    """What a draft has to catch up with may be longer than any tree."""
+    draft = make_draft(target, PROMPTS)
+    draft.generation_config.tree_policy = "auto"
+    settings = {"max_new_tokens": 80, "do_sample": False}
+    for prompt in (make_prompt(3), make_prompt(90)):
+        expected = target.generate(prompt, **settings)
+        assert torch.equal(target.generate(prompt, assistant_model=draft, **STATIC, **settings), expected)
+    batch = make_batch([2, 50, 9])
+    expected = target.generate(**batch, **settings)
+    assert torch.equal(target.generate(**batch, assistant_model=draft, **STATIC, **settings), expected)
+
+
+@pytest.mark.parametrize("num_slots", [35, 40, 80])
+def test_a_cache_of_the_callers_own(target, oracle, num_slots):
+    """It may have room for no tree, for some, or for all."""
+    cache = StaticCache(config=target.config, max_cache_len=num_slots)
+    settings = {"max_new_tokens": 30, "do_sample": False}
+    expected = target.generate(PROMPTS[0], **settings)
+    oracle.generation_config.num_assistant_tokens = 12
+    actual = target.generate(PROMPTS[0], assistant_model=oracle, past_key_values=cache, **settings)
+    assert torch.equal(actual, expected)
+    assert int(cache.get_seq_length()) == 34
+    assert oracle.last_generation.target_forwards < 25
+
+    longer = torch.cat([actual, make_prompt(3)], dim=1)  # another turn, with what is left of the cache
+    if num_slots == 80:
+        expected = target.generate(longer, **settings)
+        actual = target.generate(longer, assistant_model=oracle, past_key_values=cache, **settings)
+        assert torch.equal(actual, expected)
+
+
+def test_the_returned_cache_can_be_continued_from(target, oracle):
+    settings = {"max_new_tokens": 20, "do_sample": False}
+    first = target.generate(
+        PROMPTS[0], assistant_model=oracle, return_dict_in_generate=True, output_scores=True, **STATIC, **settings
+    )
+    assert len(first.scores) == 20
+    longer = torch.cat([first.sequences, make_prompt(1)], dim=1)
+    expected = target.generate(longer, max_new_tokens=3, do_sample=False)
+    actual = target.generate(longer, past_key_values=first.past_key_values, max_new_tokens=3, do_sample=False)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("policy", ["static", "auto"])
+def test_nothing_is_compiled_twice(target, policy):
+    draft = make_draft(target, PROMPTS)
+    draft.generation_config.update(tree_depth=3, branching_factor=2, num_assistant_tokens=5, tree_policy=policy)
+    torch._dynamo.reset()
+    counters.clear()
+    settings = {"max_new_tokens": 40, "compile_config": compile_config(), **STATIC}
+
+    def generate(prompt, seed=None):
+        plain = {"max_new_tokens": settings["max_new_tokens"], "do_sample": seed is not None}
+        torch.manual_seed(seed or 0)
+        expected = target.generate(prompt, **plain)
+        torch.manual_seed(seed or 0)
+        actual = target.generate(prompt, assistant_model=draft, do_sample=seed is not None, **settings)
+        assert torch.equal(actual, expected)
+
+    generate(make_prompt(40))
+    generate(make_prompt(40), seed=1)
+    graphs = counters["stats"]["unique_graphs"]
+    # A plain step, a verification, a tree and what is kept of it.
+    assert graphs <= 4 and not counters["graph_break"]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (2, 11, 40):
+            generate(make_prompt(length, seed=length))
+            generate(make_prompt(length, seed=length), seed=length)
+    assert counters["stats"]["unique_graphs"] <= 4
+    assert policy == "auto" or graphs == 3 and max(draft.last_generation.accepted_lengths) > 1
+
+
+def test_what_static_caches_cannot_do(target, oracle):
+    windows = make_target("gemma3")
+    draft = make_draft(windows, PROMPTS)
+    cache = StaticCache(config=windows.config, max_cache_len=64)
+    with pytest.raises(ValueError, match="StaticSlidingWindowLayer.*made before the call"):
+        windows.generate(PROMPTS[0], assistant_model=draft, past_key_values=cache, max_new_tokens=4)
+    with pytest.raises(ValueError, match="does not offload"):
+        target.generate(PROMPTS[0], assistant_model=oracle, cache_implementation="offloaded_static", max_new_tokens=4)
+
+
+def test_steps_are_planned_by_what_was_accepted():
+    def decode(skill, seconds_of_depth, num_steps=600):
+        policy, depths = PlannedPolicy(24, StepCosts(), tree_depth=6, has_one_shape=False), []
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(num_steps):
+            plan = policy.plan_step([True])
+            depth = 1 + plan.more_levels(None, 5) if plan.drafts else 0
+            length = 0
+            while length < depth and torch.rand((), generator=generator) < skill:
+                length += 1
+            if plan.drafts:
+                plan.record_draft(depth - 1, seconds_of_depth(depth) / 2, 0.0)
+            tree = type("Tree", (), {"num_nodes": 25 if depth else 1})
+            seconds = seconds_of_depth(depth) / (2 if depth else 1)
+            plan.record_verification(tree, [list(range(length + 1))], [True], seconds)
+            depths.append(depth)
+        return depths[num_steps // 2 :]
+
+    sure = decode(0.95, lambda depth: 1 + 0.05 * depth)
+    assert sum(sure) / len(sure) > 5
+    unsure = decode(0.4, lambda depth: 1 + 0.05 * depth)
+    assert 1 <= sorted(unsure)[len(unsure) // 2] <= 3
+    useless = decode(0.02, lambda depth: 1 + 0.3 * (depth > 0) + 0.05 * depth)
+    assert useless.count(0) > 0.9 * len(useless)
+
+
+@pytest.fixture
+def waiting_host(monkeypatch):
+    """As if each look at a tensor had to wait for an accelerator. Counts the looks."""
+    looks = []
+    for module in ("text_eagle3", "tree_eagle3", "policy_eagle3"):
+        monkeypatch.setattr(f"hf_eagle3.{module}.looks_are_free", lambda device: False)
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "nonzero"):
+        original = getattr(torch.Tensor, name)
+
+        def look(self, *args, original=original, name=name, **kwargs):
+            looks.append(name)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, look)
+    return looks
+
+
+@pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
+@pytest.mark.parametrize("policy", ["static", "auto"])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}], ids=["greedy", "sampling"]
+)
+def test_a_step_waits_for_the_device_once(waiting_host, target, cache, policy, sampling):
+    draft, prompt = make_draft(target, PROMPTS), make_prompt(40)
+    draft.generation_config.tree_policy = policy
+    settings = {"max_new_tokens": 60, "do_sample": False, **sampling}
+    torch.manual_seed(5)
+    expected, state = target.generate(prompt, **settings), torch.get_rng_state()
+    torch.manual_seed(5)
+    waiting_host.clear()
+    actual = target.generate(prompt, assistant_model=draft, **cache, **settings)
+    assert len(waiting_host) <= draft.last_generation.target_forwards + 12  # some more before the first step
+    assert torch.equal(actual, expected)
+    assert torch.equal(torch.get_rng_state(), state)  # what is sampled next is as it would have been, too
+    assert policy == "auto" or max(draft.last_generation.accepted_lengths) > 1
+
+
+@pytest.mark.parametrize("eos", [None, [7, 11, 23, 42]])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_walks_at_once_in_batches(waiting_host, target, eos, do_sample):
+    batch = make_batch([5, 40, 17, 23])
+    draft = make_draft(target, PROMPTS)
+    settings = {"max_new_tokens": 50, "do_sample": do_sample, "eos_token_id": eos, "pad_token_id": 0}
+    for seed in range(4):
+        torch.manual_seed(seed)
+        expected, state = target.generate(**batch, **settings), torch.get_rng_state()
+        torch.manual_seed(seed)
+        assert torch.equal(target.generate(**batch, assistant_model=draft, **settings), expected)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert max(draft.last_generation.accepted_lengths) > 1
+
+
+def test_walks_at_once_meet_broken_probabilities(waiting_host, target, draft):
+    broken = copy.deepcopy(target)
+    broken.lm_head.weight.data[3] = torch.inf
+    with pytest.raises(RuntimeError, match="inf"):
+        broken.generate(PROMPTS[0], max_new_tokens=5, do_sample=True, remove_invalid_values=False)
+    with pytest.raises(RuntimeError, match="inf"):
+        broken.generate(PROMPTS[0], max_new_tokens=5, do_sample=True, assistant_model=draft)
