@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, CompileConfig
 
 from hf_eagle3.environment import environment, weights_digest
 from hf_eagle3.evaluation import (
@@ -74,6 +74,10 @@ def parse_arguments():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for name, default in DEFAULT_TREE_SETTINGS.items():
         parser.add_argument(f"--{name}", type=type(default), help="Overrides the draft's own setting")
+    parser.add_argument("--cache_implementation", help="Of all methods that take one: `static`, for example")
+    parser.add_argument(
+        "--compile", metavar="MODE", help="Compile the steps with a static cache: `reduce-overhead` on GPUs, `default`"
+    )
     parser.add_argument("--json", help="JSON Lines file to keep the results in")
     parser.add_argument("--plots", metavar="FOLDER", help="Where to save plots")
     parser.add_argument("--markdown", metavar="FILE", help="Where to save the table")
@@ -86,6 +90,8 @@ def parse_arguments():
         parser.error("--target is missing")
     if args.profile and args.draft is None:
         parser.error("--profile shows the steps of a draft: pass --draft")
+    if args.compile and args.cache_implementation != "static":
+        parser.error("--compile needs --cache_implementation static")
     if args.methods is None:
         args.methods = ["plain", "prompt-lookup"] if args.batch_sizes == [1] else ["plain"]
         args.methods += [name for name in ("assistant", "dflash") if getattr(args, name)] + ["eagle3"] * bool(
@@ -110,6 +116,17 @@ def collect_prompts(args, tokenizer) -> tuple[dict[str, list[list[int]]], dict[s
     if not tasks:
         raise SystemExit("There is no task left to measure.")
     return tasks, missing
+
+
+def call_arguments(args) -> dict:
+    """What all calls of `generate` are given."""
+    call = {"cache_implementation": args.cache_implementation} if args.cache_implementation else {}
+    if args.compile:
+        call["compile_config"] = CompileConfig(mode=args.compile)
+        call["compile_config"]._compile_all_devices = True  # otherwise accelerators only
+    elif args.cache_implementation:
+        call["disable_compile"] = True
+    return call
 
 
 def open_results(args, run: dict, missing: dict[str, str]) -> BenchmarkResults:
@@ -170,6 +187,7 @@ def main():
         args.max_new_tokens,
         args.repeats,
         sampling={name: getattr(args, name) for name in ("top_k", "top_p") if getattr(args, name) is not None},
+        call=call_arguments(args),
         assistant=load(AutoModelForCausalLM, args.assistant),
         dflash=load(AutoModel, args.dflash),
         results=results,
@@ -195,7 +213,7 @@ def main():
         print(f"Wrote {', '.join(map(str, plot_all(results, args.plots)))}")
     if args.profile:
         prompt = next(iter(tasks.values()))[0]
-        print(format_profile(profile_steps(target, draft, prompt, args.max_new_tokens)))
+        print(format_profile(profile_steps(target, draft, prompt, args.max_new_tokens, **call_arguments(args))))
 
 
 if __name__ == "__main__":

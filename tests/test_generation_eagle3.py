@@ -12,7 +12,6 @@ from transformers import (
     GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
-    StaticCache,
     StoppingCriteria,
     TextStreamer,
 )
@@ -497,11 +496,6 @@ def test_the_right_target_in_another_precision_is_recognised(tmp_path, target):
 
 def test_calls_a_tree_cannot_serve(target, draft):
     prompt = make_prompt(5)
-    with pytest.raises(ValueError, match="StaticLayer"):
-        generate(target, prompt, assistant_model=draft, cache_implementation="static")
-    with pytest.raises(ValueError, match="StaticLayer"):
-        cache = StaticCache(config=target.config, max_cache_len=64)
-        generate(target, prompt, assistant_model=draft, past_key_values=cache)
     with pytest.raises(ValueError, match="use_cache=True"):
         generate(target, prompt, assistant_model=draft, use_cache=False)
     with pytest.raises(ValueError, match="lossless"):

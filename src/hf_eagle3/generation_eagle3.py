@@ -193,7 +193,7 @@ def eagle3_decoding(
                 if plan.drafts and limits["tree_depth"] > 0:
                     tree = text.foresee_padding(drafter.grow(text, model_kwargs, plan, **limits), **limits)
                 start = time.perf_counter()
-                outputs = forward(**_verification_inputs(target, tree, text, cache, model_kwargs), return_dict=True)
+                outputs = _verify(forward, target, tree, text, cache, model_kwargs)
                 stats.target_forwards += 1
                 cache.track(outputs.past_key_values, tree.num_nodes)
                 features = aux_hidden_states(outputs, aux_layer_ids, num_layers)[:, -tree.num_nodes :]
@@ -266,8 +266,13 @@ def _extend_inputs(target, outputs, model_kwargs, counts: list[int], growth: int
     return model_kwargs
 
 
+def _verify(forward, target, tree, text, cache, model_kwargs):
+    """One `forward` of the target over all nodes of the tree; logits of shape `(B, num_nodes, vocab_size)`."""
+    return forward(**_verification_inputs(target, tree, text, cache, model_kwargs), return_dict=True)
+
+
 def _verification_inputs(target, tree, text, cache, model_kwargs):
-    """What to call the target with for the logits `(B, num_nodes, vocab_size)` of all nodes of a tree."""
+    """What to call the target with for that."""
     if tree.num_nodes == 1:  # nothing drafted: exactly a step of `_sample`
         input_ids = text.newest(text.longest)
         return target.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)

@@ -128,7 +128,9 @@ class StepCosts:
 
     @property
     def known_sizes(self) -> list[int]:
-        return sorted(part for part in list(self.samples) if isinstance(part, int))
+        """Numbers of nodes that were measured more than once: a single measurement may have met a pause."""
+        samples = dict(self.samples)
+        return sorted(part for part in samples if isinstance(part, int) and len(samples[part]) > 1)
 
     def of_verification(self, sizes: list[int]) -> list[float]:
         """
@@ -257,9 +259,10 @@ class _DraftedStep(StaticPolicy):
 
     def __init__(self, policy: AutoPolicy, live: list[bool]):
         self.policy, self.live = policy, live
-        self.mass = 1.0  # tokens to expect of the nodes that are expanded next
+        self.mass = 1.0  # of the root: tokens to expect of the nodes that are expanded next
         self.tokens = 1.0  # expected, of the nodes to verify
         self.levels = None  # drafted below the first
+        self.only_measures = False  # and is no tree to judge drafting by
 
     def _expected(self, values: torch.FloatTensor) -> torch.FloatTensor:
         """Probabilities that nodes are accepted, averaged over the rows that count."""
@@ -273,8 +276,8 @@ class _DraftedStep(StaticPolicy):
         policy, costs, expected = self.policy, self.policy.costs, self._expected(values)
         mass, before = max(float(expected.sum()), 1e-9), self.mass
         self.mass = mass
-        if costs["level"] is None or len(costs.known_sizes) < 2:
-            return True
+        if costs["level"] is None or len(costs.known_sizes) < 2:  # measure one
+            return before == 1.0
         # What one more level may bring: as much of each node as this level kept of the one before, less its verification.
         children = expected * min(mass / before, 1.0)
         nothing, everything = costs.of_verification([0, policy.num_nodes])
@@ -285,9 +288,9 @@ class _DraftedStep(StaticPolicy):
         policy, costs = self.policy, self.policy.costs
         expected = torch.cat([torch.ones(1), 1 + self._expected(values).cumsum(dim=0)]).tolist()
         sizes = [size for size in policy.sizes if size < len(expected)]
-        trial = min(max(policy.num_nodes // 3, 1), len(expected) - 1)
-        if len(costs.known_sizes) < 2:
-            best = trial  # measure this one
+        if len(costs.known_sizes) < 2:  # measure one that costs little, whatever the batch
+            best = min(max(policy.num_nodes // 3 // len(self.live), 1), len(expected) - 1)
+            self.only_measures = best > 0
         else:
             if policy.num_drafted < policy.MIN_STEPS:  # only what is verified can tell whether the draft is any good
                 sizes = sizes[1:] or sizes
@@ -314,8 +317,9 @@ class _DraftedStep(StaticPolicy):
             for i, row in enumerate(rows):
                 accepted[i, paths[row]] = True
             policy.calibration.record(tree.values[rows].cpu(), accepted[:, 1:])
-        parts = (costs["first"], (costs["level"] or 0.0) * self.levels, costs[num_nodes])
-        if None not in parts:
+        verification = costs.of_verification([num_nodes])[0] if len(costs.known_sizes) > 1 else None
+        parts = (costs["first"], (costs["level"] or 0.0) * self.levels, verification)
+        if None not in parts and not self.only_measures:
             policy.record_drafted_step(self.tokens, sum(parts))
 
 

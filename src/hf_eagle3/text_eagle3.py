@@ -31,7 +31,7 @@ class Text:
     criteria which are not known to look at each row by itself are called as `_sample` calls them.
 
     Where the host would have to wait for each token of a device, and in greedy decoding, all nodes of a tree are looked at
-    in one go; see `picks_at_once`.
+    in one go.
 
     Args:
         in_step (`bool`): Whether something else requires it.
@@ -70,14 +70,15 @@ class Text:
         # States of the random generator before the draws for positions that no row has written yet.
         self.random_states: deque[tuple[int, torch.Tensor]] = deque()
         self.num_drawn = 0
-        self.picks_at_once = (
+        self.may_pick_at_once = (
             (self.batch_size == 1 or not self.in_step)
             and not returned.wants_dict
             and all(is_one_of(processor, PREFIX_FREE) for processor in logits_processor)
             and all(is_one_of(criteria, READ_LAST_TOKEN) for criteria in stopping_criteria)
-            and (not looks_are_free(input_ids.device) or not (self.do_sample or len(logits_processor)))
         )
-        if self.picks_at_once:
+        # Where a look is free, it is cheaper to process the scores of visited nodes only.
+        self.visits_nodes = looks_are_free(input_ids.device) and (self.do_sample or len(logits_processor) > 0)
+        if self.may_pick_at_once:
             ends = [criteria.eos_token_id for criteria in stopping_criteria if hasattr(criteria, "eos_token_id")]
             self.eos_tokens = {token for tokens in ends for token in tokens.tolist()}
 
@@ -118,7 +119,7 @@ class Text:
 
     def walk(self, tree: DraftTree, outputs, root_row: int) -> None:
         """Picks tokens for as long as the tree has them."""
-        if self.picks_at_once:
+        if self.may_pick_at_once and (not self.visits_nodes or tree.num_nodes == 1 < self.batch_size):
             return self._walk_at_once(tree, outputs.logits[:, root_row:])
         children, nodes = tree.children(), [0] * self.batch_size
         self.paths, self.starts = [[] for _ in nodes], list(self.lengths)
@@ -194,7 +195,7 @@ class Text:
 
     def _draw(self, probs: torch.FloatTensor) -> None:
         """Draws the noise for one more position of every row, as `torch.multinomial` would have."""
-        if self.picks_at_once:  # positions that may never be written
+        if self.may_pick_at_once:  # positions that may never be written
             self.random_states.append((self.num_drawn, _random_state(probs.device)))
             while self.random_states[0][0] < self.longest - self.prompt_length:
                 self.random_states.popleft()

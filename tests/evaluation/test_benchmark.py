@@ -193,12 +193,14 @@ def test_profile(tmp_path):
     make_draft(target, [make_prompt(5)]).save_pretrained(tmp_path)
     draft = AutoModel.from_pretrained(tmp_path, trust_remote_code=True)  # whose code is a copy of ours
     draft.generation_config.tree_policy = "static"
-    profiled = profile_steps(target, draft, make_prompt(9)[0].tolist(), 16)
+    profiled = profile_steps(target, draft, make_prompt(9)[0].tolist(), 16, repetition_penalty=1.1)
     parts = ("draft forwards", "tree building", "masks", "verify", "accept", "processors and criteria", "cache")
     assert all(profiled["seconds"][part] > 0 for part in parts)
     assert profiled["steps"] == len(draft.last_generation.accepted_lengths)
     in_steps = sum(profiled["seconds"].values()) * profiled["steps"]
     assert in_steps + profiled["seconds_of_prompt"] == pytest.approx(profiled["seconds_of_call"])
+    static = profile_steps(target, draft, make_prompt(9)[0].tolist(), 16, cache_implementation="static")["seconds"]
+    assert all(static[part] > 0 for part in ("draft, of fixed shapes", "masks", "verify", "accept", "cache"))
     # The labels are off again.
     module = sys.modules[type(draft).__module__.replace("modeling", "generation")]
     assert not hasattr(module._verify, "__wrapped__")

@@ -4,7 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 
 import torch
@@ -32,6 +32,7 @@ def run_benchmark(
     repeats: int = 3,
     seed: int = 0,
     sampling: dict[str, float] | None = None,
+    call: dict | None = None,
     assistant: PreTrainedModel | None = None,
     dflash: PreTrainedModel | None = None,
     results: BenchmarkResults | None = None,
@@ -52,6 +53,7 @@ def run_benchmark(
         methods (`Sequence[str]`):
             Some of `METHODS`. `mtp` needs a target with such layers; a method that the target does not take is left out, with the
             reason in `results.run["left_out"]`.
+        call (`dict`, *optional*): Further arguments of `generate`, of all methods: `{"cache_implementation": "static"}`.
         assistant (`PreTrainedModel`, *optional*): A small model, for `assistant`.
         dflash (`PreTrainedModel`, *optional*): A DFlash draft, for `dflash`.
         results (`BenchmarkResults`, *optional*): Of a run that was interrupted; what it has is not measured again.
@@ -65,7 +67,7 @@ def run_benchmark(
     left_out = results.run.setdefault("left_out", {})
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id}
+    settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id, **(call or {})}
     assistance = {
         "plain": {},
         "prompt-lookup": {"prompt_lookup_num_tokens": 8},
@@ -124,7 +126,10 @@ def run_benchmark(
                         warm.add((method, batch_size, temperature))
                         try:
                             if batch_size == 1 or method in IN_BATCHES:
-                                generate(batches[0], method, temperature, seed)
+                                longest = max(batches, key=lambda inputs: inputs["input_ids"].shape[1])
+                                generate(
+                                    longest, method, temperature, seed
+                                )  # static caches stay as long as the longest
                         except (ValueError, TypeError, NotImplementedError, AttributeError, OSError) as error:
                             if method in IN_BATCHES:
                                 raise
@@ -255,25 +260,29 @@ def own_module(draft, name: str):
 
 @contextmanager
 def timing_drafter(draft):
-    """Sums up the seconds that drafting trees takes, in a list of one number. It ends with the host waiting for the tree."""
+    """Sums up the seconds that drafting trees takes, for which the host waits, in a list of one number."""
     seconds = [0.0]
     if draft is None:
         yield seconds
         return
-    drafter = own_module(draft, "drafter_eagle3").Drafter
-    grow = drafter.grow
 
-    def timed_grow(*args, **kwargs):
-        start = time.perf_counter()
-        tree = grow(*args, **kwargs)
-        seconds[0] += time.perf_counter() - start
-        return tree
+    def timed(grow):
+        def timed_grow(*args, **kwargs):
+            start = time.perf_counter()
+            tree = grow(*args, **kwargs)
+            synchronize(draft.device)
+            seconds[0] += time.perf_counter() - start
+            return tree
 
-    drafter.grow = timed_grow
-    try:
+        return timed_grow
+
+    with ExitStack() as stack:
+        for module, name in (("drafter_eagle3", "Drafter"), ("static_eagle3", "StaticDrafter")):
+            with suppress(ModuleNotFoundError):  # code that an older draft came with
+                drafter = getattr(own_module(draft, module), name)
+                stack.callback(setattr, drafter, "grow", drafter.grow)
+                drafter.grow = timed(drafter.grow)
         yield seconds
-    finally:
-        drafter.grow = grow
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Where the time of a step goes."""
 
 import functools
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -16,6 +16,7 @@ PARTS = (
     ("draft forwards", "drafter_eagle3.Drafter", "step"),
     ("draft forwards", "drafter_eagle3.Drafter", "observe"),
     ("tree building", "drafter_eagle3.Drafter", "grow"),
+    ("draft, of fixed shapes", "static_eagle3.StaticDrafter", "grow"),
     ("masks", "drafter_eagle3", "tree_attention_mask"),
     ("masks", "generation_eagle3", "tree_attention_mask"),
     ("verify", "generation_eagle3", "_verify"),
@@ -58,6 +59,7 @@ def profile_steps(target, draft, prompt: list[int], max_new_tokens: int = 64, **
     seconds = {
         part: own.get(part, 0.0) / steps for part in dict.fromkeys(part for part, *_ in PARTS) if part != "prompt"
     }
+    seconds = {part: spent for part, spent in seconds.items() if spent}
     seconds[REST] = own["call"] / steps
     return {
         "steps": steps,
@@ -109,7 +111,10 @@ def labelled(draft, device):
         for part, holder, name in PARTS:
             if isinstance(holder, str):
                 module, _, owner = holder.partition(".")
-                holder = own_module(draft, module)
+                with suppress(ModuleNotFoundError):  # a draft brings the code it was saved with
+                    holder = own_module(draft, module)
+                if isinstance(holder, str):
+                    continue
                 holder = getattr(holder, owner) if owner else holder
             function = getattr(holder, name)
             setattr(holder, name, label(function, part))

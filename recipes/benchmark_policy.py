@@ -1,0 +1,162 @@
+# /// script
+# dependencies = ["hf-eagle3[train]"]
+# ///
+"""
+Whether the tree policy `auto` keeps its promises on a pairing: never slower than plain generation, even with a useless draft, and as
+fast as the best fixed tree.
+
+    python recipes/benchmark_policy.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --batch_sizes 1 4 16
+
+For each batch size and temperature it tries a grid of fixed trees on the first batch, takes the fastest of them (`--finalists`), and times
+these, `auto`, `auto` with a draft of random weights and plain generation on all prompts, in turns. Prints medians of the repeats, as
+ratios to plain generation in the same repeat.
+"""
+
+import argparse
+import copy
+import itertools
+import json
+import statistics
+import time
+
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.environment import environment
+from hf_eagle3.evaluation.benchmark import synchronize
+from hf_eagle3.evaluation.tasks import OFFLINE, load_prompts
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="Target: a folder or a Hub id")
+    parser.add_argument(
+        "--draft", required=True, help="Draft: a folder or a Hub id; read with the installed hf-eagle3"
+    )
+    parser.add_argument("--prompts", default=OFFLINE, help="A task of recipes/benchmark.py, or a file")
+    parser.add_argument("--num_prompts", type=int, default=16)
+    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 5, 7])
+    parser.add_argument("--branching_factors", type=int, nargs="+", default=[1, 2, 4, 10])
+    parser.add_argument("--budgets", type=int, nargs="+", default=[4, 8, 16, 32, 64])
+    parser.add_argument("--finalists", type=int, default=4)
+    parser.add_argument("--grid_batches", type=int, default=1, help="Batches that the whole grid is timed on")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", help="Where to keep the figures")
+    return parser.parse_args()
+
+
+def fixed_trees(depths, branching_factors, budgets) -> list[dict]:
+    """The trees of a grid that are not one and the same: a budget may exceed what a shape has, or cut off its depth."""
+    trees = []
+    for depth, width, budget in itertools.product(depths, branching_factors, budgets):
+        candidates = width + width * width * (depth - 1)
+        smaller = [other for other in budgets if other < budget]
+        if budget >= depth and not (smaller and candidates <= max(smaller)):
+            trees.append({"tree_depth": depth, "branching_factor": width, "num_assistant_tokens": budget})
+    return trees
+
+
+def useless(draft):
+    """A draft of random weights."""
+    draft = copy.deepcopy(draft)
+    for parameter in draft.parameters():
+        torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
+    return draft
+
+
+def main():
+    args = parse_arguments()
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(args.device).eval()
+    draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=target.dtype).to(args.device).eval()
+    target.generation_config.eos_token_id = None  # texts of one length
+    prompts = load_prompts(args.prompts, tokenizer, args.num_prompts)
+    drafts = {"auto": draft, "auto, useless draft": useless(draft)}
+    trees = fixed_trees(args.depths, args.branching_factors, args.budgets)
+    facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
+    results = []
+
+    def timed(inputs, temperature, seed, assistant=None, **tree):
+        """Tokens a second, and the text."""
+        mode = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        if assistant is not None:
+            assistant.generation_config.update(assistant_confidence_threshold=0.0, **tree)
+            mode["assistant_model"] = assistant
+        set_seed(seed)
+        synchronize(target.device)
+        start = time.perf_counter()
+        text = target.generate(**inputs, max_new_tokens=args.max_new_tokens, pad_token_id=0, **mode)
+        synchronize(target.device)
+        return text.shape[0] * args.max_new_tokens / (time.perf_counter() - start), text
+
+    for batch_size, temperature in itertools.product(args.batch_sizes, args.temperatures):
+        batches = [
+            tokenizer.pad({"input_ids": prompts[i : i + batch_size]}, padding_side="left", return_tensors="pt").to(
+                args.device
+            )
+            for i in range(0, len(prompts), batch_size)
+        ]
+        grid = []
+        for tree in tqdm(trees, desc=f"Grid, batch size {batch_size}, T={temperature:g}"):
+            rates = [
+                timed(inputs, temperature, 0, draft, tree_policy="static", **tree)[0]
+                for inputs in batches[: args.grid_batches]
+            ]
+            grid.append((statistics.mean(rates), tree))
+        grid.sort(key=lambda entry: -entry[0])
+        ways = {"plain": {}}
+        for name, assistant in drafts.items():
+            shape = {"tree_depth": 6, "branching_factor": 8, "num_assistant_tokens": 24}
+            ways[name] = {"assistant": assistant, "tree_policy": "auto", **shape}
+        for _, tree in grid[: args.finalists]:
+            ways["fixed " + "/".join(map(str, tree.values()))] = {"assistant": draft, "tree_policy": "static", **tree}
+        ratios = {name: [] for name in ways}
+        differing = dict.fromkeys(ways, 0)
+        for repeat in range(args.repeats):
+            seconds = dict.fromkeys(ways, 0.0)
+            for index, inputs in enumerate(batches):
+                for name, way in ways.items():
+                    rate, text = timed(inputs, temperature, 1 + repeat * len(batches) + index, **way)
+                    seconds[name] += 1 / rate
+                    if name == "plain":
+                        expected = text
+                    differing[name] += int((text != expected).any(dim=1).sum())
+            for name in ways:
+                ratios[name].append(seconds["plain"] / seconds[name])
+        for name in ways:
+            results.append(
+                {
+                    "batch_size": batch_size,
+                    "temperature": temperature,
+                    "way": name,
+                    "speedup": statistics.median(ratios[name]),
+                    "repeats": ratios[name],
+                    "differing_texts": differing[name],
+                }
+            )
+        if args.json:
+            with open(args.json, "w", encoding="utf-8") as file:
+                json.dump({"environment": facts, "arguments": vars(args), "results": results}, file, indent=2)
+    print(
+        "| batch size | T | decoding (fixed: depth/branching/nodes) | speed-up | texts that differ |\n| --- | --- | --- | --- | --- |"
+    )
+    for row in results:
+        if row["way"] != "plain":
+            span = f"{min(row['repeats']):.2f}-{max(row['repeats']):.2f}"
+            texts = f"{row['differing_texts']}/{len(prompts) * args.repeats}"
+            print(
+                f"| {row['batch_size']} | {row['temperature']:g} | {row['way']} | {row['speedup']:.2f} ({span}) | {texts} |"
+            )
+    print(f"{args.max_new_tokens} new tokens, medians of {args.repeats} repeats; {facts}")
+
+
+if __name__ == "__main__":
+    main()
