@@ -11,9 +11,9 @@ for it, on a GPU in bfloat16, and writes `results.json` and `results.md`:
 
 - greedy and sampled text with the draft against plain `generate`. The draft's vocabulary is what the target writes most, so that it does
   get tokens accepted. Where two texts part, the target's logits of the two tokens must be nearly tied.
-- a plain step, a forward over 1 to 64 tokens after a context, a drafting level, and where a whole step's time goes.
-- the time that reading the target's weights once takes at best, measured by a copy of as many bytes, and what tokens per second follow from
-  a step for acceptance lengths from 2 to 6.
+- a forward over 1 to 64 tokens after a context, a drafting level, and where a whole step's time goes.
+- plain steps and steps with the draft, eager and compiled (with a static cache), beside the time that reading the weights of target and
+  draft once takes at best, measured by a copy of as many bytes; and what tokens per second follow for acceptance lengths from 2 to 6.
 
 What depends on trained weights (acceptance, speed-up) it cannot say.
 """
@@ -23,11 +23,12 @@ import json
 import statistics
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import torch
 from check_precision import compare
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, DynamicCache, set_seed
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.environment import environment
@@ -135,7 +136,8 @@ def time_parts(target, draft, args) -> dict:
         draft(inputs_embeds=hidden_states, hidden_states=hidden_states, past_key_values=draft_cache)
         draft_cache.crop(args.context - draft_cache.get_seq_length())
 
-    num_bytes = sum(weight.numel() * weight.element_size() for weight in target.parameters())
+    weights = (*target.parameters(), *draft.parameters())
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
     source = torch.empty(min(num_bytes, 4 << 30) // 2, dtype=torch.int16, device=device)
     copied = torch.empty_like(source)
     copy = median_ms(lambda: copied.copy_(source), device, args.repeats)
@@ -144,10 +146,31 @@ def time_parts(target, draft, args) -> dict:
     return {"verify": verify, "draft_level": median_ms(level, device, args.repeats), "weights_floor": floor}
 
 
+def time_steps(target, draft, prompt, args) -> dict:
+    """Milliseconds of a plain step and of one with the draft, medians: eager and, with `--compile`, compiled."""
+    ways = {"eager": {}}
+    if args.compile:
+        config = CompileConfig(mode=args.compile, backend=args.backend)
+        config._compile_all_devices = True
+        ways["compiled"] = {"cache_implementation": "static", "compile_config": config}
+    inputs = {"input_ids": prompt[None], "attention_mask": torch.ones_like(prompt)[None], "do_sample": False}
+    steps = {}
+    for name, way in ways.items():
+        for kind, assistance in (("plain", {}), ("with the draft", {"assistant_model": draft})):
+            generate = partial(target.generate, **inputs, **assistance, **way)
+            # The longer first: static caches stay as long, so that nothing is compiled for the shorter.
+            whole = median_ms(partial(generate, max_new_tokens=args.max_new_tokens), target.device, args.repeats)
+            num_steps = len(draft.last_generation.accepted_lengths) if assistance else args.max_new_tokens - 1
+            prompt_ms = median_ms(partial(generate, max_new_tokens=1), target.device, args.repeats)
+            steps[f"{name}, {kind}"] = (whole - prompt_ms) / num_steps
+    return steps
+
+
 def report(results: dict) -> str:
     correctness, parts = results["correctness"], results["parts"]
-    plain = parts["verify"][min(parts["verify"])]
-    step = 1000 * sum(results["profile"]["seconds"].values())
+    plain, floor = parts["verify"][min(parts["verify"])], parts["weights_floor"]
+    ways = [way.removesuffix(", plain") for way in results["steps"] if way.endswith(", plain")]
+    with_draft = {way: results["steps"][f"{way}, with the draft"] for way in ways}
     lines = [
         f"{results['num_parameters'] / 1e9:.2f} B parameters, {results['arguments']['dtype']}; {results['environment']}",
         "",
@@ -160,16 +183,30 @@ def report(results: dict) -> str:
         "| --- | --- | --- |",
         *(f"| {size} | {ms:.2f} | {ms / plain:.2f} |" for size, ms in parts["verify"].items()),
         "",
-        f"A drafting level takes {parts['draft_level']:.2f} ms; reading the target's weights once, at the speed of a copy, "
-        f"{parts['weights_floor']:.2f} ms.",
+        f"A drafting level takes {parts['draft_level']:.2f} ms; reading the weights of target and draft once, at the speed of a copy, "
+        f"{floor:.2f} ms.",
         "",
-        "A whole step, each part waiting for what it has started:",
+        "| step | ms | of that |",
+        "| --- | --- | --- |",
+        *(f"| {name} | {ms:.2f} | {ms / floor:.2f} |" for name, ms in results["steps"].items()),
+        "",
+        "The parts of an eager step, each waiting for what it has started:",
         "",
         format_profile(results["profile"]),
         "",
-        "| acceptance length | tokens/s that follow | speed-up over plain |",
-        "| --- | --- | --- |",
-        *(f"| {tau} | {1000 * tau / step:.0f} | {tau * plain / step:.2f} |" for tau in range(2, 7)),
+        "Tokens/s that follow, and the speed-up over plain steps of the same kind:",
+        "",
+        "| acceptance length | " + " | ".join(ways) + " |",
+        "| --- |" + " --- |" * len(ways),
+        *(
+            f"| {tau} | "
+            + " | ".join(
+                f"{1000 * tau / step:.0f} ({tau * results['steps'][f'{way}, plain'] / step:.2f}x)"
+                for way, step in with_draft.items()
+            )
+            + " |"
+            for tau in range(2, 7)
+        ),
     ]
     if results["peak_memory"] is not None:
         lines += ["", f"Peak memory {results['peak_memory']:.0f} MiB."]
@@ -190,6 +227,13 @@ def main():
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 25, 32, 48, 64])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--compile",
+        metavar="MODE",
+        default="reduce-overhead" if torch.cuda.is_available() else None,
+        help="Mode of torch.compile; CPUs compile only if this is given",
+    )
+    parser.add_argument("--backend", default="inductor", help="Of torch.compile")
     args = parser.parse_args()
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -201,6 +245,7 @@ def main():
         "num_parameters": sum(weight.numel() for weight in target.parameters()),
         "correctness": check(target, draft, prompts, args.max_new_tokens),
         "parts": time_parts(target, draft, args),
+        "steps": time_steps(target, draft, prompts[0], args),
         "profile": profile_steps(target, draft, prompts[0].tolist(), args.max_new_tokens),
         "peak_memory": torch.cuda.max_memory_allocated() / 2**20 if target.device.type == "cuda" else None,
     }

@@ -94,10 +94,11 @@ def calls(draw):
             "tree_policy": st.sampled_from(["static", "auto"]),
         }
     ),
+    cache=st.sampled_from([{}, {"cache_implementation": "static"}]),
     knows_the_text=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_any_settings(family, lengths, kwargs, tree, knows_the_text, seed):
+def test_any_settings(family, lengths, kwargs, tree, cache, knows_the_text, seed):
     target, batch = cached_target(family), make_batch(lengths, seed)
     torch.manual_seed(seed)
     try:
@@ -113,8 +114,8 @@ def test_any_settings(family, lengths, kwargs, tree, knows_the_text, seed):
     torch.manual_seed(seed)
     if expected is None:
         with pytest.raises((RuntimeError, ValueError), match=re.escape(message)):
-            target.generate(**batch, assistant_model=draft, **kwargs)
+            target.generate(**batch, assistant_model=draft, **cache, **kwargs)
         return
-    actual = target.generate(**batch, assistant_model=draft, **kwargs)
+    actual = target.generate(**batch, assistant_model=draft, **cache, **kwargs)
     note(f"plain {expected.tolist()}, with a draft {actual.tolist()}")
     assert actual.tolist() == expected.tolist()

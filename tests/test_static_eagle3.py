@@ -86,6 +86,21 @@ def test_long_prompts_after_plain_steps(target):
     assert torch.equal(target.generate(**batch, assistant_model=draft, **STATIC, **settings), expected)
 
 
+def test_rows_that_end_far_apart(target):
+    """A row that has ended has nothing left to read when another one, after many plain steps, has much."""
+    batch = make_batch([4, 4])
+    text = target.generate(**batch, max_new_tokens=120, do_sample=False)
+    late = next(
+        token for token in text[0, 40:60].tolist() if token not in text[1, 4:].tolist() and token not in text[0, 4:40]
+    )
+    draft = make_draft(target, PROMPTS, num_hidden_layers=2)
+    draft.generation_config.update(tree_depth=2, branching_factor=2, num_assistant_tokens=3, tree_policy="auto")
+    settings = {"max_new_tokens": 120, "do_sample": False, "eos_token_id": late, "pad_token_id": 0}
+    expected = target.generate(**batch, **settings)
+    for _ in range(2):
+        assert torch.equal(target.generate(**batch, assistant_model=draft, **STATIC, **settings), expected)
+
+
 @pytest.mark.parametrize("num_slots", [35, 40, 80])
 def test_a_cache_of_the_callers_own(target, oracle, num_slots):
     """It may have room for no tree, for some, or for all."""

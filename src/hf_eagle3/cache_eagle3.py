@@ -213,7 +213,11 @@ def with_room(cache, max_length: int, num_slots: int):
     """
     lengths = [layer.max_cache_len for layer in cache.layers if not stores_nothing(layer)]
     capacity = num_slots + max(max_length, *lengths)
-    return Cache(layers=[layer if stores_nothing(layer) else StaticLayer(capacity) for layer in cache.layers])
+    layers = [layer if stores_nothing(layer) else StaticLayer(capacity) for layer in cache.layers]
+    for layer, given in zip(layers, cache.layers):
+        if given.is_initialized and not stores_nothing(given):  # ahead of a prefill that is compiled
+            layer.lazy_initialization(given.keys[..., :0, :], given.values[..., :0, :])
+    return Cache(layers=layers)
 
 
 def stores_nothing(layer) -> bool:

@@ -213,6 +213,26 @@ def eagle3_decoding(
     return returned.finish(text.ids[:, : text.longest].clone(), outputs.past_key_values)
 
 
+# Saved with a draft as `custom_generate/generate.py`. Text, so that it travels with a draft that was loaded as remote code.
+CUSTOM_GENERATE = '''"""
+What `target.generate(..., custom_generate="<this repo>", assistant_model=draft, trust_remote_code=True)` calls: EAGLE-3
+decoding with no need for transformers to know of it.
+"""
+
+from transformers import AutoModel
+
+
+def generate(model, assistant_model=None, **kwargs):
+    """`assistant_model` is a draft, or the folder or Hub id of one."""
+    if assistant_model is None:
+        raise ValueError("A draft does not generate by itself. Call target.generate(..., assistant_model=draft).")
+    if isinstance(assistant_model, str):
+        assistant_model = AutoModel.from_pretrained(assistant_model, dtype=model.dtype, trust_remote_code=True)
+        assistant_model = assistant_model.to(model.device)
+    return model.generate(**kwargs, custom_generate=assistant_model.assisted_decoding)
+'''
+
+
 def install_generation_hook() -> None:
     """
     Lets an assistant bring its own decoding: `generate` calls `assistant_model.assisted_decoding(target, ...)` where it

@@ -37,7 +37,13 @@ from transformers.utils import ModelOutput, logging
 
 from .checks_eagle3 import check_pairing, fingerprint, whole, whole_embedding
 from .configuration_eagle3 import Eagle3Config
-from .generation_eagle3 import Eagle3GenerationStats, eagle3_decoding, install_generation_hook, last_generation
+from .generation_eagle3 import (
+    CUSTOM_GENERATE,
+    Eagle3GenerationStats,
+    eagle3_decoding,
+    install_generation_hook,
+    last_generation,
+)
 from .policy_eagle3 import DEFAULT_TREE_SETTINGS
 from .target_eagle3 import config_for_target, default_aux_layer_ids, speculators_config_for
 
@@ -64,26 +70,6 @@ class Eagle3Output(ModelOutput):
     logits: torch.FloatTensor | None = None
     last_hidden_state: torch.FloatTensor | None = None
     past_key_values: Cache | None = None
-
-
-# Saved with a draft as `custom_generate/generate.py`. Text, so that it travels with a draft that was loaded as remote code.
-CUSTOM_GENERATE = '''"""
-What `target.generate(..., custom_generate="<this repo>", assistant_model=draft, trust_remote_code=True)` calls: EAGLE-3
-decoding with no need for transformers to know of it.
-"""
-
-from transformers import AutoModel
-
-
-def generate(model, assistant_model=None, **kwargs):
-    """`assistant_model` is a draft, or the folder or Hub id of one."""
-    if assistant_model is None:
-        raise ValueError("A draft does not generate by itself. Call target.generate(..., assistant_model=draft).")
-    if isinstance(assistant_model, str):
-        assistant_model = AutoModel.from_pretrained(assistant_model, dtype=model.dtype, trust_remote_code=True)
-        assistant_model = assistant_model.to(model.device)
-    return model.generate(**kwargs, custom_generate=assistant_model.assisted_decoding)
-'''
 
 
 class Eagle3RMSNorm(LlamaRMSNorm):
@@ -373,8 +359,6 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         if not torch.equal(self.t2d.nonzero().flatten(), token_ids):
             raise ValueError(f"{name}: `t2d` marks other tokens than `d2t` maps to.")
 
-    # The network --------------------------------------------------------------------------------------------------
-
     def get_input_embeddings(self) -> nn.Embedding | None:
         if self.config.has_own_embed_tokens:
             return self.embed_tokens
@@ -556,8 +540,6 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         if __package__ != "hf_eagle3":
             return super().push_to_hub(repo_id, **kwargs)
         return import_module(".hub", __package__).push_draft(self, repo_id, **kwargs)
-
-    # Pairing and decoding -----------------------------------------------------------------------------------------
 
     def validate_target(self, target: PreTrainedModel) -> None:
         """

@@ -194,6 +194,7 @@ class AutoPolicy(StaticPolicy):
     PRIOR_STEPS = 4  # what was known before counts as much in a trial
     MEMORY = 0.95  # weight of a drafted step after the next
     INTERVALS = (32, 1024)  # plain steps between trials: at first, and at most; four times as many after each
+    MOST_LOST = 0.02  # share of the time that may be lost to trials; they are the rarer for it
     REVIEWS = (8, 64)  # drafted steps before plain ones, which tell what those take now: at first, and at most
 
     def __init__(self, num_nodes: int, costs: StepCosts):
@@ -203,6 +204,7 @@ class AutoPolicy(StaticPolicy):
         self.plain_left, self.interval = self.FIRST_PLAIN_STEPS, self.INTERVALS[0]
         self.num_drafted = 0  # steps since drafting was taken up
         self.weight = self.tokens = self.seconds = 0.0  # of drafted steps, for each row
+        self.lost = 0.0  # plain steps, since drafting was taken up
 
     @property
     def rate(self) -> float:
@@ -231,12 +233,15 @@ class AutoPolicy(StaticPolicy):
             setattr(self, name, getattr(self, name) * self.MEMORY + new)
         self.num_drafted += 1
         plain = self.costs[0]
+        if plain is not None:
+            self.lost += seconds / plain - tokens
         if plain is None or self.num_drafted < self.MIN_STEPS or self.tokens * plain >= self.seconds:
             return
         long_ago = self.num_drafted > self.INTERVALS[0]
         if long_ago:
             self.interval = self.INTERVALS[0]
-        self.plain_left, self.num_drafted = self.interval, 0
+        self.plain_left, self.num_drafted = max(self.interval, int(self.lost / self.MOST_LOST)), 0
+        self.lost = 0.0
         self.interval = min(4 * self.interval, self.INTERVALS[1])
         scale = min(self.PRIOR_STEPS / self.weight, 1.0)
         self.weight, self.tokens, self.seconds = (scale * x for x in (self.weight, self.tokens, self.seconds))
@@ -276,13 +281,18 @@ class _DraftedStep(StaticPolicy):
         policy, costs, expected = self.policy, self.policy.costs, self._expected(values)
         mass, before = max(float(expected.sum()), 1e-9), self.mass
         self.mass = mass
-        if costs["level"] is None or len(costs.known_sizes) < 2:  # measure one
-            return before == 1.0
+        level = costs["level"]
+        if level is None or len(costs.known_sizes) < 2:
+            if len(self.live) == 1:  # measure one
+                return before == 1.0
+            if len(costs.known_sizes) < 2:  # not yet: each costs as much as the rows together
+                return False
+            level = costs["first"] or 0.0
         # What one more level may bring: as much of each node as this level kept of the one before, less its verification.
         children = expected * min(mass / before, 1.0)
         nothing, everything = costs.of_verification([0, policy.num_nodes])
         node_cost = policy.rate * (everything - nothing) / policy.num_nodes
-        return float((children - node_cost).clamp(min=0).sum()) > policy.rate * costs["level"]
+        return float((children - node_cost).clamp(min=0).sum()) > policy.rate * level
 
     def choose_num_nodes(self, values):
         policy, costs = self.policy, self.policy.costs

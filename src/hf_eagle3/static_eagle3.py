@@ -148,10 +148,12 @@ class StaticDrafter(Drafter):
 
     def __init__(self, draft, embedding, capacity: int, settings: dict, compile_config=None):
         super().__init__(draft, embedding)
-        shape = ("tree_depth", "branching_factor", "num_assistant_tokens")
-        self.settings = {name: settings[name] for name in shape}
-        self.num_rows = settings["tree_depth"] + 1
-        slots = capacity + max(self.num_rows, settings["branching_factor"] * (settings["tree_depth"] - 1))
+        num_nodes, width = settings["num_assistant_tokens"], settings["branching_factor"]
+        depth = min(settings["tree_depth"], num_nodes)
+        self.settings = {"tree_depth": depth, "branching_factor": width, "num_assistant_tokens": num_nodes}
+        self.num_rows = depth + 1  # the most that a step with a tree leaves to read
+        self.spare = max(self.num_rows, width * (depth - 1))
+        slots = capacity + self.spare
         self.cache = Cache(layers=[StaticLayer(slots) for _ in draft.layers])
         self.lengths = None  # (B,), what each row has read
         self.draft_tree = compiled(read_and_draft, draft, compile_config)
@@ -164,21 +166,23 @@ class StaticDrafter(Drafter):
         """[`Drafter.grow`], but always the whole tree, whatever the `plan` and the `settings` of the step."""
         start = time.perf_counter()
         tokens, features, positions, counts = self.take_unread(text, model_kwargs)
-        excess = tokens.shape[1] - self.num_rows
-        counts = torch.tensor(counts, device=tokens.device)
+        counts, excess = torch.tensor(counts, device=tokens.device), tokens.shape[1] - self.num_rows
+        is_usual = excess <= 0 and self.lengths is not None
         if self.lengths is None:
-            self.lengths = torch.zeros_like(counts)
-            key = self.draft.layers[0].self_attn.k_proj.weight
+            self.lengths, config = torch.zeros_like(counts), self.layer_config
             self.cache.early_initialization(
-                len(counts), self.layer_config.num_key_value_heads, self.layer_config.head_dim, key.dtype, key.device
+                len(counts), config.num_key_value_heads, config.head_dim, features.dtype, features.device
             )
             if excess > 0:
                 self._read_prompt(
                     tokens[:, :excess], features[:, :excess], positions[:, :excess], counts - self.num_rows
                 )
-        elif excess > 0:
-            blocks, first = (tokens[:, :excess], features[:, :excess], positions[:, :excess]), counts - self.num_rows
-            *_, self.lengths = read(self.draft, self.embedding, self.cache, *blocks, first.clamp(min=0), self.lengths)
+        else:
+            for begin in range(0, excess, self.spare):
+                end = min(begin + self.spare, excess)
+                blocks = [block[:, begin:end] for block in (tokens, features, positions)]
+                block_counts = (counts - tokens.shape[1] + end).clamp(0, end - begin)
+                *_, self.lengths = read(self.draft, self.embedding, self.cache, *blocks, block_counts, self.lengths)
         newest = [
             # Strides must not depend on what it was cut from: compilers look at them, even where there is but one row.
             F.pad(block, (*(0, 0) * (block.dim() - 2), -excess, 0)).clone(memory_format=torch.contiguous_format)
@@ -191,7 +195,7 @@ class StaticDrafter(Drafter):
         self.lengths = self.lengths + counts
         # What a CUDA graph returns is overwritten by the next one.
         tree = DraftTree(*(entries.clone() for entries in fields))
-        plan.record_draft(0, time.perf_counter() - start, 0.0)
+        plan.record_draft(self.settings["tree_depth"] - 1, time.perf_counter() - start if is_usual else None, 0.0)
         return tree
 
     def _read_prompt(self, tokens, features, positions, counts):

@@ -146,7 +146,7 @@ class Text:
             [nodes, tokens, is_broken.gather(1, nodes), counts[:, None].expand_as(nodes)], dim=1
         ).tolist()
 
-        self.paths, self.starts = [[] for _ in nodes], list(self.lengths)
+        self.paths, self.starts = [[] for _ in read], list(self.lengths)
         end = min(self.max_length, self.max_length if self.batch_size == 1 else self.shortest + self.MAX_LEAD)
         for row in sorted(range(self.batch_size), key=were_finished.__getitem__):
             path, row_tokens, broken, (count, *_) = read[row]
@@ -187,20 +187,25 @@ class Text:
             return choices, torch.zeros_like(choices, dtype=torch.bool)
         probs = torch.softmax(scores, dim=-1)
         levels = 1 if num_nodes == 1 else self.path_length
-        while min(map(len, self.noise)) < levels:
-            self._draw(probs)
-        noise = torch.stack([torch.stack([queue[level] for level in range(levels)]) for queue in self.noise])
-        noise = noise.gather(1, tree.depths[..., None].expand(-1, -1, vocab_size))
+        if levels == 1 and not any(self.noise):  # for all rows, at once
+            noise = self._draw(probs)[:, None]
+        else:
+            while min(map(len, self.noise)) < levels:
+                self._keep(self._draw(probs))
+            noise = torch.stack([torch.stack([queue[level] for level in range(levels)]) for queue in self.noise])
+            noise = noise.gather(1, tree.depths[..., None].expand(-1, -1, vocab_size))
         return (probs / noise).argmax(dim=-1), ~(torch.isfinite(probs) & (probs >= 0)).all(dim=-1)
 
-    def _draw(self, probs: torch.FloatTensor) -> None:
-        """Draws the noise for one more position of every row, as `torch.multinomial` would have."""
+    def _draw(self, probs: torch.FloatTensor) -> torch.FloatTensor:
+        """The noise for one more position of every row `(B, V)`, as `torch.multinomial` would have drawn it."""
         if self.may_pick_at_once:  # positions that may never be written
             self.random_states.append((self.num_drawn, _random_state(probs.device)))
             while self.random_states[0][0] < self.longest - self.prompt_length:
                 self.random_states.popleft()
         self.num_drawn += 1
-        draw = probs.new_empty(self.batch_size, probs.shape[-1]).exponential_()
+        return probs.new_empty(self.batch_size, probs.shape[-1]).exponential_()
+
+    def _keep(self, draw: torch.FloatTensor) -> None:
         for queue, noise in zip(self.noise, draw):
             queue.append(noise.clone())
 
@@ -258,7 +263,7 @@ class Text:
             if not (torch.isfinite(probs).all() and (probs >= 0).all()):
                 raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
             if any(not self.noise[row] for row in rows):  # then all of them, which are equally long
-                self._draw(probs)
+                self._keep(self._draw(probs))
             next_tokens = torch.argmax(probs / torch.stack([self.noise[row].popleft() for row in rows]), dim=-1)
         if self.pads_finished_rows and any(self.is_finished):
             finished = torch.tensor([self.is_finished[row] for row in rows], device=next_tokens.device)

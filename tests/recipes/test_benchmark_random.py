@@ -17,6 +17,7 @@ def test_correctness_and_times(tmp_path, monkeypatch):
     arguments = ["--target", tmp_path / "target", "--output_dir", tmp_path / "out", "--dtype", "float32"]
     arguments += ["--draft_vocab_size", 24, "--num_prompts", 2, "--prompt_length", 8, "--max_new_tokens", 12]
     arguments += ["--context", 16, "--sizes", 1, 8, "--repeats", 1, "--device", "cpu"]
+    arguments += ["--compile", "default", "--backend", "eager"]
     monkeypatch.setattr(sys, "argv", ["benchmark_random.py", *map(str, arguments)])
     monkeypatch.syspath_prepend(str(RECIPES))
     runpy.run_path(str(RECIPES / "benchmark_random.py"), run_name="__main__")
@@ -24,6 +25,9 @@ def test_correctness_and_times(tmp_path, monkeypatch):
     assert results["correctness"]["greedy_differing"] == 0 and results["correctness"]["same_samples"] == 2
     assert results["correctness"]["acceptance_length"] > 1
     assert set(results["parts"]["verify"]) == {"1", "8"} and results["parts"]["draft_level"] > 0
+    assert set(results["steps"]) == {
+        f"{way}, {kind}" for way in ("eager", "compiled") for kind in ("plain", "with the draft")
+    }
     table = (tmp_path / "out" / "results.md").read_text()
     assert "2/2 greedy texts are those of plain generate" in table and "| verify |" in table
 
