@@ -32,15 +32,18 @@ def test_every_family_says_what_it_says_without_a_draft(family):
     target = make_target(family)
     draft = make_draft(target, PROMPTS)
     accepted = []
-    for prompt in PROMPTS:
-        for settings in ({}, {"repetition_penalty": 1.3}, {"do_sample": True, "top_k": 20}):
-            settings = {"max_new_tokens": 24, "do_sample": False, **settings}
-            torch.manual_seed(1)
-            expected = target.generate(prompt, **settings)
-            torch.manual_seed(1)
-            actual = target.generate(prompt, assistant_model=draft, **STATIC, **settings)
-            assert torch.equal(actual, expected)
-            accepted += draft.last_generation.accepted_lengths
+    for prompt, settings in (
+        (PROMPTS[0], {"repetition_penalty": 1.3}),
+        (PROMPTS[1], {}),
+        (PROMPTS[1], {"do_sample": True, "top_k": 20}),
+    ):
+        settings = {"max_new_tokens": 24, "do_sample": False, **settings}
+        torch.manual_seed(1)
+        expected = target.generate(prompt, **settings)
+        torch.manual_seed(1)
+        actual = target.generate(prompt, assistant_model=draft, **STATIC, **settings)
+        assert torch.equal(actual, expected)
+        accepted += draft.last_generation.accepted_lengths
     assert sum(accepted) > 1.05 * len(accepted)
 
 

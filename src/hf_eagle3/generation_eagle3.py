@@ -178,7 +178,8 @@ def eagle3_decoding(
                 if stats.target_forwards > 1:
                     stats.accepted_lengths += emitted
                     cache.keep_paths(text.paths, text.growth)
-                    features = take_paths(features, text.paths)
+                    if tree.num_nodes > 1:
+                        features = take_paths(features, text.paths)
                 model_kwargs = _extend_inputs(target, outputs, model_kwargs, counts, text.growth)
                 live = [not is_finished for is_finished in text.is_finished]
                 if plan is not None:

@@ -140,11 +140,13 @@ class Text:
         choices, is_broken = self._choices(tree, logits)  # (B, N)
         if self.pads_finished_rows and any(were_finished):
             choices[were_finished] = int(self.pad_token)
-        nodes, counts = tree.accepted(choices)
+        if tree.num_nodes == 1:
+            nodes, counts = tree.parents, torch.ones_like(choices[:, 0])
+        else:
+            nodes, counts = tree.accepted(choices)
         tokens = choices.gather(1, nodes)
-        read = torch.stack(
-            [nodes, tokens, is_broken.gather(1, nodes), counts[:, None].expand_as(nodes)], dim=1
-        ).tolist()
+        read = [nodes, tokens, is_broken.gather(1, nodes), counts[:, None].expand_as(nodes)]
+        read = torch.stack(read, dim=1).tolist()
 
         self.paths, self.starts = [[] for _ in read], list(self.lengths)
         end = min(self.max_length, self.max_length if self.batch_size == 1 else self.shortest + self.MAX_LEAD)
@@ -349,14 +351,19 @@ def is_one_of(processor, names: set[str]) -> bool:
 
 def _random_state(device) -> torch.Tensor:
     """The state of a device's default random generator, which the host keeps."""
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    module, arguments = _random_module(device)
+    return module.get_rng_state(*arguments)
 
 
 def _set_random_state(device, state: torch.Tensor) -> None:
+    module, arguments = _random_module(device)
+    module.set_rng_state(state, *arguments)
+
+
+def _random_module(device):
     if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
+        return torch, ()
+    return torch.get_device_module(device), () if device.type == "mps" else (device,)
 
 
 def text_positions(model_kwargs) -> torch.LongTensor:
