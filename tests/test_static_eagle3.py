@@ -8,6 +8,7 @@ from conftest import FAMILIES, make_batch, make_draft, make_oracle, make_prompt,
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
+from hf_eagle3.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 from hf_eagle3.policy_eagle3 import PlannedPolicy, StepCosts
 
 
@@ -30,6 +31,8 @@ def oracle(target):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_says_what_it_says_without_a_draft(family):
     target = make_target(family)
+    if family == "llama4" and not CAN_SELECT_HIDDEN_STATES:
+        pytest.skip("transformers before 5.23 makes no masks for static caches of Llama 4, with or without a draft")
     draft = make_draft(target, PROMPTS)
     accepted = []
     for prompt, settings in (
@@ -223,6 +226,8 @@ def waiting_host(monkeypatch):
     "sampling", [{}, {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}], ids=["greedy", "sampling"]
 )
 def test_a_step_waits_for_the_device_once(waiting_host, target, cache, policy, sampling):
+    if policy == "auto" and not cache and not CAN_SELECT_HIDDEN_STATES:
+        pytest.skip("plain steps of transformers before 5.23 look at their masks")
     draft, prompt = make_draft(target, PROMPTS), make_prompt(40)
     draft.generation_config.tree_policy = policy
     settings = {"max_new_tokens": 60, "do_sample": False, **sampling}
