@@ -306,13 +306,14 @@ draft.save_pretrained({str(tmp_path / "again")!r})
     assert names[0] == names[1] and "custom_generate/generate.py" in names[0]
 
 
-def test_threads(target):
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+def test_threads(target, cache):
     """Threads share target and draft, and get what they would get alone."""
     prompts = [make_prompt(5 + n, seed=n) for n in range(6)]
     draft = make_draft(target, prompts)
     alone = []
     for prompt in prompts:
-        alone.append((target.generate(prompt, assistant_model=draft, **SETTINGS), draft.last_generation))
+        alone.append((target.generate(prompt, assistant_model=draft, **cache, **SETTINGS), draft.last_generation))
     together, failures = [None] * len(prompts), []
     barrier = threading.Barrier(len(prompts))
 
@@ -320,7 +321,7 @@ def test_threads(target):
         try:
             barrier.wait()
             for _ in range(3):
-                text = target.generate(prompts[n], assistant_model=draft, **SETTINGS)
+                text = target.generate(prompts[n], assistant_model=draft, **cache, **SETTINGS)
                 together[n] = (text, draft.last_generation)
         except Exception as error:
             failures.append(error)

@@ -129,6 +129,17 @@ def test_text_and_images(family, num_images):
         assert max(oracle.last_generation.accepted_lengths) >= 4
 
 
+@pytest.mark.parametrize("family", [gemma3, gemma4, qwen3_vl])  # Llama 4: not before transformers 5.23
+def test_static_caches(family):
+    target, inputs = make(family, 2)
+    settings = {"max_new_tokens": 24, "do_sample": False}
+    expected = target.generate(**inputs, **settings)
+    oracle = make_oracle(target, expected)
+    actual = target.generate(**inputs, assistant_model=oracle, cache_implementation="static", **settings)
+    assert actual.tolist() == expected.tolist()
+    assert max(oracle.last_generation.accepted_lengths) >= 4
+
+
 @pytest.mark.parametrize("family", [gemma3, gemma4, llama4, qwen3_vl])
 def test_the_image_matters(family):
     """Or the tests above would not be about images."""
