@@ -163,6 +163,7 @@ AT_IMPORT = {
 REACHING = {
     ("modeling_eagle3.py", "save_pretrained", "mkdir"),
     ("modeling_eagle3.py", "save_pretrained", "write_text"),
+    ("static_eagle3.py", "compiled", "compile"),  # torch's
     # Only in the package itself.
     ("modeling_eagle3.py", "push_to_hub", "import_module"),
     ("modeling_eagle3.py", "read_other_format", "import_module"),
