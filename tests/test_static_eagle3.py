@@ -9,7 +9,8 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
 from hf_eagle3.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
-from hf_eagle3.policy_eagle3 import PlannedPolicy, StepCosts
+from hf_eagle3.policy_eagle3 import PlannedPolicy, StaticPolicy, StepCosts
+from hf_eagle3.text_eagle3 import Text
 
 
 STATIC = {"cache_implementation": "static"}
@@ -72,11 +73,23 @@ def test_draws_the_trees_of_a_dynamic_cache(target, oracle):
         lengths.append(oracle.last_generation.acceptance_length)
     assert lengths[0] > 3 and abs(lengths[0] - lengths[1]) < 0.5
 
-    draft, prompt = make_draft(target, PROMPTS), make_prompt(30)
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_draws_the_same_trees(target, monkeypatch, batch_size):
+    walk, trees = Text.walk, []
+
+    def recorded_walk(self, tree, *args):
+        trees[-1].append((tree.tokens.tolist(), tree.parents.tolist()))
+        return walk(self, tree, *args)
+
+    monkeypatch.setattr(Text, "walk", recorded_walk)
+    batch = make_batch([30, 9][:batch_size])
+    draft = make_draft(target, PROMPTS, num_hidden_layers=2)
     for cache in ({}, STATIC):
-        target.generate(prompt, assistant_model=draft, max_new_tokens=60, do_sample=False, **cache)
-        lengths.append(draft.last_generation.accepted_lengths)
-    assert lengths[2][:20] == lengths[3][:20] and sum(lengths[2][:20]) > 22
+        trees.append([])
+        target.generate(**batch, assistant_model=draft, max_new_tokens=40, do_sample=False, **cache)
+    whole = [tree for tree in trees[0] if len(tree[0][0]) == 25]
+    assert len(whole) > 10 and trees[0][:12] == trees[1][:12]
 
 
 def test_long_prompts_after_plain_steps(target):
@@ -92,19 +105,28 @@ def test_long_prompts_after_plain_steps(target):
     assert torch.equal(target.generate(**batch, assistant_model=draft, **STATIC, **settings), expected)
 
 
-def test_rows_that_end_far_apart(target):
-    """A row that has ended has nothing left to read when another one, after many plain steps, has much."""
-    batch = make_batch([4, 4])
-    text = target.generate(**batch, max_new_tokens=120, do_sample=False)
-    late = next(
-        token for token in text[0, 40:60].tolist() if token not in text[1, 4:].tolist() and token not in text[0, 4:40]
-    )
-    draft = make_draft(target, PROMPTS, num_hidden_layers=2)
-    draft.generation_config.update(tree_depth=2, branching_factor=2, num_assistant_tokens=3, tree_policy="auto")
-    settings = {"max_new_tokens": 120, "do_sample": False, "eos_token_id": late, "pad_token_id": 0}
+class DraftsAtFirstAndLate(StaticPolicy):
+    """Drafts in the first steps and, after many plain ones, again."""
+
+    num_steps = 0
+
+    def plan_step(self, live):
+        self.num_steps += 1
+        self.drafts = not 12 < self.num_steps < 62
+        return self
+
+
+def test_rows_that_are_far_apart(target, monkeypatch):
+    """A row that ran ahead has little left to read when another one, after many plain steps, has much."""
+    monkeypatch.setattr("hf_eagle3.generation_eagle3.tree_policy", lambda *args, **kwargs: DraftsAtFirstAndLate())
+    batch, settings = make_batch([4, 4]), {"max_new_tokens": 100, "do_sample": False}
     expected = target.generate(**batch, **settings)
-    for _ in range(2):
-        assert torch.equal(target.generate(**batch, assistant_model=draft, **STATIC, **settings), expected)
+    known = expected.clone()
+    known[1] = known[1].roll(7)
+    oracle = make_oracle(target, known)
+    oracle.generation_config.update(tree_depth=6, branching_factor=1, num_assistant_tokens=6)
+    assert torch.equal(target.generate(**batch, assistant_model=oracle, **STATIC, **settings), expected)
+    assert max(oracle.last_generation.accepted_lengths) > 4
 
 
 @pytest.mark.parametrize("num_slots", [35, 40, 80])
