@@ -367,6 +367,13 @@ def make_lfm2():
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
+def test_convolutional_states_beside_static_layers_are_refused():
+    target, prompt = make_lfm2(), make_prompt(9)
+    draft = make_oracle(target, target.generate(prompt, **SETTINGS))
+    with pytest.raises(ValueError, match="LinearAttentionLayer layers. Use the default `DynamicCache`"):
+        target.generate(prompt, assistant_model=draft, cache_implementation="static", **SETTINGS)
+
+
 @pytest.mark.parametrize("length", [2, 5, 40])
 def test_convolutional_states_take_a_chain(length):
     target, prompt = make_lfm2(), make_prompt(length)

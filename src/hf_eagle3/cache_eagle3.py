@@ -13,8 +13,6 @@
 # limitations under the License.
 """The cache of a model that reads trees: what a query attends to, and what is kept of what was read."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from transformers.cache_utils import (
@@ -148,15 +146,13 @@ class TreeCache:
             cache.crop(0)
 
     @property
-    def capacity(self) -> int | float:
-        """How many entries it can hold."""
-        if not self.is_static:
-            return math.inf
+    def capacity(self) -> int:
+        """How many entries a static cache can hold."""
         return min(layer.max_cache_len for layer in self.cache.layers if not stores_nothing(layer))
 
     @property
-    def room(self) -> int | float:
-        """How many more entries it can hold."""
+    def room(self) -> int:
+        """How many more entries a static cache can hold."""
         return self.capacity - self.length
 
     def keep_paths(self, paths: list[list[int]], growth: int) -> None:
@@ -301,11 +297,13 @@ def check_cache(cache) -> None:
             continue
         if stores_nothing(layer):
             continue
-        records_past = type(layer) is LinearAttentionLayer and hasattr(layer, "activate_past_recording")
+        records_past = (
+            type(layer) is LinearAttentionLayer and not is_static(cache) and hasattr(layer, "activate_past_recording")
+        )
         if records_past and not any(layer.is_recurrent_states_initialized.values()):  # only convolutions do
             continue
         raise ValueError(
             f"EAGLE-3 decoding cannot roll back a {type(cache).__name__} with {type(layer).__name__} layers. Use the "
-            "default `DynamicCache` (no `cache_implementation`); recurrent states cannot be rolled back, and neither can a "
-            "`StaticCache` with sliding layers that was made before the call (`cache_implementation='static'` makes another)."
+            "default `DynamicCache` (no `cache_implementation`); recurrent states cannot be rolled back, and neither can "
+            "those of convolutions beside static layers, or a `StaticCache` with sliding layers that was made before the call (`cache_implementation='static'` makes another)."
         )
