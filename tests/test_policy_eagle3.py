@@ -1,7 +1,9 @@
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import make_batch, make_oracle, make_target
 
 from hf_eagle3.policy_eagle3 import AutoPolicy, Calibration, StepCosts
 
@@ -147,3 +149,31 @@ def test_steps_that_end_early():
     for size in (0, 0, 1, 1):
         policy.costs.record(size, 1.0)
     assert plan.choose_num_nodes(torch.zeros(1, 0)) == 0  # nothing that the draft is sure enough of
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+def test_learns_nothing_from_padding(monkeypatch, cache):
+    """When the last text of a batch ends, rows that are behind catch up by padding: no tokens to expect there."""
+    target, batch = make_target("llama"), make_batch([5, 9, 7])
+    kwargs = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    kwargs["eos_token_id"] = int(target.generate(**batch, **kwargs)[0, -3])  # others are cut off by the length
+    expected = target.generate(**batch, **kwargs)
+    padding = (1 - batch["attention_mask"]).sum(dim=1, keepdim=True)
+    of_padding, expectations, times = [], [], random.Random(0)
+    plan_step = AutoPolicy.plan_step
+
+    def noting_padding(self, live):
+        of_padding.append(not any(live))
+        return plan_step(self, live)
+
+    # Every step drafts, at times that lead to trees of all sizes.
+    monkeypatch.setattr(AutoPolicy, "FIRST_PLAIN_STEPS", 0)
+    monkeypatch.setattr(AutoPolicy, "plan_step", noting_padding)
+    monkeypatch.setattr(AutoPolicy, "record_drafted_step", lambda self, tokens, seconds: expectations.append(tokens))
+    monkeypatch.setattr(StepCosts, "__getitem__", lambda self, part: times.random())
+    monkeypatch.setattr(StepCosts, "known_sizes", [0, 4])
+    for seed in range(20):
+        draft = make_oracle(target, expected, seed, padding)
+        draft.generation_config.update(tree_policy="auto", tree_depth=4, branching_factor=1)
+        assert target.generate(**batch, assistant_model=draft, **kwargs, **cache).tolist() == expected.tolist()
+    assert any(of_padding) and expectations and all(tokens >= 1 for tokens in expectations)

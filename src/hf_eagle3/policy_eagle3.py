@@ -214,6 +214,8 @@ class AutoPolicy(StaticPolicy):
         return max(1 / plain if plain else 0.0, drafted)
 
     def plan_step(self, live):
+        if not any(live):  # what is left is padding, of rows that lag behind: whole trees of it are accepted
+            return StaticPolicy()
         first, at_most = self.REVIEWS
         if self.num_drafted >= first and self.num_drafted % min(1 << self.num_drafted.bit_length() - 1, at_most) == 0:
             self.num_drafted += 1

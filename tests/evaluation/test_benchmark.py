@@ -9,7 +9,9 @@ import pytest
 import torch
 from conftest import make_draft, make_prompt, make_target
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator, MTPCandidateGenerator
 
 from hf_eagle3.evaluation import BenchmarkResults, BenchmarkRow, compare, format_table, plot_all, run_benchmark
 from hf_eagle3.evaluation.benchmark import without_padding
@@ -91,6 +93,53 @@ def test_batches(tokenizer, temperature):
         row = rows["eagle3", batch_size]
         assert row.num_identical == row.num_prompts == 3 and len(row.speedups) == 2
         assert sum(length * count for length, count in row.accepted_lengths.items()) <= 2 * 3 * 9
+
+
+def test_methods_of_transformers(tmp_path, tokenizer, monkeypatch):
+    """Multi-token prediction, with the layer in the target's checkpoint, and DFlash, with random weights."""
+    target = make_target("glm4_moe", num_hidden_layers=46, num_mtp_layers=1)  # GLM-4.5-Air's: the layer's name has it
+    target.save_pretrained(tmp_path / "target")
+    weights = load_file(tmp_path / "target" / "model.safetensors")
+    layer = {name.replace(".45.", ".46."): weights[name].clone() for name in weights if ".layers.45." in name}
+    layer |= {f"model.layers.46.{name}.weight": torch.ones(32) for name in ("enorm", "hnorm", "shared_head.norm")}
+    layer["model.layers.46.eh_proj.weight"] = torch.eye(32).repeat(1, 2)
+    save_file(weights | layer, tmp_path / "target" / "model.safetensors", {"format": "pt"})
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target").eval()
+    config = MuseGlimmerAssistantConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        block_size=4,
+        mask_token_id=95,
+        target_layer_ids=[1, 22],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    drafted = Counter()
+    for generator in (MTPCandidateGenerator, DFlashTokenCandidateGenerator):
+
+        def get_candidates(self, input_ids, *args, original=generator.get_candidates, **kwargs):
+            candidates, logits = original(self, input_ids, *args, **kwargs)
+            drafted[type(self)] += candidates.shape[1] - input_ids.shape[1]
+            return candidates, logits
+
+        monkeypatch.setattr(generator, "get_candidates", get_candidates)
+    results = run_benchmark(
+        target,
+        tokenizer,
+        None,
+        {"words": [tokenizer("what is 3")["input_ids"]]},
+        ["plain", "mtp", "dflash"],
+        [0.0],
+        max_new_tokens=6,
+        repeats=1,
+        dflash=MuseGlimmerAssistantModel(config).eval(),
+    )
+    assert not results.run["left_out"]
+    assert [(row.method, row.num_identical) for row in results.rows] == [("plain", 1), ("mtp", 1), ("dflash", 1)]
+    assert drafted[MTPCandidateGenerator] >= 2 * 2 and drafted[DFlashTokenCandidateGenerator] >= 2 * 3
 
 
 def measurement(method, speedup, repeat=0, task="words", batch_size=1, **changes):

@@ -5,7 +5,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
+from itertools import product
 
 import torch
 from tqdm.auto import tqdm
@@ -67,7 +69,6 @@ def run_benchmark(
     left_out = results.run.setdefault("left_out", {})
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id, **(call or {})}
     assistance = {
         "plain": {},
         "prompt-lookup": {"prompt_lookup_num_tokens": 8},
@@ -77,117 +78,121 @@ def run_benchmark(
         "eagle3-chain": {"assistant_model": draft},
         "eagle3": {"assistant_model": draft},
     }
-
-    def generate(inputs, method, temperature, run_seed) -> tuple[list[list[int]], dict]:
-        mode = {"do_sample": True, "temperature": temperature, **(sampling or {})}
-        if temperature == 0:
-            mode = {"do_sample": False}
-        set_seed(run_seed)
-        is_ours = method.startswith("eagle3")
-        with (
-            as_chain(draft, method == "eagle3-chain"),
-            timing_drafter(draft if is_ours else None) as drafting,
-            counting_forwards(target) as num_forwards,
-        ):
-            reset_peak_memory(target.device)
-            synchronize(target.device)
-            start = time.perf_counter()
-            sequences = target.generate(**inputs, **settings, **mode, **assistance[method])
-            synchronize(target.device)
-            seconds = time.perf_counter() - start
-        accepted = draft.last_generation.accepted_lengths if is_ours else []
-        facts = {"seconds": seconds, "target_forwards": num_forwards[0], "accepted_lengths": Counter(accepted)}
-        facts["peak_memory"], facts["draft_seconds"] = peak_memory(target.device), drafting[0]
-        new_tokens = sequences[:, inputs["input_ids"].shape[1] :].tolist()
-        return [without_padding(row, settings["pad_token_id"], ends) for row in new_tokens], facts
-
-    ends = target.generation_config.eos_token_id
-    ends = set(ends if isinstance(ends, list) else [ends])
+    settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id, **(call or {})}
+    generate = TimedGeneration(target, draft, settings, sampling or {}, assistance)
     done = whole_repeats(results, methods)
     calls = sum(math.ceil(len(prompts) / size) for prompts in tasks.values() for size in batch_sizes)
     progress = tqdm(total=calls * len(temperatures) * len(methods) * repeats, desc="Benchmark")
     warm = set()
-    for task, prompts in tasks.items():
-        for batch_size in batch_sizes:
-            batches = [
-                tokenizer.pad(
-                    {"input_ids": list(prompts[i : i + batch_size])}, padding_side="left", return_tensors="pt"
-                ).to(target.device)
-                for i in range(0, len(prompts), batch_size)
-            ]
-            for temperature in temperatures:
-                for repeat in range(repeats):
-                    if (task, batch_size, temperature, repeat) in done:
-                        progress.update(len(batches) * len(methods))
-                        continue
-                    for method in methods:
-                        if (method, batch_size, temperature) in warm or method in left_out:
-                            continue
-                        warm.add((method, batch_size, temperature))
-                        try:
-                            if batch_size == 1 or method in IN_BATCHES:
-                                longest = max(batches, key=lambda inputs: inputs["input_ids"].shape[1])
-                                generate(
-                                    longest, method, temperature, seed
-                                )  # static caches stay as long as the longest
-                        except (ValueError, TypeError, NotImplementedError, AttributeError, OSError) as error:
-                            if method in IN_BATCHES:
-                                raise
-                            left_out[method] = f"{type(error).__name__}: {error}"
-                            logger.warning(f"{method} is left out: {error}")
-                    takes_part = [
-                        method
-                        for method in methods
-                        if method not in left_out and (batch_size == 1 or method in IN_BATCHES)
-                    ]
-                    measured = {
-                        method: {
-                            "task": task,
-                            "batch_size": batch_size,
-                            "temperature": temperature,
-                            "repeat": repeat,
-                            "method": method,
-                            "new_tokens": 0,
-                            "seconds": 0.0,
-                            "draft_seconds": 0.0,
-                            "target_forwards": 0,
-                            "accepted_lengths": Counter(),
-                            "differing": [],
-                            "num_prompts": len(prompts),
-                            "peak_memory": None,
-                        }
-                        for method in takes_part
-                    }
-                    for index, inputs in enumerate(batches):
-                        for method in takes_part:
-                            new_tokens, facts = generate(
-                                inputs, method, temperature, seed + repeat * len(prompts) + index
-                            )
-                            if method == "plain":
-                                expected = new_tokens
-                            total = measured[method]
-                            total["new_tokens"] += sum(map(len, new_tokens))
-                            total["differing"] += [
-                                index * batch_size + row
-                                for row, (ours, plain) in enumerate(zip(new_tokens, expected))
-                                if ours != plain
-                            ]
-                            for name in ("seconds", "draft_seconds", "target_forwards", "accepted_lengths"):
-                                total[name] += facts[name]
-                            if facts["peak_memory"] is not None:
-                                total["peak_memory"] = max(total["peak_memory"] or 0, facts["peak_memory"])
-                            progress.update()
-                    plain = measured["plain"]
-                    for total in measured.values():
-                        rate = total["new_tokens"] / total["seconds"]
-                        total["speedup"] = rate * plain["seconds"] / plain["new_tokens"]
-                        total["accepted_lengths"] = {
-                            str(length): count for length, count in sorted(total["accepted_lengths"].items())
-                        }
-                        results.measurements.append(total)
-                    save(results)
+    for (task, prompts), batch_size in product(tasks.items(), batch_sizes):
+        batches = [
+            tokenizer.pad(
+                {"input_ids": list(prompts[start : start + batch_size])}, padding_side="left", return_tensors="pt"
+            ).to(target.device)
+            for start in range(0, len(prompts), batch_size)
+        ]
+        longest = max(batches, key=lambda inputs: inputs["input_ids"].shape[1])  # static caches stay as long as it is
+        suited = [method for method in methods if batch_size == 1 or method in IN_BATCHES]
+        for temperature, repeat in product(temperatures, range(repeats)):
+            if (task, batch_size, temperature, repeat) in done:
+                progress.update(len(batches) * len(methods))
+                continue
+            for method in suited:
+                if (method, batch_size, temperature) in warm or method in left_out:
+                    continue
+                warm.add((method, batch_size, temperature))
+                try:
+                    generate(longest, method, temperature, seed)
+                except (ValueError, TypeError, NotImplementedError, AttributeError, OSError) as error:
+                    if method in IN_BATCHES:
+                        raise
+                    left_out[method] = f"{type(error).__name__}: {error}"
+                    logger.warning(f"{method} is left out: {error}")
+            unit = {"task": task, "batch_size": batch_size, "temperature": temperature, "repeat": repeat}
+            measured = measure_repeat(
+                generate,
+                batches,
+                [method for method in suited if method not in left_out],
+                temperature,
+                seed + repeat * len(prompts),
+                progress,
+            )
+            results.measurements += [unit | {"num_prompts": len(prompts)} | total for total in measured]
+            save(results)
     progress.close()
     return results
+
+
+@dataclass
+class TimedGeneration:
+    """One call of `generate` by one method, with what it took."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel | None
+    settings: dict
+    sampling: dict
+    assistance: dict[str, dict]  # arguments of `generate`, by method
+
+    def __call__(self, inputs, method: str, temperature: float, seed: int) -> tuple[list[list[int]], dict]:
+        """The new tokens of each row, and seconds, forwards, accepted lengths and peak memory of the call."""
+        mode = {"do_sample": False}
+        if temperature != 0:
+            mode = {"do_sample": True, "temperature": temperature, **self.sampling}
+        device, is_ours = self.target.device, method.startswith("eagle3")
+        set_seed(seed)
+        with (
+            as_chain(self.draft, method == "eagle3-chain"),
+            timing_drafter(self.draft if is_ours else None) as drafting,
+            counting_forwards(self.target) as num_forwards,
+        ):
+            reset_peak_memory(device)
+            synchronize(device)
+            start = time.perf_counter()
+            sequences = self.target.generate(**inputs, **self.settings, **mode, **self.assistance[method])
+            synchronize(device)
+            seconds = time.perf_counter() - start
+        facts = {
+            "seconds": seconds,
+            "draft_seconds": drafting[0],
+            "target_forwards": num_forwards[0],
+            "accepted_lengths": Counter(self.draft.last_generation.accepted_lengths if is_ours else []),
+            "peak_memory": peak_memory(device),
+        }
+        ends = self.target.generation_config.eos_token_id
+        ends = set(ends if isinstance(ends, list) else [ends])
+        new_tokens = sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        return [without_padding(row, self.settings["pad_token_id"], ends) for row in new_tokens], facts
+
+
+def measure_repeat(
+    generate: TimedGeneration, batches: list, methods: list[str], temperature: float, seed: int, progress: tqdm
+) -> list[dict]:
+    """All methods once over all batches, taking turns batch by batch: a measurement of each, plain generation's first."""
+    measured = {}
+    for method in methods:
+        measured[method] = {"method": method, "new_tokens": 0, "seconds": 0.0, "draft_seconds": 0.0}
+        measured[method] |= {"target_forwards": 0, "accepted_lengths": Counter(), "differing": [], "peak_memory": None}
+    row = 0
+    for index, inputs in enumerate(batches):
+        for method in methods:
+            new_tokens, facts = generate(inputs, method, temperature, seed + index)
+            if method == "plain":
+                expected = new_tokens
+            total = measured[method]
+            total["new_tokens"] += sum(map(len, new_tokens))
+            total["differing"] += [row + i for i, tokens in enumerate(new_tokens) if tokens != expected[i]]
+            for name in ("seconds", "draft_seconds", "target_forwards", "accepted_lengths"):
+                total[name] += facts[name]
+            if facts["peak_memory"] is not None:
+                total["peak_memory"] = max(total["peak_memory"] or 0, facts["peak_memory"])
+            progress.update()
+        row += len(expected)
+    plain = measured["plain"]
+    for total in measured.values():
+        total["speedup"] = total["new_tokens"] / total["seconds"] * plain["seconds"] / plain["new_tokens"]
+        lengths = sorted(total["accepted_lengths"].items())
+        total["accepted_lengths"] = {str(length): count for length, count in lengths}
+    return list(measured.values())
 
 
 def check_methods(methods, draft, assistant, dflash) -> list[str]:
