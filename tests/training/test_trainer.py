@@ -9,6 +9,7 @@ from peft import LoraConfig
 from transformers import AutoModel
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.training.record import training_record
 from hf_eagle3.training.trainer import beginning
 
 
@@ -216,11 +217,14 @@ def test_accumulation_gives_the_same_trajectory(tmp_path, tokenizer):
 def test_resumed_training_goes_on_as_if_uninterrupted(tmp_path, tokenizer):
     arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
     expected = losses(make_trainer(tmp_path / "whole", tokenizer, **arguments))
-    make_trainer(tmp_path / "parts", tokenizer, **arguments).train()
+    first = make_trainer(tmp_path / "parts", tokenizer, **arguments)
+    first.train()
     resumed = make_trainer(tmp_path / "parts", tokenizer, **arguments)
     resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-3"))
     history = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
     assert history == pytest.approx(expected, rel=1e-5)
+    # Nobody knows how long the part took that was cut off.
+    assert training_record(first)["seconds"] > 0 and training_record(resumed)["seconds"] is None
 
 
 def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path, tokenizer):

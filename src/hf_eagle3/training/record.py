@@ -85,7 +85,7 @@ def training_record(trainer, state_dict: dict[str, torch.Tensor] | None = None) 
         "steps": trainer.state.global_step,
         "epochs": trainer.state.epoch or 0.0,
         "sequences_per_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
-        "seconds": logged.get("train_runtime"),
+        "seconds": None if trainer.is_resumed else logged.get("train_runtime"),  # which is the last run's alone
         "num_processes": args.world_size,
         "environment": environment(trainer.accelerator.device),
         "evaluation": evaluation,

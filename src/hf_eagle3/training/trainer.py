@@ -92,6 +92,7 @@ class Eagle3Trainer(SFTTrainer):
             raise ValueError("`Eagle3Trainer` needs the target's tokenizer as `processing_class`.")
         self.dataset_names: list[str] = []  # for the card, and settings of a script that are none of `args`
         self.script_settings: dict = {}
+        self.is_resumed = False
         # An adapter has a repo of its own; that of this name is for whole drafts.
         if args.push_to_hub and args.hub_model_id is None and kwargs.get("peft_config") is None:
             args.hub_model_id = repo_name(target_model.config._name_or_path or "draft")
@@ -231,6 +232,7 @@ class Eagle3Trainer(SFTTrainer):
             if whole[-1] != checkpoints[-1]:
                 logger.warning(f"{checkpoints[-1]} is not complete. Going on from {whole[-1]}.")
             resume_from_checkpoint = whole[-1]
+        self.is_resumed = bool(resume_from_checkpoint)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     @property
