@@ -100,14 +100,26 @@ def parse_arguments():
     return args
 
 
-def collect_prompts(args, tokenizer) -> tuple[dict[str, list[list[int]]], dict[str, str]]:
+def collect_prompts(args, tokenizer, target) -> tuple[dict[str, list[list[int]]], dict[str, str]]:
     """Prompts by task, and the tasks that could not be had."""
     tasks, missing = {}, {}
+
+    def answer(prompt: list[int]) -> str:
+        input_ids = torch.tensor([prompt], device=target.device)
+        sequences = target.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            do_sample=False,
+            max_new_tokens=args.max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        return tokenizer.decode(sequences[0, len(prompt) :], skip_special_tokens=True)
+
     for name in expand(args.tasks):
         if task_name(name) in tasks:
             raise SystemExit(f"There are two tasks of the name {task_name(name)}. Rename one of the files.")
         try:
-            tasks[task_name(name)] = load_prompts(name, tokenizer, args.num_prompts, args.chat_template_kwargs)
+            tasks[task_name(name)] = load_prompts(name, tokenizer, args.num_prompts, args.chat_template_kwargs, answer)
         except (OSError, ValueError) as error:
             if Path(name).is_file():  # a file of one's own that is broken is not something to go on without
                 raise
@@ -152,13 +164,14 @@ def main():
     if args.compare:
         print(compare(*map(BenchmarkResults.read, args.compare)))
         return
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    tasks, missing = collect_prompts(args, tokenizer)
+    expand(args.tasks)  # before anything is loaded
 
     def load(auto_class, name, **kwargs):
         return auto_class.from_pretrained(name, dtype=args.dtype, **kwargs).to(args.device).eval() if name else None
 
     target, draft, tree, weights = load(AutoModelForCausalLM, args.target), None, {}, None
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tasks, missing = collect_prompts(args, tokenizer, target)
     if args.draft:
         draft = AutoModel.from_pretrained(args.draft, dtype="auto", trust_remote_code=True).eval()
         weights = weights_digest(draft.state_dict())  # those of the checkpoint, whatever they are measured in

@@ -46,6 +46,15 @@ def test_tasks_of_the_hub(name, tokenizer, monkeypatch):
     assert len(load_prompts(name, tokenizer, 3)) == 3
 
 
+def test_turns_that_follow_an_answer(tokenizer, monkeypatch):
+    monkeypatch.setattr(tasks, "load_dataset", lambda path, **kwargs: Dataset.from_list([ROWS["mt_bench"]] * 80))
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    prompts = load_prompts("mt_bench", tokenizer, 2, answer=lambda prompt: f"said {len(prompt)}")
+    first = tokenizer("<user>first>", add_special_tokens=False)["input_ids"]
+    dialogue = f"<user>first<assistant>said {len(first)}<user>second>"
+    assert prompts == 2 * [first, tokenizer(dialogue, add_special_tokens=False)["input_ids"]]
+
+
 def test_a_task_that_is_too_short(tokenizer, monkeypatch):
     monkeypatch.setattr(tasks, "load_dataset", lambda path, **kwargs: Dataset.from_list([ROWS["gsm8k"]] * 79))
     with pytest.raises(ValueError, match="has 79 rows, but gsm8k takes 80"):

@@ -19,38 +19,37 @@ class Task:
     Args:
         path (`str`): Its id.
         num_prompts (`int`): Its first so many rows are taken.
-        prompt_of (`Callable`): What the user says, from a row.
+        turns_of (`Callable`): What the user says, turn by turn, from a row.
         load (`dict`, *optional*): Arguments of [`~datasets.load_dataset`].
     """
 
     path: str
     num_prompts: int
-    prompt_of: Callable[[dict[str, Any]], str]
+    turns_of: Callable[[dict[str, Any]], list[str]]
     load: dict[str, Any] = field(default_factory=lambda: {"split": "test"})
 
 
 def spec_bench(name: str) -> Task:
     """One of Spec-Bench's six tasks (arXiv 2401.07851), 80 prompts each, in the copy that vLLM's speculators are measured on."""
     load = {"data_files": f"{name}.jsonl", "split": "train"}
-    return Task("RedHatAI/speculator_benchmarks", 80, lambda row: row["prompt"], load)
+    return Task("RedHatAI/speculator_benchmarks", 80, lambda row: [row["prompt"]], load)
 
 
 # The EAGLE papers measure MT-bench, HumanEval, GSM8K, Alpaca and CNN/DailyMail, on 80 prompts where there are more.
 TASKS = {
-    # First turns: the second ones need an answer to the first.
-    "mt_bench": Task("HuggingFaceH4/mt_bench_prompts", 80, lambda row: row["prompt"][0], {"split": "train"}),
-    "humaneval": Task("openai/openai_humaneval", 164, lambda row: f"Complete this function.\n\n{row['prompt']}"),
-    "gsm8k": Task("openai/gsm8k", 80, lambda row: row["question"], {"name": "main", "split": "test"}),
+    "mt_bench": Task("HuggingFaceH4/mt_bench_prompts", 80, lambda row: row["prompt"], {"split": "train"}),
+    "humaneval": Task("openai/openai_humaneval", 164, lambda row: [f"Complete this function.\n\n{row['prompt']}"]),
+    "gsm8k": Task("openai/gsm8k", 80, lambda row: [row["question"]], {"name": "main", "split": "test"}),
     "alpaca": Task(
         "tatsu-lab/alpaca",
         80,
-        lambda row: "\n\n".join(part for part in (row["instruction"], row["input"]) if part),
+        lambda row: ["\n\n".join(part for part in (row["instruction"], row["input"]) if part)],
         {"split": "train"},
     ),
     "cnn_dm": Task(
-        "abisee/cnn_dailymail", 80, lambda row: f"Summarize:\n\n{row['article']}", {"name": "3.0.0", "split": "test"}
+        "abisee/cnn_dailymail", 80, lambda row: [f"Summarize:\n\n{row['article']}"], {"name": "3.0.0", "split": "test"}
     ),
-    "math500": Task("HuggingFaceH4/MATH-500", 500, lambda row: row["problem"]),
+    "math500": Task("HuggingFaceH4/MATH-500", 500, lambda row: [row["problem"]]),
     "spec_bench/mt_bench": spec_bench("question"),
     "spec_bench/translation": spec_bench("translation"),
     "spec_bench/summarization": spec_bench("summarization"),
@@ -92,16 +91,19 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     num_prompts: int | None = None,
     chat_template_kwargs: dict | None = None,
+    answer: Callable[[list[int]], str] | None = None,
 ) -> list[list[int]]:
     """
     The prompts of a task, tokenized. What a user says goes through the chat template, if the tokenizer has one; a `prompt` of a
-    file is taken as it is, its `messages` go through the template.
+    file is taken as it is, its `messages` go through the template. A task of several turns (MT-bench) has a prompt for each,
+    with the turns before it and their answers.
 
     Args:
         name (`str`): A task, or a JSON Lines file of `{"prompt": "..."}` or `{"messages": [...]}`.
         tokenizer (`PreTrainedTokenizerBase`): The target's.
-        num_prompts (`int`, *optional*): Only the first so many.
+        num_prompts (`int`, *optional*): Only the first so many, or conversations.
         chat_template_kwargs (`dict`, *optional*): For the template, such as `{"enable_thinking": False}`.
+        answer (`Callable`, *optional*): What the target says to a prompt. Without it conversations end with their first turn.
 
     Raises:
         OSError: if the Hub cannot be reached.
@@ -125,7 +127,15 @@ def load_prompts(
         if len(rows) < task.num_prompts:
             raise ValueError(f"{task.path} has {len(rows)} rows, but {name} takes {task.num_prompts} of them.")
         rows = rows.select(range(min(num_prompts or task.num_prompts, task.num_prompts)))
-        return [chat([{"role": "user", "content": task.prompt_of(row)}]) for row in rows]
+        prompts = []
+        for row in rows:
+            messages, turns = [], task.turns_of(row)
+            for turn in turns if answer is not None else turns[:1]:
+                if messages:
+                    messages.append({"role": "assistant", "content": answer(prompts[-1])})
+                messages.append({"role": "user", "content": turn})
+                prompts.append(chat(messages))
+        return prompts
     return [
         tokenizer(item)["input_ids"] if isinstance(item, str) else chat(item)
         for item in read_prompts(name, num_prompts)
