@@ -8,6 +8,7 @@ from conftest import FAMILIES, make_batch, make_oracle, make_prompt, make_target
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -117,6 +118,47 @@ def test_rows_finished_by_other_criteria_go_on(target):
     batch = make_batch([5, 9, 17])
     stats = assert_same_texts(target, batch, stopping_criteria=[StopAtLength()], eos_token_id=None)
     assert max(stats.accepted_lengths) > 2
+
+
+@pytest.mark.parametrize("eos_token_id", [95, [95, 3, 7]])
+def test_padding_that_the_target_has_no_embedding_for(target, eos_token_id):
+    """As where a token was added to the tokenizer only. Plain `generate` needs none for padding at the end."""
+    batch = {"input_ids": make_prompt(5, batch_size=2)}
+    settings = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 96, "eos_token_id": eos_token_id}
+    text = target.generate(**batch, max_new_tokens=30, do_sample=False, pad_token_id=0)
+    if isinstance(eos_token_id, list):  # one row ends a token before the other
+        settings["eos_token_id"] = [95, int(text[0, -2])]
+    expected = target.generate(**batch, **settings)
+    assert (expected == 96).any() == isinstance(eos_token_id, list)
+    for seed in range(4):
+        oracle = make_oracle(target, text, seed)
+        assert target.generate(**batch, assistant_model=oracle, **settings).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_the_cache_that_a_raising_streamer_leaves(target, do_sample):
+    class Interrupt(Exception):
+        pass
+
+    class Streamer:
+        def __init__(self):
+            self.num_columns = 0
+
+        def put(self, value):
+            self.num_columns += 1
+            if self.num_columns == 25:
+                raise Interrupt
+
+    batch = {"input_ids": make_prompt(12, batch_size=3), "attention_mask": torch.ones(3, 12, dtype=torch.long)}
+    settings = {"max_new_tokens": 40, "do_sample": do_sample}
+    text, found = generate(target, batch, **settings), []
+    for assistant in ({}, {"assistant_model": make_row_oracle(target, batch, text)}):
+        cache = DynamicCache(config=target.config)
+        with pytest.raises(Interrupt):
+            generate(target, batch, past_key_values=cache, streamer=Streamer(), **assistant, **settings)
+        found.append((cache.layers[-1].keys, torch.get_rng_state()))
+    assert found[0][0].shape == found[1][0].shape and torch.allclose(found[0][0], found[1][0], atol=1e-4)
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_one_row_runs_far_ahead(target):

@@ -427,6 +427,17 @@ def test_recurrent_states_are_refused(model_type):
 # Prompts ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_default_dtype(target, draft, dtype):
+    draft.generation_config.tree_policy = "auto"
+    torch.set_default_dtype(dtype)
+    try:
+        assert_same_text(target, draft, make_prompt(5))
+    finally:
+        torch.set_default_dtype(torch.float32)
+        draft.generation_config.tree_policy = "static"
+
+
 def test_unusual_prompts(target, draft):
     right_padded = {"attention_mask": torch.tensor([[1, 1, 1, 0, 0]])}
     assert_same_text(target, draft, make_prompt(5), **right_padded)
@@ -434,6 +445,8 @@ def test_unusual_prompts(target, draft):
     expected = target.generate(inputs_embeds=embeddings, **SETTINGS)
     assert target.generate(inputs_embeds=embeddings, assistant_model=draft, **SETTINGS).equal(expected)
     assert target.generate(assistant_model=draft, **SETTINGS).equal(target.generate(**SETTINGS))  # begins with BOS
+    for cache in ({}, {"cache_implementation": "static"}):
+        assert_same_text(target, draft, make_prompt(5), attention_mask=torch.zeros(1, 5, dtype=torch.long), **cache)
     both = {"tokenizer": object(), "assistant_tokenizer": object()}
     with pytest.raises(ValueError, match="assistant_tokenizer"):
         target.generate(make_prompt(5), assistant_model=draft, **both, **SETTINGS)

@@ -12,9 +12,11 @@ from transformers import (
     GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
+    MaxLengthCriteria,
     StoppingCriteria,
     TextStreamer,
 )
+from transformers.generation import EosTokenCriteria
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.generation_eagle3 import install_generation_hook
@@ -212,6 +214,22 @@ def test_eos_and_lengths(target):
         stats = assert_same_text(target, oracle, prompt, max_new_tokens=length)
         assert stats.new_tokens == length
     assert_same_text(target, oracle, prompt, max_new_tokens=None, max_length=19)
+
+
+@pytest.mark.parametrize(
+    "make_criteria",
+    [
+        lambda: [MaxLengthCriteria(20), MaxLengthCriteria(15)],
+        lambda: [MaxLengthCriteria(15), MaxLengthCriteria(20)],
+        lambda: [EosTokenCriteria(torch.tensor(3))],
+    ],
+)
+def test_criteria_of_the_callers_own(target, make_criteria):
+    prompt = make_prompt(5)
+    text = target.generate(prompt, max_new_tokens=30, do_sample=False)
+    expected = target.generate(prompt, max_new_tokens=30, do_sample=False, stopping_criteria=make_criteria())
+    arguments = {"assistant_model": make_oracle(target, text), "stopping_criteria": make_criteria()}
+    assert target.generate(prompt, max_new_tokens=30, do_sample=False, **arguments).tolist() == expected.tolist()
 
 
 def test_stopping_criteria_see_every_token(target):

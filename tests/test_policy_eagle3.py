@@ -1,3 +1,4 @@
+import copy
 import random
 from types import SimpleNamespace
 
@@ -126,9 +127,22 @@ def test_calibration():
     assert calibration(torch.tensor([[-torch.inf]])) == 0
 
 
+def test_what_threads_share_is_replaced_not_changed():
+    """So that one thread never reads what another is half-way through with."""
+    calibration, costs = Calibration(), StepCosts()
+    for size in (0, 0, 0, 8, 8, 8):
+        costs.record(size, 1.0)
+    shared = (calibration.expected, calibration.accepted, costs.samples[8])
+    before = [copy.deepcopy(each) for each in shared]
+    calibration.record(torch.tensor([[0.9, 0.5]]).log(), torch.tensor([[True, False]]))
+    costs.record(8, 2.0)
+    for each, known in zip(shared, before):
+        assert torch.equal(torch.as_tensor(each), torch.as_tensor(known))
+
+
 def test_costs():
     costs = StepCosts()
-    assert costs["first"] is None and costs[0] is None
+    assert costs["first"] is None and costs[0] is None and costs.of_verification([0]) is None
     for size, seconds in ((0, 1.0), (8, 2.0), (24, 3.0)):
         costs.record(size, 100.0)  # of preparation
         for pause in (0, 0, 50):
@@ -171,7 +185,7 @@ def test_learns_nothing_from_padding(monkeypatch, cache):
     monkeypatch.setattr(AutoPolicy, "plan_step", noting_padding)
     monkeypatch.setattr(AutoPolicy, "record_drafted_step", lambda self, tokens, seconds: expectations.append(tokens))
     monkeypatch.setattr(StepCosts, "__getitem__", lambda self, part: times.random())
-    monkeypatch.setattr(StepCosts, "known_sizes", [0, 4])
+    monkeypatch.setattr(StepCosts, "of_verification", lambda self, sizes: [times.random() for _ in sizes])
     for seed in range(20):
         draft = make_oracle(target, expected, seed, padding)
         draft.generation_config.update(tree_policy="auto", tree_depth=4, branching_factor=1)

@@ -201,6 +201,11 @@ def test_what_static_caches_cannot_do(target, oracle):
         windows.generate(PROMPTS[0], assistant_model=draft, past_key_values=cache, max_new_tokens=4)
     with pytest.raises(ValueError, match="does not offload"):
         target.generate(PROMPTS[0], assistant_model=oracle, cache_implementation="offloaded_static", max_new_tokens=4)
+    eager = make_target("llama")
+    eager.set_attn_implementation("eager")
+    returned = {"return_dict_in_generate": True, "output_attentions": True}
+    with pytest.raises(ValueError, match="does not return the attentions to a static cache"):
+        eager.generate(PROMPTS[0], assistant_model=oracle, max_new_tokens=4, **STATIC, **returned)
 
 
 def test_steps_are_planned_by_what_was_accepted():

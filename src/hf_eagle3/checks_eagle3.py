@@ -20,8 +20,8 @@ import math
 import torch
 from transformers.utils.generic import is_flash_attention_requested
 
-from .cache_eagle3 import check_cache, is_unused_static
-from .text_eagle3 import text_positions
+from .cache_eagle3 import check_cache, is_static, is_unused_static
+from .text_eagle3 import max_length_of, text_positions
 
 
 def check_pairing(draft, target) -> None:
@@ -149,14 +149,22 @@ def check_call(draft, target, generation_config, synced_gpus, model_kwargs):
             f"EAGLE-3 decoding needs `position_ids`, and `generate` makes none for {type(target).__name__}."
         )
     cache = model_kwargs.get("past_key_values")
-    if cache is not None and not is_unused_static(cache):
+    if cache is None:
+        return
+    if not is_unused_static(cache):
         check_cache(cache)
+    returns_attentions = generation_config.return_dict_in_generate and generation_config.output_attentions
+    if returns_attentions and is_static(cache) and config._attn_implementation == "eager":
+        raise ValueError(
+            "EAGLE-3 decoding does not return the attentions to a static cache, which are to all of its slots. Leave "
+            "`output_attentions` or `cache_implementation='static'` out."
+        )
 
 
 def depends_on_length(target, input_ids, cache, model_kwargs, stopping_criteria) -> bool:
     """Whether what the target says of a row changes, within this call, with the length of the longest row of the batch."""
     config = target.config.get_text_config(decoder=True)
-    last = getattr(stopping_criteria, "max_length", None) or math.inf
+    last = max_length_of(stopping_criteria)
     begin = int(text_positions(model_kwargs)[:, -1].min())
     if last > (position_table(config) or math.inf):  # a row that is ahead would come to its end
         return True

@@ -59,7 +59,7 @@ class Drafter:
             num_seen = min(features.shape[1], text.shortest)
             counts, attention_mask = [num_seen] * text.batch_size, model_kwargs.get("attention_mask")
             if attention_mask is not None:
-                counts = attention_mask[:, -num_seen - 1 : -1].bool().sum(dim=1).tolist()
+                counts = attention_mask[:, -num_seen - 1 : -1].bool().sum(dim=1).clamp(min=1).tolist()
         self.unread.append((features[:, -max(counts) :], counts))
 
     def take_unread(self, text, model_kwargs):

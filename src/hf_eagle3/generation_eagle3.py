@@ -134,8 +134,17 @@ def eagle3_decoding(
     stats.target_forwards += 1
     cache = TreeCache(getattr(outputs, "past_key_values", None), path_length)
     in_step = cache.is_chain or depends_on_length(target, input_ids, cache, model_kwargs, stopping_criteria)
+    embedding = whole_embedding(target)
     text = Text(
-        input_ids, logits_processor, stopping_criteria, generation_config, returned, streamer, in_step, path_length
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        returned,
+        streamer,
+        in_step,
+        path_length,
+        can_read_padding=0 <= (generation_config.pad_token_id or 0) < embedding.weight.shape[0],
     )
     if text.batch_size > 1 and model_kwargs.get("attention_mask") is None:  # there will be padding
         model_kwargs["attention_mask"] = input_ids.new_ones(text.batch_size, cache.length)
@@ -156,9 +165,9 @@ def eagle3_decoding(
             compile_config = generation_config.compile_config or target._default_compile_config()
             forward = target.get_compiled_call(compile_config)
             cache.keep_path = compiled(cache.keep_path, draft, compile_config)
-        drafter = StaticDrafter(draft, whole_embedding(target), cache.capacity, settings, compile_config)
+        drafter = StaticDrafter(draft, embedding, cache.capacity, settings, compile_config)
     else:
-        drafter = Drafter(draft, whole_embedding(target))
+        drafter = Drafter(draft, embedding)
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
     features = aux_hidden_states(outputs, aux_layer_ids, num_layers)  # (B, S, n_aux * H)
     tree, root_row = DraftTree.root_only(input_ids.new_zeros(text.batch_size, 1)), outputs.logits.shape[1] - 1

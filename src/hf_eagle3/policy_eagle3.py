@@ -16,7 +16,6 @@
 import bisect
 import statistics
 import weakref
-from collections import deque
 
 import torch
 from transformers import GenerationConfig
@@ -100,25 +99,27 @@ class StepCosts:
     Seconds that the parts of a step take: `"first"`, to catch up with the text and read off the first level, `"level"`,
     each further one, and numbers of nodes, to verify so many. Medians of the latest measurements, since a step may meet
     a pause that is not its own. The first measurement of a part pays for its preparation and does not count.
+
+    Threads share them: what is stored is replaced, not changed, and what is asked for is read once.
     """
 
     LATEST = 5
     TRUSTED = 256  # measurements after which one that was not renewed is forgotten
 
     def __init__(self):
-        self.samples: dict[str | int, deque] = {}
+        self.samples: dict[str | int, tuple[float, ...]] = {}
         self.renewed: dict[str | int, int] = {}
         self.num_recorded = 0
 
     def record(self, part: str | int, seconds: float) -> None:
         self.num_recorded += 1
         if part in self.renewed:
-            self.samples.setdefault(part, deque(maxlen=self.LATEST)).append(seconds)
+            self.samples[part] = (*self.samples.get(part, ()), seconds)[-self.LATEST :]
         self.renewed[part] = self.num_recorded
 
     def __getitem__(self, part: str | int) -> float | None:
         samples = self.samples.get(part)
-        return statistics.median_low(list(samples)) if samples else None
+        return statistics.median_low(samples) if samples else None
 
     def forget(self) -> None:
         """Forgets what is old: it may have been a pause, or of shorter texts."""
@@ -126,19 +127,16 @@ class StepCosts:
             if self.num_recorded - self.renewed[part] > self.TRUSTED:
                 self.samples.pop(part, None)
 
-    @property
-    def known_sizes(self) -> list[int]:
-        """Numbers of nodes that were measured more than once: a single measurement may have met a pause."""
-        samples = dict(self.samples)
-        return sorted(part for part in samples if isinstance(part, int) and len(samples[part]) > 1)
-
-    def of_verification(self, sizes: list[int]) -> list[float]:
+    def of_verification(self, sizes: list[int]) -> list[float] | None:
         """
-        Seconds to verify so many nodes, on lines between and beyond the two or more sizes that were measured. Fewer nodes
-        do not take longer.
+        Seconds to verify so many nodes, on lines between and beyond the sizes that were measured more than once (a single
+        measurement may have met a pause); `None` if there are fewer than two of them. Fewer nodes do not take longer.
         """
-        known = self.known_sizes
-        seconds = [self[size] for size in known]
+        samples = [(part, seconds) for part, seconds in list(self.samples.items()) if isinstance(part, int)]
+        samples = sorted((size, seconds) for size, seconds in samples if len(seconds) > 1)
+        if len(samples) < 2:
+            return None
+        known, seconds = [size for size, _ in samples], [statistics.median_low(seconds) for _, seconds in samples]
         seconds = [min(seconds[i:]) for i in range(len(known))]
         costs = []
         for size in sizes:
@@ -155,12 +153,14 @@ class Calibration:
     draft's log-probability; in each, the draft is right about so many times as often as it says.
     """
 
-    BOUNDS = torch.tensor([0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95]).log()
+    # Wherever and in whatever the caller makes tensors by default.
+    KIND = {"dtype": torch.float32, "device": "cpu"}
+    BOUNDS = torch.tensor([0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95], **KIND).log()
     PRIOR = 2.0  # the draft is taken at its word until it was expected to be right about so often
     MEMORY = 0.95  # a step's weight after the next
 
     def __init__(self):
-        self.expected = torch.full((len(self.BOUNDS) + 1,), self.PRIOR)
+        self.expected = torch.full((len(self.BOUNDS) + 1,), self.PRIOR, **self.KIND)
         self.accepted = self.expected.clone()
 
     def __call__(self, values: torch.FloatTensor) -> torch.FloatTensor:
@@ -168,9 +168,11 @@ class Calibration:
 
     def record(self, values: torch.FloatTensor, accepted: torch.BoolTensor) -> None:
         ranges = torch.bucketize(values, self.BOUNDS).flatten()
-        for counts, new in ((self.expected, values.exp()), (self.accepted, accepted)):
-            counts.sub_(self.PRIOR).mul_(self.MEMORY).add_(self.PRIOR)
-            counts.index_add_(0, ranges, new.flatten().float())
+
+        def updated(counts, new):  # not in place: other threads read them
+            return ((counts - self.PRIOR) * self.MEMORY + self.PRIOR).index_add(0, ranges, new.flatten().float())
+
+        self.expected, self.accepted = updated(self.expected, values.exp()), updated(self.accepted, accepted)
 
 
 class AutoPolicy(StaticPolicy):
@@ -283,31 +285,32 @@ class _DraftedStep(StaticPolicy):
         policy, costs, expected = self.policy, self.policy.costs, self._expected(values)
         mass, before = max(float(expected.sum()), 1e-9), self.mass
         self.mass = mass
-        level = costs["level"]
-        if level is None or len(costs.known_sizes) < 2:
+        level, verification = costs["level"], costs.of_verification([0, policy.num_nodes])
+        if level is None or verification is None:
             if len(self.live) == 1:  # measure one
                 return before == 1.0
-            if len(costs.known_sizes) < 2:  # not yet: each costs as much as the rows together
+            if verification is None:  # not yet: each costs as much as the rows together
                 return False
             level = costs["first"] or 0.0
         # What one more level may bring: as much of each node as this level kept of the one before, less its verification.
         children = expected * min(mass / before, 1.0)
-        nothing, everything = costs.of_verification([0, policy.num_nodes])
+        nothing, everything = verification
         node_cost = policy.rate * (everything - nothing) / policy.num_nodes
         return float((children - node_cost).clamp(min=0).sum()) > policy.rate * level
 
     def choose_num_nodes(self, values):
         policy, costs = self.policy, self.policy.costs
-        expected = torch.cat([torch.ones(1), 1 + self._expected(values).cumsum(dim=0)]).tolist()
+        expected = [1.0, *(1 + self._expected(values).cumsum(dim=0)).tolist()]
         sizes = [size for size in policy.sizes if size < len(expected)]
-        if len(costs.known_sizes) < 2:  # measure one that costs little, whatever the batch
+        seconds = costs.of_verification(sizes)
+        if seconds is None:  # measure one that costs little, whatever the batch
             best = min(max(policy.num_nodes // 3 // len(self.live), 1), len(expected) - 1)
             self.only_measures = best > 0
         else:
+            gains = {size: expected[size] - policy.rate * each for size, each in zip(sizes, seconds)}
             if policy.num_drafted < policy.MIN_STEPS:  # only what is verified can tell whether the draft is any good
                 sizes = sizes[1:] or sizes
-            seconds = dict(zip(sizes, costs.of_verification(sizes)))
-            best = max(sizes, key=lambda size: expected[size] - policy.rate * seconds[size])
+            best = max(sizes, key=gains.__getitem__)
         self.tokens = expected[best]
         return best
 
@@ -325,14 +328,13 @@ class _DraftedStep(StaticPolicy):
             return
         rows = [row for row, goes_on in enumerate(live) if goes_on]  # others may have ended before their tree did
         if num_nodes and rows:
-            accepted = torch.zeros(len(rows), tree.num_nodes, dtype=torch.bool)
+            accepted = torch.zeros(len(rows), tree.num_nodes, dtype=torch.bool, device="cpu")
             for i, row in enumerate(rows):
                 accepted[i, paths[row]] = True
             policy.calibration.record(tree.values[rows].cpu(), accepted[:, 1:])
-        verification = costs.of_verification([num_nodes])[0] if len(costs.known_sizes) > 1 else None
-        parts = (costs["first"], (costs["level"] or 0.0) * self.levels, verification)
-        if None not in parts and not self.only_measures:
-            policy.record_drafted_step(self.tokens, sum(parts))
+        first, verification = costs["first"], costs.of_verification([num_nodes])
+        if first is not None and verification is not None and not self.only_measures:
+            policy.record_drafted_step(self.tokens, first + (costs["level"] or 0.0) * self.levels + verification[0])
 
 
 class PlannedPolicy(AutoPolicy):
@@ -355,10 +357,11 @@ class PlannedPolicy(AutoPolicy):
 
     def drafted_step(self, live):
         deepest = best = self.depths[-1]
-        if len(self.costs.known_sizes) >= 2:
+        seconds = self.costs.of_verification(self.depths)
+        if seconds is not None:
             expected = self.expected_tokens()
-            seconds = dict(zip(self.depths, self.costs.of_verification(self.depths)))
-            best = max(self.depths, key=lambda depth: expected[depth] - self.rate * seconds[depth])
+            gains = {depth: expected[depth] - self.rate * each for depth, each in zip(self.depths, seconds)}
+            best = max(self.depths, key=gains.__getitem__)
         return _PlannedStep(self, best if self.costs[deepest] is not None else deepest)
 
     def expected_tokens(self) -> list[float]:
@@ -403,8 +406,9 @@ class _PlannedStep(StaticPolicy):
             policy.record_paths(lengths, self.drafted)
         if self.seconds is not None:
             policy.costs.record(self.drafted, self.seconds + seconds)
-        if lengths and policy.costs[self.drafted] is not None:
-            policy.record_drafted_step(policy.expected_tokens()[self.drafted], policy.costs[self.drafted])
+        whole_step = policy.costs[self.drafted]
+        if lengths and whole_step is not None:
+            policy.record_drafted_step(policy.expected_tokens()[self.drafted], whole_step)
 
 
 # What was measured of each target with each of its drafts.

@@ -17,6 +17,7 @@ from collections import deque
 
 import torch
 import torch.nn.functional as F
+from transformers import MaxLengthCriteria
 
 from .policy_eagle3 import looks_are_free
 from .tree_eagle3 import DraftTree
@@ -36,6 +37,7 @@ class Text:
     Args:
         in_step (`bool`): Whether something else requires it.
         path_length (`int`): The most nodes that a path may have.
+        can_read_padding (`bool`): Whether the target has an embedding for the token that finished rows are padded with.
     """
 
     # How far a row may run ahead of the slowest; noise is kept for the rows in between.
@@ -51,9 +53,11 @@ class Text:
         streamer,
         in_step,
         path_length,
+        can_read_padding=True,
     ):
         self.batch_size, self.prompt_length = input_ids.shape
-        self.in_step = in_step or self.batch_size == 1
+        # A streamer that raises finds all rows where plain `generate` leaves them.
+        self.in_step = in_step or self.batch_size == 1 or streamer is not None or not can_read_padding
         self.in_step |= not all(map(is_row_wise, [*logits_processor, *stopping_criteria]))
         self.ids = input_ids.long()  # (B, capacity), of which each row has written its length
         self.lengths = [self.prompt_length] * self.batch_size
@@ -61,9 +65,10 @@ class Text:
         self.paths = [[] for _ in range(self.batch_size)]  # of the last walk, the nodes at which tokens were picked
         self.starts = list(self.lengths)  # where that walk began
         self.logits_processor, self.stopping_criteria, self.returned = logits_processor, stopping_criteria, returned
-        self.max_length = getattr(stopping_criteria, "max_length", None) or torch.iinfo(torch.long).max
+        self.max_length = max_length_of(stopping_criteria)
         self.do_sample, self.pad_token = generation_config.do_sample, generation_config._pad_token_tensor
         self.pads_finished_rows = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
+        self.can_read_padding = can_read_padding
         self.noise = [deque() for _ in range(self.batch_size)]
         self.streamer, self.num_streamed = streamer, self.prompt_length
         self.path_length = path_length
@@ -80,7 +85,7 @@ class Text:
         self.visits_nodes = looks_are_free(input_ids.device) and (self.do_sample or len(logits_processor) > 0)
         if self.may_pick_at_once:
             ends = [criteria.eos_token_id for criteria in stopping_criteria if hasattr(criteria, "eos_token_id")]
-            self.eos_tokens = {token for tokens in ends for token in tokens.tolist()}
+            self.eos_tokens = {token for tokens in ends for token in tokens.flatten().tolist()}
 
     @property
     def shortest(self) -> int:
@@ -274,7 +279,8 @@ class Text:
 
     def foresee_padding(self, tree: DraftTree, tree_depth: int, **settings) -> DraftTree:
         """Replaces the trees of rows whose next tokens are known to be padding by chains of it."""
-        if tree.num_nodes == 1 or not (self.pads_finished_rows and any(self.is_finished)):
+        foresees = self.pads_finished_rows and self.can_read_padding and any(self.is_finished)
+        if tree.num_nodes == 1 or not foresees:
             return tree
         tokens, parents = tree.tokens.clone(), tree.parents.clone()
         tokens[self.is_finished, 1:] = int(self.pad_token)
@@ -336,6 +342,12 @@ PREFIX_FREE = {
     "TypicalLogitsWarper",
 }
 READ_LAST_TOKEN = {"EosTokenCriteria", "MaxLengthCriteria"}
+
+
+def max_length_of(stopping_criteria) -> int:
+    """The length at which the first of them ends every row."""
+    lengths = [criteria.max_length for criteria in stopping_criteria if isinstance(criteria, MaxLengthCriteria)]
+    return min(lengths, default=torch.iinfo(torch.long).max)
 
 
 def is_row_wise(processor) -> bool:
