@@ -40,6 +40,7 @@ from hf_eagle3.evaluation import (
     run_benchmark,
 )
 from hf_eagle3.evaluation.profile import format_profile, profile_steps
+from hf_eagle3.evaluation.results import what_differs
 from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
 from hf_eagle3.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 
@@ -147,10 +148,8 @@ def open_results(args, run: dict, missing: dict[str, str]) -> BenchmarkResults:
         return BenchmarkResults(run)
     results = BenchmarkResults.read(args.json)
     for name in ("arguments", "draft_weights", "environment", "tree"):
-        if results.run.get(name) != json.loads(json.dumps(run[name])):
-            raise SystemExit(
-                f"{args.json} holds a run with other {name}: {results.run.get(name)}, not {run[name]}. Choose another file."
-            )
+        if difference := what_differs(results.run.get(name), json.loads(json.dumps(run[name]))):
+            raise SystemExit(f"{args.json} holds a run with other {name}: {difference}. Choose another file.")
     for name in results.run["prompts"].keys() & run["prompts"].keys():
         if results.run["prompts"][name] != run["prompts"][name]:
             raise SystemExit(f"{args.json} holds a run with other prompts of {name}. Choose another file.")
@@ -174,6 +173,8 @@ def main():
     tasks, missing = collect_prompts(args, tokenizer, target)
     if args.draft:
         draft = AutoModel.from_pretrained(args.draft, dtype="auto", trust_remote_code=True).eval()
+        if not hasattr(draft, "assisted_decoding"):
+            raise SystemExit(f"{args.draft} is a {type(draft).__name__}, not an EAGLE-3 draft.")
         weights = weights_digest(draft.state_dict())  # those of the checkpoint, whatever they are measured in
         draft = draft.to(args.device, target.dtype if args.dtype != "auto" else draft.dtype)
         for name in DEFAULT_TREE_SETTINGS:
@@ -213,8 +214,8 @@ def main():
             shares = " ".join(f"{share:.2f}" for share in row.acceptance_by_position)
             where = f"{row.task}, batch size {row.batch_size}, T={row.temperature:g}, {row.method}"
             print(
-                f"{where}: drafting takes {row.draft_share:.0%} of the time; share of steps that accept the first, second, ... drafted "
-                f"token: {shares}"
+                f"{where}: {row.plain_steps} of {row.target_forwards} forwards were plain steps, without a tree; drafting takes "
+                f"{row.draft_share:.0%} of the time; share of steps that accept the first, second, ... drafted token: {shares}"
             )
     print(f"{args.max_new_tokens} new tokens; tree {tree}; {run['environment']}")
     for name, reason in {**results.run["missing_tasks"], **results.run["left_out"]}.items():

@@ -97,7 +97,10 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
         return get_dataset(mixture)
     name = script_args.dataset_name
     if name is None:
-        raise ValueError("Say what to train on: `--dataset_name`, or `datasets` in the YAML file.")
+        what = (
+            "train on" if script_args.features_dir is None else "evaluate on, or leave it out (`--eval_strategy no`)"
+        )
+        raise ValueError(f"Say what to {what}: `--dataset_name`, or `datasets` in the YAML file.")
     if Path(name).suffix in FILE_FORMATS and not Path(name).is_file():
         raise FileNotFoundError(f"There is no file {name}.")
     if files := sorted(map(str, Path(name).glob("rows-*.jsonl"))):  # of `recipes/regenerate.py`
@@ -139,6 +142,8 @@ def load_target(config: TargetConfig, with_layers: bool = True) -> PreTrainedMod
 
 
 def make_trainer(script_args, training_args, target_config, mixture) -> Eagle3Trainer:
+    if target_config.model_name_or_path is None:
+        raise ValueError("Say what to train a draft for: `--model_name_or_path`, or in the YAML file.")
     evaluates = training_args.eval_strategy != "no"
     train_dataset = eval_dataset = None
     if script_args.features_dir is not None:

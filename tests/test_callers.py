@@ -299,6 +299,12 @@ for assistant in (draft, folder):
                            trust_remote_code=True, max_new_tokens=24, do_sample=False)
     assert text.tolist() == {expected.tolist()}, text
 assert draft.last_generation.new_tokens == 24
+try:
+    draft.generate(torch.tensor([[5]]), assistant_model=target)
+except ValueError as error:
+    assert "not the other way round" in str(error)
+else:
+    assert False
 draft.save_pretrained({str(tmp_path / "again")!r})
 """
     subprocess.run([sys.executable, "-c", script], check=True)

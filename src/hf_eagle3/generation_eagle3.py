@@ -55,16 +55,18 @@ class Eagle3GenerationStats:
         target_forwards (`int`): Forward passes of the target, the prompt's included; plain `generate` takes `new_tokens`.
         accepted_lengths (`list[int]`):
             Tokens that each verification forward emitted; the prompt's forward verifies nothing and is left out.
+        plain_steps (`int`): How many of those forwards had no drafted token to verify, because drafting did not pay.
     """
 
     new_tokens: int = 0
     target_forwards: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
+    plain_steps: int = 0
 
     def __repr__(self):
         return (
             f"{type(self).__name__}(new_tokens={self.new_tokens}, target_forwards={self.target_forwards}, "
-            f"acceptance_length={self.acceptance_length:.2f})"
+            f"plain_steps={self.plain_steps}, acceptance_length={self.acceptance_length:.2f})"
         )
 
     @property
@@ -205,6 +207,7 @@ def eagle3_decoding(
                 start = time.perf_counter()
                 outputs = _verify(forward, target, tree, text, cache, model_kwargs)
                 stats.target_forwards += 1
+                stats.plain_steps += tree.num_nodes == 1
                 cache.track(outputs.past_key_values, tree.num_nodes)
                 features = aux_hidden_states(outputs, aux_layer_ids, num_layers)[:, -tree.num_nodes :]
                 root_row = outputs.logits.shape[1] - tree.num_nodes
@@ -232,14 +235,19 @@ decoding with no need for transformers to know of it.
 from transformers import AutoModel
 
 
-def generate(model, assistant_model=None, **kwargs):
+def generate(*args, model, assistant_model=None, **kwargs):
     """`assistant_model` is a draft, or the folder or Hub id of one."""
     if assistant_model is None:
         raise ValueError("A draft does not generate by itself. Call target.generate(..., assistant_model=draft).")
+    if not isinstance(assistant_model, str) and not hasattr(assistant_model, "assisted_decoding"):
+        raise ValueError(
+            f"{type(assistant_model).__name__} is no EAGLE-3 draft. Call target.generate(..., assistant_model=draft), not the "
+            "other way round."
+        )
     if isinstance(assistant_model, str):
         assistant_model = AutoModel.from_pretrained(assistant_model, dtype=model.dtype, trust_remote_code=True)
         assistant_model = assistant_model.to(model.device)
-    return model.generate(**kwargs, custom_generate=assistant_model.assisted_decoding)
+    return model.generate(*args, **kwargs, custom_generate=assistant_model.assisted_decoding)
 '''
 
 

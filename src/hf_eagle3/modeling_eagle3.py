@@ -472,7 +472,10 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
     ) -> tuple[torch.FloatTensor, torch.FloatTensor, Cache | None]:
         """[`forward`] up to the head: what `lm_head` takes, the `last_hidden_state`, and the cache."""
         if (input_ids is None) == (inputs_embeds is None) or hidden_states is None:
-            raise ValueError("A drafting step takes `hidden_states` and one of `input_ids` and `inputs_embeds`.")
+            raise ValueError(
+                "A drafting step takes `hidden_states` and one of `input_ids` and `inputs_embeds`. To generate text, call "
+                "`target.generate(..., assistant_model=draft)`."
+            )
         if inputs_embeds is None:
             inputs_embeds = self.embed(input_ids)
         if inputs_embeds.shape != hidden_states.shape:

@@ -9,6 +9,7 @@ from peft import LoraConfig
 from transformers import AutoModel
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.environment import weights_digest
 from hf_eagle3.training.record import training_record
 from hf_eagle3.training.trainer import beginning
 
@@ -84,7 +85,7 @@ def test_draft_vocabulary_comes_from_what_is_supervised(tmp_path, tokenizer):
 
 
 def test_logs(tmp_path, tokenizer):
-    trainer = make_trainer(tmp_path, tokenizer, ttt_steps=4, eval_dataset=TEXTS.select(range(5)))
+    trainer = make_trainer(tmp_path, tokenizer, ttt_steps=4, ttt_warmup=0, eval_dataset=TEXTS.select(range(5)))
     trainer.train()
     trainer.evaluate()
     train, evaluation = trainer.state.log_history[0], trainer.state.log_history[-1]
@@ -153,8 +154,11 @@ def test_the_unroll_grows(tmp_path, tokenizer):
     trainer.train()
     trainer.evaluate()
     *steps, evaluation = [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry]
-    deepest = [max(step for step in range(4) if entry[f"acceptance_rate_{step}"] > 0) + 1 for entry in steps]
-    assert deepest == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert [entry["ttt_steps"] for entry in steps] == [1, 1, 2, 2, 3, 3, 4, 4]
+    for entry in steps:  # of steps that the unroll did not come to there is nothing to say
+        assert [f"acceptance_rate_{step}" in entry for step in range(4)] == [
+            step < entry["ttt_steps"] for step in range(4)
+        ]
     assert evaluation["eval_acceptance_rate_3"] > 0
     with pytest.raises(ValueError, match="ttt_warmup"):
         make_trainer(tmp_path, tokenizer, ttt_warmup=2)
@@ -244,8 +248,19 @@ def test_half_precision_drafts_are_trained_in_float32(tmp_path, tokenizer):
     draft = Eagle3ForSpeculation.from_target(target)
     assert draft.dtype == torch.bfloat16
     trainer = make_trainer(tmp_path, tokenizer, model=draft, target=target)
+    trainer.args.save_strategy, trainer.args.save_steps = "steps", trainer.args.max_steps
     trainer.train()
     assert trainer.draft.dtype == torch.float32
+    # Training goes on from what it left; what is used has the target's precision, as does the record of its weights.
+    trainer.save_model(str(tmp_path / "final"))
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    saved = {}
+    for folder in (checkpoint, tmp_path / "final"):
+        draft = saved[folder.name] = Eagle3ForSpeculation.from_pretrained(folder)
+        record = json.loads((folder / "training.json").read_text())
+        assert record["draft_weights"] == weights_digest(draft.state_dict())
+    assert saved["final"].dtype == torch.bfloat16 and saved[checkpoint.name].dtype == torch.float32
+    assert torch.equal(saved["final"].fc.weight, trainer.draft.fc.weight.bfloat16())
 
 
 def test_packing(tmp_path, tokenizer):

@@ -183,7 +183,10 @@ def flat_config(draft, refused: dict[str, bool], to: str) -> dict:
         **refused,
     }
     if cannot := [what for what, has in refused.items() if has]:
-        raise ValueError(f"The {to} format cannot express this draft: it has {'; '.join(cannot)}.")
+        raise ValueError(
+            f"The {to} format cannot express this draft: it has {'; '.join(cannot)}. These are choices of training "
+            "(`model_init_kwargs`); a trained draft cannot be converted."
+        )
     rope = dict(layer_config.rope_parameters)
     theta, scaled = rope.pop("rope_theta"), rope["rope_type"] != "default"
     return {

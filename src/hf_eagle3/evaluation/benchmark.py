@@ -156,6 +156,7 @@ class TimedGeneration:
             "draft_seconds": drafting[0],
             "target_forwards": num_forwards[0],
             "accepted_lengths": Counter(self.draft.last_generation.accepted_lengths if is_ours else []),
+            "plain_steps": getattr(self.draft.last_generation, "plain_steps", 0) if is_ours else 0,
             "peak_memory": peak_memory(device),
         }
         ends = self.target.generation_config.eos_token_id
@@ -171,7 +172,8 @@ def measure_repeat(
     measured = {}
     for method in methods:
         measured[method] = {"method": method, "new_tokens": 0, "seconds": 0.0, "draft_seconds": 0.0}
-        measured[method] |= {"target_forwards": 0, "accepted_lengths": Counter(), "differing": [], "peak_memory": None}
+        measured[method] |= {"target_forwards": 0, "plain_steps": 0, "accepted_lengths": Counter()}
+        measured[method] |= {"differing": [], "peak_memory": None}
     row = 0
     for index, inputs in enumerate(batches):
         for method in methods:
@@ -181,7 +183,7 @@ def measure_repeat(
             total = measured[method]
             total["new_tokens"] += sum(map(len, new_tokens))
             total["differing"] += [row + i for i, tokens in enumerate(new_tokens) if tokens != expected[i]]
-            for name in ("seconds", "draft_seconds", "target_forwards", "accepted_lengths"):
+            for name in ("seconds", "draft_seconds", "target_forwards", "plain_steps", "accepted_lengths"):
                 total[name] += facts[name]
             if facts["peak_memory"] is not None:
                 total["peak_memory"] = max(total["peak_memory"] or 0, facts["peak_memory"])

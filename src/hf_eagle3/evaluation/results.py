@@ -29,6 +29,7 @@ class BenchmarkRow:
         target_forwards (`int`): Forward passes of the target in all repeats, those of the prompts included.
         new_tokens (`int`): Tokens generated in all repeats.
         accepted_lengths (`Counter[int]`): How many verification forwards emitted 1, 2, ... tokens. EAGLE-3 only.
+        plain_steps (`int`): How many of those drafted nothing. EAGLE-3 only.
         draft_share (`float`): Share of the time in which trees were drafted. EAGLE-3 only.
         num_identical (`int`): Prompts whose tokens are, in every repeat, those of plain generation.
         num_prompts (`int`): Of how many.
@@ -44,6 +45,7 @@ class BenchmarkRow:
     target_forwards: int = 0
     new_tokens: int = 0
     accepted_lengths: Counter[int] = field(default_factory=Counter)
+    plain_steps: int = 0
     draft_share: float = 0.0
     num_identical: int = 0
     num_prompts: int = 0
@@ -147,6 +149,7 @@ class BenchmarkResults:
                     target_forwards=sum(repeat["target_forwards"] for repeat in repeats),
                     new_tokens=sum(repeat["new_tokens"] for repeat in repeats),
                     accepted_lengths=accepted,
+                    plain_steps=sum(repeat.get("plain_steps", 0) for repeat in repeats),
                     draft_share=sum(repeat.get("draft_seconds", 0.0) for repeat in repeats)
                     / sum(repeat["seconds"] for repeat in repeats),
                     num_identical=repeats[0]["num_prompts"] - len(differing),
@@ -220,7 +223,7 @@ def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
     of each run span do not overlap. Speed-ups are compared, not tokens per second, which a busy machine changes for all methods.
     """
     lines = [
-        "| task | batch size | T | method | before | after | change | exceeds the noise |",
+        "| task | batch size | T | method | speed-up before | after | change | exceeds the noise |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     old = {(row.task, row.batch_size, row.temperature, row.method): row for row in before.rows}
@@ -241,9 +244,17 @@ def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
     if len(lines) == 2:
         raise ValueError("The two runs have no task, batch size, temperature and method in common.")
     for name in ("arguments", "prompts", "environment", "tree", "draft_weights"):
-        if before.run.get(name) != after.run.get(name):
-            lines.append(f"\n{name} differs: {before.run.get(name)} before, {after.run.get(name)} after.")
+        if difference := what_differs(before.run.get(name), after.run.get(name)):
+            lines.append(f"\n{name}: {difference}.")
     return "\n".join(lines)
+
+
+def what_differs(before, after) -> str:
+    """The entries of two dicts, or the values, that are not the same; empty if there are none."""
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return "" if before == after else f"{before} before, {after} after"
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return ", ".join(f"{name} was {before.get(name)!r} before, {after.get(name)!r} after" for name in names)
 
 
 def plot_names(rows: Sequence[BenchmarkRow]) -> list[str]:

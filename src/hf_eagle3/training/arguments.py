@@ -52,8 +52,8 @@ class Eagle3TrainingArguments(SFTConfig):
     adam_beta2: float = field(default=0.95, metadata={"help": "The second beta of AdamW."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "The learning-rate schedule."})
     max_grad_norm: float = field(default=0.5, metadata={"help": "Norm the gradients are clipped to."})
-    gradient_checkpointing: bool = field(
-        default=False, metadata={"help": "Not supported: the unroll keeps the keys of every step."}
+    gradient_checkpointing: bool | None = field(
+        default=None, metadata={"help": "Not supported: the unroll keeps the keys of every step."}
     )
 
     # Parameters that control the draft

@@ -13,7 +13,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedModel
-from transformers.trainer_utils import sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from trl import SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
@@ -169,6 +169,10 @@ class Eagle3Trainer(SFTTrainer):
         counts = count_tokens(self.train_dataset, draft.config.vocab_size)
         if takes_it_from_data:
             draft.set_draft_vocabulary(most_frequent_tokens(counts, self.args.draft_vocab_size), target_model)
+        if takes_it_from_data and draft.config.draft_vocab_size < self.args.draft_vocab_size:
+            logger.warning(
+                f"`draft_vocab_size` is {self.args.draft_vocab_size}, but the target has {draft.config.draft_vocab_size} tokens."
+            )
         share = coverage(counts, draft.draft_token_ids.tolist())
         message = (
             f"Draft vocabulary: {draft.config.draft_vocab_size} of {draft.config.vocab_size} tokens, which make up "
@@ -389,7 +393,10 @@ class Eagle3Trainer(SFTTrainer):
             "joint_acceptance": conditional.cumprod(dim=0),
         }
         metrics = {
-            f"{name}_{step}": value for name, values in by_step.items() for step, value in enumerate(values.tolist())
+            f"{name}_{step}": value
+            for name, values in by_step.items()
+            for step, value in enumerate(values.tolist())
+            if num_rows[step] > 0  # the unroll came so far
         }
         # A token is emitted in any case; the k-th drafted one if the first k agree.
         metrics["simulated_acceptance_length"] = 1 + by_step["joint_acceptance"].sum().item()
@@ -398,7 +405,8 @@ class Eagle3Trainer(SFTTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds what training-time test says about drafting."""
         if "loss" in logs:
-            logs = {**logs, **self._pop_metrics("train")}
+            metrics = self._pop_metrics("train")
+            logs = {**logs, "ttt_steps": sum(name.startswith("accuracy_") for name in metrics), **metrics}
         super().log(logs, start_time)
 
     def evaluation_loop(
@@ -460,14 +468,22 @@ class Eagle3Trainer(SFTTrainer):
         return draft
 
     def _save(self, output_dir=None, state_dict=None):
-        """Adds how it was trained, for the card."""
+        """
+        Adds how it was trained, for the card. Checkpoints, from which training goes on, are in the precision it has; what is
+        saved otherwise is to be used, and in the target's.
+        """
         super()._save(output_dir, state_dict)
         if not self.args.should_save:
             return
-        weights = None
+        folder, weights = Path(output_dir or self.args.output_dir), None
         if not self._is_adapter:
             weights = self.draft.state_dict() if state_dict is None else state_dict
-        write_records(Path(output_dir or self.args.output_dir), training_record(self, weights or None), None)
+            dtype = self.target_model.dtype
+            if dtype in (torch.bfloat16, torch.float16) and not folder.name.startswith(PREFIX_CHECKPOINT_DIR):
+                draft = Eagle3ForSpeculation.from_pretrained(folder, dtype=dtype)
+                draft.save_pretrained(folder)
+                weights = draft.state_dict()
+        write_records(folder, training_record(self, weights or None), None)
 
     def _push_from_checkpoint(self, checkpoint_folder):
         """`Trainer` pushes weights and configuration of a checkpoint; a draft is also its code and its record."""
