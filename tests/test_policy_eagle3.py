@@ -32,7 +32,7 @@ class Machine:
         if not plan.drafts:
             self.chosen.append(0)
             tree = SimpleNamespace(num_nodes=1, values=None)
-            plan.record_verification(tree, [[0]], [True], self.plain * pause)
+            plan.record_verification(tree, [[0]], [True], 1, self.plain * pause)
             return 1, self.plain
         siblings = (1 - self.confidence) / 8
         values = []
@@ -58,7 +58,7 @@ class Machine:
             path.append(rank + 1)
         seconds = self.plain + self.per_node * num_nodes
         tree = SimpleNamespace(num_nodes=num_nodes + 1, values=ranked[:, :num_nodes])
-        plan.record_verification(tree, [path], [True], seconds * pause)
+        plan.record_verification(tree, [path], [True], len(path), seconds * pause)
         return len(path), self.first + levels * self.level + seconds
 
     def _chain_values(self):
@@ -159,7 +159,7 @@ def test_steps_that_end_early():
     plan = policy.plan_step([True])
     assert plan.drafts
     assert plan.choose_num_nodes(torch.full((1, 2), -1.0)) in (1, 2)  # a pool smaller than the budget
-    plan.record_verification(SimpleNamespace(num_nodes=1, values=None), [[0]], [False], 1.0)
+    plan.record_verification(SimpleNamespace(num_nodes=1, values=None), [[0]], [False], 0, 1.0)
     for size in (0, 0, 1, 1):
         policy.costs.record(size, 1.0)
     assert plan.choose_num_nodes(torch.zeros(1, 0)) == 0  # nothing that the draft is sure enough of
@@ -191,3 +191,23 @@ def test_learns_nothing_from_padding(monkeypatch, cache):
         draft.generation_config.update(tree_policy="auto", tree_depth=4, branching_factor=1)
         assert target.generate(**batch, assistant_model=draft, **kwargs, **cache).tolist() == expected.tolist()
     assert any(of_padding) and expectations and all(tokens >= 1 for tokens in expectations)
+
+
+def test_a_batch_is_as_fast_as_its_slowest_row(monkeypatch):
+    """Of what use is a row that runs ahead, if the call ends with the last?"""
+    monkeypatch.setattr(StepCosts, "__getitem__", lambda self, part: {0: 1.0, "first": 0.2, "level": 0.1}.get(part))
+    monkeypatch.setattr(StepCosts, "of_verification", lambda self, sizes: [1 + 0.02 * size for size in sizes])
+    target, batch = make_target("llama"), make_batch([5, 9])
+    settings = {"max_new_tokens": 150, "do_sample": False, "pad_token_id": 0}
+    expected = target.generate(**batch, **settings)
+    padding = (1 - batch["attention_mask"]).sum(dim=1, keepdim=True)
+    shares = []
+    for knows_both in (True, False):
+        text = expected.clone()
+        if not knows_both:
+            text[1] = 3
+        draft = make_oracle(target, text, padding=padding)
+        draft.generation_config.update(tree_policy="auto", tree_depth=4, branching_factor=1)
+        assert target.generate(**batch, assistant_model=draft, **settings).tolist() == expected.tolist()
+        shares.append(draft.last_generation.plain_steps / draft.last_generation.target_forwards)
+    assert shares[0] < 0.3 and shares[1] > 0.7

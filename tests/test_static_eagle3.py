@@ -222,7 +222,7 @@ def test_steps_are_planned_by_what_was_accepted():
                 plan.record_draft(depth - 1, seconds_of_depth(depth) / 2, 0.0)
             tree = type("Tree", (), {"num_nodes": 25 if depth else 1})
             seconds = seconds_of_depth(depth) / (2 if depth else 1)
-            plan.record_verification(tree, [list(range(length + 1))], [True], seconds)
+            plan.record_verification(tree, [list(range(length + 1))], [True], length + 1, seconds)
             depths.append(depth)
         return depths[num_steps // 2 :]
 

@@ -192,14 +192,14 @@ def eagle3_decoding(
                     if tree.num_nodes > 1:
                         features = take_paths(features, text.paths)
                 model_kwargs = _extend_inputs(target, outputs, model_kwargs, counts, text.growth)
-                live = [not is_finished for is_finished in text.is_finished]
                 if plan is not None:
-                    plan.record_verification(tree, text.paths, live, time.perf_counter() - start)
+                    live = [not is_finished for is_finished in text.is_finished]
+                    plan.record_verification(tree, text.paths, live, text.progress, time.perf_counter() - start)
                 if text.is_complete:
                     break
 
                 # Draft a tree below the newest token, and verify it in one forward.
-                plan, tree = policy.plan_step(live), DraftTree.root_only(text.newest(1))
+                plan, tree = policy.plan_step(text.rows_behind), DraftTree.root_only(text.newest(1))
                 drafter.remember(features, counts, text, model_kwargs)
                 limits = _step_limits(target, settings, cache, model_kwargs, text) if plan.drafts else None
                 if plan.drafts and limits["tree_depth"] > 0:

@@ -69,8 +69,8 @@ class StaticPolicy:
 
     drafts = True  # whether this step drafts at all
 
-    def plan_step(self, live: list[bool]):
-        """The plan of one step, given the rows of the batch whose text is not finished."""
+    def plan_step(self, behind: list[bool]):
+        """The plan of one step, given the rows of the batch that hold it up: none if all texts are finished."""
         return self
 
     def more_levels(self, values: torch.FloatTensor, at_most: int) -> int:
@@ -87,10 +87,12 @@ class StaticPolicy:
         further levels.
         """
 
-    def record_verification(self, tree, paths: list[list[int]], live: list[bool], seconds: float) -> None:
+    def record_verification(
+        self, tree, paths: list[list[int]], live: list[bool], progress: int, seconds: float
+    ) -> None:
         """
-        What came of the `tree` (`DraftTree`): the nodes on each row's path through it, which rows went on when it ended,
-        and what verifying it and reading off the tokens took.
+        What came of the `tree` (`DraftTree`): the nodes on each row's path through it, which rows went on when it ended, by
+        how many tokens the slowest row came on, and what verifying it and reading off the tokens took.
         """
 
 
@@ -183,6 +185,9 @@ class AutoPolicy(StaticPolicy):
     https://huggingface.co/papers/2406.17276, maximises the first; dynamic depth by confidence is from
     https://huggingface.co/papers/2409.00142.)
 
+    A batch is done when its slowest row is: there what a step is worth is how far that one comes, and confidences are averaged
+    over the rows that hold it up.
+
     Where drafting does not pay it decodes plainly, and tries again ever more rarely. The text does not depend on the
     tree, so that timing may decide.
 
@@ -215,8 +220,8 @@ class AutoPolicy(StaticPolicy):
         drafted = self.tokens / self.seconds if self.seconds else 0.0
         return max(1 / plain if plain else 0.0, drafted)
 
-    def plan_step(self, live):
-        if not any(live):  # what is left is padding, of rows that lag behind: whole trees of it are accepted
+    def plan_step(self, behind):
+        if not any(behind):  # what is left is padding, of rows that lag behind: whole trees of it are accepted
             return StaticPolicy()
         first, at_most = self.REVIEWS
         if self.num_drafted >= first and self.num_drafted % min(1 << self.num_drafted.bit_length() - 1, at_most) == 0:
@@ -226,13 +231,13 @@ class AutoPolicy(StaticPolicy):
             self.plain_left -= 1
             return _PlainStep(self)
         self.costs.forget()
-        return self.drafted_step(live)
+        return self.drafted_step(behind)
 
-    def drafted_step(self, live):
-        return _DraftedStep(self, live)
+    def drafted_step(self, behind):
+        return _DraftedStep(self, behind)
 
     def record_drafted_step(self, tokens: float, seconds: float) -> None:
-        """Tokens to expect of a step for each row, and its time; decides whether to go on drafting."""
+        """By how many tokens the step took the slowest row on, and its time; decides whether to go on drafting."""
         for name, new in (("weight", 1.0), ("tokens", tokens), ("seconds", seconds)):
             setattr(self, name, getattr(self, name) * self.MEMORY + new)
         self.num_drafted += 1
@@ -259,15 +264,15 @@ class _PlainStep(StaticPolicy):
     def __init__(self, policy: AutoPolicy):
         self.policy = policy
 
-    def record_verification(self, tree, paths, live, seconds):
+    def record_verification(self, tree, paths, live, progress, seconds):
         self.policy.costs.record(tree.num_nodes - 1, seconds)
 
 
 class _DraftedStep(StaticPolicy):
     """A step of `AutoPolicy` that drafts."""
 
-    def __init__(self, policy: AutoPolicy, live: list[bool]):
-        self.policy, self.live = policy, live
+    def __init__(self, policy: AutoPolicy, behind: list[bool]):
+        self.policy, self.behind = policy, behind
         self.mass = 1.0  # of the root: tokens to expect of the nodes that are expanded next
         self.tokens = 1.0  # expected, of the nodes to verify
         self.levels = None  # drafted below the first
@@ -276,7 +281,7 @@ class _DraftedStep(StaticPolicy):
     def _expected(self, values: torch.FloatTensor) -> torch.FloatTensor:
         """Probabilities that nodes are accepted, averaged over the rows that count."""
         values = values.float().cpu().contiguous()
-        return self.policy.calibration(values if all(self.live) else values[self.live]).mean(dim=0)
+        return self.policy.calibration(values if all(self.behind) else values[self.behind]).mean(dim=0)
 
     def more_levels(self, values, at_most):
         return int(self._goes_deeper(values))
@@ -287,7 +292,7 @@ class _DraftedStep(StaticPolicy):
         self.mass = mass
         level, verification = costs["level"], costs.of_verification([0, policy.num_nodes])
         if level is None or verification is None:
-            if len(self.live) == 1:  # measure one
+            if len(self.behind) == 1:  # measure one
                 return before == 1.0
             if verification is None:  # not yet: each costs as much as the rows together
                 return False
@@ -304,7 +309,7 @@ class _DraftedStep(StaticPolicy):
         sizes = [size for size in policy.sizes if size < len(expected)]
         seconds = costs.of_verification(sizes)
         if seconds is None:  # measure one that costs little, whatever the batch
-            best = min(max(policy.num_nodes // 3 // len(self.live), 1), len(expected) - 1)
+            best = min(max(policy.num_nodes // 3 // len(self.behind), 1), len(expected) - 1)
             self.only_measures = best > 0
         else:
             gains = {size: expected[size] - policy.rate * each for size, each in zip(sizes, seconds)}
@@ -321,7 +326,7 @@ class _DraftedStep(StaticPolicy):
         if levels:
             self.policy.costs.record("level", level_seconds / levels)
 
-    def record_verification(self, tree, paths, live, seconds):
+    def record_verification(self, tree, paths, live, progress, seconds):
         policy, costs, num_nodes = self.policy, self.policy.costs, tree.num_nodes - 1
         costs.record(num_nodes, seconds)
         if self.levels is None:  # too close to the end
@@ -334,7 +339,9 @@ class _DraftedStep(StaticPolicy):
             policy.calibration.record(tree.values[rows].cpu(), accepted[:, 1:])
         first, verification = costs["first"], costs.of_verification([num_nodes])
         if first is not None and verification is not None and not self.only_measures:
-            policy.record_drafted_step(self.tokens, first + (costs["level"] or 0.0) * self.levels + verification[0])
+            # What one row should have brought tells more than what it did; the slowest of several is another matter.
+            tokens = self.tokens if len(paths) == 1 else progress
+            policy.record_drafted_step(tokens, first + (costs["level"] or 0.0) * self.levels + verification[0])
 
 
 class PlannedPolicy(AutoPolicy):
@@ -355,14 +362,14 @@ class PlannedPolicy(AutoPolicy):
         self.depths = [tree_depth] if has_one_shape else list(range(1, tree_depth + 1))
         self.asked, self.followed = [0.0] * tree_depth, [0.0] * tree_depth  # whether they accept a node at each depth
 
-    def drafted_step(self, live):
+    def drafted_step(self, behind):
         deepest = best = self.depths[-1]
         seconds = self.costs.of_verification(self.depths)
         if seconds is not None:
             expected = self.expected_tokens()
             gains = {depth: expected[depth] - self.rate * each for depth, each in zip(self.depths, seconds)}
             best = max(self.depths, key=gains.__getitem__)
-        return _PlannedStep(self, best if self.costs[deepest] is not None else deepest)
+        return _PlannedStep(self, best if self.costs[deepest] is not None else deepest, behind)
 
     def expected_tokens(self) -> list[float]:
         """Tokens to expect of a step of each depth, from 0."""
@@ -385,8 +392,8 @@ class PlannedPolicy(AutoPolicy):
 class _PlannedStep(StaticPolicy):
     """A step of `PlannedPolicy` that drafts."""
 
-    def __init__(self, policy: PlannedPolicy, depth: int):
-        self.policy, self.depth = policy, depth
+    def __init__(self, policy: PlannedPolicy, depth: int, behind: list[bool]):
+        self.policy, self.depth, self.behind = policy, depth, behind
         self.drafted = self.seconds = None
 
     def more_levels(self, values, at_most):
@@ -396,19 +403,20 @@ class _PlannedStep(StaticPolicy):
         self.drafted = levels + 1
         self.seconds = None if first_seconds is None else first_seconds + level_seconds
 
-    def record_verification(self, tree, paths, live, seconds):
+    def record_verification(self, tree, paths, live, progress, seconds):
         policy = self.policy
         if self.drafted is None:  # too close to the end
             policy.costs.record(tree.num_nodes - 1, seconds)
             return
-        lengths = [len(path) - 1 for path, goes_on in zip(paths, live) if goes_on]
+        lengths = [len(path) - 1 for path, *counts in zip(paths, live, self.behind) if all(counts)]
         if lengths:
             policy.record_paths(lengths, self.drafted)
         if self.seconds is not None:
             policy.costs.record(self.drafted, self.seconds + seconds)
         whole_step = policy.costs[self.drafted]
         if lengths and whole_step is not None:
-            policy.record_drafted_step(policy.expected_tokens()[self.drafted], whole_step)
+            tokens = policy.expected_tokens()[self.drafted] if len(paths) == 1 else progress
+            policy.record_drafted_step(tokens, whole_step)
 
 
 # What was measured of each target with each of its drafts.

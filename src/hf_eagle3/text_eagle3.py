@@ -62,6 +62,7 @@ class Text:
         self.ids = input_ids.long()  # (B, capacity), of which each row has written its length
         self.lengths = [self.prompt_length] * self.batch_size
         self.is_finished = [False] * self.batch_size
+        self.were_finished = list(self.is_finished)  # before the last walk
         self.paths = [[] for _ in range(self.batch_size)]  # of the last walk, the nodes at which tokens were picked
         self.starts = list(self.lengths)  # where that walk began
         self.logits_processor, self.stopping_criteria, self.returned = logits_processor, stopping_criteria, returned
@@ -111,6 +112,19 @@ class Text:
         return max(start + len(path) for start, path in zip(self.starts, self.paths)) - max(self.starts)
 
     @property
+    def rows_behind(self) -> list[bool]:
+        """Which rows hold up the batch: unfinished ones that the slowest of those could overtake in a step."""
+        unfinished = [length for length, is_finished in zip(self.lengths, self.is_finished) if not is_finished]
+        limit = min(unfinished, default=0) + self.path_length
+        return [length < limit and not done for length, done in zip(self.lengths, self.is_finished)]
+
+    @property
+    def progress(self) -> int:
+        """How far the last walk took the slowest of the rows that were unfinished before it: 1 in plain decoding."""
+        rows = [row for row, was_finished in enumerate(self.were_finished) if not was_finished]
+        return min(self.lengths[row] for row in rows) - min(self.starts[row] for row in rows) if rows else 0
+
+    @property
     def is_complete(self) -> bool:
         return all(self.is_finished) and self.shortest == self.longest
 
@@ -124,6 +138,7 @@ class Text:
 
     def walk(self, tree: DraftTree, outputs, root_row: int) -> None:
         """Picks tokens for as long as the tree has them."""
+        self.were_finished = list(self.is_finished)
         if self.may_pick_at_once and (not self.visits_nodes or tree.num_nodes == 1 < self.batch_size):
             return self._walk_at_once(tree, outputs.logits[:, root_row:])
         children, nodes = tree.children(), [0] * self.batch_size
@@ -141,7 +156,7 @@ class Text:
     def _walk_at_once(self, tree: DraftTree, logits: torch.FloatTensor) -> None:
         """Picks a token at every node, and reads once which of them the walk comes by."""
         tree, logits = tree.to(self.ids.device), logits.to(self.ids.device)
-        were_finished = list(self.is_finished)
+        were_finished = self.were_finished
         choices, is_broken = self._choices(tree, logits)  # (B, N)
         if self.pads_finished_rows and any(were_finished):
             choices[were_finished] = int(self.pad_token)
