@@ -216,7 +216,7 @@ class Text:
                 self._keep(self._draw(probs))
             noise = torch.stack([torch.stack([queue[level] for level in range(levels)]) for queue in self.noise])
             noise = noise.gather(1, tree.depths[..., None].expand(-1, -1, vocab_size))
-        return (probs / noise).argmax(dim=-1), ~(torch.isfinite(probs) & (probs >= 0)).all(dim=-1)
+        return (probs / noise).argmax(dim=-1), ~_are_probabilities(probs)
 
     def _draw(self, probs: torch.FloatTensor) -> torch.FloatTensor:
         """The noise for one more position of every row `(B, V)`, as `torch.multinomial` would have drawn it."""
@@ -282,7 +282,7 @@ class Text:
         else:
             # What `torch.multinomial` does, with the noise it would have drawn for all rows at this position.
             probs = torch.softmax(scores, dim=-1)
-            if not (torch.isfinite(probs).all() and (probs >= 0).all()):
+            if not _are_probabilities(probs).all():
                 raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
             if any(not self.noise[row] for row in rows):  # then all of them, which are equally long
                 self._keep(self._draw(probs))
@@ -374,6 +374,11 @@ def is_row_wise(processor) -> bool:
 def is_one_of(processor, names: set[str]) -> bool:
     """Whether a logits processor or stopping criterion is transformers' own of one of these names."""
     return type(processor).__module__.startswith("transformers.generation.") and type(processor).__name__ in names
+
+
+def _are_probabilities(probs: torch.FloatTensor) -> torch.BoolTensor:
+    """Of what `softmax` returns `(..., V)`: `(...)`. It is never infinite or negative, and one broken score breaks the sum."""
+    return torch.isfinite(probs.sum(dim=-1))
 
 
 def _random_state(device) -> torch.Tensor:
