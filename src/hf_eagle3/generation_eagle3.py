@@ -239,14 +239,14 @@ def generate(*args, model, assistant_model=None, **kwargs):
     """`assistant_model` is a draft, or the folder or Hub id of one."""
     if assistant_model is None:
         raise ValueError("A draft does not generate by itself. Call target.generate(..., assistant_model=draft).")
-    if not isinstance(assistant_model, str) and not hasattr(assistant_model, "assisted_decoding"):
+    if isinstance(assistant_model, str):
+        assistant_model = AutoModel.from_pretrained(assistant_model, dtype=model.dtype, trust_remote_code=True)
+        assistant_model = assistant_model.to(model.device)
+    if not hasattr(assistant_model, "assisted_decoding"):
         raise ValueError(
             f"{type(assistant_model).__name__} is no EAGLE-3 draft. Call target.generate(..., assistant_model=draft), not the "
             "other way round."
         )
-    if isinstance(assistant_model, str):
-        assistant_model = AutoModel.from_pretrained(assistant_model, dtype=model.dtype, trust_remote_code=True)
-        assistant_model = assistant_model.to(model.device)
     return model.generate(*args, **kwargs, custom_generate=assistant_model.assisted_decoding)
 '''
 

@@ -315,9 +315,8 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
                 The target whose output embeddings are copied.
         """
         device, vocab_size = self.lm_head.weight.device, self.config.vocab_size
-        if draft_token_ids is None:
-            draft_token_ids = torch.arange(vocab_size)
-        token_ids = torch.as_tensor(draft_token_ids, dtype=torch.long).flatten().unique()  # ascending
+        token_ids = range(vocab_size) if draft_token_ids is None else draft_token_ids
+        token_ids = torch.as_tensor(token_ids, dtype=torch.long).flatten().unique()  # ascending
         if len(token_ids) == 0 or token_ids[0] < 0 or token_ids[-1] >= vocab_size:
             raise ValueError(
                 f"`draft_token_ids` must be ids of the target's vocabulary, 0 to {vocab_size - 1}, and not be empty."
@@ -488,10 +487,9 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         if position_ids is None:
             past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None] + past_length
-        layer_types = self.config.transformer_layer_config.layer_types
         masks = self._masks_by_layer_type(attention_mask, inputs_embeds, past_key_values, position_ids)
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        for layer, layer_type in zip(self.layers, layer_types, strict=True):
+        for layer, layer_type in zip(self.layers, self.config.transformer_layer_config.layer_types, strict=True):
             hidden_states = layer(
                 hidden_states,
                 inputs_embeds,
