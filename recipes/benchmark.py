@@ -214,7 +214,8 @@ def main():
             shares = " ".join(f"{share:.2f}" for share in row.acceptance_by_position)
             where = f"{row.task}, batch size {row.batch_size}, T={row.temperature:g}, {row.method}"
             print(
-                f"{where}: {row.plain_steps} of {row.target_forwards} forwards were plain steps, without a tree; drafting takes "
+                f"{where}: {'unknown' if row.plain_steps is None else row.plain_steps} of {row.target_forwards} forwards were plain "
+                "steps, without a tree; drafting takes "
                 f"{row.draft_share:.0%} of the time; share of steps that accept the first, second, ... drafted token: {shares}"
             )
     print(f"{args.max_new_tokens} new tokens; tree {tree}; {run['environment']}")

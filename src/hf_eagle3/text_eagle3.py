@@ -53,7 +53,7 @@ class Text:
         streamer,
         in_step,
         path_length,
-        can_read_padding=True,
+        can_read_padding,
     ):
         self.batch_size, self.prompt_length = input_ids.shape
         # A streamer that raises finds all rows where plain `generate` leaves them.

@@ -156,7 +156,7 @@ class TimedGeneration:
             "draft_seconds": drafting[0],
             "target_forwards": num_forwards[0],
             "accepted_lengths": Counter(self.draft.last_generation.accepted_lengths if is_ours else []),
-            "plain_steps": getattr(self.draft.last_generation, "plain_steps", 0) if is_ours else 0,
+            "plain_steps": self.draft.last_generation.plain_steps if is_ours else 0,
             "peak_memory": peak_memory(device),
         }
         ends = self.target.generation_config.eos_token_id

@@ -29,7 +29,7 @@ class BenchmarkRow:
         target_forwards (`int`): Forward passes of the target in all repeats, those of the prompts included.
         new_tokens (`int`): Tokens generated in all repeats.
         accepted_lengths (`Counter[int]`): How many verification forwards emitted 1, 2, ... tokens. EAGLE-3 only.
-        plain_steps (`int`): How many of those drafted nothing. EAGLE-3 only.
+        plain_steps (`int`, *optional*): How many of those drafted nothing. EAGLE-3 only; older results do not tell.
         draft_share (`float`): Share of the time in which trees were drafted. EAGLE-3 only.
         num_identical (`int`): Prompts whose tokens are, in every repeat, those of plain generation.
         num_prompts (`int`): Of how many.
@@ -45,7 +45,7 @@ class BenchmarkRow:
     target_forwards: int = 0
     new_tokens: int = 0
     accepted_lengths: Counter[int] = field(default_factory=Counter)
-    plain_steps: int = 0
+    plain_steps: int | None = None
     draft_share: float = 0.0
     num_identical: int = 0
     num_prompts: int = 0
@@ -149,7 +149,9 @@ class BenchmarkResults:
                     target_forwards=sum(repeat["target_forwards"] for repeat in repeats),
                     new_tokens=sum(repeat["new_tokens"] for repeat in repeats),
                     accepted_lengths=accepted,
-                    plain_steps=sum(repeat.get("plain_steps", 0) for repeat in repeats),
+                    plain_steps=sum(repeat["plain_steps"] for repeat in repeats)
+                    if all("plain_steps" in repeat for repeat in repeats)
+                    else None,
                     draft_share=sum(repeat.get("draft_seconds", 0.0) for repeat in repeats)
                     / sum(repeat["seconds"] for repeat in repeats),
                     num_identical=repeats[0]["num_prompts"] - len(differing),
