@@ -16,6 +16,7 @@ in the JSON file; the same command goes on from there. Choices:
     no_ttt        without training-time test
     ttt_warmup    an unroll that grows over the first 80% of the steps
     adamw         AdamW for everything
+    same_lr       AdamW's part beside Muon at Muon's learning rate
 """
 
 import argparse
@@ -42,6 +43,7 @@ CHOICES = {
     "no_ttt": {"ttt_steps": 1},
     "ttt_warmup": {"ttt_warmup": 0.8},
     "adamw": {"use_muon": False},
+    "same_lr": {"adamw_learning_rate": "learning_rate"},
 }
 
 
@@ -54,6 +56,8 @@ def max_steps(compute: int, ttt_steps: int, ttt_warmup: float = 0.0, **_) -> int
 def train(target, tokenizer, dataset, choice: dict, seed: int, args):
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
     settings = {"ttt_steps": args.ttt_steps, "ttt_warmup": 0.0, "learning_rate": args.learning_rate, **choice}
+    if settings.get("adamw_learning_rate") == "learning_rate":
+        settings["adamw_learning_rate"] = args.learning_rate
     init = {"model_type": "qwen3", **settings.pop("model_init_kwargs", {})}
     if init.get("eagle_aux_hidden_state_layer_ids") == "last":
         init["eagle_aux_hidden_state_layer_ids"] = [num_layers - 1]

@@ -125,7 +125,6 @@ def common_arguments(args, batch_size: int) -> dict:
         # Many processors compute in bfloat16 only by emulation, at a third of float32's speed.
         "bf16": torch.cuda.is_bf16_supported() if on_gpu else torch.cpu._is_avx512_bf16_supported(),
         "use_cpu": not on_gpu,
-        "gradient_checkpointing": False,
         "logging_steps": 50,
         "save_strategy": "no",
         "report_to": "none",
@@ -164,7 +163,7 @@ def train_target(folder: Path, dataset: Dataset, args) -> None:
     others = [weight for name, weight in target.named_parameters() if weight.dim() != 2 or "embed" in name]
     trainer = SFTTrainer(
         model=target,
-        args=SFTConfig(str(folder) + "-run", **common_arguments(args, batch_size=4)),
+        args=SFTConfig(str(folder) + "-run", gradient_checkpointing=False, **common_arguments(args, batch_size=4)),
         train_dataset=dataset,
         processing_class=tokenizer,
         optimizers=(MuonWithAdamW(matrices, others, lr=6e-3), None),
@@ -228,20 +227,19 @@ def main():
     parser.add_argument("--output_dir", default="outputs/quickstart")
     parser.add_argument("--target_minutes", type=float, default=2, help="Time to train the small target")
     parser.add_argument("--draft_minutes", type=float, default=1.5, help="Time to train the draft")
-    parser.add_argument("--draft_vocab_size", type=int, default=2048)
+    parser.add_argument("--draft_vocab_size", type=int, default=4096)
     parser.add_argument(
         "--layer_type",
         choices=["llama", "qwen3"],
         default="qwen3",
         help="qwen3 norms queries and keys; llama does not",
     )
-    # In minutes on a CPU many small steps teach more than few large ones, and new tokens more than later TTT steps: those
-    # come when the first one is learned.
-    parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--ttt_steps", type=int, default=3, help="Drafting steps unrolled in training")
+    # In minutes on a CPU new tokens teach more than later TTT steps: those come when the first one is learned.
+    parser.add_argument("--learning_rate", type=float, default=5e-3)
+    parser.add_argument("--ttt_steps", type=int, default=5, help="Drafting steps unrolled in training")
     parser.add_argument("--ttt_warmup", type=float, default=0.8, help="Share of the time in which they grow from one")
     parser.add_argument("--max_length", type=int, default=256)
-    parser.add_argument("--batch_size", type=int, default=8 if torch.cuda.is_available() else 1)
+    parser.add_argument("--batch_size", type=int, default=8 if torch.cuda.is_available() else 4)
     parser.add_argument("--max_new_tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)

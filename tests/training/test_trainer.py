@@ -66,6 +66,19 @@ def test_training_moves_every_parameter_of_the_draft_and_none_of_the_target(tmp_
     assert not any(parameter.requires_grad for parameter in target.parameters())
 
 
+@pytest.mark.parametrize("adamw_learning_rate", [None, 3e-3])
+def test_head_and_norms_have_a_learning_rate_of_their_own(tmp_path, tokenizer, adamw_learning_rate):
+    trainer = make_trainer(tmp_path, tokenizer, learning_rate=1e-2, adamw_learning_rate=adamw_learning_rate)
+    optimizer = trainer.create_optimizer()
+    rates = {id(weight): group["lr"] for group in optimizer.param_groups for weight in group["params"]}
+    assert rates[id(trainer.draft.fc.weight)] == 1e-2
+    assert (
+        rates[id(trainer.draft.lm_head.weight)]
+        == rates[id(trainer.draft.norm.weight)]
+        == (adamw_learning_rate or 2e-3)
+    )
+
+
 def test_draft_vocabulary_comes_from_what_is_supervised(tmp_path, tokenizer):
     trainer = make_trainer(
         tmp_path,
@@ -278,6 +291,8 @@ def test_wrong_arguments(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, model=draft, target=target, draft_vocab_size=20)
     with pytest.raises(ValueError, match="model_init_kwargs"):
         make_trainer(tmp_path, tokenizer, model=draft, target=target, model_init_kwargs={"model_type": "qwen3"})
+    with pytest.raises(ValueError, match="Without Muon pass `learning_rate`"):
+        make_trainer(tmp_path, tokenizer, adamw_learning_rate=1e-3, use_muon=False)
     with pytest.raises(ValueError, match="gradient_checkpointing"):
         make_trainer(tmp_path, tokenizer, gradient_checkpointing=True)
     with pytest.raises(ValueError, match="'nll'"):

@@ -45,6 +45,9 @@ class Eagle3TrainingArguments(SFTConfig):
         use_muon (`bool`, *optional*, defaults to `True`):
             Whether matrices other than `lm_head` are trained by Muon and the rest by AdamW, instead of everything by
             `optim`. Needs torch 2.9.
+        adamw_learning_rate (`float`, *optional*):
+            Learning rate of what AdamW trains beside Muon. Defaults to a fifth of `learning_rate`: the head begins as the
+            target's own, and large steps make it forget that.
     """
 
     # Parameters whose default values are overridden from SFTConfig
@@ -88,6 +91,11 @@ class Eagle3TrainingArguments(SFTConfig):
         metadata={"help": "Train matrices by Muon and the rest by AdamW, instead of everything by `optim`."},
     )
 
+    adamw_learning_rate: float | None = field(
+        default=None,
+        metadata={"help": "Learning rate of what AdamW trains beside Muon; by default a fifth of `learning_rate`."},
+    )
+
     # Parameters that control evaluation
     num_eval_prompts: int = field(
         default=16, metadata={"help": "Prompts decoded by `evaluate` to measure the acceptance length; 0 for none."}
@@ -108,6 +116,10 @@ class Eagle3TrainingArguments(SFTConfig):
             raise ValueError(f"`ttt_step_decay` must be in (0, 1], got {self.ttt_step_decay}.")
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(f"`loss_type` must be one of {LOSS_TYPES}, got {self.loss_type!r}.")
+        if self.adamw_learning_rate is not None and not self.use_muon:
+            raise ValueError(
+                "`adamw_learning_rate` is for what AdamW trains beside Muon. Without Muon pass `learning_rate`."
+            )
         if self.gradient_checkpointing:
             raise ValueError(
                 "`gradient_checkpointing=True` is not supported: training-time test keeps the keys of every step, which "

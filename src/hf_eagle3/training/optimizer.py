@@ -13,7 +13,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     Args:
         matrices (`Iterable[torch.nn.Parameter]`): Two-dimensional parameters.
         others (`Iterable[torch.nn.Parameter]`): Norms, biases and the head.
-        lr (`float`): For both; Muon's updates are scaled to the size of AdamW's.
+        lr (`float`): Muon's; its updates are scaled to the size of AdamW's.
+        adamw_lr (`float`, *optional*, defaults to `lr`): AdamW's.
         weight_decay (`float`, *optional*, defaults to 0): For both.
         betas, eps: AdamW's.
     """
@@ -23,6 +24,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         matrices: Iterable[torch.nn.Parameter],
         others: Iterable[torch.nn.Parameter],
         lr: float,
+        adamw_lr: float | None = None,
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -33,7 +35,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
             )
         if others:  # none, if only LoRA's matrices are trained
-            self.parts.append(torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
+            adamw_lr = lr if adamw_lr is None else adamw_lr
+            self.parts.append(torch.optim.AdamW(others, lr=adamw_lr, weight_decay=weight_decay, betas=betas, eps=eps))
         super().__init__([group for part in self.parts for group in part.param_groups], defaults={})
         self._share_groups()
 

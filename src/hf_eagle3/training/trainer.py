@@ -349,10 +349,12 @@ class Eagle3Trainer(SFTTrainer):
         trained = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
         matrices = [weight for name, weight in trained if weight.dim() == 2 and "lm_head" not in name]
         others = [weight for name, weight in trained if weight.dim() != 2 or "lm_head" in name]
+        adamw_lr = self.args.adamw_learning_rate
         self.optimizer = MuonWithAdamW(
             matrices,
             others,
             lr=self.args.learning_rate,
+            adamw_lr=self.args.learning_rate / 5 if adamw_lr is None else adamw_lr,
             weight_decay=self.args.weight_decay,
             betas=(self.args.adam_beta1, self.args.adam_beta2),
             eps=self.args.adam_epsilon,
