@@ -92,7 +92,7 @@ def test_samples_follow_the_targets_distribution():
     probs = log_probs.sum(dim=(1, 2)).exp()
     assert abs(probs.sum() - 1) < 1e-4
 
-    num_draws, counts, accepted = 800, torch.zeros(len(triples)), []
+    num_draws, counts, accepted = 1500, torch.zeros(len(triples)), []
     torch.manual_seed(0)
     for _ in range(num_draws):
         sequence = target.generate(
