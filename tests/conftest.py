@@ -176,13 +176,32 @@ def draft(target):
 class OracleDraft(Eagle3ForSpeculation):
     """A draft that knows a text and is unsure of it: it favours each next token by a random amount."""
 
-    def forward(self, *args, position_ids, **kwargs):
-        outputs = super().forward(*args, position_ids=position_ids, **kwargs)
-        predicted = position_ids[:, -outputs.logits.shape[1] :] + 2 + self.padding
-        known = self.text.gather(1, predicted.clamp(max=self.text.shape[1] - 1))
+    def forward(self, *args, position_ids, inputs_embeds, **kwargs):
+        outputs = super().forward(*args, position_ids=position_ids, inputs_embeds=inputs_embeds, **kwargs)
+        self.find_rows(position_ids[:, -1:], inputs_embeds[:, -1])
+        predicted = position_ids[:, -outputs.logits.shape[1] :] + 2 + self.padding[self.rows]
+        known = self.text[self.rows].gather(1, predicted.clamp(max=self.text.shape[1] - 1))
         favour = torch.rand(known.shape, generator=self.generator) * 30
         outputs.logits = outputs.logits.scatter_add(-1, known[..., None], favour[..., None])
         return outputs
+
+    def find_rows(self, positions, inputs_embeds):
+        """Which rows of the text these are, by the token they say last. Rows leave the batch when they are finished."""
+        num_rows = len(inputs_embeds)
+        if num_rows > len(self.rows):  # a call begins
+            self.rows = list(range(len(self.text)))
+        if num_rows == len(self.rows):
+            return
+        candidates, self.rows = list(self.rows), []
+        for i in range(num_rows):
+            most = len(candidates) - (num_rows - i)  # which may have left
+            said = [
+                self.text[row, min(positions[i] + 1 + self.padding[row], self.text.shape[1] - 1)] for row in candidates
+            ]
+            agrees = [torch.equal(self.table[token], inputs_embeds[i]) for token in said[: most + 1]]
+            index = agrees.index(True) if any(agrees) else most
+            self.rows.append(candidates[index])
+            candidates = candidates[index + 1 :]
 
 
 def make_oracle(target, text, seed=0, padding=0):
@@ -194,7 +213,9 @@ def make_oracle(target, text, seed=0, padding=0):
     draft = Eagle3ForSpeculation.from_target(target).eval()
     draft.generation_config.tree_policy = "static"
     draft.__class__ = OracleDraft
-    draft.text, draft.padding, draft.generator = text, padding, torch.Generator().manual_seed(seed)
+    draft.text, draft.generator, draft.rows = text, torch.Generator().manual_seed(seed), []
+    draft.padding = torch.as_tensor(padding).expand(len(text), 1)
+    draft.table = target.get_input_embeddings().weight.detach()
     return draft
 
 

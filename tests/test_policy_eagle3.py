@@ -18,7 +18,7 @@ class Machine:
     def __init__(self, skill, confidence=None, plain=1.0, per_node=0.02, first=0.2, level=0.1, num_nodes=24, depth=6):
         self.skill, self.confidence = skill, skill if confidence is None else confidence
         self.plain, self.per_node, self.first, self.level, self.depth = plain, per_node, first, level, depth
-        self.policy = AutoPolicy(num_nodes, StepCosts())
+        self.policy = AutoPolicy(num_nodes, StepCosts(), Calibration())
         self.generator = torch.Generator().manual_seed(0)
         self.chosen, self.levels = [], []
 
@@ -130,29 +130,31 @@ def test_calibration():
 def test_what_threads_share_is_replaced_not_changed():
     """So that one thread never reads what another is half-way through with."""
     calibration, costs = Calibration(), StepCosts()
-    for size in (0, 0, 0, 8, 8, 8):
-        costs.record(size, 1.0)
-    shared = (calibration.expected, calibration.accepted, costs.samples[8])
+    for size in (1, 1, 1, 8, 8, 8):
+        costs.record("verify", size, 1.0)
+    shared = (calibration.expected, calibration.accepted, costs.samples["verify", 8])
     before = [copy.deepcopy(each) for each in shared]
     calibration.record(torch.tensor([[0.9, 0.5]]).log(), torch.tensor([[True, False]]))
-    costs.record(8, 2.0)
+    costs.record("verify", 8, 2.0)
     for each, known in zip(shared, before):
         assert torch.equal(torch.as_tensor(each), torch.as_tensor(known))
 
 
 def test_costs():
     costs = StepCosts()
-    assert costs["first"] is None and costs[0] is None and costs.of_verification([0]) is None
+    assert costs.near("first", 1) is None and costs.near("verify", 1) is None and costs.lines("verify", [1]) is None
     for size, seconds in ((0, 1.0), (8, 2.0), (24, 3.0)):
-        costs.record(size, 100.0)  # of preparation
+        costs.record("verify", size, 100.0)  # of preparation
         for pause in (0, 0, 50):
-            costs.record(size, seconds + pause)
-    assert costs[8] == 2.0
-    assert costs.of_verification([0, 4, 8, 16, 24, 40]) == pytest.approx([1, 1.5, 2, 2.5, 3, 3 + 2 / 24 * 16])
+            costs.record("verify", size, seconds + pause)
+    assert costs.near("first", 1) is None
+    assert [costs.near("verify", size) for size in (0, 5, 8, 9, 99)] == [1.0, 2.0, 2.0, 3.0, 3.0]
+    expected = [1, 1.5, 2, 2.5, 3, 3 + 2 / 24 * 16]
+    assert costs.lines("verify", [0, 4, 8, 16, 24, 40]) == pytest.approx(expected)
 
 
 def test_steps_that_end_early():
-    policy = AutoPolicy(3, StepCosts())
+    policy = AutoPolicy(3, StepCosts(), Calibration())
     assert policy.sizes == [0, 1, 2, 3]
     for _ in range(20):
         policy.plan_step([True])  # each call ended before the step was measured
@@ -160,8 +162,8 @@ def test_steps_that_end_early():
     assert plan.drafts
     assert plan.choose_num_nodes(torch.full((1, 2), -1.0)) in (1, 2)  # a pool smaller than the budget
     plan.record_verification(SimpleNamespace(num_nodes=1, values=None), [[0]], [False], 0, 1.0)
-    for size in (0, 0, 1, 1):
-        policy.costs.record(size, 1.0)
+    for size in (1, 1, 2, 2):
+        policy.costs.record("verify", size, 1.0)
     assert plan.choose_num_nodes(torch.zeros(1, 0)) == 0  # nothing that the draft is sure enough of
 
 
@@ -169,9 +171,10 @@ def test_steps_that_end_early():
 def test_learns_nothing_from_padding(monkeypatch, cache):
     """When the last text of a batch ends, rows that are behind catch up by padding: no tokens to expect there."""
     target, batch = make_target("llama"), make_batch([5, 9, 7])
-    kwargs = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
-    kwargs["eos_token_id"] = int(target.generate(**batch, **kwargs)[0, -3])  # others are cut off by the length
-    expected = target.generate(**batch, **kwargs)
+    kwargs = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    # Others are cut off by the length.
+    kwargs["eos_token_id"] = int(target.generate(**batch, **kwargs).sequences[0, -3])
+    expected = target.generate(**batch, **kwargs).sequences
     padding = (1 - batch["attention_mask"]).sum(dim=1, keepdim=True)
     of_padding, expectations, times = [], [], random.Random(0)
     plan_step = AutoPolicy.plan_step
@@ -183,20 +186,22 @@ def test_learns_nothing_from_padding(monkeypatch, cache):
     # Every step drafts, at times that lead to trees of all sizes.
     monkeypatch.setattr(AutoPolicy, "FIRST_PLAIN_STEPS", 0)
     monkeypatch.setattr(AutoPolicy, "plan_step", noting_padding)
-    monkeypatch.setattr(AutoPolicy, "record_drafted_step", lambda self, tokens, seconds: expectations.append(tokens))
-    monkeypatch.setattr(StepCosts, "__getitem__", lambda self, part: times.random())
-    monkeypatch.setattr(StepCosts, "of_verification", lambda self, sizes: [times.random() for _ in sizes])
+    monkeypatch.setattr(AutoPolicy, "record_drafted_step", lambda self, tokens, *seconds: expectations.append(tokens))
+    monkeypatch.setattr(StepCosts, "near", lambda self, part, size: times.random())
+    monkeypatch.setattr(StepCosts, "lines", lambda self, part, sizes: [times.random() for _ in sizes])
     for seed in range(20):
         draft = make_oracle(target, expected, seed, padding)
         draft.generation_config.update(tree_policy="auto", tree_depth=4, branching_factor=1)
-        assert target.generate(**batch, assistant_model=draft, **kwargs, **cache).tolist() == expected.tolist()
+        outputs = target.generate(**batch, assistant_model=draft, **kwargs, **cache)
+        assert outputs.sequences.tolist() == expected.tolist()
     assert any(of_padding) and expectations and all(tokens >= 1 for tokens in expectations)
 
 
 def test_a_batch_is_as_fast_as_its_slowest_row(monkeypatch):
     """Of what use is a row that runs ahead, if the call ends with the last?"""
-    monkeypatch.setattr(StepCosts, "__getitem__", lambda self, part: {0: 1.0, "first": 0.2, "level": 0.1}.get(part))
-    monkeypatch.setattr(StepCosts, "of_verification", lambda self, sizes: [1 + 0.02 * size for size in sizes])
+    parts = {"first": 0.2, "level": 0.1}
+    monkeypatch.setattr(StepCosts, "near", lambda self, part, size: parts.get(part, 1.0))
+    monkeypatch.setattr(StepCosts, "lines", lambda self, part, sizes: [1 + 0.01 * (size - 2) for size in sizes])
     target, batch = make_target("llama"), make_batch([5, 9])
     settings = {"max_new_tokens": 150, "do_sample": False, "pad_token_id": 0}
     expected = target.generate(**batch, **settings)
@@ -211,3 +216,17 @@ def test_a_batch_is_as_fast_as_its_slowest_row(monkeypatch):
         assert target.generate(**batch, assistant_model=draft, **settings).tolist() == expected.tolist()
         shares.append(draft.last_generation.plain_steps / draft.last_generation.target_forwards)
     assert shares[0] < 0.3 and shares[1] > 0.7
+
+
+@pytest.mark.parametrize(("fixed", "per_token"), [(1.0, 0.0), (0.0, 0.1), (0.6, 0.1)])
+def test_what_it_is_worth_that_rows_run_ahead(fixed, per_token):
+    """Where rows that are finished leave, they take their share of a step's time with them."""
+    costs = StepCosts()
+    for size in (4, 4, 4, 12, 12, 12):
+        costs.record("verify", size, fixed + per_token * size)
+    policies = [AutoPolicy(24, costs, Calibration(), may_retire) for may_retire in (True, False)]
+    plain, saved = fixed + 4 * per_token, 3 * per_token
+    # Three of four rows came two tokens on, the slowest one: each of theirs is a row less in a later step.
+    worth = policies[0].progress_of_batch(slowest=1.0, mean=1.75, num_rows=4)
+    assert worth == pytest.approx(1 + saved / plain)
+    assert policies[1].progress_of_batch(slowest=1.0, mean=1.75, num_rows=4) == 1.0

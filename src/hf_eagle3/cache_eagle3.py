@@ -181,6 +181,11 @@ class TreeCache:
                         nodes[..., :growth, :] = nodes.index_select(-2, index)
             self.cache.crop(growth - num_nodes)
 
+    def select(self, rows: list[int], excess: int) -> None:
+        """Forgets all rows but these, and the `excess` positions at the left that only others had. A step must have ended."""
+        self.length -= excess
+        select_rows(self.cache, rows, self.length, excess)
+
     def release(self) -> None:
         """Leaves the cache as plain `generate` does."""
         for layer, was_recording in zip(self.recording_layers, self.were_recording):
@@ -271,6 +276,13 @@ def keep_rows(cache, kept: list[list[int]], num_new: int, growth: int, length: i
             layer.cumulative_length = length
     if not is_static(cache):
         cache.crop(0)  # to what sliding layers need
+
+
+def select_rows(cache, rows: list[int], length: int, excess: int) -> None:
+    """Keeps only some rows of a dynamic cache, and of those the last `length` positions: all but `excess` of them."""
+    cache.batch_select_indices(rows)
+    if excess > 0:  # as if the newest position were new
+        keep_rows(cache, [[0] for _ in rows], num_new=1, growth=1 - excess, length=length)
 
 
 def take_paths(features, paths):

@@ -178,6 +178,27 @@ def depends_on_length(target, input_ids, cache, model_kwargs, stopping_criteria)
     )
 
 
+def may_select_rows(target, cache, model_kwargs, per_token) -> bool:
+    """
+    Whether the target may go on with some rows of the batch only: nobody sees its cache (a `TreeCache`), and nothing else is
+    known to have an entry for each row but the arguments named in `per_token`.
+    """
+    if cache.is_static or getattr(cache.cache, "_is_user_defined", False):
+        return False
+    if target.config.get_text_config(decoder=True) is not target.config:  # images, and positions kept on the model
+        return False
+    known = (*per_token, "past_key_values", "output_hidden_states")
+    others = [value for name, value in model_kwargs.items() if name not in known]
+    if any(isinstance(value, (torch.Tensor, list, tuple, dict)) for value in others):
+        return False
+    # PEFT gives each row an adapter of its own by hooks, and others may change what a layer says of a row.
+    for module in target.modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if not getattr(hook, "__module__", "").startswith("transformers."):
+                return False
+    return True
+
+
 def position_table(config) -> int | None:
     """How many positions a target knows that looks them up in a table; `None` if it rotates by them."""
     return None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)

@@ -18,7 +18,7 @@ import time
 import torch
 from transformers import DynamicCache
 
-from .cache_eagle3 import keep_rows, take_paths, tree_attention_mask
+from .cache_eagle3 import keep_rows, select_rows, take_paths, tree_attention_mask
 from .policy_eagle3 import StaticPolicy
 from .text_eagle3 import text_positions
 from .tree_eagle3 import DraftTree, grow_tree
@@ -107,6 +107,22 @@ class Drafter:
             self.lengths = lengths
             left_padding = max(lengths) - torch.tensor(lengths, device=device)[:, None]
             self.padding_mask = torch.arange(max(lengths), device=device) >= left_padding
+
+    @torch.inference_mode()
+    def select(self, rows: list[int]) -> None:
+        """Forgets all rows of the batch but these."""
+        unread, self.unread = self.unread, []
+        for features, counts in unread:
+            counts = [counts[row] for row in rows]
+            self.unread.append((features[rows, -max(counts) :], counts))
+        if self.lengths is None:
+            return
+        excess, self.lengths = max(self.lengths), [self.lengths[row] for row in rows]
+        excess -= max(self.lengths)
+        select_rows(self.cache, rows, max(self.lengths), excess)
+        self.padding_mask = self.padding_mask[rows][:, excess:]
+        if len(rows) == 1:
+            self.lengths = self.padding_mask = None
 
     @torch.inference_mode()
     def grow(self, text, model_kwargs, plan: StaticPolicy, **settings) -> DraftTree:

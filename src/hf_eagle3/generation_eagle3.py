@@ -29,6 +29,7 @@ from .checks_eagle3 import (
     check_call,
     depends_on_length,
     is_shared_out,
+    may_select_rows,
     position_table,
     rotary_switches,
     whole_embedding,
@@ -43,6 +44,7 @@ from .tree_eagle3 import DraftTree
 
 # Arguments with an entry for each token that `generate` extends.
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+INPUTS_BY_TOKEN = ("attention_mask", "position_ids", *TOKEN_TYPES)
 
 
 @dataclass(repr=False)
@@ -147,10 +149,12 @@ def eagle3_decoding(
         in_step,
         path_length,
         can_read_padding=0 <= (generation_config.pad_token_id or 0) < embedding.weight.shape[0],
+        may_retire=may_select_rows(target, cache, model_kwargs, per_token=INPUTS_BY_TOKEN),
     )
     if text.batch_size > 1 and model_kwargs.get("attention_mask") is None:  # there will be padding
         model_kwargs["attention_mask"] = input_ids.new_ones(text.batch_size, cache.length)
-    policy = tree_policy(
+    make_policy = functools.partial(
+        tree_policy,
         # Processes that compute one forward together must agree on its size, and each measures other times.
         "static" if is_shared_out(target) else policy_name,
         target,
@@ -158,8 +162,10 @@ def eagle3_decoding(
         batch_size=text.batch_size,
         do_sample=generation_config.do_sample,
         has_one_shape=cache.is_static,
+        may_retire=text.may_retire,
         **settings,
     )
+    policy = make_policy(text.batch_size)
     forward = target
     if cache.is_static:
         compile_config = None
@@ -197,6 +203,14 @@ def eagle3_decoding(
                     plan.record_verification(tree, text.paths, live, text.progress, time.perf_counter() - start)
                 if text.is_complete:
                     break
+                before = text.longest
+                if (staying := text.retire()) is not None:
+                    excess = before - text.longest
+                    cache.select(staying, excess)
+                    drafter.select(staying)
+                    features, counts = features[staying], [counts[row] for row in staying]
+                    model_kwargs = _select_inputs(model_kwargs, staying, excess)
+                    policy = make_policy(text.batch_size)
 
                 # Draft a tree below the newest token, and verify it in one forward.
                 plan, tree = policy.plan_step(text.rows_behind), DraftTree.root_only(text.newest(1))
@@ -223,7 +237,7 @@ def eagle3_decoding(
         streamer.end()
     calls = _LAST_CALLS.setdefault(draft, {})
     calls[threading.get_ident()] = calls[None] = stats
-    return returned.finish(text.ids[:, : text.longest].clone(), outputs.past_key_values)
+    return returned.finish(text.sequences(), outputs.past_key_values)
 
 
 # Saved with a draft as `custom_generate/generate.py`. Text, so that it travels with a draft that was loaded as remote code.
@@ -292,7 +306,7 @@ def _extend_inputs(target, outputs, model_kwargs, counts: list[int], growth: int
     if set(counts) == {growth}:
         return model_kwargs
     # All rows were extended by as much as one: move what has an entry for each token to where the rows end.
-    for name in ("attention_mask", "position_ids", *TOKEN_TYPES):
+    for name in INPUTS_BY_TOKEN:
         entries = model_kwargs.get(name)  # (..., B, L)
         if entries is None:
             continue
@@ -302,6 +316,15 @@ def _extend_inputs(target, outputs, model_kwargs, counts: list[int], growth: int
         moved = entries.expand(shape).gather(-1, source.clamp(min=0).expand(shape)).masked_fill(source < 0, 0)
         model_kwargs[name] = moved[..., most - growth :]
     return model_kwargs
+
+
+def _select_inputs(model_kwargs, rows: list[int], excess: int):
+    """The inputs of some rows, without the `excess` positions at the left that only others had."""
+    selected = dict(model_kwargs)
+    for name in INPUTS_BY_TOKEN:
+        if (entries := model_kwargs.get(name)) is not None:  # (..., B, L); positions may be given once for all rows
+            selected[name] = entries[..., rows if entries.shape[-2] > 1 else [0], excess:]
+    return selected
 
 
 def _verify(forward, target, tree, text, cache, model_kwargs):

@@ -98,9 +98,10 @@ class StaticPolicy:
 
 class StepCosts:
     """
-    Seconds that the parts of a step take: `"first"`, to catch up with the text and read off the first level, `"level"`,
-    each further one, and numbers of nodes, to verify so many. Medians of the latest measurements, since a step may meet
-    a pause that is not its own. The first measurement of a part pays for its preparation and does not count.
+    Seconds that the parts of a step take, by their size: `"first"`, to catch up with the text and read off the first level,
+    and `"level"`, each further one, for so many rows; `"verify"`, for so many tokens in all rows together; `"step"`, a whole
+    one, of so many levels. Medians of the latest measurements, since a step may meet a pause that is not its own. The first
+    measurement of a part pays for its preparation and does not count.
 
     Threads share them: what is stored is replaced, not changed, and what is asked for is read once.
     """
@@ -109,33 +110,39 @@ class StepCosts:
     TRUSTED = 256  # measurements after which one that was not renewed is forgotten
 
     def __init__(self):
-        self.samples: dict[str | int, tuple[float, ...]] = {}
-        self.renewed: dict[str | int, int] = {}
+        self.samples: dict[tuple[str, int], tuple[float, ...]] = {}
+        self.renewed: dict[tuple[str, int], int] = {}
         self.num_recorded = 0
 
-    def record(self, part: str | int, seconds: float) -> None:
+    def record(self, part: str, size: int, seconds: float) -> None:
         self.num_recorded += 1
-        if part in self.renewed:
-            self.samples[part] = (*self.samples.get(part, ()), seconds)[-self.LATEST :]
-        self.renewed[part] = self.num_recorded
-
-    def __getitem__(self, part: str | int) -> float | None:
-        samples = self.samples.get(part)
-        return statistics.median_low(samples) if samples else None
+        key = part, size
+        if key in self.renewed:
+            self.samples[key] = (*self.samples.get(key, ()), seconds)[-self.LATEST :]
+        self.renewed[key] = self.num_recorded
 
     def forget(self) -> None:
         """Forgets what is old: it may have been a pause, or of shorter texts."""
-        for part in list(self.samples):
-            if self.num_recorded - self.renewed[part] > self.TRUSTED:
-                self.samples.pop(part, None)
+        for key in list(self.samples):
+            if self.num_recorded - self.renewed[key] > self.TRUSTED:
+                self.samples.pop(key, None)
 
-    def of_verification(self, sizes: list[int]) -> list[float] | None:
+    def measured(self, part: str) -> list[tuple[int, tuple[float, ...]]]:
+        """Sizes, ascending, with their latest measurements."""
+        return sorted((size, seconds) for (name, size), seconds in list(self.samples.items()) if name == part)
+
+    def near(self, part: str, size: int) -> float | None:
+        """Seconds of the next size that was measured: a larger one, if there is."""
+        samples = self.measured(part)
+        larger = [seconds for known, seconds in samples if known >= size]
+        return statistics.median_low((larger or [seconds for _, seconds in samples[::-1]])[0]) if samples else None
+
+    def lines(self, part: str, sizes: list[int]) -> list[float] | None:
         """
-        Seconds to verify so many nodes, on lines between and beyond the sizes that were measured more than once (a single
-        measurement may have met a pause); `None` if there are fewer than two of them. Fewer nodes do not take longer.
+        Seconds of some sizes, on lines between and beyond those that were measured more than once (a single measurement may
+        have met a pause); `None` if there are fewer than two of them. Less does not take longer.
         """
-        samples = [(part, seconds) for part, seconds in list(self.samples.items()) if isinstance(part, int)]
-        samples = sorted((size, seconds) for size, seconds in samples if len(seconds) > 1)
+        samples = [(size, seconds) for size, seconds in self.measured(part) if len(seconds) > 1]
         if len(samples) < 2:
             return None
         known, seconds = [size for size, _ in samples], [statistics.median_low(seconds) for _, seconds in samples]
@@ -193,7 +200,9 @@ class AutoPolicy(StaticPolicy):
 
     Args:
         num_nodes (`int`): The most nodes that a step may verify.
-        costs (`StepCosts`): Of this target and draft, and this size of batch.
+        costs (`StepCosts`): Of this target and draft.
+        calibration (`Calibration`): Of this draft.
+        may_retire (`bool`, *optional*, defaults to `False`): Whether rows leave the batch when they are finished.
     """
 
     FIRST_PLAIN_STEPS = 3  # measured before the first tree
@@ -204,8 +213,8 @@ class AutoPolicy(StaticPolicy):
     MOST_LOST = 0.02  # share of the time that may be lost to trials; they are the rarer for it
     REVIEWS = (8, 64)  # drafted steps before plain ones, which tell what those take now: at first, and at most
 
-    def __init__(self, num_nodes: int, costs: StepCosts):
-        self.num_nodes, self.costs, self.calibration = num_nodes, costs, Calibration()
+    def __init__(self, num_nodes: int, costs: StepCosts, calibration: Calibration, may_retire: bool = False):
+        self.num_nodes, self.costs, self.calibration, self.may_retire = num_nodes, costs, calibration, may_retire
         self.sizes = [size for size in (*range(5), 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if size < num_nodes]
         self.sizes.append(num_nodes)
         self.plain_left, self.interval = self.FIRST_PLAIN_STEPS, self.INTERVALS[0]
@@ -213,10 +222,14 @@ class AutoPolicy(StaticPolicy):
         self.weight = self.tokens = self.seconds = 0.0  # of drafted steps, for each row
         self.lost = 0.0  # plain steps, since drafting was taken up
 
-    @property
-    def rate(self) -> float:
+    def plain(self, num_rows: int) -> float | None:
+        """Seconds of a plain step."""
+        lines = self.costs.lines("verify", [num_rows])
+        return lines[0] if lines else self.costs.near("verify", num_rows)
+
+    def rate(self, num_rows: int) -> float:
         """Tokens per second and row of the better way of decoding."""
-        plain = self.costs[0]
+        plain = self.plain(num_rows)
         drafted = self.tokens / self.seconds if self.seconds else 0.0
         return max(1 / plain if plain else 0.0, drafted)
 
@@ -229,19 +242,32 @@ class AutoPolicy(StaticPolicy):
             self.plain_left = 2
         if self.plain_left > 0:
             self.plain_left -= 1
-            return _PlainStep(self)
+            return _PlainStep(self, len(behind))
         self.costs.forget()
         return self.drafted_step(behind)
 
     def drafted_step(self, behind):
         return _DraftedStep(self, behind)
 
-    def record_drafted_step(self, tokens: float, seconds: float) -> None:
-        """By how many tokens the step took the slowest row on, and its time; decides whether to go on drafting."""
+    def record_plain_step(self, num_rows: int, seconds: float) -> None:
+        self.costs.record("verify", num_rows, seconds)
+
+    def progress_of_batch(self, slowest: float, mean: float, num_rows: int) -> float:
+        """
+        How many plain steps a step is worth that took the slowest row and the mean one so far. The call ends with the
+        slowest row; but what the others' share of a step takes is saved from when they leave.
+        """
+        seconds = self.costs.lines("verify", [num_rows, 2 * num_rows]) if self.may_retire else None
+        if seconds is None:
+            return slowest
+        share = min(seconds[1] / seconds[0] - 1, 1.0)
+        return share * mean + (1 - share) * slowest
+
+    def record_drafted_step(self, tokens: float, seconds: float, plain: float | None) -> None:
+        """How many `plain` steps the step was worth, and what it took; decides whether to go on drafting."""
         for name, new in (("weight", 1.0), ("tokens", tokens), ("seconds", seconds)):
             setattr(self, name, getattr(self, name) * self.MEMORY + new)
         self.num_drafted += 1
-        plain = self.costs[0]
         if plain is not None:
             self.lost += seconds / plain - tokens
         if plain is None or self.num_drafted < self.MIN_STEPS or self.tokens * plain >= self.seconds:
@@ -261,11 +287,11 @@ class _PlainStep(StaticPolicy):
 
     drafts = False
 
-    def __init__(self, policy: AutoPolicy):
-        self.policy = policy
+    def __init__(self, policy: AutoPolicy, num_rows: int):
+        self.policy, self.num_rows = policy, num_rows
 
     def record_verification(self, tree, paths, live, progress, seconds):
-        self.policy.costs.record(tree.num_nodes - 1, seconds)
+        self.policy.record_plain_step(self.num_rows, seconds)
 
 
 class _DraftedStep(StaticPolicy):
@@ -290,29 +316,33 @@ class _DraftedStep(StaticPolicy):
         policy, costs, expected = self.policy, self.policy.costs, self._expected(values)
         mass, before = max(float(expected.sum()), 1e-9), self.mass
         self.mass = mass
-        level, verification = costs["level"], costs.of_verification([0, policy.num_nodes])
+        rows = len(self.behind)
+        level = costs.near("level", rows)
+        verification = costs.lines("verify", [rows, rows * (1 + policy.num_nodes)])
         if level is None or verification is None:
-            if len(self.behind) == 1:  # measure one
+            if rows == 1:  # measure one
                 return before == 1.0
             if verification is None:  # not yet: each costs as much as the rows together
                 return False
-            level = costs["first"] or 0.0
+            level = costs.near("first", rows) or 0.0
         # What one more level may bring: as much of each node as this level kept of the one before, less its verification.
         children = expected * min(mass / before, 1.0)
         nothing, everything = verification
-        node_cost = policy.rate * (everything - nothing) / policy.num_nodes
-        return float((children - node_cost).clamp(min=0).sum()) > policy.rate * level
+        rate = policy.rate(rows)
+        node_cost = rate * (everything - nothing) / policy.num_nodes
+        return float((children - node_cost).clamp(min=0).sum()) > rate * level
 
     def choose_num_nodes(self, values):
-        policy, costs = self.policy, self.policy.costs
+        policy, rows = self.policy, len(self.behind)
         expected = [1.0, *(1 + self._expected(values).cumsum(dim=0)).tolist()]
         sizes = [size for size in policy.sizes if size < len(expected)]
-        seconds = costs.of_verification(sizes)
+        seconds = policy.costs.lines("verify", [rows * (1 + size) for size in sizes])
         if seconds is None:  # measure one that costs little, whatever the batch
-            best = min(max(policy.num_nodes // 3 // len(self.behind), 1), len(expected) - 1)
+            best = min(max(policy.num_nodes // 3 // rows, 1), len(expected) - 1)
             self.only_measures = best > 0
         else:
-            gains = {size: expected[size] - policy.rate * each for size, each in zip(sizes, seconds)}
+            rate = policy.rate(rows)
+            gains = {size: expected[size] - rate * each for size, each in zip(sizes, seconds)}
             if policy.num_drafted < policy.MIN_STEPS:  # only what is verified can tell whether the draft is any good
                 sizes = sizes[1:] or sizes
             best = max(sizes, key=gains.__getitem__)
@@ -322,26 +352,30 @@ class _DraftedStep(StaticPolicy):
     def record_draft(self, levels, first_seconds, level_seconds):
         self.levels = levels
         if first_seconds is not None:
-            self.policy.costs.record("first", first_seconds)
+            self.policy.costs.record("first", len(self.behind), first_seconds)
         if levels:
-            self.policy.costs.record("level", level_seconds / levels)
+            self.policy.costs.record("level", len(self.behind), level_seconds / levels)
 
     def record_verification(self, tree, paths, live, progress, seconds):
-        policy, costs, num_nodes = self.policy, self.policy.costs, tree.num_nodes - 1
-        costs.record(num_nodes, seconds)
+        policy, costs, num_rows = self.policy, self.policy.costs, len(paths)
+        num_tokens = num_rows * tree.num_nodes
+        costs.record("verify", num_tokens, seconds)
         if self.levels is None:  # too close to the end
             return
         rows = [row for row, goes_on in enumerate(live) if goes_on]  # others may have ended before their tree did
-        if num_nodes and rows:
+        if tree.num_nodes > 1 and rows:
             accepted = torch.zeros(len(rows), tree.num_nodes, dtype=torch.bool, device="cpu")
             for i, row in enumerate(rows):
                 accepted[i, paths[row]] = True
             policy.calibration.record(tree.values[rows].cpu(), accepted[:, 1:])
-        first, verification = costs["first"], costs.of_verification([num_nodes])
+        first, verification = costs.near("first", num_rows), costs.lines("verify", [num_tokens])
         if first is not None and verification is not None and not self.only_measures:
             # What one row should have brought tells more than what it did; the slowest of several is another matter.
-            tokens = self.tokens if len(paths) == 1 else progress
-            policy.record_drafted_step(tokens, first + (costs["level"] or 0.0) * self.levels + verification[0])
+            tokens = self.tokens
+            if num_rows > 1:
+                tokens = policy.progress_of_batch(progress, sum(map(len, paths)) / num_rows, num_rows)
+            level = costs.near("level", num_rows) or 0.0
+            policy.record_drafted_step(tokens, first + level * self.levels + verification[0], policy.plain(num_rows))
 
 
 class PlannedPolicy(AutoPolicy):
@@ -358,18 +392,29 @@ class PlannedPolicy(AutoPolicy):
     PRIOR = 2.0  # at each depth the target is taken to follow as often as one above, until it was asked about so often
 
     def __init__(self, num_nodes: int, costs: StepCosts, tree_depth: int, has_one_shape: bool):
-        super().__init__(num_nodes, costs)
+        super().__init__(num_nodes, costs, Calibration())
         self.depths = [tree_depth] if has_one_shape else list(range(1, tree_depth + 1))
         self.asked, self.followed = [0.0] * tree_depth, [0.0] * tree_depth  # whether they accept a node at each depth
 
     def drafted_step(self, behind):
         deepest = best = self.depths[-1]
-        seconds = self.costs.of_verification(self.depths)
+        seconds = self.costs.lines("step", self.depths)
         if seconds is not None:
-            expected = self.expected_tokens()
-            gains = {depth: expected[depth] - self.rate * each for depth, each in zip(self.depths, seconds)}
+            expected, rate = self.expected_tokens(), self.rate(len(behind))
+            gains = {depth: expected[depth] - rate * each for depth, each in zip(self.depths, seconds)}
             best = max(self.depths, key=gains.__getitem__)
-        return _PlannedStep(self, best if self.costs[deepest] is not None else deepest, behind)
+        return _PlannedStep(self, best if self.seconds_of(deepest) is not None else deepest, behind)
+
+    def seconds_of(self, depth: int) -> float | None:
+        """Of a step that drafts so deep."""
+        seconds = self.costs.samples.get(("step", depth))
+        return statistics.median_low(seconds) if seconds else None
+
+    def plain(self, num_rows):
+        return self.seconds_of(0)
+
+    def record_plain_step(self, num_rows, seconds):
+        self.costs.record("step", 0, seconds)
 
     def expected_tokens(self) -> list[float]:
         """Tokens to expect of a step of each depth, from 0."""
@@ -406,17 +451,17 @@ class _PlannedStep(StaticPolicy):
     def record_verification(self, tree, paths, live, progress, seconds):
         policy = self.policy
         if self.drafted is None:  # too close to the end
-            policy.costs.record(tree.num_nodes - 1, seconds)
+            policy.record_plain_step(len(paths), seconds)
             return
         lengths = [len(path) - 1 for path, *counts in zip(paths, live, self.behind) if all(counts)]
         if lengths:
             policy.record_paths(lengths, self.drafted)
         if self.seconds is not None:
-            policy.costs.record(self.drafted, self.seconds + seconds)
-        whole_step = policy.costs[self.drafted]
+            policy.costs.record("step", self.drafted, self.seconds + seconds)
+        whole_step = policy.seconds_of(self.drafted)
         if lengths and whole_step is not None:
             tokens = policy.expected_tokens()[self.drafted] if len(paths) == 1 else progress
-            policy.record_drafted_step(tokens, whole_step)
+            policy.record_drafted_step(tokens, whole_step, policy.plain(len(paths)))
 
 
 # What was measured of each target with each of its drafts.
@@ -427,16 +472,18 @@ def tree_policy(
     name: str,
     target,
     draft,
+    num_rows: int,
     batch_size: int,
     tree_depth: int,
     branching_factor: int,
     num_assistant_tokens: int,
     has_one_shape: bool = False,
+    may_retire: bool = False,
     **kind,
 ) -> StaticPolicy:
     """
-    The policy of a name. `"auto"` remembers, for as long as target and draft live, what calls of the same shape
-    took and what came of calls of the same `kind`.
+    The policy of a name, for the `num_rows` that are left of a batch. `"auto"` remembers, for as long as target and draft
+    live, what calls of the same shape took and what came of calls of the same `kind`, with about as many rows.
 
     Raises:
         ValueError: if there is no such policy.
@@ -447,13 +494,14 @@ def tree_policy(
         raise ValueError(f"`tree_policy` must be 'auto' or 'static', got {name!r}.")
     measured = _MEASURED.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, {})
     shape = (tree_depth, branching_factor, num_assistant_tokens)
+    rows = batch_size if num_rows == batch_size else 1 << (num_rows - 1).bit_length()
+    key = (batch_size, rows, may_retire, has_one_shape, *shape, *sorted(kind.items()))
     if has_one_shape or not looks_are_free(target.device):
-        key = (batch_size, has_one_shape, *shape, *sorted(kind.items()))
         depth = min(tree_depth, num_assistant_tokens)
         return measured.setdefault(key, PlannedPolicy(num_assistant_tokens, StepCosts(), depth, has_one_shape))
     costs = measured.setdefault((batch_size, branching_factor), StepCosts())
-    key = (batch_size, *shape, *sorted(kind.items()))
-    return measured.setdefault(key, AutoPolicy(num_assistant_tokens, costs))
+    calibration = measured.setdefault((*shape, *sorted(kind.items())), Calibration())
+    return measured.setdefault(key, AutoPolicy(num_assistant_tokens, costs, calibration, may_retire))
 
 
 def looks_are_free(device) -> bool:

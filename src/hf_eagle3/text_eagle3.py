@@ -26,7 +26,8 @@ from .tree_eagle3 import DraftTree
 class Text:
     """
     The text as it grows. The rows of a batch advance at their own pace, and a finished row goes on as in `_sample`: with
-    padding, up to the length of the longest.
+    padding, up to the length of the longest. Where nobody asked for what the target says of padding, rows that are finished
+    leave the batch instead ([`Text.retire`]).
 
     Where that could be noticed they advance in step, as far as all of them can: so that logits processors and stopping
     criteria which are not known to look at each row by itself are called as `_sample` calls them.
@@ -38,6 +39,7 @@ class Text:
         in_step (`bool`): Whether something else requires it.
         path_length (`int`): The most nodes that a path may have.
         can_read_padding (`bool`): Whether the target has an embedding for the token that finished rows are padded with.
+        may_retire (`bool`): Whether the target may be called with fewer rows than it was at first.
     """
 
     # How far a row may run ahead of the slowest; noise is kept for the rows in between.
@@ -54,10 +56,13 @@ class Text:
         in_step,
         path_length,
         can_read_padding,
+        may_retire,
     ):
-        self.batch_size, self.prompt_length = input_ids.shape
+        self.num_rows, self.prompt_length = input_ids.shape
+        self.rows = list(range(self.num_rows))  # of the batch, those that have not left it
+        self.retired: dict[int, torch.LongTensor] = {}  # the texts of the others
         # A streamer that raises finds all rows where plain `generate` leaves them.
-        self.in_step = in_step or self.batch_size == 1 or streamer is not None or not can_read_padding
+        self.in_step = in_step or self.num_rows == 1 or streamer is not None or not can_read_padding
         self.in_step |= not all(map(is_row_wise, [*logits_processor, *stopping_criteria]))
         self.ids = input_ids.long()  # (B, capacity), of which each row has written its length
         self.lengths = [self.prompt_length] * self.batch_size
@@ -70,9 +75,15 @@ class Text:
         self.do_sample, self.pad_token = generation_config.do_sample, generation_config._pad_token_tensor
         self.pads_finished_rows = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
         self.can_read_padding = can_read_padding
+        # What follows a finished row is padding, or nothing at all.
+        is_known = self.pads_finished_rows or all(isinstance(each, MaxLengthCriteria) for each in stopping_criteria)
+        self.may_retire = may_retire and is_known and not self.in_step and not returned.wants_dict
         self.noise = [deque() for _ in range(self.batch_size)]
         self.streamer, self.num_streamed = streamer, self.prompt_length
         self.path_length = path_length
+        # A greedy row that will leave may as well hurry: nothing is kept for the rows in between.
+        hurries = self.num_rows == 1 or (self.may_retire and not self.do_sample)
+        self.max_lead = self.max_length if hurries else self.MAX_LEAD
         # States of the random generator before the draws for positions that no row has written yet.
         self.random_states: deque[tuple[int, torch.Tensor]] = deque()
         self.num_drawn = 0
@@ -87,6 +98,11 @@ class Text:
         if self.may_pick_at_once:
             ends = [criteria.eos_token_id for criteria in stopping_criteria if hasattr(criteria, "eos_token_id")]
             self.eos_tokens = {token for tokens in ends for token in tokens.flatten().tolist()}
+
+    @property
+    def batch_size(self) -> int:
+        """How many rows have not left."""
+        return len(self.rows)
 
     @property
     def shortest(self) -> int:
@@ -113,7 +129,12 @@ class Text:
 
     @property
     def rows_behind(self) -> list[bool]:
-        """Which rows hold up the batch: unfinished ones that the slowest of those could overtake in a step."""
+        """
+        Which rows hold up the batch: unfinished ones, of which only those count that the slowest could overtake in a step
+        unless each one's leaving makes the next steps cheaper.
+        """
+        if self.may_retire:
+            return [not is_finished for is_finished in self.is_finished]
         unfinished = [length for length, is_finished in zip(self.lengths, self.is_finished) if not is_finished]
         limit = min(unfinished, default=0) + self.path_length
         return [length < limit and not done for length, done in zip(self.lengths, self.is_finished)]
@@ -126,7 +147,35 @@ class Text:
 
     @property
     def is_complete(self) -> bool:
-        return all(self.is_finished) and self.shortest == self.longest
+        return all(self.is_finished) and (self.may_retire or self.shortest == self.longest)
+
+    @property
+    def length(self) -> int:
+        """Of the longest row, whether or not it has left."""
+        return max([self.longest, *map(len, self.retired.values())])
+
+    def retire(self) -> list[int] | None:
+        """Lets finished rows leave. Returns the indices of those that stay, and `None` if all do, or none."""
+        if not self.may_retire or not any(self.is_finished) or all(self.is_finished):
+            return None
+        for row, length, ids, is_finished in zip(self.rows, self.lengths, self.ids, self.is_finished):
+            if is_finished:
+                self.retired[row] = ids[:length].clone()
+        staying = [i for i, is_finished in enumerate(self.is_finished) if not is_finished]
+        self.ids = self.ids[staying]
+        for name in ("rows", "lengths", "is_finished", "were_finished", "paths", "starts", "noise"):
+            setattr(self, name, [getattr(self, name)[i] for i in staying])
+        return staying
+
+    def sequences(self) -> torch.LongTensor:
+        """The texts of all rows, `(num_rows, length)`."""
+        sequences = self.ids.new_full((self.num_rows, self.length), int(self.pad_token or 0))
+        for row, ids in [
+            *self.retired.items(),
+            *((row, ids[:n]) for row, ids, n in zip(self.rows, self.ids, self.lengths)),
+        ]:
+            sequences[row, : len(ids)] = ids
+        return sequences
 
     def newest(self, num_tokens: int) -> torch.LongTensor:
         """The last tokens of every row, `(B, num_tokens)`; shorter rows begin with zeros."""
@@ -169,7 +218,7 @@ class Text:
         read = torch.stack(read, dim=1).tolist()
 
         self.paths, self.starts = [[] for _ in read], list(self.lengths)
-        end = min(self.max_length, self.max_length if self.batch_size == 1 else self.shortest + self.MAX_LEAD)
+        end = min(self.max_length, self.shortest + self.max_lead)
         for row in sorted(range(self.batch_size), key=were_finished.__getitem__):
             path, row_tokens, broken, (count, *_) = read[row]
             end_of_row = self.longest if were_finished[row] else end
@@ -210,7 +259,7 @@ class Text:
         probs = torch.softmax(scores, dim=-1)
         levels = 1 if num_nodes == 1 else self.path_length
         if levels == 1 and not any(self.noise):  # for all rows, at once
-            noise = self._draw(probs)[:, None]
+            noise = self._draw(probs)[self.rows, None]
         else:
             while min(map(len, self.noise)) < levels:
                 self._keep(self._draw(probs))
@@ -219,23 +268,26 @@ class Text:
         return (probs / noise).argmax(dim=-1), ~_are_probabilities(probs)
 
     def _draw(self, probs: torch.FloatTensor) -> torch.FloatTensor:
-        """The noise for one more position of every row `(B, V)`, as `torch.multinomial` would have drawn it."""
+        """
+        The noise for one more position of every row `(num_rows, V)`, as `torch.multinomial` would have drawn it: for rows
+        that have left, too.
+        """
         if self.may_pick_at_once:  # positions that may never be written
             self.random_states.append((self.num_drawn, _random_state(probs.device)))
-            while self.random_states[0][0] < self.longest - self.prompt_length:
+            while self.random_states[0][0] < self.length - self.prompt_length:
                 self.random_states.popleft()
         self.num_drawn += 1
-        return probs.new_empty(self.batch_size, probs.shape[-1]).exponential_()
+        return probs.new_empty(self.num_rows, probs.shape[-1]).exponential_()
 
     def _keep(self, draw: torch.FloatTensor) -> None:
-        for queue, noise in zip(self.noise, draw):
-            queue.append(noise.clone())
+        for queue, row in zip(self.noise, self.rows):
+            queue.append(draw[row].clone())
 
     def finish(self) -> None:
         """Leaves the random generator as `_sample` does, which draws for written positions only."""
         while self.random_states:
             position, state = self.random_states.popleft()
-            if position == self.longest - self.prompt_length:
+            if position == self.length - self.prompt_length:
                 _set_random_state(self.ids.device, state)
                 return
 
@@ -244,7 +296,7 @@ class Text:
         rows = [row for row, node in enumerate(nodes) if node is not None]
         if self.in_step:
             return rows if len(rows) == self.batch_size and not all(self.is_finished) else []
-        ends = [self.longest if is_finished else self.shortest + self.MAX_LEAD for is_finished in self.is_finished]
+        ends = [self.longest if is_finished else self.shortest + self.max_lead for is_finished in self.is_finished]
         return [row for row in rows if self.lengths[row] < ends[row]]
 
     def _advance(self, rows: list[int], outputs, root_row: int, num_nodes: int) -> list[int]:
