@@ -23,6 +23,7 @@ An existing draft is trained further with `--draft_name_or_path`, and adapted by
         --model_name_or_path Qwen/Qwen3-8B --dataset_name me/my-domain --output_dir my-domain-adapter
 """
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -178,6 +179,8 @@ def make_trainer(script_args, training_args, target_config, mixture) -> Eagle3Tr
 
 
 def main():
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("hf_eagle3").setLevel(logging.INFO)
     parser = TrlParser((TrainScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig))
     script_args, training_args, target_config, mixture = parser.parse_args_and_config()
     trainer = make_trainer(script_args, training_args, target_config, mixture)

@@ -146,7 +146,7 @@ def test_rows_that_are_finished_leave_the_batch(family, verified_rows):
 
 
 @pytest.mark.parametrize("policy", ["static", "auto"])
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1.5, "no_repeat_ngram_size": 4}], ids=["at once", "visited"])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.5, "repetition_penalty": 1.1}], ids=["at once", "visited"])
 def test_rows_that_leave_leave_the_sample_of_the_others(target, verified_rows, policy, settings):
     batch = make_batch([5, 9, 17, 3])
     for seed in range(8):

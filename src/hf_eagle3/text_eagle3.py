@@ -13,11 +13,12 @@
 # limitations under the License.
 """The text that `generate` writes: one token at a time, as `GenerationMixin._sample` picks it."""
 
+import copy
 from collections import deque
 
 import torch
 import torch.nn.functional as F
-from transformers import MaxLengthCriteria
+from transformers import LogitsProcessorList, MaxLengthCriteria
 
 from .policy_eagle3 import looks_are_free
 from .tree_eagle3 import DraftTree
@@ -307,7 +308,7 @@ class Text:
             logits = outputs.logits[:, nodes[0]].to(copy=True, dtype=torch.float32, device=device)
         else:
             logits = outputs.logits[rows, nodes].float().to(device)
-        scores = self.logits_processor(self._read(rows, length), logits)
+        scores = self._processor_of(rows)(self._read(rows, length), logits)
         next_tokens = self._pick(rows, scores)
         if length == self.ids.shape[1]:
             self.ids = F.pad(self.ids, (0, max(length, 256)))
@@ -321,6 +322,16 @@ class Text:
             self.is_finished[row] |= is_row_done
         self._stream()
         return next_tokens.tolist()
+
+    def _processor_of(self, rows: list[int]):
+        """The logits processors for some rows. One of transformers' has an entry for each row of the batch."""
+        if len(rows) == self.num_rows or all(_lengths_to_ignore(each) is None for each in self.logits_processor):
+            return self.logits_processor
+        processors = LogitsProcessorList(map(copy.copy, self.logits_processor))
+        for processor in processors:
+            if (lengths := _lengths_to_ignore(processor)) is not None:
+                processor.prompt_ignore_length = lengths[[self.rows[row] for row in rows]]
+        return processors
 
     def _read(self, rows: list[int], length: int) -> torch.LongTensor:
         return self.ids[:, :length].contiguous() if len(rows) == self.batch_size else self.ids[rows, :length]
@@ -419,13 +430,18 @@ def max_length_of(stopping_criteria) -> int:
 
 def is_row_wise(processor) -> bool:
     """Whether a logits processor or stopping criterion is known to treat each row of a batch as if it were alone."""
-    # `prompt_ignore_length` is one number for each row.
-    return is_one_of(processor, ROW_WISE) and getattr(processor, "prompt_ignore_length", None) is None
+    return is_one_of(processor, ROW_WISE)
 
 
 def is_one_of(processor, names: set[str]) -> bool:
     """Whether a logits processor or stopping criterion is transformers' own of one of these names."""
     return type(processor).__module__.startswith("transformers.generation.") and type(processor).__name__ in names
+
+
+def _lengths_to_ignore(processor) -> torch.LongTensor | None:
+    """How much of each row's prompt a logits processor passes over, where it was told that for each by itself."""
+    lengths = getattr(processor, "prompt_ignore_length", None)
+    return lengths if isinstance(lengths, torch.Tensor) else None
 
 
 def _are_probabilities(probs: torch.FloatTensor) -> torch.BoolTensor:
