@@ -91,7 +91,9 @@ def whole_run(evaluated_run):
     return losses(evaluated_run)
 
 
-def test_the_draft_that_comes_out(files, whole_run):
+def test_the_draft_that_comes_out(files, evaluated_run, whole_run):
+    # Whoever trains sees what the draft will never propose.
+    assert re.search(r"Draft vocabulary: 32 of \d+ tokens, which make up \d+\.\d% of", evaluated_run.stderr)
     # The unroll grows: 1, 2, 4 and 6 steps, each of which weighs 0.8 of the one before.
     mean = [loss / sum(0.8**k for k in range(steps)) for loss, steps in zip(whole_run, (1, 2, 4, 6), strict=True)]
     assert mean[-1] < mean[0]
