@@ -211,6 +211,7 @@ class AutoPolicy(StaticPolicy):
     MEMORY = 0.95  # weight of a drafted step after the next
     INTERVALS = (32, 1024)  # plain steps between trials: at first, and at most; four times as many after each
     MOST_LOST = 0.02  # share of the time that may be lost to trials; they are the rarer for it
+    HORIZON = 32  # drafted steps that a batch is taken to have before it
     REVIEWS = (8, 64)  # drafted steps before plain ones, which tell what those take now: at first, and at most
 
     def __init__(self, num_nodes: int, costs: StepCosts, calibration: Calibration, may_retire: bool = False):
@@ -252,16 +253,24 @@ class AutoPolicy(StaticPolicy):
     def record_plain_step(self, num_rows: int, seconds: float) -> None:
         self.costs.record("verify", num_rows, seconds)
 
-    def progress_of_batch(self, slowest: float, mean: float, num_rows: int) -> float:
+    def worth(self, advances: list[int], behind: list[bool], progress: int) -> float:
         """
-        How many plain steps a step is worth that took the slowest row and the mean one so far. The call ends with the
-        slowest row; but what the others' share of a step takes is saved from when they leave.
+        How many plain steps a step of a batch is worth that took the rows on by `advances`, and the slowest by `progress`.
+
+        The call ends with the slowest row. Of rows that are alike another one is the slowest each time, and how far it lies
+        behind their mean grows with the square root of the steps: at first the mean of those that may become it tells more.
+        Where rows leave when they are finished, the time that a row adds to a step is saved from then on, however late the
+        slowest one comes.
         """
+        num_rows = len(advances)
+        hold_up = [advance for advance, counts in zip(advances, behind) if counts] or advances
+        lag = min((self.num_drafted + 1) / self.HORIZON, 1.0) ** 0.5
+        slowest = lag * progress + (1 - lag) * sum(hold_up) / len(hold_up)
         seconds = self.costs.lines("verify", [num_rows, 2 * num_rows]) if self.may_retire else None
         if seconds is None:
             return slowest
-        share = min(seconds[1] / seconds[0] - 1, 1.0)
-        return share * mean + (1 - share) * slowest
+        share = min(seconds[1] / seconds[0] - 1, 1.0)  # of a plain step's time that is for rows
+        return share * sum(advances) / num_rows + (1 - share) * slowest
 
     def record_drafted_step(self, tokens: float, seconds: float, plain: float | None) -> None:
         """How many `plain` steps the step was worth, and what it took; decides whether to go on drafting."""
@@ -371,9 +380,7 @@ class _DraftedStep(StaticPolicy):
         first, verification = costs.near("first", num_rows), costs.lines("verify", [num_tokens])
         if first is not None and verification is not None and not self.only_measures:
             # What one row should have brought tells more than what it did; the slowest of several is another matter.
-            tokens = self.tokens
-            if num_rows > 1:
-                tokens = policy.progress_of_batch(progress, sum(map(len, paths)) / num_rows, num_rows)
+            tokens = self.tokens if num_rows == 1 else policy.worth(list(map(len, paths)), self.behind, progress)
             level = costs.near("level", num_rows) or 0.0
             policy.record_drafted_step(tokens, first + level * self.levels + verification[0], policy.plain(num_rows))
 
@@ -460,7 +467,9 @@ class _PlannedStep(StaticPolicy):
             policy.costs.record("step", self.drafted, self.seconds + seconds)
         whole_step = policy.seconds_of(self.drafted)
         if lengths and whole_step is not None:
-            tokens = policy.expected_tokens()[self.drafted] if len(paths) == 1 else progress
+            tokens = policy.expected_tokens()[self.drafted]
+            if len(paths) > 1:
+                tokens = policy.worth(list(map(len, paths)), self.behind, progress)
             policy.record_drafted_step(tokens, whole_step, policy.plain(len(paths)))
 
 

@@ -130,12 +130,7 @@ class Text:
 
     @property
     def rows_behind(self) -> list[bool]:
-        """
-        Which rows hold up the batch: unfinished ones, of which only those count that the slowest could overtake in a step
-        unless each one's leaving makes the next steps cheaper.
-        """
-        if self.may_retire:
-            return [not is_finished for is_finished in self.is_finished]
+        """Which rows hold up the batch: unfinished ones that the slowest of those could overtake in a step."""
         unfinished = [length for length, is_finished in zip(self.lengths, self.is_finished) if not is_finished]
         limit = min(unfinished, default=0) + self.path_length
         return [length < limit and not done for length, done in zip(self.lengths, self.is_finished)]
