@@ -161,7 +161,9 @@ def test_rows_that_leave_leave_the_sample_of_the_others(target, verified_rows, p
     assert {1, 2, 3, 4} <= set(verified_rows)
 
 
-@pytest.mark.parametrize("why", ["returned cache", "given cache", "argument", "hook", "stop string", "streamer"])
+@pytest.mark.parametrize(
+    "why", ["returned cache", "given cache", "argument", "hook", "compiled", "stop string", "streamer"]
+)
 def test_rows_stay_where_their_leaving_could_be_noticed(target, verified_rows, why, monkeypatch):
     batch, settings = make_batch([5, 9, 17]), {"max_new_tokens": 40, "pad_token_id": 0}
     settings["eos_token_id"] = end_token(batch, generate(target, batch, **settings))
@@ -183,6 +185,8 @@ def test_rows_stay_where_their_leaving_could_be_noticed(target, verified_rows, w
         with_bias.__signature__ = inspect.Signature(parameters)
         monkeypatch.setattr(target, "forward", with_bias)
         settings["bias"] = torch.zeros(3)
+    if why == "compiled":
+        monkeypatch.setattr(target, "_compiled_call_impl", target._call_impl)  # as `target.compile()` does
     if why == "streamer":
         settings["streamer"] = Columns()
     if why == "stop string":

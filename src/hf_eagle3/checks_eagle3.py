@@ -180,10 +180,12 @@ def depends_on_length(target, input_ids, cache, model_kwargs, stopping_criteria)
 
 def may_select_rows(target, cache, model_kwargs, per_token) -> bool:
     """
-    Whether the target may go on with some rows of the batch only: nobody sees its cache (a `TreeCache`), and nothing else is
-    known to have an entry for each row but the arguments named in `per_token`.
+    Whether the target may go on with some rows of the batch only: nobody sees its cache (a `TreeCache`), it was not compiled,
+    perhaps for this size of batch, and nothing else is known to have an entry for each row but the arguments named in `per_token`.
     """
     if cache.is_static or getattr(cache.cache, "_is_user_defined", False):
+        return False
+    if target._compiled_call_impl is not None or hasattr(target.forward, "_torchdynamo_orig_callable"):
         return False
     if target.config.get_text_config(decoder=True) is not target.config:  # images, and positions kept on the model
         return False
