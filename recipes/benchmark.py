@@ -68,6 +68,9 @@ def parse_arguments():
             f"--{name}", type=kind, help="When sampling; by default what `generate` does for the target"
         )
     parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument(
+        "--eos_token_id", type=int, nargs="+", help="Tokens that end a text, instead of the target's own"
+    )
     parser.add_argument("--num_prompts", type=int, help="Only the first so many prompts of each task")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--chat_template_kwargs", type=json.loads, help="Such as '{\"enable_thinking\": false}'")
@@ -170,6 +173,8 @@ def main():
 
     target, draft, tree, weights = load(AutoModelForCausalLM, args.target), None, {}, None
     tokenizer = AutoTokenizer.from_pretrained(args.target)
+    if args.eos_token_id is not None:
+        target.generation_config.eos_token_id = args.eos_token_id
     tasks, missing = collect_prompts(args, tokenizer, target)
     if args.draft:
         draft = AutoModel.from_pretrained(args.draft, dtype="auto", trust_remote_code=True).eval()

@@ -193,10 +193,11 @@ def may_select_rows(target, cache, model_kwargs, per_token) -> bool:
     others = [value for name, value in model_kwargs.items() if name not in known]
     if any(isinstance(value, (torch.Tensor, list, tuple, dict)) for value in others):
         return False
-    # PEFT gives each row an adapter of its own by hooks, and others may change what a layer says of a row.
+    # PEFT gives each row an adapter of its own by hooks, and others may change what a layer says of a row. Known not to care:
+    harmless = ("transformers.", "hf_eagle3.")
     for module in target.modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            if not getattr(hook, "__module__", "").startswith("transformers."):
+            if not getattr(hook, "__module__", "").startswith(harmless):
                 return False
     return True
 

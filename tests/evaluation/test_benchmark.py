@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator, MTPCandidateGenerator
 
+from hf_eagle3 import generation_eagle3
 from hf_eagle3.evaluation import BenchmarkResults, BenchmarkRow, compare, format_table, plot_all, run_benchmark
 from hf_eagle3.evaluation.benchmark import without_padding
 from hf_eagle3.evaluation.profile import own_times, profile_steps
@@ -74,6 +75,20 @@ def test_benchmark_recipe(tmp_path, tokenizer):
     result = run(*arguments, "--max_new_tokens", 11)
     assert result.returncode != 0 and "holds a run with other arguments" in result.stderr
     assert results_file.read_text().splitlines() == again
+    # Texts may be made to end early: here at once.
+    ends = [
+        "--eos_token_id",
+        *range(target.config.vocab_size),
+        "--temperatures",
+        0,
+        "--methods",
+        "plain",
+        "--repeats",
+        1,
+    ]
+    result = run(*arguments[:8], *ends, "--json", tmp_path / "short.jsonl")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert [row.new_tokens for row in BenchmarkResults.read(tmp_path / "short.jsonl").rows] == [2]
     result = run("--compare", results_file, results_file)
     assert (
         result.returncode == 0 and "| prompts | 1 | 0 | eagle3 |" in result.stdout and "+0.0% | no |" in result.stdout
@@ -294,8 +309,8 @@ def test_padding_is_no_text(tokens, ends, expected):
     assert without_padding(tokens, 0, ends) == expected
 
 
-def test_rows_that_end_earlier_count_as_they_are(tokenizer):
-    """In a batch, whose rows are padded to the longest."""
+def test_rows_that_end_earlier_count_as_they_are(tokenizer, monkeypatch):
+    """In a batch, whose rows are padded to the longest, and leave it as they do when nothing is measured."""
     target = make_target("llama")
     prompts = [tokenizer(prompt)["input_ids"] for prompt in ("what is 3", "the end")]
     free = target.generate(torch.tensor([prompts[0]]), max_new_tokens=10, do_sample=False)[
@@ -307,8 +322,13 @@ def test_rows_that_end_earlier_count_as_they_are(tokenizer):
         num_tokens += target.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False).shape[1] - len(
             prompt
         )
-    draft = make_draft(target, [make_prompt(5)])
+    draft, num_rows = make_draft(target, [make_prompt(5)]), []
+    verify = generation_eagle3._verify
+    monkeypatch.setattr(
+        generation_eagle3, "_verify", lambda *args: [num_rows.append(len(args[2].tokens)), verify(*args)][1]
+    )
     results = run_benchmark(target, tokenizer, draft, {"a": prompts}, ["plain", "eagle3"], [0.0], [2], 10, 1)
+    assert set(num_rows) == {1, 2}
     assert [row.new_tokens for row in results.rows] == [num_tokens, num_tokens] and num_tokens < 20
     assert results.rows[1].num_identical == 2
 
