@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import FAMILIES, make_batch, make_oracle, make_prompt, make_target
 from peft import LoraConfig, get_peft_model
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -162,36 +163,57 @@ def test_rows_that_leave_leave_the_sample_of_the_others(target, verified_rows, p
 
 
 @pytest.mark.parametrize(
-    "why", ["returned cache", "given cache", "argument", "hook", "compiled", "stop string", "streamer"]
+    "why",
+    [
+        "returned cache",
+        "given cache",
+        "argument",
+        "array",
+        "hook",
+        "hook of all modules",
+        "module",
+        "patched",
+        "compiled",
+        "stop string",
+        "streamer",
+    ],
 )
 def test_rows_stay_where_their_leaving_could_be_noticed(target, verified_rows, why, monkeypatch):
     batch, settings = make_batch([5, 9, 17]), {"max_new_tokens": 40, "pad_token_id": 0}
     settings["eos_token_id"] = end_token(batch, generate(target, batch, **settings))
-    forward, caches = target.forward, []
+    forward, layer, caches = target.forward, target.model.layers[2], []
 
-    def noting_rows(module, args, kwargs):
-        assert len(kwargs["input_ids"]) == 3
+    bias = torch.tensor([0.3, -0.2, 0.1])[:, None, None]  # of each row
 
-    def with_bias(*args, bias, **kwargs):  # of each row
+    def add_bias(module, args, output):
+        return output + bias if module is layer.mlp else output
+
+    def with_bias(*args, bias, **kwargs):
         outputs = forward(*args, **kwargs)
-        outputs.logits = outputs.logits + bias[:, None, None]
+        outputs.logits = outputs.logits + torch.as_tensor(bias)
         return outputs
 
     if why == "returned cache":
         settings["return_dict_in_generate"] = True
-    if why == "argument":
+    if why in ("argument", "array"):
         parameters = list(inspect.signature(forward).parameters.values())
         parameters.insert(-1, inspect.Parameter("bias", inspect.Parameter.KEYWORD_ONLY))
         with_bias.__signature__ = inspect.Signature(parameters)
         monkeypatch.setattr(target, "forward", with_bias)
-        settings["bias"] = torch.zeros(3)
+        settings["bias"] = bias if why == "argument" else bias.numpy()
+    if why == "module":
+        monkeypatch.setitem(layer._modules, "mlp", Steered(layer.mlp, bias))
+    if why == "patched":
+        mlp = layer.mlp.forward
+        monkeypatch.setattr(layer.mlp, "forward", lambda *args: mlp(*args) + bias)
     if why == "compiled":
         monkeypatch.setattr(target, "_compiled_call_impl", target._call_impl)  # as `target.compile()` does
     if why == "streamer":
         settings["streamer"] = Columns()
     if why == "stop string":
         settings |= {"stopping_criteria": [StopAtLength()], "eos_token_id": None}
-    hook = target.register_forward_pre_hook(noting_rows, with_kwargs=True) if why == "hook" else None
+    hooks = [layer.mlp.register_forward_hook(add_bias)] if why == "hook" else []
+    hooks += [register_module_forward_hook(add_bias)] if why == "hook of all modules" else []
     texts, oracle = [], None
     for _ in range(2):
         if why == "given cache":
@@ -200,7 +222,7 @@ def test_rows_stay_where_their_leaving_could_be_noticed(target, verified_rows, w
         output = generate(target, batch, assistant_model=oracle, **settings)
         texts.append(output.sequences if why == "returned cache" else output)
         oracle = oracle or make_row_oracle(target, batch, texts[0])
-    if hook is not None:
+    for hook in hooks:
         hook.remove()
     assert texts[0].tolist() == texts[1].tolist()
     assert oracle.last_generation.acceptance_length > 1.2 and set(verified_rows) == {3}
@@ -221,6 +243,17 @@ def test_rows_with_adapters_of_their_own(target):
     oracle = make_row_oracle(target, batch, expected)
     assert generate(model, batch, assistant_model=oracle, **settings).tolist() == expected.tolist()
     assert oracle.last_generation.acceptance_length > 1.2
+
+
+class Steered(torch.nn.Module):
+    """A layer that adds something of its own to each row."""
+
+    def __init__(self, layer, bias):
+        super().__init__()
+        self.layer, self.bias = layer, bias
+
+    def forward(self, *args):
+        return self.layer(*args) + self.bias
 
 
 class Columns:
@@ -526,6 +559,17 @@ def test_targets_that_depend_on_the_length_of_the_batch(family, changes):
     for lengths in ([5, 9], LENGTHS):
         assert_same_texts(target, make_batch(lengths), eos_token_id=7)
         assert_same_texts(target, make_batch(lengths), do_sample=True, top_k=5)
+
+
+def test_positions_that_come_to_a_rotary_switch_before_the_text_does():
+    changes = {"rope_parameters": LONG_ROPE, "max_position_embeddings": 200, "original_max_position_embeddings": 50}
+    target, batch = make_target("phi3", **changes), make_batch([5, 17, 9])
+    padding = (1 - batch["attention_mask"]).sum(dim=1, keepdim=True)
+    batch["position_ids"] = (batch["attention_mask"].cumsum(dim=1) - 1).clamp(min=0) + 25
+    expected = generate(target, batch)
+    oracle = make_oracle(target, expected, padding=padding - 25)
+    assert generate(target, batch, assistant_model=oracle).tolist() == expected.tolist()
+    assert oracle.last_generation.acceptance_length > 1.2
 
 
 def make_gpt2(**changes):

@@ -151,6 +151,10 @@ def test_costs():
     assert [costs.near("verify", size) for size in (0, 5, 8, 9, 99)] == [1.0, 2.0, 2.0, 3.0, 3.0]
     expected = [1, 1.5, 2, 2.5, 3, 3 + 2 / 24 * 16]
     assert costs.lines("verify", [0, 4, 8, 16, 24, 40]) == pytest.approx(expected)
+    for size, seconds in ((4, 1.0), (8, 3.0)):
+        for _ in range(3):
+            costs.record("level", size, seconds)
+    assert costs.lines("level", [2, 4, 6]) == pytest.approx([0.5, 1, 2])  # not 0
 
 
 def test_steps_that_end_early():

@@ -164,8 +164,9 @@ def check_call(draft, target, generation_config, synced_gpus, model_kwargs):
 def depends_on_length(target, input_ids, cache, model_kwargs, stopping_criteria) -> bool:
     """Whether what the target says of a row changes, within this call, with the length of the longest row of the batch."""
     config = target.config.get_text_config(decoder=True)
-    last = max_length_of(stopping_criteria)
-    begin = int(text_positions(model_kwargs)[:, -1].min())
+    newest = text_positions(model_kwargs)[:, -1]
+    begin, num_new = int(newest.min()), max_length_of(stopping_criteria) - input_ids.shape[1]
+    last = int(newest.max()) + 1 + num_new  # positions may be the caller's
     if last > (position_table(config) or math.inf):  # a row that is ahead would come to its end
         return True
     for rope_type, length in rotary_switches(config):
@@ -174,32 +175,39 @@ def depends_on_length(target, input_ids, cache, model_kwargs, stopping_criteria)
     # Llama 4 scales queries by their index in the cache, anew every so many tokens.
     return (
         getattr(config, "attn_temperature_tuning", False)
-        and last + 1 >= (cache.length // config.floor_scale + 1) * config.floor_scale
+        and cache.length + num_new + 1 >= (cache.length // config.floor_scale + 1) * config.floor_scale
     )
+
+
+# Libraries whose modules keep nothing about the rows of a batch, unless by hooks.
+ROW_WISE_MODULES = ("torch.", "transformers.", "peft.", "torchao.", "bitsandbytes.")
 
 
 def may_select_rows(target, cache, model_kwargs, per_token) -> bool:
     """
     Whether the target may go on with some rows of the batch only: nobody sees its cache (a `TreeCache`), it was not compiled,
-    perhaps for this size of batch, and nothing else is known to have an entry for each row but the arguments named in `per_token`.
+    perhaps for this size of batch, and neither its modules nor its arguments are suspected of an entry for each row, but for
+    the arguments named in `per_token`.
     """
     if cache.is_static or getattr(cache.cache, "_is_user_defined", False):
-        return False
-    if target._compiled_call_impl is not None or hasattr(target.forward, "_torchdynamo_orig_callable"):
         return False
     if target.config.get_text_config(decoder=True) is not target.config:  # images, and positions kept on the model
         return False
     known = (*per_token, "past_key_values", "output_hidden_states")
     others = [value for name, value in model_kwargs.items() if name not in known]
-    if any(isinstance(value, (torch.Tensor, list, tuple, dict)) for value in others):
+    if not all(value is None or isinstance(value, (bool, int, float, str)) for value in others):
         return False
-    # PEFT gives each row an adapter of its own by hooks, and others may change what a layer says of a row. Known not to care:
-    harmless = ("transformers.", "hf_eagle3.")
+    if target._compiled_call_impl is not None or hasattr(target.forward, "_torchdynamo_orig_callable"):
+        return False
+    of_all_modules = torch.nn.modules.module
+    hooks = [*of_all_modules._global_forward_hooks.values(), *of_all_modules._global_forward_pre_hooks.values()]
     for module in target.modules():
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            if not getattr(hook, "__module__", "").startswith(harmless):
-                return False
-    return True
+        is_patched = "forward" in vars(module) and not hasattr(module, "_hf_hook")  # which is accelerate's
+        if is_patched or not type(module).__module__.startswith(ROW_WISE_MODULES):
+            return False
+        # PEFT gives each row an adapter of its own by hooks, and others may change what a layer says of a row.
+        hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return all(getattr(hook, "__module__", "").startswith(("transformers.", "hf_eagle3.")) for hook in hooks)
 
 
 def position_table(config) -> int | None:

@@ -140,7 +140,7 @@ class StepCosts:
     def lines(self, part: str, sizes: list[int]) -> list[float] | None:
         """
         Seconds of some sizes, on lines between and beyond those that were measured more than once (a single measurement may
-        have met a pause); `None` if there are fewer than two of them. Less does not take longer.
+        have met a pause); `None` if there are fewer than two of them. Less does not take longer, and half not less than half.
         """
         samples = [(size, seconds) for size, seconds in self.measured(part) if len(seconds) > 1]
         if len(samples) < 2:
@@ -152,7 +152,8 @@ class StepCosts:
             right = min(max(bisect.bisect_left(known, size), 1), len(known) - 1)
             left = 0 if size > known[-1] else right - 1
             slope = (seconds[right] - seconds[left]) / (known[right] - known[left])
-            costs.append(seconds[left] + slope * (size - known[left]))
+            line = seconds[left] + slope * (size - known[left])
+            costs.append(max(line, seconds[0] * size / known[0]) if size < known[0] else line)
         return costs
 
 
