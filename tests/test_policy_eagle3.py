@@ -15,8 +15,11 @@ class Machine:
     of which it says `confidence`; beside it stand siblings that share what is left.
     """
 
-    def __init__(self, skill, confidence=None, plain=1.0, per_node=0.02, first=0.2, level=0.1, num_nodes=24, depth=6):
+    def __init__(
+        self, skill, confidence=None, plain=1.0, per_node=0.02, first=0.2, level=0.1, num_nodes=24, depth=6, unread=0.0
+    ):
         self.skill, self.confidence = skill, skill if confidence is None else confidence
+        self.unread = unread  # seconds to catch up with what was decoded plainly
         self.plain, self.per_node, self.first, self.level, self.depth = plain, per_node, first, level, depth
         self.policy = AutoPolicy(num_nodes, StepCosts(), Calibration())
         self.generator = torch.Generator().manual_seed(0)
@@ -43,7 +46,9 @@ class Machine:
                 break
         levels = level - 1
         self.levels.append(levels)
-        plan.record_draft(levels, self.first * pause, levels * self.level)
+        is_usual = len(self.chosen) > 0 and self.chosen[-1] > 0
+        unread = 0 if is_usual else self.unread
+        plan.record_draft(levels, (self.first + unread) * pause, levels * self.level, is_usual)
         ranked = torch.tensor([sorted(values, reverse=True)[: self.policy.num_nodes]]).log()
         num_nodes = plan.choose_num_nodes(ranked)
         self.chosen.append(num_nodes)
@@ -59,7 +64,7 @@ class Machine:
         seconds = self.plain + self.per_node * num_nodes
         tree = SimpleNamespace(num_nodes=num_nodes + 1, values=ranked[:, :num_nodes])
         plan.record_verification(tree, [path], [True], len(path), seconds * pause)
-        return len(path), self.first + levels * self.level + seconds
+        return len(path), self.first + unread + levels * self.level + seconds
 
     def _chain_values(self):
         powers = torch.tensor([self.confidence ** (level + 1) for level in range(self.depth)]).log().exp()
@@ -86,6 +91,16 @@ def test_decodes_plainly_where_it_does_not(skill, confidence):
     assert machine.speedup(200) > 0.93
     assert machine.speedup(2000) > 0.98
     assert any(machine.chosen[-1000:])  # but looks again
+
+
+def test_what_it_takes_to_catch_up_counts():
+    machine = Machine(skill=0.0, confidence=0.05, unread=8.0)
+    machine.speedup(200)
+    assert machine.speedup(4000) > 0.97
+    assert any(machine.chosen[-2000:])
+    machine.skill = machine.confidence = 0.8
+    machine.speedup(3000)
+    assert machine.chosen[-200:].count(0) < 20
 
 
 def test_verifies_less_where_nodes_are_dear():

@@ -219,7 +219,7 @@ def test_steps_are_planned_by_what_was_accepted():
             while length < depth and torch.rand((), generator=generator) < skill:
                 length += 1
             if plan.drafts:
-                plan.record_draft(depth - 1, seconds_of_depth(depth) / 2, 0.0)
+                plan.record_draft(depth - 1, seconds_of_depth(depth) / 2, 0.0, True)
             tree = type("Tree", (), {"num_nodes": 25 if depth else 1})
             seconds = seconds_of_depth(depth) / (2 if depth else 1)
             plan.record_verification(tree, [list(range(length + 1))], [True], length + 1, seconds)

@@ -151,5 +151,5 @@ class Drafter:
         tree = grow_tree(root_tokens, self.logits, self.hidden_states, advance, self.draft.d2t, plan=plan, **settings)
         self.cache.crop(observed - self.cache.get_seq_length())
         times.append(time.perf_counter())
-        plan.record_draft(levels, times[1] - times[0] if is_usual else None, times[-1] - times[1])
+        plan.record_draft(levels, times[1] - times[0], times[-1] - times[1], is_usual)
         return tree

@@ -81,10 +81,10 @@ class StaticPolicy:
         """How many of the candidates with log-probabilities `values` `(B, N)`, descending, to verify."""
         return values.shape[1]
 
-    def record_draft(self, levels: int, first_seconds: float | None, level_seconds: float) -> None:
+    def record_draft(self, levels: int, first_seconds: float, level_seconds: float, is_usual: bool) -> None:
         """
-        What drafting took: to catch up with the text and read off the first level, if that was as usual, and the
-        further levels.
+        What drafting took: to catch up with the text and read off the first level, and the further `levels`. It is usual to
+        catch up with the step before; after plain steps, and with the prompt, there is more to read.
         """
 
     def record_verification(
@@ -210,8 +210,9 @@ class AutoPolicy(StaticPolicy):
     MIN_STEPS = 2  # of a trial
     PRIOR_STEPS = 4  # what was known before counts as much in a trial
     MEMORY = 0.95  # weight of a drafted step after the next
-    INTERVALS = (32, 1024)  # plain steps between trials: at first, and at most; four times as many after each
+    INTERVALS = (32, 256)  # plain steps between trials: at first, and at most; four times as many after each
     MOST_LOST = 0.02  # share of the time that may be lost to trials; they are the rarer for it
+    MOST_PLAIN = 4096  # plain steps between trials, whatever was lost: it may have been a pause
     HORIZON = 32  # drafted steps that a batch is taken to have before it
     REVIEWS = (8, 64)  # drafted steps before plain ones, which tell what those take now: at first, and at most
 
@@ -222,7 +223,7 @@ class AutoPolicy(StaticPolicy):
         self.plain_left, self.interval = self.FIRST_PLAIN_STEPS, self.INTERVALS[0]
         self.num_drafted = 0  # steps since drafting was taken up
         self.weight = self.tokens = self.seconds = 0.0  # of drafted steps, for each row
-        self.lost = 0.0  # plain steps, since drafting was taken up
+        self.lost, self.has_caught_up = 0.0, False  # plain steps, since drafting was taken up
 
     def plain(self, num_rows: int) -> float | None:
         """Seconds of a plain step."""
@@ -250,6 +251,16 @@ class AutoPolicy(StaticPolicy):
 
     def drafted_step(self, behind):
         return _DraftedStep(self, behind)
+
+    def record_catching_up(self, seconds: float, usual: float | None, num_rows: int) -> None:
+        """
+        What a part of a step took for which more than usual was to be read: it is lost if drafting turns out not to pay. The
+        first time pays for its preparation and does not count.
+        """
+        plain = self.plain(num_rows)
+        if plain is not None and self.has_caught_up:
+            self.lost += max(seconds - (usual or 0.0), 0.0) / plain
+        self.has_caught_up = True
 
     def record_plain_step(self, num_rows: int, seconds: float) -> None:
         self.costs.record("verify", num_rows, seconds)
@@ -285,7 +296,8 @@ class AutoPolicy(StaticPolicy):
         long_ago = self.num_drafted > self.INTERVALS[0]
         if long_ago:
             self.interval = self.INTERVALS[0]
-        self.plain_left, self.num_drafted = max(self.interval, int(self.lost / self.MOST_LOST)), 0
+        self.plain_left = min(max(self.interval, int(self.lost / self.MOST_LOST)), self.MOST_PLAIN)
+        self.num_drafted = 0
         self.lost = 0.0
         self.interval = min(4 * self.interval, self.INTERVALS[1])
         scale = min(self.PRIOR_STEPS / self.weight, 1.0)
@@ -359,12 +371,14 @@ class _DraftedStep(StaticPolicy):
         self.tokens = expected[best]
         return best
 
-    def record_draft(self, levels, first_seconds, level_seconds):
-        self.levels = levels
-        if first_seconds is not None:
-            self.policy.costs.record("first", len(self.behind), first_seconds)
+    def record_draft(self, levels, first_seconds, level_seconds, is_usual):
+        self.levels, costs, num_rows = levels, self.policy.costs, len(self.behind)
+        if is_usual:
+            costs.record("first", num_rows, first_seconds)
+        else:
+            self.policy.record_catching_up(first_seconds, costs.near("first", num_rows), num_rows)
         if levels:
-            self.policy.costs.record("level", len(self.behind), level_seconds / levels)
+            costs.record("level", num_rows, level_seconds / levels)
 
     def record_verification(self, tree, paths, live, progress, seconds):
         policy, costs, num_rows = self.policy, self.policy.costs, len(paths)
@@ -447,14 +461,13 @@ class _PlannedStep(StaticPolicy):
 
     def __init__(self, policy: PlannedPolicy, depth: int, behind: list[bool]):
         self.policy, self.depth, self.behind = policy, depth, behind
-        self.drafted = self.seconds = None
+        self.drafted = None
 
     def more_levels(self, values, at_most):
         return min(self.depth - 1, at_most)
 
-    def record_draft(self, levels, first_seconds, level_seconds):
-        self.drafted = levels + 1
-        self.seconds = None if first_seconds is None else first_seconds + level_seconds
+    def record_draft(self, levels, first_seconds, level_seconds, is_usual):
+        self.drafted, self.seconds, self.is_usual = levels + 1, first_seconds + level_seconds, is_usual
 
     def record_verification(self, tree, paths, live, progress, seconds):
         policy = self.policy
@@ -464,9 +477,11 @@ class _PlannedStep(StaticPolicy):
         lengths = [len(path) - 1 for path, *counts in zip(paths, live, self.behind) if all(counts)]
         if lengths:
             policy.record_paths(lengths, self.drafted)
-        if self.seconds is not None:
-            policy.costs.record("step", self.drafted, self.seconds + seconds)
         whole_step = policy.seconds_of(self.drafted)
+        if self.is_usual:
+            policy.costs.record("step", self.drafted, self.seconds + seconds)
+        else:
+            policy.record_catching_up(self.seconds + seconds, whole_step, len(paths))
         if lengths and whole_step is not None:
             tokens = policy.expected_tokens()[self.drafted]
             if len(paths) > 1:

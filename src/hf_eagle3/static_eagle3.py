@@ -195,7 +195,7 @@ class StaticDrafter(Drafter):
         self.lengths = self.lengths + counts
         # What a CUDA graph returns is overwritten by the next one.
         tree = DraftTree(*(entries.clone() for entries in fields))
-        plan.record_draft(self.settings["tree_depth"] - 1, time.perf_counter() - start if is_usual else None, 0.0)
+        plan.record_draft(self.settings["tree_depth"] - 1, time.perf_counter() - start, 0.0, is_usual)
         return tree
 
     def _read_prompt(self, tokens, features, positions, counts):
