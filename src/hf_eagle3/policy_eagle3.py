@@ -213,7 +213,7 @@ class AutoPolicy(StaticPolicy):
     INTERVALS = (32, 256)  # plain steps between trials: at first, and at most; four times as many after each
     MOST_LOST = 0.02  # share of the time that may be lost to trials; they are the rarer for it
     MOST_PLAIN = 4096  # plain steps between trials, whatever was lost: it may have been a pause
-    HORIZON = 32  # drafted steps that a batch is taken to have before it
+    HORIZON = 16  # drafted steps that a batch is taken to have before it
     REVIEWS = (8, 64)  # drafted steps before plain ones, which tell what those take now: at first, and at most
 
     def __init__(self, num_nodes: int, costs: StepCosts, calibration: Calibration, may_retire: bool = False):
