@@ -1,13 +1,10 @@
 """Batches: each row's text is what plain `generate` writes, though rows accept different numbers of tokens."""
 
 import copy
-import inspect
 
 import pytest
 import torch
 from conftest import FAMILIES, make_batch, make_oracle, make_prompt, make_target
-from peft import LoraConfig, get_peft_model
-from torch.nn.modules.module import register_module_forward_hook
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,7 +16,7 @@ from transformers import (
 )
 from transformers.generation import stopping_criteria
 
-from hf_eagle3 import Eagle3ForSpeculation, generation_eagle3
+from hf_eagle3 import Eagle3ForSpeculation
 
 
 LENGTHS = [5, 40, 17]
@@ -108,152 +105,6 @@ def test_rows_that_finish_early_are_padded(target, do_sample):
         finished_early += len(set(lengths.sum(dim=1).tolist())) > 1
         assert stats.new_tokens <= new.numel()
     assert finished_early > 3
-
-
-@pytest.fixture
-def verified_rows(monkeypatch):
-    """How many rows each step of the target had."""
-    rows, verify = [], generation_eagle3._verify
-
-    def noting_rows(forward, target, tree, *args):
-        rows.append(len(tree.tokens))
-        return verify(forward, target, tree, *args)
-
-    monkeypatch.setattr(generation_eagle3, "_verify", noting_rows)
-    return rows
-
-
-def end_token(batch, text):
-    """The token that ends the rows of a text at the most different lengths, each a few tokens after the prompt."""
-    new = text[:, batch["input_ids"].shape[1] :].tolist()
-
-    def num_lengths(token):
-        return len({row.index(token) for row in new if token in row[4:] and token not in row[:4]})
-
-    return max({token for row in new for token in row}, key=num_lengths)
-
-
-@pytest.mark.parametrize(
-    "family",
-    ["llama", "mistral-window", "phi3", "gpt_oss", "gemma3", "gemma4-shared-kv", "llama4", "deepseek_v3", "glm4_moe"],
-)
-def test_rows_that_are_finished_leave_the_batch(family, verified_rows):
-    target, batch = make_target(family), make_batch([5, 40, 17, 9])
-    settings = {"eos_token_id": end_token(batch, generate(target, batch, max_new_tokens=40)), "pad_token_id": 0}
-    assert_same_texts(target, batch, max_new_tokens=40, **settings)
-    assert (
-        verified_rows[0] == 4 and verified_rows == sorted(verified_rows, reverse=True) and len(set(verified_rows)) > 2
-    )
-
-
-@pytest.mark.parametrize("policy", ["static", "auto"])
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1.5, "repetition_penalty": 1.1}], ids=["at once", "visited"])
-def test_rows_that_leave_leave_the_sample_of_the_others(target, verified_rows, policy, settings):
-    batch = make_batch([5, 9, 17, 3])
-    for seed in range(5):
-        kwargs = {"do_sample": True, "max_new_tokens": 40, "pad_token_id": 0, **settings}
-        kwargs["eos_token_id"] = end_token(batch, generate(target, batch, seed, **kwargs))
-        expected = generate(target, batch, seed, **kwargs)
-        state = torch.get_rng_state()
-        oracle = make_row_oracle(target, batch, expected, seed)
-        oracle.generation_config.tree_policy = policy
-        assert generate(target, batch, seed, assistant_model=oracle, **kwargs).tolist() == expected.tolist()
-        assert torch.equal(torch.get_rng_state(), state)
-    assert {1, 2, 3, 4} <= set(verified_rows)
-
-
-@pytest.mark.parametrize(
-    "why",
-    [
-        "returned cache",
-        "given cache",
-        "argument",
-        "array",
-        "hook",
-        "hook of all modules",
-        "module",
-        "patched",
-        "compiled",
-        "stop string",
-        "streamer",
-    ],
-)
-def test_rows_stay_where_their_leaving_could_be_noticed(target, verified_rows, why, monkeypatch):
-    batch, settings = make_batch([5, 9, 17]), {"max_new_tokens": 40, "pad_token_id": 0}
-    settings["eos_token_id"] = end_token(batch, generate(target, batch, **settings))
-    forward, layer, caches = target.forward, target.model.layers[2], []
-
-    bias = torch.tensor([0.3, -0.2, 0.1])[:, None, None]  # of each row
-
-    def add_bias(module, args, output):
-        return output + bias if module is layer.mlp else output
-
-    def with_bias(*args, bias, **kwargs):
-        outputs = forward(*args, **kwargs)
-        outputs.logits = outputs.logits + torch.as_tensor(bias)
-        return outputs
-
-    if why == "returned cache":
-        settings["return_dict_in_generate"] = True
-    if why in ("argument", "array"):
-        parameters = list(inspect.signature(forward).parameters.values())
-        parameters.insert(-1, inspect.Parameter("bias", inspect.Parameter.KEYWORD_ONLY))
-        with_bias.__signature__ = inspect.Signature(parameters)
-        monkeypatch.setattr(target, "forward", with_bias)
-        settings["bias"] = bias if why == "argument" else bias.numpy()
-    if why == "module":
-        monkeypatch.setitem(layer._modules, "mlp", Steered(layer.mlp, bias))
-    if why == "patched":
-        mlp = layer.mlp.forward
-        monkeypatch.setattr(layer.mlp, "forward", lambda *args: mlp(*args) + bias)
-    if why == "compiled":
-        monkeypatch.setattr(target, "_compiled_call_impl", target._call_impl)  # as `target.compile()` does
-    if why == "streamer":
-        settings["streamer"] = Columns()
-    if why == "stop string":
-        settings |= {"stopping_criteria": [StopAtLength()], "eos_token_id": None}
-    hooks = [layer.mlp.register_forward_hook(add_bias)] if why == "hook" else []
-    hooks += [register_module_forward_hook(add_bias)] if why == "hook of all modules" else []
-    texts, oracle = [], None
-    for _ in range(2):
-        if why == "given cache":
-            caches.append(DynamicCache(config=target.config))
-            settings["past_key_values"] = caches[-1]
-        output = generate(target, batch, assistant_model=oracle, **settings)
-        texts.append(output.sequences if why == "returned cache" else output)
-        oracle = oracle or make_row_oracle(target, batch, texts[0])
-    for hook in hooks:
-        hook.remove()
-    assert texts[0].tolist() == texts[1].tolist()
-    assert oracle.last_generation.acceptance_length > 1.2 and set(verified_rows) == {3}
-    for layers in zip(*(cache.layers for cache in caches)):
-        torch.testing.assert_close(layers[0].keys, layers[1].keys, atol=1e-4, rtol=1e-4)
-
-
-def test_rows_with_adapters_of_their_own(target):
-    batch = make_batch([5, 9, 17])
-    config = LoraConfig(r=4, lora_alpha=64, init_lora_weights=False, target_modules=["q_proj", "v_proj"])
-    model = get_peft_model(copy.deepcopy(target), config, adapter_name="one").eval()
-    model.add_adapter("other", config)
-    names = {"adapter_names": ["one", "other", "__base__"]}
-    text = generate(model, batch, **names)
-    settings = {"eos_token_id": end_token(batch, text), "pad_token_id": 0, **names}
-    expected = generate(model, batch, **settings)
-    assert expected.tolist() != generate(model, batch, **{**settings, "adapter_names": ["__base__"] * 3}).tolist()
-    oracle = make_row_oracle(target, batch, expected)
-    assert generate(model, batch, assistant_model=oracle, **settings).tolist() == expected.tolist()
-    assert oracle.last_generation.acceptance_length > 1.2
-
-
-class Steered(torch.nn.Module):
-    """A layer that adds something of its own to each row."""
-
-    def __init__(self, layer, bias):
-        super().__init__()
-        self.layer, self.bias = layer, bias
-
-    def forward(self, *args):
-        return self.layer(*args) + self.bias
 
 
 class Columns:
