@@ -275,7 +275,7 @@ class AutoPolicy(StaticPolicy):
         slowest one comes.
         """
         num_rows = len(advances)
-        hold_up = [advance for advance, counts in zip(advances, behind) if counts] or advances
+        hold_up = [advance for advance, counts in zip(advances, behind) if counts]
         lag = min((self.num_drafted + 1) / self.HORIZON, 1.0) ** 0.5
         slowest = lag * progress + (1 - lag) * sum(hold_up) / len(hold_up)
         seconds = self.costs.lines("verify", [num_rows, 2 * num_rows]) if self.may_retire else None

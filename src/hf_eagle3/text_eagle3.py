@@ -18,6 +18,7 @@ from collections import deque
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessorList, MaxLengthCriteria
 
 from .policy_eagle3 import looks_are_free
@@ -165,13 +166,9 @@ class Text:
 
     def sequences(self) -> torch.LongTensor:
         """The texts of all rows, `(num_rows, length)`."""
-        sequences = self.ids.new_full((self.num_rows, self.length), int(self.pad_token or 0))
-        for row, ids in [
-            *self.retired.items(),
-            *((row, ids[:n]) for row, ids, n in zip(self.rows, self.ids, self.lengths)),
-        ]:
-            sequences[row, : len(ids)] = ids
-        return sequences
+        texts = {row: ids[:length] for row, ids, length in zip(self.rows, self.ids, self.lengths)} | self.retired
+        texts = [texts[row] for row in range(self.num_rows)]
+        return pad_sequence(texts, batch_first=True, padding_value=int(self.pad_token or 0))
 
     def newest(self, num_tokens: int) -> torch.LongTensor:
         """The last tokens of every row, `(B, num_tokens)`; shorter rows begin with zeros."""
