@@ -39,7 +39,7 @@ def naive_tree(draft, depth, width, budget):
     return {path for _, path in sorted(nodes, key=lambda node: -node[0])[:budget]}
 
 
-def grow(draft, depth, width, budget, d2t=None, threshold=0.0):
+def grow(draft, depth, width, budget, draft_token_ids=None, threshold=0.0):
     """Runs `grow_tree` on a `TableDraft`; the hidden state is an index into the paths seen so far."""
     paths = [()]
 
@@ -58,7 +58,7 @@ def grow(draft, depth, width, budget, d2t=None, threshold=0.0):
         draft.scores(())[None],
         torch.zeros(1, HIDDEN),
         advance,
-        d2t,
+        draft_token_ids,
         depth,
         width,
         budget,
@@ -115,10 +115,10 @@ def test_a_broken_draft_still_gives_a_tree():
 
 
 def test_tokens_are_mapped_to_target_ids():
-    offsets = torch.arange(VOCAB) * 2
+    token_ids = torch.arange(VOCAB) * 3
     draft, mapped = TableDraft(), TableDraft()
     mapped.scores = lambda path: draft.scores(tuple(token // 3 for token in path))
-    plain, tree = grow(draft, 3, 4, 20), grow(mapped, 3, 4, 20, d2t=offsets)
+    plain, tree = grow(draft, 3, 4, 20), grow(mapped, 3, 4, 20, draft_token_ids=token_ids)
     assert torch.equal(plain.parents, tree.parents)
     assert torch.equal(plain.tokens[0, 1:] * 3, tree.tokens[0, 1:])
 

@@ -33,6 +33,7 @@ class Drafter:
     def __init__(self, draft, embedding):
         self.draft, self.embedding = draft, embedding
         self.layer_config = draft.config.transformer_layer_config
+        self.token_ids = None if draft.d2t is None else draft.draft_token_ids
         self.cache = DynamicCache()
         self.lengths = None  # of each row in the cache, which ends at its right
         self.padding_mask = None  # (B, past_length), in batches
@@ -133,22 +134,22 @@ class Drafter:
         is_usual = len(self.unread) == 1 and self.cache.get_seq_length() > 0
         times, levels = [time.perf_counter()], 0
         self.observe(text, model_kwargs)
-        observed = self.cache.get_seq_length()
+        root_tokens = text.newest(1).to(self.logits.device)
+        observed, depths = self.cache.get_seq_length(), root_tokens[:, :0]
 
         def advance(tokens, hidden_states, level, visible):
-            nonlocal levels
+            nonlocal levels, depths
             times.append(time.perf_counter())
             levels = level
-            batch_size, width = tokens.shape
-            depths = torch.arange(1, level + 1, device=tokens.device).repeat_interleave(width).expand(batch_size, -1)
+            width = tokens.shape[1]
+            depths = torch.cat([depths, torch.full_like(tokens, level)], dim=1)
             mask = tree_attention_mask(
                 self.layer_config, self.cache, observed, visible, depths[:, -width:], depths, self.padding_mask
             )
             outputs = self.step(tokens, hidden_states, (self.position + level).expand(-1, width), mask)
             return outputs.logits, outputs.last_hidden_state
 
-        root_tokens = text.newest(1).to(self.logits.device)
-        tree = grow_tree(root_tokens, self.logits, self.hidden_states, advance, self.draft.d2t, plan=plan, **settings)
+        tree = grow_tree(root_tokens, self.logits, self.hidden_states, advance, self.token_ids, plan=plan, **settings)
         self.cache.crop(observed - self.cache.get_seq_length())
         times.append(time.perf_counter())
         plan.record_draft(levels, times[1] - times[0], times[-1] - times[1], is_usual)

@@ -90,8 +90,9 @@ def read_and_draft(
         )
         return outputs.logits, outputs.last_hidden_state
 
+    token_ids = None if draft.d2t is None else draft.draft_token_ids
     tree = grow_tree(
-        tokens[:, -1:], logits, hidden_states, advance, draft.d2t, tree_depth, branching_factor, num_assistant_tokens
+        tokens[:, -1:], logits, hidden_states, advance, token_ids, tree_depth, branching_factor, num_assistant_tokens
     )
     for layer in cache.layers:
         layer.cumulative_length.copy_(length)

@@ -49,14 +49,21 @@ class DraftTree:
 
     @classmethod
     def from_parents(
-        cls, tokens: torch.LongTensor, parents: torch.LongTensor, values: torch.FloatTensor | None = None
+        cls,
+        tokens: torch.LongTensor,
+        parents: torch.LongTensor,
+        values: torch.FloatTensor | None = None,
+        depth: int | None = None,
     ) -> "DraftTree":
-        """Works out depths and ancestors; `parents[b, i] < i` for every node but the root."""
+        """
+        Works out depths and ancestors; `parents[b, i] < i` for every node but the root, and none is deeper than `depth`, if
+        that is known.
+        """
         batch_size, num_nodes = tokens.shape
         ancestors = torch.eye(num_nodes, dtype=torch.bool, device=tokens.device).repeat(batch_size, 1, 1)
         jump = parents
-        # After round r every node knows its 2**r nearest ancestors, and `jump` leads 2**r nodes up.
-        for _ in range((num_nodes - 1).bit_length()):
+        # After round r every node knows its 2**r - 1 nearest ancestors, and `jump` leads 2**r nodes up.
+        for _ in range((num_nodes - 1 if depth is None else min(depth, num_nodes - 1)).bit_length()):
             ancestors = ancestors | ancestors.gather(1, jump[:, :, None].expand_as(ancestors))
             jump = jump.gather(1, jump)
         return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors, values)
@@ -104,7 +111,7 @@ def grow_tree(
     logits: torch.FloatTensor,
     hidden_states: torch.FloatTensor,
     advance: Callable[..., tuple[torch.FloatTensor, torch.FloatTensor]],
-    d2t: torch.LongTensor | None,
+    draft_token_ids: torch.LongTensor | None,
     tree_depth: int,
     branching_factor: int,
     num_assistant_tokens: int,
@@ -123,7 +130,8 @@ def grow_tree(
             `advance(tokens (B, K), hidden_states (B, K, H), level, visible (B, K, level * K)) -> logits (B, K, V),
             hidden_states (B, K, H)`: one drafting step for `K` nodes at depth `level`. `visible` tells which of the
             rows advanced so far, these included, each of them attends to.
-        d2t (`torch.LongTensor` of shape `(draft_vocab_size,)`, *optional*): Offsets from draft to target ids.
+        draft_token_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`, *optional*):
+            Target ids of the draft vocabulary, if that is another one.
         tree_depth (`int`): Longest path below the root, at least 1. Costs `tree_depth - 1` calls of `advance`.
         branching_factor (`int`): Children tried per node, and nodes expanded per level.
         num_assistant_tokens (`int`): Nodes kept below the root, at most.
@@ -136,68 +144,63 @@ def grow_tree(
     width = min(branching_factor, logits.shape[-1])
     lowest = math.log(assistant_confidence_threshold) if assistant_confidence_threshold > 0 else -math.inf
 
-    def best_children(logits):  # (..., V) -> log-probabilities (..., K), target ids (..., K)
-        logits = logits.float()
-        values, tokens = logits.topk(width)
+    def best_children(logits):  # (..., V) -> log-probabilities (..., K), draft ids (..., K)
+        values, ids = logits.log_softmax(dim=-1, dtype=torch.float32).topk(width)
         # A draft may be broken and floats round: whatever it says, no child outranks its parent.
-        values = (values - logits.logsumexp(dim=-1, keepdim=True)).nan_to_num(nan=-torch.inf).clamp(max=0)
-        return values, tokens if d2t is None else tokens + d2t[tokens]
+        return values.nan_to_num(nan=-torch.inf).clamp(max=0), ids
 
-    # The frontier: the K nodes expanded next, as indices into the pool of all candidates.
-    values, tokens = best_children(logits)  # (B, K)
-    pool_values, pool_tokens = [values], [tokens]
-    pool_parents = [torch.full_like(tokens, -1)]
-    frontier = torch.arange(width, device=device).expand(batch_size, width)
+    def target_ids(ids):
+        return ids if draft_token_ids is None else draft_token_ids.take(ids)
+
+    # The pool of all candidates, and the frontier: the K of them that are expanded next.
+    values, ids = best_children(logits)  # (B, K)
+    pool_values, pool_ids = values, ids
+    frontiers = [torch.arange(width, device=device).expand(batch_size, width)]  # as indices into the pool
     hidden_states = hidden_states[:, None].expand(-1, width, -1)  # (B, K, H)
     self_visible = torch.eye(width, dtype=torch.bool, device=device).expand(batch_size, -1, -1)
     visible = self_visible
-    pool_size = width
     planned = tree_depth - 1 if plan is None else 0  # levels to draft before the plan is asked again
     for level in range(1, tree_depth):
         if plan is not None and looks_are_free(device):
             # A child is worth at most what its parent is: if nothing that the frontier can add would be kept, stop here.
-            needed = torch.full_like(values[:, 0], lowest)
-            if pool_size >= num_assistant_tokens:
-                needed = needed.maximum(torch.cat(pool_values, dim=1).topk(num_assistant_tokens).values[:, -1])
-            if not (values[:, 0] > needed).any():
+            best_values, num_better = values[:, 0], (pool_values >= values[:, :1]).sum(dim=1)
+            if not any(
+                value > lowest and better < num_assistant_tokens
+                for value, better in zip(best_values.tolist(), num_better.tolist())
+            ):
                 break
         if planned == 0:
             planned = plan.more_levels(values, tree_depth - level)
             if planned == 0:
                 break
         planned -= 1
-        logits, hidden_states = advance(tokens, hidden_states, level, visible)
-        child_values, child_tokens = best_children(logits)  # (B, K, K)
-        child_values = (values[..., None] + child_values).flatten(1)
-        child_tokens = child_tokens.flatten(1)
-        pool_values.append(child_values)
-        pool_tokens.append(child_tokens)
-        pool_parents.append(frontier.repeat_interleave(width, dim=1))
+        logits, hidden_states = advance(target_ids(ids), hidden_states, level, visible)
+        child_values, child_ids = best_children(logits)  # (B, K, K)
+        child_values, child_ids = (values[..., None] + child_values).flatten(1), child_ids.flatten(1)
         values, best = child_values.topk(width)  # (B, K)
-        tokens = child_tokens.gather(1, best)
-        parent = best // width
-        frontier = pool_size + best
+        ids, parent = child_ids.gather(1, best), best // width
+        frontiers.append(best + pool_values.shape[1])
+        pool_values = torch.cat([pool_values, child_values], dim=1)
+        pool_ids = torch.cat([pool_ids, child_ids], dim=1)
         hidden_states = hidden_states.gather(1, parent[..., None].expand_as(hidden_states))
-        visible = torch.cat(
-            [visible.gather(1, parent[..., None].expand(-1, -1, visible.shape[-1])), self_visible], dim=-1
-        )
-        pool_size += child_values.shape[1]
+        visible = visible.gather(1, parent[..., None].expand_as(visible))
+        visible = torch.cat([visible, self_visible], dim=-1)
 
     # Candidates stand in the pool level by level, so a stable sort puts a parent before a child of equal value, and
     # whatever is kept is kept with its parent. Back in pool order, parents precede children.
-    pool_values = torch.cat(pool_values, dim=1)
     ranked_values, ranking = pool_values.sort(dim=1, descending=True, stable=True)
-    num_kept = min(num_assistant_tokens, pool_size)
+    num_kept = min(num_assistant_tokens, pool_values.shape[1])
     if plan is not None:
         if assistant_confidence_threshold > 0:
             num_kept = min(num_kept, int((ranked_values >= lowest).sum(dim=1).max()))
         num_kept = plan.choose_num_nodes(ranked_values[:, :num_kept])
     kept = ranking[:, :num_kept].sort(dim=1).values  # (B, N)
-    kept_tokens = torch.cat(pool_tokens, dim=1).gather(1, kept)
-    kept_parents = torch.cat(pool_parents, dim=1).gather(1, kept)
-    parents = torch.where(kept_parents < 0, 0, torch.searchsorted(kept, kept_parents) + 1)
+    # After the root's come the K children of each node that was expanded, in the order in which that was done.
+    parents = torch.cat(frontiers, dim=1).gather(1, (kept // width - 1).clamp(min=0))
+    parents = torch.where(kept < width, 0, torch.searchsorted(kept, parents) + 1)
     return DraftTree.from_parents(
-        torch.cat([root_tokens, kept_tokens], dim=1),
+        torch.cat([root_tokens, target_ids(pool_ids.gather(1, kept))], dim=1),
         torch.cat([torch.zeros_like(root_tokens), parents], dim=1),
         pool_values.gather(1, kept),
+        depth=len(frontiers),
     )
