@@ -147,7 +147,7 @@ def test_what_threads_share_is_replaced_not_changed():
     calibration, costs = Calibration(), StepCosts()
     for size in (1, 1, 1, 8, 8, 8):
         costs.record("verify", size, 1.0)
-    shared = (calibration.expected, calibration.accepted, costs.samples["verify", 8])
+    shared = (calibration.counts, calibration.factors, costs.samples["verify", 8])
     before = [copy.deepcopy(each) for each in shared]
     calibration.record(torch.tensor([[0.9, 0.5]]).log(), torch.tensor([[True, False]]))
     costs.record("verify", 8, 2.0)

@@ -137,6 +137,7 @@ def test_importing_the_package_loads_nothing_heavy():
 STANDARD_LIBRARY = {
     "base64",
     "bisect",
+    "itertools",
     "collections",
     "collections.abc",
     "copy",

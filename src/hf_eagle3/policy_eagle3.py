@@ -14,6 +14,7 @@
 """What tree each step drafts: its settings, and how much of it pays on this machine."""
 
 import bisect
+import itertools
 import statistics
 import weakref
 
@@ -112,6 +113,7 @@ class StepCosts:
     def __init__(self):
         self.samples: dict[tuple[str, int], tuple[float, ...]] = {}
         self.renewed: dict[tuple[str, int], int] = {}
+        self.curves: dict[str, tuple[list[int], list[float]]] = {}  # what `lines` follows, until something is recorded
         self.num_recorded = 0
 
     def record(self, part: str, size: int, seconds: float) -> None:
@@ -119,6 +121,7 @@ class StepCosts:
         key = part, size
         if key in self.renewed:
             self.samples[key] = (*self.samples.get(key, ()), seconds)[-self.LATEST :]
+            self.curves.pop(part, None)
         self.renewed[key] = self.num_recorded
 
     def forget(self) -> None:
@@ -126,6 +129,7 @@ class StepCosts:
         for key in list(self.samples):
             if self.num_recorded - self.renewed[key] > self.TRUSTED:
                 self.samples.pop(key, None)
+                self.curves.pop(key[0], None)
 
     def measured(self, part: str) -> list[tuple[int, tuple[float, ...]]]:
         """Sizes, ascending, with their latest measurements."""
@@ -142,11 +146,15 @@ class StepCosts:
         Seconds of some sizes, on lines between and beyond those that were measured more than once (a single measurement may
         have met a pause); `None` if there are fewer than two of them. Less does not take longer, and half not less than half.
         """
-        samples = [(size, seconds) for size, seconds in self.measured(part) if len(seconds) > 1]
-        if len(samples) < 2:
+        curve = self.curves.get(part)
+        if curve is None:
+            samples = [(size, seconds) for size, seconds in self.measured(part) if len(seconds) > 1]
+            seconds = [statistics.median_low(seconds) for _, seconds in samples]
+            curve = [size for size, _ in samples], [min(seconds[i:]) for i in range(len(samples))]
+            self.curves[part] = curve
+        known, seconds = curve
+        if len(known) < 2:
             return None
-        known, seconds = [size for size, _ in samples], [statistics.median_low(seconds) for _, seconds in samples]
-        seconds = [min(seconds[i:]) for i in range(len(known))]
         costs = []
         for size in sizes:
             right = min(max(bisect.bisect_left(known, size), 1), len(known) - 1)
@@ -170,19 +178,18 @@ class Calibration:
     MEMORY = 0.95  # a step's weight after the next
 
     def __init__(self):
-        self.expected = torch.full((len(self.BOUNDS) + 1,), self.PRIOR, **self.KIND)
-        self.accepted = self.expected.clone()
+        self.counts = torch.full((2, len(self.BOUNDS) + 1), self.PRIOR, **self.KIND)  # expected, accepted
+        self.factors = torch.ones(len(self.BOUNDS) + 1, **self.KIND)
 
     def __call__(self, values: torch.FloatTensor) -> torch.FloatTensor:
-        return (values.exp() * (self.accepted / self.expected)[torch.bucketize(values, self.BOUNDS)]).clamp(max=1)
+        return (values.exp() * self.factors.take(torch.bucketize(values, self.BOUNDS))).clamp(max=1)
 
     def record(self, values: torch.FloatTensor, accepted: torch.BoolTensor) -> None:
-        ranges = torch.bucketize(values, self.BOUNDS).flatten()
-
-        def updated(counts, new):  # not in place: other threads read them
-            return ((counts - self.PRIOR) * self.MEMORY + self.PRIOR).index_add(0, ranges, new.flatten().float())
-
-        self.expected, self.accepted = updated(self.expected, values.exp()), updated(self.accepted, accepted)
+        ranges, new = torch.bucketize(values, self.BOUNDS), torch.stack([values.exp(), accepted.to(values.dtype)])
+        # Not in place: other threads read them.
+        counts = self.counts * self.MEMORY + self.PRIOR * (1 - self.MEMORY)
+        self.counts = counts.index_add(1, ranges.flatten(), new.flatten(1))
+        self.factors = self.counts[1] / self.counts[0]
 
 
 class AutoPolicy(StaticPolicy):
@@ -321,50 +328,47 @@ class _DraftedStep(StaticPolicy):
 
     def __init__(self, policy: AutoPolicy, behind: list[bool]):
         self.policy, self.behind = policy, behind
+        rows, costs = len(behind), policy.costs
+        self.rate = policy.rate(rows)
+        self.first, self.level = costs.near("first", rows), costs.near("level", rows)
+        self.verification = costs.lines("verify", [rows * (1 + size) for size in policy.sizes])
         self.mass = 1.0  # of the root: tokens to expect of the nodes that are expanded next
         self.tokens = 1.0  # expected, of the nodes to verify
         self.levels = None  # drafted below the first
         self.only_measures = False  # and is no tree to judge drafting by
 
-    def _expected(self, values: torch.FloatTensor) -> torch.FloatTensor:
+    def _expected(self, values: torch.FloatTensor) -> list[float]:
         """Probabilities that nodes are accepted, averaged over the rows that count."""
         values = values.float().cpu().contiguous()
-        return self.policy.calibration(values if all(self.behind) else values[self.behind]).mean(dim=0)
+        expected = self.policy.calibration(values if all(self.behind) else values[self.behind])
+        return (expected[0] if len(expected) == 1 else expected.mean(dim=0)).tolist()
 
     def more_levels(self, values, at_most):
-        return int(self._goes_deeper(values))
+        return int(self._goes_deeper(self._expected(values)))
 
-    def _goes_deeper(self, values) -> bool:
-        policy, costs, expected = self.policy, self.policy.costs, self._expected(values)
-        mass, before = max(float(expected.sum()), 1e-9), self.mass
+    def _goes_deeper(self, expected: list[float]) -> bool:
+        mass, before, level = max(sum(expected), 1e-9), self.mass, self.level
         self.mass = mass
-        rows = len(self.behind)
-        level = costs.near("level", rows)
-        verification = costs.lines("verify", [rows, rows * (1 + policy.num_nodes)])
-        if level is None or verification is None:
-            if rows == 1:  # measure one
+        if level is None or self.verification is None:
+            if len(self.behind) == 1:  # measure one
                 return before == 1.0
-            if verification is None:  # not yet: each costs as much as the rows together
+            if self.verification is None:  # not yet: each costs as much as the rows together
                 return False
-            level = costs.near("first", rows) or 0.0
+            level = self.first or 0.0
         # What one more level may bring: as much of each node as this level kept of the one before, less its verification.
-        children = expected * min(mass / before, 1.0)
-        nothing, everything = verification
-        rate = policy.rate(rows)
-        node_cost = rate * (everything - nothing) / policy.num_nodes
-        return float((children - node_cost).clamp(min=0).sum()) > rate * level
+        kept = min(mass / before, 1.0)
+        node_cost = self.rate * (self.verification[-1] - self.verification[0]) / self.policy.num_nodes
+        return sum(max(kept * each - node_cost, 0.0) for each in expected) > self.rate * level
 
     def choose_num_nodes(self, values):
-        policy, rows = self.policy, len(self.behind)
-        expected = [1.0, *(1 + self._expected(values).cumsum(dim=0)).tolist()]
+        policy = self.policy
+        expected = list(itertools.accumulate(self._expected(values), initial=1.0))
         sizes = [size for size in policy.sizes if size < len(expected)]
-        seconds = policy.costs.lines("verify", [rows * (1 + size) for size in sizes])
-        if seconds is None:  # measure one that costs little, whatever the batch
-            best = min(max(policy.num_nodes // 3 // rows, 1), len(expected) - 1)
+        if self.verification is None:  # measure one that costs little, whatever the batch
+            best = min(max(policy.num_nodes // 3 // len(self.behind), 1), len(expected) - 1)
             self.only_measures = best > 0
         else:
-            rate = policy.rate(rows)
-            gains = {size: expected[size] - rate * each for size, each in zip(sizes, seconds)}
+            gains = {size: expected[size] - self.rate * each for size, each in zip(sizes, self.verification)}
             if policy.num_drafted < policy.MIN_STEPS:  # only what is verified can tell whether the draft is any good
                 sizes = sizes[1:] or sizes
             best = max(sizes, key=gains.__getitem__)
@@ -376,7 +380,7 @@ class _DraftedStep(StaticPolicy):
         if is_usual:
             costs.record("first", num_rows, first_seconds)
         else:
-            self.policy.record_catching_up(first_seconds, costs.near("first", num_rows), num_rows)
+            self.policy.record_catching_up(first_seconds, self.first, num_rows)
         if levels:
             costs.record("level", num_rows, level_seconds / levels)
 
@@ -391,7 +395,8 @@ class _DraftedStep(StaticPolicy):
             accepted = torch.zeros(len(rows), tree.num_nodes, dtype=torch.bool, device="cpu")
             for i, row in enumerate(rows):
                 accepted[i, paths[row]] = True
-            policy.calibration.record(tree.values[rows].cpu(), accepted[:, 1:])
+            values = tree.values if len(rows) == num_rows else tree.values[rows]
+            policy.calibration.record(values.cpu(), accepted[:, 1:])
         first, verification = costs.near("first", num_rows), costs.lines("verify", [num_tokens])
         if first is not None and verification is not None and not self.only_measures:
             # What one row should have brought tells more than what it did; the slowest of several is another matter.
