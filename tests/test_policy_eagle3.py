@@ -1,4 +1,5 @@
 import copy
+import math
 import random
 from types import SimpleNamespace
 
@@ -34,41 +35,42 @@ class Machine:
         pause = 10 if len(self.chosen) % 50 == 7 else 1  # now and then the machine does something else
         if not plan.drafts:
             self.chosen.append(0)
-            tree = SimpleNamespace(num_nodes=1, values=None)
+            tree = SimpleNamespace(num_nodes=1)
             plan.record_verification(tree, [[0]], [True], 1, self.plain * pause)
             return 1, self.plain
-        siblings = (1 - self.confidence) / 8
-        values = []
+        # At each level the chain's next node and seven others; by the policy's reckoning of the draft's confidence.
+        confidences = torch.tensor([[self.confidence] + 7 * [(1 - self.confidence) / 8]]).log().clamp(max=0)
+        pool, before = [], 0.0
         for level in range(1, self.depth + 1):
-            best = self.confidence ** (level - 1)
-            values += [best * self.confidence] + [best * siblings] * 7
-            if level == self.depth or not plan.more_levels(torch.tensor([values[-8:]]).log(), self.depth - level):
+            values = before + plan.calibration(confidences)
+            pool += values[0].tolist()
+            before = pool[-8]
+            if level == self.depth or not plan.more_levels(values, self.depth - level):
                 break
         levels = level - 1
         self.levels.append(levels)
         is_usual = len(self.chosen) > 0 and self.chosen[-1] > 0
         unread = 0 if is_usual else self.unread
         plan.record_draft(levels, (self.first + unread) * pause, levels * self.level, is_usual)
-        ranked = torch.tensor([sorted(values, reverse=True)[: self.policy.num_nodes]]).log()
-        num_nodes = plan.choose_num_nodes(ranked)
+        ranking = sorted(range(len(pool)), key=lambda node: -pool[node])[: self.policy.num_nodes]
+        num_nodes = plan.choose_num_nodes(torch.tensor([[pool[node] for node in ranking]]))
         self.chosen.append(num_nodes)
 
-        chain = [rank for rank in range(num_nodes) if float(ranked[0, rank].exp()) in self._chain_values()][
-            : levels + 1
-        ]
+        kept = sorted(ranking[:num_nodes])
+        parents = [0] + [kept.index(8 * (node // 8 - 1)) + 1 if node >= 8 else 0 for node in kept]
         path = [0]
-        for rank in chain:
-            if self.uniform() > self.skill:
+        for level in range(levels + 1):
+            if 8 * level not in kept or self.uniform() > self.skill:
                 break
-            path.append(rank + 1)
+            path.append(kept.index(8 * level) + 1)
         seconds = self.plain + self.per_node * num_nodes
-        tree = SimpleNamespace(num_nodes=num_nodes + 1, values=ranked[:, :num_nodes])
+        tree = SimpleNamespace(
+            num_nodes=num_nodes + 1,
+            parents=torch.tensor([parents]),
+            confidences=confidences[:, [node % 8 for node in kept]],
+        )
         plan.record_verification(tree, [path], [True], len(path), seconds * pause)
         return len(path), self.first + unread + levels * self.level + seconds
-
-    def _chain_values(self):
-        powers = torch.tensor([self.confidence ** (level + 1) for level in range(self.depth)]).log().exp()
-        return {float(value) for value in powers}
 
     def speedup(self, num_steps):
         tokens, seconds = zip(*(self.step() for _ in range(num_steps)))
@@ -96,8 +98,8 @@ def test_decodes_plainly_where_it_does_not(skill, confidence):
 def test_what_it_takes_to_catch_up_counts():
     machine = Machine(skill=0.0, confidence=0.05, unread=8.0)
     machine.speedup(200)
-    assert machine.speedup(4000) > 0.97
-    assert any(machine.chosen[-2000:])
+    assert machine.speedup(5000) > 0.97
+    assert any(machine.chosen[-AutoPolicy.MOST_PLAIN - 100 :])  # whatever pause a trial met
     machine.skill = machine.confidence = 0.8
     machine.speedup(3000)
     assert machine.chosen[-200:].count(0) < 20
@@ -132,14 +134,29 @@ def test_follows_a_change(per_node):
 
 
 def test_calibration():
+    """The best child apart from the others, and only of parents that were accepted."""
     calibration = Calibration()
-    values = torch.tensor([[0.9, 0.5, 0.02]]).log()
-    assert torch.allclose(calibration(values), values.exp())  # taken at its word
+    confidences, parents = torch.tensor([[0.4, 0.4, 0.02, 0.9]]).log(), torch.tensor([[0, 0, 0, 0, 1]])
+    siblings = confidences[:, :3]
+    assert torch.allclose(calibration(siblings), siblings)  # taken at its word
     for step in range(400):
-        calibration.record(values, torch.tensor([[True, step % 4 == 0, step % 20 == 0]]))
-    expected = torch.tensor([[1.0, 0.25, 0.05]])
-    assert torch.allclose(calibration(values), expected, atol=0.05)
-    assert calibration(torch.tensor([[-torch.inf]])) == 0
+        takes_best, takes_other = step % 8 != 0, step % 8 == 0
+        accepted = torch.tensor([[True, takes_best, takes_other, False, takes_best and step % 2 == 0]])
+        calibration.record(confidences, parents, accepted)
+    best, other, never = calibration(siblings)[0].exp().tolist()
+    assert best == pytest.approx(7 / 8, abs=0.1) and other == pytest.approx(1 / 8, abs=0.07) and never < 0.02
+    assert calibration(torch.tensor([[0.9]]).log()).exp() == pytest.approx(4 / 7, abs=0.15)
+    assert calibration(torch.tensor([[0.5, 0.0]]).log())[0, 1] == -torch.inf
+
+
+def test_calibrated_siblings_stay_in_order():
+    """What was learned of one range of probabilities must not put a child before its better sibling."""
+    calibration = Calibration()
+    confidences, parents = torch.tensor([[0.7, 0.15]]).log(), torch.tensor([[0, 0, 0]])
+    for _ in range(50):
+        calibration.record(confidences, parents, torch.tensor([[True, False, True]]))
+    first, second = calibration(confidences)[0]
+    assert second == first < math.log(0.3)
 
 
 def test_what_threads_share_is_replaced_not_changed():
@@ -149,7 +166,9 @@ def test_what_threads_share_is_replaced_not_changed():
         costs.record("verify", size, 1.0)
     shared = (calibration.counts, calibration.factors, costs.samples["verify", 8])
     before = [copy.deepcopy(each) for each in shared]
-    calibration.record(torch.tensor([[0.9, 0.5]]).log(), torch.tensor([[True, False]]))
+    calibration.record(
+        torch.tensor([[0.9, 0.5]]).log(), torch.tensor([[0, 0, 1]]), torch.tensor([[True, True, False]])
+    )
     costs.record("verify", 8, 2.0)
     for each, known in zip(shared, before):
         assert torch.equal(torch.as_tensor(each), torch.as_tensor(known))
@@ -180,7 +199,7 @@ def test_steps_that_end_early():
     plan = policy.plan_step([True])
     assert plan.drafts
     assert plan.choose_num_nodes(torch.full((1, 2), -1.0)) in (1, 2)  # a pool smaller than the budget
-    plan.record_verification(SimpleNamespace(num_nodes=1, values=None), [[0]], [False], 0, 1.0)
+    plan.record_verification(SimpleNamespace(num_nodes=1), [[0]], [False], 0, 1.0)
     for size in (1, 1, 2, 2):
         policy.costs.record("verify", size, 1.0)
     assert plan.choose_num_nodes(torch.zeros(1, 0)) == 0  # nothing that the draft is sure enough of

@@ -89,7 +89,9 @@ def tree_attention_mask(config, cache, past_length, visible, query_depths, key_d
                 allowed &= (query - left_padding) // chunk == (key - left_padding) // chunk
         # Additive: eager attention would add a boolean mask to the scores.
         dtype = layer.keys.dtype
-        return torch.full(allowed.shape, torch.finfo(dtype).min, dtype=dtype, device=device).masked_fill_(allowed, 0)[:, None]
+        return torch.full(allowed.shape, torch.finfo(dtype).min, dtype=dtype, device=device).masked_fill_(allowed, 0)[
+            :, None
+        ]
 
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:

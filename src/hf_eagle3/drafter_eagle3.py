@@ -132,15 +132,14 @@ class Drafter:
         that again.
         """
         is_usual = len(self.unread) == 1 and self.cache.get_seq_length() > 0
-        times, levels = [time.perf_counter()], 0
+        begin, begins = time.perf_counter(), []  # of all, and of each level
         self.observe(text, model_kwargs)
         root_tokens = text.newest(1).to(self.logits.device)
         observed, depths = self.cache.get_seq_length(), root_tokens[:, :0]
 
         def advance(tokens, hidden_states, level, visible):
-            nonlocal levels, depths
-            times.append(time.perf_counter())
-            levels = level
+            nonlocal depths
+            begins.append(time.perf_counter())
             width = tokens.shape[1]
             depths = torch.cat([depths, torch.full_like(tokens, level)], dim=1)
             mask = tree_attention_mask(
@@ -151,6 +150,10 @@ class Drafter:
 
         tree = grow_tree(root_tokens, self.logits, self.hidden_states, advance, self.token_ids, plan=plan, **settings)
         self.cache.crop(observed - self.cache.get_seq_length())
-        times.append(time.perf_counter())
-        plan.record_draft(levels, times[1] - times[0], times[-1] - times[1], is_usual)
+        levels, end = len(begins), time.perf_counter()
+        if levels > 1:  # what comes after the last one is not its own
+            level_seconds = (begins[-1] - begins[0]) * levels / (levels - 1)
+        else:
+            level_seconds = end - begins[0] if begins else 0.0
+        plan.record_draft(levels, end - begin - level_seconds, level_seconds, is_usual)
         return tree

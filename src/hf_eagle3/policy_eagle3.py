@@ -69,13 +69,14 @@ class StaticPolicy:
     """The whole tree in every step. Also says what the steps of any policy are asked."""
 
     drafts = True  # whether this step drafts at all
+    calibration = None  # what makes probabilities of acceptance of the draft's, if anything (`Calibration`)
 
     def plan_step(self, behind: list[bool]):
         """The plan of one step, given the rows of the batch that hold it up: none if all texts are finished."""
         return self
 
     def more_levels(self, values: torch.FloatTensor, at_most: int) -> int:
-        """How many levels to draft below nodes of log-probabilities `values` `(B, K)` before this is asked again."""
+        """How many levels to draft below paths of log-probabilities `values` `(B, K)` before this is asked again."""
         return at_most
 
     def choose_num_nodes(self, values: torch.FloatTensor) -> int:
@@ -84,8 +85,9 @@ class StaticPolicy:
 
     def record_draft(self, levels: int, first_seconds: float, level_seconds: float, is_usual: bool) -> None:
         """
-        What drafting took: to catch up with the text and read off the first level, and the further `levels`. It is usual to
-        catch up with the step before; after plain steps, and with the prompt, there is more to read.
+        What drafting took: the further `levels`, and everything else, which is to catch up with the text and read off the first
+        level and the tree. It is usual to catch up with the step before; after plain steps, and with the prompt, there is
+        more to read.
         """
 
     def record_verification(
@@ -99,8 +101,8 @@ class StaticPolicy:
 
 class StepCosts:
     """
-    Seconds that the parts of a step take, by their size: `"first"`, to catch up with the text and read off the first level,
-    and `"level"`, each further one, for so many rows; `"verify"`, for so many tokens in all rows together; `"step"`, a whole
+    Seconds that the parts of a step take, by their size: `"level"`, each level but the first, and `"first"`, all of drafting
+    but those, for so many rows; `"verify"`, for so many tokens in all rows together; `"step"`, a whole
     one, of so many levels. Medians of the latest measurements, since a step may meet a pause that is not its own. The first
     measurement of a part pays for its preparation and does not count.
 
@@ -167,29 +169,43 @@ class StepCosts:
 
 class Calibration:
     """
-    How probable it is that the target accepts a node, from what the draft says of it. Nodes are counted by ranges of the
-    draft's log-probability; in each, the draft is right about so many times as often as it says.
+    How probable it is that the target accepts a node whose parent it accepts, from what the draft says of it. Nodes are counted
+    by ranges of the draft's log-probability, a parent's best child apart from its siblings: greedy targets take it more often
+    than it is probable, and the others less. In each range the draft is right about so many times as often as it says.
     """
 
     # Wherever and in whatever the caller makes tensors by default.
     KIND = {"dtype": torch.float32, "device": "cpu"}
     BOUNDS = torch.tensor([0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95], **KIND).log()
-    PRIOR = 2.0  # the draft is taken at its word until it was expected to be right about so often
+    PRIOR = 1.0  # the draft is taken at its word until it was expected to be right about so often
     MEMORY = 0.95  # a step's weight after the next
 
     def __init__(self):
-        self.counts = torch.full((2, len(self.BOUNDS) + 1), self.PRIOR, **self.KIND)  # expected, accepted
-        self.factors = torch.ones(len(self.BOUNDS) + 1, **self.KIND)
+        self.num_ranges = len(self.BOUNDS) + 1
+        self.counts = torch.full((2, 2 * self.num_ranges), self.PRIOR, **self.KIND)  # expected, accepted
+        self.factors = torch.zeros(2 * self.num_ranges, **self.KIND)  # logarithms
 
-    def __call__(self, values: torch.FloatTensor) -> torch.FloatTensor:
-        return (values.exp() * self.factors.take(torch.bucketize(values, self.BOUNDS))).clamp(max=1)
+    def __call__(self, confidences: torch.FloatTensor) -> torch.FloatTensor:
+        """Log-probabilities `(..., K)` of siblings, in descending order before and after."""
+        device = confidences.device
+        ranges = torch.bucketize(confidences, self.BOUNDS.to(device))
+        ranges[..., 1:] += self.num_ranges
+        return (confidences + self.factors.to(device).take(ranges)).clamp(max=0).cummin(dim=-1).values
 
-    def record(self, values: torch.FloatTensor, accepted: torch.BoolTensor) -> None:
-        ranges, new = torch.bucketize(values, self.BOUNDS), torch.stack([values.exp(), accepted.to(values.dtype)])
+    def record(self, confidences: torch.FloatTensor, parents: torch.LongTensor, accepted: torch.BoolTensor) -> None:
+        """
+        Counts which nodes of trees were `accepted` `(B, N)`, of those whose parent was; `parents` `(B, N)` is by node, as in
+        [`DraftTree`], and the `confidences` `(B, N - 1)` are of all but the root.
+        """
+        ranges = torch.bucketize(confidences, self.BOUNDS)
+        ranges[:, 1:] += self.num_ranges * (parents[:, 2:] == parents[:, 1:-1])  # the best child is the first
+        new = torch.stack([confidences.exp(), accepted[:, 1:].to(confidences.dtype)]) * accepted.gather(
+            1, parents[:, 1:]
+        )
         # Not in place: other threads read them.
         counts = self.counts * self.MEMORY + self.PRIOR * (1 - self.MEMORY)
         self.counts = counts.index_add(1, ranges.flatten(), new.flatten(1))
-        self.factors = self.counts[1] / self.counts[0]
+        self.factors = (self.counts[1] / self.counts[0]).log()
 
 
 class AutoPolicy(StaticPolicy):
@@ -221,7 +237,7 @@ class AutoPolicy(StaticPolicy):
     MOST_LOST = 0.02  # share of the time that may be lost to trials; they are the rarer for it
     MOST_PLAIN = 4096  # plain steps between trials, whatever was lost: it may have been a pause
     HORIZON = 16  # drafted steps that a batch is taken to have before it
-    REVIEWS = (8, 64)  # drafted steps before plain ones, which tell what those take now: at first, and at most
+    REVIEWS = (8, 256)  # drafted steps before plain ones, which tell what those take now: at first, and at most
 
     def __init__(self, num_nodes: int, costs: StepCosts, calibration: Calibration, may_retire: bool = False):
         self.num_nodes, self.costs, self.calibration, self.may_retire = num_nodes, costs, calibration, may_retire
@@ -328,6 +344,7 @@ class _DraftedStep(StaticPolicy):
 
     def __init__(self, policy: AutoPolicy, behind: list[bool]):
         self.policy, self.behind = policy, behind
+        self.calibration = policy.calibration
         rows, costs = len(behind), policy.costs
         self.rate = policy.rate(rows)
         self.first, self.level = costs.near("first", rows), costs.near("level", rows)
@@ -339,8 +356,7 @@ class _DraftedStep(StaticPolicy):
 
     def _expected(self, values: torch.FloatTensor) -> list[float]:
         """Probabilities that nodes are accepted, averaged over the rows that count."""
-        values = values.float().cpu().contiguous()
-        expected = self.policy.calibration(values if all(self.behind) else values[self.behind])
+        expected = (values if all(self.behind) else values[self.behind]).exp()
         return (expected[0] if len(expected) == 1 else expected.mean(dim=0)).tolist()
 
     def more_levels(self, values, at_most):
@@ -377,12 +393,14 @@ class _DraftedStep(StaticPolicy):
 
     def record_draft(self, levels, first_seconds, level_seconds, is_usual):
         self.levels, costs, num_rows = levels, self.policy.costs, len(self.behind)
+        if levels == 1 and self.level is not None:  # then what is its own cannot be told
+            first_seconds += level_seconds - self.level
+        elif levels:
+            costs.record("level", num_rows, level_seconds / levels)
         if is_usual:
             costs.record("first", num_rows, first_seconds)
         else:
             self.policy.record_catching_up(first_seconds, self.first, num_rows)
-        if levels:
-            costs.record("level", num_rows, level_seconds / levels)
 
     def record_verification(self, tree, paths, live, progress, seconds):
         policy, costs, num_rows = self.policy, self.policy.costs, len(paths)
@@ -395,8 +413,7 @@ class _DraftedStep(StaticPolicy):
             accepted = torch.zeros(len(rows), tree.num_nodes, dtype=torch.bool, device="cpu")
             for i, row in enumerate(rows):
                 accepted[i, paths[row]] = True
-            values = tree.values if len(rows) == num_rows else tree.values[rows]
-            policy.calibration.record(values.cpu(), accepted[:, 1:])
+            policy.calibration.record(tree.confidences[rows].cpu(), tree.parents[rows].cpu(), accepted)
         first, verification = costs.near("first", num_rows), costs.lines("verify", [num_tokens])
         if first is not None and verification is not None and not self.only_measures:
             # What one row should have brought tells more than what it did; the slowest of several is another matter.

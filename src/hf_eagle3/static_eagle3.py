@@ -71,7 +71,7 @@ def read_and_draft(
         tree_depth, branching_factor, num_assistant_tokens (`int`): See [`~tree_eagle3.grow_tree`].
 
     Returns:
-        `tuple` of the fields of a [`DraftTree`].
+        `tuple` of the fields of a [`DraftTree`], but for the confidences.
     """
     logits, hidden_states, lengths = read(draft, embedding, cache, tokens, features, positions, counts, lengths)
     length = lengths.max()
@@ -96,7 +96,7 @@ def read_and_draft(
     )
     for layer in cache.layers:
         layer.cumulative_length.copy_(length)
-    return tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.values
+    return tree.tokens, tree.parents, tree.depths, tree.ancestors
 
 
 def read(draft, embedding, cache, tokens, features, positions, counts, lengths):

@@ -357,7 +357,7 @@ class Text:
         parents[self.is_finished, 1:] = torch.arange(tree.num_nodes - 1, device=parents.device).clamp(
             max=tree_depth - 1
         )
-        return DraftTree.from_parents(tokens, parents, tree.values)
+        return DraftTree.from_parents(tokens, parents, tree.confidences)
 
     def _stream(self) -> None:
         """Hands out what all rows have."""

@@ -33,15 +33,15 @@ class DraftTree:
         depths (`torch.LongTensor` of shape `(batch_size, num_nodes)`): Distance from the root.
         ancestors (`torch.BoolTensor` of shape `(batch_size, num_nodes, num_nodes)`):
             `ancestors[b, i, j]`: node `j` is node `i` or above it, so `i` attends to `j`.
-        values (`torch.FloatTensor` of shape `(batch_size, num_nodes - 1)`, *optional*):
-            Log-probabilities, by the draft, of the paths to all nodes but the root.
+        confidences (`torch.FloatTensor` of shape `(batch_size, num_nodes - 1)`, *optional*):
+            The draft's own log-probabilities of all nodes but the root, each below its parent.
     """
 
     tokens: torch.LongTensor
     parents: torch.LongTensor
     depths: torch.LongTensor
     ancestors: torch.BoolTensor
-    values: torch.FloatTensor | None = None
+    confidences: torch.FloatTensor | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -52,7 +52,7 @@ class DraftTree:
         cls,
         tokens: torch.LongTensor,
         parents: torch.LongTensor,
-        values: torch.FloatTensor | None = None,
+        confidences: torch.FloatTensor | None = None,
         depth: int | None = None,
     ) -> "DraftTree":
         """
@@ -66,7 +66,7 @@ class DraftTree:
         for _ in range((num_nodes - 1 if depth is None else min(depth, num_nodes - 1)).bit_length()):
             ancestors = ancestors | ancestors.gather(1, jump[:, :, None].expand_as(ancestors))
             jump = jump.gather(1, jump)
-        return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors, values)
+        return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors, confidences)
 
     @classmethod
     def root_only(cls, root_tokens: torch.LongTensor) -> "DraftTree":
@@ -93,8 +93,10 @@ class DraftTree:
         """The tree on a device."""
         if self.tokens.device == device:
             return self
-        values = None if self.values is None else self.values.to(device)
-        return DraftTree(*(x.to(device) for x in (self.tokens, self.parents, self.depths, self.ancestors)), values)
+        confidences = None if self.confidences is None else self.confidences.to(device)
+        return DraftTree(
+            *(x.to(device) for x in (self.tokens, self.parents, self.depths, self.ancestors)), confidences
+        )
 
     def children(self) -> list[dict[tuple[int, int], int]]:
         """For each batch row `{(parent, token): node}`, on the host: what a walk from the root looks up."""
@@ -120,7 +122,7 @@ def grow_tree(
 ) -> DraftTree:
     """
     Expands the most probable nodes level by level, then keeps the most probable of all of them (EAGLE-2, sections 4.1
-    and 4.2). A node's value is the draft's probability of the whole path to it.
+    and 4.2). A node's value is the probability of the whole path to it: the draft's, or what a plan makes of that.
 
     Args:
         root_tokens (`torch.LongTensor` of shape `(B, 1)`): The tokens the trees hang from.
@@ -137,24 +139,29 @@ def grow_tree(
         num_assistant_tokens (`int`): Nodes kept below the root, at most.
         assistant_confidence_threshold (`float`, *optional*, defaults to 0): Nodes of a lower value are not kept.
         plan (`StaticPolicy`, *optional*):
-            Whose `more_levels` and `choose_num_nodes` may make it a smaller tree. Without one all shapes are fixed, and
-            nothing is read by the host.
+            Whose `more_levels` and `choose_num_nodes` may make it a smaller tree, and whose `calibration` makes probabilities
+            of acceptance of the draft's. Without one all shapes are fixed, and nothing is read by the host.
     """
     batch_size, device = logits.shape[0], logits.device
     width = min(branching_factor, logits.shape[-1])
     lowest = math.log(assistant_confidence_threshold) if assistant_confidence_threshold > 0 else -math.inf
 
-    def best_children(logits):  # (..., V) -> log-probabilities (..., K), draft ids (..., K)
-        values, ids = logits.log_softmax(dim=-1, dtype=torch.float32).topk(width)
+    calibration = None if plan is None else plan.calibration
+
+    def best_children(
+        logits,
+    ):  # (..., V) -> values below their parent (..., K), log-probabilities (..., K), draft ids (..., K)
+        confidences, ids = logits.log_softmax(dim=-1, dtype=torch.float32).topk(width)
         # A draft may be broken and floats round: whatever it says, no child outranks its parent.
-        return values.nan_to_num(nan=-torch.inf).clamp(max=0), ids
+        confidences = confidences.nan_to_num(nan=-torch.inf).clamp(max=0)
+        return confidences if calibration is None else calibration(confidences), confidences, ids
 
     def target_ids(ids):
         return ids if draft_token_ids is None else draft_token_ids.take(ids)
 
     # The pool of all candidates, and the frontier: the K of them that are expanded next.
-    values, ids = best_children(logits)  # (B, K)
-    pool_values, pool_ids = values, ids
+    values, confidences, ids = best_children(logits)  # (B, K)
+    pool_values, pool_ids, pool_confidences = values, ids, [confidences]
     frontiers = [torch.arange(width, device=device).expand(batch_size, width)]  # as indices into the pool
     hidden_states = hidden_states[:, None].expand(-1, width, -1)  # (B, K, H)
     self_visible = torch.eye(width, dtype=torch.bool, device=device).expand(batch_size, -1, -1)
@@ -175,8 +182,9 @@ def grow_tree(
                 break
         planned -= 1
         logits, hidden_states = advance(target_ids(ids), hidden_states, level, visible)
-        child_values, child_ids = best_children(logits)  # (B, K, K)
+        child_values, confidences, child_ids = best_children(logits)  # (B, K, K)
         child_values, child_ids = (values[..., None] + child_values).flatten(1), child_ids.flatten(1)
+        pool_confidences.append(confidences.flatten(1))
         values, best = child_values.topk(width)  # (B, K)
         ids, parent = child_ids.gather(1, best), best // width
         frontiers.append(best + pool_values.shape[1])
@@ -201,6 +209,6 @@ def grow_tree(
     return DraftTree.from_parents(
         torch.cat([root_tokens, target_ids(pool_ids.gather(1, kept))], dim=1),
         torch.cat([torch.zeros_like(root_tokens), parents], dim=1),
-        pool_values.gather(1, kept),
+        None if calibration is None else torch.cat(pool_confidences, dim=1).gather(1, kept),
         depth=len(frontiers),
     )
