@@ -32,7 +32,7 @@ class Machine:
     def step(self):
         """Tokens and seconds of one step."""
         plan = self.policy.plan_step([True])
-        pause = 10 if len(self.chosen) % 50 == 7 else 1  # now and then the machine does something else
+        pause = 10 if self.uniform() < 0.02 else 1  # now and then the machine does something else
         if not plan.drafts:
             self.chosen.append(0)
             tree = SimpleNamespace(num_nodes=1)
@@ -98,8 +98,8 @@ def test_decodes_plainly_where_it_does_not(skill, confidence):
 def test_what_it_takes_to_catch_up_counts():
     machine = Machine(skill=0.0, confidence=0.05, unread=8.0)
     machine.speedup(200)
-    assert machine.speedup(5000) > 0.97
-    assert any(machine.chosen[-AutoPolicy.MOST_PLAIN - 100 :])  # whatever pause a trial met
+    assert machine.speedup(4000) > 0.97
+    assert any(machine.chosen[-2000:])
     machine.skill = machine.confidence = 0.8
     machine.speedup(3000)
     assert machine.chosen[-200:].count(0) < 20
