@@ -88,6 +88,7 @@ def test_quantized_weights(target, tmp_path, kind):
         config = TorchAoConfig(weight_only())
     else:
         pytest.importorskip("bitsandbytes")
+        target = make_target("llama", hidden_size=64, intermediate_size=128, head_dim=16)  # its kernels take blocks
         config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     target.save_pretrained(tmp_path)
     quantized = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config).eval()
