@@ -233,7 +233,7 @@ class AutoPolicy(StaticPolicy):
     MIN_STEPS = 2  # of a trial
     PRIOR_STEPS = 4  # what was known before counts as much in a trial
     MEMORY = 0.95  # weight of a drafted step after the next
-    INTERVALS = (32, 256)  # plain steps between trials: at first, and at most; four times as many after each
+    INTERVALS = (16, 64)  # plain steps between trials: at first, and at most; four times as many after each
     MOST_LOST = 0.02  # share of the time that may be lost to trials; they are the rarer for it
     MOST_PLAIN = 4096  # plain steps between trials, whatever was lost: it may have been a pause
     HORIZON = 16  # drafted steps that a batch is taken to have before it
@@ -546,7 +546,8 @@ def tree_policy(
     if has_one_shape or not looks_are_free(target.device):
         depth = min(tree_depth, num_assistant_tokens)
         return measured.setdefault(key, PlannedPolicy(num_assistant_tokens, StepCosts(), depth, has_one_shape))
-    costs = measured.setdefault((batch_size, branching_factor), StepCosts())
+    # Picking a token is part of a step: what one takes depends on the kind of call, too.
+    costs = measured.setdefault((batch_size, branching_factor, *sorted(kind.items())), StepCosts())
     calibration = measured.setdefault((*shape, *sorted(kind.items())), Calibration())
     return measured.setdefault(key, AutoPolicy(num_assistant_tokens, costs, calibration, may_retire))
 
