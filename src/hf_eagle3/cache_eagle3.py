@@ -252,22 +252,24 @@ def keep_rows(cache, kept: list[list[int]], num_new: int, growth: int, length: i
     counts = torch.tensor([len(indices) for indices in kept])[:, None]
     most = int(counts.max())
     table = torch.tensor([[0] * (most - len(indices)) + indices for indices in kept])  # (B, most), at the right
-    sources = {}
+    indices_of = {}
     for layer in cache.layers:
         if getattr(layer, "keys", None) is None:
             continue
         has_slots = type(layer) is StaticLayer
         num_past = length - growth if has_slots else layer.keys.shape[-2] - num_new
-        if num_past not in sources:
-            from_right = torch.arange(min(length, num_past + most)).flip(0)  # (S,)
-            past = num_past - 1 - (from_right - counts)
-            new = num_past + table.gather(1, (most - 1 - from_right).clamp(min=0).expand(len(kept), -1))
-            sources[num_past] = torch.where(from_right < counts, new, past).clamp(min=0).to(layer.keys.device)
-        source = sources[num_past][:, None, :, None]  # (B, 1, S, 1)
-        moved = [
-            states.gather(-2, source.expand(-1, states.shape[1], -1, states.shape[3]))
-            for states in (layer.keys, layer.values)
-        ]
+        moved = []
+        for states in (layer.keys, layer.values):
+            key = num_past, *states.shape[:3], states.device
+            if key not in indices_of:
+                from_right = torch.arange(min(length, num_past + most)).flip(0)  # (S,)
+                past = num_past - 1 - (from_right - counts)
+                new = num_past + table.gather(1, (most - 1 - from_right).clamp(min=0).expand(len(kept), -1))
+                source = torch.where(from_right < counts, new, past).clamp(min=0)  # (B, S)
+                indices_of[key] = flat_indices(source.to(states.device), states.shape)
+            moved.append(
+                states.flatten(0, 2).index_select(0, indices_of[key]).view(*states.shape[:2], -1, states.shape[3])
+            )
         if has_slots:
             for states, kept_states in zip((layer.keys, layer.values), moved):
                 states[..., :length, :] = kept_states
@@ -287,13 +289,29 @@ def select_rows(cache, rows: list[int], length: int, excess: int) -> None:
         keep_rows(cache, [[0] for _ in rows], num_new=1, growth=1 - excess, length=length)
 
 
+def flat_indices(indices: torch.LongTensor, shape) -> torch.LongTensor:
+    """
+    Where the entries `(B, K)` of states of a `shape` `(B, H, S, ...)` are when these dimensions are flattened, `(B * H * K,)`.
+    With them `index_select` copies whole vectors, which `gather` does number by number.
+    """
+    batch_size, num_heads, num_entries = shape[:3]
+    first = torch.arange(batch_size * num_heads, device=indices.device).view(batch_size, num_heads, 1) * num_entries
+    return (first + indices[:, None]).flatten()
+
+
+def take_rows(states: torch.Tensor, indices: torch.LongTensor) -> torch.Tensor:
+    """Vectors `(B, K, D)` of `states` `(B, S, D)` at `indices` `(B, K)`."""
+    flat = flat_indices(indices, states[:, None].shape)
+    return states.flatten(0, 1).index_select(0, flat).view(*indices.shape, -1)
+
+
 def take_paths(features, paths):
     """The rows `(B, R, ...)` of the nodes on each path; shorter paths are at the right."""
     if len(paths) == 1:
         return features[:, paths[0]]
     most = max(map(len, paths))
     index = torch.tensor([[0] * (most - len(path)) + path for path in paths], device=features.device)
-    return features.gather(1, index[..., None].expand(-1, -1, features.shape[-1]))
+    return take_rows(features, index)
 
 
 def check_cache(cache) -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from transformers.cache_utils import Cache, DynamicCache, StaticLayer
 
-from .cache_eagle3 import tree_attention_mask
+from .cache_eagle3 import flat_indices, tree_attention_mask
 from .drafter_eagle3 import Drafter
 from .tree_eagle3 import DraftTree, grow_tree
 
@@ -122,11 +122,9 @@ def read(draft, embedding, cache, tokens, features, positions, counts, lengths):
     for layer in cache.layers:
         from_right = new_length - 1 - torch.arange(layer.max_cache_len, device=device)
         past, new = length - 1 - (from_right - counts[:, None]), length + num_rows - 1 - from_right
-        source = torch.where(from_right < counts[:, None], new, past).clamp(0, layer.max_cache_len - 1)[
-            :, None, :, None
-        ]
+        source = torch.where(from_right < counts[:, None], new, past).clamp(0, layer.max_cache_len - 1)
         for states in (layer.keys, layer.values):
-            states.copy_(states.gather(-2, source.expand_as(states)))
+            states.copy_(states.flatten(0, 2).index_select(0, flat_indices(source, states.shape)).view_as(states))
         layer.cumulative_length.copy_(new_length)
     return outputs.logits[:, -1], outputs.last_hidden_state[:, -1], new_lengths
 

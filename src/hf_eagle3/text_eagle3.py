@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessorList, MaxLengthCriteria
 
+from .cache_eagle3 import take_rows
 from .policy_eagle3 import looks_are_free
 from .tree_eagle3 import DraftTree
 
@@ -241,7 +242,7 @@ class Text:
 
     def _choices(self, tree: DraftTree, logits: torch.FloatTensor) -> tuple[torch.LongTensor, torch.BoolTensor]:
         """The next token at each node `(B, N)`, as [`_pick`] picks it, and where there is none to pick."""
-        batch_size, num_nodes, vocab_size = logits.shape
+        num_nodes = logits.shape[1]
         scores = logits.float()
         if len(self.logits_processor):
             ids = self.ids[:, :1].repeat_interleave(num_nodes, dim=0)  # which none of these processors reads
@@ -257,7 +258,7 @@ class Text:
             while min(map(len, self.noise)) < levels:
                 self._keep(self._draw(probs))
             noise = torch.stack([torch.stack([queue[level] for level in range(levels)]) for queue in self.noise])
-            noise = noise.gather(1, tree.depths[..., None].expand(-1, -1, vocab_size))
+            noise = take_rows(noise, tree.depths)
         return (probs / noise).argmax(dim=-1), ~_are_probabilities(probs)
 
     def _draw(self, probs: torch.FloatTensor) -> torch.FloatTensor:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .cache_eagle3 import take_rows
 from .policy_eagle3 import StaticPolicy, looks_are_free
 
 
@@ -190,7 +191,7 @@ def grow_tree(
         frontiers.append(best + pool_values.shape[1])
         pool_values = torch.cat([pool_values, child_values], dim=1)
         pool_ids = torch.cat([pool_ids, child_ids], dim=1)
-        hidden_states = hidden_states.gather(1, parent[..., None].expand_as(hidden_states))
+        hidden_states = take_rows(hidden_states, parent)
         visible = visible.gather(1, parent[..., None].expand_as(visible))
         visible = torch.cat([visible, self_visible], dim=-1)
 
