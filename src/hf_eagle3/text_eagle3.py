@@ -204,12 +204,13 @@ class Text:
         if self.pads_finished_rows and any(were_finished):
             choices[were_finished] = int(self.pad_token)
         if tree.num_nodes == 1:
-            nodes, counts = tree.parents, torch.ones_like(choices[:, 0])
+            tokens = choices
+            read = [[[0], token, broken, [1]] for token, broken in torch.stack([tokens, is_broken], dim=1).tolist()]
         else:
             nodes, counts = tree.accepted(choices)
-        tokens = choices.gather(1, nodes)
-        read = [nodes, tokens, is_broken.gather(1, nodes), counts[:, None].expand_as(nodes)]
-        read = torch.stack(read, dim=1).tolist()
+            tokens = choices.gather(1, nodes)
+            read = [nodes, tokens, is_broken.gather(1, nodes), counts[:, None].expand_as(nodes)]
+            read = torch.stack(read, dim=1).tolist()
 
         self.paths, self.starts = [[] for _ in read], list(self.lengths)
         end = min(self.max_length, self.shortest + self.max_lead)
@@ -229,8 +230,13 @@ class Text:
                     self.noise[row].popleft()
         if self.longest > self.ids.shape[1]:
             self.ids = F.pad(self.ids, (0, max(self.longest, 256)))
-        for row, (start, length) in enumerate(zip(self.starts, self.lengths)):
-            self.ids[row, start:length] = tokens[row, : length - start]
+        counts = [length - start for start, length in zip(self.starts, self.lengths)]
+        if len(set(self.starts)) == len(set(counts)) == 1:
+            self.ids[:, self.starts[0] : self.lengths[0]] = tokens[:, : counts[0]]
+        else:
+            rows = [row for row, count in enumerate(counts) for _ in range(count)]
+            offsets = [offset for count in counts for offset in range(count)]
+            self.ids[rows, [self.starts[row] + offset for row, offset in zip(rows, offsets)]] = tokens[rows, offsets]
         try:
             self._stream()
         except BaseException:
@@ -253,7 +259,8 @@ class Text:
         probs = torch.softmax(scores, dim=-1)
         levels = 1 if num_nodes == 1 else self.path_length
         if levels == 1 and not any(self.noise):  # for all rows, at once
-            noise = self._draw(probs)[self.rows, None]
+            noise = self._draw(probs)
+            noise = (noise if len(noise) == len(probs) else noise[self.rows])[:, None]
         else:
             while min(map(len, self.noise)) < levels:
                 self._keep(self._draw(probs))
