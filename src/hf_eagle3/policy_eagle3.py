@@ -234,7 +234,7 @@ class AutoPolicy(StaticPolicy):
     PRIOR_STEPS = 4  # what was known before counts as much in a trial
     MEMORY = 0.95  # weight of a drafted step after the next
     INTERVALS = (16, 64)  # plain steps between trials: at first, and at most; four times as many after each
-    MOST_LOST = 0.02  # share of the time that may be lost to trials; they are the rarer for it
+    MOST_LOST = 0.01  # share of the time that may be lost to trials; they are the rarer for it
     MOST_PLAIN = 4096  # plain steps between trials, whatever was lost: it may have been a pause
     HORIZON = 16  # drafted steps that a batch is taken to have before it
     REVIEWS = (8, 256)  # drafted steps before plain ones, which tell what those take now: at first, and at most
