@@ -148,6 +148,7 @@ STANDARD_LIBRARY = {
     "math",
     "pathlib",
     "statistics",
+    "sys",
     "threading",
     "time",
     "types",

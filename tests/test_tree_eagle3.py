@@ -23,8 +23,8 @@ class TableDraft:
         return scores.to(self.dtype)
 
 
-def naive_tree(draft, depth, width, budget):
-    """EAGLE-2 with Python lists: expand the best `width` nodes of each level, keep the best `budget` of all."""
+def naive_tree(draft, depth, width, budget, expanded=None):
+    """EAGLE-2 with Python lists: expand the best nodes of each level, by default `width`, keep the best `budget` of all."""
     nodes = []  # (value, path), level by level
     frontier = [(0.0, ())]
     for level in range(depth):
@@ -34,12 +34,12 @@ def naive_tree(draft, depth, width, budget):
             for token in log_probs.topk(width).indices.tolist():
                 candidates.append((value + log_probs[token].item(), (*path, token)))
         nodes += candidates
-        frontier = sorted(candidates, key=lambda node: -node[0])[:width]
+        frontier = sorted(candidates, key=lambda node: -node[0])[: expanded or width]
         assert level == 0 or all(path[:-1] in {p for _, p in nodes} for _, path in frontier)
     return {path for _, path in sorted(nodes, key=lambda node: -node[0])[:budget]}
 
 
-def grow(draft, depth, width, budget, draft_token_ids=None, threshold=0.0):
+def grow(draft, depth, width, budget, draft_token_ids=None, threshold=0.0, plan=None):
     """Runs `grow_tree` on a `TableDraft`; the hidden state is an index into the paths seen so far."""
     paths = [()]
 
@@ -63,7 +63,7 @@ def grow(draft, depth, width, budget, draft_token_ids=None, threshold=0.0):
         width,
         budget,
         threshold,
-        plan=StaticPolicy() if threshold else None,
+        plan=StaticPolicy() if threshold else plan,
     )
 
 
@@ -84,6 +84,16 @@ def test_grow_tree_keeps_the_nodes_that_a_naive_search_keeps(depth, width, budge
     assert len(set(paths)) == len(paths)
     assert set(paths[1:]) == naive_tree(draft, depth, width, budget)
     assert int(tree.tokens[0, 0]) == 99
+
+
+@pytest.mark.parametrize("expanded", [1, 2, 3])
+def test_a_plan_may_expand_fewer_nodes(expanded):
+    plan, draft = StaticPolicy(), TableDraft(seed=5)
+    plan.width = expanded
+    tree = grow(draft, 4, 4, 40, plan=plan)
+    assert set(paths_of(tree)[1:]) == naive_tree(draft, 4, 4, 40, expanded)
+    rebuilt = DraftTree.from_parents(tree.tokens, tree.parents)
+    assert torch.equal(tree.ancestors, rebuilt.ancestors) and torch.equal(tree.depths, rebuilt.depths)
 
 
 @pytest.mark.parametrize("threshold", [0.001, 0.05, 0.9999])

@@ -16,6 +16,7 @@
 import bisect
 import itertools
 import statistics
+import sys
 import weakref
 
 import torch
@@ -69,6 +70,7 @@ class StaticPolicy:
     """The whole tree in every step. Also says what the steps of any policy are asked."""
 
     drafts = True  # whether this step drafts at all
+    width = sys.maxsize  # how many nodes to expand at most
     calibration = None  # what makes probabilities of acceptance of the draft's, if anything (`Calibration`)
 
     def plan_step(self, behind: list[bool]):
@@ -374,7 +376,9 @@ class _DraftedStep(StaticPolicy):
         # What one more level may bring: as much of each node as this level kept of the one before, less its verification.
         kept = min(mass / before, 1.0)
         node_cost = self.rate * (self.verification[-1] - self.verification[0]) / self.policy.num_nodes
-        return sum(max(kept * each - node_cost, 0.0) for each in expected) > self.rate * level
+        children = [kept * each - node_cost for each in expected if kept * each > node_cost]
+        self.width = max(len(children), 1)  # what is below the others would not be verified
+        return sum(children) > self.rate * level
 
     def choose_num_nodes(self, values):
         policy = self.policy

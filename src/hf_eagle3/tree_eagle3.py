@@ -130,8 +130,8 @@ def grow_tree(
         logits (`torch.FloatTensor` of shape `(B, draft_vocab_size)`): The draft's scores for the root's children.
         hidden_states (`torch.FloatTensor` of shape `(B, H)`): What the root's children take as hidden state.
         advance (`Callable`):
-            `advance(tokens (B, K), hidden_states (B, K, H), level, visible (B, K, level * K)) -> logits (B, K, V),
-            hidden_states (B, K, H)`: one drafting step for `K` nodes at depth `level`. `visible` tells which of the
+            `advance(tokens (B, K), hidden_states (B, K, H), level, visible (B, K, T)) -> logits (B, K, V),
+            hidden_states (B, K, H)`: one drafting step for `K` nodes at depth `level`. `visible` tells which of the `T`
             rows advanced so far, these included, each of them attends to.
         draft_token_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`, *optional*):
             Target ids of the draft vocabulary, if that is another one.
@@ -140,7 +140,7 @@ def grow_tree(
         num_assistant_tokens (`int`): Nodes kept below the root, at most.
         assistant_confidence_threshold (`float`, *optional*, defaults to 0): Nodes of a lower value are not kept.
         plan (`StaticPolicy`, *optional*):
-            Whose `more_levels` and `choose_num_nodes` may make it a smaller tree, and whose `calibration` makes probabilities
+            Whose `more_levels`, `width` and `choose_num_nodes` may make it a smaller tree, and whose `calibration` makes probabilities
             of acceptance of the draft's. Without one all shapes are fixed, and nothing is read by the host.
     """
     batch_size, device = logits.shape[0], logits.device
@@ -160,13 +160,15 @@ def grow_tree(
     def target_ids(ids):
         return ids if draft_token_ids is None else draft_token_ids.take(ids)
 
-    # The pool of all candidates, and the frontier: the K of them that are expanded next.
+    # The pool of all candidates, and the frontier: the K of them that may be expanded next.
     values, confidences, ids = best_children(logits)  # (B, K)
     pool_values, pool_ids, pool_confidences = values, ids, [confidences]
-    frontiers = [torch.arange(width, device=device).expand(batch_size, width)]  # as indices into the pool
+    frontier = torch.arange(width, device=device).expand(batch_size, width)  # as indices into the pool
+    expanded: list[torch.LongTensor] = []
     hidden_states = hidden_states[:, None].expand(-1, width, -1)  # (B, K, H)
-    self_visible = torch.eye(width, dtype=torch.bool, device=device).expand(batch_size, -1, -1)
-    visible = self_visible
+    above = torch.ones(
+        batch_size, width, 0, dtype=torch.bool, device=device
+    )  # (B, K, T): which of the rows are ancestors
     planned = tree_depth - 1 if plan is None else 0  # levels to draft before the plan is asked again
     for level in range(1, tree_depth):
         if plan is not None and looks_are_free(device):
@@ -182,18 +184,24 @@ def grow_tree(
             if planned == 0:
                 break
         planned -= 1
+        if plan is not None and plan.width < ids.shape[1]:
+            values, ids, frontier, hidden_states, above = (
+                entries[:, : plan.width] for entries in (values, ids, frontier, hidden_states, above)
+            )
+        expanded.append(frontier)
+        itself = torch.eye(ids.shape[1], dtype=torch.bool, device=device).expand(batch_size, -1, -1)
+        visible = torch.cat([above, itself], dim=-1)
         logits, hidden_states = advance(target_ids(ids), hidden_states, level, visible)
         child_values, confidences, child_ids = best_children(logits)  # (B, K, K)
         child_values, child_ids = (values[..., None] + child_values).flatten(1), child_ids.flatten(1)
         pool_confidences.append(confidences.flatten(1))
         values, best = child_values.topk(width)  # (B, K)
         ids, parent = child_ids.gather(1, best), best // width
-        frontiers.append(best + pool_values.shape[1])
+        frontier = best + pool_values.shape[1]
         pool_values = torch.cat([pool_values, child_values], dim=1)
         pool_ids = torch.cat([pool_ids, child_ids], dim=1)
         hidden_states = take_rows(hidden_states, parent)
-        visible = visible.gather(1, parent[..., None].expand_as(visible))
-        visible = torch.cat([visible, self_visible], dim=-1)
+        above = visible.gather(1, parent[..., None].expand(-1, -1, visible.shape[-1]))
 
     # Candidates stand in the pool level by level, so a stable sort puts a parent before a child of equal value, and
     # whatever is kept is kept with its parent. Back in pool order, parents precede children.
@@ -205,11 +213,11 @@ def grow_tree(
         num_kept = plan.choose_num_nodes(ranked_values[:, :num_kept])
     kept = ranking[:, :num_kept].sort(dim=1).values  # (B, N)
     # After the root's come the K children of each node that was expanded, in the order in which that was done.
-    parents = torch.cat(frontiers, dim=1).gather(1, (kept // width - 1).clamp(min=0))
+    parents = torch.cat(expanded or [frontier], dim=1).gather(1, (kept // width - 1).clamp(min=0))
     parents = torch.where(kept < width, 0, torch.searchsorted(kept, parents) + 1)
     return DraftTree.from_parents(
         torch.cat([root_tokens, target_ids(pool_ids.gather(1, kept))], dim=1),
         torch.cat([torch.zeros_like(root_tokens), parents], dim=1),
         None if calibration is None else torch.cat(pool_confidences, dim=1).gather(1, kept),
-        depth=len(frontiers),
+        depth=1 + len(expanded),
     )
