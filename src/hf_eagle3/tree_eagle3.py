@@ -146,12 +146,9 @@ def grow_tree(
     batch_size, device = logits.shape[0], logits.device
     width = min(branching_factor, logits.shape[-1])
     lowest = math.log(assistant_confidence_threshold) if assistant_confidence_threshold > 0 else -math.inf
-
     calibration = None if plan is None else plan.calibration
 
-    def best_children(
-        logits,
-    ):  # (..., V) -> values below their parent (..., K), log-probabilities (..., K), draft ids (..., K)
+    def best_children(logits):  # (..., V) -> values below the parent, log-probabilities and draft ids, each (..., K)
         confidences, ids = logits.log_softmax(dim=-1, dtype=torch.float32).topk(width)
         # A draft may be broken and floats round: whatever it says, no child outranks its parent.
         confidences = confidences.nan_to_num(nan=-torch.inf).clamp(max=0)
@@ -166,9 +163,8 @@ def grow_tree(
     frontier = torch.arange(width, device=device).expand(batch_size, width)  # as indices into the pool
     expanded: list[torch.LongTensor] = []
     hidden_states = hidden_states[:, None].expand(-1, width, -1)  # (B, K, H)
-    above = torch.ones(
-        batch_size, width, 0, dtype=torch.bool, device=device
-    )  # (B, K, T): which of the rows are ancestors
+    # Which of the rows advanced so far are above each of them, (B, K, T).
+    above = torch.ones(batch_size, width, 0, dtype=torch.bool, device=device)
     planned = tree_depth - 1 if plan is None else 0  # levels to draft before the plan is asked again
     for level in range(1, tree_depth):
         if plan is not None and looks_are_free(device):
