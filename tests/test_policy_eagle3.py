@@ -95,6 +95,13 @@ def test_decodes_plainly_where_it_does_not(skill, confidence):
     assert any(machine.chosen[-1000:])  # but looks again
 
 
+def test_a_modest_draft_is_not_given_up():
+    """Whose word makes no tree worth its time, until what the target accepts has corrected it."""
+    machine = Machine(skill=0.8, confidence=0.02)
+    machine.speedup(300)
+    assert machine.chosen[-100:].count(0) < 10 and machine.speedup(500) > 1.3
+
+
 def test_what_it_takes_to_catch_up_counts():
     machine = Machine(skill=0.0, confidence=0.05, unread=8.0)
     machine.speedup(200)

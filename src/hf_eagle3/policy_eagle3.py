@@ -233,6 +233,7 @@ class AutoPolicy(StaticPolicy):
 
     FIRST_PLAIN_STEPS = 3  # measured before the first tree
     MIN_STEPS = 2  # of a trial
+    FIRST_STEPS = 6  # of the first, in which it is learned how far the draft can be trusted
     PRIOR_STEPS = 4  # what was known before counts as much in a trial
     MEMORY = 0.95  # weight of a drafted step after the next
     INTERVALS = (16, 64)  # plain steps between trials: at first, and at most; four times as many after each
@@ -249,6 +250,12 @@ class AutoPolicy(StaticPolicy):
         self.num_drafted = 0  # steps since drafting was taken up
         self.weight = self.tokens = self.seconds = 0.0  # of drafted steps, for each row
         self.lost, self.has_caught_up = 0.0, False  # plain steps, since drafting was taken up
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether too few steps were drafted to tell whether that pays."""
+        is_first = self.interval == self.INTERVALS[0]
+        return self.num_drafted < (self.FIRST_STEPS if is_first else self.MIN_STEPS)
 
     def plain(self, num_rows: int) -> float | None:
         """Seconds of a plain step."""
@@ -316,7 +323,7 @@ class AutoPolicy(StaticPolicy):
         self.num_drafted += 1
         if plain is not None:
             self.lost += seconds / plain - tokens
-        if plain is None or self.num_drafted < self.MIN_STEPS or self.tokens * plain >= self.seconds:
+        if plain is None or self.is_trial or self.tokens * plain >= self.seconds:
             return
         long_ago = self.num_drafted > self.INTERVALS[0]
         if long_ago:
@@ -389,7 +396,7 @@ class _DraftedStep(StaticPolicy):
             self.only_measures = best > 0
         else:
             gains = {size: expected[size] - self.rate * each for size, each in zip(sizes, self.verification)}
-            if policy.num_drafted < policy.MIN_STEPS:  # only what is verified can tell whether the draft is any good
+            if policy.is_trial:  # only what is verified can tell whether the draft is any good
                 sizes = sizes[1:] or sizes
             best = max(sizes, key=gains.__getitem__)
         self.tokens = expected[best]
@@ -420,8 +427,12 @@ class _DraftedStep(StaticPolicy):
             policy.calibration.record(tree.confidences[rows].cpu(), tree.parents[rows].cpu(), accepted)
         first, verification = costs.near("first", num_rows), costs.lines("verify", [num_tokens])
         if first is not None and verification is not None and not self.only_measures:
-            # What one row should have brought tells more than what it did; the slowest of several is another matter.
-            tokens = self.tokens if num_rows == 1 else policy.worth(list(map(len, paths)), self.behind, progress)
+            if num_rows == 1:
+                # What one row should have brought varies less than what it did, but a draft may be modest, and what it says
+                # is not corrected before some steps were drafted.
+                tokens = (self.tokens + len(paths[0])) / 2
+            else:
+                tokens = policy.worth(list(map(len, paths)), self.behind, progress)
             level = costs.near("level", num_rows) or 0.0
             policy.record_drafted_step(tokens, first + level * self.levels + verification[0], policy.plain(num_rows))
 
