@@ -88,10 +88,9 @@ def tree_attention_mask(config, cache, past_length, visible, query_depths, key_d
                 chunk = config.attention_chunk_size
                 allowed &= (query - left_padding) // chunk == (key - left_padding) // chunk
         # Additive: eager attention would add a boolean mask to the scores.
-        dtype = layer.keys.dtype
-        return torch.full(allowed.shape, torch.finfo(dtype).min, dtype=dtype, device=device).masked_fill_(allowed, 0)[
-            :, None
-        ]
+        lowest = torch.finfo(layer.keys.dtype).min
+        mask = torch.full(allowed.shape, lowest, dtype=layer.keys.dtype, device=device)
+        return mask.masked_fill_(allowed, 0)[:, None]
 
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
