@@ -169,7 +169,7 @@ def train_target(folder: Path, dataset: Dataset, args) -> None:
         optimizers=(MuonWithAdamW(matrices, others, lr=6e-3), None),
     )
     train(trainer, TimeBudget(args.target_minutes, "Target"))
-    save(folder, target, tokenizer)
+    save(folder, target.to(torch.bfloat16) if trainer.args.bf16 else target, tokenizer)
 
 
 def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None:

@@ -143,25 +143,24 @@ def test_follows_a_change(per_node):
 def test_calibration():
     """The best child apart from the others, and only of parents that were accepted."""
     calibration = Calibration()
-    confidences, parents = torch.tensor([[0.4, 0.4, 0.02, 0.9]]).log(), torch.tensor([[0, 0, 0, 0, 1]])
+    confidences, parents = torch.tensor([[0.4, 0.4, 0.02, 0.9]]).log(), [[0, 0, 0, 0, 1]]
     siblings = confidences[:, :3]
     assert torch.allclose(calibration(siblings), siblings)  # taken at its word
     for step in range(400):
-        takes_best, takes_other = step % 8 != 0, step % 8 == 0
-        accepted = torch.tensor([[True, takes_best, takes_other, False, takes_best and step % 2 == 0]])
-        calibration.record(confidences, parents, accepted)
+        path = [0, 2] if step % 8 == 0 else [0, 1, 4] if step % 2 == 0 else [0, 1]
+        calibration.record(confidences.tolist(), parents, [path])
     best, other, never = calibration(siblings)[0].exp().tolist()
     assert best == pytest.approx(7 / 8, abs=0.1) and other == pytest.approx(1 / 8, abs=0.07) and never < 0.02
-    assert calibration(torch.tensor([[0.9]]).log()).exp() == pytest.approx(4 / 7, abs=0.15)
+    assert calibration(torch.tensor([[0.9]]).log()).exp() == pytest.approx(3 / 7, abs=0.15)
     assert calibration(torch.tensor([[0.5, 0.0]]).log())[0, 1] == -torch.inf
 
 
 def test_calibrated_siblings_stay_in_order():
     """What was learned of one range of probabilities must not put a child before its better sibling."""
     calibration = Calibration()
-    confidences, parents = torch.tensor([[0.7, 0.15]]).log(), torch.tensor([[0, 0, 0]])
+    confidences = torch.tensor([[0.7, 0.15]]).log()
     for _ in range(50):
-        calibration.record(confidences, parents, torch.tensor([[True, False, True]]))
+        calibration.record(confidences.tolist(), [[0, 0, 0]], [[0, 2]])
     first, second = calibration(confidences)[0]
     assert second == first < math.log(0.3)
 
@@ -171,11 +170,9 @@ def test_what_threads_share_is_replaced_not_changed():
     calibration, costs = Calibration(), StepCosts()
     for size in (1, 1, 1, 8, 8, 8):
         costs.record("verify", size, 1.0)
-    shared = (calibration.counts, calibration.factors, costs.samples["verify", 8])
+    shared = (calibration.expected, calibration.accepted, calibration.factors, costs.samples["verify", 8])
     before = [copy.deepcopy(each) for each in shared]
-    calibration.record(
-        torch.tensor([[0.9, 0.5]]).log(), torch.tensor([[0, 0, 1]]), torch.tensor([[True, True, False]])
-    )
+    calibration.record([[math.log(0.9), math.log(0.5)]], [[0, 0, 1]], [[0, 1]])
     costs.record("verify", 8, 2.0)
     for each, known in zip(shared, before):
         assert torch.equal(torch.as_tensor(each), torch.as_tensor(known))
@@ -269,7 +266,7 @@ def test_what_it_is_worth_that_rows_run_ahead(fixed, per_token):
     costs = StepCosts()
     for size in (4, 4, 4, 12, 12, 12):
         costs.record("verify", size, fixed + per_token * size)
-    leaving, staying = (AutoPolicy(24, costs, Calibration(), may_retire) for may_retire in (True, False))
+    leaving, staying = (AutoPolicy(24, costs, Calibration(), 4, may_retire) for may_retire in (True, False))
     for policy in (leaving, staying):
         policy.num_drafted = 100
     # Three of four rows came two tokens on, the slowest one: each of theirs is a row less in a later step.

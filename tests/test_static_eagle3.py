@@ -210,7 +210,7 @@ def test_what_static_caches_cannot_do(target, oracle):
 
 def test_steps_are_planned_by_what_was_accepted():
     def decode(skill, seconds_of_depth, num_steps=600):
-        policy, depths = PlannedPolicy(24, StepCosts(), tree_depth=6, has_one_shape=False), []
+        policy, depths = PlannedPolicy(24, StepCosts(), num_rows=1, tree_depth=6, has_one_shape=False), []
         generator = torch.Generator().manual_seed(0)
         for _ in range(num_steps):
             plan = policy.plan_step([True])

@@ -15,6 +15,7 @@
 
 import bisect
 import itertools
+import math
 import statistics
 import sys
 import weakref
@@ -178,36 +179,43 @@ class Calibration:
 
     # Wherever and in whatever the caller makes tensors by default.
     KIND = {"dtype": torch.float32, "device": "cpu"}
-    BOUNDS = torch.tensor([0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95], **KIND).log()
+    BOUNDS = list(map(math.log, (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)))
+    BOUNDS_TENSOR = torch.tensor(BOUNDS, **KIND)
     PRIOR = 1.0  # the draft is taken at its word until it was expected to be right about so often
     MEMORY = 0.95  # a step's weight after the next
 
     def __init__(self):
         self.num_ranges = len(self.BOUNDS) + 1
-        self.counts = torch.full((2, 2 * self.num_ranges), self.PRIOR, **self.KIND)  # expected, accepted
+        self.expected = self.accepted = [self.PRIOR] * (2 * self.num_ranges)
         self.factors = torch.zeros(2 * self.num_ranges, **self.KIND)  # logarithms
 
     def __call__(self, confidences: torch.FloatTensor) -> torch.FloatTensor:
         """Log-probabilities `(..., K)` of siblings, in descending order before and after."""
         device = confidences.device
-        ranges = torch.bucketize(confidences, self.BOUNDS.to(device))
+        ranges = torch.bucketize(confidences, self.BOUNDS_TENSOR.to(device))
         ranges[..., 1:] += self.num_ranges
         return (confidences + self.factors.to(device).take(ranges)).clamp(max=0).cummin(dim=-1).values
 
-    def record(self, confidences: torch.FloatTensor, parents: torch.LongTensor, accepted: torch.BoolTensor) -> None:
+    def record(self, confidences: list[list[float]], parents: list[list[int]], paths: list[list[int]]) -> None:
         """
-        Counts which nodes of trees were `accepted` `(B, N)`, of those whose parent was; `parents` `(B, N)` is by node, as in
-        [`DraftTree`], and the `confidences` `(B, N - 1)` are of all but the root.
+        Counts which nodes of trees were accepted, those on the `paths`, of those whose parent was. `parents` are those of all
+        nodes, as in [`DraftTree`], `confidences` are of all but the root.
         """
-        ranges = torch.bucketize(confidences, self.BOUNDS)
-        ranges[:, 1:] += self.num_ranges * (parents[:, 2:] == parents[:, 1:-1])  # the best child is the first
-        new = torch.stack([confidences.exp(), accepted[:, 1:].to(confidences.dtype)]) * accepted.gather(
-            1, parents[:, 1:]
+        fresh = self.PRIOR * (1 - self.MEMORY)
+        expected, accepted = (
+            [self.MEMORY * count + fresh for count in each] for each in (self.expected, self.accepted)
         )
+        for row_confidences, row_parents, path in zip(confidences, parents, map(set, paths)):
+            for node, confidence in enumerate(row_confidences, start=1):
+                if row_parents[node] in path:
+                    kind = bisect.bisect_left(self.BOUNDS, confidence)
+                    if node > 1 and row_parents[node] == row_parents[node - 1]:  # the best child is the first
+                        kind += self.num_ranges
+                    expected[kind] += math.exp(confidence)
+                    accepted[kind] += node in path
         # Not in place: other threads read them.
-        counts = self.counts * self.MEMORY + self.PRIOR * (1 - self.MEMORY)
-        self.counts = counts.index_add(1, ranges.flatten(), new.flatten(1))
-        self.factors = (self.counts[1] / self.counts[0]).log()
+        self.expected, self.accepted = expected, accepted
+        self.factors = torch.tensor([math.log(a / b) for a, b in zip(accepted, expected)], **self.KIND)
 
 
 class AutoPolicy(StaticPolicy):
@@ -228,12 +236,13 @@ class AutoPolicy(StaticPolicy):
         num_nodes (`int`): The most nodes that a step may verify.
         costs (`StepCosts`): Of this target and draft.
         calibration (`Calibration`): Of this draft.
+        num_rows (`int`, *optional*, defaults to 1): Of the batch.
         may_retire (`bool`, *optional*, defaults to `False`): Whether rows leave the batch when they are finished.
     """
 
     FIRST_PLAIN_STEPS = 3  # measured before the first tree
     MIN_STEPS = 2  # of a trial
-    FIRST_STEPS = 6  # of the first, in which it is learned how far the draft can be trusted
+    FIRST_STEPS = 6  # of the first, in which it is learned what the draft is worth: of one row, more teach it faster
     PRIOR_STEPS = 4  # what was known before counts as much in a trial
     MEMORY = 0.95  # weight of a drafted step after the next
     INTERVALS = (16, 64)  # plain steps between trials: at first, and at most; four times as many after each
@@ -242,8 +251,11 @@ class AutoPolicy(StaticPolicy):
     HORIZON = 16  # drafted steps that a batch is taken to have before it
     REVIEWS = (8, 256)  # drafted steps before plain ones, which tell what those take now: at first, and at most
 
-    def __init__(self, num_nodes: int, costs: StepCosts, calibration: Calibration, may_retire: bool = False):
+    def __init__(
+        self, num_nodes: int, costs: StepCosts, calibration: Calibration, num_rows: int = 1, may_retire: bool = False
+    ):
         self.num_nodes, self.costs, self.calibration, self.may_retire = num_nodes, costs, calibration, may_retire
+        self.first_steps = max(self.FIRST_STEPS // num_rows, self.MIN_STEPS)
         self.sizes = [size for size in (*range(5), 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if size < num_nodes]
         self.sizes.append(num_nodes)
         self.plain_left, self.interval = self.FIRST_PLAIN_STEPS, self.INTERVALS[0]
@@ -255,7 +267,7 @@ class AutoPolicy(StaticPolicy):
     def is_trial(self) -> bool:
         """Whether too few steps were drafted to tell whether that pays."""
         is_first = self.interval == self.INTERVALS[0]
-        return self.num_drafted < (self.FIRST_STEPS if is_first else self.MIN_STEPS)
+        return self.num_drafted < (self.first_steps if is_first else self.MIN_STEPS)
 
     def plain(self, num_rows: int) -> float | None:
         """Seconds of a plain step."""
@@ -421,10 +433,8 @@ class _DraftedStep(StaticPolicy):
             return
         rows = [row for row, goes_on in enumerate(live) if goes_on]  # others may have ended before their tree did
         if tree.num_nodes > 1 and rows:
-            accepted = torch.zeros(len(rows), tree.num_nodes, dtype=torch.bool, device="cpu")
-            for i, row in enumerate(rows):
-                accepted[i, paths[row]] = True
-            policy.calibration.record(tree.confidences[rows].cpu(), tree.parents[rows].cpu(), accepted)
+            confidences, parents = tree.confidences.tolist(), tree.parents.tolist()
+            policy.calibration.record(*([each[row] for row in rows] for each in (confidences, parents, paths)))
         first, verification = costs.near("first", num_rows), costs.lines("verify", [num_tokens])
         if first is not None and verification is not None and not self.only_measures:
             if num_rows == 1:
@@ -450,8 +460,8 @@ class PlannedPolicy(AutoPolicy):
 
     PRIOR = 2.0  # at each depth the target is taken to follow as often as one above, until it was asked about so often
 
-    def __init__(self, num_nodes: int, costs: StepCosts, tree_depth: int, has_one_shape: bool):
-        super().__init__(num_nodes, costs, Calibration())
+    def __init__(self, num_nodes: int, costs: StepCosts, num_rows: int, tree_depth: int, has_one_shape: bool):
+        super().__init__(num_nodes, costs, Calibration(), num_rows)
         self.depths = [tree_depth] if has_one_shape else list(range(1, tree_depth + 1))
         self.asked, self.followed = [0.0] * tree_depth, [0.0] * tree_depth  # whether they accept a node at each depth
 
@@ -560,11 +570,11 @@ def tree_policy(
     key = (batch_size, rows, may_retire, has_one_shape, *shape, *sorted(kind.items()))
     if has_one_shape or not looks_are_free(target.device):
         depth = min(tree_depth, num_assistant_tokens)
-        return measured.setdefault(key, PlannedPolicy(num_assistant_tokens, StepCosts(), depth, has_one_shape))
+        return measured.setdefault(key, PlannedPolicy(num_assistant_tokens, StepCosts(), rows, depth, has_one_shape))
     # Picking a token is part of a step: what one takes depends on the kind of call, too.
     costs = measured.setdefault((batch_size, branching_factor, *sorted(kind.items())), StepCosts())
     calibration = measured.setdefault((*shape, *sorted(kind.items())), Calibration())
-    return measured.setdefault(key, AutoPolicy(num_assistant_tokens, costs, calibration, may_retire))
+    return measured.setdefault(key, AutoPolicy(num_assistant_tokens, costs, calibration, rows, may_retire))
 
 
 def looks_are_free(device) -> bool:

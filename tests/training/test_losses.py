@@ -2,7 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_eagle3.training.losses import LOSS_TYPES, DraftLoss
+from hf_eagle3.training import losses
+from hf_eagle3.training.losses import LOSS_TYPES, DraftLoss, log_sum_exp, probabilities
 
 
 def naive_loss(logits, probs, mass, loss_type):
@@ -20,8 +21,10 @@ def naive_loss(logits, probs, mass, loss_type):
     return weight * divergence + (1 - weight) * (1 - alpha), alpha
 
 
+@pytest.mark.parametrize("piece", [2**19, 2 * 2 * 30])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_losses_and_gradients_equal_the_naive_ones(loss_type):
+def test_losses_and_gradients_equal_the_naive_ones(loss_type, piece, monkeypatch):
+    monkeypatch.setattr(losses, "PIECE_ON_CPU", piece)
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(2, 5, 30, generator=generator) * 3).requires_grad_()
     probs = (torch.randn(2, 5, 30, generator=generator) * 3).softmax(-1)
@@ -53,3 +56,14 @@ def test_a_draft_that_shares_nothing_has_finite_losses(loss_type):
     loss, alpha = DraftLoss.apply(logits, probs, torch.ones(1), torch.zeros(1), loss_type)
     loss.sum().backward()
     assert alpha == 0 and torch.isfinite(loss).all() and torch.isfinite(logits.grad).all()
+
+
+@pytest.mark.parametrize("length", [0, 1, 7])
+def test_distributions_in_pieces_are_the_whole_ones(length, monkeypatch):
+    logits = torch.randn(2, length, 30, generator=torch.Generator().manual_seed(0)) * 3
+    monkeypatch.setattr(losses, "PIECE_ON_CPU", 2 * 3 * 30)
+    assert [len(piece[0]) for piece in losses.pieces(logits[0])] == ([6, 1] if length == 7 else [length])
+    probs, entropy = probabilities(logits)
+    torch.testing.assert_close(probs, logits.softmax(-1))
+    torch.testing.assert_close(entropy, torch.special.entr(logits.softmax(-1)).sum(-1))
+    torch.testing.assert_close(log_sum_exp(logits), logits.logsumexp(-1))

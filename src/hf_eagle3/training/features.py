@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..checks_eagle3 import fingerprint, is_shared_out
 from ..outputs_eagle3 import aux_hidden_states, select_hidden_states
+from .losses import log_sum_exp
 from .ttt import documents_of
 
 
@@ -124,27 +125,28 @@ class TargetStates:
 
     @torch.no_grad()
     def distributions(
-        self, last_hidden_state: torch.Tensor, draft_token_ids: torch.LongTensor, rows_at_a_time: int = 512
+        self, last_hidden_state: torch.Tensor, draft_token_ids: torch.LongTensor, rows_at_a_time: int = 256
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         What a draft with this vocabulary is to learn from states `(B, L, H)`. Logits of the target's whole vocabulary stand
-        in memory for `rows_at_a_time` positions only.
+        in memory for `rows_at_a_time` positions of all sequences together.
 
         Returns:
             `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: Logits of the draft's tokens `(B, L, draft_vocab_size)`, their
             probability `(B, L)`, and the most probable tokens of the whole vocabulary `(B, L)`.
         """
-        pieces, device, length = [], last_hidden_state.device, last_hidden_state.shape[1]
+        pieces, device, num_rows = [], last_hidden_state.device, last_hidden_state.shape[:2].numel()
         if is_shared_out(self.target):  # all processes take part in each forward of the head: the same number of them
-            rows_at_a_time = length
-        for states in last_hidden_state.split(rows_at_a_time, dim=1):
+            rows_at_a_time = num_rows
+        for states in last_hidden_state.reshape(1, num_rows, -1).split(rows_at_a_time, dim=1):
             logits = self.logits(states).to(device)
-            is_whole = len(draft_token_ids) == logits.shape[-1]
-            draft_logits = logits if is_whole else logits[..., draft_token_ids]
-            mass = (draft_logits.float().logsumexp(dim=-1) - logits.float().logsumexp(dim=-1)).exp()
+            if len(draft_token_ids) == logits.shape[-1]:
+                draft_logits, mass = logits, torch.ones(logits.shape[:2], device=device)
+            else:
+                draft_logits = logits[..., draft_token_ids]
+                mass = (log_sum_exp(draft_logits) - log_sum_exp(logits)).exp()
             pieces.append((draft_logits, mass, logits.max(dim=-1).indices))  # argmax is slow in bfloat16
-        target_logits, mass, tokens = (torch.cat(tensors, dim=1) for tensors in zip(*pieces))
-        return target_logits, mass, tokens
+        return tuple(torch.cat(each, dim=1).unflatten(1, last_hidden_state.shape[:2])[0] for each in zip(*pieces))
 
     def features(self, batch: dict[str, torch.Tensor], draft_token_ids: torch.LongTensor) -> tuple[torch.Tensor, ...]:
         """The states that a draft reads of a collated batch, and its [`~TargetStates.distributions`]."""

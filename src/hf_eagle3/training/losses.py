@@ -1,5 +1,6 @@
 """What a draft `q` is trained to have in common with the target `p`."""
 
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
@@ -9,6 +10,35 @@ LossType = Literal["kl", "ce", "lk_alpha", "lk_lambda"]
 LOSS_TYPES = get_args(LossType)
 # How fast `lk_lambda` goes from KL to the acceptance rate (https://huggingface.co/papers/2602.23881: 3 was best).
 LAMBDA_DECAY = 3.0
+# How many probabilities are computed at once: on a CPU what fits into its cache, elsewhere what keeps the device busy.
+PIECE_ON_CPU, PIECE_ELSEWHERE = 2**19, 2**25
+
+
+def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """
+    Splits tensors `(..., L, V)`, and `(..., L)` beside them, along `L`, so that intermediate results are small. A CPU
+    computes them five times as fast in its cache as in memory that it has to ask the system for.
+    """
+    first, dim = tensors[0], tensors[0].dim() - 2
+    piece = PIECE_ON_CPU if first.device.type == "cpu" else PIECE_ELSEWHERE
+    rows = max(piece * first.shape[dim] // max(first.numel(), 1), 1)
+    return zip(*(tensor.split(rows, dim=dim) for tensor in tensors), strict=True)
+
+
+def log_sum_exp(logits: torch.FloatTensor) -> torch.FloatTensor:
+    """`log Σ exp` in float32 of logits `(..., L, V)`: `(..., L)`."""
+    return torch.cat([piece.float().logsumexp(dim=-1) for (piece,) in pieces(logits)], dim=-1)
+
+
+def probabilities(logits: torch.FloatTensor) -> tuple[torch.FloatTensor, torch.FloatTensor]:
+    """Probabilities `(..., L, V)` of logits, in float32, and their entropy `(..., L)`."""
+    probs = torch.empty_like(logits, dtype=torch.float32)
+    entropies = []
+    for piece, piece_probs in pieces(logits, probs):
+        log_probs = piece.float().log_softmax(dim=-1)
+        torch.exp(log_probs, out=piece_probs)
+        entropies.append(-torch.linalg.vecdot(piece_probs, log_probs))
+    return probs, torch.cat(entropies, dim=-1)
 
 
 class DraftLoss(torch.autograd.Function):
@@ -40,29 +70,14 @@ class DraftLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, probs, mass, entropy, loss_type):
-        q = logits.softmax(dim=-1, dtype=torch.float32)
-        shared = torch.minimum(probs * mass[..., None], q)
-        alpha = shared.sum(dim=-1)
-        if loss_type == "ce":
-            best = probs.argmax(dim=-1, keepdim=True)
-            loss = -q.gather(-1, best).clamp_(min=torch.finfo(q.dtype).tiny).log().squeeze(-1)
-            gradient = q.scatter_add(-1, best, -torch.ones_like(q[..., :1]))
-        elif loss_type == "kl":
-            loss = cross_entropy(logits, q, probs) - entropy
-            gradient = q - probs
-        else:
-            # Raising the probability of a token helps where q is the smaller one. d α / d logits:
-            helped = torch.where(shared == q, q, 0)
-            gradient = helped - q * helped.sum(dim=-1, keepdim=True)
-            floor = alpha.clamp(min=1e-5)  # against infinite losses of a draft that shares nothing with the target
-            if loss_type == "lk_alpha":
-                loss = -floor.log()
-                gradient /= -floor[..., None]
-            else:
-                weight = (-LAMBDA_DECAY * alpha).exp()
-                loss = weight * (cross_entropy(logits, q, probs) - entropy) + (1 - weight) * (1 - alpha)
-                gradient = weight[..., None] * (q - probs) - (1 - weight)[..., None] * gradient
-        ctx.save_for_backward(gradient.to(logits.dtype))
+        gradient, losses, alphas = torch.empty_like(logits), [], []
+        for *piece, piece_gradient in pieces(logits, probs, mass, entropy, gradient):
+            loss, alpha, exact_gradient = loss_and_gradient(*piece, loss_type)
+            piece_gradient.copy_(exact_gradient)
+            losses.append(loss)
+            alphas.append(alpha)
+        loss, alpha = torch.cat(losses, dim=-1), torch.cat(alphas, dim=-1)
+        ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(alpha)
         return loss, alpha
 
@@ -70,6 +85,28 @@ class DraftLoss(torch.autograd.Function):
     def backward(ctx, upstream, _):
         (gradient,) = ctx.saved_tensors
         return gradient * upstream[..., None].to(gradient.dtype), None, None, None, None
+
+
+def loss_and_gradient(logits, probs, mass, entropy, loss_type: LossType):
+    """[`DraftLoss`]: the loss, the acceptance rate, and the gradient of the loss with respect to the logits."""
+    q = logits.softmax(dim=-1, dtype=torch.float32)
+    shared = torch.minimum(probs * mass[..., None], q)
+    alpha = shared.sum(dim=-1)
+    if loss_type == "ce":
+        best = probs.argmax(dim=-1, keepdim=True)
+        loss = -q.gather(-1, best).clamp_(min=torch.finfo(q.dtype).tiny).log().squeeze(-1)
+        return loss, alpha, q.scatter_add(-1, best, -torch.ones_like(q[..., :1]))
+    if loss_type == "kl":
+        return cross_entropy(logits, q, probs) - entropy, alpha, q - probs
+    # Raising the probability of a token helps where q is the smaller one. d α / d logits:
+    helped = torch.where(shared == q, q, 0)
+    gradient = helped - q * helped.sum(dim=-1, keepdim=True)
+    floor = alpha.clamp(min=1e-5)  # against infinite losses of a draft that shares nothing with the target
+    if loss_type == "lk_alpha":
+        return -floor.log(), alpha, -gradient / floor[..., None]
+    weight = (-LAMBDA_DECAY * alpha).exp()
+    loss = weight * (cross_entropy(logits, q, probs) - entropy) + (1 - weight) * (1 - alpha)
+    return loss, alpha, weight[..., None] * (q - probs) - (1 - weight)[..., None] * gradient
 
 
 def cross_entropy(logits, q, probs):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from .losses import DraftLoss, LossType
+from .losses import DraftLoss, LossType, probabilities
 
 
 try:
@@ -247,9 +247,7 @@ def ttt_loss(draft, batch: TTTBatch, steps: int, loss_type: LossType = "kl", max
             How many of the draft's logits may stand in memory: where a step has more, they are computed in pieces, and
             again in backward.
     """
-    target_log_probs = batch.target_logits.float().log_softmax(dim=-1)  # (B, L, V_draft)
-    target_probs = target_log_probs.exp()
-    entropy = -(target_probs * target_log_probs).sum(dim=-1)  # (B, L)
+    target_probs, entropy = probabilities(batch.target_logits)  # (B, L, V_draft), (B, L)
     batch_size, _, vocab_size = target_probs.shape
     piece = max(max_logits // (batch_size * vocab_size), 1)
 
