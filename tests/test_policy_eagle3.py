@@ -288,3 +288,15 @@ def test_rows_that_are_alike_are_not_judged_by_the_least_lucky():
     rate = float(lengths.min()) / num_steps
     assert rate > 2.7  # of 3
     assert sum(worth[:2]) / 2 > 0.8 * rate and sum(worth) / num_steps == pytest.approx(rate, rel=0.05)
+
+
+def test_what_measuring_takes_is_lost():
+    """And bounds how soon to try again, as what the steps of a trial take does."""
+    machine = Machine(skill=0.0, confidence=0.05, per_node=0.2)
+    losses = []
+    while machine.policy.plain_left < machine.policy.INTERVALS[0] - 1:
+        tokens, seconds = machine.step()
+        if machine.chosen[-1] > 0:
+            losses.append(seconds / machine.plain - tokens)
+    # But for the first two, which may be preparation, and what the draft's word makes of the others.
+    assert machine.policy.plain_left > 0.8 * sum(losses[2:]) / machine.policy.MOST_LOST

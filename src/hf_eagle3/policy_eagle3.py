@@ -436,7 +436,9 @@ class _DraftedStep(StaticPolicy):
             confidences, parents = tree.confidences.tolist(), tree.parents.tolist()
             policy.calibration.record(*([each[row] for row in rows] for each in (confidences, parents, paths)))
         first, verification = costs.near("first", num_rows), costs.lines("verify", [num_tokens])
-        if first is not None and verification is not None and not self.only_measures:
+        if self.only_measures and (plain := policy.plain(num_rows)) is not None and first is not None:
+            policy.lost += max((first + seconds) / plain - progress, 0.0)
+        elif first is not None and verification is not None:
             if num_rows == 1:
                 # What one row should have brought varies less than what it did, but a draft may be modest, and what it says
                 # is not corrected before some steps were drafted.
