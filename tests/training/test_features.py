@@ -47,6 +47,20 @@ def test_states_and_logits_are_the_targets(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("step", [1, 3], ids=["whole vocabulary", "third of it"])
+def test_distributions_are_the_targets_whatever_the_pieces(family, step):
+    target = make_target(family)
+    states = TargetStates(target, [0, 2])
+    _, last = states({"input_ids": make_prompt(12, batch_size=2)})
+    logits = states.logits(last)
+    draft_token_ids = torch.arange(0, logits.shape[-1], step)
+    draft_logits, mass, tokens = states.distributions(last, draft_token_ids, rows_at_a_time=5)
+    torch.testing.assert_close(draft_logits, logits[..., draft_token_ids], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(mass, logits.softmax(-1)[..., draft_token_ids].sum(-1), atol=1e-5, rtol=1e-5)
+    assert torch.equal(tokens, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_packed_documents_are_read_apart(family):
     target = make_target(family)
     states = TargetStates(target, [0, 2])

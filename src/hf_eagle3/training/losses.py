@@ -17,7 +17,7 @@ PIECE_ON_CPU, PIECE_ELSEWHERE = 2**19, 2**25
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """
     Splits tensors `(..., L, V)`, and `(..., L)` beside them, along `L`, so that intermediate results are small. A CPU
-    computes them five times as fast in its cache as in memory that it has to ask the system for.
+    computes them in its cache, several times as fast as in memory that it has to ask the system for.
     """
     first, dim = tensors[0], tensors[0].dim() - 2
     piece = PIECE_ON_CPU if first.device.type == "cpu" else PIECE_ELSEWHERE
