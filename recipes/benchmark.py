@@ -164,7 +164,10 @@ def open_results(args, run: dict, missing: dict[str, str]) -> BenchmarkResults:
 def main():
     args = parse_arguments()
     if args.compare:
-        print(compare(*map(BenchmarkResults.read, args.compare)))
+        try:
+            print(compare(*map(BenchmarkResults.read, args.compare)))
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
         return
     expand(args.tasks)  # before anything is loaded
 

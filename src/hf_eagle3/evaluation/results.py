@@ -166,10 +166,12 @@ HEADER = ["T", "method", "tokens/s", "speed-up", "acceptance length", "identical
 
 
 def cells(row: BenchmarkRow) -> list[str]:
-    """A row of the table, without task and batch size. Medians over repeats; the range in brackets."""
+    """A row of the table, without task and batch size. Medians over repeats; the range of several in brackets."""
     speedup, tau, identical = "1.00", "-", "-"
     if row.method != "plain":
-        speedup = f"{row.median_speedup:.2f} ({min(row.speedups):.2f}-{max(row.speedups):.2f})"
+        speedup = f"{row.median_speedup:.2f}"
+        if len(row.speedups) > 1:
+            speedup += f" ({min(row.speedups):.2f}-{max(row.speedups):.2f})"
         identical = f"{row.num_identical}/{row.num_prompts}"
         if row.acceptance_length is not None:
             tau = f"{row.acceptance_length:.2f}"
