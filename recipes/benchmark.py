@@ -164,8 +164,9 @@ def open_results(args, run: dict, missing: dict[str, str]) -> BenchmarkResults:
 def main():
     args = parse_arguments()
     if args.compare:
+        before, after = map(BenchmarkResults.read, args.compare)
         try:
-            print(compare(*map(BenchmarkResults.read, args.compare)))
+            print(compare(before, after))
         except ValueError as error:
             raise SystemExit(str(error)) from None
         return

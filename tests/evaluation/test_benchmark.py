@@ -93,6 +93,9 @@ def test_benchmark_recipe(tmp_path, tokenizer):
     assert (
         result.returncode == 0 and "| prompts | 1 | 0 | eagle3 |" in result.stdout and "+0.0% | no |" in result.stdout
     )
+    # The short run has plain generation alone, which is compared with nothing.
+    result = run("--compare", results_file, tmp_path / "short.jsonl")
+    assert result.returncode == 1 and "in common" in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
