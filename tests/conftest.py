@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import string
 import threading
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from tokenizers.decoders import Fuse  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from hf_eagle3 import Eagle3ForSpeculation  # noqa: E402
+from hf_eagle3.lookup_eagle3 import PromptLookup  # noqa: E402
+from hf_eagle3.policy_eagle3 import AutoPolicy  # noqa: E402
 
 
 VOCAB_SIZE = 96
@@ -217,6 +220,31 @@ def make_oracle(target, text, seed=0, padding=0):
     draft.padding = torch.as_tensor(padding).expand(len(text), 1)
     draft.table = target.get_input_embeddings().weight.detach()
     return draft
+
+
+@contextmanager
+def lookups_of(text, seed: int = 0):
+    """
+    Looks up, in about every second step that may do so, a random number of tokens: those of `text` `(batch_size, length)`, of which some
+    are wrong. The rows of a batch are told apart by their texts.
+    """
+    random_ = random.Random(seed)
+
+    def num_to_look_up(self, behind, lookup):
+        return random_.randint(0, lookup.num_tokens) if random_.random() < 0.5 else 0
+
+    def next_tokens(self, num_tokens):
+        guesses = []
+        for row in self.rows:
+            known = next(known for known in text.tolist() if known[: len(row.tokens)] == row.tokens)
+            following = known[len(row.tokens) :][:num_tokens] + [0] * num_tokens
+            guesses.append([token if random_.random() < 0.9 else 3 for token in following[:num_tokens]])
+        return guesses
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(AutoPolicy, "num_to_look_up", num_to_look_up)
+        patches.setattr(PromptLookup, "next_tokens", next_tokens)
+        yield
 
 
 CHAT_TEMPLATE = (

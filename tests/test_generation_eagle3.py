@@ -410,6 +410,7 @@ def test_settings_of_draft_and_call(target):
     prompt = make_prompt(8)
     oracle = make_oracle(target, generate(target, prompt))
     settings = {"tree_depth": 2, "branching_factor": 3, "num_assistant_tokens": 4, "tree_policy": "static"}
+    settings["prompt_lookup_num_tokens"] = 5
     config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, **settings)
     actual = target.generate(prompt, generation_config=config, assistant_model=oracle)
     assert torch.equal(actual, generate(target, prompt))
@@ -422,6 +423,8 @@ def test_settings_of_draft_and_call(target):
     assert tree_settings(GenerationConfig(), GenerationConfig()) == tree_settings(oracle.generation_config)
     with pytest.raises(ValueError, match="`tree_depth` must be a positive integer, got 0"):
         tree_settings(GenerationConfig(tree_depth=0))
+    with pytest.raises(ValueError, match="`prompt_lookup_num_tokens` must be an integer of at least 0, got -1"):
+        tree_settings(GenerationConfig(prompt_lookup_num_tokens=-1))
     with pytest.raises(ValueError, match=r"`assistant_confidence_threshold` must be in \[0, 1\), got 2"):
         tree_settings(GenerationConfig(assistant_confidence_threshold=2))
     oracle.generation_config.tree_policy = "fast"

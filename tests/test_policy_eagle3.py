@@ -221,9 +221,9 @@ def test_learns_nothing_from_padding(monkeypatch, cache):
     of_padding, expectations, times = [], [], random.Random(0)
     plan_step = AutoPolicy.plan_step
 
-    def noting_padding(self, live):
+    def noting_padding(self, live, lookup):
         of_padding.append(not any(live))
-        return plan_step(self, live)
+        return plan_step(self, live, lookup)
 
     # Every step drafts, at times that lead to trees of all sizes.
     monkeypatch.setattr(AutoPolicy, "FIRST_PLAIN_STEPS", 0)

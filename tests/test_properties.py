@@ -4,13 +4,14 @@ Any mix of generation settings: plain `generate` and ours give the same tokens.
 `HF_EAGLE3_EXAMPLES=2000 pytest tests/test_properties.py` tries as many; by default a few, the same each time.
 """
 
+import contextlib
 import functools
 import os
 import re
 
 import pytest
 import torch
-from conftest import FAMILIES, VOCAB_SIZE, make_batch, make_oracle, make_target
+from conftest import FAMILIES, VOCAB_SIZE, lookups_of, make_batch, make_oracle, make_target
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from transformers import StoppingCriteria
@@ -91,15 +92,20 @@ def calls(draw):
             "branching_factor": st.integers(1, 16),
             "num_assistant_tokens": st.integers(1, 64),
             "assistant_confidence_threshold": st.sampled_from([0.0, 0.01, 0.3]),
+            "prompt_lookup_num_tokens": st.integers(1, 64),
             "tree_policy": st.sampled_from(["static", "auto"]),
         }
     ),
     cache=st.sampled_from([{}, {"cache_implementation": "static"}]),
     knows_the_text=st.booleans(),
+    looks_up=st.booleans(),
+    waits=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_any_settings(family, lengths, kwargs, tree, cache, knows_the_text, seed):
+def test_any_settings(family, lengths, kwargs, tree, cache, knows_the_text, looks_up, waits, seed):
     target, batch = cached_target(family), make_batch(lengths, seed)
+    if looks_up:  # which others do not
+        cache, tree = {}, {**tree, "tree_policy": "auto"}
     torch.manual_seed(seed)
     try:
         expected = target.generate(**batch, **kwargs)
@@ -116,6 +122,13 @@ def test_any_settings(family, lengths, kwargs, tree, cache, knows_the_text, seed
         with pytest.raises((RuntimeError, ValueError), match=re.escape(message)):
             target.generate(**batch, assistant_model=draft, **cache, **kwargs)
         return
-    actual = target.generate(**batch, assistant_model=draft, **cache, **kwargs)
+    with contextlib.ExitStack() as stack:
+        if looks_up:
+            stack.enter_context(lookups_of(expected, seed))
+        if waits:  # as if on an accelerator
+            patches = stack.enter_context(pytest.MonkeyPatch.context())
+            for module in ("text_eagle3", "tree_eagle3", "policy_eagle3"):
+                patches.setattr(f"hf_eagle3.{module}.looks_are_free", lambda device: False)
+        actual = target.generate(**batch, assistant_model=draft, **cache, **kwargs)
     note(f"plain {expected.tolist()}, with a draft {actual.tolist()}")
     assert actual.tolist() == expected.tolist()

@@ -110,7 +110,7 @@ class DraftsAtFirstAndLate(StaticPolicy):
 
     num_steps = 0
 
-    def plan_step(self, live):
+    def plan_step(self, live, lookup):
         self.num_steps += 1
         self.drafts = not 14 < self.num_steps < 52
         return self

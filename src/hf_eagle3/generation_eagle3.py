@@ -35,6 +35,7 @@ from .checks_eagle3 import (
     whole_embedding,
 )
 from .drafter_eagle3 import Drafter
+from .lookup_eagle3 import PromptLookup
 from .outputs_eagle3 import ReturnedOutputs, aux_hidden_states
 from .policy_eagle3 import tree_policy, tree_settings
 from .static_eagle3 import StaticDrafter, compiled
@@ -57,18 +58,20 @@ class Eagle3GenerationStats:
         target_forwards (`int`): Forward passes of the target, the prompt's included; plain `generate` takes `new_tokens`.
         accepted_lengths (`list[int]`):
             Tokens that each verification forward emitted; the prompt's forward verifies nothing and is left out.
-        plain_steps (`int`): How many of those forwards had no drafted token to verify, because drafting did not pay.
+        plain_steps (`int`): How many of those forwards had no token to verify, because drafting did not pay.
+        lookup_steps (`int`): How many of them verified tokens that were looked up in the text instead of drafted.
     """
 
     new_tokens: int = 0
     target_forwards: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
     plain_steps: int = 0
+    lookup_steps: int = 0
 
     def __repr__(self):
         return (
             f"{type(self).__name__}(new_tokens={self.new_tokens}, target_forwards={self.target_forwards}, "
-            f"plain_steps={self.plain_steps}, acceptance_length={self.acceptance_length:.2f})"
+            f"plain_steps={self.plain_steps}, lookup_steps={self.lookup_steps}, acceptance_length={self.acceptance_length:.2f})"
         )
 
     @property
@@ -121,7 +124,7 @@ def eagle3_decoding(
     draft.validate_target(target)
     check_call(draft, target, generation_config, synced_gpus, model_kwargs)
     settings = tree_settings(draft.generation_config, generation_config)
-    policy_name = settings.pop("tree_policy")
+    policy_name, num_looked_up = settings.pop("tree_policy"), settings.pop("prompt_lookup_num_tokens")
     path_length = 1 + min(settings["tree_depth"], settings["num_assistant_tokens"])
     given_cache = model_kwargs.get("past_key_values")
     if given_cache is not None and is_unused_static(given_cache):
@@ -165,7 +168,10 @@ def eagle3_decoding(
         may_retire=text.may_retire,
         **settings,
     )
-    policy = make_policy(text.batch_size)
+    policy, lookup = make_policy(text.batch_size), None
+    if policy.match_calibration is not None and num_looked_up > 0:
+        num_looked_up = min(num_looked_up, settings["num_assistant_tokens"])
+        lookup = PromptLookup(input_ids.tolist(), num_looked_up, policy.match_calibration)
     forward = target
     if cache.is_static:
         compile_config = None
@@ -203,25 +209,37 @@ def eagle3_decoding(
                     plan.record_verification(tree, text.paths, live, text.progress, time.perf_counter() - start)
                 if text.is_complete:
                     break
+                if lookup is not None:
+                    lookup.extend(text.picked)
                 before = text.longest
                 if (staying := text.retire()) is not None:
                     excess = before - text.longest
                     cache.select(staying, excess)
                     drafter.select(staying)
+                    if lookup is not None:
+                        lookup.select(staying)
                     features, counts = features[staying], [counts[row] for row in staying]
                     model_kwargs = _select_inputs(model_kwargs, staying, excess)
                     policy = make_policy(text.batch_size)
 
-                # Draft a tree below the newest token, and verify it in one forward.
-                plan, tree = policy.plan_step(text.rows_behind), DraftTree.root_only(text.newest(1))
+                # Draft a tree below the newest token, or look one up, and verify it in one forward.
+                plan, tree = policy.plan_step(text.rows_behind, lookup), DraftTree.root_only(text.newest(1))
                 drafter.remember(features, counts, text, model_kwargs)
-                limits = _step_limits(target, settings, cache, model_kwargs, text) if plan.drafts else None
-                if plan.drafts and limits["tree_depth"] > 0:
-                    tree = text.foresee_padding(drafter.grow(text, model_kwargs, plan, **limits), **limits)
+                if plan.num_looked_up > 0:
+                    chain = {**settings, "tree_depth": plan.num_looked_up, "num_assistant_tokens": plan.num_looked_up}
+                    limits = _step_limits(target, chain, cache, model_kwargs, text)
+                    tokens = input_ids.new_tensor(lookup.next_tokens(limits["tree_depth"]))
+                    tree = DraftTree.chain(torch.cat([tree.tokens, tokens], dim=1))
+                    tree = text.foresee_padding(tree, **limits)
+                elif plan.drafts:
+                    limits = _step_limits(target, settings, cache, model_kwargs, text)
+                    if limits["tree_depth"] > 0:
+                        tree = text.foresee_padding(drafter.grow(text, model_kwargs, plan, **limits), **limits)
                 start = time.perf_counter()
                 outputs = _verify(forward, target, tree, text, cache, model_kwargs)
                 stats.target_forwards += 1
                 stats.plain_steps += tree.num_nodes == 1
+                stats.lookup_steps += tree.num_nodes > 1 and plan.num_looked_up > 0
                 cache.track(outputs.past_key_values, tree.num_nodes)
                 features = aux_hidden_states(outputs, aux_layer_ids, num_layers)[:, -tree.num_nodes :]
                 root_row = outputs.logits.shape[1] - tree.num_nodes
@@ -350,7 +368,7 @@ def _verification_inputs(target, tree, text, cache, model_kwargs):
         )
     elif attention_mask is not None:  # the target's own causal mask will do
         attention_mask = F.pad(attention_mask, (0, tree.num_nodes - 1), value=1)
-    room = text.room
+    room = text.room_for(tree)
     depths = tree.depths if room is None else torch.minimum(tree.depths, room.to(tree.depths.device))
     positions = model_kwargs["position_ids"][..., -1:] + depths
     tree_kwargs = {**model_kwargs, "position_ids": positions, "attention_mask": attention_mask}

@@ -13,9 +13,7 @@
 # limitations under the License.
 """What tree each step drafts: its settings, and how much of it pays on this machine."""
 
-import bisect
 import itertools
-import math
 import statistics
 import sys
 import weakref
@@ -23,9 +21,13 @@ import weakref
 import torch
 from transformers import GenerationConfig
 
+from .estimates_eagle3 import Calibration, MatchCalibration, StepCosts
+from .lookup_eagle3 import PromptLookup
+
 
 # Longest path below the root; children tried per node, and nodes expanded per level; nodes verified per step at most; the
-# probability, by the draft, that a path must have to be verified; and whether a step may draft less if that is faster.
+# probability, by the draft, that a path must have to be verified; how many of them at most may be looked up in the text
+# instead of drafted; and whether a step may draft less, or look up, if that is faster.
 # Names are those of OpenVINO GenAI and transformers. They live in the draft's generation config, and a call may bring
 # others in the `GenerationConfig` given to `generate`.
 DEFAULT_TREE_SETTINGS = {
@@ -33,6 +35,7 @@ DEFAULT_TREE_SETTINGS = {
     "branching_factor": 8,
     "num_assistant_tokens": 24,
     "assistant_confidence_threshold": 0.0,
+    "prompt_lookup_num_tokens": 24,
     "tree_policy": "auto",
 }
 
@@ -60,10 +63,11 @@ def tree_settings(
         if name == "assistant_confidence_threshold":
             if not isinstance(settings[name], (int, float)) or not 0 <= settings[name] < 1:
                 raise ValueError(f"`{name}` must be in [0, 1), got {settings[name]!r}.")
-        elif name != "tree_policy" and (
-            isinstance(settings[name], bool) or not isinstance(settings[name], int) or settings[name] < 1
-        ):
-            raise ValueError(f"`{name}` must be a positive integer, got {settings[name]!r}.")
+        elif name != "tree_policy":
+            least = 0 if name == "prompt_lookup_num_tokens" else 1
+            if isinstance(settings[name], bool) or not isinstance(settings[name], int) or settings[name] < least:
+                kind = "a positive integer" if least else "an integer of at least 0"
+                raise ValueError(f"`{name}` must be {kind}, got {settings[name]!r}.")
     return settings
 
 
@@ -71,11 +75,16 @@ class StaticPolicy:
     """The whole tree in every step. Also says what the steps of any policy are asked."""
 
     drafts = True  # whether this step drafts at all
+    num_looked_up = 0  # tokens of the text that it verifies instead
     width = sys.maxsize  # how many nodes to expand at most
     calibration = None  # what makes probabilities of acceptance of the draft's, if anything (`Calibration`)
+    match_calibration: MatchCalibration | None = None  # what is known of looking up, if the policy does so
 
-    def plan_step(self, behind: list[bool]):
-        """The plan of one step, given the rows of the batch that hold it up: none if all texts are finished."""
+    def plan_step(self, behind: list[bool], lookup: PromptLookup | None = None):
+        """
+        The plan of one step, given the rows of the batch that hold it up (none if all texts are finished), and what may be
+        looked up.
+        """
         return self
 
     def more_levels(self, values: torch.FloatTensor, at_most: int) -> int:
@@ -102,122 +111,6 @@ class StaticPolicy:
         """
 
 
-class StepCosts:
-    """
-    Seconds that the parts of a step take, by their size: `"level"`, each level but the first, and `"first"`, all of drafting
-    but those, for so many rows; `"verify"`, for so many tokens in all rows together; `"step"`, a whole
-    one, of so many levels. Medians of the latest measurements, since a step may meet a pause that is not its own. The first
-    measurement of a part pays for its preparation and does not count.
-
-    Threads share them: what is stored is replaced, not changed, and what is asked for is read once.
-    """
-
-    LATEST = 5
-    TRUSTED = 256  # measurements after which one that was not renewed is forgotten
-
-    def __init__(self):
-        self.samples: dict[tuple[str, int], tuple[float, ...]] = {}
-        self.renewed: dict[tuple[str, int], int] = {}
-        self.curves: dict[str, tuple[list[int], list[float]]] = {}  # what `lines` follows, until something is recorded
-        self.num_recorded = 0
-
-    def record(self, part: str, size: int, seconds: float) -> None:
-        self.num_recorded += 1
-        key = part, size
-        if key in self.renewed:
-            self.samples[key] = (*self.samples.get(key, ()), seconds)[-self.LATEST :]
-            self.curves.pop(part, None)
-        self.renewed[key] = self.num_recorded
-
-    def forget(self) -> None:
-        """Forgets what is old: it may have been a pause, or of shorter texts."""
-        for key in list(self.samples):
-            if self.num_recorded - self.renewed[key] > self.TRUSTED:
-                self.samples.pop(key, None)
-                self.curves.pop(key[0], None)
-
-    def measured(self, part: str) -> list[tuple[int, tuple[float, ...]]]:
-        """Sizes, ascending, with their latest measurements."""
-        return sorted((size, seconds) for (name, size), seconds in list(self.samples.items()) if name == part)
-
-    def near(self, part: str, size: int) -> float | None:
-        """Seconds of the next size that was measured: a larger one, if there is."""
-        samples = self.measured(part)
-        larger = [seconds for known, seconds in samples if known >= size]
-        return statistics.median_low((larger or [seconds for _, seconds in samples[::-1]])[0]) if samples else None
-
-    def lines(self, part: str, sizes: list[int]) -> list[float] | None:
-        """
-        Seconds of some sizes, on lines between and beyond those that were measured more than once (a single measurement may
-        have met a pause); `None` if there are fewer than two of them. Less does not take longer, and half not less than half.
-        """
-        curve = self.curves.get(part)
-        if curve is None:
-            samples = [(size, seconds) for size, seconds in self.measured(part) if len(seconds) > 1]
-            seconds = [statistics.median_low(seconds) for _, seconds in samples]
-            curve = [size for size, _ in samples], [min(seconds[i:]) for i in range(len(samples))]
-            self.curves[part] = curve
-        known, seconds = curve
-        if len(known) < 2:
-            return None
-        costs = []
-        for size in sizes:
-            right = min(max(bisect.bisect_left(known, size), 1), len(known) - 1)
-            left = 0 if size > known[-1] else right - 1
-            slope = (seconds[right] - seconds[left]) / (known[right] - known[left])
-            line = seconds[left] + slope * (size - known[left])
-            costs.append(max(line, seconds[0] * size / known[0]) if size < known[0] else line)
-        return costs
-
-
-class Calibration:
-    """
-    How probable it is that the target accepts a node whose parent it accepts, from what the draft says of it. Nodes are counted
-    by ranges of the draft's log-probability, a parent's best child apart from its siblings: greedy targets take it more often
-    than it is probable, and the others less. In each range the draft is right about so many times as often as it says.
-    """
-
-    # Wherever and in whatever the caller makes tensors by default.
-    KIND = {"dtype": torch.float32, "device": "cpu"}
-    BOUNDS = list(map(math.log, (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)))
-    BOUNDS_TENSOR = torch.tensor(BOUNDS, **KIND)
-    PRIOR = 1.0  # the draft is taken at its word until it was expected to be right about so often
-    MEMORY = 0.95  # a step's weight after the next
-
-    def __init__(self):
-        self.num_ranges = len(self.BOUNDS) + 1
-        self.expected = self.accepted = [self.PRIOR] * (2 * self.num_ranges)
-        self.factors = torch.zeros(2 * self.num_ranges, **self.KIND)  # logarithms
-
-    def __call__(self, confidences: torch.FloatTensor) -> torch.FloatTensor:
-        """Log-probabilities `(..., K)` of siblings, in descending order before and after."""
-        device = confidences.device
-        ranges = torch.bucketize(confidences, self.BOUNDS_TENSOR.to(device))
-        ranges[..., 1:] += self.num_ranges
-        return (confidences + self.factors.to(device).take(ranges)).clamp(max=0).cummin(dim=-1).values
-
-    def record(self, confidences: list[list[float]], parents: list[list[int]], paths: list[list[int]]) -> None:
-        """
-        Counts which nodes of trees were accepted, those on the `paths`, of those whose parent was. `parents` are those of all
-        nodes, as in [`DraftTree`], `confidences` are of all but the root.
-        """
-        fresh = self.PRIOR * (1 - self.MEMORY)
-        expected, accepted = (
-            [self.MEMORY * count + fresh for count in each] for each in (self.expected, self.accepted)
-        )
-        for row_confidences, row_parents, path in zip(confidences, parents, map(set, paths)):
-            for node, confidence in enumerate(row_confidences, start=1):
-                if row_parents[node] in path:
-                    kind = bisect.bisect_left(self.BOUNDS, confidence)
-                    if node > 1 and row_parents[node] == row_parents[node - 1]:  # the best child is the first
-                        kind += self.num_ranges
-                    expected[kind] += math.exp(confidence)
-                    accepted[kind] += node in path
-        # Not in place: other threads read them.
-        self.expected, self.accepted = expected, accepted
-        self.factors = torch.tensor([math.log(a / b) for a, b in zip(accepted, expected)], **self.KIND)
-
-
 class AutoPolicy(StaticPolicy):
     """
     Drafts and verifies what brings the most tokens per second: of a text that goes on for long, a step is worth its
@@ -238,6 +131,7 @@ class AutoPolicy(StaticPolicy):
         calibration (`Calibration`): Of this draft.
         num_rows (`int`, *optional*, defaults to 1): Of the batch.
         may_retire (`bool`, *optional*, defaults to `False`): Whether rows leave the batch when they are finished.
+        match_calibration (`MatchCalibration`, *optional*): Of texts of this target, if tokens may be looked up.
     """
 
     FIRST_PLAIN_STEPS = 3  # measured before the first tree
@@ -252,9 +146,16 @@ class AutoPolicy(StaticPolicy):
     REVIEWS = (8, 256)  # drafted steps before plain ones, which tell what those take now: at first, and at most
 
     def __init__(
-        self, num_nodes: int, costs: StepCosts, calibration: Calibration, num_rows: int = 1, may_retire: bool = False
+        self,
+        num_nodes: int,
+        costs: StepCosts,
+        calibration: Calibration,
+        num_rows: int = 1,
+        may_retire: bool = False,
+        match_calibration: MatchCalibration | None = None,
     ):
         self.num_nodes, self.costs, self.calibration, self.may_retire = num_nodes, costs, calibration, may_retire
+        self.match_calibration = match_calibration
         self.first_steps = max(self.FIRST_STEPS // num_rows, self.MIN_STEPS)
         self.sizes = [size for size in (*range(5), 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if size < num_nodes]
         self.sizes.append(num_nodes)
@@ -280,7 +181,10 @@ class AutoPolicy(StaticPolicy):
         drafted = self.tokens / self.seconds if self.seconds else 0.0
         return max(1 / plain if plain else 0.0, drafted)
 
-    def plan_step(self, behind):
+    def plan_step(self, behind, lookup=None):
+        num_looked_up = 0 if lookup is None else self.num_to_look_up(behind, lookup)
+        if num_looked_up > 0:
+            return _LookupStep(self, num_looked_up)
         if not any(behind):  # what is left is padding, of rows that lag behind: whole trees of it are accepted
             return StaticPolicy()
         first, at_most = self.REVIEWS
@@ -295,6 +199,25 @@ class AutoPolicy(StaticPolicy):
 
     def drafted_step(self, behind):
         return _DraftedStep(self, behind)
+
+    def num_to_look_up(self, behind: list[bool], lookup: PromptLookup) -> int:
+        """How many tokens of the text to verify, or 0 if another step brings more."""
+        sizes = [size for size in self.sizes if size <= lookup.num_tokens]
+        expected = lookup.expected_progress(behind, sizes[-1])
+        costs = self.lookup_costs(len(behind), sizes) if expected[-1] > 1 else None
+        if costs is None:
+            return 0
+        rate = self.rate(len(behind))
+        gains = {size: expected[size] - rate * cost for size, cost in zip(sizes, costs)}
+        best = max(sizes, key=gains.__getitem__)
+        return best if gains[best] > 0 else 0
+
+    def lookup_costs(self, num_rows: int, sizes: list[int]) -> list[float] | None:
+        """Seconds of steps that look up so many tokens."""
+        return self.costs.lines("verify", [num_rows * (1 + size) for size in sizes])
+
+    def record_lookup_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        self.costs.record("verify", num_rows * (1 + num_tokens), seconds)
 
     def record_catching_up(self, seconds: float, usual: float | None, num_rows: int) -> None:
         """
@@ -358,6 +281,18 @@ class _PlainStep(StaticPolicy):
 
     def record_verification(self, tree, paths, live, progress, seconds):
         self.policy.record_plain_step(self.num_rows, seconds)
+
+
+class _LookupStep(StaticPolicy):
+    """A step of `AutoPolicy` that verifies tokens of the text."""
+
+    drafts = False
+
+    def __init__(self, policy: AutoPolicy, num_looked_up: int):
+        self.policy, self.num_looked_up = policy, num_looked_up
+
+    def record_verification(self, tree, paths, live, progress, seconds):
+        self.policy.record_lookup_step(len(paths), tree.num_nodes - 1, seconds)
 
 
 class _DraftedStep(StaticPolicy):
@@ -462,8 +397,16 @@ class PlannedPolicy(AutoPolicy):
 
     PRIOR = 2.0  # at each depth the target is taken to follow as often as one above, until it was asked about so often
 
-    def __init__(self, num_nodes: int, costs: StepCosts, num_rows: int, tree_depth: int, has_one_shape: bool):
-        super().__init__(num_nodes, costs, Calibration(), num_rows)
+    def __init__(
+        self,
+        num_nodes: int,
+        costs: StepCosts,
+        num_rows: int,
+        tree_depth: int,
+        has_one_shape: bool,
+        match_calibration: MatchCalibration | None = None,
+    ):
+        super().__init__(num_nodes, costs, Calibration(), num_rows, match_calibration=match_calibration)
         self.depths = [tree_depth] if has_one_shape else list(range(1, tree_depth + 1))
         self.asked, self.followed = [0.0] * tree_depth, [0.0] * tree_depth  # whether they accept a node at each depth
 
@@ -486,6 +429,13 @@ class PlannedPolicy(AutoPolicy):
 
     def record_plain_step(self, num_rows, seconds):
         self.costs.record("step", 0, seconds)
+
+    def lookup_costs(self, num_rows, sizes):
+        plain = self.plain(num_rows)  # on an accelerator a few tokens more take about as long
+        return None if plain is None else [self.costs.near("lookup", size) or plain for size in sizes]
+
+    def record_lookup_step(self, num_rows, num_tokens, seconds):
+        self.costs.record("lookup", num_tokens, seconds)
 
     def expected_tokens(self) -> list[float]:
         """Tokens to expect of a step of each depth, from 0."""
@@ -570,13 +520,17 @@ def tree_policy(
     shape = (tree_depth, branching_factor, num_assistant_tokens)
     rows = batch_size if num_rows == batch_size else 1 << (num_rows - 1).bit_length()
     key = (batch_size, rows, may_retire, has_one_shape, *shape, *sorted(kind.items()))
+    match_calibration = measured.setdefault(tuple(sorted(kind.items())), MatchCalibration())
     if has_one_shape or not looks_are_free(target.device):
         depth = min(tree_depth, num_assistant_tokens)
-        return measured.setdefault(key, PlannedPolicy(num_assistant_tokens, StepCosts(), rows, depth, has_one_shape))
+        matches = None if has_one_shape else match_calibration
+        policy = PlannedPolicy(num_assistant_tokens, StepCosts(), rows, depth, has_one_shape, matches)
+        return measured.setdefault(key, policy)
     # Picking a token is part of a step: what one takes depends on the kind of call, too.
     costs = measured.setdefault((batch_size, branching_factor, *sorted(kind.items())), StepCosts())
     calibration = measured.setdefault((*shape, *sorted(kind.items())), Calibration())
-    return measured.setdefault(key, AutoPolicy(num_assistant_tokens, costs, calibration, rows, may_retire))
+    policy = AutoPolicy(num_assistant_tokens, costs, calibration, rows, may_retire, match_calibration)
+    return measured.setdefault(key, policy)
 
 
 def looks_are_free(device) -> bool:

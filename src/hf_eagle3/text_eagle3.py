@@ -40,7 +40,7 @@ class Text:
 
     Args:
         in_step (`bool`): Whether something else requires it.
-        path_length (`int`): The most nodes that a path may have.
+        path_length (`int`): The most nodes that a path of a drafted tree may have.
         can_read_padding (`bool`): Whether the target has an embedding for the token that finished rows are padded with.
         may_retire (`bool`): Whether the target may be called with fewer rows than it was at first.
     """
@@ -72,6 +72,7 @@ class Text:
         self.is_finished = [False] * self.batch_size
         self.were_finished = list(self.is_finished)  # before the last walk
         self.paths = [[] for _ in range(self.batch_size)]  # of the last walk, the nodes at which tokens were picked
+        self.picked = [[] for _ in range(self.batch_size)]  # those tokens
         self.starts = list(self.lengths)  # where that walk began
         self.logits_processor, self.stopping_criteria, self.returned = logits_processor, stopping_criteria, returned
         self.max_length = max_length_of(stopping_criteria)
@@ -115,15 +116,18 @@ class Text:
     def longest(self) -> int:
         return max(self.lengths)
 
-    @property
-    def room(self) -> torch.LongTensor | None:
+    def room_for(self, tree: DraftTree) -> torch.LongTensor | None:
         """
         How far below its newest token each row may still pick one, `(B, 1)`; deeper nodes need no position. `None` if that is
-        as far as any node may be.
+        as far as any node of the tree may be.
         """
-        if self.max_length - self.longest >= self.path_length:
+        if self.max_length - self.longest >= self._levels(tree):
             return None
         return torch.tensor([[max(self.max_length - length - 1, 0)] for length in self.lengths])
+
+    def _levels(self, tree: DraftTree) -> int:
+        """The most nodes that a path of the tree may have."""
+        return min(tree.num_nodes, self.path_length if tree.depth is None else 1 + tree.depth)
 
     @property
     def growth(self) -> int:
@@ -181,7 +185,7 @@ class Text:
 
     def walk(self, tree: DraftTree, outputs, root_row: int) -> None:
         """Picks tokens for as long as the tree has them."""
-        self.were_finished = list(self.is_finished)
+        self.were_finished, self.picked = list(self.is_finished), [[] for _ in self.rows]
         if self.may_pick_at_once and (not self.visits_nodes or tree.num_nodes == 1 < self.batch_size):
             return self._walk_at_once(tree, outputs.logits[:, root_row:])
         children, nodes = tree.children(), [0] * self.batch_size
@@ -194,6 +198,7 @@ class Text:
             for rows in equally_long.values():
                 tokens = self._advance(rows, outputs, root_row, tree.num_nodes)
                 for row, token in zip(rows, tokens):
+                    self.picked[row].append(token)
                     nodes[row] = children[row].get((nodes[row], token))
 
     def _walk_at_once(self, tree: DraftTree, logits: torch.FloatTensor) -> None:
@@ -221,6 +226,7 @@ class Text:
                 if broken[i]:
                     raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
                 self.paths[row].append(path[i])
+                self.picked[row].append(row_tokens[i])
                 self.lengths[row] += 1
                 self.is_finished[row] |= row_tokens[i] in self.eos_tokens or self.lengths[row] >= self.max_length
                 if self.is_finished[row] and not were_finished[row]:
@@ -257,7 +263,7 @@ class Text:
             choices = scores.argmax(dim=-1)
             return choices, torch.zeros_like(choices, dtype=torch.bool)
         probs = torch.softmax(scores, dim=-1)
-        levels = 1 if num_nodes == 1 else self.path_length
+        levels = self._levels(tree)
         if levels == 1 and not any(self.noise):  # for all rows, at once
             noise = self._draw(probs)
             noise = (noise if len(noise) == len(probs) else noise[self.rows])[:, None]
@@ -365,7 +371,7 @@ class Text:
         parents[self.is_finished, 1:] = torch.arange(tree.num_nodes - 1, device=parents.device).clamp(
             max=tree_depth - 1
         )
-        return DraftTree.from_parents(tokens, parents, tree.confidences)
+        return DraftTree.from_parents(tokens, parents, tree.confidences, tree_depth)
 
     def _stream(self) -> None:
         """Hands out what all rows have."""

@@ -36,6 +36,7 @@ class DraftTree:
             `ancestors[b, i, j]`: node `j` is node `i` or above it, so `i` attends to `j`.
         confidences (`torch.FloatTensor` of shape `(batch_size, num_nodes - 1)`, *optional*):
             The draft's own log-probabilities of all nodes but the root, each below its parent.
+        depth (`int`, *optional*): No node is deeper, if that is known.
     """
 
     tokens: torch.LongTensor
@@ -43,6 +44,7 @@ class DraftTree:
     depths: torch.LongTensor
     ancestors: torch.BoolTensor
     confidences: torch.FloatTensor | None = None
+    depth: int | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -67,13 +69,22 @@ class DraftTree:
         for _ in range((num_nodes - 1 if depth is None else min(depth, num_nodes - 1)).bit_length()):
             ancestors = ancestors | ancestors.gather(1, jump[:, :, None].expand_as(ancestors))
             jump = jump.gather(1, jump)
-        return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors, confidences)
+        return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors, confidences, depth)
 
     @classmethod
     def root_only(cls, root_tokens: torch.LongTensor) -> "DraftTree":
         """The tree of nothing but the root; `root_tokens` has shape `(batch_size, 1)`."""
-        nothing = torch.zeros_like(root_tokens)
-        return cls(root_tokens, nothing, nothing, torch.ones_like(nothing, dtype=torch.bool)[..., None])
+        return cls.chain(root_tokens)
+
+    @classmethod
+    def chain(cls, tokens: torch.LongTensor) -> "DraftTree":
+        """The tree of one path; `tokens` has shape `(batch_size, num_nodes)`, the root's first."""
+        num_nodes = tokens.shape[1]
+        depths = torch.arange(num_nodes, device=tokens.device).expand_as(tokens)
+        ancestors = torch.ones(num_nodes, num_nodes, dtype=torch.bool, device=tokens.device).tril()
+        return cls(
+            tokens, (depths - 1).clamp(min=0), depths, ancestors.expand(len(tokens), -1, -1), depth=num_nodes - 1
+        )
 
     def accepted(self, choices: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
         """
@@ -96,7 +107,7 @@ class DraftTree:
             return self
         confidences = None if self.confidences is None else self.confidences.to(device)
         return DraftTree(
-            *(x.to(device) for x in (self.tokens, self.parents, self.depths, self.ancestors)), confidences
+            *(x.to(device) for x in (self.tokens, self.parents, self.depths, self.ancestors)), confidences, self.depth
         )
 
     def children(self) -> list[dict[tuple[int, int], int]]:

@@ -1,0 +1,122 @@
+# Copyright 2026 The hf-eagle3 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Next tokens without a forward of the draft: what followed the newest ones where they stood in the text before."""
+
+import itertools
+from collections.abc import Iterator
+
+from .estimates_eagle3 import MatchCalibration
+
+
+class TextIndex:
+    """
+    The text of one row, and the place in it where the newest tokens stood before.
+
+    Args:
+        tokens (`list[int]`): The text so far.
+    """
+
+    SIZES = (3, 2)  # of the n-grams by which a place is found, the more telling first
+
+    def __init__(self, tokens: list[int]):
+        self.tokens: list[int] = []
+        self.followers: dict[tuple[int, ...], int] = {}  # where the token is that followed an n-gram last
+        for token in tokens:
+            self._write(token)
+        self._find()
+
+    def append(self, token: int) -> bool:
+        """Goes on with a token. Returns whether that was the one to expect."""
+        is_expected = self.match_length > 0 and self.tokens[self.place] == token
+        self._write(token)
+        if is_expected:
+            self.place, self.match_length = self.place + 1, self.match_length + 1
+        else:
+            self._find()
+        return is_expected
+
+    def next_tokens(self, num_tokens: int) -> list[int]:
+        """What followed there; where that reaches to the end, the text is taken to go round."""
+        period = self.tokens[self.place : self.place + num_tokens] if self.match_length > 0 else self.tokens[-1:]
+        return (period * num_tokens)[:num_tokens]
+
+    def _write(self, token: int) -> None:
+        for size in self.SIZES:
+            if len(self.tokens) >= size:
+                self.followers[tuple(self.tokens[-size:])] = len(self.tokens)
+        self.tokens.append(token)
+
+    def _find(self) -> None:
+        """Sets `place`, whose token is to be expected next, and how many tokens before it are the newest, 0 if there is none."""
+        tokens = self.tokens
+        for size in self.SIZES:
+            place = self.followers.get(tuple(tokens[-size:]))
+            if place is not None:
+                length, longest = size, min(place, MatchCalibration.LONGEST)
+                while length < longest and tokens[place - 1 - length] == tokens[-1 - length]:
+                    length += 1
+                self.place, self.match_length = place, length
+                return
+        self.place = self.match_length = 0
+
+
+class PromptLookup:
+    """
+    What may be looked up for each row of a batch. (Prompt lookup decoding, as in transformers; LLMA,
+    https://huggingface.co/papers/2304.04487.)
+
+    Args:
+        texts (`list[list[int]]`): The rows so far, on the host.
+        num_tokens (`int`): The most to look up at once.
+        calibration (`MatchCalibration`): Counts how often a text goes on as it did before.
+    """
+
+    def __init__(self, texts: list[list[int]], num_tokens: int, calibration: MatchCalibration):
+        self.rows = list(map(TextIndex, texts))
+        self.num_tokens, self.calibration = num_tokens, calibration
+
+    def extend(self, new_tokens: list[list[int]]) -> None:
+        """Goes on with what was written in each row."""
+        for row, tokens in zip(self.rows, new_tokens):
+            for token in tokens:
+                length = row.match_length
+                is_expected = row.append(token)
+                if length > 0:
+                    self.calibration.record(length, is_expected)
+
+    def select(self, rows: list[int]) -> None:
+        """Forgets all rows but these."""
+        self.rows = [self.rows[row] for row in rows]
+
+    def next_tokens(self, num_tokens: int) -> list[list[int]]:
+        """Guesses for each row: any, where there is nothing to look up."""
+        return [row.next_tokens(num_tokens) for row in self.rows]
+
+    def expected_progress(self, behind: list[bool], num_tokens: int) -> list[float]:
+        """
+        How far to expect the slowest of the rows that hold up a batch to come in a step that verifies 0, 1, ... `num_tokens` of
+        those that are looked up for each.
+        """
+        rows = [row for row, counts in zip(self.rows, behind) if counts]
+        shortest = min((len(row.tokens) for row in rows), default=0)
+        states = {(len(row.tokens) - shortest, row.match_length) for row in rows}
+        if not rows or (0, 0) in states:  # the slowest has nothing to look up
+            return [1.0] * (num_tokens + 1)
+        expected = ([lead + tokens for tokens in self._expected(length, num_tokens)] for lead, length in states)
+        return list(map(min, zip(*expected)))
+
+    def _expected(self, length: int, num_tokens: int) -> Iterator[float]:
+        """Tokens to expect of a row with a match of that length."""
+        probabilities = (self.calibration(length + i) if length > 0 else 0.0 for i in range(num_tokens))
+        return itertools.accumulate(itertools.accumulate(probabilities, float.__mul__), initial=1.0)

@@ -1,0 +1,212 @@
+"""Tokens that are looked up in the text instead of drafted."""
+
+import random
+
+import pytest
+import torch
+from conftest import lookups_of, make_batch, make_oracle, make_prompt, make_target
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.estimates_eagle3 import MatchCalibration, StepCosts
+from hf_eagle3.lookup_eagle3 import PromptLookup, TextIndex
+from hf_eagle3.policy_eagle3 import AutoPolicy, PlannedPolicy
+
+
+def test_finds_where_the_newest_tokens_stood_before():
+    random_ = random.Random(0)
+    for num_tokens in range(40):
+        begin, text = [random_.randrange(4) for _ in range(num_tokens)], []
+        index, text = TextIndex(begin), list(begin)
+        for _ in range(60):
+            place, length = index.place, index.match_length
+            seen = {tuple(text[i : i + 2]) for i in range(len(text) - 2)}
+            assert (length > 0) == (len(text) >= 2 and tuple(text[-2:]) in seen)
+            if length > 0:
+                assert 2 <= length <= place < len(text) and text[place - length : place] == text[-length:]
+                assert index.next_tokens(3)[0] == text[place]
+            token = random_.randrange(4)
+            assert index.append(token) == (length > 0 and text[place] == token)
+            text.append(token)
+
+
+def test_a_text_that_goes_round():
+    index = TextIndex([9, 5, 6, 7, 5, 6])
+    assert index.match_length == 2 and index.next_tokens(8) == [7, 5, 6, 7, 5, 6, 7, 5]
+    for token in index.next_tokens(8):
+        assert index.append(token)
+    assert index.match_length == 10
+    assert index.append(8) is False and index.match_length == 0 and index.next_tokens(2) == [8, 8]
+
+
+@pytest.mark.parametrize("tokens", [[], [3], [3, 3], [3, 4]])
+def test_short_texts_have_nothing_to_look_up(tokens):
+    index = TextIndex(tokens)
+    assert index.match_length == 0 and len(index.next_tokens(4)) in (0, 4)
+
+
+def test_calibration_of_matches():
+    calibration, random_ = MatchCalibration(), random.Random(0)
+    assert calibration(2) == calibration(1000) == 0.5
+    for _ in range(1000):
+        calibration.record(2, random_.random() < 0.2)
+        calibration.record(40, True)
+    assert abs(calibration(3) - 0.2) < 0.15 and calibration(4) == 0.5 and calibration(50) > 0.97
+
+
+def test_a_batch_comes_as_far_as_its_slowest_row():
+    calibration = MatchCalibration()
+    for _ in range(1000):
+        calibration.record(2, True)
+        calibration.record(4, False)
+    lookup = PromptLookup([[5, 6, 7, 5, 6], [5, 6, 7, 8, 9], [5, 6, 5, 6]], 4, calibration)
+    # A match of two tokens, and of three after that one, is sure to go on, and one of four is not.
+    assert lookup.expected_progress([True, False, False], 4) == pytest.approx([1, 2, 3, 3, 3], abs=0.01)
+    assert lookup.expected_progress([False, True, False], 4) == [1] * 5
+    assert lookup.expected_progress([True, True, False], 4) == [1] * 5
+    assert lookup.expected_progress([True, False, True], 4) == pytest.approx([1, 2, 3, 3, 3], abs=0.01)
+    assert lookup.expected_progress([False, False, False], 4) == [1] * 5
+    lookup.extend([[7], [], []])  # the first row is ahead
+    assert lookup.expected_progress([True, False, True], 4) == pytest.approx([1, 2, 3, 3, 3], abs=0.01)
+    lookup.extend([[], [7, 5, 6], []])
+    lookup.select([1])
+    assert lookup.next_tokens(2) == [[7, 8]]
+
+
+def planned(matches):
+    policy = PlannedPolicy(24, StepCosts(), 1, tree_depth=6, has_one_shape=False, match_calibration=matches)
+    for _ in range(3):
+        policy.record_plain_step(1, 1.0)
+    return policy
+
+
+def measured(matches, per_node=0.05):
+    policy = AutoPolicy(24, StepCosts(), None, match_calibration=matches)
+    for num_nodes in (1, 25):
+        for _ in range(3):
+            policy.costs.record("verify", num_nodes, 1 + per_node * (num_nodes - 1))
+    return policy
+
+
+def test_looks_up_as_much_as_pays():
+    matches, text = MatchCalibration(), [5, 6, 7, 8, 5, 6]
+    cheap, dear = measured(matches, per_node=0.05), measured(matches, per_node=0.6)
+    unmeasured = AutoPolicy(24, StepCosts(), None, match_calibration=matches)
+
+    def chosen(policy, text, num_tokens=24):
+        return policy.plan_step([True], PromptLookup([text], num_tokens, matches)).num_looked_up
+
+    assert chosen(unmeasured, text) == 0
+    assert 0 < chosen(cheap, text) < 12 and chosen(dear, text) == 0  # nothing known of matches: half of them go on
+    assert chosen(cheap, [5, 6, 7, 8]) == 0 and chosen(cheap, text, num_tokens=1) == 1
+    assert chosen(planned(matches), text) == 24
+    for _ in range(300):
+        for length in (2, 4, 8, 16, 32, 64):
+            matches.record(length, True)
+    assert chosen(cheap, text) == chosen(dear, text) == 24
+    # Not where drafting brings more still.
+    dear.tokens, dear.seconds = 60.0, 10.0
+    assert chosen(dear, text) == 0
+    for _ in range(300):
+        matches.record(2, False)
+    assert chosen(cheap, text) == 0
+
+
+def test_a_planned_lookup_is_measured():
+    matches = MatchCalibration()
+    policy, lookup = planned(matches), PromptLookup([[5, 6, 7, 5, 6]], 24, matches)
+    for _ in range(4):
+        plan = policy.plan_step([True], lookup)
+        plan.record_verification(type("Tree", (), {"num_nodes": 25}), [[0]], [True], 1, 5.0)
+    assert policy.plan_step([True], lookup).num_looked_up == 0  # five plain steps for two tokens
+
+
+@pytest.fixture
+def cyclic():
+    """A target that says 5, 6, 7, 8, 9, 5, ... whatever came before."""
+    target = make_target("llama")
+    for layer in target.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    embedding, head = target.get_input_embeddings().weight.data, target.lm_head.weight.data
+    head.zero_()
+    for token in range(5, 10):
+        head[token] = 100 * embedding[(token - 6) % 5 + 5]
+    return target
+
+
+@pytest.fixture
+def cheap_nodes(monkeypatch):
+    """As if a step took as long as another, and a token more nearly nothing."""
+    monkeypatch.setattr(StepCosts, "near", lambda self, part, size: None if part == "lookup" else 1.0)
+    monkeypatch.setattr(StepCosts, "lines", lambda self, part, sizes: [1 + 0.01 * size for size in sizes])
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["looks are free", "looks wait"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"do_sample": True, "temperature": 0.1}, {"repetition_penalty": 1.01}, {"num_return_sequences": 3, "do_sample": True}],
+    ids=["greedy", "sampling", "processors", "batch"],
+)  # fmt: skip
+def test_a_text_that_repeats_itself(cyclic, cheap_nodes, monkeypatch, settings, waits):
+    if waits:
+        for module in ("text_eagle3", "tree_eagle3", "policy_eagle3"):
+            monkeypatch.setattr(f"hf_eagle3.{module}.looks_are_free", lambda device: False)
+    draft = Eagle3ForSpeculation.from_target(cyclic).eval()
+    kwargs = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, **settings}
+    prompt = torch.tensor([[3, 9, 5, 6]])
+    for seed in range(2):
+        texts = []
+        for call in ({}, {"assistant_model": draft}):
+            torch.manual_seed(seed)
+            texts.append(cyclic.generate(prompt, **call, **kwargs))
+        assert torch.equal(*texts)
+    stats = draft.last_generation
+    assert stats.lookup_steps > 0 and max(stats.accepted_lengths) == 25
+    assert stats.target_forwards < 12 < 60
+
+    torch.manual_seed(seed)
+    text = cyclic.generate(prompt, assistant_model=draft, prompt_lookup_num_tokens=0, **kwargs)
+    assert torch.equal(text, texts[0]) and draft.last_generation.lookup_steps == 0
+
+
+def test_no_more_than_the_nodes_of_a_tree(cyclic, cheap_nodes):
+    draft = Eagle3ForSpeculation.from_target(cyclic).eval()
+    draft.generation_config.num_assistant_tokens = 4
+    cyclic.generate(torch.tensor([[3, 9, 5, 6]]), assistant_model=draft, max_new_tokens=40, do_sample=False)
+    assert draft.last_generation.lookup_steps > 0 and max(draft.last_generation.accepted_lengths) == 5
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3", "llama4", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 1.5}], ids=["greedy", "sampling"])
+def test_batches_whose_rows_are_far_apart(family, sampling):
+    """Looked up, drafted and plain steps in turn, and rows that leave."""
+    target, batch = make_target(family), make_batch([5, 40, 17])
+    kwargs = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **sampling}
+    torch.manual_seed(0)
+    text = target.generate(**batch, **kwargs)
+    kwargs["eos_token_id"] = text[0, -20].item()
+    torch.manual_seed(0)
+    expected = target.generate(**batch, **kwargs)
+    draft = make_oracle(target, expected, padding=(1 - batch["attention_mask"]).sum(dim=1, keepdim=True))
+    draft.generation_config.tree_policy = "auto"
+    num_lookups = 0
+    for seed in range(4):
+        with lookups_of(expected, seed):
+            torch.manual_seed(0)
+            actual = target.generate(**batch, assistant_model=draft, **kwargs)
+        assert actual.tolist() == expected.tolist()
+        num_lookups += draft.last_generation.lookup_steps
+    assert num_lookups > 0
+
+
+def test_the_cache_that_is_returned(target):
+    prompt = make_prompt(9)
+    kwargs = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
+    expected = target.generate(prompt, **kwargs)
+    draft = make_oracle(target, expected.sequences)
+    draft.generation_config.tree_policy = "auto"
+    with lookups_of(expected.sequences):
+        actual = target.generate(prompt, assistant_model=draft, **kwargs)
+    assert draft.last_generation.lookup_steps > 0 and torch.equal(actual.sequences, expected.sequences)
+    for layer, expected_layer in zip(actual.past_key_values.layers, expected.past_key_values.layers):
+        torch.testing.assert_close(layer.keys, expected_layer.keys, atol=1e-4, rtol=1e-4)
