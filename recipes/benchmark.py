@@ -98,9 +98,9 @@ def parse_arguments():
         parser.error("--compile needs --cache_implementation static")
     if args.methods is None:
         args.methods = ["plain", "prompt-lookup"] if args.batch_sizes == [1] else ["plain"]
-        args.methods += [name for name in ("assistant", "dflash") if getattr(args, name)] + ["eagle3"] * bool(
-            args.draft
-        )
+        args.methods += [name for name in ("assistant", "dflash") if getattr(args, name)]
+        if args.draft:
+            args.methods += ["eagle3"] if args.tree_policy == "static" else ["eagle3-no-lookup", "eagle3"]
     return args
 
 
@@ -231,10 +231,11 @@ def main():
         if row.acceptance_by_position:
             shares = " ".join(f"{share:.2f}" for share in row.acceptance_by_position)
             where = f"{row.task}, batch size {row.batch_size}, T={row.temperature:g}, {row.method}"
+            plain, lookups = ("unknown" if each is None else each for each in (row.plain_steps, row.lookup_steps))
             print(
-                f"{where}: {'unknown' if row.plain_steps is None else row.plain_steps} of {row.target_forwards} forwards were plain "
-                "steps, without a tree; drafting takes "
-                f"{row.draft_share:.0%} of the time; share of steps that accept the first, second, ... drafted token: {shares}"
+                f"{where}: of {row.target_forwards} forwards {plain} were plain steps, without a tree, and {lookups} verified what "
+                f"was looked up in the text; drafting takes {row.draft_share:.0%} of the time; share of the other steps that "
+                f"accept the first, second, ... drafted token: {shares}"
             )
     print(f"{args.max_new_tokens} new tokens; tree {tree}; {run['environment']}")
     for name, reason in {**results.run["missing_tasks"], **results.run["left_out"]}.items():

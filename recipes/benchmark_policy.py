@@ -45,6 +45,9 @@ def parse_arguments():
     parser.add_argument("--budgets", type=int, nargs="+", default=[4, 8, 16, 32, 64])
     parser.add_argument("--finalists", type=int, default=4)
     parser.add_argument("--grid_batches", type=int, default=1, help="Batches that the whole grid is timed on")
+    parser.add_argument(
+        "--prompt_lookup_num_tokens", type=int, default=0, help="By default nothing is looked up: trees against trees"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -88,7 +91,10 @@ def main():
         """Tokens a second, and the text."""
         mode = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         if assistant is not None:
-            assistant.generation_config.update(assistant_confidence_threshold=0.0, **tree)
+            lookup = args.prompt_lookup_num_tokens
+            assistant.generation_config.update(
+                assistant_confidence_threshold=0.0, prompt_lookup_num_tokens=lookup, **tree
+            )
             mode["assistant_model"] = assistant
         set_seed(seed)
         synchronize(target.device)

@@ -60,6 +60,7 @@ class Eagle3GenerationStats:
             Tokens that each verification forward emitted; the prompt's forward verifies nothing and is left out.
         plain_steps (`int`): How many of those forwards had no token to verify, because drafting did not pay.
         lookup_steps (`int`): How many of them verified tokens that were looked up in the text instead of drafted.
+        lookup_lengths (`list[int]`): Which of `accepted_lengths` are theirs.
     """
 
     new_tokens: int = 0
@@ -67,11 +68,13 @@ class Eagle3GenerationStats:
     accepted_lengths: list[int] = field(default_factory=list)
     plain_steps: int = 0
     lookup_steps: int = 0
+    lookup_lengths: list[int] = field(default_factory=list)
 
     def __repr__(self):
         return (
             f"{type(self).__name__}(new_tokens={self.new_tokens}, target_forwards={self.target_forwards}, "
-            f"plain_steps={self.plain_steps}, lookup_steps={self.lookup_steps}, acceptance_length={self.acceptance_length:.2f})"
+            f"plain_steps={self.plain_steps}, lookup_steps={self.lookup_steps}, "
+            f"acceptance_length={self.acceptance_length:.2f})"
         )
 
     @property
@@ -166,10 +169,11 @@ def eagle3_decoding(
         do_sample=generation_config.do_sample,
         has_one_shape=cache.is_static,
         may_retire=text.may_retire,
+        looks_up=num_looked_up > 0,
         **settings,
     )
     policy, lookup = make_policy(text.batch_size), None
-    if policy.match_calibration is not None and num_looked_up > 0:
+    if policy.match_calibration is not None:
         num_looked_up = min(num_looked_up, settings["num_assistant_tokens"])
         lookup = PromptLookup(input_ids.tolist(), num_looked_up, policy.match_calibration)
     forward = target
@@ -185,7 +189,7 @@ def eagle3_decoding(
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
     features = aux_hidden_states(outputs, aux_layer_ids, num_layers)  # (B, S, n_aux * H)
     tree, root_row = DraftTree.root_only(input_ids.new_zeros(text.batch_size, 1)), outputs.logits.shape[1] - 1
-    plan, start = None, 0.0
+    plan, start, is_lookup = None, 0.0, False
 
     try:
         with target._optimize_model_for_decode():
@@ -200,6 +204,8 @@ def eagle3_decoding(
                 stats.new_tokens += sum(emitted)
                 if stats.target_forwards > 1:
                     stats.accepted_lengths += emitted
+                    if is_lookup:
+                        stats.lookup_lengths += emitted
                     cache.keep_paths(text.paths, text.growth)
                     if tree.num_nodes > 1:
                         features = take_paths(features, text.paths)
@@ -239,7 +245,8 @@ def eagle3_decoding(
                 outputs = _verify(forward, target, tree, text, cache, model_kwargs)
                 stats.target_forwards += 1
                 stats.plain_steps += tree.num_nodes == 1
-                stats.lookup_steps += tree.num_nodes > 1 and plan.num_looked_up > 0
+                is_lookup = tree.num_nodes > 1 and plan.num_looked_up > 0
+                stats.lookup_steps += is_lookup
                 cache.track(outputs.past_key_values, tree.num_nodes)
                 features = aux_hidden_states(outputs, aux_layer_ids, num_layers)[:, -tree.num_nodes :]
                 root_row = outputs.logits.shape[1] - tree.num_nodes

@@ -503,6 +503,7 @@ def tree_policy(
     num_assistant_tokens: int,
     has_one_shape: bool = False,
     may_retire: bool = False,
+    looks_up: bool = False,
     **kind,
 ) -> StaticPolicy:
     """
@@ -519,17 +520,20 @@ def tree_policy(
     measured = _MEASURED.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, {})
     shape = (tree_depth, branching_factor, num_assistant_tokens)
     rows = batch_size if num_rows == batch_size else 1 << (num_rows - 1).bit_length()
-    key = (batch_size, rows, may_retire, has_one_shape, *shape, *sorted(kind.items()))
-    match_calibration = measured.setdefault(tuple(sorted(kind.items())), MatchCalibration())
+    looks_up = looks_up and not has_one_shape  # a chain of its own would be another shape
+    kind = tuple(
+        sorted({**kind, "looks_up": looks_up}.items())
+    )  # what is left to draft is harder where much is looked up
+    key = (batch_size, rows, may_retire, has_one_shape, *shape, *kind)
+    matches = measured.setdefault(kind, MatchCalibration()) if looks_up else None
     if has_one_shape or not looks_are_free(target.device):
         depth = min(tree_depth, num_assistant_tokens)
-        matches = None if has_one_shape else match_calibration
         policy = PlannedPolicy(num_assistant_tokens, StepCosts(), rows, depth, has_one_shape, matches)
         return measured.setdefault(key, policy)
     # Picking a token is part of a step: what one takes depends on the kind of call, too.
-    costs = measured.setdefault((batch_size, branching_factor, *sorted(kind.items())), StepCosts())
-    calibration = measured.setdefault((*shape, *sorted(kind.items())), Calibration())
-    policy = AutoPolicy(num_assistant_tokens, costs, calibration, rows, may_retire, match_calibration)
+    costs = measured.setdefault((batch_size, branching_factor, *kind), StepCosts())
+    calibration = measured.setdefault((*shape, *kind), Calibration())
+    policy = AutoPolicy(num_assistant_tokens, costs, calibration, rows, may_retire, matches)
     return measured.setdefault(key, policy)
 
 

@@ -19,7 +19,12 @@ from .results import METHODS, BenchmarkResults
 
 logger = logging.get_logger(__name__)
 
-IN_BATCHES = ("plain", "eagle3-chain", "eagle3")  # transformers' own methods take one sequence a call
+IN_BATCHES = (
+    "plain",
+    "eagle3-chain",
+    "eagle3-no-lookup",
+    "eagle3",
+)  # transformers' own methods take one sequence a call
 
 
 def run_benchmark(
@@ -50,7 +55,7 @@ def run_benchmark(
 
     Args:
         target, tokenizer: The model, and its tokenizer.
-        draft ([`Eagle3ForSpeculation`], *optional*): For `eagle3` (trees) and `eagle3-chain` (one child a node).
+        draft ([`Eagle3ForSpeculation`], *optional*): For `eagle3`, `eagle3-no-lookup` (nothing but trees), `eagle3-chain` (one child a node).
         tasks (`Mapping[str, Sequence[list[int]]]`): Tokenized prompts, by task.
         methods (`Sequence[str]`):
             Some of `METHODS`. `mtp` needs a target with such layers; a method that the target does not take is left out, with the
@@ -75,7 +80,8 @@ def run_benchmark(
         "assistant": {"assistant_model": assistant},
         "mtp": {"use_mtp": True},
         "dflash": {"assistant_model": dflash, "speculation_type": "dflash"},
-        "eagle3-chain": {"assistant_model": draft},
+        "eagle3-chain": {"assistant_model": draft, "prompt_lookup_num_tokens": 0},
+        "eagle3-no-lookup": {"assistant_model": draft, "prompt_lookup_num_tokens": 0},
         "eagle3": {"assistant_model": draft},
     }
     settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id, **(call or {})}
@@ -151,12 +157,15 @@ class TimedGeneration:
             sequences = self.target.generate(**inputs, **self.settings, **mode, **self.assistance[method])
             synchronize(device)
             seconds = time.perf_counter() - start
+        stats = self.draft.last_generation if is_ours else None
         facts = {
             "seconds": seconds,
             "draft_seconds": drafting[0],
             "target_forwards": num_forwards[0],
-            "accepted_lengths": Counter(self.draft.last_generation.accepted_lengths if is_ours else []),
-            "plain_steps": self.draft.last_generation.plain_steps if is_ours else 0,
+            "accepted_lengths": Counter(stats.accepted_lengths if is_ours else []),
+            "lookup_lengths": Counter(getattr(stats, "lookup_lengths", [])),  # older drafts' code has none
+            "plain_steps": stats.plain_steps if is_ours else 0,
+            "lookup_steps": getattr(stats, "lookup_steps", 0),
             "peak_memory": peak_memory(device),
         }
         ends = self.target.generation_config.eos_token_id
@@ -172,7 +181,8 @@ def measure_repeat(
     measured = {}
     for method in methods:
         measured[method] = {"method": method, "new_tokens": 0, "seconds": 0.0, "draft_seconds": 0.0}
-        measured[method] |= {"target_forwards": 0, "plain_steps": 0, "accepted_lengths": Counter()}
+        measured[method] |= {"target_forwards": 0, "plain_steps": 0, "lookup_steps": 0}
+        measured[method] |= {"accepted_lengths": Counter(), "lookup_lengths": Counter()}
         measured[method] |= {"differing": [], "peak_memory": None}
     row = 0
     for index, inputs in enumerate(batches):
@@ -183,7 +193,7 @@ def measure_repeat(
             total = measured[method]
             total["new_tokens"] += sum(map(len, new_tokens))
             total["differing"] += [row + i for i, tokens in enumerate(new_tokens) if tokens != expected[i]]
-            for name in ("seconds", "draft_seconds", "target_forwards", "plain_steps", "accepted_lengths"):
+            for name in facts.keys() - {"peak_memory"}:
                 total[name] += facts[name]
             if facts["peak_memory"] is not None:
                 total["peak_memory"] = max(total["peak_memory"] or 0, facts["peak_memory"])
@@ -192,8 +202,8 @@ def measure_repeat(
     plain = measured["plain"]
     for total in measured.values():
         total["speedup"] = total["new_tokens"] / total["seconds"] * plain["seconds"] / plain["new_tokens"]
-        lengths = sorted(total["accepted_lengths"].items())
-        total["accepted_lengths"] = {str(length): count for length, count in lengths}
+        for name in ("accepted_lengths", "lookup_lengths"):
+            total[name] = {str(length): count for length, count in sorted(total[name].items())}
     return list(measured.values())
 
 

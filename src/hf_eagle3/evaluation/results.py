@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 
-METHODS = ("plain", "prompt-lookup", "assistant", "mtp", "dflash", "eagle3-chain", "eagle3")
+METHODS = ("plain", "prompt-lookup", "assistant", "mtp", "dflash", "eagle3-chain", "eagle3-no-lookup", "eagle3")
 PLOTS = ("speedup.png", "acceptance.png", "batch_size.png")
-COLORS = dict(zip(METHODS, ("#9aa5b1", "#6aa6c8", "#4c78a8", "#72b7b2", "#54a24b", "#f2c14e", "#f29f05")))
+COLORS = dict(zip(METHODS, ("#9aa5b1", "#6aa6c8", "#4c78a8", "#72b7b2", "#54a24b", "#f2c14e", "#f5b041", "#e67e22")))
 
 
 @dataclass
@@ -30,6 +30,8 @@ class BenchmarkRow:
         new_tokens (`int`): Tokens generated in all repeats.
         accepted_lengths (`Counter[int]`): How many verification forwards emitted 1, 2, ... tokens. EAGLE-3 only.
         plain_steps (`int`, *optional*): How many of those drafted nothing. EAGLE-3 only; older results do not tell.
+        lookup_steps (`int`, *optional*): How many of those verified what was looked up in the text. As for `plain_steps`.
+        lookup_lengths (`Counter[int]`): Which of `accepted_lengths` are of those.
         draft_share (`float`): Share of the time in which trees were drafted. EAGLE-3 only.
         num_identical (`int`): Prompts whose tokens are, in every repeat, those of plain generation.
         num_prompts (`int`): Of how many.
@@ -46,6 +48,8 @@ class BenchmarkRow:
     new_tokens: int = 0
     accepted_lengths: Counter[int] = field(default_factory=Counter)
     plain_steps: int | None = None
+    lookup_steps: int | None = None
+    lookup_lengths: Counter[int] = field(default_factory=Counter)
     draft_share: float = 0.0
     num_identical: int = 0
     num_prompts: int = 0
@@ -75,11 +79,14 @@ class BenchmarkRow:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Entry `k`: the share of verification forwards in which at least `k + 1` drafted tokens were accepted."""
-        num_drafted = max(self.accepted_lengths, default=1) - 1  # one token of each is the target's own
+        """
+        Entry `k`: the share of verification forwards in which at least `k + 1` drafted tokens were accepted, of those forwards
+        that verified nothing that was looked up.
+        """
+        lengths = self.accepted_lengths - self.lookup_lengths
+        num_drafted = max(lengths, default=1) - 1  # one token of each is the target's own
         return [
-            sum(count for length, count in self.accepted_lengths.items() if length > k + 1)
-            / self.accepted_lengths.total()
+            sum(count for length, count in lengths.items() if length > k + 1) / lengths.total()
             for k in range(num_drafted)
         ]
 
@@ -133,10 +140,15 @@ class BenchmarkResults:
             groups.setdefault(key, []).append(measured)
         rows = []
         for (task, batch_size, temperature, method), repeats in groups.items():
+
+            def total(name, repeats=repeats):
+                return sum(repeat[name] for repeat in repeats) if all(name in repeat for repeat in repeats) else None
+
             differing = {index for repeat in repeats for index in repeat["differing"]}
-            accepted = Counter()
+            accepted, looked_up = Counter(), Counter()
             for repeat in repeats:
                 accepted.update({int(length): count for length, count in repeat["accepted_lengths"].items()})
+                looked_up.update({int(length): count for length, count in repeat.get("lookup_lengths", {}).items()})
             memory = [repeat["peak_memory"] for repeat in repeats if repeat["peak_memory"] is not None]
             rows.append(
                 BenchmarkRow(
@@ -146,12 +158,12 @@ class BenchmarkResults:
                     batch_size=batch_size,
                     tokens_per_second=[repeat["new_tokens"] / repeat["seconds"] for repeat in repeats],
                     speedups=[repeat["speedup"] for repeat in repeats],
-                    target_forwards=sum(repeat["target_forwards"] for repeat in repeats),
-                    new_tokens=sum(repeat["new_tokens"] for repeat in repeats),
+                    target_forwards=total("target_forwards"),
+                    new_tokens=total("new_tokens"),
                     accepted_lengths=accepted,
-                    plain_steps=sum(repeat["plain_steps"] for repeat in repeats)
-                    if all("plain_steps" in repeat for repeat in repeats)
-                    else None,
+                    plain_steps=total("plain_steps"),
+                    lookup_steps=total("lookup_steps"),
+                    lookup_lengths=looked_up,
                     draft_share=sum(repeat.get("draft_seconds", 0.0) for repeat in repeats)
                     / sum(repeat["seconds"] for repeat in repeats),
                     num_identical=repeats[0]["num_prompts"] - len(differing),

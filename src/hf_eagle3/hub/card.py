@@ -65,6 +65,8 @@ def render_card(
     is_on_hub = is_hub_id(verifier)
     rows = benchmark.rows if benchmark else []
     drafted = [row for row in rows if row.method == "eagle3"] or [row for row in rows if row.method == "eagle3-chain"]
+    # The draft's own: where much is looked up, what is left to draft is harder.
+    positions = [row for row in rows if row.method == "eagle3-no-lookup"] or drafted
     name, datasets = repo_id.split("/")[-1], (training or {}).get("datasets") or []
     base_model = adapter_of or verifier
     base_model = base_model if is_hub_id(base_model) else None
@@ -110,7 +112,10 @@ def render_card(
         plots=plot_names(rows),
         image_folder=image_folder,
         prompts={row.task: row.num_prompts for row in rows},
-        num_positions=max((len(row.acceptance_by_position) for row in drafted), default=0),
+        num_forwards=sum(row.target_forwards for row in drafted),
+        num_lookups=sum(row.lookup_steps or 0 for row in drafted),
+        positions=positions,
+        num_positions=max((len(row.acceptance_by_position) for row in positions), default=0),
         published=published,
         tree=DEFAULT_TREE_SETTINGS if draft is None else tree_settings(draft.generation_config),
     )
