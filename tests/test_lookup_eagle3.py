@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import lookups_of, make_batch, make_oracle, make_prompt, make_target
 
-from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3 import Eagle3ForSpeculation, generation_eagle3
 from hf_eagle3.estimates_eagle3 import MatchCalibration, StepCosts
 from hf_eagle3.lookup_eagle3 import PromptLookup, TextIndex
 from hf_eagle3.policy_eagle3 import AutoPolicy, PlannedPolicy
@@ -167,6 +167,28 @@ def test_a_text_that_repeats_itself(cyclic, cheap_nodes, monkeypatch, settings, 
     torch.manual_seed(seed)
     text = cyclic.generate(prompt, assistant_model=draft, prompt_lookup_num_tokens=0, **kwargs)
     assert torch.equal(text, texts[0]) and draft.last_generation.lookup_steps == 0
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_static_caches_look_up_as_many_tokens_as_a_tree_has(cyclic, cheap_nodes, sequences, monkeypatch):
+    sizes, verify = set(), generation_eagle3._verify
+
+    def noting_sizes(forward, target, tree, *args):
+        sizes.add(tree.num_nodes)
+        return verify(forward, target, tree, *args)
+
+    monkeypatch.setattr(generation_eagle3, "_verify", noting_sizes)
+    draft = Eagle3ForSpeculation.from_target(cyclic).eval()
+    kwargs = {"max_new_tokens": 90, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
+    prompt = torch.tensor([[3, 9, 5, 6]]).expand(sequences, -1)
+    expected = cyclic.generate(prompt, **kwargs)
+    for num_tokens in (24, 23):
+        text = cyclic.generate(prompt, assistant_model=draft, prompt_lookup_num_tokens=num_tokens, **kwargs)
+        assert torch.equal(text, expected)
+        assert draft.last_generation.lookup_steps > 0 if num_tokens == 24 else draft.last_generation.lookup_steps == 0
+        if num_tokens == 24:
+            assert max(draft.last_generation.accepted_lengths) == 25
+    assert sizes == {1, 25}  # of one shape, for the compiler
 
 
 def test_no_more_than_the_nodes_of_a_tree(cyclic, cheap_nodes):

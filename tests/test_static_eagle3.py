@@ -267,7 +267,8 @@ def test_a_step_waits_for_the_device_once(waiting_host, target, cache, policy, s
     torch.manual_seed(5)
     waiting_host.clear()
     actual = target.generate(prompt, assistant_model=draft, **cache, **settings)
-    assert len(waiting_host) <= draft.last_generation.target_forwards + 12  # some more before the first step
+    # Some more before the first step, one of them to know the prompt that may be looked up in.
+    assert len(waiting_host) <= draft.last_generation.target_forwards + 13
     assert torch.equal(actual, expected)
     assert torch.equal(torch.get_rng_state(), state)  # what is sampled next is as it would have been, too
     assert policy == "auto" or max(draft.last_generation.accepted_lengths) > 1

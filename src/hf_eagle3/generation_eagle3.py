@@ -142,7 +142,7 @@ def eagle3_decoding(
     # The prompt's forward ends at the root of a tree that has no other nodes.
     outputs = target._prefill(input_ids, generation_config, model_kwargs)
     stats.target_forwards += 1
-    cache = TreeCache(getattr(outputs, "past_key_values", None), path_length)
+    cache = TreeCache(getattr(outputs, "past_key_values", None), 1 + settings["num_assistant_tokens"])
     in_step = cache.is_chain or depends_on_length(target, input_ids, cache, model_kwargs, stopping_criteria)
     embedding = whole_embedding(target)
     text = Text(

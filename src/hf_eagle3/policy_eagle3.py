@@ -203,6 +203,8 @@ class AutoPolicy(StaticPolicy):
     def num_to_look_up(self, behind: list[bool], lookup: PromptLookup) -> int:
         """How many tokens of the text to verify, or 0 if another step brings more."""
         sizes = [size for size in self.sizes if size <= lookup.num_tokens]
+        if not sizes:
+            return 0
         expected = lookup.expected_progress(behind, sizes[-1])
         costs = self.lookup_costs(len(behind), sizes) if expected[-1] > 1 else None
         if costs is None:
@@ -392,7 +394,8 @@ class PlannedPolicy(AutoPolicy):
 
     Args:
         tree_depth (`int`): The deepest that a step may draft.
-        has_one_shape (`bool`): Whether a step that drafts has to draft that deep.
+        has_one_shape (`bool`):
+            Whether a step that drafts has to draft that deep, and one that looks up has to look up `num_nodes` tokens.
     """
 
     PRIOR = 2.0  # at each depth the target is taken to follow as often as one above, until it was asked about so often
@@ -408,6 +411,7 @@ class PlannedPolicy(AutoPolicy):
     ):
         super().__init__(num_nodes, costs, Calibration(), num_rows, match_calibration=match_calibration)
         self.depths = [tree_depth] if has_one_shape else list(range(1, tree_depth + 1))
+        self.sizes = [num_nodes] if has_one_shape else self.sizes  # to look up
         self.asked, self.followed = [0.0] * tree_depth, [0.0] * tree_depth  # whether they accept a node at each depth
 
     def drafted_step(self, behind):
@@ -520,10 +524,8 @@ def tree_policy(
     measured = _MEASURED.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, {})
     shape = (tree_depth, branching_factor, num_assistant_tokens)
     rows = batch_size if num_rows == batch_size else 1 << (num_rows - 1).bit_length()
-    looks_up = looks_up and not has_one_shape  # a chain of its own would be another shape
-    kind = tuple(
-        sorted({**kind, "looks_up": looks_up}.items())
-    )  # what is left to draft is harder where much is looked up
+    # What is left to draft is harder where much is looked up.
+    kind = tuple(sorted({**kind, "looks_up": looks_up}.items()))
     key = (batch_size, rows, may_retire, has_one_shape, *shape, *kind)
     matches = measured.setdefault(kind, MatchCalibration()) if looks_up else None
     if has_one_shape or not looks_are_free(target.device):
