@@ -373,6 +373,8 @@ class _DraftedStep(StaticPolicy):
             confidences, parents = tree.confidences.tolist(), tree.parents.tolist()
             policy.calibration.record(*([each[row] for row in rows] for each in (confidences, parents, paths)))
         first, verification = costs.near("first", num_rows), costs.lines("verify", [num_tokens])
+        if verification is None and tree.num_nodes == 1 and (plain := policy.plain(num_rows)) is not None:
+            verification = [plain]  # all a draft may ever come to that is unsure of everything
         if self.only_measures and (plain := policy.plain(num_rows)) is not None and first is not None:
             policy.lost += max((first + seconds) / plain - progress, 0.0)
         elif first is not None and verification is not None:
