@@ -293,6 +293,7 @@ def test_rows_that_are_alike_are_not_judged_by_the_least_lucky():
 def test_what_measuring_takes_is_lost():
     """And bounds how soon to try again, as what the steps of a trial take does."""
     machine = Machine(skill=0.0, confidence=0.05, per_node=0.2)
+    machine.policy.MOST_PLAIN = 1000  # as many as it takes
     losses = []
     while machine.policy.plain_left < machine.policy.INTERVALS[0] - 1:
         tokens, seconds = machine.step()
@@ -300,3 +301,28 @@ def test_what_measuring_takes_is_lost():
             losses.append(seconds / machine.plain - tokens)
     # But for the first two, which may be preparation, and what the draft's word makes of the others.
     assert machine.policy.plain_left > 0.8 * sum(losses[2:]) / machine.policy.MOST_LOST
+
+
+def test_a_draft_that_is_unsure_of_everything_is_given_up():
+    """So that nothing that it drafts is ever verified: drafting must not go on for that."""
+    policy, num_drafted = AutoPolicy(24, StepCosts(), Calibration()), 0
+    for _ in range(1000):
+        plan, tree = policy.plan_step([True]), SimpleNamespace(num_nodes=1)
+        if plan.drafts:
+            num_drafted += 1
+            plan.record_draft(0, 0.3, 0.0, is_usual=True)
+            assert plan.choose_num_nodes(torch.zeros(1, 0)) == 0
+        plan.record_verification(tree, [[0]], [True], 1, 1.0)
+    assert num_drafted > 0 and 0.3 * num_drafted < 0.02 * 1000
+
+
+def test_a_slow_moment_is_soon_forgotten():
+    """Whatever the first steps seemed to cost, it is tried again."""
+    machine = Machine(skill=0.8)
+    machine.first, machine.level, steps = 30.0, 5.0, 0
+    while machine.policy.plain_left < machine.policy.INTERVALS[0] - 1:
+        machine.step()
+        steps += 1
+    machine.first, machine.level = 0.2, 0.1
+    machine.speedup(400)
+    assert steps < 20 and any(machine.chosen[steps:])

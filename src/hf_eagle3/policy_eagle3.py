@@ -141,7 +141,7 @@ class AutoPolicy(StaticPolicy):
     MEMORY = 0.95  # weight of a drafted step after the next
     INTERVALS = (16, 64)  # plain steps between trials: at first, and at most; four times as many after each
     MOST_LOST = 0.01  # share of the time that may be lost to trials; they are the rarer for it
-    MOST_PLAIN = 4096  # plain steps between trials, whatever was lost: it may have been a pause
+    MOST_PLAIN = 16  # times the interval, whatever was lost: the machine may just have been slow
     HORIZON = 16  # drafted steps that a batch is taken to have before it
     REVIEWS = (8, 256)  # drafted steps before plain ones, which tell what those take now: at first, and at most
 
@@ -265,7 +265,7 @@ class AutoPolicy(StaticPolicy):
         long_ago = self.num_drafted > self.INTERVALS[0]
         if long_ago:
             self.interval = self.INTERVALS[0]
-        self.plain_left = min(max(self.interval, int(self.lost / self.MOST_LOST)), self.MOST_PLAIN)
+        self.plain_left = min(max(self.interval, int(self.lost / self.MOST_LOST)), self.MOST_PLAIN * self.interval)
         self.num_drafted = 0
         self.lost = 0.0
         self.interval = min(4 * self.interval, self.INTERVALS[1])
