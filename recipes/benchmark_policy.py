@@ -83,6 +83,7 @@ def main():
     target.generation_config.eos_token_id = None  # texts of one length
     prompts = load_prompts(args.prompts, tokenizer, args.num_prompts)
     drafts = {"auto": draft, "auto, useless draft": useless(draft)}
+    threshold = draft.generation_config.assistant_confidence_threshold
     trees = fixed_trees(args.depths, args.branching_factors, args.budgets)
     facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
     results = []
@@ -91,10 +92,8 @@ def main():
         """Tokens a second, and the text."""
         mode = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         if assistant is not None:
-            lookup = args.prompt_lookup_num_tokens
-            assistant.generation_config.update(
-                assistant_confidence_threshold=0.0, prompt_lookup_num_tokens=lookup, **tree
-            )
+            tree = {"assistant_confidence_threshold": 0.0, **tree}
+            assistant.generation_config.update(prompt_lookup_num_tokens=args.prompt_lookup_num_tokens, **tree)
             mode["assistant_model"] = assistant
         set_seed(seed)
         synchronize(target.device)
@@ -121,6 +120,9 @@ def main():
         ways = {"plain": {}}
         for name, assistant in drafts.items():
             shape = {"tree_depth": 6, "branching_factor": 8, "num_assistant_tokens": 24}
+            shape["assistant_confidence_threshold"] = (
+                threshold  # its own, under which a useless one may propose nothing
+            )
             ways[name] = {"assistant": assistant, "tree_policy": "auto", **shape}
         for _, tree in grid[: args.finalists]:
             ways["fixed " + "/".join(map(str, tree.values()))] = {"assistant": draft, "tree_policy": "static", **tree}

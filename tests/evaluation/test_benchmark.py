@@ -209,6 +209,32 @@ def test_rows_and_table():
     )
 
 
+def test_what_was_looked_up_is_not_what_was_drafted():
+    results = results_of(2.0, 2.0)
+    for each in results.measurements[1::2]:
+        each |= {"lookup_lengths": {"4": 1}, "lookup_steps": 1, "plain_steps": 1}
+    row = results.rows[1]
+    assert row.acceptance_length == 2.25 and row.lookup_steps == row.plain_steps == 2
+    assert row.acceptance_by_position == [2 / 3]
+    assert results_of(2.0).rows[1].lookup_steps is None  # older results do not tell
+
+
+def test_the_draft_alone_looks_nothing_up(tokenizer, monkeypatch):
+    target, tasks = make_target("llama"), {"a": [make_prompt(9)[0].tolist()]}
+    draft = make_draft(target, [make_prompt(9)])
+    settings, read = [], generation_eagle3.tree_settings
+
+    def noting_settings(*args):
+        settings.append(read(*args)["prompt_lookup_num_tokens"])
+        return read(*args)
+
+    monkeypatch.setattr(generation_eagle3, "tree_settings", noting_settings)
+    methods = ["plain", "eagle3-chain", "eagle3-no-lookup", "eagle3"]
+    rows = run_benchmark(target, tokenizer, draft, tasks, methods, [0.0], [1], 6, 1).rows
+    assert [row.method for row in rows] == methods and all(row.num_identical == 1 for row in rows[1:])
+    assert settings == 2 * [0, 0, 24]  # of the warm-up, too
+
+
 def test_plots(tmp_path):
     results = results_of(2.0, 2.1)
     results.measurements += results_of(1.5, 1.6, batch_size=4).measurements

@@ -187,6 +187,22 @@ def test_cards_of_other_rows(draft):
         assert metrics.count("speedup") == 2 and ("acceptance_length" in metrics) == bool(accepted)
 
 
+def test_the_draft_is_told_apart_from_what_is_looked_up(draft):
+    accepted = {"1": 2, "2": 2}
+    alone = [
+        each | {"method": "eagle3-no-lookup", "accepted_lengths": accepted, "speedup": 1.1}
+        for each in BENCHMARK.measurements
+        if each["method"] == "eagle3"
+    ]
+    changed = [each | {"lookup_steps": 7 * (each["method"] == "eagle3")} for each in BENCHMARK.measurements] + alone
+    card = render_card("me/draft", draft, benchmark=BenchmarkResults(BENCHMARK.run, changed))
+    values = [(result.metric_type, result.metric_value) for result in card.data.eval_results]
+    assert values == [("acceptance_length", 1.5), ("speedup", 2.25), ("acceptance_length", 1.5), ("speedup", 1.23)]
+    assert "Of the 160 forwards of `eagle3`, 28 verified tokens that were looked up" in card.text
+    assert "drafted token (`eagle3-no-lookup`):" in card.text and "| gsm8k | 1 | 0 | 0.50 |\n" in card.text
+    assert "looked up" not in str(render_card("me/draft", draft, benchmark=BENCHMARK))
+
+
 def test_paths_are_no_ids():
     for name in ("../target", "./target", "/home/me/target", "data/train.jsonl", "target", "", None, "a/b/c"):
         assert not is_hub_id(name)

@@ -65,8 +65,8 @@ def render_card(
     is_on_hub = is_hub_id(verifier)
     rows = benchmark.rows if benchmark else []
     drafted = [row for row in rows if row.method == "eagle3"] or [row for row in rows if row.method == "eagle3-chain"]
-    # The draft's own: where much is looked up, what is left to draft is harder.
-    positions = [row for row in rows if row.method == "eagle3-no-lookup"] or drafted
+    # What the draft accepts by itself: where much is looked up, what is left to draft is harder.
+    alone = [row for row in rows if row.method == "eagle3-no-lookup"] or drafted
     name, datasets = repo_id.split("/")[-1], (training or {}).get("datasets") or []
     base_model = adapter_of or verifier
     base_model = base_model if is_hub_id(base_model) else None
@@ -80,7 +80,7 @@ def render_card(
         datasets=[dataset for dataset in datasets if is_hub_id(dataset)] or None,
         license=license,
         model_name=name if drafted else None,
-        eval_results=eval_results(drafted) or None,
+        eval_results=eval_results(drafted, alone) or None,
     )
     cannot_export = None
     if draft is not None:
@@ -114,8 +114,8 @@ def render_card(
         prompts={row.task: row.num_prompts for row in rows},
         num_forwards=sum(row.target_forwards for row in drafted),
         num_lookups=sum(row.lookup_steps or 0 for row in drafted),
-        positions=positions,
-        num_positions=max((len(row.acceptance_by_position) for row in positions), default=0),
+        alone=alone,
+        num_positions=max((len(row.acceptance_by_position) for row in alone), default=0),
         published=published,
         tree=DEFAULT_TREE_SETTINGS if draft is None else tree_settings(draft.generation_config),
     )
@@ -147,9 +147,13 @@ def form(draft) -> str:
     )
 
 
-def eval_results(rows: Sequence[BenchmarkRow]) -> list[EvalResult]:
-    """The `model-index`: acceptance length and speed-up of the draft's rows, for each task, batch size and temperature."""
+def eval_results(rows: Sequence[BenchmarkRow], alone: Sequence[BenchmarkRow]) -> list[EvalResult]:
+    """
+    The `model-index`, for each task, batch size and temperature: the speed-up of `rows`, and the acceptance length of the draft
+    `alone`, where nothing was looked up.
+    """
     results = []
+    lengths = {(row.task, row.batch_size, row.temperature): row.acceptance_length for row in alone}
     for row in rows:
         common = {
             "task_type": "text-generation",
@@ -165,7 +169,11 @@ def eval_results(rows: Sequence[BenchmarkRow]) -> list[EvalResult]:
             },
         }
         metrics = (
-            ("acceptance_length", "Acceptance length (pooled)", row.acceptance_length),
+            (
+                "acceptance_length",
+                "Acceptance length (pooled)",
+                lengths.get((row.task, row.batch_size, row.temperature)),
+            ),
             ("speedup", "Speed-up over plain generation (median)", row.median_speedup),
         )
         results += [
