@@ -223,10 +223,10 @@ def make_oracle(target, text, seed=0, padding=0):
 
 
 @contextmanager
-def lookups_of(text, seed: int = 0):
+def lookups_of(text, seed: int = 0, wrong: int = 3):
     """
-    Looks up, in about every second step that may do so, a random number of tokens: those of `text` `(batch_size, length)`, of which some
-    are wrong. The rows of a batch are told apart by their texts.
+    Looks up, in about every second step that may do so, a random number of tokens: those of `text` `(batch_size, length)`, some
+    of them replaced by a `wrong` one. The rows of a batch are told apart by their texts.
     """
     random_ = random.Random(seed)
 
@@ -238,7 +238,7 @@ def lookups_of(text, seed: int = 0):
         for row in self.rows:
             known = next(known for known in text.tolist() if known[: len(row.tokens)] == row.tokens)
             following = known[len(row.tokens) :][:num_tokens] + [0] * num_tokens
-            guesses.append([token if random_.random() < 0.9 else 3 for token in following[:num_tokens]])
+            guesses.append([token if random_.random() < 0.9 else wrong for token in following[:num_tokens]])
         return guesses
 
     with pytest.MonkeyPatch.context() as patches:

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
-from conftest import make_batch, make_draft, make_oracle, make_prompt, make_target
+from conftest import lookups_of, make_batch, make_draft, make_oracle, make_prompt, make_target
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoConfig,
@@ -392,6 +392,18 @@ def test_convolutional_states_take_a_chain(length):
     mask = torch.ones_like(prompt)
     mask[:, 0] = 0
     assert_same_text(target, oracle, prompt, attention_mask=mask)
+
+
+def test_convolutional_states_and_what_is_looked_up():
+    target, prompt = make_lfm2(), make_prompt(9)
+    expected = target.generate(prompt, **SETTINGS)
+    oracle, num_lookups = make_oracle(target, expected), 0
+    oracle.generation_config.tree_policy = "auto"
+    for seed in range(5):
+        with lookups_of(expected, seed):
+            assert torch.equal(target.generate(prompt, assistant_model=oracle, **SETTINGS), expected)
+        num_lookups += oracle.last_generation.lookup_steps
+    assert num_lookups > 3
 
 
 def test_convolutional_states_can_be_continued_from():

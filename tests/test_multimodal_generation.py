@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import BASE, VOCAB_SIZE, make_draft, make_oracle, make_prompt
+from conftest import BASE, VOCAB_SIZE, lookups_of, make_draft, make_oracle, make_prompt
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -129,6 +129,21 @@ def test_text_and_images(family, num_images):
         actual = target.generate(**inputs, assistant_model=oracle, **settings)
         assert actual.tolist() == expected.tolist()
         assert max(oracle.last_generation.accepted_lengths) >= 4
+
+
+@pytest.mark.parametrize("family", [gemma3, gemma4, llama4, qwen3_vl])
+def test_looking_up_what_may_be_an_image(family):
+    """The places of images are tokens of the text, too."""
+    target, inputs = make(family, 2)
+    expected = target.generate(**inputs, max_new_tokens=40, do_sample=False)
+    oracle, num_lookups = make_oracle(target, expected), 0
+    oracle.generation_config.tree_policy = "auto"
+    for seed in range(5):
+        with lookups_of(expected, seed, wrong=IMAGE):
+            actual = target.generate(**inputs, assistant_model=oracle, max_new_tokens=40, do_sample=False)
+        assert actual.tolist() == expected.tolist()
+        num_lookups += oracle.last_generation.lookup_steps
+    assert num_lookups > 3
 
 
 @pytest.mark.parametrize("family", [gemma3, gemma4, llama4, qwen3_vl])

@@ -74,7 +74,9 @@ class DraftTree:
     @classmethod
     def root_only(cls, root_tokens: torch.LongTensor) -> "DraftTree":
         """The tree of nothing but the root; `root_tokens` has shape `(batch_size, 1)`."""
-        return cls.chain(root_tokens)
+        nothing = torch.zeros_like(root_tokens)
+        ancestors = torch.ones_like(nothing, dtype=torch.bool)[..., None]
+        return cls(root_tokens, nothing, nothing, ancestors, depth=0)
 
     @classmethod
     def chain(cls, tokens: torch.LongTensor) -> "DraftTree":
