@@ -112,9 +112,9 @@ def eagle3_decoding(
     Decodes as `GenerationMixin._sample` does, several tokens per target forward.
 
     At each node of the verified tree the next token is picked from the target's own processed scores, as `_sample`
-    picks it. If a child carries that token the walk descends, else the token ends the step. The draft only decides which
-    nodes exist, so greedy text is the target's greedy text, samples follow the target's distribution, and a seed gives
-    the sample it gives without a draft.
+    picks it. If a child carries that token the walk descends, else the token ends the step. The draft, or the text in
+    which tokens are looked up, only decides which nodes exist, so greedy text is the target's greedy text, samples follow
+    the target's distribution, and a seed gives the sample it gives without a draft.
 
     The rows of a batch advance at their own pace, or in step where that could be noticed (see [`Text`]).
 

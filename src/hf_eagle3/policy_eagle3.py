@@ -122,6 +122,9 @@ class AutoPolicy(StaticPolicy):
     A batch is done when its slowest row is: there what a step is worth is how far that one comes, and confidences are averaged
     over the rows that hold it up.
 
+    What followed the newest tokens where they stood in the text before needs no draft ([`PromptLookup`]). As many of it are verified
+    as bring the most, wherever that is more than the better of drafting and decoding plainly would in that time.
+
     Where drafting does not pay it decodes plainly, and tries again ever more rarely. The text does not depend on the
     tree, so that timing may decide.
 
@@ -203,7 +206,7 @@ class AutoPolicy(StaticPolicy):
     def num_to_look_up(self, behind: list[bool], lookup: PromptLookup) -> int:
         """How many tokens of the text to verify, or 0 if another step brings more."""
         sizes = [size for size in self.sizes if size <= lookup.num_tokens]
-        if not sizes:
+        if not sizes:  # there is but one, which is larger
             return 0
         expected = lookup.expected_progress(behind, sizes[-1])
         costs = self.lookup_costs(len(behind), sizes) if expected[-1] > 1 else None
