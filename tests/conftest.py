@@ -230,7 +230,7 @@ def lookups_of(text, seed: int = 0, wrong: int = 3):
     """
     random_ = random.Random(seed)
 
-    def num_to_look_up(self, behind, lookup):
+    def num_to_look_up(self, num_rows, lookup):
         return random_.randint(0, lookup.num_tokens) if random_.random() < 0.5 else 0
 
     def next_tokens(self, num_tokens):

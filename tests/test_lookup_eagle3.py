@@ -1,13 +1,14 @@
 """Tokens that are looked up in the text instead of drafted."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import lookups_of, make_batch, make_oracle, make_prompt, make_target
 
 from hf_eagle3 import Eagle3ForSpeculation, generation_eagle3
-from hf_eagle3.estimates_eagle3 import MatchCalibration, StepCosts
+from hf_eagle3.estimates_eagle3 import Calibration, MatchCalibration, StepCosts
 from hf_eagle3.lookup_eagle3 import PromptLookup, TextIndex
 from hf_eagle3.policy_eagle3 import AutoPolicy, PlannedPolicy
 
@@ -59,17 +60,56 @@ def test_a_batch_comes_as_far_as_its_slowest_row():
         calibration.record(2, True)
         calibration.record(4, False)
     lookup = PromptLookup([[5, 6, 7, 5, 6], [5, 6, 7, 8, 9], [5, 6, 5, 6]], 4, calibration)
+
+    def expected(*unfinished):
+        lookup.is_finished = [row not in unfinished for row in range(len(lookup.rows))]
+        return [round(tokens, 1) for tokens in lookup.expected_progress(4)]
+
     # A match of two tokens, and of three after that one, is sure to go on, and one of four is not.
-    assert lookup.expected_progress([True, False, False], 4) == pytest.approx([1, 2, 3, 3, 3], abs=0.01)
-    assert lookup.expected_progress([False, True, False], 4) == [1] * 5
-    assert lookup.expected_progress([True, True, False], 4) == [1] * 5
-    assert lookup.expected_progress([True, False, True], 4) == pytest.approx([1, 2, 3, 3, 3], abs=0.01)
-    assert lookup.expected_progress([False, False, False], 4) == [1] * 5
-    lookup.extend([[7], [], []])  # the first row is ahead
-    assert lookup.expected_progress([True, False, True], 4) == pytest.approx([1, 2, 3, 3, 3], abs=0.01)
-    lookup.extend([[], [7, 5, 6], []])
+    assert [1, 2, 3, 3, 3] == expected(0) == expected(2)
+    assert [1, 1, 1, 1, 1] == expected(1) == expected(0, 1) == expected()
+    assert expected(0, 2) == [1, 2, 3, 3, 3]
+    expected(0, 1, 2)
+    lookup.extend([[7], [], []], [False] * 3)  # the first row is ahead, and knows no more
+    assert expected(0, 2) == [1, 2, 3, 3, 3]
+    assert expected(1, 2) == [1, 2, 2, 2, 2]  # the slowest may overtake the one that has nothing to look up
+    expected(0, 1, 2)
+    lookup.extend([[], [7, 5, 6], []], [True, False, False])
     lookup.select([1])
-    assert lookup.next_tokens(2) == [[7, 8]]
+    assert lookup.next_tokens(2) == [[7, 8]] and lookup.is_finished == [False]
+
+
+def test_padding_tells_nothing():
+    calibration = MatchCalibration()
+    lookup = PromptLookup([[5, 6, 7, 5, 6], [3, 4]], 4, calibration)
+    lookup.extend([[2], [5]], [True, False])
+    counts = list(calibration.counts)
+    for _ in range(20):
+        lookup.extend([[0, 0], []], [True, False])
+    assert calibration.counts == counts and len(lookup.rows[0].tokens) == 6
+
+
+@pytest.mark.parametrize("kind", ["auto", "planned"])
+def test_a_bad_draft_is_given_up_between_lookups(kind):
+    """After each of which it has more to read than usual."""
+    matches = MatchCalibration()
+    policy = AutoPolicy(24, StepCosts(), Calibration()) if kind == "auto" else planned(matches)
+    num_drafted = 0
+    for step in range(600):
+        if step % 2:
+            policy.record_lookup_step(1, 24, 1.5)
+            continue
+        plan, tree = policy.plan_step([True]), SimpleNamespace(num_nodes=1)
+        if plan.drafts:
+            num_drafted += 1
+            plan.record_draft(0, 1.5, 0.0, is_usual=False)
+            num_nodes = 1 + plan.choose_num_nodes(torch.tensor([[-1.0]]))
+            parents = torch.zeros(1, num_nodes, dtype=torch.long)
+            tree = SimpleNamespace(
+                num_nodes=num_nodes, parents=parents, confidences=torch.full((1, num_nodes - 1), -1.0)
+            )
+        plan.record_verification(tree, [[0]], [True], 1, 1.2 if plan.drafts else 1.0)
+    assert 0 < num_drafted < 60
 
 
 def planned(matches):
@@ -219,6 +259,19 @@ def test_batches_whose_rows_are_far_apart(family, sampling):
         assert actual.tolist() == expected.tolist()
         num_lookups += draft.last_generation.lookup_steps
     assert num_lookups > 0
+
+
+def test_placeholders_of_a_prompt_have_no_embedding(cyclic, cheap_nodes):
+    """A cache of a prompt that was read as embeddings comes with tokens that may be anything."""
+    prompt = torch.tensor([[3, 5, 6, 5000, 5000, -200, 5000, 5000, 8, 9]])
+    draft = Eagle3ForSpeculation.from_target(cyclic).eval()
+    texts = []
+    for assistant in ({}, {"assistant_model": draft}):
+        embeddings = cyclic.get_input_embeddings()(prompt.clamp(0, 9))
+        with torch.no_grad():
+            cache = cyclic(inputs_embeds=embeddings[:, :-1], use_cache=True).past_key_values
+        texts.append(cyclic.generate(prompt, past_key_values=cache, max_new_tokens=60, do_sample=False, **assistant))
+    assert torch.equal(*texts) and draft.last_generation.lookup_steps > 0
 
 
 def test_the_cache_that_is_returned(target):

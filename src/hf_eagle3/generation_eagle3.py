@@ -159,6 +159,8 @@ def eagle3_decoding(
     )
     if text.batch_size > 1 and model_kwargs.get("attention_mask") is None:  # there will be padding
         model_kwargs["attention_mask"] = input_ids.new_ones(text.batch_size, cache.length)
+    # Of a static cache all chains have one shape, too.
+    looks_up = num_looked_up >= (settings["num_assistant_tokens"] if cache.is_static else 1)
     make_policy = functools.partial(
         tree_policy,
         # Processes that compute one forward together must agree on its size, and each measures other times.
@@ -169,7 +171,7 @@ def eagle3_decoding(
         do_sample=generation_config.do_sample,
         has_one_shape=cache.is_static,
         may_retire=text.may_retire,
-        looks_up=num_looked_up > 0,
+        looks_up=looks_up,
         **settings,
     )
     policy, lookup = make_policy(text.batch_size), None
@@ -216,7 +218,7 @@ def eagle3_decoding(
                 if text.is_complete:
                     break
                 if lookup is not None:
-                    lookup.extend(text.picked)
+                    lookup.extend(text.picked, text.is_finished)
                 before = text.longest
                 if (staying := text.retire()) is not None:
                     excess = before - text.longest
@@ -235,6 +237,9 @@ def eagle3_decoding(
                     chain = {**settings, "tree_depth": plan.num_looked_up, "num_assistant_tokens": plan.num_looked_up}
                     limits = _step_limits(target, chain, cache, model_kwargs, text)
                     tokens = input_ids.new_tensor(lookup.next_tokens(limits["tree_depth"]))
+                    # Where a prompt was read as embeddings, its tokens may be placeholders that have none.
+                    has_embedding = (tokens >= 0) & (tokens < embedding.weight.shape[0])
+                    tokens = torch.where(has_embedding, tokens, tree.tokens)
                     tree = DraftTree.chain(torch.cat([tree.tokens, tokens], dim=1))
                     tree = text.foresee_padding(tree, **limits)
                 elif plan.drafts:

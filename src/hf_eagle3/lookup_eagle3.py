@@ -83,32 +83,33 @@ class PromptLookup:
     """
 
     def __init__(self, texts: list[list[int]], num_tokens: int, calibration: MatchCalibration):
-        self.rows = list(map(TextIndex, texts))
+        self.rows, self.is_finished = list(map(TextIndex, texts)), [False] * len(texts)
         self.num_tokens, self.calibration = num_tokens, calibration
 
-    def extend(self, new_tokens: list[list[int]]) -> None:
-        """Goes on with what was written in each row."""
-        for row, tokens in zip(self.rows, new_tokens):
-            for token in tokens:
+    def extend(self, new_tokens: list[list[int]], is_finished: list[bool]) -> None:
+        """Goes on with what was written in each row, but for the padding of those that were finished, and notes which are now."""
+        for row, tokens, was_finished in zip(self.rows, new_tokens, self.is_finished):
+            for token in () if was_finished else tokens:
                 length = row.match_length
                 is_expected = row.append(token)
                 if length > 0:
                     self.calibration.record(length, is_expected)
+        self.is_finished = list(is_finished)
 
     def select(self, rows: list[int]) -> None:
         """Forgets all rows but these."""
-        self.rows = [self.rows[row] for row in rows]
+        self.rows, self.is_finished = [self.rows[row] for row in rows], [self.is_finished[row] for row in rows]
 
     def next_tokens(self, num_tokens: int) -> list[list[int]]:
         """Guesses for each row: any, where there is nothing to look up."""
         return [row.next_tokens(num_tokens) for row in self.rows]
 
-    def expected_progress(self, behind: list[bool], num_tokens: int) -> list[float]:
+    def expected_progress(self, num_tokens: int) -> list[float]:
         """
-        How far to expect the slowest of the rows that hold up a batch to come in a step that verifies 0, 1, ... `num_tokens` of
-        those that are looked up for each.
+        How far to expect the slowest of the unfinished rows to come in a step that verifies 0, 1, ... `num_tokens` of those that
+        are looked up for each.
         """
-        rows = [row for row, counts in zip(self.rows, behind) if counts]
+        rows = [row for row, is_finished in zip(self.rows, self.is_finished) if not is_finished]
         shortest = min((len(row.tokens) for row in rows), default=0)
         states = {(len(row.tokens) - shortest, row.match_length) for row in rows}
         if not rows or (0, 0) in states:  # the slowest has nothing to look up

@@ -185,7 +185,7 @@ class AutoPolicy(StaticPolicy):
         return max(1 / plain if plain else 0.0, drafted)
 
     def plan_step(self, behind, lookup=None):
-        num_looked_up = 0 if lookup is None else self.num_to_look_up(behind, lookup)
+        num_looked_up = 0 if lookup is None else self.num_to_look_up(len(behind), lookup)
         if num_looked_up > 0:
             return _LookupStep(self, num_looked_up)
         if not any(behind):  # what is left is padding, of rows that lag behind: whole trees of it are accepted
@@ -203,16 +203,14 @@ class AutoPolicy(StaticPolicy):
     def drafted_step(self, behind):
         return _DraftedStep(self, behind)
 
-    def num_to_look_up(self, behind: list[bool], lookup: PromptLookup) -> int:
+    def num_to_look_up(self, num_rows: int, lookup: PromptLookup) -> int:
         """How many tokens of the text to verify, or 0 if another step brings more."""
         sizes = [size for size in self.sizes if size <= lookup.num_tokens]
-        if not sizes:  # there is but one, which is larger
-            return 0
-        expected = lookup.expected_progress(behind, sizes[-1])
-        costs = self.lookup_costs(len(behind), sizes) if expected[-1] > 1 else None
+        expected = lookup.expected_progress(sizes[-1])
+        costs = self.lookup_costs(num_rows, sizes) if expected[-1] > 1 else None
         if costs is None:
             return 0
-        rate = self.rate(len(behind))
+        rate = self.rate(num_rows)
         gains = {size: expected[size] - rate * cost for size, cost in zip(sizes, costs)}
         best = max(sizes, key=gains.__getitem__)
         return best if gains[best] > 0 else 0
@@ -297,7 +295,10 @@ class _LookupStep(StaticPolicy):
         self.policy, self.num_looked_up = policy, num_looked_up
 
     def record_verification(self, tree, paths, live, progress, seconds):
-        self.policy.record_lookup_step(len(paths), tree.num_nodes - 1, seconds)
+        if tree.num_nodes == 1:  # too close to a limit
+            self.policy.record_plain_step(len(paths), seconds)
+        else:
+            self.policy.record_lookup_step(len(paths), tree.num_nodes - 1, seconds)
 
 
 class _DraftedStep(StaticPolicy):
@@ -313,6 +314,7 @@ class _DraftedStep(StaticPolicy):
         self.mass = 1.0  # of the root: tokens to expect of the nodes that are expanded next
         self.tokens = 1.0  # expected, of the nodes to verify
         self.levels = None  # drafted below the first
+        self.first_seconds = None  # what all but those took, if that tells more than nothing
         self.only_measures = False  # and is no tree to judge drafting by
 
     def _expected(self, values: torch.FloatTensor) -> list[float]:
@@ -363,6 +365,8 @@ class _DraftedStep(StaticPolicy):
         if is_usual:
             costs.record("first", num_rows, first_seconds)
         else:
+            if self.policy.has_caught_up:  # it may never be usual, where steps that look up come between
+                self.first_seconds = first_seconds
             self.policy.record_catching_up(first_seconds, self.first, num_rows)
 
     def record_verification(self, tree, paths, live, progress, seconds):
@@ -376,6 +380,7 @@ class _DraftedStep(StaticPolicy):
             confidences, parents = tree.confidences.tolist(), tree.parents.tolist()
             policy.calibration.record(*([each[row] for row in rows] for each in (confidences, parents, paths)))
         first, verification = costs.near("first", num_rows), costs.lines("verify", [num_tokens])
+        first = self.first_seconds if first is None else first
         if verification is None and tree.num_nodes == 1 and (plain := policy.plain(num_rows)) is not None:
             verification = [plain]  # all a draft may ever come to that is unsure of everything
         if self.only_measures and (plain := policy.plain(num_rows)) is not None and first is not None:
@@ -440,6 +445,7 @@ class PlannedPolicy(AutoPolicy):
         self.costs.record("step", 0, seconds)
 
     def lookup_costs(self, num_rows, sizes):
+        self.costs.forget()
         plain = self.plain(num_rows)  # on an accelerator a few tokens more take about as long
         return None if plain is None else [self.costs.near("lookup", size) or plain for size in sizes]
 
@@ -489,6 +495,8 @@ class _PlannedStep(StaticPolicy):
         if self.is_usual:
             policy.costs.record("step", self.drafted, self.seconds + seconds)
         else:
+            if whole_step is None and policy.has_caught_up:  # as above
+                whole_step = self.seconds + seconds
             policy.record_catching_up(self.seconds + seconds, whole_step, len(paths))
         if lengths and whole_step is not None:
             tokens = policy.expected_tokens()[self.drafted]

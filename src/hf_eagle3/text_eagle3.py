@@ -165,7 +165,7 @@ class Text:
                 self.retired[row] = ids[:length].clone()
         staying = [i for i, is_finished in enumerate(self.is_finished) if not is_finished]
         self.ids = self.ids[staying]
-        for name in ("rows", "lengths", "is_finished", "were_finished", "paths", "starts", "noise"):
+        for name in ("rows", "lengths", "is_finished", "were_finished", "paths", "picked", "starts", "noise"):
             setattr(self, name, [getattr(self, name)[i] for i in staying])
         return staying
 
