@@ -120,9 +120,8 @@ def main():
         ways = {"plain": {}}
         for name, assistant in drafts.items():
             shape = {"tree_depth": 6, "branching_factor": 8, "num_assistant_tokens": 24}
-            shape["assistant_confidence_threshold"] = (
-                threshold  # its own, under which a useless one may propose nothing
-            )
+            # Its own, under which a useless draft may propose nothing at all.
+            shape["assistant_confidence_threshold"] = threshold
             ways[name] = {"assistant": assistant, "tree_policy": "auto", **shape}
         for _, tree in grid[: args.finalists]:
             ways["fixed " + "/".join(map(str, tree.values()))] = {"assistant": draft, "tree_policy": "static", **tree}

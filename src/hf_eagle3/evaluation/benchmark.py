@@ -19,12 +19,8 @@ from .results import METHODS, BenchmarkResults
 
 logger = logging.get_logger(__name__)
 
-IN_BATCHES = (
-    "plain",
-    "eagle3-chain",
-    "eagle3-no-lookup",
-    "eagle3",
-)  # transformers' own methods take one sequence a call
+# Transformers' own methods take one sequence a call.
+IN_BATCHES = ("plain", "eagle3-chain", "eagle3-no-lookup", "eagle3")
 
 
 def run_benchmark(

@@ -149,8 +149,8 @@ def form(draft) -> str:
 
 def eval_results(rows: Sequence[BenchmarkRow], alone: Sequence[BenchmarkRow]) -> list[EvalResult]:
     """
-    The `model-index`, for each task, batch size and temperature: the speed-up of `rows`, and the acceptance length of the draft
-    `alone`, where nothing was looked up.
+    The `model-index`, for each task, batch size and temperature: the speed-up of `rows`, and the acceptance length of those
+    that tell what the draft accepts `alone`.
     """
     results = []
     lengths = {(row.task, row.batch_size, row.temperature): row.acceptance_length for row in alone}
