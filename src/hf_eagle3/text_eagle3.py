@@ -191,11 +191,11 @@ class Text:
         children, nodes = tree.children(), [0] * self.batch_size
         self.paths, self.starts = [[] for _ in nodes], list(self.lengths)
         while walking := self._walking(nodes):
-            equally_long = {}
+            together = {}  # rows of any length, or equally long ones where something reads the text
             for row in walking:
                 self.paths[row].append(nodes[row])
-                equally_long.setdefault(self.lengths[row], []).append(row)
-            for rows in equally_long.values():
+                together.setdefault(None if self.may_pick_at_once else self.lengths[row], []).append(row)
+            for rows in together.values():
                 tokens = self._advance(rows, outputs, root_row, tree.num_nodes)
                 for row, token in zip(rows, tokens):
                     self.picked[row].append(token)
@@ -228,7 +228,7 @@ class Text:
                 self.paths[row].append(path[i])
                 self.picked[row].append(row_tokens[i])
                 self.lengths[row] += 1
-                self.is_finished[row] |= row_tokens[i] in self.eos_tokens or self.lengths[row] >= self.max_length
+                self.is_finished[row] |= self._ends_with(row, row_tokens[i])
                 if self.is_finished[row] and not were_finished[row]:
                     break
             if self.noise[row]:
@@ -307,27 +307,40 @@ class Text:
         return [row for row in rows if self.lengths[row] < ends[row]]
 
     def _advance(self, rows: list[int], outputs, root_row: int, num_nodes: int) -> list[int]:
-        """Picks the next token of rows that are equally long, at the last node of each one's path."""
-        length, device = self.lengths[rows[0]], self.ids.device
+        """
+        Picks the next token of rows, at the last node of each one's path. They are equally long unless tokens may be picked
+        at once, for which nothing reads the text.
+        """
+        lengths, device = [self.lengths[row] for row in rows], self.ids.device
+        length = max(lengths)
         nodes = [root_row + self.paths[row][-1] for row in rows]
         if len(rows) == self.batch_size and len(set(nodes)) == 1:
             logits = outputs.logits[:, nodes[0]].to(copy=True, dtype=torch.float32, device=device)
         else:
             logits = outputs.logits[rows, nodes].float().to(device)
-        scores = self._processor_of(rows)(self._read(rows, length), logits)
+        ids = self._read(rows, 1 if self.may_pick_at_once else length)
+        scores = self._processor_of(rows)(ids, logits)
         next_tokens = self._pick(rows, scores)
         if length == self.ids.shape[1]:
             self.ids = F.pad(self.ids, (0, max(length, 256)))
-        self.ids[rows, length] = next_tokens
+        self.ids[rows, lengths] = next_tokens
         for i, row in enumerate(rows):
             self.returned.add(row, outputs, logits[i : i + 1], scores[i : i + 1], self.paths[row], num_nodes)
             self.lengths[row] += 1
-        all_scores = self.returned.all_scores() if self.in_step else None  # no other criteria read them
-        is_done = self.stopping_criteria(self._read(rows, length + 1), all_scores).tolist()
+        tokens = next_tokens.tolist()
+        if self.may_pick_at_once:
+            is_done = list(map(self._ends_with, rows, tokens))
+        else:
+            all_scores = self.returned.all_scores() if self.in_step else None  # no other criteria read them
+            is_done = self.stopping_criteria(self._read(rows, length + 1), all_scores).tolist()
         for row, is_row_done in zip(rows, is_done):
             self.is_finished[row] |= is_row_done
         self._stream()
-        return next_tokens.tolist()
+        return tokens
+
+    def _ends_with(self, row: int, token: int) -> bool:
+        """Whether the token that was just written ends a row, by criteria that may be asked at once."""
+        return token in self.eos_tokens or self.lengths[row] >= self.max_length
 
     def _processor_of(self, rows: list[int]):
         """The logits processors for some rows. One of transformers' has an entry for each row of the batch."""
@@ -353,7 +366,7 @@ class Text:
             probs = torch.softmax(scores, dim=-1)
             if not _are_probabilities(probs).all():
                 raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-            if any(not self.noise[row] for row in rows):  # then all of them, which are equally long
+            if any(not self.noise[row] for row in rows):  # of those that are as long as what was drawn for
                 self._keep(self._draw(probs))
             next_tokens = torch.argmax(probs / torch.stack([self.noise[row].popleft() for row in rows]), dim=-1)
         if self.pads_finished_rows and any(self.is_finished):
