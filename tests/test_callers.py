@@ -22,7 +22,7 @@ from transformers import (
     pipeline,
 )
 
-from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3 import Eagle3ForSpeculation, checks_eagle3
 
 
 SETTINGS = {"max_new_tokens": 24, "do_sample": False}
@@ -53,6 +53,20 @@ def test_pipeline(target, draft, tokenizer, prompt, batch_size):
         texts.append(generator(prompt, max_new_tokens=16, do_sample=False))
     assert texts[0] == texts[1]
     assert draft.last_generation.new_tokens > 0
+
+
+def test_a_draft_that_was_left_on_the_host(target, draft, monkeypatch):
+    """Warns once: it is slow, and nothing else would tell why."""
+    warnings = []
+    monkeypatch.setattr(checks_eagle3.logger, "warning_once", warnings.append)
+    assert_same_text(target, draft)
+    assert warnings == []
+    with monkeypatch.context() as context:
+        context.setattr(type(target), "device", torch.device("cuda:0"))
+        position_ids = torch.arange(5)[None]
+        checks_eagle3.check_call(draft, target, GenerationConfig(num_beams=1), False, {"position_ids": position_ids})
+    (warning,) = warnings
+    assert "on cuda:0 and the draft on cpu" in warning and "draft.to(target.device)" in warning
 
 
 def test_peft_target(target):

@@ -145,7 +145,7 @@ STANDARD_LIBRARY = {
     "copy",
     "dataclasses",
     "functools",
-    "importlib",
+    "importlib.util",
     "inspect",
     "math",
     "pathlib",

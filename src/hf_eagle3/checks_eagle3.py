@@ -18,10 +18,14 @@ import inspect
 import math
 
 import torch
+from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
 from .cache_eagle3 import check_cache, is_static, is_unused_static
 from .text_eagle3 import max_length_of, text_positions
+
+
+logger = logging.get_logger(__name__)
 
 
 def check_pairing(draft, target) -> None:
@@ -129,6 +133,12 @@ def check_call(draft, target, generation_config, synced_gpus, model_kwargs):
             f"{type(target).__name__}.prepare_inputs_for_generation was replaced, as PEFT does for prompt and prefix "
             "tuning, which put tokens before the text that EAGLE-3 decoding does not see. Use another adapter, or leave "
             "`assistant_model` out."
+        )
+    devices = target.device, draft.lm_head.weight.device
+    if "meta" not in (kinds := {device.type for device in devices}) and len(kinds) > 1:
+        logger.warning_once(
+            f"The target is on {devices[0]} and the draft on {devices[1]}: drafting may take so long that it does not pay. "
+            "Call `draft.to(target.device)`."
         )
     for name, model in (("target", target), ("draft", draft)):
         if model.training and _drops_out(model):

@@ -54,8 +54,9 @@ class Eagle3GenerationStats:
     How one call of `generate` went.
 
     Args:
-        new_tokens (`int`): Tokens generated. The first comes from the prompt's own forward.
-        target_forwards (`int`): Forward passes of the target, the prompt's included; plain `generate` takes `new_tokens`.
+        new_tokens (`int`): Tokens generated, in all rows together. Each row's first comes from the prompt's own forward.
+        target_forwards (`int`):
+            Forward passes of the target, the prompt's included. Plain `generate` takes one for each token of the longest text.
         accepted_lengths (`list[int]`):
             Tokens that each verification forward emitted; the prompt's forward verifies nothing and is left out.
         plain_steps (`int`): How many of those forwards had no token to verify, because drafting did not pay.

@@ -13,9 +13,9 @@
 # limitations under the License.
 """The EAGLE-3 draft (https://huggingface.co/papers/2503.01840), built from transformers' own parts."""
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -359,9 +359,8 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
             raise ValueError(f"{name}: `t2d` marks other tokens than `d2t` maps to.")
 
     def get_input_embeddings(self) -> nn.Embedding | None:
-        if self.config.has_own_embed_tokens:
-            return self.embed_tokens
-        return self._borrowed_embedding[0] if self._borrowed_embedding else None
+        """The draft's own table, if it has one: the target's is not the draft's to resize or to share out."""
+        return self.embed_tokens if self.config.has_own_embed_tokens else None
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head
@@ -379,14 +378,14 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
             input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`): Target token ids.
             embedding (`nn.Embedding`, *optional*): The target's embedding.
         """
-        if self.config.has_own_embed_tokens or embedding is None:
-            embedding = self.get_input_embeddings()
-        if embedding is None:
+        if self.config.has_own_embed_tokens:
+            return self.embed_tokens(input_ids.to(self.lm_head.weight.device))
+        if embedding is None and not self._borrowed_embedding:
             raise ValueError(
                 "This draft stores no embedding table. Call `draft.borrow_embeddings(target)` before `draft(...)`; "
                 "`target.generate(..., assistant_model=draft)` needs no such call."
             )
-        weight = embedding.weight
+        weight = (self._borrowed_embedding[0] if embedding is None else embedding).weight
         return nn.functional.embedding(input_ids.to(weight.device), weight).to(self.lm_head.weight)
 
     def combine_hidden_states(self, aux: torch.FloatTensor | Sequence[torch.FloatTensor]) -> torch.FloatTensor:
@@ -535,12 +534,12 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
 
     def push_to_hub(self, repo_id: str, **kwargs):
         """
-        Pushes the draft, its code and a card in one commit; see `hf_eagle3.hub.push_draft`. From code that came with a draft,
-        where hf-eagle3 is not installed, [`~transformers.utils.PushToHubMixin.push_to_hub`] with transformers' own card.
+        Pushes the draft, its code and a card in one commit; see `hf_eagle3.hub.push_draft`. Where hf-eagle3 is not installed,
+        [`~transformers.utils.PushToHubMixin.push_to_hub`] with transformers' own card.
         """
-        if __package__ != "hf_eagle3":
+        if importlib.util.find_spec("hf_eagle3") is None:
             return super().push_to_hub(repo_id, **kwargs)
-        return import_module(".hub", __package__).push_draft(self, repo_id, **kwargs)
+        return importlib.import_module("hf_eagle3.hub").push_draft(self, repo_id, **kwargs)
 
     def validate_target(self, target: PreTrainedModel) -> None:
         """
@@ -590,7 +589,7 @@ def read_other_format(config: dict, source, hub_kwargs: dict):
     """Configuration, tensors and report of a checkpoint that someone else wrote."""
     if __package__ != "hf_eagle3":  # code that came with a draft reads drafts like it
         raise ValueError(f"{source} is not in the speculators format. `pip install hf-eagle3` reads others, too.")
-    return import_module(".checkpoints", __package__).read(config, source, **hub_kwargs)
+    return importlib.import_module(".checkpoints", __package__).read(config, source, **hub_kwargs)
 
 
 Eagle3ForSpeculation.register_for_auto_class("AutoModel")

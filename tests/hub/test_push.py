@@ -16,6 +16,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from loopback_hub import serve_hub
 from peft import LoraConfig
 from test_card import BENCHMARK, TRAINING
+from transformers import AutoModel
 from transformers.utils import hub as transformers_hub
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
@@ -100,6 +101,14 @@ def test_everything_in_one_commit(hub, draft):
     assert not {"training.json", "benchmark.jsonl", "acceptance.png"} & files.keys()
     card = ModelCard(files["README.md"].decode())
     assert "not measured" in card.text and card.data.license == "mit"
+
+
+def test_a_draft_of_remote_code_has_our_card_too(hub, draft, tmp_path):
+    draft.save_pretrained(tmp_path / "draft")
+    loaded = AutoModel.from_pretrained(tmp_path / "draft", trust_remote_code=True)
+    assert not isinstance(loaded, Eagle3ForSpeculation)
+    loaded.push_to_hub(REPO)
+    assert b"## Limits" in files_of(hub)["README.md"] and "modeling_eagle3.py" in files_of(hub)
 
 
 def test_an_edited_card_stays(hub, draft, caplog):

@@ -139,7 +139,7 @@ def test_two_processes_give_the_losses_of_one(files, evaluated_run, whole_run, k
         config = (RECIPES / "accelerate" / "fsdp2.yaml").read_text().replace("num_processes: 8", "num_processes: 2")
         (tmp_path / "fsdp2.yaml").write_text(config + "use_cpu: true\n")
         launcher = (BIN / "accelerate", "launch", "--config_file", tmp_path / "fsdp2.yaml")
-        launcher += ("--main_process_port", 29512)
+        launcher += ("--main_process_port", 29512, Path(__file__).with_name("fsdp_on_cpu.py"))
     settings = (*FRESH, *EVALUATES, "--per_device_train_batch_size", 2, *target.get(kind, ()))
     result = train(files, tmp_path / "out", *settings, launcher=launcher)
     # Muon orthogonalizes in bfloat16, which turns a rounding difference into one of a few thousandths.
@@ -154,6 +154,13 @@ def test_two_processes_give_the_losses_of_one(files, evaluated_run, whole_run, k
     assert all(torch.allclose(ours[name].float(), theirs[name].float(), atol=5e-3) for name in ours)
     record = json.loads((tmp_path / "out" / "training.json").read_text())
     assert record["draft_weights"] == weights_digest(ours) and record["num_processes"] == 2
+    # The code beside the weights is the draft's, not that of the class which FSDP makes of it.
+    names = {path.name for path in (tmp_path / "out").glob("*.py")}
+    assert names == {path.name for path in (files / "whole").glob("*.py")} and "modeling_eagle3.py" in names
+    if kind.startswith("fsdp2"):  # whose optimizer is saved by parts
+        checkpoint = ("--resume_from_checkpoint", tmp_path / "out" / "checkpoint-2")
+        resumed = losses(train(files, tmp_path / "out", *settings, *checkpoint, launcher=launcher))
+        assert resumed == losses(result)[2:]
 
 
 def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path):

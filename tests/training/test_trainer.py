@@ -66,6 +66,14 @@ def test_training_moves_every_parameter_of_the_draft_and_none_of_the_target(tmp_
     assert not any(parameter.requires_grad for parameter in target.parameters())
 
 
+def test_a_table_of_the_draft_s_own_stays_the_target_s(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer, model_init_kwargs={"has_own_embed_tokens": True})
+    trainer.train()
+    trained = [weight for group in trainer.optimizer.optimizer.param_groups for weight in group["params"]]
+    assert trainer.draft.fc.weight in set(trained) and trainer.draft.embed_tokens.weight not in set(trained)
+    assert torch.equal(trainer.draft.embed_tokens.weight, trainer.target_model.get_input_embeddings().weight)
+
+
 @pytest.mark.parametrize("adamw_learning_rate", [None, 3e-3])
 def test_head_and_norms_have_a_learning_rate_of_their_own(tmp_path, tokenizer, adamw_learning_rate):
     trainer = make_trainer(tmp_path, tokenizer, learning_rate=1e-2, adamw_learning_rate=adamw_learning_rate)
@@ -315,6 +323,22 @@ def test_wrong_arguments(tmp_path, tokenizer):
             args=Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False),
             train_dataset=TEXTS,
         )
+
+
+def test_arguments_stay_the_caller_s(tmp_path, tokenizer):
+    """Also where the trainer could not be made."""
+    arguments = {"loss_type": "ce", "model_init_kwargs": {"fc_norm": False}, "report_to": "none", "use_cpu": True}
+    args = Eagle3TrainingArguments(str(tmp_path), draft_vocab_size=20, bf16=False, **arguments)
+    for dataset in (Dataset.from_dict({"text": [3]}), TEXTS):
+        try:
+            trainer = Eagle3Trainer(
+                None, make_target("llama"), args, train_dataset=dataset, processing_class=tokenizer
+            )
+        except (TypeError, ValueError, AttributeError):
+            trainer = None
+        assert (trainer is None) == (dataset is not TEXTS)
+        assert args.loss_type == "ce" and args.model_init_kwargs == {"fc_norm": False}
+    assert trainer.args.loss_type == "ce" and not trainer.draft.config.fc_norm
 
 
 def test_a_loss_that_is_not_a_number_ends_training(tmp_path, tokenizer):

@@ -104,6 +104,8 @@ def loss_and_gradient(logits, probs, mass, entropy, loss_type: LossType):
     floor = alpha.clamp(min=1e-5)  # against infinite losses of a draft that shares nothing with the target
     if loss_type == "lk_alpha":
         return -floor.log(), alpha, -gradient / floor[..., None]
+    if loss_type != "lk_lambda":
+        raise ValueError(f"There is no loss {loss_type!r}.")
     weight = (-LAMBDA_DECAY * alpha).exp()
     loss = weight * (cross_entropy(logits, q, probs) - entropy) + (1 - weight) * (1 - alpha)
     return loss, alpha, weight[..., None] * (q - probs) - (1 - weight)[..., None] * gradient

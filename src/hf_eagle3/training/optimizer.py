@@ -38,11 +38,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
             adamw_lr = lr if adamw_lr is None else adamw_lr
             self.parts.append(torch.optim.AdamW(others, lr=adamw_lr, weight_decay=weight_decay, betas=betas, eps=eps))
         super().__init__([group for part in self.parts for group in part.param_groups], defaults={})
-        self._share_groups()
+        self._share()
 
-    def _share_groups(self):
-        # Schedulers change `param_groups`; both parts must see that.
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
+    def _share(self):
+        """Lets the parts work on this optimizer's groups and states, which schedulers change, and checkpoints save and load."""
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups, part.state = [next(groups) for _ in part.param_groups], self.state
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -54,10 +56,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.step()
         return loss
 
-    def state_dict(self):
-        return {"parts": [part.state_dict() for part in self.parts]}
-
     def load_state_dict(self, state_dict):
-        for part, state in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-        self._share_groups()
+        super().load_state_dict(state_dict)
+        self._share()

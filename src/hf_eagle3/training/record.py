@@ -80,7 +80,8 @@ def training_record(trainer, state_dict: dict[str, torch.Tensor] | None = None) 
     return {
         "draft_weights": None if state_dict is None else weights_digest(state_dict),
         "datasets": datasets,
-        "command": "accelerate launch recipes/train.py --config training.yaml",
+        # A script of the user's own is not known.
+        "command": "accelerate launch recipes/train.py --config training.yaml" if trainer.script_settings else None,
         "arguments": without_paths(json.loads(json.dumps(arguments, default=str))),
         "steps": trainer.state.global_step,
         "epochs": trainer.state.epoch or 0.0,

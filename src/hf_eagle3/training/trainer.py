@@ -88,6 +88,7 @@ class Eagle3Trainer(SFTTrainer):
     ):
         if not isinstance(args, Eagle3TrainingArguments):
             raise TypeError(f"`args` must be `Eagle3TrainingArguments`, got {type(args).__name__}.")
+        args = copy.copy(args)  # whatever is settled here, the caller's are for other trainers, too
         if kwargs.get("processing_class") is None:
             raise ValueError("`Eagle3Trainer` needs the target's tokenizer as `processing_class`.")
         self.dataset_names: list[str] = []  # for the card, and settings of a script that are none of `args`
@@ -347,8 +348,10 @@ class Eagle3Trainer(SFTTrainer):
         if not self.args.use_muon or self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
             return super().create_optimizer(*args, **kwargs)
         trained = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
-        matrices = [weight for name, weight in trained if weight.dim() == 2 and "lm_head" not in name]
-        others = [weight for name, weight in trained if weight.dim() != 2 or "lm_head" in name]
+        by_token = ("lm_head", "embed_tokens")  # rows that few tokens of a batch have to do with
+        is_matrix = [weight.dim() == 2 and not any(part in name for part in by_token) for name, weight in trained]
+        matrices = [weight for (_, weight), takes_muon in zip(trained, is_matrix) if takes_muon]
+        others = [weight for (_, weight), takes_muon in zip(trained, is_matrix) if not takes_muon]
         adamw_lr = self.args.adamw_learning_rate
         self.optimizer = MuonWithAdamW(
             matrices,
@@ -463,10 +466,14 @@ class Eagle3Trainer(SFTTrainer):
         if not self.is_fsdp_enabled:
             return self.draft
         state = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True))
-        draft = Eagle3ForSpeculation(self.draft.config).to(self.accelerator.device)
-        draft.generation_config = copy.deepcopy(self.draft.generation_config)
-        draft.load_state_dict({name.removeprefix("_orig_mod."): value for name, value in state.items()})
+        draft = self._copy_of_draft(state).to(self.accelerator.device)
         draft.borrow_embeddings(self.target_model)
+        return draft
+
+    def _copy_of_draft(self, state_dict: dict[str, torch.Tensor]) -> Eagle3ForSpeculation:
+        draft = Eagle3ForSpeculation(copy.deepcopy(self.draft.config))
+        draft.generation_config = copy.deepcopy(self.draft.generation_config)
+        draft.load_state_dict({name.removeprefix("_orig_mod."): value for name, value in state_dict.items()})
         return draft
 
     def _save(self, output_dir=None, state_dict=None):
@@ -474,18 +481,26 @@ class Eagle3Trainer(SFTTrainer):
         Adds how it was trained, for the card. Checkpoints, from which training goes on, are in the precision it has; what is
         saved otherwise is to be used, and in the target's.
         """
-        super()._save(output_dir, state_dict)
         if not self.args.should_save:
+            return super()._save(output_dir, state_dict)
+        folder = Path(output_dir or self.args.output_dir)
+        if self._is_adapter:
+            super()._save(output_dir, state_dict)
+            write_records(folder, training_record(self), None)
             return
-        folder, weights = Path(output_dir or self.args.output_dir), None
-        if not self._is_adapter:
-            weights = self.draft.state_dict() if state_dict is None else state_dict
-            dtype = self.target_model.dtype
-            if dtype in (torch.bfloat16, torch.float16) and not folder.name.startswith(PREFIX_CHECKPOINT_DIR):
-                draft = Eagle3ForSpeculation.from_pretrained(folder, dtype=dtype)
-                draft.save_pretrained(folder)
-                weights = draft.state_dict()
-        write_records(folder, training_record(self, weights or None), None)
+        trained, dtype = self.model, self.target_model.dtype
+        is_checkpoint = folder.name.startswith(PREFIX_CHECKPOINT_DIR)
+        is_cast = dtype in (torch.bfloat16, torch.float16) and not is_checkpoint
+        # FSDP makes another class of the draft's, in a module of its own that would be saved as the draft's code.
+        if is_cast or self.is_fsdp_enabled:
+            self.model = self._copy_of_draft(self.draft.state_dict() if state_dict is None else state_dict)
+            self.model, state_dict = self.model.to(dtype) if is_cast else self.model, None
+        try:
+            super()._save(output_dir, state_dict)
+            weights = self.model.state_dict() if state_dict is None else state_dict
+        finally:
+            self.model = trained
+        write_records(folder, training_record(self, weights), None)
 
     def _push_from_checkpoint(self, checkpoint_folder):
         """`Trainer` pushes weights and configuration of a checkpoint; a draft is also its code and its record."""
@@ -559,6 +574,8 @@ def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_conf
             "`Eagle3Trainer` trains drafts with full attention; this one has layers "
             f"{model.config.transformer_layer_config.layer_types}, whose window training-time test would ignore."
         )
+    if model.config.has_own_embed_tokens:  # as upstream: a copy of the target's table, which knows its tokens
+        model.embed_tokens.requires_grad_(False)
     return model.float()
 
 
