@@ -7,8 +7,9 @@ import pytest
 import torch
 from conftest import lookups_of, make_batch, make_oracle, make_prompt, make_target
 
-from hf_eagle3 import Eagle3ForSpeculation, generation_eagle3
+from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.estimates_eagle3 import Calibration, MatchCalibration, StepCosts
+from hf_eagle3.generation_eagle3 import Eagle3Decoding
 from hf_eagle3.lookup_eagle3 import PromptLookup, TextIndex
 from hf_eagle3.policy_eagle3 import AutoPolicy, PlannedPolicy
 
@@ -211,13 +212,13 @@ def test_a_text_that_repeats_itself(cyclic, cheap_nodes, monkeypatch, settings, 
 
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_static_caches_look_up_as_many_tokens_as_a_tree_has(cyclic, cheap_nodes, sequences, monkeypatch):
-    sizes, verify = set(), generation_eagle3._verify
+    sizes, verify = set(), Eagle3Decoding.verify
 
-    def noting_sizes(forward, target, tree, *args):
-        sizes.add(tree.num_nodes)
-        return verify(forward, target, tree, *args)
+    def noting_sizes(self):
+        sizes.add(self.tree.num_nodes)
+        verify(self)
 
-    monkeypatch.setattr(generation_eagle3, "_verify", noting_sizes)
+    monkeypatch.setattr(Eagle3Decoding, "verify", noting_sizes)
     draft = Eagle3ForSpeculation.from_target(cyclic).eval()
     kwargs = {"max_new_tokens": 90, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
     prompt = torch.tensor([[3, 9, 5, 6]]).expand(sequences, -1)

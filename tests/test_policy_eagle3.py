@@ -271,8 +271,8 @@ def test_what_it_is_worth_that_rows_run_ahead(fixed, per_token):
         policy.num_drafted = 100
     # Three of four rows came two tokens on, the slowest one: each of theirs is a row less in a later step.
     share = 3 * per_token / (fixed + 4 * per_token)
-    assert leaving.worth([2, 2, 2, 1], [True] * 4, progress=1) == pytest.approx(1 + share)
-    assert staying.worth([2, 2, 2, 1], [True] * 4, progress=1) == 1
+    assert leaving.equivalent_plain_steps([2, 2, 2, 1], [True] * 4, progress=1) == pytest.approx(1 + share)
+    assert staying.equivalent_plain_steps([2, 2, 2, 1], [True] * 4, progress=1) == 1
 
 
 def test_rows_that_are_alike_are_not_judged_by_the_least_lucky():
@@ -284,7 +284,7 @@ def test_rows_that_are_alike_are_not_judged_by_the_least_lucky():
         advances = torch.randint(1, 6, (num_rows,), generator=generator)
         before, behind = lengths.min(), lengths < lengths.min() + 7
         lengths = lengths + advances
-        worth.append(policy.worth(advances.tolist(), behind.tolist(), int(lengths.min() - before)))
+        worth.append(policy.equivalent_plain_steps(advances.tolist(), behind.tolist(), int(lengths.min() - before)))
     rate = float(lengths.min()) / num_steps
     assert rate > 2.7  # of 3
     assert sum(worth[:2]) / 2 > 0.8 * rate and sum(worth) / num_steps == pytest.approx(rate, rel=0.05)

@@ -11,19 +11,19 @@ from test_batch_generation import Columns, StopAtLength, assert_same_texts, gene
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache
 
-from hf_eagle3 import generation_eagle3
+from hf_eagle3.generation_eagle3 import Eagle3Decoding
 
 
 @pytest.fixture
 def verified_rows(monkeypatch):
     """How many rows each step of the target had."""
-    rows, verify = [], generation_eagle3._verify
+    rows, verify = [], Eagle3Decoding.verify
 
-    def noting_rows(forward, target, tree, *args):
-        rows.append(len(tree.tokens))
-        return verify(forward, target, tree, *args)
+    def noting_rows(self):
+        rows.append(len(self.tree.tokens))
+        verify(self)
 
-    monkeypatch.setattr(generation_eagle3, "_verify", noting_rows)
+    monkeypatch.setattr(Eagle3Decoding, "verify", noting_rows)
     return rows
 
 

@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
 from hf_eagle3.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
-from hf_eagle3.policy_eagle3 import PlannedPolicy, StaticPolicy, StepCosts
+from hf_eagle3.policy_eagle3 import PlannedPolicy, StaticPolicy, StepCosts, StepPlan
 from hf_eagle3.text_eagle3 import Text
 
 
@@ -112,8 +112,9 @@ class DraftsAtFirstAndLate(StaticPolicy):
 
     def plan_step(self, live, lookup):
         self.num_steps += 1
-        self.drafts = not 14 < self.num_steps < 52
-        return self
+        plan = StepPlan()
+        plan.drafts = not 14 < self.num_steps < 52
+        return plan
 
 
 def test_rows_that_are_far_apart(monkeypatch):

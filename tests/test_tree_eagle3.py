@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hf_eagle3.policy_eagle3 import StaticPolicy
+from hf_eagle3.policy_eagle3 import StepPlan
 from hf_eagle3.tree_eagle3 import DraftTree, grow_tree
 
 
@@ -63,7 +63,7 @@ def grow(draft, depth, width, budget, draft_token_ids=None, threshold=0.0, plan=
         width,
         budget,
         threshold,
-        plan=StaticPolicy() if threshold else plan,
+        plan=StepPlan() if threshold else plan,
     )
 
 
@@ -88,7 +88,7 @@ def test_grow_tree_keeps_the_nodes_that_a_naive_search_keeps(depth, width, budge
 
 @pytest.mark.parametrize("expanded", [1, 2, 3])
 def test_a_plan_may_expand_fewer_nodes(expanded):
-    plan, draft = StaticPolicy(), TableDraft(seed=5)
+    plan, draft = StepPlan(), TableDraft(seed=5)
     plan.width = expanded
     tree = grow(draft, 4, 4, 40, plan=plan)
     assert set(paths_of(tree)[1:]) == naive_tree(draft, 4, 4, 40, expanded)

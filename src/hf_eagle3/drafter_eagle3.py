@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache
 
 from .cache_eagle3 import keep_rows, select_rows, take_paths, tree_attention_mask
-from .policy_eagle3 import StaticPolicy
+from .policy_eagle3 import StepPlan
 from .text_eagle3 import text_positions
 from .tree_eagle3 import DraftTree, grow_tree
 
@@ -126,7 +126,7 @@ class Drafter:
             self.lengths = self.padding_mask = None
 
     @torch.inference_mode()
-    def grow(self, text, model_kwargs, plan: StaticPolicy, **settings) -> DraftTree:
+    def grow(self, text, model_kwargs, plan: StepPlan, **settings) -> DraftTree:
         """
         Catches up with the text, drafts a tree below its newest tokens, as far as the step's `plan` goes, and forgets
         that again.

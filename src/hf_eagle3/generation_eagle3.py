@@ -127,148 +127,208 @@ def eagle3_decoding(
     """
     draft.validate_target(target)
     check_call(draft, target, generation_config, synced_gpus, model_kwargs)
-    settings = tree_settings(draft.generation_config, generation_config)
-    policy_name, num_looked_up = settings.pop("tree_policy"), settings.pop("prompt_lookup_num_tokens")
-    path_length = 1 + min(settings["tree_depth"], settings["num_assistant_tokens"])
-    given_cache = model_kwargs.get("past_key_values")
-    if given_cache is not None and is_unused_static(given_cache):
-        # As long as the longest so far, so that what was compiled for it fits.
-        max_length = max(generation_config.max_length - 1, getattr(target, "_previous_max_cache_length", 0))
-        model_kwargs["past_key_values"] = with_room(given_cache, max_length, settings["num_assistant_tokens"])
-    stats = Eagle3GenerationStats()
-    aux_layer_ids = draft.resolve_aux_layer_ids(target)
-    returned = ReturnedOutputs(target, generation_config, batch_size=input_ids.shape[0])
-    model_kwargs["output_hidden_states"] = returned.hidden_states_with(aux_layer_ids)
+    decoding = Eagle3Decoding(
+        draft, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+    )
+    result = decoding.decode()
+    if streamer is not None:
+        streamer.end()
+    calls = _LAST_CALLS.setdefault(draft, {})
+    calls[threading.get_ident()] = calls[None] = decoding.stats
+    return result
 
-    # The prompt's forward ends at the root of a tree that has no other nodes.
-    outputs = target._prefill(input_ids, generation_config, model_kwargs)
-    stats.target_forwards += 1
-    cache = TreeCache(getattr(outputs, "past_key_values", None), 1 + settings["num_assistant_tokens"])
-    in_step = cache.is_chain or depends_on_length(target, input_ids, cache, model_kwargs, stopping_criteria)
-    embedding = whole_embedding(target)
-    text = Text(
+
+class Eagle3Decoding:
+    """
+    One call of `generate`: the text, the target's cache and the draft, and the steps by which they go on. Reads the prompt.
+
+    Args:
+        draft (`Eagle3ForSpeculation`), target (`PreTrainedModel`): The draft, and the target that it is for.
+        input_ids (`torch.LongTensor` of shape `(batch_size, prompt_length)`): The prompts.
+        logits_processor, stopping_criteria, generation_config, streamer, model_kwargs:
+            What `generate` calls its decoding methods with.
+    """
+
+    def __init__(
+        self,
+        draft,
+        target,
         input_ids,
         logits_processor,
         stopping_criteria,
         generation_config,
-        returned,
         streamer,
-        in_step,
-        path_length,
-        can_read_padding=0 <= (generation_config.pad_token_id or 0) < embedding.weight.shape[0],
-        may_retire=may_select_rows(target, cache, model_kwargs, per_token=INPUTS_BY_TOKEN),
-    )
-    if text.batch_size > 1 and model_kwargs.get("attention_mask") is None:  # there will be padding
-        model_kwargs["attention_mask"] = input_ids.new_ones(text.batch_size, cache.length)
-    # Of a static cache all chains have one shape, too.
-    looks_up = num_looked_up >= (settings["num_assistant_tokens"] if cache.is_static else 1)
-    make_policy = functools.partial(
-        tree_policy,
-        # Processes that compute one forward together must agree on its size, and each measures other times.
-        "static" if is_shared_out(target) else policy_name,
-        target,
-        draft,
-        batch_size=text.batch_size,
-        do_sample=generation_config.do_sample,
-        has_one_shape=cache.is_static,
-        may_retire=text.may_retire,
-        looks_up=looks_up,
-        **settings,
-    )
-    policy, lookup = make_policy(text.batch_size), None
-    if policy.match_calibration is not None:
-        num_looked_up = min(num_looked_up, settings["num_assistant_tokens"])
-        lookup = PromptLookup(input_ids.tolist(), num_looked_up, policy.match_calibration)
-    forward = target
-    if cache.is_static:
-        compile_config = None
-        if not returned.wants_states and target._valid_auto_compile_criteria(model_kwargs, generation_config):
-            compile_config = generation_config.compile_config or target._default_compile_config()
-            forward = target.get_compiled_call(compile_config)
-            cache.keep_path = compiled(cache.keep_path, draft, compile_config)
-        drafter = StaticDrafter(draft, embedding, cache.capacity, settings, compile_config)
-    else:
-        drafter = Drafter(draft, embedding)
-    num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-    features = aux_hidden_states(outputs, aux_layer_ids, num_layers)  # (B, S, n_aux * H)
-    tree, root_row = DraftTree.root_only(input_ids.new_zeros(text.batch_size, 1)), outputs.logits.shape[1] - 1
-    plan, start, is_lookup = None, 0.0, False
+        model_kwargs,
+    ):
+        self.target, self.model_kwargs, self.forward = target, model_kwargs, target
+        self.settings = settings = tree_settings(draft.generation_config, generation_config)
+        policy_name, num_looked_up = settings.pop("tree_policy"), settings.pop("prompt_lookup_num_tokens")
+        num_nodes = settings["num_assistant_tokens"]
+        given_cache = model_kwargs.get("past_key_values")
+        if given_cache is not None and is_unused_static(given_cache):
+            # As long as the longest so far, so that what was compiled for it fits.
+            max_length = max(generation_config.max_length - 1, getattr(target, "_previous_max_cache_length", 0))
+            model_kwargs["past_key_values"] = with_room(given_cache, max_length, num_nodes)
+        self.stats = Eagle3GenerationStats()
+        self.aux_layer_ids = draft.resolve_aux_layer_ids(target)
+        self.num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+        self.returned = ReturnedOutputs(target, generation_config, batch_size=input_ids.shape[0])
+        model_kwargs["output_hidden_states"] = self.returned.hidden_states_with(self.aux_layer_ids)
 
-    try:
-        with target._optimize_model_for_decode():
-            while True:
-                # Each row walks down its tree until no child carries the target's choice, or it is time to stop.
-                were_finished = list(text.is_finished)
-                text.walk(tree, outputs, root_row)
+        self.outputs = target._prefill(input_ids, generation_config, model_kwargs)
+        self.stats.target_forwards += 1
+        self.cache = cache = TreeCache(getattr(self.outputs, "past_key_values", None), 1 + num_nodes)
+        self.embedding = whole_embedding(target)
+        self.text = text = Text(
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            self.returned,
+            streamer,
+            in_step=cache.is_chain or depends_on_length(target, input_ids, cache, model_kwargs, stopping_criteria),
+            path_length=1 + min(settings["tree_depth"], num_nodes),
+            can_read_padding=0 <= (generation_config.pad_token_id or 0) < self.embedding.weight.shape[0],
+            may_retire=may_select_rows(target, cache, model_kwargs, per_token=INPUTS_BY_TOKEN),
+        )
+        if text.batch_size > 1 and model_kwargs.get("attention_mask") is None:  # there will be padding
+            model_kwargs["attention_mask"] = input_ids.new_ones(text.batch_size, cache.length)
+        self.make_policy = functools.partial(
+            tree_policy,
+            # Processes that compute one forward together must agree on its size, and each measures other times.
+            "static" if is_shared_out(target) else policy_name,
+            target,
+            draft,
+            batch_size=text.batch_size,
+            do_sample=generation_config.do_sample,
+            has_one_shape=cache.is_static,
+            may_retire=text.may_retire,
+            # Of a static cache all chains have one shape, too.
+            looks_up=num_looked_up >= (num_nodes if cache.is_static else 1),
+            **settings,
+        )
+        self.policy, self.lookup = self.make_policy(text.batch_size), None
+        if self.policy.match_calibration is not None:
+            num_looked_up = min(num_looked_up, num_nodes)
+            self.lookup = PromptLookup(input_ids.tolist(), num_looked_up, self.policy.match_calibration)
+        if cache.is_static:
+            compile_config = None
+            if not self.returned.wants_states and target._valid_auto_compile_criteria(model_kwargs, generation_config):
+                compile_config = generation_config.compile_config or target._default_compile_config()
+                self.forward = target.get_compiled_call(compile_config)
+                cache.keep_path = compiled(cache.keep_path, draft, compile_config)
+            self.drafter = StaticDrafter(draft, self.embedding, cache.capacity, settings, compile_config)
+        else:
+            self.drafter = Drafter(draft, self.embedding)
 
-                # Keep the paths in the cache and forget the other nodes.
-                counts = [len(path) for path in text.paths]
-                emitted = [count for count, done in zip(counts, were_finished) if count and not done]
-                stats.new_tokens += sum(emitted)
-                if stats.target_forwards > 1:
-                    stats.accepted_lengths += emitted
-                    if is_lookup:
-                        stats.lookup_lengths += emitted
-                    cache.keep_paths(text.paths, text.growth)
-                    if tree.num_nodes > 1:
-                        features = take_paths(features, text.paths)
-                model_kwargs = _extend_inputs(target, outputs, model_kwargs, counts, text.growth)
-                if plan is not None:
-                    live = [not is_finished for is_finished in text.is_finished]
-                    plan.record_verification(tree, text.paths, live, text.progress, time.perf_counter() - start)
-                if text.is_complete:
-                    break
-                if lookup is not None:
-                    lookup.extend(text.picked, text.is_finished)
-                before = text.longest
-                if (staying := text.retire()) is not None:
-                    excess = before - text.longest
-                    cache.select(staying, excess)
-                    drafter.select(staying)
-                    if lookup is not None:
-                        lookup.select(staying)
-                    features, counts = features[staying], [counts[row] for row in staying]
-                    model_kwargs = _select_inputs(model_kwargs, staying, excess)
-                    policy = make_policy(text.batch_size)
+        # The prompt's forward ends at the root of a tree that has no other nodes, and which nobody planned.
+        self.tree, self.plan = DraftTree.root_only(input_ids.new_zeros(text.batch_size, 1)), None
+        self._read_outputs()
 
-                # Draft a tree below the newest token, or look one up, and verify it in one forward.
-                plan, tree = policy.plan_step(text.rows_behind, lookup), DraftTree.root_only(text.newest(1))
-                drafter.remember(features, counts, text, model_kwargs)
-                if plan.num_looked_up > 0:
-                    chain = {**settings, "tree_depth": plan.num_looked_up, "num_assistant_tokens": plan.num_looked_up}
-                    limits = _step_limits(target, chain, cache, model_kwargs, text)
-                    tokens = input_ids.new_tensor(lookup.next_tokens(limits["tree_depth"]))
-                    # Where a prompt was read as embeddings, its tokens may be placeholders that have none.
-                    has_embedding = (tokens >= 0) & (tokens < embedding.weight.shape[0])
-                    tokens = torch.where(has_embedding, tokens, tree.tokens)
-                    tree = DraftTree.chain(torch.cat([tree.tokens, tokens], dim=1))
-                    tree = text.foresee_padding(tree, **limits)
-                elif plan.drafts:
-                    limits = _step_limits(target, settings, cache, model_kwargs, text)
-                    if limits["tree_depth"] > 0:
-                        tree = text.foresee_padding(drafter.grow(text, model_kwargs, plan, **limits), **limits)
-                start = time.perf_counter()
-                outputs = _verify(forward, target, tree, text, cache, model_kwargs)
-                stats.target_forwards += 1
-                stats.plain_steps += tree.num_nodes == 1
-                is_lookup = tree.num_nodes > 1 and plan.num_looked_up > 0
-                stats.lookup_steps += is_lookup
-                cache.track(outputs.past_key_values, tree.num_nodes)
-                features = aux_hidden_states(outputs, aux_layer_ids, num_layers)[:, -tree.num_nodes :]
-                root_row = outputs.logits.shape[1] - tree.num_nodes
-    except BaseException:
-        # Whoever passed the cache and catches this finds in it what plain `generate` would have left.
-        cache.keep_paths(text.paths, text.growth)
-        raise
-    finally:
-        cache.release()
-        text.finish()
+    def decode(self):
+        """Decodes until all rows are finished. Returns what `generate` does."""
+        try:
+            with self.target._optimize_model_for_decode():
+                while True:
+                    self.accept()
+                    if self.text.is_complete:
+                        break
+                    self.retire()
+                    self.propose()
+                    self.verify()
+        except BaseException:
+            # Whoever passed the cache and catches this finds in it what plain `generate` would have left.
+            self.cache.keep_paths(self.text.paths, self.text.growth)
+            raise
+        finally:
+            self.cache.release()
+            self.text.finish()
+        return self.returned.finish(self.text.sequences(), self.outputs.past_key_values)
 
-    if streamer is not None:
-        streamer.end()
-    calls = _LAST_CALLS.setdefault(draft, {})
-    calls[threading.get_ident()] = calls[None] = stats
-    return returned.finish(text.sequences(), outputs.past_key_values)
+    def accept(self) -> None:
+        """
+        Each row walks down its tree until no child carries the target's choice, or it is time to stop. Keeps its path and
+        forgets the other nodes.
+        """
+        text, tree, were_finished = self.text, self.tree, list(self.text.is_finished)
+        text.walk(tree, self.outputs, self.root_row)
+        self.counts = [len(path) for path in text.paths]
+        emitted = [count for count, done in zip(self.counts, were_finished) if count and not done]
+        self.stats.new_tokens += sum(emitted)
+        if self.plan is not None:
+            self.stats.accepted_lengths += emitted
+            if self.plan.num_looked_up > 0 and tree.num_nodes > 1:
+                self.stats.lookup_lengths += emitted
+            self.cache.keep_paths(text.paths, text.growth)
+            if tree.num_nodes > 1:
+                self.features = take_paths(self.features, text.paths)
+        self.model_kwargs = _extend_inputs(self.target, self.outputs, self.model_kwargs, self.counts, text.growth)
+        if self.plan is not None:
+            live = [not is_finished for is_finished in text.is_finished]
+            seconds = time.perf_counter() - self.start
+            self.plan.record_verification(tree, text.paths, live, text.progress, seconds)
+        if self.lookup is not None:
+            self.lookup.extend(text.picked, text.is_finished)
+
+    def retire(self) -> None:
+        """Finished rows leave the batch, where nobody notices."""
+        before = self.text.longest
+        if (staying := self.text.retire()) is None:
+            return
+        excess = before - self.text.longest
+        self.cache.select(staying, excess)
+        self.drafter.select(staying)
+        if self.lookup is not None:
+            self.lookup.select(staying)
+        self.features, self.counts = self.features[staying], [self.counts[row] for row in staying]
+        self.model_kwargs = _select_inputs(self.model_kwargs, staying, excess)
+        self.policy = self.make_policy(self.text.batch_size)
+
+    def propose(self) -> None:
+        """Drafts a tree below the newest tokens, looks one up, or leaves it at these, as the policy plans."""
+        text = self.text
+        self.tree = DraftTree.root_only(text.newest(1))
+        self.plan = self.policy.plan_step(text.rows_behind, self.lookup)
+        self.drafter.remember(self.features, self.counts, text, self.model_kwargs)
+        num_looked_up, settings = self.plan.num_looked_up, self.settings
+        if num_looked_up > 0:
+            settings = {**settings, "tree_depth": num_looked_up, "num_assistant_tokens": num_looked_up}
+        elif not self.plan.drafts:
+            return
+        limits = _step_limits(self.target, settings, self.cache, self.model_kwargs, text)
+        if limits["tree_depth"] == 0:
+            return
+        if num_looked_up > 0:
+            tree = self.look_up(limits["tree_depth"])
+        else:
+            tree = self.drafter.grow(text, self.model_kwargs, self.plan, **limits)
+        self.tree = text.foresee_padding(tree, **limits)
+
+    def look_up(self, num_tokens: int) -> DraftTree:
+        """A chain of what followed the newest tokens where they stood before."""
+        newest = self.tree.tokens
+        tokens = newest.new_tensor(self.lookup.next_tokens(num_tokens))  # (B, num_tokens)
+        # Where a prompt was read as embeddings, its tokens may be placeholders that have none.
+        has_embedding = (tokens >= 0) & (tokens < self.embedding.weight.shape[0])
+        return DraftTree.chain(torch.cat([newest, torch.where(has_embedding, tokens, newest)], dim=1))
+
+    def verify(self) -> None:
+        """One forward of the target over all nodes of the tree."""
+        self.start = time.perf_counter()
+        inputs = _verification_inputs(self.target, self.tree, self.text, self.cache, self.model_kwargs)
+        self.outputs = self.forward(**inputs, return_dict=True)
+        self.stats.target_forwards += 1
+        self.stats.plain_steps += self.tree.num_nodes == 1
+        self.stats.lookup_steps += self.tree.num_nodes > 1 and self.plan.num_looked_up > 0
+        self.cache.track(self.outputs.past_key_values, self.tree.num_nodes)
+        self._read_outputs()
+
+    def _read_outputs(self) -> None:
+        """Which row of the logits is the root's, and what the draft reads: `features` `(B, N, n_aux * H)`, or the prompt's."""
+        self.root_row = self.outputs.logits.shape[1] - self.tree.num_nodes
+        self.features = aux_hidden_states(self.outputs, self.aux_layer_ids, self.num_layers)
+        if self.plan is not None:
+            self.features = self.features[:, -self.tree.num_nodes :]
 
 
 # Saved with a draft as `custom_generate/generate.py`. Text, so that it travels with a draft that was loaded as remote code.
@@ -358,13 +418,8 @@ def _select_inputs(model_kwargs, rows: list[int], excess: int):
     return selected
 
 
-def _verify(forward, target, tree, text, cache, model_kwargs):
-    """One `forward` of the target over all nodes of the tree; logits of shape `(B, num_nodes, vocab_size)`."""
-    return forward(**_verification_inputs(target, tree, text, cache, model_kwargs), return_dict=True)
-
-
 def _verification_inputs(target, tree, text, cache, model_kwargs):
-    """What to call the target with for that."""
+    """What to call the target with for one forward over all nodes of the tree."""
     if tree.num_nodes == 1:  # nothing drafted: exactly a step of `_sample`
         input_ids = text.newest(text.longest)
         return target.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)

@@ -71,21 +71,13 @@ def tree_settings(
     return settings
 
 
-class StaticPolicy:
-    """The whole tree in every step. Also says what the steps of any policy are asked."""
+class StepPlan:
+    """What one step does, and what it is told about that. This one drafts and verifies the whole tree."""
 
-    drafts = True  # whether this step drafts at all
+    drafts = True  # whether the step drafts at all
     num_looked_up = 0  # tokens of the text that it verifies instead
     width = sys.maxsize  # how many nodes to expand at most
-    calibration = None  # what makes probabilities of acceptance of the draft's, if anything (`Calibration`)
-    match_calibration: MatchCalibration | None = None  # what is known of looking up, if the policy does so
-
-    def plan_step(self, behind: list[bool], lookup: PromptLookup | None = None):
-        """
-        The plan of one step, given the rows of the batch that hold it up (none if all texts are finished), and what may be
-        looked up.
-        """
-        return self
+    calibration: Calibration | None = None  # what makes probabilities of acceptance of the draft's, if anything
 
     def more_levels(self, values: torch.FloatTensor, at_most: int) -> int:
         """How many levels to draft below paths of log-probabilities `values` `(B, K)` before this is asked again."""
@@ -111,12 +103,28 @@ class StaticPolicy:
         """
 
 
+class StaticPolicy:
+    """The whole tree in every step."""
+
+    match_calibration: MatchCalibration | None = None  # what is known of looking up, if the policy does so
+
+    def plan_step(self, behind: list[bool], lookup: PromptLookup | None = None) -> StepPlan:
+        """
+        The plan of one step, given the rows of the batch that hold it up (none if all texts are finished), and what may be
+        looked up.
+        """
+        return StepPlan()
+
+
 class AutoPolicy(StaticPolicy):
     """
-    Drafts and verifies what brings the most tokens per second: of a text that goes on for long, a step is worth its
-    expected tokens, less those that the best way of decoding would have written in its time. Expected tokens are the
-    draft's own confidences, calibrated by what the target accepted so far; times are measured. (OPT-Tree,
-    https://huggingface.co/papers/2406.17276, maximises the first; dynamic depth by confidence is from
+    Drafts and verifies what brings the most tokens per second. Of all sizes `n` of a tree it takes the one with the largest
+
+        gain(n) = E[tokens | n] - rate * seconds(n),
+
+    the tokens that a step writes, less those that the best way of decoding so far would have written in its time, at its `rate` in
+    tokens per second. Expected tokens are sums of the draft's own confidences, calibrated by what the target accepted so far; seconds are
+    measured. (OPT-Tree, https://huggingface.co/papers/2406.17276, maximises the first; dynamic depth by confidence is from
     https://huggingface.co/papers/2409.00142.)
 
     A batch is done when its slowest row is: there what a step is worth is how far that one comes, and confidences are averaged
@@ -165,7 +173,7 @@ class AutoPolicy(StaticPolicy):
         self.plain_left, self.interval = self.FIRST_PLAIN_STEPS, self.INTERVALS[0]
         self.num_drafted = 0  # steps since drafting was taken up
         self.weight = self.tokens = self.seconds = 0.0  # of drafted steps, for each row
-        self.lost, self.has_caught_up = 0.0, False  # plain steps, since drafting was taken up
+        self.plain_steps_lost, self.has_caught_up = 0.0, False  # since drafting was taken up
 
     @property
     def is_trial(self) -> bool:
@@ -189,9 +197,10 @@ class AutoPolicy(StaticPolicy):
         if num_looked_up > 0:
             return _LookupStep(self, num_looked_up)
         if not any(behind):  # what is left is padding, of rows that lag behind: whole trees of it are accepted
-            return StaticPolicy()
+            return StepPlan()
         first, at_most = self.REVIEWS
-        if self.num_drafted >= first and self.num_drafted % min(1 << self.num_drafted.bit_length() - 1, at_most) == 0:
+        power_of_two = 1 << self.num_drafted.bit_length() - 1  # the largest that is not larger
+        if self.num_drafted >= first and self.num_drafted % min(power_of_two, at_most) == 0:
             self.num_drafted += 1
             self.plain_left = 2
         if self.plain_left > 0:
@@ -229,13 +238,13 @@ class AutoPolicy(StaticPolicy):
         """
         plain = self.plain(num_rows)
         if plain is not None and self.has_caught_up:
-            self.lost += max(seconds - (usual or 0.0), 0.0) / plain
+            self.plain_steps_lost += max(seconds - (usual or 0.0), 0.0) / plain
         self.has_caught_up = True
 
     def record_plain_step(self, num_rows: int, seconds: float) -> None:
         self.costs.record("verify", num_rows, seconds)
 
-    def worth(self, advances: list[int], behind: list[bool], progress: int) -> float:
+    def equivalent_plain_steps(self, advances: list[int], behind: list[bool], progress: int) -> float:
         """
         How many plain steps a step of a batch is worth that took the rows on by `advances`, and the slowest by `progress`.
 
@@ -260,21 +269,23 @@ class AutoPolicy(StaticPolicy):
             setattr(self, name, getattr(self, name) * self.MEMORY + new)
         self.num_drafted += 1
         if plain is not None:
-            self.lost += seconds / plain - tokens
+            self.plain_steps_lost += seconds / plain - tokens
         if plain is None or self.is_trial or self.tokens * plain >= self.seconds:
             return
         long_ago = self.num_drafted > self.INTERVALS[0]
         if long_ago:
             self.interval = self.INTERVALS[0]
-        self.plain_left = min(max(self.interval, int(self.lost / self.MOST_LOST)), self.MOST_PLAIN * self.interval)
+        self.plain_left = min(
+            max(self.interval, int(self.plain_steps_lost / self.MOST_LOST)), self.MOST_PLAIN * self.interval
+        )
         self.num_drafted = 0
-        self.lost = 0.0
+        self.plain_steps_lost = 0.0
         self.interval = min(4 * self.interval, self.INTERVALS[1])
         scale = min(self.PRIOR_STEPS / self.weight, 1.0)
         self.weight, self.tokens, self.seconds = (scale * x for x in (self.weight, self.tokens, self.seconds))
 
 
-class _PlainStep(StaticPolicy):
+class _PlainStep(StepPlan):
     """A step of `AutoPolicy` that does not draft."""
 
     drafts = False
@@ -286,7 +297,7 @@ class _PlainStep(StaticPolicy):
         self.policy.record_plain_step(self.num_rows, seconds)
 
 
-class _LookupStep(StaticPolicy):
+class _LookupStep(StepPlan):
     """A step of `AutoPolicy` that verifies tokens of the text."""
 
     drafts = False
@@ -301,7 +312,7 @@ class _LookupStep(StaticPolicy):
             self.policy.record_lookup_step(len(paths), tree.num_nodes - 1, seconds)
 
 
-class _DraftedStep(StaticPolicy):
+class _DraftedStep(StepPlan):
     """A step of `AutoPolicy` that drafts."""
 
     def __init__(self, policy: AutoPolicy, behind: list[bool]):
@@ -384,14 +395,14 @@ class _DraftedStep(StaticPolicy):
         if verification is None and tree.num_nodes == 1 and (plain := policy.plain(num_rows)) is not None:
             verification = [plain]  # all a draft may ever come to that is unsure of everything
         if self.only_measures and (plain := policy.plain(num_rows)) is not None and first is not None:
-            policy.lost += max((first + seconds) / plain - progress, 0.0)
+            policy.plain_steps_lost += max((first + seconds) / plain - progress, 0.0)
         elif first is not None and verification is not None:
             if num_rows == 1:
                 # What one row should have brought varies less than what it did, but a draft may be modest, and what it says
                 # is not corrected before some steps were drafted.
                 tokens = (self.tokens + len(paths[0])) / 2
             else:
-                tokens = policy.worth(list(map(len, paths)), self.behind, progress)
+                tokens = policy.equivalent_plain_steps(list(map(len, paths)), self.behind, progress)
             level = costs.near("level", num_rows) or 0.0
             policy.record_drafted_step(tokens, first + level * self.levels + verification[0], policy.plain(num_rows))
 
@@ -470,7 +481,7 @@ class PlannedPolicy(AutoPolicy):
             self.followed[level - 1] += sum(length >= level for length in lengths)
 
 
-class _PlannedStep(StaticPolicy):
+class _PlannedStep(StepPlan):
     """A step of `PlannedPolicy` that drafts."""
 
     def __init__(self, policy: PlannedPolicy, depth: int, behind: list[bool]):
@@ -501,7 +512,7 @@ class _PlannedStep(StaticPolicy):
         if lengths and whole_step is not None:
             tokens = policy.expected_tokens()[self.drafted]
             if len(paths) > 1:
-                tokens = policy.worth(list(map(len, paths)), self.behind, progress)
+                tokens = policy.equivalent_plain_steps(list(map(len, paths)), self.behind, progress)
             policy.record_drafted_step(tokens, whole_step, policy.plain(len(paths)))
 
 

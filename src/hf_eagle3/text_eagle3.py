@@ -28,18 +28,19 @@ from .tree_eagle3 import DraftTree
 
 class Text:
     """
-    The text as it grows. The rows of a batch advance at their own pace, and a finished row goes on as in `_sample`: with
-    padding, up to the length of the longest. Where nobody asked for what the target says of padding, rows that are finished
-    leave the batch instead ([`Text.retire`]).
+    The text as it grows. A finished row goes on as in `_sample`: with padding, up to the length of the longest. Its modes:
 
-    Where that could be noticed they advance in step, as far as all of them can: so that logits processors and stopping
-    criteria which are not known to look at each row by itself are called as `_sample` calls them.
-
-    Where the host would have to wait for each token of a device, and in greedy decoding, all nodes of a tree are looked at
-    in one go.
+    - `in_step`: the rows of a batch advance by as much as the slowest can, so that logits processors and stopping criteria
+      which are not known to look at each row by itself are called as `_sample` calls them. Otherwise at their own pace.
+    - `may_retire`: finished rows leave the batch ([`Text.retire`]), where nobody asked for what the target says of padding.
+    - `may_pick_at_once`: no processor or criterion reads the text before a token. Then all nodes of a tree are looked at in one go,
+      and the host waits once; `visits_nodes`, where looks cost nothing but scores do, only those that the walk comes by.
 
     Args:
-        in_step (`bool`): Whether something else requires it.
+        input_ids (`torch.LongTensor` of shape `(B, S)`): The prompts.
+        logits_processor, stopping_criteria, generation_config, streamer: What `_sample` is called with.
+        returned (`ReturnedOutputs`): Collects what the caller wants besides the text.
+        in_step (`bool`): Whether something else than these requires it.
         path_length (`int`): The most nodes that a path of a drafted tree may have.
         can_read_padding (`bool`): Whether the target has an embedding for the token that finished rows are padded with.
         may_retire (`bool`): Whether the target may be called with fewer rows than it was at first.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from .cache_eagle3 import take_rows
-from .policy_eagle3 import StaticPolicy, looks_are_free
+from .policy_eagle3 import StepPlan, looks_are_free
 
 
 @dataclass
@@ -132,7 +132,7 @@ def grow_tree(
     branching_factor: int,
     num_assistant_tokens: int,
     assistant_confidence_threshold: float = 0.0,
-    plan: StaticPolicy | None = None,
+    plan: StepPlan | None = None,
 ) -> DraftTree:
     """
     Expands the most probable nodes level by level, then keeps the most probable of all of them (EAGLE-2, sections 4.1
@@ -152,7 +152,7 @@ def grow_tree(
         branching_factor (`int`): Children tried per node, and nodes expanded per level.
         num_assistant_tokens (`int`): Nodes kept below the root, at most.
         assistant_confidence_threshold (`float`, *optional*, defaults to 0): Nodes of a lower value are not kept.
-        plan (`StaticPolicy`, *optional*):
+        plan (`StepPlan`, *optional*):
             Whose `more_levels`, `width` and `choose_num_nodes` may make it a smaller tree, and whose `calibration` makes probabilities
             of acceptance of the draft's. Without one all shapes are fixed, and nothing is read by the host.
     """

@@ -17,6 +17,7 @@ from hf_eagle3 import generation_eagle3
 from hf_eagle3.evaluation import BenchmarkResults, BenchmarkRow, compare, format_table, plot_all, run_benchmark
 from hf_eagle3.evaluation.benchmark import without_padding
 from hf_eagle3.evaluation.profile import own_times, profile_steps
+from hf_eagle3.generation_eagle3 import Eagle3Decoding
 
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -296,7 +297,7 @@ def test_profile(tmp_path):
     assert all(static[part] > 0 for part in ("draft, of fixed shapes", "masks", "verify", "accept", "cache"))
     # The labels are off again.
     module = sys.modules[type(draft).__module__.replace("modeling", "generation")]
-    assert not hasattr(module._verify, "__wrapped__")
+    assert not hasattr(module.Eagle3Decoding.verify, "__wrapped__")
 
 
 def test_an_adapted_draft(tokenizer):
@@ -352,10 +353,8 @@ def test_rows_that_end_earlier_count_as_they_are(tokenizer, monkeypatch):
             prompt
         )
     draft, num_rows = make_draft(target, [make_prompt(5)]), []
-    verify = generation_eagle3._verify
-    monkeypatch.setattr(
-        generation_eagle3, "_verify", lambda *args: [num_rows.append(len(args[2].tokens)), verify(*args)][1]
-    )
+    verify = Eagle3Decoding.verify
+    monkeypatch.setattr(Eagle3Decoding, "verify", lambda self: [num_rows.append(len(self.tree.tokens)), verify(self)])
     results = run_benchmark(target, tokenizer, draft, {"a": prompts}, ["plain", "eagle3"], [0.0], [2], 10, 1)
     assert set(num_rows) == {1, 2}
     assert [row.new_tokens for row in results.rows] == [num_tokens, num_tokens] and num_tokens < 20

@@ -19,7 +19,7 @@ PARTS = (
     ("draft, of fixed shapes", "static_eagle3.StaticDrafter", "grow"),
     ("masks", "drafter_eagle3", "tree_attention_mask"),
     ("masks", "generation_eagle3", "tree_attention_mask"),
-    ("verify", "generation_eagle3", "_verify"),
+    ("verify", "generation_eagle3.Eagle3Decoding", "verify"),
     ("accept", "text_eagle3.Text", "walk"),
     ("looking up", "lookup_eagle3.PromptLookup", "extend"),
     ("looking up", "lookup_eagle3.PromptLookup", "expected_progress"),
