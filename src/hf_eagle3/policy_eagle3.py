@@ -199,7 +199,7 @@ class AutoPolicy(StaticPolicy):
         if not any(behind):  # what is left is padding, of rows that lag behind: whole trees of it are accepted
             return StepPlan()
         first, at_most = self.REVIEWS
-        power_of_two = 1 << self.num_drafted.bit_length() - 1  # the largest that is not larger
+        power_of_two = 1 << max(self.num_drafted.bit_length() - 1, 0)  # the largest that is not larger
         if self.num_drafted >= first and self.num_drafted % min(power_of_two, at_most) == 0:
             self.num_drafted += 1
             self.plain_left = 2

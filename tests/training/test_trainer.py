@@ -1,5 +1,6 @@
 import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from peft import LoraConfig
 from transformers import AutoModel
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.data import prompt_of_row
 from hf_eagle3.environment import weights_digest
 from hf_eagle3.training.record import training_record
-from hf_eagle3.training.trainer import beginning
 
 
 TEXTS = Dataset.from_dict({"text": [f"the {i} of {i * 7}, and so on to {i * i} in the end" for i in range(40)]})
@@ -151,10 +152,10 @@ def test_evaluation_decodes(tmp_path, tokenizer, packing):
 
 def test_what_evaluation_decodes_from():
     text = {"input_ids": [5, 6, 7, 8, 9], "labels": [5, 6, 7, 8, 9]}
-    assert beginning(text).tolist() == [[5, 6, 7]]
-    assert beginning({**text, "labels": [-100, -100, 7, -100, 9]}).tolist() == [[5, 6]]
-    assert beginning({**text, "labels": [-100] * 5}).tolist() == [[5, 6, 7]]
-    assert beginning({**text, "seq_lengths": [2, 3]}).tolist() == [[5]]
+    assert prompt_of_row(text).tolist() == [[5, 6, 7]]
+    assert prompt_of_row({**text, "labels": [-100, -100, 7, -100, 9]}).tolist() == [[5, 6]]
+    assert prompt_of_row({**text, "labels": [-100] * 5}).tolist() == [[5, 6, 7]]
+    assert prompt_of_row({**text, "seq_lengths": [2, 3]}).tolist() == [[5]]
 
 
 @pytest.mark.parametrize("loss_type", ["ce", "lk_alpha", "lk_lambda"])
@@ -325,10 +326,27 @@ def test_wrong_arguments(tmp_path, tokenizer):
         )
 
 
+def test_a_target_by_its_name(tmp_path, tokenizer):
+    make_target("llama").to(torch.bfloat16).save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    settings = {"report_to": "none", "use_cpu": True, "bf16": False, "max_steps": 1, "draft_vocab_size": 20}
+    args = Eagle3TrainingArguments(str(tmp_path / "out"), **settings)
+    trainer = Eagle3Trainer(None, str(tmp_path / "target"), args, train_dataset=TEXTS)
+    assert (
+        trainer.target_model.dtype == torch.bfloat16 and trainer.processing_class.get_vocab() == tokenizer.get_vocab()
+    )
+    trainer.train()
+    args.target_model_init_kwargs = {"dtype": torch.float32}
+    trainer = Eagle3Trainer(None, str(tmp_path / "target"), args, train_dataset=TEXTS)
+    assert trainer.target_model.dtype == torch.float32
+    with pytest.raises(ValueError, match="given by its name"):
+        Eagle3Trainer(None, trainer.target_model, args, train_dataset=TEXTS)
+
+
 def test_arguments_stay_the_caller_s(tmp_path, tokenizer):
     """Also where the trainer could not be made."""
     arguments = {"loss_type": "ce", "model_init_kwargs": {"fc_norm": False}, "report_to": "none", "use_cpu": True}
-    args = Eagle3TrainingArguments(str(tmp_path), draft_vocab_size=20, bf16=False, **arguments)
+    args = Eagle3TrainingArguments(str(tmp_path), draft_vocab_size=20, bf16=False, hub_token="hf_mine", **arguments)
     for dataset in (Dataset.from_dict({"text": [3]}), TEXTS):
         try:
             trainer = Eagle3Trainer(
@@ -339,6 +357,7 @@ def test_arguments_stay_the_caller_s(tmp_path, tokenizer):
         assert (trainer is None) == (dataset is not TEXTS)
         assert args.loss_type == "ce" and args.model_init_kwargs == {"fc_norm": False}
     assert trainer.args.loss_type == "ce" and not trainer.draft.config.fc_norm
+    assert trainer.args.hub_token == args.hub_token == "hf_mine" and pickle.loads(pickle.dumps(args)).hub_token is None
 
 
 def test_a_loss_that_is_not_a_number_ends_training(tmp_path, tokenizer):

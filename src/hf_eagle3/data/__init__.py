@@ -7,6 +7,7 @@ from .checks import (
     report_long_rows,
     without_prompt_column,
 )
+from .prompts import prompt_of_row
 from .vocabulary import count_tokens, coverage, most_frequent_tokens
 
 
@@ -17,6 +18,7 @@ __all__ = [
     "count_tokens",
     "coverage",
     "most_frequent_tokens",
+    "prompt_of_row",
     "report_long_rows",
     "without_prompt_column",
 ]

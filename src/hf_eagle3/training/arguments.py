@@ -1,6 +1,7 @@
 """Arguments of [`Eagle3Trainer`]."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from trl import SFTConfig
 
@@ -17,6 +18,8 @@ class Eagle3TrainingArguments(SFTConfig):
     nor the loss crosses their boundaries. `"wrapped"` forgets where they are; it is for running text.
 
     Args:
+        target_model_init_kwargs (`dict`, *optional*):
+            Arguments of `from_pretrained` for a target that the trainer loads itself, by its name; `dtype` defaults to `"auto"`.
         model_init_kwargs (`dict`, *optional*):
             Arguments of [`Eagle3ForSpeculation.from_target`] for the draft that the trainer makes itself (`model=None`).
         draft_vocab_size (`int`, *optional*):
@@ -50,6 +53,8 @@ class Eagle3TrainingArguments(SFTConfig):
             target's own, and large steps make it forget that.
     """
 
+    _VALID_DICT_FIELDS = SFTConfig._VALID_DICT_FIELDS + ["target_model_init_kwargs"]
+
     # Parameters whose default values are overridden from SFTConfig
     learning_rate: float = field(default=1e-3, metadata={"help": "The peak learning rate."})
     adam_beta2: float = field(default=0.95, metadata={"help": "The second beta of AdamW."})
@@ -59,7 +64,10 @@ class Eagle3TrainingArguments(SFTConfig):
         default=None, metadata={"help": "Not supported: the unroll keeps the keys of every step."}
     )
 
-    # Parameters that control the draft
+    # Parameters that control the target and the draft
+    target_model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Arguments of `from_pretrained` for a target that is given by its name."}
+    )
     draft_vocab_size: int | None = field(
         default=None,
         metadata={
@@ -105,6 +113,12 @@ class Eagle3TrainingArguments(SFTConfig):
     def __getstate__(self):
         """`Trainer` pickles its arguments beside the weights, and pushes both: the token stays here."""
         return {**self.__dict__, "hub_token": None}
+
+    def __copy__(self):
+        """Which would leave the token behind, too."""
+        copied = object.__new__(type(self))
+        copied.__dict__ |= self.__dict__
+        return copied
 
     def __post_init__(self):
         super().__post_init__()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from accelerate.logging import get_logger
 from datasets import Dataset
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from trl import SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
@@ -25,6 +25,7 @@ from ..data import (
     count_tokens,
     coverage,
     most_frequent_tokens,
+    prompt_of_row,
     report_long_rows,
     without_prompt_column,
 )
@@ -62,12 +63,15 @@ class Eagle3Trainer(SFTTrainer):
         model ([`Eagle3ForSpeculation`] or `PeftModel`, *optional*):
             The draft to train. `None` makes one by [`Eagle3ForSpeculation.from_target`], with the `draft_vocab_size` most
             frequent supervised tokens of `train_dataset`. Drafts in half precision are trained, and saved, in float32.
-        target_model (`PreTrainedModel`):
-            The frozen target. It may be quantized or spread by a `device_map`; it is not trained and not saved.
+        target_model (`str` or `PreTrainedModel`):
+            The frozen target, or its name: a folder or a Hub id. It may be quantized or spread by a `device_map`; it is not
+            trained and not saved.
         train_dataset (`Dataset`, `IterableDataset` or [`FeatureStore`]):
             Data, or features of a target that were extracted from data before ([`~Eagle3Trainer.extract_features`]).
-        args ([`Eagle3TrainingArguments`]):
-            Arguments.
+        args ([`Eagle3TrainingArguments`], *optional*):
+            Arguments. By default those of training into a folder that is named after the target.
+        processing_class (`PreTrainedTokenizerBase`, *optional*):
+            The target's tokenizer. Loaded by the target's name, if it has one.
         kwargs (*optional*):
             All others of [`~trl.SFTTrainer`].
     """
@@ -82,21 +86,31 @@ class Eagle3Trainer(SFTTrainer):
     def __init__(
         self,
         model: Eagle3ForSpeculation | None,
-        target_model: PreTrainedModel,
-        args: Eagle3TrainingArguments,
+        target_model: str | PreTrainedModel,
+        args: Eagle3TrainingArguments | None = None,
         **kwargs,
     ):
+        target_name = target_model if isinstance(target_model, str) else target_model.config._name_or_path
+        if args is None:
+            args = Eagle3TrainingArguments(f"{Path(target_name or 'draft').name}-eagle3")
         if not isinstance(args, Eagle3TrainingArguments):
             raise TypeError(f"`args` must be `Eagle3TrainingArguments`, got {type(args).__name__}.")
         args = copy.copy(args)  # whatever is settled here, the caller's are for other trainers, too
         if kwargs.get("processing_class") is None:
-            raise ValueError("`Eagle3Trainer` needs the target's tokenizer as `processing_class`.")
+            if not target_name:
+                raise ValueError("`Eagle3Trainer` needs the target's tokenizer as `processing_class`.")
+            kwargs["processing_class"] = AutoTokenizer.from_pretrained(target_name)
+        if isinstance(target_model, str):
+            init_kwargs = {"dtype": "auto", **(args.target_model_init_kwargs or {})}
+            target_model = AutoModelForCausalLM.from_pretrained(target_model, **init_kwargs)
+        elif args.target_model_init_kwargs:
+            raise ValueError("`target_model_init_kwargs` are for a target that is given by its name.")
         self.dataset_names: list[str] = []  # for the card, and settings of a script that are none of `args`
         self.script_settings: dict = {}
         self.is_resumed = False
         # An adapter has a repo of its own; that of this name is for whole drafts.
         if args.push_to_hub and args.hub_model_id is None and kwargs.get("peft_config") is None:
-            args.hub_model_id = repo_name(target_model.config._name_or_path or "draft")
+            args.hub_model_id = repo_name(target_name or "draft")
         takes_vocabulary_from_data = model is None and args.draft_vocab_size is not None
         model = draft_to_train(model, target_model, args, kwargs.get("peft_config"))
         target_model.eval().requires_grad_(False)
@@ -348,10 +362,8 @@ class Eagle3Trainer(SFTTrainer):
         if not self.args.use_muon or self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
             return super().create_optimizer(*args, **kwargs)
         trained = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
-        by_token = ("lm_head", "embed_tokens")  # rows that few tokens of a batch have to do with
-        is_matrix = [weight.dim() == 2 and not any(part in name for part in by_token) for name, weight in trained]
-        matrices = [weight for (_, weight), takes_muon in zip(trained, is_matrix) if takes_muon]
-        others = [weight for (_, weight), takes_muon in zip(trained, is_matrix) if not takes_muon]
+        matrices = [weight for name, weight in trained if weight.dim() == 2 and "lm_head" not in name]
+        others = [weight for name, weight in trained if weight.dim() != 2 or "lm_head" in name]
         adamw_lr = self.args.adamw_learning_rate
         self.optimizer = MuonWithAdamW(
             matrices,
@@ -449,7 +461,7 @@ class Eagle3Trainer(SFTTrainer):
 
     def _continue_beginnings(self, dataset, draft, accepted, process, num_processes):
         for row in islice(dataset, process, self.args.num_eval_prompts, num_processes):
-            prompt = beginning(row).to(self.target_model.device)
+            prompt = prompt_of_row(row).to(self.target_model.device)
             self.target_model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
@@ -577,14 +589,6 @@ def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_conf
     if model.config.has_own_embed_tokens:  # as upstream: a copy of the target's table, which knows its tokens
         model.embed_tokens.requires_grad_(False)
     return model.float()
-
-
-def beginning(row: dict[str, list[int]]) -> torch.LongTensor:
-    """A prompt `(1, L)` of a row's first document: what is not learned at its beginning, or else its first half."""
-    length = row["seq_lengths"][0] if "seq_lengths" in row else len(row["input_ids"])
-    learned = [label != -100 for label in row.get("labels", row["input_ids"])[:length]]
-    num_tokens = learned.index(True) if True in learned else 0
-    return torch.tensor([row["input_ids"][: num_tokens or (length + 1) // 2]])
 
 
 def _forward_or_unroll(self, *args, unroll=None, **kwargs):
