@@ -66,17 +66,25 @@ def main():
     parser.add_argument("--num_prompts", type=int)
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--tree_policy",
+        choices=["static", "auto"],
+        default="static",
+        help="static: a whole tree in every step; auto: what `generate` does, which also looks up, and may decode plainly",
+    )
     parser.add_argument("--json", help="Where to write the results")
     args = parser.parse_args()
 
     prompts = load_prompts(args.prompts, AutoTokenizer.from_pretrained(args.target), args.num_prompts)
     results, unexplained = {}, 0
-    print("| dtype | texts that differ | near ties | largest gap | noise of the target | noise of the tree |")
-    print("| --- | --- | --- | --- | --- | --- |", flush=True)
+    lines = [
+        "| dtype | texts that differ | near ties | largest gap | noise of the target | noise of the tree |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for dtype in args.dtypes:
         target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(args.device).eval()
         draft = AutoModel.from_pretrained(args.draft, dtype=dtype, trust_remote_code=True).to(args.device).eval()
-        draft.generation_config.tree_policy = "static"  # a tree in every step
+        draft.generation_config.tree_policy = args.tree_policy
         results[dtype] = rows = [
             compare(target, draft, torch.tensor([prompt], device=args.device), args.max_new_tokens)
             for prompt in tqdm(prompts, desc=dtype)
@@ -87,11 +95,11 @@ def main():
         unexplained += len(different) - len(near_ties)
         largest = f"{max(abs(row['gap']) for row in different):.2g}" if different else "-"
         tree_noise = max(row["tree_noise"] for row in rows)
-        print(
+        lines.append(
             f"| {dtype} | {len(different)}/{len(rows)} | {len(near_ties)}/{len(different)} | {largest} | {noise:.2g} | "
-            f"{tree_noise:.2g} |",
-            flush=True,
+            f"{tree_noise:.2g} |"
         )
+    print("\n".join(lines))
     if args.json:
         Path(args.json).write_text(
             json.dumps({"arguments": vars(args), "results": results}, indent=2), encoding="utf-8"

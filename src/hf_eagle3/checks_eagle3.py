@@ -117,7 +117,7 @@ def check_call(draft, target, generation_config, synced_gpus, model_kwargs):
             f"Flash attention takes no tree mask. Load {type(target).__name__} with attn_implementation='sdpa', or call "
             "target.set_attn_implementation('sdpa')."
         )
-    if any(isinstance(module, torch.ao.nn.quantized.dynamic.Linear) for module in target.modules()):
+    if any(type(module).__module__.startswith("torch.ao.nn.quantized.") for module in target.modules()):
         raise ValueError(
             f"{type(target).__name__} is quantized with one scale for all tokens of a forward, so that what it says of a "
             "token depends on the others in the tree. Quantize weights only, or activations token by token (torchao)."

@@ -326,6 +326,15 @@ def test_wrong_arguments(tmp_path, tokenizer):
         )
 
 
+@pytest.mark.parametrize(("own", "argument", "expected"), [(0.0, None, 0.02), (0.1, None, 0.1), (0.1, 0.0, 0.0)])
+def test_the_threshold_of_a_draft_that_is_trained_further(tmp_path, tokenizer, own, argument, expected):
+    target = make_target("llama")
+    draft = Eagle3ForSpeculation.from_target(target)
+    draft.generation_config.assistant_confidence_threshold = own
+    make_trainer(tmp_path, tokenizer, model=draft, target=target, assistant_confidence_threshold=argument)
+    assert draft.generation_config.assistant_confidence_threshold == expected
+
+
 def test_a_target_by_its_name(tmp_path, tokenizer):
     make_target("llama").to(torch.bfloat16).save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")

@@ -25,10 +25,10 @@ class Eagle3TrainingArguments(SFTConfig):
         draft_vocab_size (`int`, *optional*):
             Size of the draft vocabulary that the trainer takes from the training data when it makes the draft itself
             (`model=None`). Defaults to the target's whole vocabulary.
-        assistant_confidence_threshold (`float`, *optional*, defaults to `0.02`):
+        assistant_confidence_threshold (`float`, *optional*):
             Saved in the draft's generation config: nodes that it finds less probable, path included, are not verified. The
             probabilities of a trained draft say which nodes are worth their place; those of an untrained one do not, so that
-            a fresh draft has 0.
+            a fresh draft has 0. Defaults to what the draft has, or 0.02 if that is 0.
         ttt_steps (`int`, *optional*, defaults to `7`):
             Drafting steps unrolled in training.
         ttt_warmup (`float`, *optional*, defaults to `0.8`):
@@ -75,8 +75,8 @@ class Eagle3TrainingArguments(SFTConfig):
         },
     )
 
-    assistant_confidence_threshold: float = field(
-        default=0.02,
+    assistant_confidence_threshold: float | None = field(
+        default=None,
         metadata={
             "help": "Saved in the draft's generation config: nodes that it finds less probable are not verified."
         },

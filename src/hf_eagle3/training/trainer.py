@@ -143,7 +143,9 @@ class Eagle3Trainer(SFTTrainer):
                 target_model.get_output_embeddings().to(self.accelerator.device)
         self.target_model = target_model
         draft.borrow_embeddings(target_model)
-        draft.generation_config.assistant_confidence_threshold = args.assistant_confidence_threshold
+        if (threshold := args.assistant_confidence_threshold) is None:
+            threshold = draft.generation_config.assistant_confidence_threshold or 0.02
+        draft.generation_config.assistant_confidence_threshold = threshold
         self.aux_layer_ids = draft.resolve_aux_layer_ids(target_model)
         self.target_states = TargetStates(target_model, self.aux_layer_ids)
         if store is not None:
