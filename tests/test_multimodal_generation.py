@@ -151,10 +151,11 @@ def test_static_caches(family):
     if family is llama4 and not CAN_SELECT_HIDDEN_STATES:
         pytest.skip("transformers before 5.23 makes no masks for static caches of Llama 4, with or without a draft")
     target, inputs = make(family, 2)
-    settings = {"max_new_tokens": 24, "do_sample": False}
+    # Older transformers (5.17) write another text with a static cache than without.
+    settings = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": "static"}
     expected = target.generate(**inputs, **settings)
     oracle = make_oracle(target, expected)
-    actual = target.generate(**inputs, assistant_model=oracle, cache_implementation="static", **settings)
+    actual = target.generate(**inputs, assistant_model=oracle, **settings)
     assert actual.tolist() == expected.tolist()
     assert max(oracle.last_generation.accepted_lengths) >= 4
 

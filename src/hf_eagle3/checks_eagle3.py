@@ -84,9 +84,9 @@ def fingerprint(embedding: torch.Tensor) -> str:
     return base64.b64encode(entries.numpy().tobytes()).decode()
 
 
-def is_shared_out(target) -> bool:
-    """Whether each process holds only a share of the target's weights (tensor parallelism, FSDP2)."""
-    return hasattr(target.get_input_embeddings().weight, "full_tensor")
+def is_sharded(target) -> bool:
+    """Whether each process holds only a share of some of the target's weights (tensor parallelism, FSDP2)."""
+    return any(hasattr(weight, "full_tensor") for weight in target.parameters())  # not all: the embedding may be whole
 
 
 def whole(weight: torch.Tensor) -> torch.Tensor:
@@ -97,9 +97,9 @@ def whole(weight: torch.Tensor) -> torch.Tensor:
 def whole_embedding(target) -> torch.nn.Embedding:
     """The target's embedding, gathered where processes hold shares of it."""
     embedding = target.get_input_embeddings()
-    if is_shared_out(target):
-        return torch.nn.Embedding.from_pretrained(whole(embedding.weight.detach()))
-    return embedding
+    if not hasattr(embedding.weight, "full_tensor"):
+        return embedding
+    return torch.nn.Embedding.from_pretrained(whole(embedding.weight.detach()))
 
 
 def check_call(draft, target, generation_config, synced_gpus, model_kwargs):

@@ -28,7 +28,7 @@ from .cache_eagle3 import TreeCache, is_unused_static, take_paths, tree_attentio
 from .checks_eagle3 import (
     check_call,
     depends_on_length,
-    is_shared_out,
+    is_sharded,
     may_select_rows,
     position_table,
     rotary_switches,
@@ -196,7 +196,7 @@ class Eagle3Decoding:
         self.make_policy = functools.partial(
             tree_policy,
             # Processes that compute one forward together must agree on its size, and each measures other times.
-            "static" if is_shared_out(target) else policy_name,
+            "static" if is_sharded(target) else policy_name,
             target,
             draft,
             batch_size=text.batch_size,

@@ -359,7 +359,7 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
             raise ValueError(f"{name}: `t2d` marks other tokens than `d2t` maps to.")
 
     def get_input_embeddings(self) -> nn.Embedding | None:
-        """The draft's own table, if it has one: the target's is not the draft's to resize or to share out."""
+        """The draft's own table, if it has one: the target's is not the draft's to resize or to shard."""
         return self.embed_tokens if self.config.has_own_embed_tokens else None
 
     def get_output_embeddings(self) -> nn.Linear:

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 
-def share_out(self, *args, **kwargs):
+def shard(self, *args, **kwargs):
     initialize(self, *args, **kwargs)
     if self.distributed_type == DistributedType.MULTI_CPU:
         self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
@@ -19,6 +19,6 @@ def share_out(self, *args, **kwargs):
         assert self.is_fsdp2
 
 
-initialize, AcceleratorState.__init__ = AcceleratorState.__init__, share_out
+initialize, AcceleratorState.__init__ = AcceleratorState.__init__, shard
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ..checks_eagle3 import fingerprint, is_shared_out
+from ..checks_eagle3 import fingerprint, is_sharded
 from ..outputs_eagle3 import aux_hidden_states, select_hidden_states
 from .losses import log_sum_exp
 from .ttt import documents_of
@@ -30,7 +30,7 @@ FP8 = torch.float8_e4m3fn
 class TargetStates:
     """
     Runs a target on collated batches, and returns for `B` sequences of `L` tokens the states that a draft reads, of shape
-    `(B, L, n_aux * H)`, and the target's last ones, which its head reads, `(B, L, H)`. Targets that FSDP shares out give their
+    `(B, L, n_aux * H)`, and the target's last ones, which its head reads, `(B, L, H)`. Targets that FSDP shards give their
     logits in place of the latter.
 
     Where processes hold shares of the target's layers (tensor parallelism), they run it together, on the batch of one process
@@ -64,7 +64,7 @@ class TargetStates:
                 if self.is_fsdp:
                     raise ValueError(
                         f"{type(self.target).__name__} does not keep packed documents apart. Reading each in a row of its own "
-                        "takes a number of forwards that differs between processes, which a target shared out by FSDP cannot "
+                        "takes a number of forwards that differs between processes, which a target sharded by FSDP cannot "
                         "do. Leave out `packing`."
                     )
                 return self._document_by_document(batch["input_ids"], documents)
@@ -136,7 +136,7 @@ class TargetStates:
             probability `(B, L)`, and the most probable tokens of the whole vocabulary `(B, L)`.
         """
         pieces, device, num_rows = [], last_hidden_state.device, last_hidden_state.shape[:2].numel()
-        if is_shared_out(self.target):  # all processes take part in each forward of the head: the same number of them
+        if is_sharded(self.target):  # all processes take part in each forward of the head: the same number of them
             rows_at_a_time = num_rows
         for states in last_hidden_state.reshape(1, num_rows, -1).split(rows_at_a_time, dim=1):
             logits = self.logits(states).to(device)
@@ -390,7 +390,7 @@ def extract(
     index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     rows_per_shard, device = index["rows_per_shard"], target_states.target.get_input_embeddings().weight.device
     missing = missing_shards(folder, index)
-    writes, takes_part_in_all = True, is_shared_out(target_states.target)
+    writes, takes_part_in_all = True, is_sharded(target_states.target)
     if takes_part_in_all:
         writes = process_index == 0
     else:

@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from trl import SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-from ..checks_eagle3 import is_shared_out
+from ..checks_eagle3 import is_sharded
 from ..data import (
     check_assistant_turns,
     check_chat_template,
@@ -135,7 +135,7 @@ class Eagle3Trainer(SFTTrainer):
             )
         draft = self.draft
         self._settle_vocabulary(draft, target_model, takes_vocabulary_from_data)
-        if getattr(target_model, "hf_device_map", None) is None and not is_shared_out(target_model):
+        if getattr(target_model, "hf_device_map", None) is None and not is_sharded(target_model):
             if store is None or self.eval_dataset is not None:
                 target_model.to(self.accelerator.device)
             else:  # its layers have done their work
@@ -316,7 +316,7 @@ class Eagle3Trainer(SFTTrainer):
             )
         if self.target_states.is_fsdp:
             raise ValueError(
-                "A target shared out by FSDP gives no last states to store. Spread it by `device_map` or tensor parallelism."
+                "A target sharded by FSDP gives no last states to store. Spread it by `device_map` or tensor parallelism."
             )
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or self.target_model.dtype
         description = describe(self.target_model, self.processing_class, self.aux_layer_ids)
@@ -448,7 +448,7 @@ class Eagle3Trainer(SFTTrainer):
         draft = self._whole_draft()
         policy, draft.generation_config.tree_policy = draft.generation_config.tree_policy, "static"
         process, num_processes = self.accelerator.process_index, self.accelerator.num_processes
-        if is_shared_out(self.target_model):  # which all must run together
+        if is_sharded(self.target_model):  # which all must run together
             process, num_processes = 0, 1
         accepted = torch.zeros(2, dtype=torch.double, device=self.accelerator.device)
         was_training = draft.training
@@ -476,7 +476,7 @@ class Eagle3Trainer(SFTTrainer):
             accepted += torch.tensor([sum(lengths), len(lengths)], device=accepted.device)
 
     def _whole_draft(self) -> Eagle3ForSpeculation:
-        """A draft that can generate: where its parameters are shared out among processes, a copy of it."""
+        """A draft that can generate: where its parameters are sharded among processes, a copy of it."""
         if not self.is_fsdp_enabled:
             return self.draft
         state = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True))

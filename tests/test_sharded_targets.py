@@ -1,4 +1,4 @@
-"""Targets whose weights processes share out: `torchrun`, on CPUs."""
+"""Targets whose weights processes share: `torchrun`, on CPUs."""
 
 import os
 import subprocess
@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from hf_eagle3 import Eagle3ForSpeculation
 
-folder, settings = sys.argv[1], {sys.argv[2]: "auto" if sys.argv[2] == "tp_plan" else 2}
+folder, kind = sys.argv[1:]
+settings = {"tensor-parallel": {"tp_plan": "auto"}, "fsdp2": {"fsdp_size": 2}}[kind]
 target = AutoModelForCausalLM.from_pretrained(folder + "/target", distributed_config=DistributedConfig(**settings)).eval()
-assert hasattr(target.get_input_embeddings().weight, "full_tensor")
+assert any(hasattr(weight, "full_tensor") for weight in target.parameters())
 draft = Eagle3ForSpeculation.from_pretrained(folder + "/draft").eval()
-draft.generation_config.assistant_confidence_threshold = 0
+draft.generation_config.update(assistant_confidence_threshold=0, tree_policy="auto")
 prompt = torch.load(folder + "/prompt.pt")
 for sampling in ({"do_sample": False}, {"do_sample": True}):
     texts = []
@@ -30,7 +31,8 @@ for sampling in ({"do_sample": False}, {"do_sample": True}):
         torch.manual_seed(0)
         texts.append(target.generate(prompt, max_new_tokens=24, synced_gpus=False, **sampling, **assistant))
     assert torch.equal(*texts), texts
-    assert draft.last_generation.acceptance_length > 1
+    # What each process measures differs: none decides by it.
+    assert draft.last_generation.acceptance_length > 1 and draft.last_generation.plain_steps <= 1
 if dist.get_rank() == 0:
     print("equal")
 dist.barrier()
@@ -38,7 +40,7 @@ dist.destroy_process_group()  # else a process may be aborted while its threads 
 """
 
 
-@pytest.mark.parametrize("kind", ["tp_plan", "fsdp_size"])
+@pytest.mark.parametrize("kind", ["tensor-parallel", "fsdp2"])
 def test_text_of_a_target_that_two_processes_share(tmp_path, kind):
     target, prompt = make_target("llama"), make_prompt(11)
     target.save_pretrained(tmp_path / "target")
