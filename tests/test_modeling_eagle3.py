@@ -285,3 +285,12 @@ def test_rope_of_the_target(rope_type):
         assert draft.rotary_emb.rope_type == "default"
     else:
         assert torch.equal(draft.rotary_emb.inv_freq, target.model.rotary_emb.inv_freq)
+
+
+def test_a_table_of_its_own_in_another_dtype():
+    target = make_target("llama")
+    draft = Eagle3ForSpeculation.from_target(target, has_own_embed_tokens=True).eval()
+    draft.embed_tokens.double()
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    expected = target.generate(make_prompt(5), **settings)
+    assert torch.equal(target.generate(make_prompt(5), assistant_model=draft, **settings), expected)

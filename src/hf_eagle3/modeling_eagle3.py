@@ -379,7 +379,7 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
             embedding (`nn.Embedding`, *optional*): The target's embedding.
         """
         if self.config.has_own_embed_tokens:
-            return self.embed_tokens(input_ids.to(self.lm_head.weight.device))
+            return self.embed_tokens(input_ids.to(self.embed_tokens.weight.device)).to(self.lm_head.weight)
         if embedding is None and not self._borrowed_embedding:
             raise ValueError(
                 "This draft stores no embedding table. Call `draft.borrow_embeddings(target)` before `draft(...)`; "

@@ -6,12 +6,13 @@ import pytest
 import torch
 from conftest import make_prompt, make_target
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModel
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.data import prompt_of_row
 from hf_eagle3.environment import weights_digest
+from hf_eagle3.training import models
 from hf_eagle3.training.record import training_record
 
 
@@ -73,6 +74,10 @@ def test_a_table_of_the_draft_s_own_stays_the_target_s(tmp_path, tokenizer):
     trained = [weight for group in trainer.optimizer.optimizer.param_groups for weight in group["params"]]
     assert trainer.draft.fc.weight in set(trained) and trainer.draft.embed_tokens.weight not in set(trained)
     assert torch.equal(trainer.draft.embed_tokens.weight, trainer.target_model.get_input_embeddings().weight)
+    # Unless an adapter was made for it.
+    adapted = get_peft_model(trainer.draft, LoraConfig(target_modules=["q_proj", "embed_tokens"]))
+    trainer = make_trainer(tmp_path, tokenizer, model=adapted, target=trainer.target_model)
+    assert trainer.draft.embed_tokens.lora_embedding_A["default"].requires_grad
 
 
 @pytest.mark.parametrize("adamw_learning_rate", [None, 3e-3])
@@ -302,6 +307,8 @@ def test_wrong_arguments(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, model=draft, target=target, model_init_kwargs={"model_type": "qwen3"})
     with pytest.raises(ValueError, match="Without Muon pass `learning_rate`"):
         make_trainer(tmp_path, tokenizer, adamw_learning_rate=1e-3, use_muon=False)
+    with pytest.raises(ValueError, match="torch_compile"):
+        make_trainer(tmp_path, tokenizer, model=torch.compile(draft), target=target)
     with pytest.raises(ValueError, match="gradient_checkpointing"):
         make_trainer(tmp_path, tokenizer, gradient_checkpointing=True)
     with pytest.raises(ValueError, match="'nll'"):
@@ -350,6 +357,21 @@ def test_a_target_by_its_name(tmp_path, tokenizer):
     assert trainer.target_model.dtype == torch.float32
     with pytest.raises(ValueError, match="given by its name"):
         Eagle3Trainer(None, trainer.target_model, args, train_dataset=TEXTS)
+    with pytest.raises(ValueError, match="saved beside the draft"):
+        Eagle3TrainingArguments(str(tmp_path / "out"), target_model_init_kwargs={"token": "hf_mine"}, **settings)
+
+
+def test_the_tokenizer_is_of_the_same_revision(monkeypatch):
+    loaded = []
+    for auto in (models.AutoModelForCausalLM, models.AutoTokenizer):
+        monkeypatch.setattr(auto, "from_pretrained", lambda name, **kwargs: loaded.append(kwargs))
+    models.load_target("me/model", {"revision": "v2", "trust_remote_code": True, "dtype": torch.float16})
+    model_kwargs, tokenizer_kwargs = loaded
+    assert (
+        tokenizer_kwargs
+        == {"revision": "v2", "trust_remote_code": True}
+        == {name: value for name, value in model_kwargs.items() if name != "dtype"}
+    )
 
 
 def test_arguments_stay_the_caller_s(tmp_path, tokenizer):

@@ -122,6 +122,11 @@ class Eagle3TrainingArguments(SFTConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if secrets := [name for name in self.target_model_init_kwargs or () if name.endswith("token")]:
+            raise ValueError(
+                f"Arguments are saved beside the draft, and published with it: leave {secrets} out of "
+                "`target_model_init_kwargs`, and log in by `hf auth login` or the environment variable HF_TOKEN."
+            )
         if self.ttt_steps < 1:
             raise ValueError(f"`ttt_steps` must be at least 1, got {self.ttt_steps}.")
         if not 0 <= self.ttt_warmup <= 1:

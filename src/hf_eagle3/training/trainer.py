@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from accelerate.logging import get_logger
 from datasets import Dataset
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from trl import SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
@@ -33,6 +33,7 @@ from ..hub import card_on_hub, is_edited, render_card, repo_name, write_records
 from ..modeling_eagle3 import Eagle3ForSpeculation
 from .arguments import Eagle3TrainingArguments
 from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, start_store
+from .models import draft_to_train, load_target
 from .optimizer import MuonWithAdamW
 from .record import training_record
 from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, ttt_loss
@@ -96,15 +97,9 @@ class Eagle3Trainer(SFTTrainer):
         if not isinstance(args, Eagle3TrainingArguments):
             raise TypeError(f"`args` must be `Eagle3TrainingArguments`, got {type(args).__name__}.")
         args = copy.copy(args)  # whatever is settled here, the caller's are for other trainers, too
-        if kwargs.get("processing_class") is None:
-            if not target_name:
-                raise ValueError("`Eagle3Trainer` needs the target's tokenizer as `processing_class`.")
-            kwargs["processing_class"] = AutoTokenizer.from_pretrained(target_name)
-        if isinstance(target_model, str):
-            init_kwargs = {"dtype": "auto", **(args.target_model_init_kwargs or {})}
-            target_model = AutoModelForCausalLM.from_pretrained(target_model, **init_kwargs)
-        elif args.target_model_init_kwargs:
-            raise ValueError("`target_model_init_kwargs` are for a target that is given by its name.")
+        target_model, kwargs["processing_class"] = load_target(
+            target_model, args.target_model_init_kwargs, kwargs.get("processing_class")
+        )
         self.dataset_names: list[str] = []  # for the card, and settings of a script that are none of `args`
         self.script_settings: dict = {}
         self.is_resumed = False
@@ -557,40 +552,6 @@ class Eagle3Trainer(SFTTrainer):
     def _name_datasets(self, names: str | list[str] | None) -> None:
         if names:
             self.dataset_names = [names] if isinstance(names, str) else list(names)
-
-
-def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_config=None):
-    """
-    `model`, or a fresh draft, in float32: half precision swallows small updates, and autocast (`bf16=True`) computes in it
-    all the same.
-
-    Raises:
-        ValueError: if arguments contradict each other or the draft, or it cannot be trained for this target.
-    """
-    if model is None and peft_config is not None:
-        raise ValueError(
-            "LoRA adapts a draft that there is; an adapter of a fresh one would be saved without it. Pass the draft as `model` "
-            "(`--draft_name_or_path`), or leave `peft_config` out (`--use_peft`)."
-        )
-    if model is None:
-        torch.manual_seed(args.seed)
-        model = Eagle3ForSpeculation.from_target(target_model, **(args.model_init_kwargs or {}))
-    elif args.model_init_kwargs:
-        raise ValueError("`model_init_kwargs` are for the draft that `model=None` makes. Leave one of them out.")
-    elif args.draft_vocab_size not in (None, model.config.draft_vocab_size):
-        raise ValueError(
-            f"`draft_vocab_size` is {args.draft_vocab_size}, but the draft has a vocabulary of "
-            f"{model.config.draft_vocab_size}. Leave one of `model` and `draft_vocab_size` out."
-        )
-    model.validate_target(target_model)
-    if set(model.config.transformer_layer_config.layer_types) != {"full_attention"}:
-        raise ValueError(
-            "`Eagle3Trainer` trains drafts with full attention; this one has layers "
-            f"{model.config.transformer_layer_config.layer_types}, whose window training-time test would ignore."
-        )
-    if model.config.has_own_embed_tokens:  # as upstream: a copy of the target's table, which knows its tokens
-        model.embed_tokens.requires_grad_(False)
-    return model.float()
 
 
 def _forward_or_unroll(self, *args, unroll=None, **kwargs):

@@ -1,0 +1,69 @@
+"""The two models of a training: the target, and the draft."""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from ..modeling_eagle3 import HUB_ARGUMENTS, Eagle3ForSpeculation
+from .arguments import Eagle3TrainingArguments
+
+
+def load_target(target: str | PreTrainedModel, init_kwargs: dict[str, Any] | None, processing_class=None):
+    """
+    The target, and its tokenizer as `processing_class`, both loaded if they are not given.
+
+    Raises:
+        ValueError: if it is not known what to load.
+    """
+    init_kwargs = init_kwargs or {}
+    if not isinstance(target, str) and init_kwargs:
+        raise ValueError("`target_model_init_kwargs` are for a target that is given by its name.")
+    name = target if isinstance(target, str) else target.config._name_or_path
+    if processing_class is None and not name:
+        raise ValueError("`Eagle3Trainer` needs the target's tokenizer as `processing_class`.")
+    if isinstance(target, str):
+        target = AutoModelForCausalLM.from_pretrained(name, **{"dtype": "auto", **init_kwargs})
+    if processing_class is None:
+        shared = (*HUB_ARGUMENTS, "code_revision", "trust_remote_code")
+        kwargs = {key: value for key, value in init_kwargs.items() if key in shared}
+        processing_class = AutoTokenizer.from_pretrained(name, **kwargs)
+    return target, processing_class
+
+
+def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_config=None):
+    """
+    `model`, or a fresh draft, in float32: half precision swallows small updates, and autocast (`bf16=True`) computes in it
+    all the same.
+
+    Raises:
+        ValueError: if arguments contradict each other or the draft, or it cannot be trained for this target.
+    """
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(
+            "Checkpoints of a compiled draft would not load. Pass the draft as it was, and `torch_compile=True`."
+        )
+    if model is None and peft_config is not None:
+        raise ValueError(
+            "LoRA adapts a draft that there is; an adapter of a fresh one would be saved without it. Pass the draft as `model` "
+            "(`--draft_name_or_path`), or leave `peft_config` out (`--use_peft`)."
+        )
+    if model is None:
+        torch.manual_seed(args.seed)
+        model = Eagle3ForSpeculation.from_target(target_model, **(args.model_init_kwargs or {}))
+    elif args.model_init_kwargs:
+        raise ValueError("`model_init_kwargs` are for the draft that `model=None` makes. Leave one of them out.")
+    elif args.draft_vocab_size not in (None, model.config.draft_vocab_size):
+        raise ValueError(
+            f"`draft_vocab_size` is {args.draft_vocab_size}, but the draft has a vocabulary of "
+            f"{model.config.draft_vocab_size}. Leave one of `model` and `draft_vocab_size` out."
+        )
+    model.validate_target(target_model)
+    if set(model.config.transformer_layer_config.layer_types) != {"full_attention"}:
+        raise ValueError(
+            "`Eagle3Trainer` trains drafts with full attention; this one has layers "
+            f"{model.config.transformer_layer_config.layer_types}, whose window training-time test would ignore."
+        )
+    if model.config.has_own_embed_tokens and not hasattr(model, "peft_config"):
+        model.embed_tokens.requires_grad_(False)  # as upstream: a copy of the target's table, which knows its tokens
+    return model.float()
