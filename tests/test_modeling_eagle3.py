@@ -3,7 +3,7 @@ import json
 
 import pytest
 import torch
-from conftest import FAMILIES, VOCAB_SIZE, make_target
+from conftest import FAMILIES, VOCAB_SIZE, make_prompt, make_target
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import DynamicCache
