@@ -279,15 +279,15 @@ def test_half_precision_drafts_are_trained_in_float32(tmp_path, tokenizer):
     trainer.train()
     assert trainer.draft.dtype == torch.float32
     # Training goes on from what it left; what is used has the target's precision, as does the record of its weights.
-    trainer.save_model(str(tmp_path / "final"))
-    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    trainer.save_model(str(tmp_path / "checkpoint-best"))
+    (checkpoint,) = tmp_path.glob("checkpoint-[0-9]*")
     saved = {}
-    for folder in (checkpoint, tmp_path / "final"):
+    for folder in (checkpoint, tmp_path / "checkpoint-best"):
         draft = saved[folder.name] = Eagle3ForSpeculation.from_pretrained(folder)
         record = json.loads((folder / "training.json").read_text())
         assert record["draft_weights"] == weights_digest(draft.state_dict())
-    assert saved["final"].dtype == torch.bfloat16 and saved[checkpoint.name].dtype == torch.float32
-    assert torch.equal(saved["final"].fc.weight, trainer.draft.fc.weight.bfloat16())
+    assert saved["checkpoint-best"].dtype == torch.bfloat16 and saved[checkpoint.name].dtype == torch.float32
+    assert torch.equal(saved["checkpoint-best"].fc.weight, trainer.draft.fc.weight.bfloat16())
 
 
 def test_packing(tmp_path, tokenizer):

@@ -498,7 +498,7 @@ class Eagle3Trainer(SFTTrainer):
             write_records(folder, training_record(self), None)
             return
         trained, dtype = self.model, self.target_model.dtype
-        is_checkpoint = folder.name.startswith(PREFIX_CHECKPOINT_DIR)
+        is_checkpoint = folder.name == f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         is_cast = dtype in (torch.bfloat16, torch.float16) and not is_checkpoint
         # FSDP makes another class of the draft's, in a module of its own that would be saved as the draft's code.
         if is_cast or self.is_fsdp_enabled:
