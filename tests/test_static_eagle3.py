@@ -8,6 +8,7 @@ from conftest import FAMILIES, make_batch, make_draft, make_oracle, make_prompt,
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
+from hf_eagle3.drafter_eagle3 import Drafter
 from hf_eagle3.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 from hf_eagle3.policy_eagle3 import PlannedPolicy, StaticPolicy, StepCosts, StepPlan
 from hf_eagle3.text_eagle3 import Text
@@ -132,6 +133,50 @@ def test_rows_that_are_far_apart(monkeypatch):
     oracle.generation_config.update(tree_depth=6, branching_factor=1, num_assistant_tokens=6)
     assert torch.equal(target.generate(**batch, assistant_model=oracle, **STATIC, **settings), expected)
     assert max(oracle.last_generation.accepted_lengths) > 4
+
+
+class DraftsLate(StaticPolicy):
+    """Drafts after many plain steps, and perhaps in the first."""
+
+    def __init__(self, first, num_plain):
+        self.first, self.num_plain, self.num_steps = first, num_plain, 0
+
+    def plan_step(self, live, lookup):
+        self.num_steps += 1
+        plan = StepPlan()
+        plan.drafts = not self.first < self.num_steps <= self.first + self.num_plain
+        return plan
+
+
+@pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("lengths", [[9], [2, 9, 5]])
+def test_what_a_long_plain_text_leaves_to_read_is_bounded(monkeypatch, target, cache, first, lengths):
+    policies = []
+    monkeypatch.setattr("hf_eagle3.generation_eagle3.tree_policy", lambda *args, **kwargs: policies[-1])
+    num_unread, remember = [], Drafter.remember
+
+    def noting(self, *args):
+        remember(self, *args)
+        num_unread.append(len(self.unread))
+
+    monkeypatch.setattr(Drafter, "remember", noting)
+    batch, settings = make_batch(lengths), {"max_new_tokens": 60, "do_sample": False}
+    expected = target.generate(**batch, **settings)
+    draft = make_draft(target, [batch["input_ids"][:1]])
+    draft.generation_config.update(tree_depth=3, branching_factor=2, num_assistant_tokens=5)
+    # In the second, what was read ahead is all that has to be: the draft says what it says without a limit.
+    accepted = []
+    for num_plain, limit in ((30, 8), (14, 8), (14, 256)):
+        policies.append(DraftsLate(first, num_plain))
+        monkeypatch.setattr(Drafter, "MAX_UNREAD", limit)
+        num_unread.clear()
+        assert torch.equal(target.generate(**batch, assistant_model=draft, **cache, **settings), expected)
+        assert max(num_unread) == min(limit, num_plain + 1)
+        accepted.append(draft.last_generation.accepted_lengths)
+        assert max(accepted[-1]) > 1
+    if first == 0:
+        assert accepted[1] == accepted[2]
 
 
 @pytest.mark.parametrize("num_slots", [35, 40, 80])

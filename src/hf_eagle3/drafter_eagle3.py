@@ -30,6 +30,9 @@ class Drafter:
     that it can do so in inference mode, whose operators cost less than those of `no_grad`.
     """
 
+    # Steps that may be left to read: a text that is decoded plainly could leave the states of all of its tokens.
+    MAX_UNREAD = 256
+
     def __init__(self, draft, embedding):
         self.draft, self.embedding = draft, embedding
         self.layer_config = draft.config.transformer_layer_config
@@ -62,6 +65,18 @@ class Drafter:
             if attention_mask is not None:
                 counts = attention_mask[:, -num_seen - 1 : -1].bool().sum(dim=1).clamp(min=1).tolist()
         self.unread.append((features[:, -max(counts) :], counts))
+        if len(self.unread) > self.MAX_UNREAD:
+            if self.has_read_nothing:  # the prompt, to whose first tokens all later ones attend
+                self.read_ahead(text, model_kwargs)
+            else:
+                del self.unread[0]
+
+    @torch.inference_mode()
+    def read_ahead(self, text, model_kwargs) -> None:
+        """Reads all but the newest token."""
+        tokens, features, positions, counts = self.take_unread(text, model_kwargs)
+        self.read(tokens[:, :-1], features[:, :-1], positions[:, :-1], [count - 1 for count in counts])
+        self.unread = [(features[:, -1:], [1] * len(counts))]
 
     def take_unread(self, text, model_kwargs):
         """The newest tokens `(B, R)`, the states and positions before them, and how many of those each row has to read."""
@@ -82,10 +97,13 @@ class Drafter:
     @torch.inference_mode()
     def observe(self, text, model_kwargs):
         """Reads the newest tokens with what was remembered of the positions before them."""
+        self.read(*self.take_unread(text, model_kwargs))
+
+    def read(self, tokens, features, positions, counts):
+        """Reads what [`Drafter.take_unread`] returns, and keeps what the draft says at the last token of each row."""
         past_length = self.cache.get_seq_length()
-        tokens, features, positions, counts = self.take_unread(text, model_kwargs)
         num_rows, hidden_states = tokens.shape[1], self.draft.combine_hidden_states(features)
-        is_batch, device = text.batch_size > 1, tokens.device
+        is_batch, device = len(counts) > 1, tokens.device
         index = (
             torch.arange(num_rows, device=device) - num_rows + torch.tensor(counts, device=device)[:, None]
         )  # (B, R)

@@ -164,9 +164,36 @@ class StaticDrafter(Drafter):
     def grow(self, text, model_kwargs, plan, **settings) -> DraftTree:
         """[`Drafter.grow`], but always the whole tree, whatever the `plan` and the `settings` of the step."""
         start = time.perf_counter()
+        had_read_nothing = self.has_read_nothing
+        tokens, features, positions, counts, excess = self._read_ahead(text, model_kwargs)
+        is_usual = excess <= 0 and not had_read_nothing
+        newest = [
+            # Strides must not depend on what it was cut from: compilers look at them, even where there is but one row.
+            F.pad(block, (*(0, 0) * (block.dim() - 2), -excess, 0)).clone(memory_format=torch.contiguous_format)
+            for block in (tokens, features, positions)
+        ]
+        fields = self.draft_tree(
+            self.draft, self.embedding, self.cache, *newest, counts, self.lengths, **self.settings
+        )
+        self.lengths = self.lengths + counts
+        # What a CUDA graph returns is overwritten by the next one.
+        tree = DraftTree(*(entries.clone() for entries in fields))
+        plan.record_draft(self.settings["tree_depth"] - 1, time.perf_counter() - start, 0.0, is_usual)
+        return tree
+
+    def read_ahead(self, text, model_kwargs) -> None:
+        """Reads all but the newest tokens, as many as a step with a tree leaves to read."""
+        _, features, _, counts, _ = self._read_ahead(text, model_kwargs)
+        counts = counts.tolist()
+        self.unread = [(features[:, -max(counts) :], counts)]
+
+    def _read_ahead(self, text, model_kwargs):
+        """
+        Reads the same. Returns what [`Drafter.take_unread`] does, but for how many of the newest tokens are left to read of each row,
+        and by how many the others exceed them.
+        """
         tokens, features, positions, counts = self.take_unread(text, model_kwargs)
         counts, excess = torch.tensor(counts, device=tokens.device), tokens.shape[1] - self.num_rows
-        is_usual = excess <= 0 and self.lengths is not None
         if self.lengths is None:
             self.lengths, config = torch.zeros_like(counts), self.layer_config
             self.cache.early_initialization(
@@ -182,20 +209,7 @@ class StaticDrafter(Drafter):
                 blocks = [block[:, begin:end] for block in (tokens, features, positions)]
                 block_counts = (counts - tokens.shape[1] + end).clamp(0, end - begin)
                 *_, self.lengths = read(self.draft, self.embedding, self.cache, *blocks, block_counts, self.lengths)
-        newest = [
-            # Strides must not depend on what it was cut from: compilers look at them, even where there is but one row.
-            F.pad(block, (*(0, 0) * (block.dim() - 2), -excess, 0)).clone(memory_format=torch.contiguous_format)
-            for block in (tokens, features, positions)
-        ]
-        counts = counts.clamp(max=self.num_rows)
-        fields = self.draft_tree(
-            self.draft, self.embedding, self.cache, *newest, counts, self.lengths, **self.settings
-        )
-        self.lengths = self.lengths + counts
-        # What a CUDA graph returns is overwritten by the next one.
-        tree = DraftTree(*(entries.clone() for entries in fields))
-        plan.record_draft(self.settings["tree_depth"] - 1, time.perf_counter() - start, 0.0, is_usual)
-        return tree
+        return tokens, features, positions, counts.clamp(max=self.num_rows), excess
 
     def _read_prompt(self, tokens, features, positions, counts):
         """Reads with the causal mask that attention can do without, as a mask over all slots would be large."""
