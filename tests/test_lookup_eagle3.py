@@ -211,6 +211,18 @@ def test_a_text_that_repeats_itself(cyclic, cheap_nodes, monkeypatch, settings, 
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
+def test_a_draft_that_is_unsure_of_everything_keeps_nobody_from_looking_up(cyclic, sequences):
+    """What it takes to verify several tokens is measured all the same."""
+    draft = Eagle3ForSpeculation.from_target(cyclic).eval()
+    draft.generation_config.assistant_confidence_threshold = 0.99
+    kwargs = {"max_new_tokens": 90, "do_sample": False, "pad_token_id": 0}
+    prompt = torch.tensor([[3, 9, 5, 6]]).expand(sequences, -1)
+    expected = cyclic.generate(prompt, **kwargs)
+    assert torch.equal(cyclic.generate(prompt, assistant_model=draft, **kwargs), expected)
+    assert draft.last_generation.lookup_steps >= 3 and max(draft.last_generation.accepted_lengths) > 1
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
 def test_static_caches_look_up_as_many_tokens_as_a_tree_has(cyclic, cheap_nodes, sequences, monkeypatch):
     sizes, verify = set(), Eagle3Decoding.verify
 

@@ -154,6 +154,7 @@ class AutoPolicy(StaticPolicy):
     MOST_LOST = 0.01  # share of the time that may be lost to trials; they are the rarer for it
     MOST_PLAIN = 16  # times the interval, whatever was lost: the machine may just have been slow
     HORIZON = 16  # drafted steps that a batch is taken to have before it
+    MEASURED_LOOKUP = 1.5  # tokens to expect of a step that looks up, to be worth measuring what such a step takes
     REVIEWS = (8, 256)  # drafted steps before plain ones, which tell what those take now: at first, and at most
 
     def __init__(
@@ -212,13 +213,20 @@ class AutoPolicy(StaticPolicy):
     def drafted_step(self, behind):
         return _DraftedStep(self, behind)
 
+    def cheap_size(self, num_rows: int) -> int:
+        """How many nodes to verify for the sake of measuring it."""
+        return max(self.num_nodes // 3 // num_rows, 1)
+
     def num_to_look_up(self, num_rows: int, lookup: PromptLookup) -> int:
         """How many tokens of the text to verify, or 0 if another step brings more."""
         sizes = [size for size in self.sizes if size <= lookup.num_tokens]
         expected = lookup.expected_progress(sizes[-1])
-        costs = self.lookup_costs(num_rows, sizes) if expected[-1] > 1 else None
-        if costs is None:
+        if expected[-1] <= 1:
             return 0
+        costs = self.lookup_costs(num_rows, sizes)
+        if costs is None:  # measure one that costs little: a draft that is unsure of everything verifies nothing
+            size = max([size for size in sizes if size <= self.cheap_size(num_rows)], default=0)
+            return size if expected[size] > self.MEASURED_LOOKUP and self.plain(num_rows) is not None else 0
         rate = self.rate(num_rows)
         gains = {size: expected[size] - rate * cost for size, cost in zip(sizes, costs)}
         best = max(sizes, key=gains.__getitem__)
@@ -357,7 +365,7 @@ class _DraftedStep(StepPlan):
         expected = list(itertools.accumulate(self._expected(values), initial=1.0))
         sizes = [size for size in policy.sizes if size < len(expected)]
         if self.verification is None:  # measure one that costs little, whatever the batch
-            best = min(max(policy.num_nodes // 3 // len(self.behind), 1), len(expected) - 1)
+            best = min(policy.cheap_size(len(self.behind)), len(expected) - 1)
             self.only_measures = best > 0
         else:
             gains = {size: expected[size] - self.rate * each for size, each in zip(sizes, self.verification)}
