@@ -56,9 +56,9 @@ def describe(draft, info) -> list[tuple[str, str]]:
 
 def engines(draft, info) -> list[tuple[str, str]]:
     if info["format"] == "speculators" and draft.config.speculators_config is not None:
-        rows = [("vLLM", "serves it as it is")]
+        rows = [("vLLM", "takes it as it is")]
     else:
-        rows = [("vLLM", "serves it after recipes/export.py --to speculators --target VERIFIER")]
+        rows = [("vLLM", "takes it after recipes/export.py --to speculators --target VERIFIER")]
     for name in WRITABLE:
         engine = {"sglang": "SGLang", "safeailab": "EAGLE's own code"}[name]
         try:

@@ -52,6 +52,7 @@ from hf_eagle3.training.record import training_record
 NUM_PROMPTS = 20
 PROMPT_TOKENS = 48
 EOS = "<|endoftext|>"
+FEW_STEPS = 100  # of a training that is worth looking at
 
 
 class TimeBudget(TrainerCallback):
@@ -85,6 +86,11 @@ class TimeBudget(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.bar.close()
+        if state.global_step < FEW_STEPS:
+            print(
+                f"Only {state.global_step} steps in {self.seconds:.0f} seconds: what follows will mean little. If other programs use "
+                f"the cores, delete {args.output_dir.removesuffix('-run')} and run this again with OMP_NUM_THREADS=1."
+            )
 
 
 class TimedEagle3Trainer(Eagle3Trainer):
@@ -288,7 +294,7 @@ def main():
         )
     print(
         "To publish the draft, with a card that has these figures: "
-        + shlex.join(["python", "recipes/push.py", str(draft_dir), "--benchmark", str(results)])
+        + shlex.join([sys.executable, "recipes/push.py", str(draft_dir), "--benchmark", str(results)])
     )
 
 

@@ -47,7 +47,7 @@ def test_inspect_and_export(tmp_path, monkeypatch, capsys):
     assert result.returncode == 0, result.stderr[-3000:]
     lines = {line.split("  ")[0].strip(): line for line in result.stdout.splitlines()}
     assert "speculators" in lines["format"] and "fc_norm, norm_output" in lines["flags"]
-    assert "serves it as it is" in lines["vLLM"] and "--to sglang" in lines["SGLang"]
+    assert "takes it as it is" in lines["vLLM"] and "--to sglang" in lines["SGLang"]
     assert "cannot take it" in lines["EAGLE's own code"] and "fits" in lines[str(tmp_path / "target")]
     assert len(lines) < 25
 

@@ -352,9 +352,10 @@ def test_a_target_by_its_name(tmp_path, tokenizer):
         trainer.target_model.dtype == torch.bfloat16 and trainer.processing_class.get_vocab() == tokenizer.get_vocab()
     )
     trainer.train()
-    args.target_model_init_kwargs = {"dtype": torch.float32}
-    trainer = Eagle3Trainer(None, str(tmp_path / "target"), args, train_dataset=TEXTS)
-    assert trainer.target_model.dtype == torch.float32
+    trainer.save_model(str(tmp_path / "draft"))
+    args.target_model_init_kwargs, args.draft_vocab_size = {"dtype": torch.float32}, None
+    trainer = Eagle3Trainer(str(tmp_path / "draft"), str(tmp_path / "target"), args, train_dataset=TEXTS)
+    assert trainer.target_model.dtype == torch.float32 and trainer.draft.config.draft_vocab_size == 20
     with pytest.raises(ValueError, match="given by its name"):
         Eagle3Trainer(None, trainer.target_model, args, train_dataset=TEXTS)
     with pytest.raises(ValueError, match="saved beside the draft"):

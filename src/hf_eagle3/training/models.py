@@ -43,6 +43,8 @@ def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_conf
         raise ValueError(
             "Checkpoints of a compiled draft would not load. Pass the draft as it was, and `torch_compile=True`."
         )
+    if isinstance(model, str):
+        model = Eagle3ForSpeculation.from_pretrained(model)
     if model is None and peft_config is not None:
         raise ValueError(
             "LoRA adapts a draft that there is; an adapter of a fresh one would be saved without it. Pass the draft as `model` "

@@ -61,8 +61,8 @@ class Eagle3Trainer(SFTTrainer):
     ```
 
     Args:
-        model ([`Eagle3ForSpeculation`] or `PeftModel`, *optional*):
-            The draft to train. `None` makes one by [`Eagle3ForSpeculation.from_target`], with the `draft_vocab_size` most
+        model (`str`, [`Eagle3ForSpeculation`] or `PeftModel`, *optional*):
+            The draft to train, or its folder or Hub id. `None` makes one by [`Eagle3ForSpeculation.from_target`], with the `draft_vocab_size` most
             frequent supervised tokens of `train_dataset`. Drafts in half precision are trained, and saved, in float32.
         target_model (`str` or `PreTrainedModel`):
             The frozen target, or its name: a folder or a Hub id. It may be quantized or spread by a `device_map`; it is not
@@ -86,7 +86,7 @@ class Eagle3Trainer(SFTTrainer):
 
     def __init__(
         self,
-        model: Eagle3ForSpeculation | None,
+        model: str | Eagle3ForSpeculation | None,
         target_model: str | PreTrainedModel,
         args: Eagle3TrainingArguments | None = None,
         **kwargs,
