@@ -47,6 +47,9 @@ def main():
     trainer.accelerator.print(
         f"{store.index['num_tokens']} tokens in {store.index['num_rows']} rows, {store.num_shards} shards in {folder}."
     )
+    # Else a process may be aborted at its end while its threads still talk to others.
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

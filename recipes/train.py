@@ -196,6 +196,9 @@ def main():
         trainer.save_model(training_args.output_dir)
         trainer.create_model_card()
     trainer.accelerator.print(f"Saved the draft to {training_args.output_dir}.")
+    # Else a process may be aborted at its end while its threads still talk to others.
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
