@@ -31,6 +31,7 @@ from accelerate import PartialState
 from datasets import DatasetDict, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.distributed import DistributedConfig
+from transformers.trainer_utils import get_last_checkpoint
 from trl import (
     DatasetMixtureConfig,
     ModelConfig,
@@ -183,6 +184,12 @@ def main():
     logging.getLogger("hf_eagle3").setLevel(logging.INFO)
     parser = TrlParser((TrainScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig))
     script_args, training_args, target_config, mixture = parser.parse_args_and_config()
+    folder = Path(training_args.output_dir)
+    if not training_args.resume_from_checkpoint and folder.is_dir() and get_last_checkpoint(folder) is not None:
+        raise ValueError(
+            f"{folder} has checkpoints of another run, which would be overwritten. Go on from them by `--resume_from_checkpoint "
+            "true`, or choose another `--output_dir`."
+        )
     trainer = make_trainer(script_args, training_args, target_config, mixture)
     # For the card.
     names = [dataset.path for dataset in mixture.datasets] or [script_args.dataset_name]

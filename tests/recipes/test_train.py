@@ -186,6 +186,13 @@ def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path):
     assert "lora" not in card.data.tags and "learning_rate: 0.01" in card.text
 
 
+def test_checkpoints_are_not_overwritten(files, whole_run):
+    weights = (files / "whole" / "model.safetensors").read_bytes()
+    result = train(files, files / "whole", *FRESH)
+    assert result.returncode != 0 and "has checkpoints of another run" in result.stderr
+    assert (files / "whole" / "model.safetensors").read_bytes() == weights
+
+
 def test_a_split_that_is_not_there(files, tmp_path):
     result = train(
         files, tmp_path / "out", "--eval_strategy", "steps", "--dataset_test_split", "held_out", max_steps=1
