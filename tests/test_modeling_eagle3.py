@@ -105,6 +105,46 @@ def test_forward_equals_a_naive_network(model_type, num_layers, flags):
     torch.testing.assert_close(outputs.last_hidden_state, last_hidden_state, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("layer_types", [["full_attention"], ["sliding_attention", "full_attention"]])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_the_last_row_alone_equals_the_last_row(attention, layer_types, is_padded):
+    layer_config = {
+        **LAYER,
+        "model_type": "llama",
+        "num_hidden_layers": len(layer_types),
+        "layer_types": layer_types,
+        "sliding_window": 4,
+    }
+    config = Eagle3Config(transformer_layer_config=layer_config, has_own_embed_tokens=True, attn_implementation=attention)
+    draft = randomize(Eagle3ForSpeculation(config))
+    rows = []
+    draft.layers[-1].mlp.register_forward_hook(lambda module, args, output: rows.append(output.shape[1]))
+    input_ids, aux = make_inputs(draft, length=12)
+    hidden_states, mask = draft.combine_hidden_states(aux), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :3] = 0
+    caches = {logits_to_keep: DynamicCache() for logits_to_keep in (0, 1, 2)}
+    for begin, end in ((0, 8), (8, 12)):  # a prompt, and a chain below it
+        outputs = {}
+        for logits_to_keep, cache in caches.items():
+            outputs[logits_to_keep] = draft(
+                input_ids[:, begin:end],
+                hidden_states[:, begin:end],
+                mask[:, :end] if is_padded else None,
+                past_key_values=cache,
+                logits_to_keep=logits_to_keep,
+            )
+        for name in ("logits", "last_hidden_state"):
+            whole = outputs[0][name]
+            for kept in (1, 2):
+                assert outputs[kept][name].shape == (2, kept, whole.shape[-1])
+                torch.testing.assert_close(outputs[kept][name], whole[:, -kept:])
+    assert rows == [8, 1, 8, 4, 1, 4]
+    for layer, whole in zip(caches[1].layers, caches[0].layers):
+        torch.testing.assert_close(layer.keys, whole.keys)
+        torch.testing.assert_close(layer.values, whole.values)
+
+
 @pytest.mark.parametrize("flags", [{}, {"norm_before_fc": True}, {"fc_norm": True}])
 @pytest.mark.parametrize("num_aux", [3, 4])
 def test_combine_hidden_states(flags, num_aux):

@@ -20,6 +20,7 @@ TRAVELLING = (
     "drafter_eagle3.py",
     "estimates_eagle3.py",
     "generation_eagle3.py",
+    "layers_eagle3.py",
     "lookup_eagle3.py",
     "modeling_eagle3.py",
     "outputs_eagle3.py",

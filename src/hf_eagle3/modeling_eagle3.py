@@ -23,16 +23,7 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import ModelOutput, logging
 
 from .checks_eagle3 import check_pairing, fingerprint, whole, whole_embedding
@@ -44,6 +35,7 @@ from .generation_eagle3 import (
     install_generation_hook,
     last_generation,
 )
+from .layers_eagle3 import Eagle3DecoderLayer, Eagle3RMSNorm
 from .policy_eagle3 import DEFAULT_TREE_SETTINGS
 from .target_eagle3 import config_for_target, default_aux_layer_ids, speculators_config_for
 
@@ -60,9 +52,10 @@ class Eagle3Output(ModelOutput):
 
     Args:
         logits (`torch.FloatTensor` of shape `(batch_size, sequence_length, draft_vocab_size)`):
-            Scores over the draft vocabulary. Row `t` predicts the token at position `t + 2`.
+            Scores over the draft vocabulary. Row `t` predicts the token at position `t + 2`. Fewer rows with `logits_to_keep`.
         last_hidden_state (`torch.FloatTensor` of shape `(batch_size, sequence_length, hidden_size)`):
-            What the next drafting step takes as `hidden_states` (before or after the final norm, see `norm_output`).
+            What the next drafting step takes as `hidden_states` (before or after the final norm, see `norm_output`). As many
+            rows.
         past_key_values (`Cache`, *optional*):
             The draft's own cache.
     """
@@ -70,95 +63,6 @@ class Eagle3Output(ModelOutput):
     logits: torch.FloatTensor | None = None
     last_hidden_state: torch.FloatTensor | None = None
     past_key_values: Cache | None = None
-
-
-class Eagle3RMSNorm(LlamaRMSNorm):
-    """Llama's norm by torch's own operator, which is faster in training."""
-
-    def forward(self, hidden_states):
-        weight = self.weight.to(hidden_states.dtype)  # they differ under autocast
-        return nn.functional.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
-
-
-class Eagle3Attention(LlamaAttention):
-    """Llama's attention with inputs of any width, and Qwen3's query and key norms when the layers are Qwen3's."""
-
-    def __init__(self, config, layer_idx: int, input_size: int):
-        super().__init__(config, layer_idx)
-        if input_size != config.hidden_size:
-            for name in ("q_proj", "k_proj", "v_proj"):
-                out_features = getattr(self, name).out_features
-                setattr(self, name, nn.Linear(input_size, out_features, bias=config.attention_bias))
-        if config.model_type == "qwen3":
-            self.q_norm = Eagle3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = Eagle3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        else:
-            self.q_norm = self.k_norm = nn.Identity()
-        is_sliding = config.layer_types[layer_idx] == "sliding_attention"
-        self.sliding_window = config.sliding_window if is_sliding else None
-
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
-        input_shape = hidden_states.shape[:-1]
-        head_shape = (*input_shape, -1, self.head_dim)
-        query = self.q_norm(self.q_proj(hidden_states).view(head_shape)).transpose(1, 2)
-        key = self.k_norm(self.k_proj(hidden_states).view(head_shape)).transpose(1, 2)
-        value = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-
-        # A cache may bring its own attention: training-time test attends to some keys on the diagonal only.
-        attention = getattr(past_key_values, "attention_forward", None)
-        if attention is None:
-            attention = ALL_ATTENTION_FUNCTIONS.get_interface(
-                self.config._attn_implementation, eager_attention_forward
-            )
-        attn_output, _ = attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            **kwargs,
-        )
-        return self.o_proj(attn_output.reshape(*input_shape, -1))
-
-
-class Eagle3DecoderLayer(nn.Module):
-    """
-    A decoder layer. The first one reads the token's embedding beside the hidden state (EAGLE-3, section 3.1), the
-    others are ordinary.
-    """
-
-    def __init__(self, config: Eagle3Config, layer_idx: int):
-        super().__init__()
-        layer_config = config.transformer_layer_config
-        hidden_size, eps = layer_config.hidden_size, layer_config.rms_norm_eps
-        self.reads_embeddings = layer_idx == 0
-        self.norm_before_residual = config.norm_before_residual
-        if self.reads_embeddings:
-            self.hidden_norm = Eagle3RMSNorm(hidden_size, eps=eps)
-        self.input_layernorm = Eagle3RMSNorm(hidden_size, eps=eps)
-        self.self_attn = Eagle3Attention(
-            layer_config, layer_idx, input_size=2 * hidden_size if self.reads_embeddings else hidden_size
-        )
-        self.post_attention_layernorm = Eagle3RMSNorm(hidden_size, eps=eps)
-        self.mlp = (Qwen3MLP if layer_config.model_type == "qwen3" else LlamaMLP)(layer_config)
-
-    def forward(self, hidden_states, inputs_embeds, **attention_kwargs):
-        residual = hidden_states
-        if self.reads_embeddings:
-            hidden_states = self.hidden_norm(hidden_states)
-            if self.norm_before_residual:
-                residual = hidden_states
-            attention_input = torch.cat([self.input_layernorm(inputs_embeds), hidden_states], dim=-1)  # (B, S, 2H)
-        else:
-            attention_input = self.input_layernorm(hidden_states)
-        hidden_states = residual + self.self_attn(attention_input, **attention_kwargs)
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
@@ -447,14 +351,21 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
             inputs_embeds (`torch.FloatTensor` of shape `(batch_size, sequence_length, hidden_size)`, *optional*):
                 In place of `input_ids`.
             logits_to_keep (`int`, *optional*, defaults to `0`):
-                Compute the logits of the last so many rows only. 0 stands for all.
+                Return the last so many rows only. 0 stands for all.
         """
         normed, last_hidden_state, past_key_values = self.step(
-            input_ids, hidden_states, attention_mask, position_ids, past_key_values, use_cache, inputs_embeds
+            input_ids,
+            hidden_states,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            use_cache,
+            inputs_embeds,
+            only_last=logits_to_keep == 1,
         )
         return Eagle3Output(
             logits=self.lm_head(normed[:, -logits_to_keep:]),
-            last_hidden_state=last_hidden_state,
+            last_hidden_state=last_hidden_state[:, -logits_to_keep:],
             past_key_values=past_key_values,
         )
 
@@ -467,8 +378,9 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         past_key_values=None,
         use_cache=None,
         inputs_embeds=None,
+        only_last=False,
     ) -> tuple[torch.FloatTensor, torch.FloatTensor, Cache | None]:
-        """[`forward`] up to the head: what `lm_head` takes, the `last_hidden_state`, and the cache."""
+        """[`forward`] up to the head: what `lm_head` takes, the `last_hidden_state`, and the cache. `only_last`: of the last row."""
         if (input_ids is None) == (inputs_embeds is None) or hidden_states is None:
             raise ValueError(
                 "A drafting step takes `hidden_states` and one of `input_ids` and `inputs_embeds`. To generate text, call "
@@ -495,6 +407,7 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
                 position_embeddings=position_embeddings,
                 attention_mask=masks[layer_type],
                 past_key_values=past_key_values,
+                only_last=only_last and layer is self.layers[-1],  # the layers before it feed its keys and values
             )
         normed = self.norm(hidden_states)
         return normed, normed if self.config.norm_output else hidden_states, past_key_values

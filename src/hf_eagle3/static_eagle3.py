@@ -221,6 +221,7 @@ class StaticDrafter(Drafter):
             position_ids=positions,
             attention_mask=is_text.long() if len(tokens) > 1 else None,
             past_key_values=cache,
+            only_last=True,
         )
         for layer, read_layer in zip(self.cache.layers, cache.layers):
             layer.update(read_layer.keys, read_layer.values)
