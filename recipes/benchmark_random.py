@@ -33,6 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, Dynami
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.environment import environment
 from hf_eagle3.evaluation.benchmark import synchronize
+from hf_eagle3.evaluation.memory import peak_memory, reset_peak_memory
 from hf_eagle3.evaluation.profile import format_profile, profile_steps
 
 
@@ -238,6 +239,7 @@ def main():
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
 
+    counts_memory = reset_peak_memory(torch.device(args.device))
     target, draft, prompts = make_pairing(args)
     results = {
         "arguments": vars(args),
@@ -247,7 +249,7 @@ def main():
         "parts": time_parts(target, draft, args),
         "steps": time_steps(target, draft, prompts[0], args),
         "profile": profile_steps(target, draft, prompts[0].tolist(), args.max_new_tokens),
-        "peak_memory": torch.cuda.max_memory_allocated() / 2**20 if target.device.type == "cuda" else None,
+        "peak_memory": peak_memory(target.device) if counts_memory else None,
     }
     (folder / "results.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
     (folder / "results.md").write_text(report(results), encoding="utf-8")

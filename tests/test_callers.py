@@ -215,6 +215,11 @@ def test_overridden_inputs_are_refused(target, draft):
     with pytest.raises(ValueError, match="does not pass on the positions"):
         other.eval().generate(make_prompt(5), assistant_model=draft, **SETTINGS)
 
+    patched, prepare = make_target("llama"), target.prepare_inputs_for_generation
+    patched.prepare_inputs_for_generation = lambda *args, **kwargs: prepare(*args, **kwargs)
+    with pytest.raises(ValueError, match="prepare_inputs_for_generation was replaced"):
+        patched.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
+
 
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),

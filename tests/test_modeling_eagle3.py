@@ -116,7 +116,9 @@ def test_the_last_row_alone_equals_the_last_row(attention, layer_types, is_padde
         "layer_types": layer_types,
         "sliding_window": 4,
     }
-    config = Eagle3Config(transformer_layer_config=layer_config, has_own_embed_tokens=True, attn_implementation=attention)
+    config = Eagle3Config(
+        transformer_layer_config=layer_config, has_own_embed_tokens=True, attn_implementation=attention
+    )
     draft = randomize(Eagle3ForSpeculation(config))
     rows = []
     draft.layers[-1].mlp.register_forward_hook(lambda module, args, output: rows.append(output.shape[1]))

@@ -128,7 +128,8 @@ def check_call(draft, target, generation_config, synced_gpus, model_kwargs):
             f"{type(target).__name__} tells distances by indices in its cache (local or ALiBi attention), at which the "
             "nodes of a tree do not stand in the order of the text. EAGLE-3 decoding needs a target with explicit positions."
         )
-    if target.prepare_inputs_for_generation.__func__ is not type(target).prepare_inputs_for_generation:
+    prepare_inputs = getattr(target.prepare_inputs_for_generation, "__func__", None)
+    if prepare_inputs is not type(target).prepare_inputs_for_generation:
         raise ValueError(
             f"{type(target).__name__}.prepare_inputs_for_generation was replaced, as PEFT does for prompt and prefix "
             "tuning, which put tokens before the text that EAGLE-3 decoding does not see. Use another adapter, or leave "

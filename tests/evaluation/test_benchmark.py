@@ -14,7 +14,15 @@ from transformers import AutoModel, AutoModelForCausalLM, MuseGlimmerAssistantCo
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator, MTPCandidateGenerator
 
 from hf_eagle3 import generation_eagle3
-from hf_eagle3.evaluation import BenchmarkResults, BenchmarkRow, compare, format_table, plot_all, run_benchmark
+from hf_eagle3.evaluation import (
+    BenchmarkResults,
+    BenchmarkRow,
+    compare,
+    format_table,
+    memory,
+    plot_all,
+    run_benchmark,
+)
 from hf_eagle3.evaluation.benchmark import without_padding
 from hf_eagle3.evaluation.profile import own_times, profile_steps
 from hf_eagle3.generation_eagle3 import Eagle3Decoding
@@ -234,6 +242,31 @@ def test_the_draft_alone_looks_nothing_up(tokenizer, monkeypatch):
     rows = run_benchmark(target, tokenizer, draft, tasks, methods, [0.0], [1], 6, 1).rows
     assert [row.method for row in rows] == methods and all(row.num_identical == 1 for row in rows[1:])
     assert settings == 2 * [0, 0, 24]  # of the warm-up, too
+
+
+def test_peak_memory():
+    cpu = torch.device("cpu")
+    if not memory.reset_peak_memory(cpu):
+        pytest.skip("the system does not count")
+    before = memory.peak_memory(cpu)
+    block = torch.ones(100 * 2**18)  # 100 MiB
+    del block
+    assert 90 < memory.peak_memory(cpu) - before < 150
+    assert memory.reset_peak_memory(cpu) and memory.peak_memory(cpu) < before + 50
+
+
+def test_memory_that_nobody_counts(tokenizer, monkeypatch, tmp_path):
+    target = make_target("llama")
+    results = run_benchmark(
+        target, tokenizer, None, {"task": [[1, 2]]}, methods=["plain"], max_new_tokens=3, repeats=1
+    )
+    if memory.reset_peak_memory(target.device):
+        assert all(row.peak_memory > 50 for row in results.rows) and "peak memory, MiB" in format_table(results.rows)
+    monkeypatch.setattr(memory, "PROCESS", tmp_path / "none")
+    results = run_benchmark(
+        target, tokenizer, None, {"task": [[1, 2]]}, methods=["plain"], max_new_tokens=3, repeats=1
+    )
+    assert all(row.peak_memory is None for row in results.rows) and "peak memory" not in format_table(results.rows)
 
 
 def test_plots(tmp_path):

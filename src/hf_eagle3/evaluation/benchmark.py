@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
+from .memory import peak_memory, reset_peak_memory
 from .results import METHODS, BenchmarkResults
 
 
@@ -147,7 +148,7 @@ class TimedGeneration:
             timing_drafter(self.draft if is_ours else None) as drafting,
             counting_forwards(self.target) as num_forwards,
         ):
-            reset_peak_memory(device)
+            counts_memory = reset_peak_memory(device)
             synchronize(device)
             start = time.perf_counter()
             sequences = self.target.generate(**inputs, **self.settings, **mode, **self.assistance[method])
@@ -162,7 +163,7 @@ class TimedGeneration:
             "lookup_lengths": Counter(getattr(stats, "lookup_lengths", [])),  # older drafts' code has none
             "plain_steps": stats.plain_steps if is_ours else 0,
             "lookup_steps": getattr(stats, "lookup_steps", 0),
-            "peak_memory": peak_memory(device),
+            "peak_memory": peak_memory(device) if counts_memory else None,
         }
         ends = self.target.generation_config.eos_token_id
         ends = set(ends if isinstance(ends, list) else [ends])
@@ -316,13 +317,3 @@ def counting_forwards(target):
 def synchronize(device: torch.device) -> None:
     if device.type in ("cuda", "xpu", "mps"):
         getattr(torch, device.type).synchronize()
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_memory(device: torch.device) -> float | None:
-    """In MiB."""
-    return torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None

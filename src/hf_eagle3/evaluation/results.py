@@ -35,7 +35,9 @@ class BenchmarkRow:
         draft_share (`float`): Share of the time in which trees were drafted. EAGLE-3 only.
         num_identical (`int`): Prompts whose tokens are, in every repeat, those of plain generation.
         num_prompts (`int`): Of how many.
-        peak_memory (`float`, *optional*): Most memory allocated on the accelerator, in MiB. Not measured on a CPU.
+        peak_memory (`float`, *optional*):
+            In MiB, weights included: the most allocated on an accelerator, or for a CPU the most that the process had resident, with
+            what it keeps of earlier calls. Only where the system tells.
     """
 
     method: str
