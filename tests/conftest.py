@@ -127,10 +127,34 @@ FAMILIES = {
     "cohere2": ("cohere2", {**ALTERNATING, "sliding_window": WINDOW}),
 }
 
+# Smaller weights: these amplify what is rounded otherwise.
+DELTA_RULE = {
+    "initializer_range": 0.1,
+    "layer_types": ["linear_attention", "full_attention"] * 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MAMBA = {"initializer_range": 0.1, "mamba_d_state": 8, "mamba_d_head": 8, "mamba_n_heads": 8, "mamba_chunk_size": 8}
+
+# With states that are not keys and values: those of convolutions, which can be cropped, and recurrent ones, which cannot.
+CONVOLUTIONAL = {"lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 3})}
+RECURRENT = {
+    "qwen3_next": ("qwen3_next", {**MOE, **DELTA_RULE, "shared_expert_intermediate_size": 16}),
+    "qwen3_5": ("qwen3_5_text", DELTA_RULE),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**MOE, **DELTA_RULE, "shared_expert_intermediate_size": 16}),
+    "olmo_hybrid": ("olmo_hybrid", DELTA_RULE),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {**MOE, **MAMBA, "layer_types": ["mamba", "attention"] * 3, "shared_intermediate_size": 16},
+    ),
+}
+
 
 def make_target(family: str, seed: int = 0, **changes):
     """A random target in fp32. Weights are large, so that its text is neither constant nor full of near ties."""
-    model_type, family_changes = FAMILIES[family]
+    model_type, family_changes = (FAMILIES | CONVOLUTIONAL | RECURRENT)[family]
     config = AutoConfig.for_model(model_type, **{**BASE, **family_changes, **changes})
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
-from conftest import lookups_of, make_batch, make_draft, make_oracle, make_prompt, make_target
+from conftest import make_draft, make_oracle, make_prompt, make_target
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoConfig,
@@ -370,96 +370,6 @@ def test_statistics_of_another_thread(target, draft):
     thread.start()
     thread.join()
     assert fresh.last_generation.new_tokens == 24
-
-
-# Targets with states that are not keys and values -----------------------------------------------------------------
-
-
-def make_lfm2():
-    config = AutoConfig.for_model(
-        "lfm2",
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention"] * 3,
-        eos_token_id=None,
-        pad_token_id=0,
-        initializer_range=0.3,
-    )
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
-def test_convolutional_states_beside_static_layers_are_refused():
-    target, prompt = make_lfm2(), make_prompt(9)
-    draft = make_oracle(target, target.generate(prompt, **SETTINGS))
-    with pytest.raises(ValueError, match="LinearAttentionLayer layers. Use the default `DynamicCache`"):
-        target.generate(prompt, assistant_model=draft, cache_implementation="static", **SETTINGS)
-
-
-@pytest.mark.parametrize("length", [2, 5, 40])
-def test_convolutional_states_take_a_chain(length):
-    target, prompt = make_lfm2(), make_prompt(length)
-    for settings in ({}, {"repetition_penalty": 1.3}, {"do_sample": True}):
-        torch.manual_seed(0)
-        oracle = make_oracle(target, target.generate(prompt, **{**SETTINGS, **settings}))
-        lengths = assert_same_text(target, oracle, prompt, **settings).accepted_lengths
-        assert max(lengths) >= 3 and min(lengths) < 7
-    mask = torch.ones_like(prompt)
-    mask[:, 0] = 0
-    assert_same_text(target, oracle, prompt, attention_mask=mask)
-
-
-def test_convolutional_states_and_what_is_looked_up():
-    target, prompt = make_lfm2(), make_prompt(9)
-    expected = target.generate(prompt, **SETTINGS)
-    oracle, num_lookups = make_oracle(target, expected), 0
-    oracle.generation_config.tree_policy = "auto"
-    for seed in range(5):
-        with lookups_of(expected, seed):
-            assert torch.equal(target.generate(prompt, assistant_model=oracle, **SETTINGS), expected)
-        num_lookups += oracle.last_generation.lookup_steps
-    assert num_lookups > 3
-
-
-def test_convolutional_states_can_be_continued_from():
-    target, prompt = make_lfm2(), make_prompt(9)
-    oracle = make_oracle(target, target.generate(prompt, **SETTINGS))
-    settings = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True}
-    texts = []
-    for assistant in ({}, {"assistant_model": oracle}):
-        first = target.generate(prompt, **assistant, **settings)
-        longer = torch.cat([first.sequences, make_prompt(4)], dim=1)
-        second = target.generate(longer, past_key_values=first.past_key_values, **assistant, **settings)
-        third = target.generate(second.sequences, past_key_values=second.past_key_values, **settings)
-        texts.append(third.sequences.tolist())
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"eos_token_id": 7, "pad_token_id": 0}])
-def test_convolutional_states_of_a_batch(settings):
-    target, batch = make_lfm2(), make_batch([5, 9])
-
-    def generate(**kwargs):
-        torch.manual_seed(0)
-        return target.generate(**batch, **{**SETTINGS, **settings}, **kwargs)
-
-    expected = generate()
-    oracle = make_oracle(target, expected, padding=1 - batch["attention_mask"].sum(dim=1, keepdim=True) + 8)
-    assert generate(assistant_model=oracle).tolist() == expected.tolist()
-    assert max(oracle.last_generation.accepted_lengths) >= 2
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "jamba"])
-def test_recurrent_states_are_refused(model_type):
-    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48}
-    target = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
-    draft = Eagle3ForSpeculation.from_target(target)
-    with pytest.raises(ValueError, match="stateful models"):
-        target.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
 
 
 # Prompts ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import BASE, VOCAB_SIZE, lookups_of, make_draft, make_oracle, make_prompt
+from conftest import BASE, DELTA_RULE, VOCAB_SIZE, lookups_of, make_draft, make_oracle, make_prompt
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -10,6 +10,8 @@ from transformers import (
     Gemma4ForConditionalGeneration,
     Llama4Config,
     Llama4ForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -96,6 +98,24 @@ def qwen3_vl():
     return Qwen3VLForConditionalGeneration(config), image, "mm_token_type_ids"
 
 
+def qwen3_5():
+    vision = {**VISION, "depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "out_hidden_size": 32}
+    config = Qwen3_5Config(
+        text_config={
+            **TEXT,
+            **DELTA_RULE,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+        },
+        vision_config={**vision, "num_position_embeddings": 16},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=VIDEO - 1,
+        vision_end_token_id=VIDEO - 2,
+    )
+    image = {"pixel_values": torch.rand(16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    return Qwen3_5ForConditionalGeneration(config), image, "mm_token_type_ids"
+
+
 def make(family, num_images):
     """A target, and a prompt of 30 tokens with so many images in it."""
     torch.manual_seed(0)
@@ -117,7 +137,7 @@ def make(family, num_images):
 
 
 @pytest.mark.parametrize("num_images", [0, 1, 2])
-@pytest.mark.parametrize("family", [gemma3, gemma4, llama4, qwen3_vl])
+@pytest.mark.parametrize("family", [gemma3, gemma4, llama4, qwen3_vl, qwen3_5])
 def test_text_and_images(family, num_images):
     target, inputs = make(family, num_images)
     for settings in ({}, {"repetition_penalty": 1.3}, {"do_sample": True}):
@@ -131,7 +151,7 @@ def test_text_and_images(family, num_images):
         assert max(oracle.last_generation.accepted_lengths) >= 4
 
 
-@pytest.mark.parametrize("family", [gemma3, gemma4, llama4, qwen3_vl])
+@pytest.mark.parametrize("family", [gemma3, gemma4, llama4, qwen3_vl, qwen3_5])
 def test_looking_up_what_may_be_an_image(family):
     """The places of images are tokens of the text, too."""
     target, inputs = make(family, 2)
@@ -161,7 +181,7 @@ def test_static_caches(family):
     assert max(oracle.last_generation.accepted_lengths) >= 4
 
 
-@pytest.mark.parametrize("family", [gemma3, gemma4, llama4, qwen3_vl])
+@pytest.mark.parametrize("family", [gemma3, gemma4, llama4, qwen3_vl, qwen3_5])
 def test_the_image_matters(family):
     """Or the tests above would not be about images."""
     target, inputs = make(family, 1)
@@ -171,7 +191,7 @@ def test_the_image_matters(family):
         assert (target(**inputs).logits[:, -1] - logits).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("family", [gemma3, gemma4, llama4, qwen3_vl])
+@pytest.mark.parametrize("family", [gemma3, gemma4, llama4, qwen3_vl, qwen3_5])
 def test_batches(family):
     target, inputs = make(family, 1)
     batch = {name: torch.cat([value] * 2) for name, value in inputs.items()}

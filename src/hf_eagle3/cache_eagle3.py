@@ -112,14 +112,21 @@ class TreeCache:
     """
     The target's cache, from which a step removes the nodes it did not accept.
 
+    Recurrent states cannot forget a token. They are put back to what they were before the step, and read what it accepted
+    again, together with the next tree.
+
     Args:
         cache (`Cache`): As the prompt's forward left it.
         path_length (`int`): The most nodes that a path may have.
+        may_reread (`bool`): Whether the target reads several tokens from where recurrent states are as it reads them one by one.
     """
 
-    def __init__(self, cache, path_length: int):
-        check_cache(cache)
-        self.path_length = path_length
+    # Tokens to read again beside a tree: where there are more, they are read without one. On accelerators so many take hardly longer.
+    MOST_TO_REREAD = 16
+
+    def __init__(self, cache, path_length: int, may_reread: bool = False):
+        check_cache(cache, may_reread)
+        self.path_length, self.may_reread = path_length, may_reread
         self.keep_path = keep_path
         self.cache = None
         self.track(cache, num_new=0)
@@ -133,18 +140,25 @@ class TreeCache:
         if cache is self.cache:
             self.length += num_new
             return
-        check_cache(cache)
+        check_cache(cache, self.may_reread)
         self.cache = cache
         self.length = int(cache.get_seq_length())  # on the host: a static cache counts on its device
         # States that each token updates can be rolled back to along one path only.
         self.is_chain = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
         self.is_static = is_static(cache)
-        self.recording_layers = [layer for layer in cache.layers if hasattr(layer, "record_past")]
+        self.to_reread, self.saved = (
+            0,
+            None,
+        )  # tokens at the end of `length` that were forgotten, and the states before them
+        self.recurrent_layers = recurrent_layers(cache)
+        self.layers = [layer for layer in cache.layers if layer not in self.recurrent_layers]
+        self.recording_layers = [layer for layer in self.layers if hasattr(layer, "record_past")]
         self.were_recording = [layer.record_past for layer in self.recording_layers]
         # From here on sliding layers and convolutions keep what a step may have to roll back to.
-        cache.activate_past_recording()
+        for layer in self.recording_layers:
+            layer.activate_past_recording()
         if not self.is_static:
-            cache.crop(0)
+            self.crop(0)
 
     @property
     def capacity(self) -> int:
@@ -156,6 +170,21 @@ class TreeCache:
         """How many more entries a static cache can hold."""
         return self.capacity - self.length
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """`Cache.crop`, but for recurrent layers."""
+        for layer in self.layers:
+            layer.crop(tokens_to_remove)
+
+    def prepare(self, num_new: int) -> None:
+        """Called before a forward over `num_new` nodes: remembers what recurrent states may have to be put back to."""
+        if num_new > 1 and self.saved is None and self.recurrent_layers:
+            self.saved = [state.clone() for state in self._states()]
+
+    def _states(self):
+        for layer in self.recurrent_layers:
+            for states in (layer.conv_states, layer.recurrent_states):
+                yield from (state for state in states.values() if state is not None)
+
     def keep_paths(self, paths: list[list[int]], growth: int) -> None:
         """Keeps each row's path, ascending, of the newest tree, if it has one. The cache becomes longer by `growth`."""
         num_nodes, self.num_new = self.num_new, 0
@@ -163,6 +192,16 @@ class TreeCache:
             return
         self.length += growth - num_nodes
         path = paths[0]
+        if self.recurrent_layers:
+            if growth < num_nodes and self.saved is not None:
+                for state, saved in zip(self._states(), self.saved):
+                    state.copy_(saved)
+                self.crop(-self.to_reread - num_nodes)
+                self.to_reread += growth
+            else:
+                self.crop(0)
+                self.to_reread, self.saved = 0, None
+            return
         if any(other != path for other in paths) or len(path) != growth:
             keep_rows(self.cache, paths, num_nodes, growth, self.length)
         elif self.is_static and growth < num_nodes:
@@ -180,7 +219,7 @@ class TreeCache:
                     for states in (layer.keys, layer.values):
                         nodes = states[..., -num_nodes:, :]
                         nodes[..., :growth, :] = nodes.index_select(-2, index)
-            self.cache.crop(growth - num_nodes)
+            self.crop(growth - num_nodes)
 
     def select(self, rows: list[int], excess: int) -> None:
         """Forgets all rows but these, and the `excess` positions at the left that only others had. A step must have ended."""
@@ -191,6 +230,13 @@ class TreeCache:
         """Leaves the cache as plain `generate` does."""
         for layer, was_recording in zip(self.recording_layers, self.were_recording):
             layer.record_past = was_recording
+
+
+def recurrent_layers(cache) -> list:
+    """The layers of a cache whose states each token updates, beyond a window: with their convolutions, and those of others."""
+    layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    are_recurrent = any(any(layer.is_recurrent_states_initialized.values()) for layer in layers)
+    return layers if are_recurrent else []
 
 
 def is_static(cache) -> bool:
@@ -313,8 +359,8 @@ def take_paths(features, paths):
     return take_rows(features, index)
 
 
-def check_cache(cache) -> None:
-    """Refuses caches from which the nodes of a tree, or of a chain, cannot be taken out again."""
+def check_cache(cache, may_reread: bool) -> None:
+    """Refuses caches from which the nodes of a tree, or of a chain, cannot be taken out again (see [`TreeCache`])."""
     if cache is None:
         raise ValueError("EAGLE-3 decoding needs a target that returns `past_key_values`.")
     if getattr(type(cache), "crop", None) is not Cache.crop:
@@ -331,10 +377,10 @@ def check_cache(cache) -> None:
         records_past = (
             type(layer) is LinearAttentionLayer and not is_static(cache) and hasattr(layer, "activate_past_recording")
         )
-        if records_past and not any(layer.is_recurrent_states_initialized.values()):  # only convolutions do
+        if records_past and (may_reread or not any(layer.is_recurrent_states_initialized.values())):
             continue
         raise ValueError(
             f"EAGLE-3 decoding cannot roll back a {type(cache).__name__} with {type(layer).__name__} layers. Use the "
-            "default `DynamicCache` (no `cache_implementation`); recurrent states cannot be rolled back, and neither can "
-            "those of convolutions beside static layers, or a `StaticCache` with sliding layers that was made before the call (`cache_implementation='static'` makes another)."
+            "default `DynamicCache` (no `cache_implementation`); of recurrent states only those can be rolled back that are named in "
+            "hf-eagle3's documentation, and neither can those of convolutions beside static layers, or a `StaticCache` with sliding layers that was made before the call (`cache_implementation='static'` makes another)."
         )

@@ -163,13 +163,23 @@ def check_call(draft, target, generation_config, synced_gpus, model_kwargs):
     if cache is None:
         return
     if not is_unused_static(cache):
-        check_cache(cache)
+        check_cache(cache, may_reread(target))
     returns_attentions = generation_config.return_dict_in_generate and generation_config.output_attentions
     if returns_attentions and is_static(cache) and config._attn_implementation == "eager":
         raise ValueError(
             "EAGLE-3 decoding does not return the attentions to a static cache, which are to all of its slots. Leave "
             "`output_attentions` or `cache_implementation='static'` out."
         )
+
+
+# Targets with recurrent states that go on from these over several tokens as over one after another (tested). In transformers others begin
+# anew (Jamba), or compute something else (Nemotron-H).
+MAY_REREAD = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "granitemoehybrid")
+
+
+def may_reread(target) -> bool:
+    """Whether recurrent states of the target read several tokens at once as they read them one by one."""
+    return target.config.get_text_config(decoder=True).model_type in MAY_REREAD
 
 
 def depends_on_length(target, input_ids, cache, model_kwargs, stopping_criteria) -> bool:
@@ -200,7 +210,7 @@ def may_select_rows(target, cache, model_kwargs, per_token) -> bool:
     perhaps for this size of batch, and neither its modules nor its arguments are suspected of an entry for each row, but for
     the arguments named in `per_token`.
     """
-    if cache.is_static or getattr(cache.cache, "_is_user_defined", False):
+    if cache.is_static or cache.recurrent_layers or getattr(cache.cache, "_is_user_defined", False):
         return False
     if target.config.get_text_config(decoder=True) is not target.config:  # images, and positions kept on the model
         return False

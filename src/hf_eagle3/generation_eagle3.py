@@ -29,6 +29,7 @@ from .checks_eagle3 import (
     check_call,
     depends_on_length,
     is_sharded,
+    may_reread,
     may_select_rows,
     position_table,
     rotary_switches,
@@ -36,7 +37,7 @@ from .checks_eagle3 import (
 )
 from .drafter_eagle3 import Drafter
 from .lookup_eagle3 import PromptLookup
-from .outputs_eagle3 import ReturnedOutputs, aux_hidden_states
+from .outputs_eagle3 import ReturnedOutputs, aux_hidden_states, without_first
 from .policy_eagle3 import tree_policy, tree_settings
 from .static_eagle3 import StaticDrafter, compiled
 from .text_eagle3 import Text
@@ -177,7 +178,10 @@ class Eagle3Decoding:
 
         self.outputs = target._prefill(input_ids, generation_config, model_kwargs)
         self.stats.target_forwards += 1
-        self.cache = cache = TreeCache(getattr(self.outputs, "past_key_values", None), 1 + num_nodes)
+        self.cache = cache = TreeCache(
+            getattr(self.outputs, "past_key_values", None), 1 + num_nodes, may_reread=may_reread(target)
+        )
+        self.cache_is_seen = given_cache is not None or self.returned.wants_dict
         self.embedding = whole_embedding(target)
         self.text = text = Text(
             input_ids,
@@ -221,6 +225,7 @@ class Eagle3Decoding:
         else:
             self.drafter = Drafter(draft, self.embedding)
 
+        self.num_reread = 0  # tokens that the newest forward read again
         # The prompt's forward ends at the root of a tree that has no other nodes, and which nobody planned.
         self.tree, self.plan = DraftTree.root_only(input_ids.new_zeros(text.batch_size, 1)), None
         self._read_outputs()
@@ -238,8 +243,10 @@ class Eagle3Decoding:
                     self.verify()
         except BaseException:
             # Whoever passed the cache and catches this finds in it what plain `generate` would have left.
-            self.cache.keep_paths(self.text.paths, self.text.growth)
+            self.break_off()
             raise
+        else:
+            self.reread()
         finally:
             self.cache.release()
             self.text.finish()
@@ -266,7 +273,7 @@ class Eagle3Decoding:
         if self.plan is not None:
             live = [not is_finished for is_finished in text.is_finished]
             seconds = time.perf_counter() - self.start
-            self.plan.record_verification(tree, text.paths, live, text.progress, seconds)
+            self.plan.record_verification(tree, text.paths, live, text.progress, seconds, self.num_reread)
         if self.lookup is not None:
             self.lookup.extend(text.picked, text.is_finished)
 
@@ -316,12 +323,44 @@ class Eagle3Decoding:
         """One forward of the target over all nodes of the tree."""
         self.start = time.perf_counter()
         inputs = _verification_inputs(self.target, self.tree, self.text, self.cache, self.model_kwargs)
+        self.num_reread = self.cache.to_reread
+        self.cache.prepare(self.tree.num_nodes)
         self.outputs = self.forward(**inputs, return_dict=True)
+        if self.num_reread > 0:
+            self.outputs = without_first(self.outputs, self.num_reread)
         self.stats.target_forwards += 1
         self.stats.plain_steps += self.tree.num_nodes == 1
         self.stats.lookup_steps += self.tree.num_nodes > 1 and self.plan.num_looked_up > 0
         self.cache.track(self.outputs.past_key_values, self.tree.num_nodes)
         self._read_outputs()
+
+    def break_off(self) -> None:
+        """Ends a step in which something was raised, perhaps while tokens were picked, with those that were."""
+        text, num_newer = self.text, 1
+        if self.cache.num_new > 0:
+            self.cache.keep_paths(text.paths, text.growth)
+            if self.cache.to_reread > 0:
+                counts = list(map(len, text.paths))
+                self.model_kwargs = _extend_inputs(self.target, self.outputs, self.model_kwargs, counts, text.growth)
+                num_newer += text.longest - max(text.starts) - text.growth  # the last may not have been picked
+        self.reread(num_newer)
+
+    def reread(self, num_newer: int = 1) -> None:
+        """Leaves in a cache that someone sees what plain `generate` does: all but the newest token, or so many."""
+        num_tokens = self.cache.to_reread
+        if num_tokens == 0 or not self.cache_is_seen:
+            return
+        inputs = {name: entries for name, entries in self.model_kwargs.items() if name not in INPUTS_BY_TOKEN}
+        for name in INPUTS_BY_TOKEN:
+            if (entries := self.model_kwargs.get(name)) is not None:  # (..., B, L)
+                begin = 0 if name == "attention_mask" else entries.shape[-1] - 1 - num_tokens
+                inputs[name] = entries[..., begin:-1]
+        tokens = self.text.newest(num_newer + num_tokens)[:, :num_tokens]
+        inputs = self.target.prepare_inputs_for_generation(tokens, **inputs)
+        self.forward(**inputs, return_dict=True)
+        self.stats.target_forwards += 1
+        self.cache.crop(0)
+        self.cache.to_reread = 0
 
     def _read_outputs(self) -> None:
         """Which row of the logits is the root's, and what the draft reads: `features` `(B, N, n_aux * H)`, or the prompt's."""
@@ -381,6 +420,9 @@ def install_generation_hook() -> None:
             # Several sequences a prompt are a batch, which transformers' own assistants cannot serve.
             generation_config = copy.copy(generation_config)
             generation_config.num_return_sequences = 1
+            if self._is_stateful and may_reread(self):  # the others are refused
+                self = copy.copy(self)
+                self._is_stateful = False
         return validate_mode(self, generation_mode, generation_config, generation_mode_kwargs)
 
     _assisted_decoding._asks_the_assistant = True
@@ -420,7 +462,8 @@ def _select_inputs(model_kwargs, rows: list[int], excess: int):
 
 def _verification_inputs(target, tree, text, cache, model_kwargs):
     """What to call the target with for one forward over all nodes of the tree."""
-    if tree.num_nodes == 1:  # nothing drafted: exactly a step of `_sample`
+    num_reread = cache.to_reread
+    if tree.num_nodes == 1 and num_reread == 0:  # nothing drafted: exactly a step of `_sample`
         input_ids = text.newest(text.longest)
         return target.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
     tree, attention_mask = tree.to(model_kwargs["position_ids"].device), model_kwargs.get("attention_mask")
@@ -438,14 +481,19 @@ def _verification_inputs(target, tree, text, cache, model_kwargs):
         attention_mask = F.pad(attention_mask, (0, tree.num_nodes - 1), value=1)
     room = text.room_for(tree)
     depths = tree.depths if room is None else torch.minimum(tree.depths, room.to(tree.depths.device))
-    positions = model_kwargs["position_ids"][..., -1:] + depths
+    known_positions = model_kwargs["position_ids"]
+    tokens, positions = tree.tokens, known_positions[..., -1:] + depths
+    if num_reread > 0:
+        tokens = torch.cat([text.newest(1 + num_reread)[:, :-1], tokens], dim=-1)
+        positions = torch.cat([known_positions[..., -1 - num_reread : -1], positions], dim=-1)
     tree_kwargs = {**model_kwargs, "position_ids": positions, "attention_mask": attention_mask}
     for name in TOKEN_TYPES:
-        if tree_kwargs.get(name) is not None:  # nodes are of the newest token's type
-            tree_kwargs[name] = tree_kwargs[name][:, -1:].expand(-1, tree.num_nodes)
+        if (types := tree_kwargs.get(name)) is not None:  # nodes are of the newest token's type
+            newest = types[:, -1:].expand(-1, tree.num_nodes)
+            tree_kwargs[name] = torch.cat([types[:, -1 - num_reread : -1], newest], dim=-1)
     if isinstance(attention_mask, dict):  # which it passes on for dynamic caches only
         tree_kwargs["attention_mask"] = next(iter(attention_mask.values()))
-    inputs = target.prepare_inputs_for_generation(tree.tokens, **tree_kwargs)
+    inputs = target.prepare_inputs_for_generation(tokens, **tree_kwargs)
     inputs["past_key_values"] = cache.cache
     if isinstance(attention_mask, dict) and inputs.get("attention_mask") is not None:
         inputs["attention_mask"] = attention_mask
@@ -489,7 +537,7 @@ def _step_limits(target, settings, cache, model_kwargs, text):
         room = table - 1 - int(model_kwargs["position_ids"].max())
         limits["tree_depth"] = min(limits["tree_depth"], room)
     # In older transformers (5.17) Phi-3 loses its cache at that switch and goes on without: no tree hangs from that.
-    if cache.length < text.longest - 1:
+    if cache.length < text.longest - 1 or cache.to_reread > cache.MOST_TO_REREAD:
         limits["tree_depth"] = 0
     limits["tree_depth"] = max(limits["tree_depth"], 0)
 

@@ -49,6 +49,15 @@ def aux_hidden_states(outputs, layer_ids, num_layers: int) -> torch.FloatTensor:
     return torch.cat([states[layer_id].to(states[layer_ids[0]].device) for layer_id in layer_ids], dim=-1)
 
 
+def without_first(outputs, num_tokens: int):
+    """A target's outputs as if it had not been asked about the first tokens of its input again."""
+    outputs.logits = outputs.logits[:, num_tokens:]
+    for name in ("hidden_states", "attentions"):  # of each layer (B, R, H), and (B, heads, R, K)
+        layers = outputs.get(name) or ()
+        outputs[name] = tuple(layer if layer is None else layer[..., num_tokens:, :] for layer in layers) or None
+    return outputs
+
+
 class ReturnedOutputs:
     """What `return_dict_in_generate` asks for, one entry a token as in `_sample`."""
 

@@ -95,11 +95,12 @@ class StepPlan:
         """
 
     def record_verification(
-        self, tree, paths: list[list[int]], live: list[bool], progress: int, seconds: float
+        self, tree, paths: list[list[int]], live: list[bool], progress: int, seconds: float, num_reread: int = 0
     ) -> None:
         """
         What came of the `tree` (`DraftTree`): the nodes on each row's path through it, which rows went on when it ended, by
-        how many tokens the slowest row came on, and what verifying it and reading off the tokens took.
+        how many tokens the slowest row came on, and what verifying it and reading off the tokens took, with `num_reread` that
+        earlier trees left to read again.
         """
 
 
@@ -252,6 +253,13 @@ class AutoPolicy(StaticPolicy):
     def record_plain_step(self, num_rows: int, seconds: float) -> None:
         self.costs.record("verify", num_rows, seconds)
 
+    def record_tree_that_was_none(self, num_rows: int, progress: int, seconds: float, num_reread: int) -> None:
+        """A step that was to have a tree, for which there was no room. If it had to read again, that is what drafting takes, too."""
+        if num_reread == 0:
+            self.record_plain_step(num_rows, seconds)
+        else:
+            self.record_drafted_step(progress, seconds, self.plain(num_rows))
+
     def equivalent_plain_steps(self, advances: list[int], behind: list[bool], progress: int) -> float:
         """
         How many plain steps a step of a batch is worth that took the rows on by `advances`, and the slowest by `progress`.
@@ -301,8 +309,9 @@ class _PlainStep(StepPlan):
     def __init__(self, policy: AutoPolicy, num_rows: int):
         self.policy, self.num_rows = policy, num_rows
 
-    def record_verification(self, tree, paths, live, progress, seconds):
-        self.policy.record_plain_step(self.num_rows, seconds)
+    def record_verification(self, tree, paths, live, progress, seconds, num_reread=0):
+        if num_reread == 0:  # otherwise it took longer
+            self.policy.record_plain_step(self.num_rows, seconds)
 
 
 class _LookupStep(StepPlan):
@@ -313,9 +322,9 @@ class _LookupStep(StepPlan):
     def __init__(self, policy: AutoPolicy, num_looked_up: int):
         self.policy, self.num_looked_up = policy, num_looked_up
 
-    def record_verification(self, tree, paths, live, progress, seconds):
+    def record_verification(self, tree, paths, live, progress, seconds, num_reread=0):
         if tree.num_nodes == 1:  # too close to a limit
-            self.policy.record_plain_step(len(paths), seconds)
+            self.policy.record_tree_that_was_none(len(paths), progress, seconds, num_reread)
         else:
             self.policy.record_lookup_step(len(paths), tree.num_nodes - 1, seconds)
 
@@ -388,12 +397,13 @@ class _DraftedStep(StepPlan):
                 self.first_seconds = first_seconds
             self.policy.record_catching_up(first_seconds, self.first, num_rows)
 
-    def record_verification(self, tree, paths, live, progress, seconds):
+    def record_verification(self, tree, paths, live, progress, seconds, num_reread=0):
         policy, costs, num_rows = self.policy, self.policy.costs, len(paths)
+        if self.levels is None:  # too close to the end
+            policy.record_tree_that_was_none(num_rows, progress, seconds, num_reread)
+            return
         num_tokens = num_rows * tree.num_nodes
         costs.record("verify", num_tokens, seconds)
-        if self.levels is None:  # too close to the end
-            return
         rows = [row for row, goes_on in enumerate(live) if goes_on]  # others may have ended before their tree did
         if tree.num_nodes > 1 and rows:
             confidences, parents = tree.confidences.tolist(), tree.parents.tolist()
@@ -502,10 +512,10 @@ class _PlannedStep(StepPlan):
     def record_draft(self, levels, first_seconds, level_seconds, is_usual):
         self.drafted, self.seconds, self.is_usual = levels + 1, first_seconds + level_seconds, is_usual
 
-    def record_verification(self, tree, paths, live, progress, seconds):
+    def record_verification(self, tree, paths, live, progress, seconds, num_reread=0):
         policy = self.policy
         if self.drafted is None:  # too close to the end
-            policy.record_plain_step(len(paths), seconds)
+            policy.record_tree_that_was_none(len(paths), progress, seconds, num_reread)
             return
         lengths = [len(path) - 1 for path, *counts in zip(paths, live, self.behind) if all(counts)]
         if lengths:

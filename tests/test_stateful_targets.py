@@ -1,0 +1,217 @@
+"""Targets with states that are not keys and values: convolutions, and recurrent layers beside those that attend."""
+
+import pytest
+import torch
+from conftest import (
+    CONVOLUTIONAL,
+    RECURRENT,
+    lookups_of,
+    make_batch,
+    make_draft,
+    make_oracle,
+    make_prompt,
+    make_target,
+)
+from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.cache_eagle3 import TreeCache
+
+
+SETTINGS = {"max_new_tokens": 24, "do_sample": False}
+FAMILIES = [*CONVOLUTIONAL, *RECURRENT]
+
+
+def assert_same_cache(actual, expected):
+    assert actual.get_seq_length() == expected.get_seq_length()
+    for layer, expected_layer in zip(actual.layers, expected.layers, strict=True):
+        for name in ("keys", "values"):
+            if getattr(expected_layer, name, None) is not None:
+                torch.testing.assert_close(getattr(layer, name), getattr(expected_layer, name), atol=1e-4, rtol=1e-3)
+        for name in ("conv_states", "recurrent_states"):
+            for i, states in getattr(expected_layer, name, {}).items():
+                if states is not None:
+                    torch.testing.assert_close(getattr(layer, name)[i], states, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("length", [2, 40])
+def test_texts(family, length):
+    target, prompt = make_target(family), make_prompt(length)
+    with_hole = torch.ones_like(prompt)
+    with_hole[:, 0] = 0
+    for settings in ({}, {"repetition_penalty": 1.3}, {"do_sample": True}, {"attention_mask": with_hole}):
+        texts = []
+        for assistant in ({}, {"assistant_model": None}):
+            if assistant:
+                padding = int("attention_mask" in settings)
+                assistant = {"assistant_model": make_oracle(target, texts[0], padding=padding)}
+            torch.manual_seed(0)
+            texts.append(target.generate(prompt, **{**SETTINGS, **settings}, **assistant))
+        assert texts[1].tolist() == texts[0].tolist()
+        lengths = assistant["assistant_model"].last_generation.accepted_lengths
+        assert max(lengths) >= 3 and min(lengths) < 7 and len(texts[0].unique()) > 8
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("policy", ["static", "auto"])
+def test_an_untrained_draft(family, policy):
+    target = make_target(family)
+    draft, num_trees = make_draft(target, [make_prompt(5)], num_tokens=12), 0
+    draft.generation_config.tree_policy = policy
+    for seed in range(3):
+        prompt = make_prompt(5, seed)
+        expected = target.generate(prompt, **{**SETTINGS, "max_new_tokens": 60})
+        actual = target.generate(prompt, assistant_model=draft, **{**SETTINGS, "max_new_tokens": 60})
+        assert actual.tolist() == expected.tolist()
+        stats = draft.last_generation
+        num_trees += stats.target_forwards - stats.plain_steps
+    assert num_trees > 10
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "granitemoehybrid"])
+def test_what_is_looked_up(family):
+    target, prompt = make_target(family), make_prompt(9)
+    expected = target.generate(prompt, **SETTINGS)
+    oracle, num_lookups = make_oracle(target, expected), 0
+    oracle.generation_config.tree_policy = "auto"
+    for seed in range(5):
+        with lookups_of(expected, seed):
+            assert torch.equal(target.generate(prompt, assistant_model=oracle, **SETTINGS), expected)
+        num_lookups += oracle.last_generation.lookup_steps
+    assert num_lookups > 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_caches_can_be_continued_from(family):
+    target, prompt = make_target(family), make_prompt(9)
+    oracle = make_oracle(target, target.generate(prompt, **SETTINGS))
+    settings = {"max_new_tokens": 11, "do_sample": False, "return_dict_in_generate": True}
+    texts, caches = [], []
+    for assistant in ({}, {"assistant_model": oracle}):
+        first = target.generate(prompt, **assistant, **settings)
+        longer = torch.cat([first.sequences, make_prompt(4)], dim=1)
+        second = target.generate(longer, past_key_values=first.past_key_values, **assistant, **settings)
+        third = target.generate(second.sequences, past_key_values=second.past_key_values, **settings)
+        texts.append([output.sequences.tolist() for output in (first, second, third)])
+        caches.append(third.past_key_values)
+    assert texts[0] == texts[1]
+    assert_same_cache(caches[1], caches[0])
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_the_cache_after_each_number_of_tokens(family):
+    """Wherever a step is cut off, what was rejected is forgotten, and what was accepted is not."""
+    target, prompt = make_target(family), make_prompt(7)
+    text, num_reread = target.generate(prompt, **SETTINGS), 0
+    oracle = make_oracle(target, text)
+    for token in text[0, 8:24].unique().tolist():
+        settings = {**SETTINGS, "eos_token_id": token, "pad_token_id": 0, "return_dict_in_generate": True}
+        expected = target.generate(prompt, **settings)
+        actual = target.generate(prompt, assistant_model=oracle, **settings)
+        assert_same_cache(actual.past_key_values, expected.past_key_values)
+        stats = oracle.last_generation
+        num_reread += stats.target_forwards - 1 - len(stats.accepted_lengths)
+    assert num_reread > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "granitemoehybrid"])
+def test_what_is_returned(family):
+    target, prompt = make_target(family, attn_implementation="eager"), make_prompt(7)
+    settings = {**SETTINGS, "return_dict_in_generate": True}
+    settings |= {"output_scores": True, "output_hidden_states": True, "output_attentions": True}
+    expected = target.generate(prompt, **settings)
+    oracle = make_oracle(target, expected.sequences)
+    actual = target.generate(prompt, assistant_model=oracle, **settings)
+    assert max(oracle.last_generation.accepted_lengths) >= 3
+    torch.testing.assert_close(actual.scores, expected.scores, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(actual.hidden_states, expected.hidden_states, atol=1e-4, rtol=1e-3)
+    for entries, expected_entries in zip(actual.attentions, expected.attentions, strict=True):
+        for weights, expected_weights in zip(entries, expected_entries, strict=True):
+            assert (weights is None) == (expected_weights is None)
+            if weights is not None:
+                torch.testing.assert_close(weights, expected_weights, atol=1e-4, rtol=1e-3)
+    assert_same_cache(actual.past_key_values, expected.past_key_values)
+
+
+class Interrupt(StoppingCriteria):
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] == self.length:
+            raise InterruptedError
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+def test_an_interrupted_call_leaves_the_cache_as_plain_generate_does(family):
+    target, prompt = make_target(family), make_prompt(9)
+    oracle = make_oracle(target, target.generate(prompt, **SETTINGS))
+    settings = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
+    for length in range(14, 22, 2):
+        caches = []
+        for assistant in ({}, {"assistant_model": oracle}):
+            first = target.generate(prompt, **settings)
+            with pytest.raises(InterruptedError):
+                target.generate(
+                    first.sequences,
+                    past_key_values=first.past_key_values,
+                    stopping_criteria=[Interrupt(length)],
+                    **assistant,
+                    **SETTINGS,
+                )
+            caches.append(first.past_key_values)
+        assert_same_cache(caches[1], caches[0])
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"eos_token_id": 7, "pad_token_id": 0}])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "qwen3_next", "granitemoehybrid"])
+def test_batches(family, settings):
+    target, batch = make_target(family), make_batch([5, 9])
+
+    def generate(**kwargs):
+        torch.manual_seed(0)
+        return target.generate(**batch, **{**SETTINGS, **settings}, **kwargs)
+
+    expected = generate()
+    oracle = make_oracle(target, expected, padding=1 - batch["attention_mask"].sum(dim=1, keepdim=True) + 8)
+    assert generate(assistant_model=oracle).tolist() == expected.tolist()
+    assert max(oracle.last_generation.accepted_lengths) >= 2
+
+
+def test_how_much_is_read_again():
+    """As long as steps are cut short, more and more: at last without a tree."""
+    target, prompt = make_target("qwen3_5"), make_prompt(5)
+    expected = target.generate(prompt, **{**SETTINGS, "max_new_tokens": 80})
+    wrong, lengths = expected.clone(), []
+    wrong[:, 8::4] = 95 - wrong[:, 8::4]
+    oracle = make_oracle(target, wrong)
+    handle = target.model.embed_tokens.register_forward_hook(
+        lambda module, args, output: lengths.append(output.shape[1])
+    )
+    actual = target.generate(prompt, assistant_model=oracle, **{**SETTINGS, "max_new_tokens": 80})
+    handle.remove()
+    assert actual.tolist() == expected.tolist()
+    most = TreeCache.MOST_TO_REREAD
+    assert most < max(lengths[1:]) <= most + 2 * 7
+    assert 2 < oracle.last_generation.acceptance_length < 4
+
+
+def test_states_that_cannot_be_read_again_are_refused():
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48}
+    sizes |= {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8}
+    target = AutoModelForCausalLM.from_config(AutoConfig.for_model("jamba", **sizes))
+    draft = Eagle3ForSpeculation.from_target(target).eval()
+    with pytest.raises(ValueError, match="stateful models"):
+        target.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
+    with pytest.raises(ValueError, match="cannot roll back"):
+        target.eval().generate(make_prompt(5), custom_generate=draft.assisted_decoding, **SETTINGS)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+def test_states_beside_static_layers_are_refused(family):
+    target, prompt = make_target(family), make_prompt(9)
+    draft = make_oracle(target, target.generate(prompt, **SETTINGS))
+    with pytest.raises(ValueError, match="LinearAttentionLayer layers. Use the default `DynamicCache`"):
+        target.generate(prompt, assistant_model=draft, cache_implementation="static", **SETTINGS)
