@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from conftest import FAMILIES, make_prompt, make_target
+from conftest import CONVOLUTIONAL, FAMILIES, RECURRENT, make_prompt, make_target
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
@@ -34,7 +34,10 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+STATEFUL = [*CONVOLUTIONAL, *RECURRENT]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *STATEFUL])
 def test_states_and_logits_are_the_targets(family):
     target, layer_ids = make_target(family), [0, 2]
     states, prompt = TargetStates(target, layer_ids), make_prompt(12, batch_size=2)
@@ -60,7 +63,7 @@ def test_distributions_are_the_targets_whatever_the_pieces(family, step):
     assert torch.equal(tokens, logits.argmax(-1))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *STATEFUL])
 def test_packed_documents_are_read_apart(family):
     target = make_target(family)
     states = TargetStates(target, [0, 2])
@@ -73,8 +76,8 @@ def test_packed_documents_are_read_apart(family):
     aux, last = states(packed)
     for ours, theirs in zip((aux, last), zip(*(states({"input_ids": document}) for document in documents))):
         torch.testing.assert_close(ours, torch.cat(theirs, dim=1), atol=1e-3, rtol=1e-3)
-    # transformers' gpt-oss does not tell its masks where documents begin.
-    assert states.keeps_documents_apart == (family != "gpt_oss")
+    # transformers' gpt-oss does not tell its masks where documents begin, and states go on from one to the next.
+    assert states.keeps_documents_apart == (family not in ("gpt_oss", *STATEFUL))
 
 
 def test_states_of_an_adapted_target():
