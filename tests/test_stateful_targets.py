@@ -112,6 +112,10 @@ def test_the_cache_after_each_number_of_tokens(family):
         assert_same_cache(actual.past_key_values, expected.past_key_values)
         stats = oracle.last_generation
         num_reread += stats.target_forwards - 1 - len(stats.accepted_lengths)
+        settings["return_dict_in_generate"] = False  # nobody sees the cache
+        assert target.generate(prompt, assistant_model=oracle, **settings).equal(expected.sequences)
+        stats = oracle.last_generation
+        assert stats.target_forwards == 1 + len(stats.accepted_lengths)
     assert num_reread > 0
 
 

@@ -121,7 +121,7 @@ class TreeCache:
         may_reread (`bool`): Whether the target reads several tokens from where recurrent states are as it reads them one by one.
     """
 
-    # Tokens to read again beside a tree: where there are more, they are read without one. On accelerators so many take hardly longer.
+    # More tokens than so many are read again without a tree. Up to there an accelerator hardly takes longer for them.
     MOST_TO_REREAD = 16
 
     def __init__(self, cache, path_length: int, may_reread: bool = False):
@@ -146,11 +146,9 @@ class TreeCache:
         # States that each token updates can be rolled back to along one path only.
         self.is_chain = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
         self.is_static = is_static(cache)
-        self.to_reread, self.saved = (
-            0,
-            None,
-        )  # tokens at the end of `length` that were forgotten, and the states before them
         self.recurrent_layers = recurrent_layers(cache)
+        self.to_reread = 0  # tokens at the end of `length` that these have forgotten
+        self.saved = None  # their states before that
         self.layers = [layer for layer in cache.layers if layer not in self.recurrent_layers]
         self.recording_layers = [layer for layer in self.layers if hasattr(layer, "record_past")]
         self.were_recording = [layer.record_past for layer in self.recording_layers]
@@ -193,7 +191,7 @@ class TreeCache:
         self.length += growth - num_nodes
         path = paths[0]
         if self.recurrent_layers:
-            if growth < num_nodes and self.saved is not None:
+            if growth < num_nodes and self.saved is not None:  # a single node is not taken back
                 for state, saved in zip(self._states(), self.saved):
                     state.copy_(saved)
                 self.crop(-self.to_reread - num_nodes)
@@ -233,7 +231,7 @@ class TreeCache:
 
 
 def recurrent_layers(cache) -> list:
-    """The layers of a cache whose states each token updates, beyond a window: with their convolutions, and those of others."""
+    """If a cache has recurrent states: its layers with these or with convolutions, which are then treated like them."""
     layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
     are_recurrent = any(any(layer.is_recurrent_states_initialized.values()) for layer in layers)
     return layers if are_recurrent else []
@@ -381,6 +379,7 @@ def check_cache(cache, may_reread: bool) -> None:
             continue
         raise ValueError(
             f"EAGLE-3 decoding cannot roll back a {type(cache).__name__} with {type(layer).__name__} layers. Use the "
-            "default `DynamicCache` (no `cache_implementation`); of recurrent states only those can be rolled back that are named in "
-            "hf-eagle3's documentation, and neither can those of convolutions beside static layers, or a `StaticCache` with sliding layers that was made before the call (`cache_implementation='static'` makes another)."
+            "default `DynamicCache` (no `cache_implementation`). What cannot be rolled back: recurrent states, but for those of a few targets; "
+            "convolutions beside static layers; a `StaticCache` with sliding layers that was made before the call (`cache_implementation='static'` makes "
+            "another)."
         )

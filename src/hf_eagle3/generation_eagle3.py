@@ -181,7 +181,7 @@ class Eagle3Decoding:
         self.cache = cache = TreeCache(
             getattr(self.outputs, "past_key_values", None), 1 + num_nodes, may_reread=may_reread(target)
         )
-        self.cache_is_seen = given_cache is not None or self.returned.wants_dict
+        self.cache_is_seen = self.returned.wants_dict or getattr(cache.cache, "_is_user_defined", False)
         self.embedding = whole_embedding(target)
         self.text = text = Text(
             input_ids,
