@@ -15,7 +15,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # noqa: E402
 from tokenizers.decoders import Fuse  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from hf_eagle3 import Eagle3ForSpeculation  # noqa: E402
 from hf_eagle3.lookup_eagle3 import PromptLookup  # noqa: E402
@@ -136,6 +136,7 @@ DELTA_RULE = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
 MAMBA = {"initializer_range": 0.1, "mamba_d_state": 8, "mamba_d_head": 8, "mamba_n_heads": 8, "mamba_chunk_size": 8}
 
 # With states that are not keys and values: those of convolutions, which can be cropped, and recurrent ones, which cannot.
@@ -144,12 +145,17 @@ RECURRENT = {
     "qwen3_next": ("qwen3_next", {**MOE, **DELTA_RULE, "shared_expert_intermediate_size": 16}),
     "qwen3_5": ("qwen3_5_text", DELTA_RULE),
     "qwen3_5_moe": ("qwen3_5_moe_text", {**MOE, **DELTA_RULE, "shared_expert_intermediate_size": 16}),
+    "kimi_linear": ("kimi_linear", {**MOE, **LATENT, **DELTA_RULE, "linear_head_dim": 8, "linear_num_heads": 4}),
+    "bailing_hybrid": ("bailing_hybrid", {**MOE, **LATENT, **DELTA_RULE, "n_group": 1, "topk_group": 1}),
     "olmo_hybrid": ("olmo_hybrid", DELTA_RULE),
+    "falcon_h1": ("falcon_h1", {**MAMBA, "initializer_range": 0.3, "mamba_d_ssm": 64}),
     "granitemoehybrid": (
         "granitemoehybrid",
         {**MOE, **MAMBA, "layer_types": ["mamba", "attention"] * 3, "shared_intermediate_size": 16},
     ),
 }
+# Older transformers (5.17) know fewer.
+RECURRENT = {name: (kind, changes) for name, (kind, changes) in RECURRENT.items() if kind in CONFIG_MAPPING}
 
 
 def make_target(family: str, seed: int = 0, **changes):

@@ -53,20 +53,20 @@ def test_texts(family, length):
         assert max(lengths) >= 3 and min(lengths) < 7 and len(texts[0].unique()) > 8
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "granitemoehybrid"])
 @pytest.mark.parametrize("policy", ["static", "auto"])
 def test_an_untrained_draft(family, policy):
     target = make_target(family)
     draft, num_trees = make_draft(target, [make_prompt(5)], num_tokens=12), 0
     draft.generation_config.tree_policy = policy
-    for seed in range(3):
+    for seed in range(2):
         prompt = make_prompt(5, seed)
         expected = target.generate(prompt, **{**SETTINGS, "max_new_tokens": 60})
         actual = target.generate(prompt, assistant_model=draft, **{**SETTINGS, "max_new_tokens": 60})
         assert actual.tolist() == expected.tolist()
         stats = draft.last_generation
         num_trees += stats.target_forwards - stats.plain_steps
-    assert num_trees > 10
+    assert num_trees > 6
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "granitemoehybrid"])
@@ -105,7 +105,7 @@ def test_the_cache_after_each_number_of_tokens(family):
     target, prompt = make_target(family), make_prompt(7)
     text, num_reread = target.generate(prompt, **SETTINGS), 0
     oracle = make_oracle(target, text)
-    for token in text[0, 8:24].unique().tolist():
+    for token in text[0, 8:24].unique().tolist()[:6]:
         settings = {**SETTINGS, "eos_token_id": token, "pad_token_id": 0, "return_dict_in_generate": True}
         expected = target.generate(prompt, **settings)
         actual = target.generate(prompt, assistant_model=oracle, **settings)

@@ -19,6 +19,7 @@ from transformers.cache_utils import (
     Cache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
     StaticCache,
@@ -169,9 +170,12 @@ class TreeCache:
         return self.capacity - self.length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """`Cache.crop`, but for recurrent layers."""
+        """`Cache.crop`, but for recurrent states."""
         for layer in self.layers:
             layer.crop(tokens_to_remove)
+        for layer in self.recurrent_layers:
+            if isinstance(layer, DynamicLayer):  # with keys beside them
+                DynamicLayer.crop(layer, tokens_to_remove)
 
     def prepare(self, num_new: int) -> None:
         """Called before a forward over `num_new` nodes: remembers what recurrent states may have to be put back to."""
@@ -372,11 +376,11 @@ def check_cache(cache, may_reread: bool) -> None:
             continue
         if stores_nothing(layer):
             continue
-        records_past = (
-            type(layer) is LinearAttentionLayer and not is_static(cache) and hasattr(layer, "activate_past_recording")
-        )
-        if records_past and (may_reread or not any(layer.is_recurrent_states_initialized.values())):
-            continue
+        if not is_static(cache):
+            if may_reread and type(layer) in (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer):
+                continue
+            if type(layer) is LinearAttentionLayer and not any(layer.is_recurrent_states_initialized.values()):
+                continue
         raise ValueError(
             f"EAGLE-3 decoding cannot roll back a {type(cache).__name__} with {type(layer).__name__} layers. Use the "
             "default `DynamicCache` (no `cache_implementation`). What cannot be rolled back: recurrent states, but for those of a few targets; "

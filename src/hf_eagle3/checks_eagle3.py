@@ -174,7 +174,16 @@ def check_call(draft, target, generation_config, synced_gpus, model_kwargs):
 
 # Targets with recurrent states that go on from these over several tokens as over one after another (tested). In transformers others begin
 # anew (Jamba), or compute something else (Nemotron-H).
-MAY_REREAD = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "granitemoehybrid")
+MAY_REREAD = (
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "kimi_linear",
+    "bailing_hybrid",
+    "olmo_hybrid",
+    "granitemoehybrid",
+    "falcon_h1",
+)
 
 
 def may_reread(target) -> bool:
