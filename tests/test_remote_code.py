@@ -142,6 +142,7 @@ STANDARD_LIBRARY = {
     "bisect",
     "itertools",
     "collections",
+    "contextlib",
     "collections.abc",
     "copy",
     "dataclasses",

@@ -12,7 +12,7 @@ from conftest import (
     make_prompt,
     make_target,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StoppingCriteria
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.cache_eagle3 import TreeCache
@@ -167,6 +167,45 @@ def test_an_interrupted_call_leaves_the_cache_as_plain_generate_does(family):
                 )
             caches.append(first.past_key_values)
         assert_same_cache(caches[1], caches[0])
+
+
+@pytest.mark.parametrize("where", ["in the midst", "at its end"])
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "lfm2", "qwen3_5", "falcon_h1"])
+def test_a_forward_that_fails(family, where):
+    """What it raised comes through, and the cache holds what the text has."""
+    target, prompt = make_target(family), make_prompt(20)
+    expected = target.generate(prompt, **SETTINGS)
+    oracle, calls_left = make_oracle(target, expected), [0]
+
+    def fail(module, inputs, output):
+        calls_left[0] -= 1
+        if calls_left[0] == 0:
+            raise InterruptedError
+
+    for num_forwards in (2, 3, 4):
+        cache, calls_left[0] = DynamicCache(config=target.config), num_forwards
+        handle = (target if where == "at its end" else target.model.layers[3]).register_forward_hook(fail)
+        with pytest.raises(InterruptedError):
+            target.generate(prompt, past_key_values=cache, assistant_model=oracle, **SETTINGS)
+        handle.remove()
+        if where == "at its end" or family in RECURRENT:  # others were broken off as in plain `generate`
+            length = cache.get_seq_length()
+            text = expected[:, : length + 1]
+            rest = {
+                **SETTINGS,
+                "max_new_tokens": expected.shape[1] - length - 1,
+                "attention_mask": torch.ones_like(text),
+            }
+            actual = target.generate(text, past_key_values=cache, **rest)
+            assert actual.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "falcon_h1"])
+def test_limited_time_steps_are_refused(family):
+    """transformers limits them for several tokens, but not for one."""
+    target = make_target(family, time_step_limit=(0.0, 0.05))
+    with pytest.raises(ValueError, match="stateful models"):
+        target.generate(make_prompt(5), assistant_model=Eagle3ForSpeculation.from_target(target).eval(), **SETTINGS)
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"eos_token_id": 7, "pad_token_id": 0}])

@@ -137,7 +137,7 @@ class TreeCache:
         Takes the cache of the target's outputs, which a target may exchange (Phi-3 at its rotary switch), with `num_new`
         entries that are not decided on.
         """
-        self.num_new = num_new
+        self.num_new, self.is_in_forward = num_new, False
         if cache is self.cache:
             self.length += num_new
             return
@@ -179,6 +179,7 @@ class TreeCache:
 
     def prepare(self, num_new: int) -> None:
         """Called before a forward over `num_new` nodes: remembers what recurrent states may have to be put back to."""
+        self.is_in_forward = True
         if num_new > 1 and self.saved is None and self.recurrent_layers:
             self.saved = [state.clone() for state in self._states()]
 
@@ -186,6 +187,10 @@ class TreeCache:
         for layer in self.recurrent_layers:
             for states in (layer.conv_states, layer.recurrent_states):
                 yield from (state for state in states.values() if state is not None)
+
+    def put_back(self) -> None:
+        for state, saved in zip(self._states(), self.saved):
+            state.copy_(saved)
 
     def keep_paths(self, paths: list[list[int]], growth: int) -> None:
         """Keeps each row's path, ascending, of the newest tree, if it has one. The cache becomes longer by `growth`."""
@@ -196,8 +201,7 @@ class TreeCache:
         path = paths[0]
         if self.recurrent_layers:
             if growth < num_nodes and self.saved is not None:  # a single node is not taken back
-                for state, saved in zip(self._states(), self.saved):
-                    state.copy_(saved)
+                self.put_back()
                 self.crop(-self.to_reread - num_nodes)
                 self.to_reread += growth
             else:
@@ -222,6 +226,33 @@ class TreeCache:
                         nodes = states[..., -num_nodes:, :]
                         nodes[..., :growth, :] = nodes.index_select(-2, index)
             self.crop(growth - num_nodes)
+
+    def leave_forward(self) -> None:
+        """
+        After a forward that raised something: keeps the root, which plain `generate` would have read, in the layers that it came to.
+        Recurrent states read it again.
+        """
+        if not self.is_in_forward:
+            return
+        self.is_in_forward = False
+        length, num_kept = self.length - self.to_reread, 1
+        if self.saved is not None:
+            self.put_back()
+            num_kept, self.to_reread, self.length = 0, self.to_reread + 1, self.length + 1
+        for layer in self.cache.layers:
+            if stores_nothing(layer):
+                continue
+            crop = DynamicLayer.crop if layer in self.recurrent_layers else type(layer).crop
+            if getattr(layer, "keys", None) is not None:
+                num_new = int(layer.get_seq_length()) - length
+            elif layer in self.recurrent_layers:
+                continue
+            else:  # a convolution
+                num_new = layer.conv_states[0].shape[-1] - layer.conv_kernel_size[0]
+            if num_new > num_kept and self.is_static:
+                layer.cumulative_length.fill_(length + num_kept)
+            elif num_new > num_kept:
+                crop(layer, num_kept - num_new)
 
     def select(self, rows: list[int], excess: int) -> None:
         """Forgets all rows but these, and the `excess` positions at the left that only others had. A step must have ended."""

@@ -188,7 +188,10 @@ MAY_REREAD = (
 
 def may_reread(target) -> bool:
     """Whether recurrent states of the target read several tokens at once as they read them one by one."""
-    return target.config.get_text_config(decoder=True).model_type in MAY_REREAD
+    config = target.config.get_text_config(decoder=True)
+    # Mamba 2's time steps, which transformers limits for several tokens only.
+    least, most = getattr(config, "time_step_limit", None) or (0.0, math.inf)
+    return config.model_type in MAY_REREAD and least <= 0 and most == math.inf
 
 
 def depends_on_length(target, input_ids, cache, model_kwargs, stopping_criteria) -> bool:

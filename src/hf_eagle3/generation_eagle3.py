@@ -13,6 +13,7 @@
 # limitations under the License.
 """Lossless tree decoding behind `target.generate(..., assistant_model=draft)`."""
 
+import contextlib
 import copy
 import functools
 import threading
@@ -181,7 +182,6 @@ class Eagle3Decoding:
         self.cache = cache = TreeCache(
             getattr(self.outputs, "past_key_values", None), 1 + num_nodes, may_reread=may_reread(target)
         )
-        self.cache_is_seen = self.returned.wants_dict or getattr(cache.cache, "_is_user_defined", False)
         self.embedding = whole_embedding(target)
         self.text = text = Text(
             input_ids,
@@ -246,7 +246,8 @@ class Eagle3Decoding:
             self.break_off()
             raise
         else:
-            self.reread()
+            if self.returned.wants_dict or getattr(self.cache.cache, "_is_user_defined", False):
+                self.reread()
         finally:
             self.cache.release()
             self.text.finish()
@@ -336,25 +337,33 @@ class Eagle3Decoding:
 
     def break_off(self) -> None:
         """Ends a step in which something was raised, perhaps while tokens were picked, with those that were."""
-        text, num_newer = self.text, 1
-        if self.cache.num_new > 0:
-            self.cache.keep_paths(text.paths, text.growth)
-            if self.cache.to_reread > 0:
+        text, cache, num_newer, num_newer_inputs = self.text, self.cache, 1, 1
+        if cache.is_in_forward:
+            cache.leave_forward()
+            num_newer = num_newer_inputs = 0
+        elif cache.num_new > 0:
+            cache.keep_paths(text.paths, text.growth)
+            if cache.to_reread > 0:
                 counts = list(map(len, text.paths))
                 self.model_kwargs = _extend_inputs(self.target, self.outputs, self.model_kwargs, counts, text.growth)
                 num_newer += text.longest - max(text.starts) - text.growth  # the last may not have been picked
-        self.reread(num_newer)
+        if getattr(cache.cache, "_is_user_defined", False):
+            with contextlib.suppress(Exception):  # what was raised first tells more
+                self.reread(num_newer, num_newer_inputs)
 
-    def reread(self, num_newer: int = 1) -> None:
-        """Leaves in a cache that someone sees what plain `generate` does: all but the newest token, or so many."""
+    def reread(self, num_newer: int = 1, num_newer_inputs: int = 1) -> None:
+        """
+        Lets recurrent states read what they were put back from, so that the cache is as plain `generate` leaves it: it holds all tokens
+        but the `num_newer` newest. So many entries of the inputs are newer, too.
+        """
         num_tokens = self.cache.to_reread
-        if num_tokens == 0 or not self.cache_is_seen:
+        if num_tokens == 0:
             return
         inputs = {name: entries for name, entries in self.model_kwargs.items() if name not in INPUTS_BY_TOKEN}
         for name in INPUTS_BY_TOKEN:
             if (entries := self.model_kwargs.get(name)) is not None:  # (..., B, L)
-                begin = 0 if name == "attention_mask" else entries.shape[-1] - 1 - num_tokens
-                inputs[name] = entries[..., begin:-1]
+                end = entries.shape[-1] - num_newer_inputs
+                inputs[name] = entries[..., 0 if name == "attention_mask" else end - num_tokens : end]
         tokens = self.text.newest(num_newer + num_tokens)[:, :num_tokens]
         inputs = self.target.prepare_inputs_for_generation(tokens, **inputs)
         self.forward(**inputs, return_dict=True)
