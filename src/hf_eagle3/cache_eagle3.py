@@ -184,11 +184,13 @@ class TreeCache:
             self.saved = [state.clone() for state in self._states()]
 
     def _states(self):
+        """Of recurrent layers."""
         for layer in self.recurrent_layers:
             for states in (layer.conv_states, layer.recurrent_states):
                 yield from (state for state in states.values() if state is not None)
 
     def put_back(self) -> None:
+        """Lets recurrent layers forget what they read since `prepare`."""
         for state, saved in zip(self._states(), self.saved):
             state.copy_(saved)
 
@@ -240,19 +242,17 @@ class TreeCache:
             self.put_back()
             num_kept, self.to_reread, self.length = 0, self.to_reread + 1, self.length + 1
         for layer in self.cache.layers:
-            if stores_nothing(layer):
+            is_recurrent = layer in self.recurrent_layers
+            if stores_nothing(layer) or (is_recurrent and not isinstance(layer, DynamicLayer)):
                 continue
-            crop = DynamicLayer.crop if layer in self.recurrent_layers else type(layer).crop
             if getattr(layer, "keys", None) is not None:
                 num_new = int(layer.get_seq_length()) - length
-            elif layer in self.recurrent_layers:
-                continue
             else:  # a convolution
                 num_new = layer.conv_states[0].shape[-1] - layer.conv_kernel_size[0]
             if num_new > num_kept and self.is_static:
                 layer.cumulative_length.fill_(length + num_kept)
             elif num_new > num_kept:
-                crop(layer, num_kept - num_new)
+                (DynamicLayer if is_recurrent else type(layer)).crop(layer, num_kept - num_new)
 
     def select(self, rows: list[int], excess: int) -> None:
         """Forgets all rows but these, and the `excess` positions at the left that only others had. A step must have ended."""
