@@ -1,0 +1,144 @@
+"""
+Tensors that say they are on an accelerator, while a CPU computes. Operators refuse those of the host beside them, as an accelerator's
+do, and each look at one from the host is counted. As a program, it compares texts on that device with plain generation on the CPU, and
+prints a line of JSON for each case: whether they are equal, the forwards and the looks.
+"""
+
+import copy
+import json
+import sys
+import types
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+
+torch.inference_mode = torch.no_grad  # subclasses cannot be viewed in it
+
+from conftest import RECURRENT, make_batch, make_draft, make_prompt, make_target  # noqa: E402
+
+
+aten = torch.ops.aten
+TAKE_HOST_TENSORS = (aten.copy_, aten._to_copy, aten.index, aten.index_put_, aten._index_put_impl_)
+LOOKS = (aten._local_scalar_dense, aten.equal, aten.nonzero)
+num_looks = 0
+
+
+class OnAccelerator(torch.Tensor):
+    @staticmethod
+    def __new__(cls, on_host):
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            on_host.size(),
+            strides=on_host.stride(),
+            storage_offset=on_host.storage_offset(),
+            dtype=on_host.dtype,
+            device="pretended:0",
+        )
+        tensor.on_host = on_host
+        return tensor
+
+    def tolist(self):
+        global num_looks
+        num_looks += 1
+        return self.on_host.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
+        return compute(operator, args, kwargs or {})
+
+
+class Accelerator(TorchDispatchMode):
+    """Makes tensors on the accelerator where they are asked for."""
+
+    def __enter__(self):
+        torch._C._set_only_lift_cpu_tensors(True)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch._C._set_only_lift_cpu_tensors(False)
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        return compute(operator, args, kwargs or {})
+
+
+def compute(operator, args, kwargs):
+    global num_looks
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    on_accelerator = [tensor for tensor in tensors if isinstance(tensor, OnAccelerator)]
+    on_host = [tensor for tensor in tensors if not isinstance(tensor, OnAccelerator)]
+    packet, device = operator.overloadpacket, kwargs.get("device")
+    goes_to = torch.device(device).type == "pretended" if device is not None else bool(on_accelerator)
+    if packet in (aten.index, aten.copy_):
+        goes_to = isinstance(args[0], OnAccelerator)
+    if on_accelerator and any(tensor.dim() > 0 for tensor in on_host) and packet not in TAKE_HOST_TENSORS:
+        raise RuntimeError(f"{operator} of tensors on the accelerator and on the host")
+    if packet is aten.index and on_accelerator and not goes_to:
+        raise RuntimeError("a tensor on the host is indexed by one on the accelerator")
+    num_looks += bool(on_accelerator) and (packet in LOOKS or (packet in (aten._to_copy, aten.copy_) and not goes_to))
+    if device is not None:
+        kwargs = {**kwargs, "device": "cpu"}
+    args, kwargs = tree_map(lambda leaf: leaf.on_host if isinstance(leaf, OnAccelerator) else leaf, (args, kwargs))
+    result = operator(*args, **kwargs)
+    if operator._schema.is_mutable and isinstance(result, torch.Tensor):
+        return next(tensor for tensor in tensors if getattr(tensor, "on_host", tensor) is result)
+    return tree_map(lambda leaf: OnAccelerator(leaf) if goes_to and isinstance(leaf, torch.Tensor) else leaf, result)
+
+
+def move(model):
+    model, moved = copy.deepcopy(model), {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in moved:
+                    on_accelerator = OnAccelerator(tensor.detach())
+                    is_parameter = isinstance(tensor, torch.nn.Parameter)
+                    moved[id(tensor)] = torch.nn.Parameter(on_accelerator, False) if is_parameter else on_accelerator
+                tensors[name] = tensor if tensor is None else moved[id(tensor)]
+    return model
+
+
+def main(families):
+    global num_looks
+    for family in families:
+        target, prompt = make_target(family, attn_implementation="eager"), make_prompt(9)
+        draft = make_draft(target, [prompt], num_tokens=8)
+        draft._borrowed_embedding.clear()
+        accelerated_target, accelerated_draft = move(target), move(draft)
+        for lengths, policy, settings in (
+            ([9], "static", {}),
+            ([9, 4], "static", {"do_sample": True}),
+            ([9], "auto", {"repetition_penalty": 1.3}),
+            ([4, 9], "auto", {"cache_implementation": "static"}),
+        ):
+            if "cache_implementation" in settings and family in RECURRENT:  # which is refused
+                continue
+            accelerated_draft.generation_config.tree_policy = policy
+            batch, settings = make_batch(lengths), {"max_new_tokens": 16, "do_sample": False, **settings}
+            torch.manual_seed(0)
+            expected = target.generate(**batch, **settings)
+            with Accelerator(), torch.no_grad():
+                batch = {name: OnAccelerator(tensor) for name, tensor in batch.items()}
+                torch.manual_seed(0)
+                num_looks = 0
+                actual = accelerated_target.generate(**batch, assistant_model=accelerated_draft, **settings)
+            forwards = accelerated_draft.last_generation.target_forwards
+            is_equal = isinstance(actual, OnAccelerator) and actual.on_host.equal(expected)
+            print(json.dumps([family, lengths, policy, settings, is_equal, forwards, num_looks]), flush=True)
+
+
+if __name__ == "__main__":
+    backend = types.ModuleType("torch.pretended")
+    backend.is_available = backend.is_initialized = lambda: True
+    backend.device_count, backend.current_device = lambda: 1, lambda: 0
+    backend._is_in_bad_fork = lambda: False
+    backend._lazy_init = backend.manual_seed_all = lambda *args: None
+    backend.is_autocast_enabled, backend.get_autocast_dtype = lambda: False, lambda: torch.bfloat16
+    backend.get_amp_supported_dtype = lambda: [torch.bfloat16]
+    backend.get_rng_state = lambda device=None: torch.get_rng_state()
+    backend.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    _setup_privateuseone_for_python_backend("pretended", backend)
+    main(sys.argv[1:])
