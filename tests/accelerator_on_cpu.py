@@ -110,7 +110,7 @@ def main(families):
         accelerated_target, accelerated_draft = move(target), move(draft)
         for lengths, policy, settings in (
             ([9], "static", {}),
-            ([9, 4], "static", {"do_sample": True}),
+            ([9, 4], "static", {"do_sample": True, "return_dict_in_generate": True}),
             ([9], "auto", {"repetition_penalty": 1.3}),
             ([4, 9], "auto", {"cache_implementation": "static"}),
         ):
@@ -125,6 +125,8 @@ def main(families):
                 torch.manual_seed(0)
                 num_looks = 0
                 actual = accelerated_target.generate(**batch, assistant_model=accelerated_draft, **settings)
+            if "return_dict_in_generate" in settings:
+                actual, expected = actual.sequences, expected.sequences
             forwards = accelerated_draft.last_generation.target_forwards
             is_equal = isinstance(actual, OnAccelerator) and actual.on_host.equal(expected)
             print(json.dumps([family, lengths, policy, settings, is_equal, forwards, num_looks]), flush=True)

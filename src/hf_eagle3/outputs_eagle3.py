@@ -81,6 +81,11 @@ class ReturnedOutputs:
             )
 
     @property
+    def collects(self) -> bool:
+        """Whether anything is kept of each token."""
+        return any(each is not None for each in (self.scores, self.logits, self.hidden_states, self.attentions))
+
+    @property
     def wants_states(self) -> bool:
         """Whether states of the target's forwards are kept, which compiled forwards overwrite."""
         return self.hidden_states is not None or self.attentions is not None

@@ -94,7 +94,7 @@ class Text:
         self.num_drawn = 0
         self.may_pick_at_once = (
             (self.batch_size == 1 or not self.in_step)
-            and not returned.wants_dict
+            and not returned.collects
             and all(is_one_of(processor, PREFIX_FREE) for processor in logits_processor)
             and all(is_one_of(criteria, READ_LAST_TOKEN) for criteria in stopping_criteria)
         )
