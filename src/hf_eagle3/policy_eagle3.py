@@ -253,7 +253,7 @@ class AutoPolicy(StaticPolicy):
     def record_plain_step(self, num_rows: int, seconds: float) -> None:
         self.costs.record("verify", num_rows, seconds)
 
-    def record_tree_that_was_none(self, num_rows: int, progress: int, seconds: float, num_reread: int) -> None:
+    def record_step_without_tree(self, num_rows: int, progress: int, seconds: float, num_reread: int) -> None:
         """A step that was to have a tree, for which there was no room. If it had to read again, that is what drafting takes, too."""
         if num_reread == 0:
             self.record_plain_step(num_rows, seconds)
@@ -324,7 +324,7 @@ class _LookupStep(StepPlan):
 
     def record_verification(self, tree, paths, live, progress, seconds, num_reread=0):
         if tree.num_nodes == 1:  # too close to a limit
-            self.policy.record_tree_that_was_none(len(paths), progress, seconds, num_reread)
+            self.policy.record_step_without_tree(len(paths), progress, seconds, num_reread)
         else:
             self.policy.record_lookup_step(len(paths), tree.num_nodes - 1, seconds)
 
@@ -400,7 +400,7 @@ class _DraftedStep(StepPlan):
     def record_verification(self, tree, paths, live, progress, seconds, num_reread=0):
         policy, costs, num_rows = self.policy, self.policy.costs, len(paths)
         if self.levels is None:  # too close to the end
-            policy.record_tree_that_was_none(num_rows, progress, seconds, num_reread)
+            policy.record_step_without_tree(num_rows, progress, seconds, num_reread)
             return
         num_tokens = num_rows * tree.num_nodes
         costs.record("verify", num_tokens, seconds)
@@ -515,7 +515,7 @@ class _PlannedStep(StepPlan):
     def record_verification(self, tree, paths, live, progress, seconds, num_reread=0):
         policy = self.policy
         if self.drafted is None:  # too close to the end
-            policy.record_tree_that_was_none(len(paths), progress, seconds, num_reread)
+            policy.record_step_without_tree(len(paths), progress, seconds, num_reread)
             return
         lengths = [len(path) - 1 for path, *counts in zip(paths, live, self.behind) if all(counts)]
         if lengths:
