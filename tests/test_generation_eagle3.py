@@ -425,6 +425,10 @@ def test_settings_of_draft_and_call(target):
         tree_settings(GenerationConfig(tree_depth=0))
     with pytest.raises(ValueError, match="`prompt_lookup_num_tokens` must be an integer of at least 0, got -1"):
         tree_settings(GenerationConfig(prompt_lookup_num_tokens=-1))
+    for configs in ((GenerationConfig(tree_dept=3),), (GenerationConfig(), GenerationConfig(tree_dept=3))):
+        with pytest.raises(ValueError, match="`tree_dept`, which does not exist. Did you mean `tree_depth`?"):
+            tree_settings(*configs)
+    tree_settings(GenerationConfig(my_own_setting=3))
     with pytest.raises(ValueError, match=r"`assistant_confidence_threshold` must be in \[0, 1\), got 2"):
         tree_settings(GenerationConfig(assistant_confidence_threshold=2))
     oracle.generation_config.tree_policy = "fast"

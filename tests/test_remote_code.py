@@ -146,6 +146,7 @@ STANDARD_LIBRARY = {
     "collections.abc",
     "copy",
     "dataclasses",
+    "difflib",
     "functools",
     "importlib.util",
     "inspect",

@@ -13,6 +13,7 @@
 # limitations under the License.
 """What tree each step drafts: its settings, and how much of it pays on this machine."""
 
+import difflib
 import itertools
 import statistics
 import sys
@@ -51,9 +52,15 @@ def tree_settings(
     them on the draft instead.
 
     Raises:
-        ValueError: if a setting is out of range.
+        ValueError: if a setting is out of range, or misspelled.
     """
-    filled_in = GenerationConfig._get_default_generation_params()
+    filled_in, known = GenerationConfig._get_default_generation_params(), vars(GenerationConfig())
+    for config in (draft_config, call_config):
+        for name in vars(config).keys() - known.keys() - DEFAULT_TREE_SETTINGS.keys() if config is not None else ():
+            if meant := difflib.get_close_matches(name, DEFAULT_TREE_SETTINGS, n=1, cutoff=0.8):
+                raise ValueError(
+                    f"The generation config has a setting `{name}`, which does not exist. Did you mean `{meant[0]}`?"
+                )
     settings = {}
     for name, default in DEFAULT_TREE_SETTINGS.items():
         value = getattr(call_config, name, None)
