@@ -171,7 +171,7 @@ def eval_results(rows: Sequence[BenchmarkRow], alone: Sequence[BenchmarkRow]) ->
         metrics = (
             (
                 "acceptance_length",
-                "Acceptance length (pooled)",
+                "Acceptance length of the draft alone (pooled)",
                 lengths.get((row.task, row.batch_size, row.temperature)),
             ),
             ("speedup", "Speed-up over plain generation (median)", row.median_speedup),
