@@ -122,10 +122,10 @@ class TreeCache:
         may_reread (`bool`): Whether the target reads several tokens from where recurrent states are as it reads them one by one.
     """
 
-    # More tokens than so many are read again without a tree. Up to there an accelerator hardly takes longer for them.
+    # More tokens than so many are read again without a tree. A guess: accelerators, for which it matters, have not been measured.
     MOST_TO_REREAD = 16
 
-    def __init__(self, cache, path_length: int, may_reread: bool = False):
+    def __init__(self, cache, path_length: int, may_reread: bool):
         check_cache(cache, may_reread)
         self.path_length, self.may_reread = path_length, may_reread
         self.keep_path = keep_path
