@@ -23,6 +23,7 @@ TRAVELLING = (
     "layers_eagle3.py",
     "lookup_eagle3.py",
     "modeling_eagle3.py",
+    "noise_eagle3.py",
     "outputs_eagle3.py",
     "policy_eagle3.py",
     "static_eagle3.py",

@@ -19,6 +19,7 @@ import torch
 from transformers import DynamicCache
 
 from .cache_eagle3 import keep_rows, select_rows, take_paths, tree_attention_mask
+from .noise_eagle3 import sample_scores
 from .policy_eagle3 import StepPlan
 from .text_eagle3 import text_positions
 from .tree_eagle3 import DraftTree, grow_tree
@@ -127,6 +128,11 @@ class Drafter:
             left_padding = max(lengths) - torch.tensor(lengths, device=device)[:, None]
             self.padding_mask = torch.arange(max(lengths), device=device) >= left_padding
 
+    def noise_ahead(self, text, level: int) -> torch.FloatTensor:
+        """[`Text.noise_ahead`] of the draft's vocabulary, `(B, draft_vocab_size)`."""
+        noise = text.noise_ahead(level).to(self.draft.lm_head.weight.device)
+        return noise if self.token_ids is None else noise[:, self.token_ids]
+
     @torch.inference_mode()
     def select(self, rows: list[int]) -> None:
         """Forgets all rows of the batch but these."""
@@ -166,7 +172,19 @@ class Drafter:
             outputs = self.step(tokens, hidden_states, (self.position + level).expand(-1, width), mask)
             return outputs.logits, outputs.last_hidden_state
 
-        tree = grow_tree(root_tokens, self.logits, self.hidden_states, advance, self.token_ids, plan=plan, **settings)
+        def guess(logits, level):
+            return sample_scores(text.warp(logits), self.noise_ahead(text, level))
+
+        tree = grow_tree(
+            root_tokens,
+            self.logits,
+            self.hidden_states,
+            advance,
+            self.token_ids,
+            plan=plan,
+            guess=guess if text.do_sample else None,
+            **settings,
+        )
         self.cache.crop(observed - self.cache.get_seq_length())
         levels, end = len(begins), time.perf_counter()
         if levels > 1:  # what comes after the last one is not its own

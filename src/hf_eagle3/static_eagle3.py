@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticLayer
 
 from .cache_eagle3 import flat_indices, tree_attention_mask
 from .drafter_eagle3 import Drafter
+from .noise_eagle3 import sample_scores
 from .tree_eagle3 import DraftTree, grow_tree
 
 
@@ -55,6 +56,8 @@ def read_and_draft(
     tree_depth,
     branching_factor,
     num_assistant_tokens,
+    noise,
+    temperature,
 ):
     """
     Reads the newest tokens of each row and grows a tree below them.
@@ -69,6 +72,8 @@ def read_and_draft(
         counts (`torch.LongTensor` of shape `(B,)`): How many of them, at the right, are to be read.
         lengths (`torch.LongTensor` of shape `(B,)`): How many each row of the cache has read before.
         tree_depth, branching_factor, num_assistant_tokens (`int`): See [`~tree_eagle3.grow_tree`].
+        noise (`torch.FloatTensor` of shape `(B, tree_depth, draft_vocab_size)`, *optional*), temperature (`torch.Tensor`, *optional*):
+            With what the next tokens will be sampled, if they are.
 
     Returns:
         `tuple` of the fields of a [`DraftTree`], but for the confidences.
@@ -90,9 +95,20 @@ def read_and_draft(
         )
         return outputs.logits, outputs.last_hidden_state
 
+    def guess(logits, level):
+        return sample_scores(logits.float() / temperature, noise[:, level])
+
     token_ids = None if draft.d2t is None else draft.draft_token_ids
     tree = grow_tree(
-        tokens[:, -1:], logits, hidden_states, advance, token_ids, tree_depth, branching_factor, num_assistant_tokens
+        tokens[:, -1:],
+        logits,
+        hidden_states,
+        advance,
+        token_ids,
+        tree_depth,
+        branching_factor,
+        num_assistant_tokens,
+        guess=None if noise is None else guess,
     )
     for layer in cache.layers:
         layer.cumulative_length.copy_(length)
@@ -172,8 +188,13 @@ class StaticDrafter(Drafter):
             F.pad(block, (*(0, 0) * (block.dim() - 2), -excess, 0)).clone(memory_format=torch.contiguous_format)
             for block in (tokens, features, positions)
         ]
+        sampling = {"noise": None, "temperature": None}
+        if text.do_sample:
+            levels = range(self.settings["tree_depth"])
+            sampling["noise"] = torch.stack([self.noise_ahead(text, level) for level in levels], dim=1)
+            sampling["temperature"] = torch.tensor(text.temperature, device=tokens.device)
         fields = self.draft_tree(
-            self.draft, self.embedding, self.cache, *newest, counts, self.lengths, **self.settings
+            self.draft, self.embedding, self.cache, *newest, counts, self.lengths, **self.settings, **sampling
         )
         self.lengths = self.lengths + counts
         # What a CUDA graph returns is overwritten by the next one.

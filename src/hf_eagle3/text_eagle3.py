@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessorList, MaxLengthCriteria
 
 from .cache_eagle3 import take_rows
+from .noise_eagle3 import SamplingNoise, random_state, set_random_state
 from .policy_eagle3 import looks_are_free
 from .tree_eagle3 import DraftTree
 
@@ -83,7 +84,10 @@ class Text:
         # What follows a finished row is padding, or nothing at all.
         is_known = self.pads_finished_rows or all(isinstance(each, MaxLengthCriteria) for each in stopping_criteria)
         self.may_retire = may_retire and is_known and not self.in_step and not returned.wants_dict
-        self.noise = [deque() for _ in range(self.batch_size)]
+        self.sampling_noise = SamplingNoise(self.num_rows, input_ids.device)
+        self.noise = [deque() for _ in range(self.batch_size)]  # drawn, but not yet used
+        self.warpers = [processor for processor in logits_processor if is_one_of(processor, WARP_DRAFTS)]
+        self.temperature = next((each.temperature for each in self.warpers if hasattr(each, "temperature")), 1.0)
         self.streamer, self.num_streamed = streamer, self.prompt_length
         self.path_length = path_length
         # A greedy row that will leave may as well hurry: nothing is kept for the rows in between.
@@ -187,6 +191,7 @@ class Text:
     def walk(self, tree: DraftTree, outputs, root_row: int) -> None:
         """Picks tokens for as long as the tree has them."""
         self.were_finished, self.picked = list(self.is_finished), [[] for _ in self.rows]
+        self.vocab_size = outputs.logits.shape[-1]
         if self.may_pick_at_once and (not self.visits_nodes or tree.num_nodes == 1 < self.batch_size):
             return self._walk_at_once(tree, outputs.logits[:, root_row:])
         children, nodes = tree.children(), [0] * self.batch_size
@@ -281,22 +286,41 @@ class Text:
         that have left, too.
         """
         if self.may_pick_at_once:  # positions that may never be written
-            self.random_states.append((self.num_drawn, _random_state(probs.device)))
+            self.random_states.append((self.num_drawn, random_state(probs.device)))
             while self.random_states[0][0] < self.length - self.prompt_length:
                 self.random_states.popleft()
         self.num_drawn += 1
-        return probs.new_empty(self.num_rows, probs.shape[-1]).exponential_()
+        return self.sampling_noise.draw(probs.shape[-1], probs.dtype)
 
     def _keep(self, draw: torch.FloatTensor) -> None:
         for queue, row in zip(self.noise, self.rows):
             queue.append(draw[row].clone())
+
+    def noise_ahead(self, level: int) -> torch.FloatTensor:
+        """With what the token `level` after the next one of each row will be sampled, `(B, V)`."""
+        foresee, vocab_size = self.sampling_noise.ahead, self.vocab_size
+        if self.batch_size == self.num_rows and not any(self.noise):
+            return foresee(level, vocab_size)
+        return torch.stack(
+            [
+                queue[level] if level < len(queue) else foresee(level - len(queue), vocab_size)[row]
+                for queue, row in zip(self.noise, self.rows)
+            ]
+        )
+
+    def warp(self, logits: torch.FloatTensor) -> torch.FloatTensor:
+        """A draft's logits `(..., V)` as those of the target will be before it samples, as far as that costs little."""
+        scores = logits.float().flatten(0, -2)
+        for warper in self.warpers:
+            scores = warper(None, scores)
+        return scores.view_as(logits)
 
     def finish(self) -> None:
         """Leaves the random generator as `_sample` does, which draws for written positions only."""
         while self.random_states:
             position, state = self.random_states.popleft()
             if position == self.length - self.prompt_length:
-                _set_random_state(self.ids.device, state)
+                set_random_state(self.ids.device, state)
                 return
 
     def _walking(self, nodes: list[int | None]) -> list[int]:
@@ -360,16 +384,18 @@ class Text:
         """The next tokens of rows, as `_sample` picks them."""
         if not self.do_sample:
             next_tokens = torch.argmax(scores, dim=-1)
-        elif self.in_step:
-            next_tokens = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         else:
             # What `torch.multinomial` does, with the noise it would have drawn for all rows at this position.
             probs = torch.softmax(scores, dim=-1)
             if not _are_probabilities(probs).all():
                 raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-            if any(not self.noise[row] for row in rows):  # of those that are as long as what was drawn for
-                self._keep(self._draw(probs))
-            next_tokens = torch.argmax(probs / torch.stack([self.noise[row].popleft() for row in rows]), dim=-1)
+            if self.in_step:
+                noise = self.sampling_noise.draw(probs.shape[-1], probs.dtype)
+            else:
+                if any(not self.noise[row] for row in rows):  # of those that are as long as what was drawn for
+                    self._keep(self._draw(probs))
+                noise = torch.stack([self.noise[row].popleft() for row in rows])
+            next_tokens = torch.argmax(probs / noise, dim=-1)
         if self.pads_finished_rows and any(self.is_finished):
             finished = torch.tensor([self.is_finished[row] for row in rows], device=next_tokens.device)
             next_tokens = next_tokens.masked_fill(finished, int(self.pad_token))
@@ -439,6 +465,8 @@ PREFIX_FREE = {
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
 }
+# And those that drafted samples follow: the others sort all scores, which takes longer than it saves, or change them little.
+WARP_DRAFTS = {"MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper"}
 READ_LAST_TOKEN = {"EosTokenCriteria", "MaxLengthCriteria"}
 
 
@@ -467,23 +495,6 @@ def _lengths_to_ignore(processor) -> torch.LongTensor | None:
 def _are_probabilities(probs: torch.FloatTensor) -> torch.BoolTensor:
     """Of what `softmax` returns `(..., V)`: `(...)`. It is never infinite or negative, and one broken score breaks the sum."""
     return torch.isfinite(probs.sum(dim=-1))
-
-
-def _random_state(device) -> torch.Tensor:
-    """The state of a device's default random generator, which the host keeps."""
-    module, arguments = _random_module(device)
-    return module.get_rng_state(*arguments)
-
-
-def _set_random_state(device, state: torch.Tensor) -> None:
-    module, arguments = _random_module(device)
-    module.set_rng_state(state, *arguments)
-
-
-def _random_module(device):
-    if device.type == "cpu":
-        return torch, ()
-    return torch.get_device_module(device), () if device.type == "mps" else (device,)
 
 
 def text_positions(model_kwargs) -> torch.LongTensor:

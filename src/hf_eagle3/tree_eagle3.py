@@ -133,6 +133,7 @@ def grow_tree(
     num_assistant_tokens: int,
     assistant_confidence_threshold: float = 0.0,
     plan: StepPlan | None = None,
+    guess: Callable[[torch.FloatTensor, int], torch.FloatTensor] | None = None,
 ) -> DraftTree:
     """
     Expands the most probable nodes level by level, then keeps the most probable of all of them (EAGLE-2, sections 4.1
@@ -155,14 +156,20 @@ def grow_tree(
         plan (`StepPlan`, *optional*):
             Whose `more_levels`, `width` and `choose_num_nodes` may make it a smaller tree, and whose `calibration` makes probabilities
             of acceptance of the draft's. Without one all shapes are fixed, and nothing is read by the host.
+        guess (`Callable`, *optional*):
+            `guess(logits (..., V), level) -> scores (..., V)`: what takes the place of the draft's logits for the children of nodes
+            at depth `level`, if the target samples ([`~noise_eagle3.sample_scores`]).
     """
     batch_size, device = logits.shape[0], logits.device
     width = min(branching_factor, logits.shape[-1])
     lowest = math.log(assistant_confidence_threshold) if assistant_confidence_threshold > 0 else -math.inf
     calibration = None if plan is None else plan.calibration
 
-    def best_children(logits):  # (..., V) -> values below the parent, log-probabilities and draft ids, each (..., K)
-        confidences, ids = logits.log_softmax(dim=-1, dtype=torch.float32).topk(width)
+    def best_children(
+        logits, level
+    ):  # (..., V) -> values below the parent, log-probabilities and draft ids, each (..., K)
+        scores = logits if guess is None else guess(logits, level)
+        confidences, ids = scores.log_softmax(dim=-1, dtype=torch.float32).topk(width)
         # A draft may be broken and floats round: whatever it says, no child outranks its parent.
         confidences = confidences.nan_to_num(nan=-torch.inf).clamp(max=0)
         return confidences if calibration is None else calibration(confidences), confidences, ids
@@ -171,7 +178,7 @@ def grow_tree(
         return ids if draft_token_ids is None else draft_token_ids.take(ids)
 
     # The pool of all candidates, and the frontier: the K of them that may be expanded next.
-    values, confidences, ids = best_children(logits)  # (B, K)
+    values, confidences, ids = best_children(logits, 0)  # (B, K)
     pool_values, pool_ids, pool_confidences = values, ids, [confidences]
     frontier = torch.arange(width, device=device).expand(batch_size, width)  # as indices into the pool
     expanded: list[torch.LongTensor] = []
@@ -201,7 +208,7 @@ def grow_tree(
         itself = torch.eye(ids.shape[1], dtype=torch.bool, device=device).expand(batch_size, -1, -1)
         visible = torch.cat([above, itself], dim=-1)
         logits, hidden_states = advance(target_ids(ids), hidden_states, level, visible)
-        child_values, confidences, child_ids = best_children(logits)  # (B, K, K)
+        child_values, confidences, child_ids = best_children(logits, level)  # (B, K, K)
         child_values, child_ids = (values[..., None] + child_values).flatten(1), child_ids.flatten(1)
         pool_confidences.append(confidences.flatten(1))
         values, best = child_values.topk(width)  # (B, K)

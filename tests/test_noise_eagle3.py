@@ -1,0 +1,123 @@
+"""A draft guesses the very samples, since it knows the noise with which they will be drawn."""
+
+import pytest
+import torch
+from conftest import OracleDraft, make_batch, make_target
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.noise_eagle3 import SamplingNoise
+
+
+CPU = torch.device("cpu")
+
+
+def sample(probs):
+    return torch.multinomial(probs, num_samples=1).squeeze(1)
+
+
+def make_probs(num_rows=3, vocab_size=50, num_tokens=6):
+    return torch.randn(num_tokens, num_rows, vocab_size, generator=torch.Generator().manual_seed(0)).softmax(dim=-1)
+
+
+@pytest.mark.parametrize("looks", [[], [0], [3, 1, 0], [0, 0, 5]])
+def test_noise_is_what_multinomial_draws(looks):
+    probs, noise = make_probs(), SamplingNoise(3, CPU)
+    torch.manual_seed(0)
+    expected, states = [], []
+    for each in probs:
+        expected.append(sample(each))
+        states.append(torch.get_rng_state())
+    torch.manual_seed(0)
+    for number, (each, token, state) in enumerate(zip(probs, expected, states)):
+        for index in looks:
+            if number + index < len(probs):
+                foreseen = noise.ahead(index, 50)
+                assert torch.equal((probs[number + index] / foreseen).argmax(dim=-1), expected[number + index])
+        assert torch.equal((each / noise.draw(50, torch.float32)).argmax(dim=-1), token)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("num_other", [1, 700])
+def test_noise_that_others_drew_is_forgotten(num_other):
+    probs, noise = make_probs(), SamplingNoise(3, CPU)
+    torch.manual_seed(0)
+    expected = [sample(probs[0]), torch.rand(num_other), sample(probs[1])]
+    torch.manual_seed(0)
+    noise.ahead(4, 50)
+    assert torch.equal((probs[0] / noise.draw(50, torch.float32)).argmax(dim=-1), expected[0])
+    assert torch.equal(torch.rand(num_other), expected[1])
+    foreseen = noise.ahead(0, 50)
+    assert torch.equal((probs[1] / foreseen).argmax(dim=-1), expected[2])
+    assert torch.equal(noise.draw(50, torch.float32), foreseen)
+
+
+@pytest.mark.parametrize("vocab_size, dtype", [(50, torch.float64), (40, torch.float32)])
+def test_noise_of_another_kind_is_drawn_anew(vocab_size, dtype):
+    noise = SamplingNoise(3, CPU)
+    torch.manual_seed(0)
+    expected = [torch.empty(3, vocab_size, dtype=dtype).exponential_() for _ in range(2)]
+    torch.manual_seed(0)
+    noise.ahead(2, 50)
+    for each in expected:
+        assert torch.equal(noise.draw(vocab_size, dtype), each)
+
+
+class KnowingDraft(OracleDraft):
+    """A draft that says of each token of a text what the target says of it."""
+
+    def forward(self, *args, position_ids, inputs_embeds, **kwargs):
+        outputs = Eagle3ForSpeculation.forward(
+            self, *args, position_ids=position_ids, inputs_embeds=inputs_embeds, **kwargs
+        )
+        self.find_rows(position_ids[:, -1:], inputs_embeds[:, -1])
+        last_read = position_ids[:, -outputs.logits.shape[1] :] + 1 + self.padding[self.rows]
+        index = last_read.clamp(max=self.scores.shape[1] - 1)[..., None].expand_as(outputs.logits)
+        outputs.logits = self.scores[self.rows].gather(1, index)
+        return outputs
+
+
+def make_knowing_draft(target, text, attention_mask, draft_token_ids=None):
+    draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=draft_token_ids).eval()
+    draft.__class__ = KnowingDraft
+    attention_mask = torch.nn.functional.pad(attention_mask, (0, text.shape[1] - attention_mask.shape[1]), value=1)
+    draft.padding = (attention_mask == 0).sum(dim=1, keepdim=True)
+    positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    scores = target(text, attention_mask=attention_mask, position_ids=positions).logits.detach()
+    draft.scores = scores[..., draft.draft_token_ids]
+    draft.text, draft.rows, draft.table = text, [], target.get_input_embeddings().weight.detach()
+    draft.generation_config.tree_policy = "static"
+    draft.generation_config.prompt_lookup_num_tokens = 0
+    draft.generation_config.tree_depth = draft.generation_config.num_assistant_tokens = 4
+    draft.generation_config.branching_factor = 1
+    return draft
+
+
+@pytest.mark.parametrize("lengths", [[9], [5, 17, 3]], ids=["one", "batch"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 1.4, "top_k": 30},
+        {"cache_implementation": "static", "temperature": 0.8},
+        {"output_scores": True, "return_dict_in_generate": True},
+        {"repetition_penalty": 1.0001},  # reads the text before each token
+        {"eos_token_id": list(range(2, 10)), "pad_token_id": 0},  # rows leave the batch
+    ],
+    ids=["plain", "warped", "static", "scores", "penalty", "eos"],
+)
+def test_samples_are_guessed(settings, lengths):
+    target, batch = make_target("llama"), make_batch(lengths)
+    target.lm_head.weight.data *= 0.5  # far from greedy
+    settings = {"max_new_tokens": 40, "do_sample": True, **settings}
+
+    def generate(**assistant):
+        torch.manual_seed(0)
+        output = target.generate(**batch, **settings, **assistant)
+        return output if isinstance(output, torch.Tensor) else output.sequences
+
+    text = generate()
+    for draft_token_ids in (None, text.unique().tolist()):
+        draft = make_knowing_draft(target, text, batch["attention_mask"], draft_token_ids)
+        assert torch.equal(generate(assistant_model=draft), text)
+        # Of five tokens at most; by what is probable alone it would be 1.2 at best.
+        assert draft.last_generation.acceptance_length > (1.5 if "eos_token_id" in settings else 2.5)
