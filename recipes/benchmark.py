@@ -88,7 +88,9 @@ def parse_arguments():
     parser.add_argument(
         "--compare", nargs=2, metavar=("BEFORE", "AFTER"), help="Compare two files of results, and end"
     )
-    parser.add_argument("--profile", action="store_true", help="Also show where the time of a step goes")
+    parser.add_argument(
+        "--profile", action="store_true", help="Also show where the time of a step goes, at each temperature"
+    )
     args = parser.parse_args()
     if args.compare is None and args.target is None:
         parser.error("--target is missing")
@@ -199,6 +201,7 @@ def main():
         "missing_tasks": missing,
     }
     results = open_results(args, run, missing)
+    sampling = {name: getattr(args, name) for name in ("top_k", "top_p") if getattr(args, name) is not None}
     run_benchmark(
         target,
         tokenizer,
@@ -209,7 +212,7 @@ def main():
         args.batch_sizes,
         args.max_new_tokens,
         args.repeats,
-        sampling={name: getattr(args, name) for name in ("top_k", "top_p") if getattr(args, name) is not None},
+        sampling=sampling,
         call=call_arguments(args),
         assistant=load(AutoModelForCausalLM, args.assistant),
         dflash=load(AutoModel, args.dflash),
@@ -246,8 +249,11 @@ def main():
     if args.plots:
         print(f"Wrote {', '.join(map(str, plot_all(results, args.plots)))}")
     if args.profile:
-        prompt = next(iter(tasks.values()))[0]
-        print(format_profile(profile_steps(target, draft, prompt, args.max_new_tokens, **call_arguments(args))))
+        task, prompts = next(iter(tasks.items()))
+        for temperature in args.temperatures:
+            mode = call_arguments(args) | (sampling if temperature else {})
+            print(f"\nA step with {task} at T={temperature:g}, one text at a time:\n")
+            print(format_profile(profile_steps(target, draft, prompts, args.max_new_tokens, temperature, **mode)))
 
 
 if __name__ == "__main__":

@@ -320,13 +320,14 @@ def test_profile(tmp_path):
     make_draft(target, [make_prompt(5)]).save_pretrained(tmp_path)
     draft = AutoModel.from_pretrained(tmp_path, trust_remote_code=True)  # whose code is a copy of ours
     draft.generation_config.tree_policy = "static"
-    profiled = profile_steps(target, draft, make_prompt(9)[0].tolist(), 16, repetition_penalty=1.1)
+    prompts = [make_prompt(9)[0].tolist(), make_prompt(5)[0].tolist()]
+    profiled = profile_steps(target, draft, prompts, 16, repetition_penalty=1.1)
     parts = ("draft forwards", "tree building", "masks", "verify", "accept", "processors and criteria", "cache")
     assert all(profiled["seconds"][part] > 0 for part in parts)
-    assert profiled["steps"] == len(draft.last_generation.accepted_lengths)
+    assert profiled["steps"] > len(draft.last_generation.accepted_lengths)
     in_steps = sum(profiled["seconds"].values()) * profiled["steps"]
-    assert in_steps + profiled["seconds_of_prompt"] == pytest.approx(profiled["seconds_of_call"])
-    static = profile_steps(target, draft, make_prompt(9)[0].tolist(), 16, cache_implementation="static")["seconds"]
+    assert in_steps + profiled["seconds_of_prompts"] == pytest.approx(profiled["seconds_of_calls"])
+    static = profile_steps(target, draft, prompts, 16, 1.0, cache_implementation="static")["seconds"]
     assert all(static[part] > 0 for part in ("draft, of fixed shapes", "masks", "verify", "accept", "cache"))
     # The labels are off again.
     module = sys.modules[type(draft).__module__.replace("modeling", "generation")]
@@ -339,7 +340,7 @@ def test_an_adapted_draft(tokenizer):
     tasks = {"words": [tokenizer("what is 3")["input_ids"]]}
     plain, ours = run_benchmark(target, tokenizer, draft, tasks, ["plain", "eagle3"], [0.0], [1], 8, 1).rows
     assert ours.num_identical == 1 and ours.draft_share > 0
-    assert profile_steps(target, draft, tasks["words"][0], 8)["seconds"]["verify"] > 0
+    assert profile_steps(target, draft, tasks["words"], 8)["seconds"]["verify"] > 0
 
 
 def test_own_times():

@@ -1,6 +1,7 @@
 """Where the time of a step goes."""
 
 import functools
+from collections import Counter
 from contextlib import ExitStack, contextmanager, suppress
 
 import torch
@@ -35,42 +36,43 @@ REST = "Python and the rest"
 
 
 @torch.no_grad()
-def profile_steps(target, draft, prompt: list[int], max_new_tokens: int = 64, **settings) -> dict:
+def profile_steps(
+    target, draft, prompts: list[list[int]], max_new_tokens: int = 64, temperature: float = 0.0, **settings
+) -> dict:
     """
-    Decodes one prompt with the draft under torch's profiler, and sorts the time into parts. On an accelerator each part waits
-    for what it has started, so that a step takes longer than without the profiler; its parts are what can be compared.
+    Decodes prompts with the draft under torch's profiler, one after the other, and sorts the time into parts. On an accelerator each
+    part waits for what it has started, so that a step takes longer than without the profiler; its parts are what can be compared.
 
     Returns:
-        `dict`: `steps`, `seconds` a step by part, without the prompt's, and the profiler's `events`.
+        `dict`: `steps`, `seconds` a step by part, without the prompts' own, and, of all calls together, `seconds_of_calls` and
+        `seconds_of_prompts`.
     """
-    inputs = torch.tensor([prompt], device=target.device)
-    settings = {
-        "attention_mask": torch.ones_like(inputs),
-        "max_new_tokens": max_new_tokens,
-        "do_sample": False,
-    } | settings
-    target.generate(inputs, assistant_model=draft, **settings)  # warm-up
+    mode = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    settings = {"max_new_tokens": max_new_tokens, **mode, **settings}
+
+    def generate(prompt):
+        inputs = torch.tensor([prompt], device=target.device)
+        target.generate(inputs, attention_mask=torch.ones_like(inputs), assistant_model=draft, **settings)
+        synchronize(target.device)
+        return len(draft.last_generation.accepted_lengths)
+
+    generate(prompts[0])  # warm-up
     activities = [ProfilerActivity.CPU]
     if target.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with labelled(draft, target.device), profile(activities=activities) as profiler, record_function("eagle3: call"):
-        target.generate(inputs, assistant_model=draft, **settings)
-        synchronize(target.device)
-    own = own_times(profiler.events())
+    own, steps = Counter(), 0
+    with labelled(draft, target.device):
+        for prompt in prompts:
+            with profile(activities=activities) as profiler, record_function("eagle3: call"):
+                steps += generate(prompt)
+            own.update(own_times(profiler.events()))
     total, prompt_seconds = sum(own.values()), own.pop("prompt", 0.0)
-    steps = max(len(draft.last_generation.accepted_lengths), 1)
     seconds = {
-        part: own.get(part, 0.0) / steps for part in dict.fromkeys(part for part, *_ in PARTS) if part != "prompt"
+        part: own[part] / max(steps, 1) for part in dict.fromkeys(part for part, *_ in PARTS) if part != "prompt"
     }
     seconds = {part: spent for part, spent in seconds.items() if spent}
-    seconds[REST] = own["call"] / steps
-    return {
-        "steps": steps,
-        "seconds": seconds,
-        "seconds_of_call": total,
-        "seconds_of_prompt": prompt_seconds,
-        "acceptance_length": draft.last_generation.acceptance_length,
-    }
+    seconds[REST] = own["call"] / max(steps, 1)
+    return {"steps": steps, "seconds": seconds, "seconds_of_calls": total, "seconds_of_prompts": prompt_seconds}
 
 
 def own_times(events) -> dict[str, float]:
