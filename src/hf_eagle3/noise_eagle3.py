@@ -70,10 +70,6 @@ class SamplingNoise:
         return torch.empty(self.num_rows, vocab_size, dtype=dtype, device=self.device).exponential_()
 
 
-# A draft averages over what it takes for possible, and is flatter than the target in each case. A guess that fits small drafts.
-SHARPNESS = 1.25
-
-
 def sample_scores(log_probs: torch.FloatTensor, noise: torch.FloatTensor) -> torch.FloatTensor:
     """
     Scores of which the largest is the best guess of a sample (Gumbel-max).
@@ -82,7 +78,7 @@ def sample_scores(log_probs: torch.FloatTensor, noise: torch.FloatTensor) -> tor
         log_probs (`torch.FloatTensor` of shape `(B, V)` or `(B, K, V)`): What the draft says, up to a constant.
         noise (`torch.FloatTensor` of shape `(B, V)`): With which that row will be sampled.
     """
-    return SHARPNESS * log_probs - (noise if log_probs.dim() == 2 else noise[:, None]).log()
+    return log_probs - (noise if log_probs.dim() == 2 else noise[:, None]).log()
 
 
 def random_state(device) -> torch.Tensor:
