@@ -248,7 +248,7 @@ def main():
         "correctness": check(target, draft, prompts, args.max_new_tokens),
         "parts": time_parts(target, draft, args),
         "steps": time_steps(target, draft, prompts[0], args),
-        "profile": profile_steps(target, draft, prompts[0].tolist(), args.max_new_tokens),
+        "profile": profile_steps(target, draft, [prompts[0].tolist()], args.max_new_tokens),
         "peak_memory": peak_memory(target.device) if counts_memory else None,
     }
     (folder / "results.json").write_text(json.dumps(results, indent=2), encoding="utf-8")

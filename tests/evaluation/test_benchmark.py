@@ -24,7 +24,7 @@ from hf_eagle3.evaluation import (
     run_benchmark,
 )
 from hf_eagle3.evaluation.benchmark import without_padding
-from hf_eagle3.evaluation.profile import own_times, profile_steps
+from hf_eagle3.evaluation.profile import OwnTimes, profile_steps
 from hf_eagle3.generation_eagle3 import Eagle3Decoding
 
 
@@ -344,19 +344,14 @@ def test_an_adapted_draft(tokenizer):
 
 
 def test_own_times():
-    class Event:
-        def __init__(self, name, start, end):
-            self.name, self.time_range = name, type("Range", (), {"start": start, "end": end})
-
-    events = [
-        Event("eagle3: call", 0, 100),
-        Event("eagle3: a", 10, 50),
-        Event("eagle3: b", 20, 30),
-        Event("aten::add", 0, 9),
-    ]
-    events += [Event("eagle3: b", 60, 70)]
-    assert own_times(events) == pytest.approx({"call": 50e-6, "a": 30e-6, "b": 20e-6})
-    assert Counter(own_times(events)).total() == pytest.approx(100e-6)
+    clock = iter([0, 10, 20, 30, 50, 60, 70, 100])
+    times = OwnTimes(now=lambda: next(clock))
+    with pytest.raises(ValueError), times.spent_on("call"):
+        with times.spent_on("a"), times.spent_on("b"):
+            pass
+        with times.spent_on("b"):
+            raise ValueError
+    assert times.seconds == {"call": 50, "a": 30, "b": 20}
 
 
 @pytest.mark.parametrize(

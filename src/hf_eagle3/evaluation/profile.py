@@ -1,16 +1,17 @@
 """Where the time of a step goes."""
 
 import functools
+import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager, suppress
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 
 from .benchmark import own_module, synchronize
 
 
+PROMPT, REST = "prompt", "Python and the rest"
 # Part, and a function that does it: of the draft's code (module, class if it is a method), or of transformers. What a function of
 # another part does inside it is that part's.
 PARTS = (
@@ -30,9 +31,28 @@ PARTS = (
     ("cache", "cache_eagle3.TreeCache", "keep_paths"),
     ("cache", "cache_eagle3.TreeCache", "track"),
     ("cache", "generation_eagle3", "take_paths"),
-    ("prompt", GenerationMixin, "_prefill"),
+    (PROMPT, GenerationMixin, "_prefill"),
 )
-REST = "Python and the rest"
+
+
+class OwnTimes:
+    """Seconds in each part, without those in other parts inside it."""
+
+    def __init__(self, now=time.perf_counter):
+        self.now, self.seconds = now, Counter()
+        self.inside = []  # what others took in each part that is open
+
+    @contextmanager
+    def spent_on(self, part: str):
+        start = self.now()
+        self.inside.append(0.0)
+        try:
+            yield
+        finally:
+            seconds = self.now() - start
+            self.seconds[part] += seconds - self.inside.pop()
+            if self.inside:
+                self.inside[-1] += seconds
 
 
 @torch.no_grad()
@@ -40,8 +60,8 @@ def profile_steps(
     target, draft, prompts: list[list[int]], max_new_tokens: int = 64, temperature: float = 0.0, **settings
 ) -> dict:
     """
-    Decodes prompts with the draft under torch's profiler, one after the other, and sorts the time into parts. On an accelerator each
-    part waits for what it has started, so that a step takes longer than without the profiler; its parts are what can be compared.
+    Decodes prompts with the draft, one after the other, and sorts the time into parts. On an accelerator each part waits for what it has
+    started, so that a step takes longer than otherwise; its parts are what can be compared.
 
     Returns:
         `dict`: `steps`, `seconds` a step by part, without the prompts' own, and, of all calls together, `seconds_of_calls` and
@@ -57,60 +77,31 @@ def profile_steps(
         return len(draft.last_generation.accepted_lengths)
 
     generate(prompts[0])  # warm-up
-    activities = [ProfilerActivity.CPU]
-    if target.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    own, steps = Counter(), 0
-    with labelled(draft, target.device):
+    times, steps = OwnTimes(), 0
+    with timed_parts(draft, target.device, times):
         for prompt in prompts:
-            with profile(activities=activities) as profiler, record_function("eagle3: call"):
+            with times.spent_on(REST):
                 steps += generate(prompt)
-            own.update(own_times(profiler.events()))
-    total, prompt_seconds = sum(own.values()), own.pop("prompt", 0.0)
-    seconds = {
-        part: own[part] / max(steps, 1) for part in dict.fromkeys(part for part, *_ in PARTS) if part != "prompt"
-    }
-    seconds = {part: spent for part, spent in seconds.items() if spent}
-    seconds[REST] = own["call"] / max(steps, 1)
+    own, total = times.seconds, times.seconds.total()
+    prompt_seconds = own.pop(PROMPT, 0.0)
+    order = [*dict.fromkeys(part for part, *_ in PARTS), REST]
+    seconds = {part: own[part] / max(steps, 1) for part in order if own[part]}
     return {"steps": steps, "seconds": seconds, "seconds_of_calls": total, "seconds_of_prompts": prompt_seconds}
 
 
-def own_times(events) -> dict[str, float]:
-    """Seconds in each of our labels, without those in labels inside it."""
-    spans = sorted(
-        (
-            (event.time_range.start, event.time_range.end, event.name)
-            for event in events
-            if event.name.startswith("eagle3: ")
-        ),
-        key=lambda span: (span[0], -span[1]),
-    )
-    own, open_spans = {}, []
-    for start, end, name in spans:
-        while open_spans and open_spans[-1][1] <= start:
-            open_spans.pop()
-        part = name.removeprefix("eagle3: ")
-        own[part] = own.get(part, 0.0) + (end - start) / 1e6
-        if open_spans:
-            outer = open_spans[-1][2].removeprefix("eagle3: ")
-            own[outer] -= (end - start) / 1e6
-        open_spans.append((start, end, name))
-    return own
-
-
 @contextmanager
-def labelled(draft, device):
-    """Puts the profiler's labels around the functions of `PARTS`, in the code that this draft came with, and takes them off again."""
+def timed_parts(draft, device, times: OwnTimes):
+    """Times the functions of `PARTS`, in the code that this draft came with."""
 
-    def label(function, part):
+    def timed(function, part):
         @functools.wraps(function)
-        def with_label(*args, **kwargs):
-            with record_function(f"eagle3: {part}"):
+        def timed_function(*args, **kwargs):
+            with times.spent_on(part):
                 result = function(*args, **kwargs)
                 synchronize(device)
             return result
 
-        return with_label
+        return timed_function
 
     with ExitStack() as stack:
         for part, holder, name in PARTS:
@@ -122,7 +113,7 @@ def labelled(draft, device):
                     continue
                 holder = getattr(holder, owner) if owner else holder
             function = getattr(holder, name)
-            setattr(holder, name, label(function, part))
+            setattr(holder, name, timed(function, part))
             stack.callback(setattr, holder, name, function)
         yield
 
