@@ -326,3 +326,19 @@ def test_a_slow_moment_is_soon_forgotten():
     machine.first, machine.level = 0.2, 0.1
     machine.speedup(400)
     assert steps < 20 and any(machine.chosen[steps:])
+
+
+@pytest.mark.parametrize(("gain", "least", "most"), [(0.15, 0.6, 1), (-0.5, 0, 0.1), (-1.0, 0, 0.05)])
+def test_luck_is_told_from_loss(gain, least, most):
+    """A draft that brings a little is not given up for a few unlucky steps, one that costs a little soon is."""
+    shares = []
+    for seed in range(20):
+        policy, random_, drafted = AutoPolicy(24, StepCosts(), Calibration(), num_rows=4), random.Random(seed), 0
+        for _ in range(300):
+            if policy.plain_left > 0:
+                policy.plain_left -= 1
+                continue
+            drafted += 1
+            policy.record_drafted_step(2 + gain + random_.gauss(0, 0.8), seconds=2.0, plain=1.0)
+        shares.append(drafted / 300)
+    assert least <= sum(shares) / len(shares) <= most

@@ -181,7 +181,7 @@ class AutoPolicy(StaticPolicy):
         self.sizes.append(num_nodes)
         self.plain_left, self.interval = self.FIRST_PLAIN_STEPS, self.INTERVALS[0]
         self.num_drafted = 0  # steps since drafting was taken up
-        self.weight = self.tokens = self.seconds = 0.0  # of drafted steps, for each row
+        self.weight = self.tokens = self.seconds = self.squares = 0.0  # of drafted steps, for each row
         self.plain_steps_lost, self.has_caught_up = 0.0, False  # since drafting was taken up
 
     @property
@@ -288,12 +288,17 @@ class AutoPolicy(StaticPolicy):
 
     def record_drafted_step(self, tokens: float, seconds: float, plain: float | None) -> None:
         """How many `plain` steps the step was worth, and what it took; decides whether to go on drafting."""
-        for name, new in (("weight", 1.0), ("tokens", tokens), ("seconds", seconds)):
+        gain = 0.0 if plain is None else tokens - seconds / plain
+        for name, new in (("weight", 1.0), ("tokens", tokens), ("seconds", seconds), ("squares", gain**2)):
             setattr(self, name, getattr(self, name) * self.MEMORY + new)
         self.num_drafted += 1
-        if plain is not None:
-            self.plain_steps_lost += seconds / plain - tokens
-        if plain is None or self.is_trial or self.tokens * plain >= self.seconds:
+        if plain is None:
+            return
+        self.plain_steps_lost -= gain
+        # Steps vary. What may be bad luck is no reason to give up a draft that may as well bring a little.
+        mean = (self.tokens - self.seconds / plain) / self.weight
+        luck = (max(self.squares / self.weight - mean**2, 0.0) / self.weight) ** 0.5
+        if self.is_trial or mean + luck >= 0:
             return
         long_ago = self.num_drafted > self.INTERVALS[0]
         if long_ago:
@@ -305,7 +310,8 @@ class AutoPolicy(StaticPolicy):
         self.plain_steps_lost = 0.0
         self.interval = min(4 * self.interval, self.INTERVALS[1])
         scale = min(self.PRIOR_STEPS / self.weight, 1.0)
-        self.weight, self.tokens, self.seconds = (scale * x for x in (self.weight, self.tokens, self.seconds))
+        for name in ("weight", "tokens", "seconds", "squares"):
+            setattr(self, name, scale * getattr(self, name))
 
 
 class _PlainStep(StepPlan):
