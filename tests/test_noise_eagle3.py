@@ -121,3 +121,18 @@ def test_samples_are_guessed(settings, lengths):
         assert torch.equal(generate(assistant_model=draft), text)
         # Of five tokens at most; by what is probable alone it would be 1.2 at best.
         assert draft.last_generation.acceptance_length > (2 if "eos_token_id" in settings else 2.6)
+
+
+@pytest.mark.parametrize("num_logits", [90, 96, 128])
+@pytest.mark.parametrize("draft_token_ids", [None, range(10, 96)], ids=["all", "some"])
+def test_targets_with_fewer_or_more_logits_than_tokens(num_logits, draft_token_ids):
+    target, batch = make_target("llama"), make_batch([9, 5])
+    draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=draft_token_ids).eval()
+    target.lm_head.register_forward_hook(
+        lambda module, inputs, logits: torch.nn.functional.pad(logits, (0, num_logits - 96), value=-1e4)
+    )
+    texts = []
+    for assistant in ({}, {"assistant_model": draft}):
+        torch.manual_seed(0)
+        texts.append(target.generate(**batch, max_new_tokens=20, do_sample=True, **assistant))
+    assert torch.equal(*texts)

@@ -131,7 +131,11 @@ class Drafter:
     def noise_ahead(self, text, level: int) -> torch.FloatTensor:
         """[`Text.noise_ahead`] of the draft's vocabulary, `(B, draft_vocab_size)`."""
         noise = text.noise_ahead(level).to(self.draft.lm_head.weight.device)
-        return noise if self.token_ids is None else noise[:, self.token_ids]
+        if self.token_ids is None and noise.shape[-1] == self.draft.config.draft_vocab_size:
+            return noise
+        # A target may have fewer logits than tokens, or more: what it cannot say has any noise.
+        token_ids = self.draft.draft_token_ids if self.token_ids is None else self.token_ids
+        return noise[:, token_ids.clamp(max=noise.shape[-1] - 1)]
 
     @torch.inference_mode()
     def select(self, rows: list[int]) -> None:
