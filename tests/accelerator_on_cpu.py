@@ -26,6 +26,14 @@ LOOKS = (aten._local_scalar_dense, aten.equal, aten.nonzero)
 num_looks = 0
 
 
+class Generator(torch.Generator):
+    def __new__(cls, device=None):
+        return super().__new__(cls)  # the accelerator's is the CPU's
+
+
+torch.Generator = Generator
+
+
 class OnAccelerator(torch.Tensor):
     @staticmethod
     def __new__(cls, on_host):

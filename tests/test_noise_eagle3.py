@@ -19,47 +19,36 @@ def make_probs(num_rows=3, vocab_size=50, num_tokens=6):
     return torch.randn(num_tokens, num_rows, vocab_size, generator=torch.Generator().manual_seed(0)).softmax(dim=-1)
 
 
+@pytest.fixture
+def only_others_set_the_generator(monkeypatch):
+    """Other threads draw from it, too: what they drew must not be drawn again."""
+    monkeypatch.setattr(torch, "set_rng_state", lambda state: pytest.fail("the generator was set back"))
+
+
 @pytest.mark.parametrize("looks", [[], [0], [3, 1, 0], [0, 0, 5]])
-def test_noise_is_what_multinomial_draws(looks):
+def test_noise_is_what_multinomial_draws(only_others_set_the_generator, looks):
     probs, noise = make_probs(), SamplingNoise(3, CPU)
     torch.manual_seed(0)
-    expected, states = [], []
-    for each in probs:
-        expected.append(sample(each))
-        states.append(torch.get_rng_state())
+    expected = [(sample(each), torch.get_rng_state()) for each in probs]
     torch.manual_seed(0)
-    for number, (each, token, state) in enumerate(zip(probs, expected, states)):
+    for number, (each, (token, state)) in enumerate(zip(probs, expected)):
         for index in looks:
             if number + index < len(probs):
-                foreseen = noise.ahead(index, 50)
-                assert torch.equal((probs[number + index] / foreseen).argmax(dim=-1), expected[number + index])
-        assert torch.equal((each / noise.draw(50, torch.float32)).argmax(dim=-1), token)
+                foreseen = (probs[number + index] / noise.ahead(index, 50)).argmax(dim=-1)
+                assert torch.equal(foreseen, expected[number + index][0])
+        assert torch.equal(sample(each), token)
         assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("num_other", [1, 700])
-def test_noise_that_others_drew_is_forgotten(num_other):
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1), lambda: torch.rand(700), lambda: torch.manual_seed(3)])
+def test_noise_that_is_not_to_come_is_forgotten(only_others_set_the_generator, draw):
     probs, noise = make_probs(), SamplingNoise(3, CPU)
     torch.manual_seed(0)
-    expected = [sample(probs[0]), torch.rand(num_other), sample(probs[1])]
-    torch.manual_seed(0)
     noise.ahead(4, 50)
-    assert torch.equal((probs[0] / noise.draw(50, torch.float32)).argmax(dim=-1), expected[0])
-    assert torch.equal(torch.rand(num_other), expected[1])
-    foreseen = noise.ahead(0, 50)
-    assert torch.equal((probs[1] / foreseen).argmax(dim=-1), expected[2])
-    assert torch.equal(noise.draw(50, torch.float32), foreseen)
-
-
-@pytest.mark.parametrize("vocab_size, dtype", [(50, torch.float64), (40, torch.float32)])
-def test_noise_of_another_kind_is_drawn_anew(vocab_size, dtype):
-    noise = SamplingNoise(3, CPU)
-    torch.manual_seed(0)
-    expected = [torch.empty(3, vocab_size, dtype=dtype).exponential_() for _ in range(2)]
-    torch.manual_seed(0)
-    noise.ahead(2, 50)
-    for each in expected:
-        assert torch.equal(noise.draw(vocab_size, dtype), each)
+    sample(probs[0])
+    draw()
+    foreseen = (probs[1] / noise.ahead(0, 50)).argmax(dim=-1)
+    assert torch.equal(sample(probs[1]), foreseen)
 
 
 class KnowingDraft(OracleDraft):

@@ -24,7 +24,8 @@ class SamplingNoise:
     largest `probability / noise` is the sample. It does not depend on the probabilities, so that a draft which divides its
     own by it may guess the very sample (Gumbel coupling: Daliri, Musco and Suresh, https://huggingface.co/papers/2408.07978).
 
-    Where anything else draws from the device's random generator in between, what was foreseen is forgotten.
+    The noise is foreseen with a generator of its own, and then drawn by whoever samples: setting the device's generator on instead
+    would take back what other threads draw from it. Where anything else draws in between, what was foreseen is forgotten.
 
     Args:
         num_rows (`int`): Of the batch.
@@ -32,42 +33,26 @@ class SamplingNoise:
     """
 
     def __init__(self, num_rows: int, device: torch.device):
-        self.num_rows, self.device = num_rows, device
-        # Noise, with the generator's states before and after it was drawn.
-        self.foreseen: deque[tuple[torch.Tensor, torch.FloatTensor, torch.Tensor]] = deque()
-
-    def draw(self, vocab_size: int, dtype: torch.dtype) -> torch.FloatTensor:
-        """The noise for one more token of every row `(num_rows, vocab_size)`, which leaves the generator as `torch.multinomial` does."""
-        self._forget_others(random_state(self.device))
-        if self.foreseen:
-            _, noise, state = self.foreseen.popleft()
-            if noise.dtype == dtype and noise.shape[-1] == vocab_size:
-                set_random_state(self.device, state)
-                return noise
-            self.foreseen.clear()
-        return self._new(vocab_size, dtype)
+        self.num_rows, self.device, self.generator = num_rows, device, None
+        # Noise, with the state of the generator before it is drawn.
+        self.foreseen: deque[tuple[torch.Tensor, torch.FloatTensor]] = deque()
 
     def ahead(self, index: int, vocab_size: int) -> torch.FloatTensor:
-        """What [`SamplingNoise.draw`] will return after `index` other draws. Leaves the generator as it is."""
+        """What the device's generator gives after `index` such draws, `(num_rows, vocab_size)`."""
         state = random_state(self.device)
-        self._forget_others(state)
-        if index >= len(self.foreseen):
-            try:
-                if self.foreseen:
-                    set_random_state(self.device, self.foreseen[-1][-1])
-                while index >= len(self.foreseen):
-                    before, noise = random_state(self.device), self._new(vocab_size, torch.float32)
-                    self.foreseen.append((before, noise, random_state(self.device)))
-            finally:
-                set_random_state(self.device, state)
-        return self.foreseen[index][1]
-
-    def _forget_others(self, state: torch.Tensor) -> None:
-        while self.foreseen and not torch.equal(self.foreseen[0][0], state):
+        while self.foreseen and not torch.equal(
+            self.foreseen[0][0], state
+        ):  # drawn since, or not to be drawn any more
             self.foreseen.popleft()
-
-    def _new(self, vocab_size: int, dtype: torch.dtype) -> torch.FloatTensor:
-        return torch.empty(self.num_rows, vocab_size, dtype=dtype, device=self.device).exponential_()
+        if self.generator is None:
+            self.generator = torch.Generator(self.device)
+        if not self.foreseen:
+            self.generator.set_state(state)
+        while index >= len(self.foreseen):
+            before = self.generator.get_state()
+            noise = torch.empty(self.num_rows, vocab_size, dtype=torch.float32, device=self.device)
+            self.foreseen.append((before, noise.exponential_(generator=self.generator)))
+        return self.foreseen[index][1]
 
 
 def sample_scores(log_probs: torch.FloatTensor, noise: torch.FloatTensor) -> torch.FloatTensor:

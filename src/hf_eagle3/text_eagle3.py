@@ -290,7 +290,7 @@ class Text:
             while self.random_states[0][0] < self.length - self.prompt_length:
                 self.random_states.popleft()
         self.num_drawn += 1
-        return self.sampling_noise.draw(probs.shape[-1], probs.dtype)
+        return probs.new_empty(self.num_rows, probs.shape[-1]).exponential_()
 
     def _keep(self, draw: torch.FloatTensor) -> None:
         for queue, row in zip(self.noise, self.rows):
@@ -384,18 +384,16 @@ class Text:
         """The next tokens of rows, as `_sample` picks them."""
         if not self.do_sample:
             next_tokens = torch.argmax(scores, dim=-1)
+        elif self.in_step:
+            next_tokens = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         else:
             # What `torch.multinomial` does, with the noise it would have drawn for all rows at this position.
             probs = torch.softmax(scores, dim=-1)
             if not _are_probabilities(probs).all():
                 raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-            if self.in_step:
-                noise = self.sampling_noise.draw(probs.shape[-1], probs.dtype)
-            else:
-                if any(not self.noise[row] for row in rows):  # of those that are as long as what was drawn for
-                    self._keep(self._draw(probs))
-                noise = torch.stack([self.noise[row].popleft() for row in rows])
-            next_tokens = torch.argmax(probs / noise, dim=-1)
+            if any(not self.noise[row] for row in rows):  # of those that are as long as what was drawn for
+                self._keep(self._draw(probs))
+            next_tokens = torch.argmax(probs / torch.stack([self.noise[row].popleft() for row in rows]), dim=-1)
         if self.pads_finished_rows and any(self.is_finished):
             finished = torch.tensor([self.is_finished[row] for row in rows], device=next_tokens.device)
             next_tokens = next_tokens.masked_fill(finished, int(self.pad_token))
