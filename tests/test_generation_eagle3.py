@@ -450,8 +450,10 @@ def test_confidence_threshold_prunes_what_the_draft_doubts(target):
     draft = make_draft(target, [generate(target, prompt)])
     assert max(assert_same_text(target, draft, prompt).accepted_lengths) > 1
     draft.generation_config.assistant_confidence_threshold = 0.99  # an untrained draft is never that sure
-    for sampling in ({}, {"do_sample": True}):
-        assert max(assert_same_text(target, draft, prompt, **sampling).accepted_lengths) == 1
+    assert max(assert_same_text(target, draft, prompt).accepted_lengths) == 1
+    # Of a sample it seldom is: the noise may all but decide.
+    stats = assert_same_text(target, draft, prompt, do_sample=True)
+    assert 0.8 * len(stats.accepted_lengths) < stats.plain_steps < len(stats.accepted_lengths)
 
 
 def test_the_text_can_be_trained_on(target):
