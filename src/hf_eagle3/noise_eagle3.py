@@ -40,9 +40,8 @@ class SamplingNoise:
     def ahead(self, index: int, vocab_size: int) -> torch.FloatTensor:
         """What the device's generator gives after `index` such draws, `(num_rows, vocab_size)`."""
         state = random_state(self.device)
-        while self.foreseen and not torch.equal(
-            self.foreseen[0][0], state
-        ):  # drawn since, or not to be drawn any more
+        # What was drawn since, or is not to be drawn any more.
+        while self.foreseen and not torch.equal(self.foreseen[0][0], state):
             self.foreseen.popleft()
         if self.generator is None:
             self.generator = torch.Generator(self.device)
