@@ -84,6 +84,9 @@ class Text:
         # What follows a finished row is padding, or nothing at all.
         is_known = self.pads_finished_rows or all(isinstance(each, MaxLengthCriteria) for each in stopping_criteria)
         self.may_retire = may_retire and is_known and not self.in_step and not returned.wants_dict
+        # Noise is drawn before it is used, and a draft may see it, where nothing else draws in between.
+        may_draw = [each for each in (*logits_processor, *stopping_criteria) if not is_row_wise(each)]
+        self.draws_ahead = self.do_sample and not may_draw and (streamer is None or is_one_of(streamer, STREAMERS))
         self.sampling_noise = SamplingNoise(self.num_rows, input_ids.device)
         self.noise = [deque() for _ in range(self.batch_size)]  # drawn, but not yet used
         self.warpers = [processor for processor in logits_processor if is_one_of(processor, WARP_DRAFTS)]
@@ -93,11 +96,13 @@ class Text:
         # A greedy row that will leave may as well hurry: nothing is kept for the rows in between.
         hurries = self.num_rows == 1 or (self.may_retire and not self.do_sample)
         self.max_lead = self.max_length if hurries else self.MAX_LEAD
-        # States of the random generator before the draws for positions that no row has written yet.
+        # States of the random generator before the draws for positions that no row has written yet, and after the last.
         self.random_states: deque[tuple[int, torch.Tensor]] = deque()
+        self.last_random_state = None
         self.num_drawn = 0
         self.may_pick_at_once = (
             (self.batch_size == 1 or not self.in_step)
+            and (self.draws_ahead or not self.do_sample)
             and not returned.collects
             and all(is_one_of(processor, PREFIX_FREE) for processor in logits_processor)
             and all(is_one_of(criteria, READ_LAST_TOKEN) for criteria in stopping_criteria)
@@ -271,26 +276,28 @@ class Text:
         probs = torch.softmax(scores, dim=-1)
         levels = self._levels(tree)
         if levels == 1 and not any(self.noise):  # for all rows, at once
-            noise = self._draw(probs)
+            noise = self._draw()
             noise = (noise if len(noise) == len(probs) else noise[self.rows])[:, None]
         else:
             while min(map(len, self.noise)) < levels:
-                self._keep(self._draw(probs))
+                self._keep(self._draw())
             noise = torch.stack([torch.stack([queue[level] for level in range(levels)]) for queue in self.noise])
             noise = take_rows(noise, tree.depths)
         return (probs / noise).argmax(dim=-1), ~_are_probabilities(probs)
 
-    def _draw(self, probs: torch.FloatTensor) -> torch.FloatTensor:
+    def _draw(self) -> torch.FloatTensor:
         """
         The noise for one more position of every row `(num_rows, V)`, as `torch.multinomial` would have drawn it: for rows
-        that have left, too.
+        that have left, too. The position may never be written.
         """
-        if self.may_pick_at_once:  # positions that may never be written
-            self.random_states.append((self.num_drawn, random_state(probs.device)))
-            while self.random_states[0][0] < self.length - self.prompt_length:
-                self.random_states.popleft()
+        device = self.ids.device
+        self.random_states.append((self.num_drawn, random_state(device)))
+        while self.random_states[0][0] < self.length - self.prompt_length:
+            self.random_states.popleft()
         self.num_drawn += 1
-        return probs.new_empty(self.num_rows, probs.shape[-1]).exponential_()
+        noise = torch.empty(self.num_rows, self.vocab_size, dtype=torch.float32, device=device).exponential_()
+        self.last_random_state = random_state(device)
+        return noise
 
     def _keep(self, draw: torch.FloatTensor) -> None:
         for queue, row in zip(self.noise, self.rows):
@@ -298,15 +305,11 @@ class Text:
 
     def noise_ahead(self, level: int) -> torch.FloatTensor:
         """With what the token `level` after the next one of each row will be sampled, `(B, V)`."""
-        foresee, vocab_size = self.sampling_noise.ahead, self.vocab_size
-        if self.batch_size == self.num_rows and not any(self.noise):
-            return foresee(level, vocab_size)
-        return torch.stack(
-            [
-                queue[level] if level < len(queue) else foresee(level - len(queue), vocab_size)[row]
-                for queue, row in zip(self.noise, self.rows)
-            ]
-        )
+        if not self.draws_ahead:
+            return self.sampling_noise.ahead(level, self.vocab_size)
+        while min(map(len, self.noise)) <= level:
+            self._keep(self._draw())
+        return torch.stack([queue[level] for queue in self.noise])
 
     def warp(self, logits: torch.FloatTensor) -> torch.FloatTensor:
         """A draft's logits `(..., V)` as those of the target will be before it samples, as far as that costs little."""
@@ -316,12 +319,14 @@ class Text:
         return scores.view_as(logits)
 
     def finish(self) -> None:
-        """Leaves the random generator as `_sample` does, which draws for written positions only."""
-        while self.random_states:
-            position, state = self.random_states.popleft()
-            if position == self.length - self.prompt_length:
-                set_random_state(self.ids.device, state)
-                return
+        """
+        Leaves the random generator as `_sample` does, which draws for written positions only. If another thread has drawn
+        since, it would get the same numbers again, and nobody can tell where the generator should be.
+        """
+        device, num_written = self.ids.device, self.length - self.prompt_length
+        for position, state in self.random_states:
+            if position == num_written and torch.equal(random_state(device), self.last_random_state):
+                set_random_state(device, state)
 
     def _walking(self, nodes: list[int | None]) -> list[int]:
         """The rows that pick a token at their node."""
@@ -384,7 +389,7 @@ class Text:
         """The next tokens of rows, as `_sample` picks them."""
         if not self.do_sample:
             next_tokens = torch.argmax(scores, dim=-1)
-        elif self.in_step:
+        elif not self.draws_ahead:
             next_tokens = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         else:
             # What `torch.multinomial` does, with the noise it would have drawn for all rows at this position.
@@ -392,7 +397,7 @@ class Text:
             if not _are_probabilities(probs).all():
                 raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
             if any(not self.noise[row] for row in rows):  # of those that are as long as what was drawn for
-                self._keep(self._draw(probs))
+                self._keep(self._draw())
             next_tokens = torch.argmax(probs / torch.stack([self.noise[row].popleft() for row in rows]), dim=-1)
         if self.pads_finished_rows and any(self.is_finished):
             finished = torch.tensor([self.is_finished[row] for row in rows], device=next_tokens.device)
@@ -466,6 +471,7 @@ PREFIX_FREE = {
 # And those that drafted samples follow: the others sort all scores, which takes longer than it saves, or change them little.
 WARP_DRAFTS = {"MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper"}
 READ_LAST_TOKEN = {"EosTokenCriteria", "MaxLengthCriteria"}
+STREAMERS = {"AsyncTextIteratorStreamer", "TextIteratorStreamer", "TextStreamer"}
 
 
 def max_length_of(stopping_criteria) -> int:
