@@ -22,10 +22,10 @@ import torch
 
 class StepCosts:
     """
-    Seconds that the parts of a step take, by their size: `"level"`, each level but the first, and `"first"`, all of drafting
-    but those, for so many rows; `"verify"`, for so many tokens in all rows together; `"step"`, a whole
-    one, of so many levels; `"lookup"`, one that looks up so many tokens. Medians of the latest measurements, since a step may meet a pause that is not its own. The first
-    measurement of a part pays for its preparation and does not count.
+    Seconds that the parts of a step take, by their size: `"level"`, each level but the first, for so many nodes in all rows
+    together; `"first"`, all of drafting but those, for so many rows; `"verify"`, for so many tokens in all rows together; `"step"`,
+    a whole one, of so many levels; `"lookup"`, one that looks up so many tokens. Medians of the latest measurements, since a
+    step may meet a pause that is not its own. The first measurement of a part pays for its preparation and does not count.
 
     Threads share them: what is stored is replaced, not changed, and what is asked for is read once.
     """

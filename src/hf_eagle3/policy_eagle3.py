@@ -15,6 +15,7 @@
 
 import difflib
 import itertools
+import math
 import statistics
 import sys
 import weakref
@@ -161,7 +162,6 @@ class AutoPolicy(StaticPolicy):
     INTERVALS = (16, 64)  # plain steps between trials: at first, and at most; four times as many after each
     MOST_LOST = 0.01  # share of the time that may be lost to trials; they are the rarer for it
     MOST_PLAIN = 16  # times the interval, whatever was lost: the machine may just have been slow
-    HORIZON = 16  # drafted steps that a batch is taken to have before it
     MEASURED_LOOKUP = 1.5  # tokens to expect of a step that looks up, to be worth measuring what such a step takes
     REVIEWS = (8, 256)  # drafted steps before plain ones, which tell what those take now: at first, and at most
 
@@ -223,7 +223,7 @@ class AutoPolicy(StaticPolicy):
 
     def cheap_size(self, num_rows: int) -> int:
         """How many nodes to verify for the sake of measuring it."""
-        return max(self.num_nodes // 3 // num_rows, 1)
+        return max(self.num_nodes // 3 // num_rows, 2)
 
     def num_to_look_up(self, num_rows: int, lookup: PromptLookup) -> int:
         """How many tokens of the text to verify, or 0 if another step brings more."""
@@ -267,23 +267,17 @@ class AutoPolicy(StaticPolicy):
         else:
             self.record_drafted_step(progress, seconds, self.plain(num_rows))
 
-    def equivalent_plain_steps(self, advances: list[int], behind: list[bool], progress: int) -> float:
+    def equivalent_plain_steps(self, advances: list[int], behind: list[bool]) -> float:
         """
-        How many plain steps a step of a batch is worth that took the rows on by `advances`, and the slowest by `progress`.
+        How many plain steps a step of a batch is worth that took the rows on by `advances`.
 
-        The call ends with the slowest row. Of rows that are alike another one is the slowest each time, and how far it lies
-        behind their mean grows with the square root of the steps: at first the mean of those that may become it tells more.
-        Where rows leave when they are finished, the time that a row adds to a step is saved from then on, however late the
-        slowest one comes.
+        The call ends with the slowest row, and any of those that are behind may become it. Where rows leave when they are finished,
+        the time that a row adds to a step is saved from then on, however late the slowest one comes.
         """
         num_rows = len(advances)
-        hold_up = [advance for advance, counts in zip(advances, behind) if counts]
-        lag = min((self.num_drafted + 1) / self.HORIZON, 1.0) ** 0.5
-        slowest = lag * progress + (1 - lag) * sum(hold_up) / len(hold_up)
+        slowest = statistics.mean(advance for advance, counts in zip(advances, behind) if counts)
         seconds = self.costs.lines("verify", [num_rows, 2 * num_rows]) if self.may_retire else None
-        if seconds is None:
-            return slowest
-        share = min(seconds[1] / seconds[0] - 1, 1.0)  # of a plain step's time that is for rows
+        share = min(seconds[1] / seconds[0] - 1, 1.0) if seconds else 0.0  # of a plain step's time that is for rows
         return share * sum(advances) / num_rows + (1 - share) * slowest
 
     def record_drafted_step(self, tokens: float, seconds: float, plain: float | None) -> None:
@@ -350,11 +344,12 @@ class _DraftedStep(StepPlan):
         self.calibration = policy.calibration
         rows, costs = len(behind), policy.costs
         self.rate = policy.rate(rows)
-        self.first, self.level = costs.near("first", rows), costs.near("level", rows)
+        self.first = costs.near("first", rows)
         self.verification = costs.lines("verify", [rows * (1 + size) for size in policy.sizes])
         self.mass = 1.0  # of the root: tokens to expect of the nodes that are expanded next
         self.tokens = 1.0  # expected, of the nodes to verify
         self.levels = None  # drafted below the first
+        self.num_expanded = 0  # nodes in those
         self.first_seconds = None  # what all but those took, if that tells more than nothing
         self.only_measures = False  # and is no tree to judge drafting by
 
@@ -364,23 +359,27 @@ class _DraftedStep(StepPlan):
         return (expected[0] if len(expected) == 1 else expected.mean(dim=0)).tolist()
 
     def more_levels(self, values, at_most):
-        return int(self._goes_deeper(self._expected(values)))
+        expected, before = self._expected(values), self.mass
+        self.mass = mass = max(sum(expected), 1e-9)
+        if self.verification is None or self.level_seconds(1) is None:  # measure one: in one row width costs little
+            self.width, goes_deeper = len(expected) if len(self.behind) == 1 else 1, before == 1.0
+        else:
+            # What one more level may bring: as much of each node as this level kept of the one before, less its verification.
+            kept = min(mass / before, 1.0)
+            node_cost = self.rate * (self.verification[-1] - self.verification[0]) / self.policy.num_nodes
+            children = [kept * each - node_cost for each in expected if kept * each > node_cost]
+            self.width = max(len(children), 1)  # what is below the others would not be verified
+            goes_deeper = sum(children) > self.rate * self.level_seconds(self.width)
+        self.num_expanded += self.width * goes_deeper
+        return int(goes_deeper)
 
-    def _goes_deeper(self, expected: list[float]) -> bool:
-        mass, before, level = max(sum(expected), 1e-9), self.mass, self.level
-        self.mass = mass
-        if level is None or self.verification is None:
-            if len(self.behind) == 1:  # measure one
-                return before == 1.0
-            if self.verification is None:  # not yet: each costs as much as the rows together
-                return False
-            level = self.first or 0.0
-        # What one more level may bring: as much of each node as this level kept of the one before, less its verification.
-        kept = min(mass / before, 1.0)
-        node_cost = self.rate * (self.verification[-1] - self.verification[0]) / self.policy.num_nodes
-        children = [kept * each - node_cost for each in expected if kept * each > node_cost]
-        self.width = max(len(children), 1)  # what is below the others would not be verified
-        return sum(children) > self.rate * level
+    def level_seconds(self, width: float) -> float | None:
+        """Of each level, if they are so wide on average."""
+        return self.policy.costs.near("level", self._level_size(width))
+
+    def _level_size(self, width: float) -> int:
+        """Nodes in all rows: few sizes, that each may be measured often."""
+        return len(self.behind) << (math.ceil(width) - 1).bit_length()
 
     def choose_num_nodes(self, values):
         policy = self.policy
@@ -399,10 +398,12 @@ class _DraftedStep(StepPlan):
 
     def record_draft(self, levels, first_seconds, level_seconds, is_usual):
         self.levels, costs, num_rows = levels, self.policy.costs, len(self.behind)
-        if levels == 1 and self.level is not None:  # then what is its own cannot be told
-            first_seconds += level_seconds - self.level
+        width = self.num_expanded / max(levels, 1)
+        if levels == 1 and (known := self.level_seconds(width)) is not None:  # then what is its own cannot be told
+            first_seconds += level_seconds - known
         elif levels:
-            costs.record("level", num_rows, level_seconds / levels)
+            costs.record("level", self._level_size(width), level_seconds / levels)
+        self.level = self.level_seconds(width) or 0.0
         if is_usual:
             costs.record("first", num_rows, first_seconds)
         else:
@@ -421,11 +422,11 @@ class _DraftedStep(StepPlan):
         if tree.num_nodes > 1 and rows:
             confidences, parents = tree.confidences.tolist(), tree.parents.tolist()
             policy.calibration.record(*([each[row] for row in rows] for each in (confidences, parents, paths)))
-        first, verification = costs.near("first", num_rows), costs.lines("verify", [num_tokens])
-        first = self.first_seconds if first is None else first
-        if verification is None and tree.num_nodes == 1 and (plain := policy.plain(num_rows)) is not None:
+        first, verification = costs.near("first", num_rows) or self.first_seconds, costs.lines("verify", [num_tokens])
+        plain = policy.plain(num_rows)
+        if verification is None and tree.num_nodes == 1 and plain is not None:
             verification = [plain]  # all a draft may ever come to that is unsure of everything
-        if self.only_measures and (plain := policy.plain(num_rows)) is not None and first is not None:
+        if self.only_measures and plain is not None and first is not None:
             policy.plain_steps_lost += max((first + seconds) / plain - progress, 0.0)
         elif first is not None and verification is not None:
             if num_rows == 1:
@@ -433,9 +434,8 @@ class _DraftedStep(StepPlan):
                 # is not corrected before some steps were drafted.
                 tokens = (self.tokens + len(paths[0])) / 2
             else:
-                tokens = policy.equivalent_plain_steps(list(map(len, paths)), self.behind, progress)
-            level = costs.near("level", num_rows) or 0.0
-            policy.record_drafted_step(tokens, first + level * self.levels + verification[0], policy.plain(num_rows))
+                tokens = policy.equivalent_plain_steps(list(map(len, paths)), self.behind)
+            policy.record_drafted_step(tokens, first + self.level * self.levels + verification[0], plain)
 
 
 class PlannedPolicy(AutoPolicy):
@@ -543,7 +543,7 @@ class _PlannedStep(StepPlan):
         if lengths and whole_step is not None:
             tokens = policy.expected_tokens()[self.drafted]
             if len(paths) > 1:
-                tokens = policy.equivalent_plain_steps(list(map(len, paths)), self.behind, progress)
+                tokens = policy.equivalent_plain_steps(list(map(len, paths)), self.behind)
             policy.record_drafted_step(tokens, whole_step, policy.plain(len(paths)))
 
 
