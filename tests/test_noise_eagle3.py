@@ -3,6 +3,8 @@
 import pytest
 import torch
 from conftest import OracleDraft, make_batch, make_target
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.noise_eagle3 import SamplingNoise
@@ -125,3 +127,85 @@ def test_targets_with_fewer_or_more_logits_than_tokens(num_logits, draft_token_i
         torch.manual_seed(0)
         texts.append(target.generate(**batch, max_new_tokens=20, do_sample=True, **assistant))
     assert torch.equal(*texts)
+
+
+def make_sampling_draft(target):
+    draft = Eagle3ForSpeculation.from_target(target).eval()
+    draft.generation_config.tree_policy = "static"
+    draft.generation_config.prompt_lookup_num_tokens = 0
+    return draft
+
+
+@pytest.mark.parametrize("lengths", [[9], [5, 17, 3]], ids=["one", "batch"])
+def test_noise_is_drawn_once(monkeypatch, lengths):
+    """It takes longer than anything else that sampling does."""
+    target, batch, draws = make_target("llama"), make_batch(lengths), []
+    draft, draw = make_sampling_draft(target), torch.Tensor.exponential_
+    monkeypatch.setattr(torch.Tensor, "exponential_", lambda *args, **kwargs: draws.append(1) or draw(*args, **kwargs))
+    target.generate(**batch, max_new_tokens=60, do_sample=True, assistant_model=draft)
+    assert 60 <= len(draws) <= 60 + draft.generation_config.tree_depth
+
+
+@pytest.mark.parametrize("often", [1, 17])
+@pytest.mark.parametrize("lengths", [[9], [5, 17, 3]], ids=["one", "batch"])
+def test_what_others_draw_is_not_taken_back(monkeypatch, lengths, often):
+    """A call sets the generator back behind noise that it did not use, and another thread may have drawn in between."""
+    target, batch = make_target("llama"), make_batch(lengths)
+    draft, draw, draws = make_sampling_draft(target), torch.Tensor.exponential_, []
+
+    def noted_draw(*args, **kwargs):
+        draws.append(("noise", torch.get_rng_state()))
+        return draw(*args, **kwargs)
+
+    def draw_elsewhere(*args):
+        if len(draws) % often == 0:
+            draws.append(("elsewhere", torch.get_rng_state()))
+            torch.rand(1)
+
+    monkeypatch.setattr(torch.Tensor, "exponential_", noted_draw)
+    target.register_forward_hook(draw_elsewhere)
+    num_set_back = 0
+    for _ in range(10):
+        target.generate(**batch, max_new_tokens=30, do_sample=True, assistant_model=draft)
+        end = [torch.equal(state, torch.get_rng_state()) for _, state in draws]
+        if True in end:
+            num_set_back += 1
+            assert all(kind == "noise" for kind, _ in draws[end.index(True) :])
+        draws.clear()
+    assert num_set_back > 0 or often == 1
+
+
+class DrawingStreamer(BaseStreamer):
+    """Draws from the generator whenever it is given a token."""
+
+    def __init__(self):
+        self.drawn = []
+
+    def put(self, value):
+        self.drawn.append(float(torch.rand(1)))
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("brings", ["streamer", "logits_processor", "stopping_criteria"])
+def test_callers_may_draw_between_tokens(brings):
+    target, batch = make_target("llama"), make_batch([9])
+    draft, texts, others = make_sampling_draft(target), [], []
+
+    def draw(*args):
+        drawn.append(float(torch.rand(1)))
+        return args[-1]
+
+    for assistant in ({}, {"assistant_model": draft}):
+        torch.manual_seed(0)
+        streamer, drawn = DrawingStreamer(), []
+        if brings == "streamer":
+            settings, drawn = {"streamer": streamer}, streamer.drawn
+        elif brings == "logits_processor":
+            settings = {"logits_processor": LogitsProcessorList([draw])}
+        else:
+            settings = {"stopping_criteria": StoppingCriteriaList([lambda ids, scores: draw(ids[:, -1] < 0)])}
+        texts.append(target.generate(**batch, max_new_tokens=30, do_sample=True, **settings, **assistant).tolist())
+        others.append((drawn, torch.get_rng_state().tolist()))
+    assert texts[0] == texts[1] and others[0] == others[1] and len(others[0][0]) >= 30

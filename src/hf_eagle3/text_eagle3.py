@@ -291,7 +291,10 @@ class Text:
         that have left, too. The position may never be written.
         """
         device = self.ids.device
-        self.random_states.append((self.num_drawn, random_state(device)))
+        before = random_state(device)
+        if self.random_states and not torch.equal(before, self.last_random_state):
+            self.random_states.clear()  # another thread has drawn
+        self.random_states.append((self.num_drawn, before))
         while self.random_states[0][0] < self.length - self.prompt_length:
             self.random_states.popleft()
         self.num_drawn += 1
@@ -321,7 +324,7 @@ class Text:
     def finish(self) -> None:
         """
         Leaves the random generator as `_sample` does, which draws for written positions only. If another thread has drawn
-        since, it would get the same numbers again, and nobody can tell where the generator should be.
+        since, it would get the same numbers again, and where the generator should be nobody can tell.
         """
         device, num_written = self.ids.device, self.length - self.prompt_length
         for position, state in self.random_states:
