@@ -1,11 +1,12 @@
 """A draft guesses the very samples, since it knows the noise with which they will be drawn."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import OracleDraft, make_batch, make_target
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_eagle3 import Eagle3ForSpeculation
@@ -192,7 +193,7 @@ class DrawingStreamer(BaseStreamer):
         pass
 
 
-@pytest.mark.parametrize("brings", ["streamer", "logits_processor", "stopping_criteria"])
+@pytest.mark.parametrize("brings", ["streamer", "patch", "logits_processor", "stopping_criteria"])
 def test_callers_may_draw_between_tokens(brings):
     target, batch = make_target("llama"), make_batch([9])
     draft, texts, others = make_sampling_draft(target), [], []
@@ -206,6 +207,10 @@ def test_callers_may_draw_between_tokens(brings):
         streamer, drawn = DrawingStreamer(), []
         if brings == "streamer":
             settings, drawn = {"streamer": streamer}, streamer.drawn
+        elif brings == "patch":
+            streamer = TextStreamer(SimpleNamespace(decode=lambda tokens: " " * len(tokens)))
+            streamer.on_finalized_text = lambda text, stream_end=False: draw(text)
+            settings = {"streamer": streamer}
         elif brings == "logits_processor":
             settings = {"logits_processor": LogitsProcessorList([draw])}
         else:

@@ -82,11 +82,12 @@ class Text:
         self.pads_finished_rows = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
         self.can_read_padding = can_read_padding
         # What follows a finished row is padding, or nothing at all.
-        is_known = self.pads_finished_rows or all(isinstance(each, MaxLengthCriteria) for each in stopping_criteria)
-        self.may_retire = may_retire and is_known and not self.in_step and not returned.wants_dict
+        pads = self.pads_finished_rows or all(isinstance(each, MaxLengthCriteria) for each in stopping_criteria)
+        self.may_retire = may_retire and pads and not self.in_step and not returned.wants_dict
         # Noise is drawn before it is used, and a draft may see it, where nothing else draws in between.
         may_draw = [each for each in (*logits_processor, *stopping_criteria) if not is_row_wise(each)]
-        self.draws_ahead = self.do_sample and not may_draw and (streamer is None or is_one_of(streamer, STREAMERS))
+        is_known = streamer is None or (is_one_of(streamer, STREAMERS) and "on_finalized_text" not in vars(streamer))
+        self.draws_ahead = self.do_sample and is_known and not may_draw
         self.sampling_noise = SamplingNoise(self.num_rows, input_ids.device)
         self.noise = [deque() for _ in range(self.batch_size)]  # drawn, but not yet used
         self.warpers = [processor for processor in logits_processor if is_one_of(processor, WARP_DRAFTS)]
