@@ -267,11 +267,12 @@ def test_what_it_is_worth_that_rows_run_ahead(fixed, per_token):
     for size in (4, 4, 4, 12, 12, 12):
         costs.record("verify", size, fixed + per_token * size)
     leaving, staying = (AutoPolicy(24, costs, Calibration(), 4, may_retire) for may_retire in (True, False))
-    behind = [False, False, False, True]
+    for policy in (leaving, staying):
+        policy.num_drafted = 100
     # Three of four rows came two tokens on, the slowest one: each of theirs is a row less in a later step.
     share = 3 * per_token / (fixed + 4 * per_token)
-    assert leaving.equivalent_plain_steps([2, 2, 2, 1], behind) == pytest.approx(1 + share)
-    assert staying.equivalent_plain_steps([2, 2, 2, 1], behind) == 1
+    assert leaving.equivalent_plain_steps([2, 2, 2, 1], [True] * 4, progress=1) == pytest.approx(1 + share)
+    assert staying.equivalent_plain_steps([2, 2, 2, 1], [True] * 4, progress=1) == 1
 
 
 def test_wide_levels_of_a_batch_take_longer():
@@ -292,10 +293,11 @@ def test_rows_that_are_alike_are_not_judged_by_the_least_lucky():
     generator, num_rows, num_steps = torch.Generator().manual_seed(0), 16, 400
     policy = AutoPolicy(24, StepCosts(), Calibration())
     lengths, worth = torch.zeros(num_rows), []
-    for _ in range(num_steps):
-        advances, behind = torch.randint(1, 6, (num_rows,), generator=generator), lengths < lengths.min() + 7
+    for policy.num_drafted in range(num_steps):
+        advances = torch.randint(1, 6, (num_rows,), generator=generator)
+        before, behind = lengths.min(), lengths < lengths.min() + 7
         lengths = lengths + advances
-        worth.append(policy.equivalent_plain_steps(advances.tolist(), behind.tolist()))
+        worth.append(policy.equivalent_plain_steps(advances.tolist(), behind.tolist(), int(lengths.min() - before)))
     rate = float(lengths.min()) / num_steps
     assert rate > 2.7  # of 3
     assert sum(worth[:2]) / 2 > 0.8 * rate and sum(worth) / num_steps == pytest.approx(rate, rel=0.05)

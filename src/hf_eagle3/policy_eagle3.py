@@ -162,6 +162,7 @@ class AutoPolicy(StaticPolicy):
     INTERVALS = (16, 64)  # plain steps between trials: at first, and at most; four times as many after each
     MOST_LOST = 0.01  # share of the time that may be lost to trials; they are the rarer for it
     MOST_PLAIN = 16  # times the interval, whatever was lost: the machine may just have been slow
+    HORIZON = 16  # drafted steps that a batch is taken to have before it
     MEASURED_LOOKUP = 1.5  # tokens to expect of a step that looks up, to be worth measuring what such a step takes
     REVIEWS = (8, 256)  # drafted steps before plain ones, which tell what those take now: at first, and at most
 
@@ -267,15 +268,17 @@ class AutoPolicy(StaticPolicy):
         else:
             self.record_drafted_step(progress, seconds, self.plain(num_rows))
 
-    def equivalent_plain_steps(self, advances: list[int], behind: list[bool]) -> float:
+    def equivalent_plain_steps(self, advances: list[int], behind: list[bool], progress: int) -> float:
         """
-        How many plain steps a step of a batch is worth that took the rows on by `advances`.
+        How many plain steps a step of a batch is worth that took the rows on by `advances`, and the slowest by `progress`.
 
-        The call ends with the slowest row, and any of those that are behind may become it. Where rows leave when they are finished,
-        the time that a row adds to a step is saved from then on, however late the slowest one comes.
+        The call ends with the slowest row. Of rows that are alike another one is the slowest each time, and how far it lies
+        behind their mean grows with the square root of the steps: at first the mean of those that may become it tells more.
+        Where finished rows leave, the time that a row adds to a step is saved from then on, however late the slowest one comes.
         """
-        num_rows = len(advances)
-        slowest = statistics.mean(advance for advance, counts in zip(advances, behind) if counts)
+        num_rows, lag = len(advances), min((self.num_drafted + 1) / self.HORIZON, 1.0) ** 0.5
+        hold_up = statistics.mean(advance for advance, counts in zip(advances, behind) if counts)
+        slowest = lag * progress + (1 - lag) * hold_up
         seconds = self.costs.lines("verify", [num_rows, 2 * num_rows]) if self.may_retire else None
         share = min(seconds[1] / seconds[0] - 1, 1.0) if seconds else 0.0  # of a plain step's time that is for rows
         return share * sum(advances) / num_rows + (1 - share) * slowest
@@ -343,8 +346,7 @@ class _DraftedStep(StepPlan):
         self.policy, self.behind = policy, behind
         self.calibration = policy.calibration
         rows, costs = len(behind), policy.costs
-        self.rate = policy.rate(rows)
-        self.first = costs.near("first", rows)
+        self.rate, self.first = policy.rate(rows), costs.near("first", rows)
         self.verification = costs.lines("verify", [rows * (1 + size) for size in policy.sizes])
         self.mass = 1.0  # of the root: tokens to expect of the nodes that are expanded next
         self.tokens = 1.0  # expected, of the nodes to verify
@@ -412,11 +414,10 @@ class _DraftedStep(StepPlan):
             self.policy.record_catching_up(first_seconds, self.first, num_rows)
 
     def record_verification(self, tree, paths, live, progress, seconds, num_reread=0):
-        policy, costs, num_rows = self.policy, self.policy.costs, len(paths)
+        policy, costs, num_rows, num_tokens = self.policy, self.policy.costs, len(paths), len(paths) * tree.num_nodes
         if self.levels is None:  # too close to the end
             policy.record_step_without_tree(num_rows, progress, seconds, num_reread)
             return
-        num_tokens = num_rows * tree.num_nodes
         costs.record("verify", num_tokens, seconds)
         rows = [row for row, goes_on in enumerate(live) if goes_on]  # others may have ended before their tree did
         if tree.num_nodes > 1 and rows:
@@ -434,7 +435,7 @@ class _DraftedStep(StepPlan):
                 # is not corrected before some steps were drafted.
                 tokens = (self.tokens + len(paths[0])) / 2
             else:
-                tokens = policy.equivalent_plain_steps(list(map(len, paths)), self.behind)
+                tokens = policy.equivalent_plain_steps(list(map(len, paths)), self.behind, progress)
             policy.record_drafted_step(tokens, first + self.level * self.levels + verification[0], plain)
 
 
@@ -543,7 +544,7 @@ class _PlannedStep(StepPlan):
         if lengths and whole_step is not None:
             tokens = policy.expected_tokens()[self.drafted]
             if len(paths) > 1:
-                tokens = policy.equivalent_plain_steps(list(map(len, paths)), self.behind)
+                tokens = policy.equivalent_plain_steps(list(map(len, paths)), self.behind, progress)
             policy.record_drafted_step(tokens, whole_step, policy.plain(len(paths)))
 
 
