@@ -224,7 +224,7 @@ class AutoPolicy(StaticPolicy):
 
     def cheap_size(self, num_rows: int) -> int:
         """How many nodes to verify for the sake of measuring it."""
-        return max(self.num_nodes // 3 // num_rows, 2)
+        return max(self.num_nodes // 3 // num_rows, 1)
 
     def num_to_look_up(self, num_rows: int, lookup: PromptLookup) -> int:
         """How many tokens of the text to verify, or 0 if another step brings more."""
@@ -363,8 +363,9 @@ class _DraftedStep(StepPlan):
     def more_levels(self, values, at_most):
         expected, before = self._expected(values), self.mass
         self.mass = mass = max(sum(expected), 1e-9)
-        if self.verification is None or self.level_seconds(1) is None:  # measure one: in one row width costs little
-            self.width, goes_deeper = len(expected) if len(self.behind) == 1 else 1, before == 1.0
+        if self.verification is None or self.level_seconds(1) is None:  # measure one: a batch's where it may be of use
+            is_single = len(self.behind) == 1
+            self.width, goes_deeper = len(expected) if is_single else 1, before == 1.0 and (is_single or mass > 0.5)
         else:
             # What one more level may bring: as much of each node as this level kept of the one before, less its verification.
             kept = min(mass / before, 1.0)
@@ -380,7 +381,7 @@ class _DraftedStep(StepPlan):
         return self.policy.costs.near("level", self._level_size(width))
 
     def _level_size(self, width: float) -> int:
-        """Nodes in all rows: few sizes, that each may be measured often."""
+        """Nodes in all rows, rounded: few sizes, each of which is measured often."""
         return len(self.behind) << (math.ceil(width) - 1).bit_length()
 
     def choose_num_nodes(self, values):
@@ -388,7 +389,7 @@ class _DraftedStep(StepPlan):
         expected = list(itertools.accumulate(self._expected(values), initial=1.0))
         sizes = [size for size in policy.sizes if size < len(expected)]
         if self.verification is None:  # measure one that costs little, whatever the batch
-            best = min(policy.cheap_size(len(self.behind)), len(expected) - 1)
+            best = min(policy.cheap_size(len(self.behind)) + (self.num_expanded == 1), len(expected) - 1)
             self.only_measures = best > 0
         else:
             gains = {size: expected[size] - self.rate * each for size, each in zip(sizes, self.verification)}
