@@ -273,8 +273,8 @@ class AutoPolicy(StaticPolicy):
         How many plain steps a step of a batch is worth that took the rows on by `advances`, and the slowest by `progress`.
 
         The call ends with the slowest row. Of rows that are alike another one is the slowest each time, and how far it lies
-        behind their mean grows with the square root of the steps: at first the mean of those that may become it tells more.
-        Where finished rows leave, the time that a row adds to a step is saved from then on, however late the slowest one comes.
+        behind their mean grows with the square root of the steps: at first the mean of those that may become it tells more. Where
+        finished rows leave, the time that a row adds to a step is saved from then on, however late the slowest one comes.
         """
         num_rows, lag = len(advances), min((self.num_drafted + 1) / self.HORIZON, 1.0) ** 0.5
         hold_up = statistics.mean(advance for advance, counts in zip(advances, behind) if counts)
@@ -385,8 +385,7 @@ class _DraftedStep(StepPlan):
         return len(self.behind) << (math.ceil(width) - 1).bit_length()
 
     def choose_num_nodes(self, values):
-        policy = self.policy
-        expected = list(itertools.accumulate(self._expected(values), initial=1.0))
+        policy, expected = self.policy, list(itertools.accumulate(self._expected(values), initial=1.0))
         sizes = [size for size in policy.sizes if size < len(expected)]
         if self.verification is None:  # measure one that costs little, whatever the batch
             best = min(policy.cheap_size(len(self.behind)) + (self.num_expanded == 1), len(expected) - 1)
