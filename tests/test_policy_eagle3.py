@@ -275,6 +275,16 @@ def test_what_it_is_worth_that_rows_run_ahead(fixed, per_token):
     assert staying.equivalent_plain_steps([2, 2, 2, 1], [True] * 4, progress=1) == 1
 
 
+@pytest.mark.parametrize(("probability", "levels", "nodes"), [(0.9, 1, 2), (0.01, 0, 1)])
+def test_first_trees_of_a_batch(probability, levels, nodes):
+    """Before anything was measured: two nodes, one below the other, tell more than one, where they may be of use."""
+    plan = AutoPolicy(24, StepCosts(), Calibration(), 16).drafted_step([True] * 16)
+    values = torch.tensor([probability] + [0.001] * 7).log().expand(16, -1)
+    assert plan.more_levels(values, at_most=5) == levels
+    assert plan.more_levels(values, at_most=4) == 0
+    assert plan.choose_num_nodes(values) == nodes
+
+
 def test_wide_levels_of_a_batch_take_longer():
     """What is measured of narrow levels does not tell."""
     costs, num_rows = StepCosts(), 16

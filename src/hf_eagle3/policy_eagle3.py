@@ -387,7 +387,7 @@ class _DraftedStep(StepPlan):
     def choose_num_nodes(self, values):
         policy, expected = self.policy, list(itertools.accumulate(self._expected(values), initial=1.0))
         sizes = [size for size in policy.sizes if size < len(expected)]
-        if self.verification is None:  # measure one that costs little, whatever the batch
+        if self.verification is None:  # measure what costs little: also the node of a level that a batch drafted
             best = min(policy.cheap_size(len(self.behind)) + (self.num_expanded == 1), len(expected) - 1)
             self.only_measures = best > 0
         else:
