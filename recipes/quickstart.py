@@ -128,8 +128,7 @@ def common_arguments(args, batch_size: int) -> dict:
         "max_steps": 1_000_000,  # the time budget ends it
         "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": 20,
-        # Many processors compute in bfloat16 only by emulation, at a third of float32's speed.
-        "bf16": torch.cuda.is_bf16_supported() if on_gpu else torch.cpu._is_avx512_bf16_supported(),
+        "bf16": args.bf16,
         "use_cpu": not on_gpu,
         "logging_steps": 50,
         "save_strategy": "no",
@@ -249,6 +248,13 @@ def main():
     parser.add_argument("--max_new_tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
+    # Many processors compute in bfloat16 only by emulation, at a third of float32's speed.
+    parser.add_argument(
+        "--bf16",
+        action=argparse.BooleanOptionalAction,
+        default=torch.cuda.is_bf16_supported() if torch.cuda.is_available() else torch.cpu._is_avx512_bf16_supported(),
+        help="Train and compare in bfloat16, whose rounding can part texts at near ties; by default where the hardware has it",
+    )
     args = parser.parse_args()
     if args.target is not None and args.dataset is None:
         parser.error("--target needs a --dataset to train its draft on")

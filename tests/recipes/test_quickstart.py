@@ -24,7 +24,8 @@ def run(*arguments):
 
 def test_from_nothing_to_a_table_and_again(tmp_path):
     """Barely trained, but everything that `make quickstart` does; the text must be identical however bad the draft."""
-    arguments = ["--output_dir", tmp_path, "--target_minutes", "0.03", *FAST]
+    # In bfloat16 a tree and a single token round differently, and a target that knows nothing is full of near ties.
+    arguments = ["--output_dir", tmp_path, "--target_minutes", "0.03", "--no-bf16", *FAST]
     first = run(*arguments)
     assert first.returncode == 0, first.stderr[-3000:]
     results = BenchmarkResults.read(tmp_path / "results.jsonl")
