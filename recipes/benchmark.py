@@ -98,6 +98,10 @@ def parse_arguments():
         parser.error("--profile shows the steps of a draft: pass --draft")
     if args.compile and args.cache_implementation != "static":
         parser.error("--compile needs --cache_implementation static")
+    try:
+        expand(args.tasks)  # before anything is loaded
+    except ValueError as error:
+        parser.error(str(error))
     if args.methods is None:
         args.methods = ["plain", "prompt-lookup"] if args.batch_sizes == [1] else ["plain"]
         args.methods += [name for name in ("assistant", "dflash") if getattr(args, name)]
@@ -166,13 +170,11 @@ def open_results(args, run: dict, missing: dict[str, str]) -> BenchmarkResults:
 def main():
     args = parse_arguments()
     if args.compare:
-        before, after = map(BenchmarkResults.read, args.compare)
         try:
-            print(compare(before, after))
-        except ValueError as error:
+            print(compare(*map(BenchmarkResults.read, args.compare)))
+        except (OSError, ValueError) as error:
             raise SystemExit(str(error)) from None
         return
-    expand(args.tasks)  # before anything is loaded
 
     def load(auto_class, name, **kwargs):
         return auto_class.from_pretrained(name, dtype=args.dtype, **kwargs).to(args.device).eval() if name else None
@@ -201,6 +203,7 @@ def main():
         "missing_tasks": missing,
     }
     results = open_results(args, run, missing)
+    num_known = len(results.measurements)
     sampling = {name: getattr(args, name) for name in ("top_k", "top_p") if getattr(args, name) is not None}
     run_benchmark(
         target,
@@ -219,6 +222,10 @@ def main():
         results=results,
         save=(lambda results: results.write(args.json)) if args.json else (lambda results: None),
     )
+    if num_known == len(results.measurements):
+        print(
+            f"Nothing was left to measure: what follows is what {args.json} held. For new figures choose another file."
+        )
     rows = results.rows
     several = f"medians of {args.repeats} interleaved repeats (range in brackets)"
     print_table(rows, f"{args.target}, {several if args.repeats > 1 else 'one repeat'}")

@@ -3,10 +3,14 @@
 import json
 import os
 import random
+import runpy
 import string
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,6 +26,7 @@ from hf_eagle3.lookup_eagle3 import PromptLookup  # noqa: E402
 from hf_eagle3.policy_eagle3 import AutoPolicy  # noqa: E402
 
 
+RECIPES = Path(__file__).parents[1] / "recipes"
 VOCAB_SIZE = 96
 WINDOW = 16
 
@@ -342,3 +347,27 @@ def chat_server(reply):
     finally:
         server.shutdown()
         server.server_close()
+
+
+@pytest.fixture
+def run_recipe(monkeypatch, capsys):
+    """
+    `run_recipe("train.py", "--max_steps", 3)` returns what `subprocess.run` would, but runs it in this process, in which
+    everything is imported already. Errors that the recipe does not turn into a message are raised.
+    """
+
+    def run(script: str, *arguments) -> subprocess.CompletedProcess:
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        monkeypatch.syspath_prepend(RECIPES)
+        capsys.readouterr()
+        code = None
+        try:
+            runpy.run_path(str(RECIPES / script), run_name="__main__")
+        except SystemExit as error:
+            code = error.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+        return subprocess.CompletedProcess(sys.argv, code or 0, *capsys.readouterr())
+
+    return run

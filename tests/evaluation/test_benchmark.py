@@ -3,11 +3,10 @@
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_draft, make_prompt, make_target
+from conftest import RECIPES, make_draft, make_prompt, make_target
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
@@ -28,15 +27,7 @@ from hf_eagle3.evaluation.profile import OwnTimes, profile_steps
 from hf_eagle3.generation_eagle3 import Eagle3Decoding
 
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-
-
-def run(*arguments):
-    command = list(map(str, [sys.executable, RECIPES / "benchmark.py", *arguments]))
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-def test_benchmark_recipe(tmp_path, tokenizer):
+def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):
     target = make_target("llama")
     make_draft(target, [make_prompt(5)]).save_pretrained(tmp_path / "draft")
     target.save_pretrained(tmp_path / "target")
@@ -47,7 +38,9 @@ def test_benchmark_recipe(tmp_path, tokenizer):
     arguments += ["--prompts", tmp_path / "prompts.jsonl", "gsm8k", "--json", results_file, "--tree_depth", 3]
     arguments += ["--assistant", tmp_path / "target", "--repeats", 2]
     arguments += ["--methods", "plain", "prompt-lookup", "assistant", "mtp", "eagle3-chain", "eagle3"]
-    result = run(*arguments, "--plots", tmp_path / "plots", "--markdown", tmp_path / "table.md", "--profile")
+    command = [sys.executable, RECIPES / "benchmark.py", *arguments, "--plots", tmp_path / "plots", "--profile"]
+    command += ["--markdown", tmp_path / "table.md"]
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     # What cannot be had is said, and the rest goes on.
     assert "The task gsm8k is left out" in result.stderr and "Left out: mtp" in result.stdout
@@ -76,12 +69,16 @@ def test_benchmark_recipe(tmp_path, tokenizer):
     lines = results_file.read_text().splitlines()
     num_last = len(methods)
     results_file.write_text("\n".join([*lines[:-num_last], lines[-1][:20]]))
-    result = run(*arguments)
+    result = run_recipe("benchmark.py", *arguments)
     assert result.returncode == 0, result.stderr[-3000:]
     again = results_file.read_text().splitlines()
     assert again[1 : len(lines) - num_last] == lines[1:-num_last] and len(again) == len(lines)
+    # With nothing missing it says that these are no new figures.
+    assert "Nothing was left" not in result.stdout
+    result = run_recipe("benchmark.py", *arguments)
+    assert "Nothing was left to measure" in result.stdout and results_file.read_text().splitlines() == again
     # Of other arguments it takes no notice, but says so.
-    result = run(*arguments, "--max_new_tokens", 11)
+    result = run_recipe("benchmark.py", *arguments, "--max_new_tokens", 11)
     assert result.returncode != 0 and "holds a run with other arguments" in result.stderr
     assert results_file.read_text().splitlines() == again
     # Texts may be made to end early: here at once.
@@ -95,16 +92,19 @@ def test_benchmark_recipe(tmp_path, tokenizer):
         "--repeats",
         1,
     ]
-    result = run(*arguments[:8], *ends, "--json", tmp_path / "short.jsonl")
+    result = run_recipe("benchmark.py", *arguments[:8], *ends, "--json", tmp_path / "short.jsonl")
     assert result.returncode == 0, result.stderr[-3000:]
     assert [row.new_tokens for row in BenchmarkResults.read(tmp_path / "short.jsonl").rows] == [2]
-    result = run("--compare", results_file, results_file)
+    result = run_recipe("benchmark.py", "--compare", results_file, results_file)
     assert (
         result.returncode == 0 and "| prompts | 1 | 0 | eagle3 |" in result.stdout and "+0.0% | no |" in result.stdout
     )
     # The short run has plain generation alone, which is compared with nothing.
-    result = run("--compare", results_file, tmp_path / "short.jsonl")
+    result = run_recipe("benchmark.py", "--compare", results_file, tmp_path / "short.jsonl")
     assert result.returncode == 1 and "in common" in result.stderr and "Traceback" not in result.stderr
+    for wrong in (["--compare", results_file, "none.jsonl"], ["--target", "any", "--tasks", "mt_bensh"]):
+        result = run_recipe("benchmark.py", *wrong)
+        assert result.returncode > 0 and str(wrong[-1]) in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -285,6 +285,10 @@ def test_compare(before, after, verdict):
     assert table.splitlines()[2].endswith(f"| {verdict} |")
     with pytest.raises(ValueError, match="nothing|in common"):
         compare(results_of(1.0), results_of(1.0, task="other"))
+    results = results_of(*before)
+    results.measurements += results_of(1.5, batch_size=4).measurements
+    assert "\nOnly before: " in compare(results, results_of(*after)) and "Only" not in table
+    assert "\nOnly after: " in compare(results_of(*after), results)
     other = results_of(*after)
     other.run["environment"] = {"machine": "another"}
     assert "environment: machine was " in compare(results_of(*before), other)

@@ -1,8 +1,6 @@
 """Pushing to, and refreshing on, a Hub on this machine, by the real client."""
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -283,22 +281,16 @@ def test_paths_of_this_machine_stay_here(hub, draft, tmp_path):
     assert "secret-folder" in draft.config.verifier
 
 
-def run(monkeypatch, script, *arguments):
-    monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
-    monkeypatch.syspath_prepend(str(RECIPES))
-    runpy.run_path(str(RECIPES / script), run_name="__main__")
-
-
-def test_push_recipe(hub, draft, tmp_path, monkeypatch, capsys):
+def test_push_recipe(hub, draft, tmp_path, run_recipe):
     draft.save_pretrained(tmp_path / "draft")
     benchmark_of(draft).write(tmp_path / "results.jsonl")
     options = ["--benchmark", tmp_path / "results.jsonl", "--verifier", "big/Model-8B", "--dtype", "bfloat16"]
-    run(monkeypatch, "push.py", tmp_path / "draft", *options, "--dry_run", tmp_path / "dry")
+    run_recipe("push.py", tmp_path / "draft", *options, "--dry_run", tmp_path / "dry")
     assert hub.requests == [] and (tmp_path / "dry" / "acceptance.png").exists()
-    run(monkeypatch, "push.py", tmp_path / "draft", *options, "--private")
+    result = run_recipe("push.py", tmp_path / "draft", *options, "--private")
     repo = "me/Model-8B-speculator.eagle3"
     files = files_of(hub, repo)
-    assert repo in hub.private and f"commit/{hub_sha(hub, repo)}" in capsys.readouterr().out
+    assert repo in hub.private and f"commit/{hub_sha(hub, repo)}" in result.stdout
     assert {
         name: (tmp_path / "dry" / name).read_bytes() for name in ("config.json", "benchmark.jsonl")
     }.items() <= files.items()
@@ -312,11 +304,11 @@ def hub_sha(hub, repo):
     return sha_of(files_of(hub, repo))
 
 
-def test_model_cards_recipe(hub, draft, monkeypatch, capsys):
+def test_model_cards_recipe(hub, draft, run_recipe):
     draft.config.speculators_config["verifier"]["name_or_path"] = "Qwen/Qwen3-8B"
     push_draft(draft, "me/Qwen3-8B-speculator.eagle3", benchmark=benchmark_of(draft))
     hub.repos["me/something-else"] = {"main": [{}]}
-    run(monkeypatch, "model_cards.py", "--push_to", "me", "--create")
+    run_recipe("model_cards.py", "--push_to", "me", "--create")
     (collection,) = hub.collections.values()
     assert len(collection["items"]) == 5 and "me/something-else" not in collection["items"]
     card = files_of(hub, "me/Qwen3-8B-speculator.eagle3")["README.md"].decode()
@@ -325,7 +317,6 @@ def test_model_cards_recipe(hub, draft, monkeypatch, capsys):
     assert "weights have not been trained yet" in card and "nebius/EAGLE3-gpt-oss-20b" in card
     # A second run finds nothing to do.
     num_commits = {repo: len(branches["main"]) for repo, branches in hub.repos.items()}
-    capsys.readouterr()
-    run(monkeypatch, "model_cards.py", "--push_to", "me")
+    result = run_recipe("model_cards.py", "--push_to", "me")
     assert {repo: len(branches["main"]) for repo, branches in hub.repos.items()} == num_commits
-    assert capsys.readouterr().out.count(": unchanged") == 5
+    assert result.stdout.count(": unchanged") == 5

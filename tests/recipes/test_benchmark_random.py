@@ -1,26 +1,19 @@
 """`recipes/benchmark_random.py` on a tiny configuration."""
 
 import json
-import runpy
 import sys
-from pathlib import Path
 
 import pytest
-from conftest import make_target
+from conftest import RECIPES, make_target
 
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-
-
-def test_correctness_and_times(tmp_path, monkeypatch):
+def test_correctness_and_times(tmp_path, run_recipe):
     make_target("qwen3").config.save_pretrained(tmp_path / "target")
     arguments = ["--target", tmp_path / "target", "--output_dir", tmp_path / "out", "--dtype", "float32"]
     arguments += ["--draft_vocab_size", 24, "--num_prompts", 2, "--prompt_length", 8, "--max_new_tokens", 12]
     arguments += ["--context", 16, "--sizes", 1, 8, "--repeats", 1, "--device", "cpu"]
     arguments += ["--compile", "default", "--backend", "eager"]
-    monkeypatch.setattr(sys, "argv", ["benchmark_random.py", *map(str, arguments)])
-    monkeypatch.syspath_prepend(str(RECIPES))
-    runpy.run_path(str(RECIPES / "benchmark_random.py"), run_name="__main__")
+    run_recipe("benchmark_random.py", *arguments)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["correctness"]["greedy_differing"] == 0 and results["correctness"]["same_samples"] == 2
     assert results["correctness"]["acceptance_length"] > 1

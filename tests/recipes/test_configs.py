@@ -1,9 +1,7 @@
 """The YAML files of known targets: sizes on the meta device, and steps on tiny models of the same classes."""
 
 import copy
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -159,18 +157,9 @@ TINY = {
 }
 
 
-def run_recipe(monkeypatch, script, *arguments):
-    monkeypatch.chdir(ROOT)  # paths in the files are relative to it
-    monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
-    monkeypatch.syspath_prepend(str(RECIPES))
-    spec = importlib.util.spec_from_file_location("recipe", RECIPES / script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main()
-
-
 @pytest.mark.parametrize("name", TINY)
-def test_steps_on_a_tiny_model_of_the_same_class(name, tmp_path, tokenizer, monkeypatch):
+def test_steps_on_a_tiny_model_of_the_same_class(name, tmp_path, tokenizer, monkeypatch, run_recipe):
+    monkeypatch.chdir(ROOT)  # paths in the files are relative to it
     torch.manual_seed(0)
     TINY[name]().save_pretrained(tmp_path / "target")
     tokenizer = copy.deepcopy(tokenizer)
@@ -184,7 +173,7 @@ def test_steps_on_a_tiny_model_of_the_same_class(name, tmp_path, tokenizer, monk
     common += ["--model_init_kwargs", json.dumps({"model_type": "llama"}), "--draft_vocab_size", 24]
     common += ["--max_length", 512, "--max_steps", 5, "--save_steps", 5, "--output_dir", tmp_path / "draft"]
     common += ["--bf16", "False", "--use_cpu", "True", "--report_to", "none", "--gradient_accumulation_steps", 1]
-    run_recipe(monkeypatch, "train.py", *common)
+    run_recipe("train.py", *common)
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32).eval()
     draft = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
     prompt, settings = make_prompt(12), {"max_new_tokens": 12, "do_sample": False}
@@ -193,9 +182,9 @@ def test_steps_on_a_tiny_model_of_the_same_class(name, tmp_path, tokenizer, monk
     assert history["global_step"] == 5
 
     # And from features, with a target that has no layers.
-    run_recipe(monkeypatch, "extract_features.py", *common, "--features_dir", tmp_path / "features")
+    run_recipe("extract_features.py", *common, "--features_dir", tmp_path / "features")
     from_features = [*common, "--features_dir", tmp_path / "features", "--output_dir", tmp_path / "offline"]
-    run_recipe(monkeypatch, "train.py", *from_features)
+    run_recipe("train.py", *from_features)
     ours, theirs = (
         Eagle3ForSpeculation.from_pretrained(tmp_path / kind).state_dict() for kind in ("offline", "draft")
     )

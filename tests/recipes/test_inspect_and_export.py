@@ -2,20 +2,14 @@
 
 import json
 import os
-import runpy
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import torch
-from conftest import make_draft, make_prompt, make_target
+from conftest import RECIPES, make_draft, make_prompt, make_target
 from loopback_hub import serve_hub
 
 from hf_eagle3 import Eagle3ForSpeculation
-
-
-RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def run(script, *arguments, **environment):
@@ -23,27 +17,14 @@ def run(script, *arguments, **environment):
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
 
 
-def test_inspect_and_export(tmp_path, monkeypatch, capsys):
-    def run(script, *arguments):
-        """In this process, which has everything imported."""
-        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
-        monkeypatch.syspath_prepend(str(RECIPES))
-        code, message = 0, ""
-        try:
-            runpy.run_path(str(RECIPES / script), run_name="__main__")
-        except SystemExit as error:
-            code, message = 1, str(error)
-        except ValueError as error:
-            code, message = 1, str(error)
-        return SimpleNamespace(returncode=code, stdout=capsys.readouterr().out, stderr=message)
-
+def test_inspect_and_export(tmp_path, run_recipe):
     target, other = make_target("llama"), make_target("llama", seed=1)
     for name, model in (("target", target), ("other", other)):
         model.save_pretrained(tmp_path / name)
     target = type(target).from_pretrained(tmp_path / "target")
     make_draft(target, [make_prompt(5)]).save_pretrained(tmp_path / "draft")
 
-    result = run("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "target")
+    result = run_recipe("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "target")
     assert result.returncode == 0, result.stderr[-3000:]
     lines = {line.split("  ")[0].strip(): line for line in result.stdout.splitlines()}
     assert "speculators" in lines["format"] and "fc_norm, norm_output" in lines["flags"]
@@ -51,18 +32,18 @@ def test_inspect_and_export(tmp_path, monkeypatch, capsys):
     assert "cannot take it" in lines["EAGLE's own code"] and "fits" in lines[str(tmp_path / "target")]
     assert len(lines) < 25
 
-    result = run("export.py", tmp_path / "draft", "--to", "sglang", "--output_dir", tmp_path / "sglang")
+    result = run_recipe("export.py", tmp_path / "draft", "--to", "sglang", "--output_dir", tmp_path / "sglang")
     assert result.returncode == 0, result.stderr[-3000:]
     ours, theirs = (Eagle3ForSpeculation.from_pretrained(tmp_path / name).state_dict() for name in ("draft", "sglang"))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    result = run("export.py", tmp_path / "draft", "--to", "sglang", "--output_dir", tmp_path / "sglang")
+    result = run_recipe("export.py", tmp_path / "draft", "--to", "sglang", "--output_dir", tmp_path / "sglang")
     assert result.returncode != 0 and "is not empty" in result.stderr
 
     # Back again: vLLM requires the verifier's name, which SGLang's format does not say.
     back = ("export.py", tmp_path / "sglang", "--to", "speculators", "--output_dir", tmp_path / "back")
-    result = run(*back)
+    result = run_recipe(*back)
     assert result.returncode != 0 and "pass --target" in result.stderr and not (tmp_path / "back").exists()
-    result = run(*back, "--target", tmp_path / "target")
+    result = run_recipe(*back, "--target", tmp_path / "target")
     assert result.returncode == 0, result.stderr[-3000:]
     ours, theirs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("draft", "back"))
     assert ours["verifier_fingerprint"] == theirs["verifier_fingerprint"]
@@ -71,7 +52,7 @@ def test_inspect_and_export(tmp_path, monkeypatch, capsys):
         "architectures": ["LlamaForCausalLM"],
     }
     assert theirs["speculators_config"]["proposal_methods"] == ours["speculators_config"]["proposal_methods"]
-    result = run("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "other")
+    result = run_recipe("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "other")
     assert result.returncode == 1 and "does not fit" in result.stdout and "trained for another model" in result.stdout
 
 

@@ -2,27 +2,25 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-from conftest import make_target
+from conftest import RECIPES, make_target
 
 from hf_eagle3.evaluation import BenchmarkResults
 
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.py"
 FAST = ["--draft_minutes", "0.03", "--max_new_tokens", "8", "--batch_size", "2", "--max_length", "64"]
 
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, RECIPE, *map(str, arguments)],
+        [sys.executable, RECIPES / "quickstart.py", *map(str, arguments)],
         capture_output=True,
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
 
 
-def test_from_nothing_to_a_table_and_again(tmp_path):
+def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe):
     """Barely trained, but everything that `make quickstart` does; the text must be identical however bad the draft."""
     # In bfloat16 a tree and a single token round differently, and a target that knows nothing is full of near ties.
     arguments = ["--output_dir", tmp_path, "--target_minutes", "0.03", "--no-bf16", *FAST]
@@ -37,12 +35,12 @@ def test_from_nothing_to_a_table_and_again(tmp_path):
     assert "Training a draft" in first.stdout
 
     trained = (tmp_path / "draft" / "model.safetensors").stat().st_mtime_ns
-    second = run(*arguments)
+    second = run_recipe("quickstart.py", *arguments)
     assert second.returncode == 0, second.stderr[-3000:]
     assert "Training" not in second.stdout
     assert (tmp_path / "draft" / "model.safetensors").stat().st_mtime_ns == trained
 
-    other = run("--output_dir", tmp_path, "--target", "somewhere", "--dataset", "else")
+    other = run_recipe("quickstart.py", "--output_dir", tmp_path, "--target", "somewhere", "--dataset", "else")
     assert other.returncode != 0 and "choose another --output_dir" in other.stderr
 
 

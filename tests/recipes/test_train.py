@@ -186,16 +186,15 @@ def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path):
     assert "lora" not in card.data.tags and "learning_rate: 0.01" in card.text
 
 
-def test_checkpoints_are_not_overwritten(files, whole_run):
+def test_checkpoints_are_not_overwritten(files, whole_run, run_recipe):
     weights = (files / "whole" / "model.safetensors").read_bytes()
-    result = train(files, files / "whole", *FRESH)
-    assert result.returncode != 0 and "has checkpoints of another run" in result.stderr
+    with pytest.raises(ValueError, match="has checkpoints of another run"):
+        run_recipe("train.py", *arguments_of(files, files / "whole"), *FRESH)
     assert (files / "whole" / "model.safetensors").read_bytes() == weights
 
 
-def test_a_split_that_is_not_there(files, tmp_path):
-    result = train(
-        files, tmp_path / "out", "--eval_strategy", "steps", "--dataset_test_split", "held_out", max_steps=1
-    )
-    assert result.returncode != 0 and "There is no split 'held_out'" in result.stderr
+def test_a_split_that_is_not_there(files, tmp_path, run_recipe):
+    arguments = arguments_of(files, tmp_path / "out", max_steps=1)
+    with pytest.raises(ValueError, match="There is no split 'held_out'"):
+        run_recipe("train.py", *arguments, "--eval_strategy", "steps", "--dataset_test_split", "held_out")
     assert not (tmp_path / "out").exists()

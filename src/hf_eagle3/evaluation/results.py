@@ -244,12 +244,12 @@ def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
         "| task | batch size | T | method | speed-up before | after | change | exceeds the noise |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    old = {(row.task, row.batch_size, row.temperature, row.method): row for row in before.rows}
-    for row in after.rows:
-        key = (row.task, row.batch_size, row.temperature, row.method)
-        if row.method == "plain" or key not in old:
-            continue
-        was = old[key]
+    old, new = (
+        {(row.task, row.batch_size, row.temperature, row.method): row for row in results.rows if row.method != "plain"}
+        for results in (before, after)
+    )
+    for key in [key for key in new if key in old]:
+        was, row = old[key], new[key]
         apart = min(row.speedups) > max(was.speedups) or max(row.speedups) < min(was.speedups)
         verdict = "yes" if apart else "no"
         if min(len(row.speedups), len(was.speedups)) < 2:
@@ -261,6 +261,10 @@ def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
         )
     if len(lines) == 2:
         raise ValueError("The two runs have no task, batch size, temperature and method in common.")
+    for when, rows, others in (("before", old, new), ("after", new, old)):
+        for task, batch_size, temperature, method in rows:
+            if (task, batch_size, temperature, method) not in others:
+                lines.append(f"\nOnly {when}: {task}, batch size {batch_size}, T={temperature:g}, {method}.")
     for name in ("arguments", "prompts", "environment", "tree", "draft_weights"):
         if difference := what_differs(before.run.get(name), after.run.get(name)):
             lines.append(f"\n{name}: {difference}.")
