@@ -529,12 +529,17 @@ def test_calls_a_tree_cannot_serve(target, draft):
         generate(target, prompt, assistant_model=draft, assistant_ensemble_weight=0.5)
 
 
-def test_flash_attention_is_refused(target, draft):
-    flash = copy.copy(target)
-    flash.config = copy.deepcopy(target.config)
-    flash.config._attn_implementation_internal = "flash_attention_2"
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_attention_that_takes_no_mask_is_refused(target, draft, attention, is_part, monkeypatch):
+    other = copy.copy(target)
+    other.config = copy.deepcopy(target.config)
+    other.config._attn_implementation_internal = attention
+    if is_part:  # of a model that has several: what the whole one says is not the text model's
+        text_config, other.config = other.config, copy.deepcopy(target.config)
+        monkeypatch.setattr(other.config, "get_text_config", lambda **kwargs: text_config, raising=False)
     with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
-        generate(flash, make_prompt(5), assistant_model=draft)
+        generate(other, make_prompt(5), assistant_model=draft)
 
 
 def test_beams_ignore_the_assistant_as_transformers_does(target, draft):

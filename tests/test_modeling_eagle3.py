@@ -1,3 +1,4 @@
+import copy
 import itertools
 import json
 
@@ -236,8 +237,16 @@ def test_draft_vocabulary(target):
     assert torch.equal(draft.lm_head.weight, target.lm_head.weight[[2, 9, 40]])
     full = Eagle3ForSpeculation.from_target(target)
     assert full.d2t is None and torch.equal(full.lm_head.weight, target.lm_head.weight)
-    with pytest.raises(ValueError, match="ids of the target's vocabulary"):
+    with pytest.raises(ValueError, match=f"0 to {VOCAB_SIZE - 1}"):
         Eagle3ForSpeculation.from_target(target, draft_token_ids=[VOCAB_SIZE])
+    with pytest.raises(ValueError, match="wide"):
+        Eagle3ForSpeculation.from_target(target, hidden_size=16)
+    # A head may have fewer rows than there are tokens.
+    short = copy.copy(target)
+    short.get_output_embeddings = lambda: torch.nn.Linear(target.config.hidden_size, 50, bias=False)
+    assert Eagle3ForSpeculation.from_target(short).draft_token_ids.tolist() == list(range(50))
+    with pytest.raises(ValueError, match="0 to 49"):
+        Eagle3ForSpeculation.from_target(short, draft_token_ids=[50])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -137,6 +137,19 @@ def test_importing_the_package_loads_nothing_heavy():
     assert "trl" not in result.stdout and "hf_eagle3.training" not in result.stdout, result.stdout
 
 
+def test_what_training_and_pushing_need_is_named():
+    """With what `pip install hf-eagle3` brings, and no more."""
+    script = (
+        "import sys; sys.modules |= {'trl': None, 'datasets': None}\n"
+        "import hf_eagle3\n"
+        "for use in (lambda: hf_eagle3.Eagle3Trainer, lambda: hf_eagle3.Eagle3ForSpeculation.push_to_hub(None, 'me/it')):\n"
+        "    try: use()\n"
+        "    except ModuleNotFoundError as error: print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.stdout.count("pip install 'hf-eagle3[train]'") == 2, result
+
+
 # What the code that comes with a draft uses beyond torch and transformers. None of it reaches out of the process.
 STANDARD_LIBRARY = {
     "base64",

@@ -21,7 +21,13 @@ __all__ = [*_MODULES, "__version__"]
 def __getattr__(name):
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    try:
+        module = import_module(f".{_MODULES[name]}", __name__)
+    except ModuleNotFoundError as error:
+        if _MODULES[name] != "training":
+            raise
+        raise ModuleNotFoundError(f"{name} needs {error.name}: pip install 'hf-eagle3[train]'") from error
+    return getattr(module, name)
 
 
 def __dir__():

@@ -19,7 +19,6 @@ import math
 
 import torch
 from transformers.utils import logging
-from transformers.utils.generic import is_flash_attention_requested
 
 from .cache_eagle3 import check_cache, is_static, is_unused_static
 from .text_eagle3 import max_length_of, text_positions
@@ -63,18 +62,23 @@ def check_pairing(draft, target) -> None:
             f"{draft_name} stores no embedding table and needs the target's, with rows of {config.hidden_size}, "
             f"but those of {target_name} have {weight.shape[-1]}."
         )
-    if config.verifier_fingerprint is not None and weight.device.type != "meta":
-        # Fine-tuning and quantization hardly turn the table; another model's table is unrelated to it.
-        ours, theirs = (
-            torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float16).double()
-            for text in (config.verifier_fingerprint, fingerprint(weight))
+    # Fine-tuning and quantization hardly turn the table; another model's table is unrelated to it.
+    ours = config.verifier_fingerprint if weight.device.type != "meta" else None
+    if ours is not None and similarity(ours, fingerprint(weight)) < 0.9:
+        raise ValueError(
+            f"{draft_name} was trained for another model than {target_name}: the sizes agree, but the "
+            "embedding tables are unrelated. Pair each draft with the target it was trained for, or train "
+            "one for this target."
         )
-        if torch.cosine_similarity(ours, theirs, dim=0) < 0.9:
-            raise ValueError(
-                f"{draft_name} was trained for another model than {target_name}: the sizes agree, but the "
-                "embedding tables are unrelated. Pair each draft with the target it was trained for, or train "
-                "one for this target."
-            )
+
+
+def similarity(fingerprint: str, other: str) -> float:
+    """The cosine of the angle between two [`fingerprint`]s."""
+    ours, theirs = (
+        torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float16).double()
+        for text in (fingerprint, other)
+    )
+    return torch.cosine_similarity(ours, theirs, dim=0).item()
 
 
 def fingerprint(embedding: torch.Tensor) -> str:
@@ -112,10 +116,11 @@ def check_call(draft, target, generation_config, synced_gpus, model_kwargs):
         raise ValueError("EAGLE-3 decoding does not support `synced_gpus=True` (ZeRO-3 and FSDP sharded targets).")
     if getattr(generation_config, "assistant_ensemble_weight", None) is not None:
         raise ValueError("`assistant_ensemble_weight` changes the text; EAGLE-3 decoding is lossless. Leave it unset.")
-    if is_flash_attention_requested(target.config):
+    config = target.config.get_text_config(decoder=True)
+    if (attention := config._attn_implementation) not in ("eager", "sdpa"):  # flash attention, flex attention
         raise ValueError(
-            f"Flash attention takes no tree mask. Load {type(target).__name__} with attn_implementation='sdpa', or call "
-            "target.set_attn_implementation('sdpa')."
+            f"A tree needs attention that takes a mask of its own, 'sdpa' or 'eager', but that of {type(target).__name__} is "
+            f"{attention!r}. Load it with attn_implementation='sdpa', or call target.set_attn_implementation('sdpa')."
         )
     if any(type(module).__module__.startswith("torch.ao.nn.quantized.") for module in target.modules()):
         raise ValueError(

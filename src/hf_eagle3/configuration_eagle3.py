@@ -130,10 +130,21 @@ class Eagle3Config(PreTrainedConfig):
         layer_config.num_aux_hidden_states = self.num_aux_hidden_states
 
     @classmethod
-    def unknown_flags(cls, config: dict[str, Any]) -> list[str]:
-        """Keys of a `config.json` that are on, and that neither we nor transformers know."""
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """
+        What is read of a `config.json`, by whatever class loads it.
+
+        Raises:
+            ValueError: naming flags that are on, and that neither we nor transformers know.
+        """
         known = {field.name for field in fields(cls)} | PreTrainedConfig().to_dict().keys() | NEUTRAL_KEYS
-        return sorted(name for name in config.keys() - known if config[name] not in (None, False))
+        unknown = sorted(name for name in config_dict.keys() - known if config_dict[name] not in (None, False))
+        if unknown:
+            raise ValueError(
+                f"This config.json has flags that this version does not know: {unknown}. What they change would be missing; "
+                "a later version of hf-eagle3 may read this draft."
+            )
+        return super().from_dict(config_dict, **kwargs)
 
     @property
     def vocab_size(self) -> int:

@@ -60,7 +60,8 @@ class Eagle3GenerationStats:
         target_forwards (`int`):
             Forward passes of the target, the prompt's included. Plain `generate` takes one for each token of the longest text.
         accepted_lengths (`list[int]`):
-            Tokens that each verification forward emitted; the prompt's forward verifies nothing and is left out.
+            Tokens that each verification forward emitted for each row that it went on with; the prompt's forward verifies
+            nothing and is left out.
         plain_steps (`int`): How many of those forwards had no token to verify, because drafting did not pay.
         lookup_steps (`int`): How many of them verified tokens that were looked up in the text instead of drafted.
         lookup_lengths (`list[int]`): Which of `accepted_lengths` are theirs.
@@ -82,7 +83,7 @@ class Eagle3GenerationStats:
 
     @property
     def acceptance_length(self) -> float:
-        """τ: tokens emitted per verification forward; 0 if there was none."""
+        """τ: tokens emitted per verification forward and row; 0 if there was none."""
         return sum(self.accepted_lengths) / len(self.accepted_lengths) if self.accepted_lengths else 0.0
 
 

@@ -32,8 +32,9 @@ class Eagle3RMSNorm(LlamaRMSNorm):
     """Llama's norm by torch's own operator, which is faster in training."""
 
     def forward(self, hidden_states):
-        weight = self.weight.to(hidden_states.dtype)  # they differ under autocast
-        return nn.functional.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
+        weight = self.weight.to(hidden_states.dtype)  # they differ under autocast, on GPUs the result's dtype, too
+        normed = nn.functional.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
+        return normed.to(hidden_states.dtype)
 
 
 class Eagle3Attention(LlamaAttention):

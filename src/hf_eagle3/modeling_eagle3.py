@@ -140,11 +140,6 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
             if config.get("speculators_model_type") is None:
                 kwargs["config"], kwargs["state_dict"], report = read_other_format(config, path, hub_kwargs)
                 path = None
-            elif unknown := Eagle3Config.unknown_flags(config):
-                raise ValueError(
-                    f"{path}: config.json has flags that this version does not know: {unknown}. What they change would be "
-                    "missing; a later version of hf-eagle3 may read this draft."
-                )
         # Reported below, by name, with what else is wrong.
         kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)
         reload_kwargs = dict(kwargs)
@@ -186,7 +181,7 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
             target (`PreTrainedModel`):
                 The target (verifier).
             draft_token_ids (`Sequence[int]` or `torch.Tensor`, *optional*):
-                Target token ids that make up the draft vocabulary. Defaults to the target's whole vocabulary.
+                Target token ids that make up the draft vocabulary. Defaults to all that the target's head has.
             num_hidden_layers (`int`, *optional*, defaults to `1`):
                 Number of decoder layers.
             overrides (*optional*):
@@ -214,23 +209,27 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
 
         Args:
             draft_token_ids (`Sequence[int]` or `torch.Tensor`, *optional*):
-                Target token ids, in any order. `None` stands for the whole vocabulary.
+                Target token ids, in any order. `None` stands for all that the target's head has.
             target (`PreTrainedModel`):
                 The target whose output embeddings are copied.
+
+        Raises:
+            ValueError: if there are no ids, or some that the target has no output embedding for.
         """
         device, vocab_size = self.lm_head.weight.device, self.config.vocab_size
-        token_ids = range(vocab_size) if draft_token_ids is None else draft_token_ids
+        target_head = whole(target.get_output_embeddings().weight.detach())
+        num_ids = min(vocab_size, len(target_head))  # a head may have fewer rows than the vocabulary, or more
+        token_ids = range(num_ids) if draft_token_ids is None else draft_token_ids
         token_ids = torch.as_tensor(token_ids, dtype=torch.long).flatten().unique()  # ascending
-        if len(token_ids) == 0 or token_ids[0] < 0 or token_ids[-1] >= vocab_size:
+        if len(token_ids) == 0 or token_ids[0] < 0 or token_ids[-1] >= num_ids:
             raise ValueError(
-                f"`draft_token_ids` must be ids of the target's vocabulary, 0 to {vocab_size - 1}, and not be empty."
+                f"`draft_token_ids` must be ids that the target has output embeddings for, 0 to {num_ids - 1}, and not be empty."
             )
         token_ids = token_ids.to(device)
         self.config.draft_vocab_size = len(token_ids)
         self.lm_head = nn.Linear(
             self.config.hidden_size, len(token_ids), bias=False, device=device, dtype=self.lm_head.weight.dtype
         )
-        target_head = whole(target.get_output_embeddings().weight.detach())
         if target_head.shape[-1] == self.config.hidden_size:
             with torch.no_grad():
                 self.lm_head.weight.copy_(target_head[token_ids.to(target_head.device)])
@@ -452,7 +451,11 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         """
         if importlib.util.find_spec("hf_eagle3") is None:
             return super().push_to_hub(repo_id, **kwargs)
-        return importlib.import_module("hf_eagle3.hub").push_draft(self, repo_id, **kwargs)
+        try:
+            hub = importlib.import_module("hf_eagle3.hub")
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f"Pushing a draft needs {error.name}: pip install 'hf-eagle3[train]'") from error
+        return hub.push_draft(self, repo_id, **kwargs)
 
     def validate_target(self, target: PreTrainedModel) -> None:
         """

@@ -50,6 +50,11 @@ def config_for_target(target: PreTrainedModel, num_hidden_layers: int, **overrid
             f"Unknown overrides {unknown}: neither Eagle3Config nor the {layer_config['model_type']} layer "
             "configuration has such a field."
         )
+    if layer_config["hidden_size"] != embedding.weight.shape[-1]:
+        raise ValueError(
+            f"A draft for {type(target).__name__} is {embedding.weight.shape[-1]} wide, as the embeddings that it takes from it, "
+            f"not {layer_config['hidden_size']}."
+        )
     return Eagle3Config(
         **{
             "transformer_layer_config": layer_config,

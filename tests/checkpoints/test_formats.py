@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import make_prompt, make_target
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import export, load_ends, recognise
@@ -36,8 +37,9 @@ def make_reference(target, rope=None, full=False, own_embedding=False, **overrid
         overrides["rope_parameters"] = {**rope, "rope_theta": 5000.0}
     ids = None if full else range(1, 96, 3)
     draft = Eagle3ForSpeculation.from_target(target, ids, has_own_embed_tokens=own_embedding, **overrides).eval()
-    for parameter in draft.parameters():
-        parameter.data += torch.randn_like(parameter) * 0.1
+    for name, parameter in draft.named_parameters():
+        if "embed_tokens" not in name or own_embedding == "trained":
+            parameter.data += torch.randn_like(parameter) * 0.1
     return draft
 
 
@@ -168,7 +170,7 @@ def test_the_full_vocabulary(tmp_path, target, mapping):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_own_embeddings(tmp_path, target, tied):
-    reference = make_reference(target, full=True, own_embedding=True)
+    reference = make_reference(target, full=True, own_embedding="trained")
     if tied:
         reference.lm_head.weight.data = reference.embed_tokens.weight.data.clone()
     tensors = midlayer(reference)
@@ -210,6 +212,20 @@ def test_exports_come_back(tmp_path, target, to, kind):
     for config in (ours, back):
         del config["speculators_config"], config["verifier_fingerprint"]
     assert ours == back
+
+
+@pytest.mark.parametrize("to", ["sglang", "safeailab"])
+def test_a_table_that_readers_would_replace_is_not_exported(tmp_path, target, to):
+    trained = make_reference(target, own_embedding="trained")
+    with pytest.raises(ValueError, match="would draft something else"):
+        export(trained, tmp_path / "other", to)
+    unknown = make_reference(target, own_embedding=True)
+    unknown.config.verifier_fingerprint = None
+    with pytest.raises(ValueError, match="--target"):
+        export(unknown, tmp_path / "other", to)
+    assert not (tmp_path / "other").exists()
+    unknown.pair_with(target)
+    export(unknown, tmp_path / "other", to)
 
 
 def test_what_sglang_checks_of_what_we_export(tmp_path, target):
@@ -344,6 +360,9 @@ def test_bad_checkpoints(tmp_path, target):
     (tmp_path / "ours" / "config.json").write_text(json.dumps({**config, "use_magic": True}))
     with pytest.raises(ValueError, match=r"does not know: \['use_magic'\]"):
         Eagle3ForSpeculation.from_pretrained(tmp_path / "ours")
+    # Nor does the code that came with it, which a later version's weights may be pushed beside.
+    with pytest.raises(ValueError, match=r"does not know: \['use_magic'\]"):
+        AutoModel.from_pretrained(tmp_path / "ours", trust_remote_code=True)
 
 
 def corrupt(folder, generator):

@@ -41,6 +41,20 @@ def test_losses_and_gradients_equal_the_naive_ones(loss_type, piece, monkeypatch
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_autocast_changes_nothing(loss_type):
+    generator = torch.Generator().manual_seed(0)
+    logits, target_logits = (25 * torch.randn(2, 5, 300, generator=generator) for _ in range(2))
+
+    def loss():
+        probs, entropy = probabilities(target_logits)
+        return torch.stack(DraftLoss.apply(logits, probs, torch.ones(2, 5), entropy, loss_type))
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = loss()
+    assert actual.dtype == torch.float32 and torch.equal(actual, loss())
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_a_draft_that_agrees_has_nothing_to_learn(loss_type):
     logits = torch.tensor([[50.0, 0, 0], [0, 50, 0]], requires_grad=True)
     probs = logits.detach().softmax(-1)

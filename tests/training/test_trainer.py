@@ -296,6 +296,20 @@ def test_packing(tmp_path, tokenizer):
     assert all(torch.isfinite(torch.tensor(entry["loss"])) for entry in trainer.state.log_history if "loss" in entry)
 
 
+def test_a_process_with_several_gpus(tmp_path, tokenizer, caplog):
+    args = Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False)
+    args._n_gpu = 2
+    target, settings = make_target("llama"), {"train_dataset": TEXTS, "processing_class": copy.deepcopy(tokenizer)}
+    trainer = Eagle3Trainer(model=None, target_model=target, args=args, **settings)
+    assert trainer.args.n_gpu == 1 and args.n_gpu == 2 and "accelerate launch" in caplog.text
+
+
+def test_torch_without_muon(tmp_path, monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ValueError, match="use_muon=False"):
+        Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False)
+
+
 def test_wrong_arguments(tmp_path, tokenizer):
     target, other = make_target("llama"), make_target("llama", seed=1)
     draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(10))
@@ -307,6 +321,9 @@ def test_wrong_arguments(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, model=draft, target=target, model_init_kwargs={"model_type": "qwen3"})
     with pytest.raises(ValueError, match="Without Muon pass `learning_rate`"):
         make_trainer(tmp_path, tokenizer, adamw_learning_rate=1e-3, use_muon=False)
+    with pytest.raises(ValueError, match="`optim` has no effect"):
+        make_trainer(tmp_path, tokenizer, optim="adafactor")
+    make_trainer(tmp_path, tokenizer, optim="adafactor", use_muon=False)
     with pytest.raises(ValueError, match="torch_compile"):
         make_trainer(tmp_path, tokenizer, model=torch.compile(draft), target=target)
     with pytest.raises(ValueError, match="gradient_checkpointing"):
@@ -323,6 +340,13 @@ def test_wrong_arguments(tmp_path, tokenizer):
             train_dataset=TEXTS,
             processing_class=tokenizer,
             peft_config=LoraConfig(target_modules=["q_proj"]),
+        )
+    with pytest.raises(ValueError, match="never be called"):
+        Eagle3Trainer(
+            model=None,
+            target_model=target,
+            args=Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False),
+            compute_metrics=len,
         )
     with pytest.raises(ValueError, match="processing_class"):
         Eagle3Trainer(

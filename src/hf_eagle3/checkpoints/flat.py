@@ -5,6 +5,7 @@ first layer's tensors under `midlayer` or `layers.0`.
 
 import torch
 
+from ..checks_eagle3 import fingerprint, similarity
 from ..configuration_eagle3 import Eagle3Config, check_sizes
 
 
@@ -187,6 +188,8 @@ def flat_config(draft, refused: dict[str, bool], to: str) -> dict:
             f"The {to} format cannot express this draft: it has {'; '.join(cannot)}. These are choices of training "
             "(`model_init_kwargs`); a trained draft cannot be converted."
         )
+    if config.has_own_embed_tokens:
+        check_table(draft, to)
     rope = dict(layer_config.rope_parameters)
     theta, scaled = rope.pop("rope_theta"), rope["rope_type"] != "default"
     return {
@@ -200,6 +203,24 @@ def flat_config(draft, refused: dict[str, bool], to: str) -> dict:
         "rope_scaling": rope if scaled else None,
         "rope_parameters": {**rope, "rope_theta": theta},
     }
+
+
+def check_table(draft, to: str) -> None:
+    """
+    Raises:
+        ValueError: if a draft's embedding table is not that of its target, which engines use in its place.
+    """
+    of_target = draft.config.verifier_fingerprint
+    if of_target is None:
+        raise ValueError(
+            f"This draft stores an embedding table, in place of which readers of the {to} format take the target's. To see "
+            "whether they are the same, the target is needed: `--target` of recipes/export.py, or `draft.pair_with(target)`."
+        )
+    if similarity(fingerprint(draft.embed_tokens.weight), of_target) < 0.9999:
+        raise ValueError(
+            f"This draft has an embedding table of its own, in place of which readers of the {to} format would take the "
+            "target's, which is another one: it would draft something else."
+        )
 
 
 def flat_tensors(draft) -> dict[str, torch.Tensor]:

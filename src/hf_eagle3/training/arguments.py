@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from trl import SFTConfig
 
 from .losses import LOSS_TYPES, LossType
@@ -135,6 +136,12 @@ class Eagle3TrainingArguments(SFTConfig):
             raise ValueError(f"`ttt_step_decay` must be in (0, 1], got {self.ttt_step_decay}.")
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(f"`loss_type` must be one of {LOSS_TYPES}, got {self.loss_type!r}.")
+        if self.use_muon and self.optim != type(self).optim:
+            raise ValueError("`optim` has no effect where Muon and AdamW train. Pass `use_muon=False` with it.")
+        if self.use_muon and not hasattr(torch.optim, "Muon"):
+            raise ValueError(
+                f"torch {torch.__version__} has no Muon (2.9 does). Pass `use_muon=False`, or install another."
+            )
         if self.adamw_learning_rate is not None and not self.use_muon:
             raise ValueError(
                 "`adamw_learning_rate` is for what AdamW trains beside Muon. Without Muon pass `learning_rate`."

@@ -37,7 +37,7 @@ def probabilities(logits: torch.FloatTensor) -> tuple[torch.FloatTensor, torch.F
     for piece, piece_probs in pieces(logits, probs):
         log_probs = piece.float().log_softmax(dim=-1)
         torch.exp(log_probs, out=piece_probs)
-        entropies.append(-torch.linalg.vecdot(piece_probs, log_probs))
+        entropies.append(-dot(piece_probs, log_probs))
     return probs, torch.cat(entropies, dim=-1)
 
 
@@ -115,4 +115,9 @@ def cross_entropy(logits, q, probs):
     """`-Σ probs log q`, with `q` the softmax of `logits`."""
     peak, best = logits.max(dim=-1, keepdim=True)
     log_normalizer = peak.float() - q.gather(-1, best).log()
-    return log_normalizer.squeeze(-1) - torch.linalg.vecdot(logits.float(), probs)
+    return log_normalizer.squeeze(-1) - dot(logits.float(), probs)
+
+
+def dot(a: torch.FloatTensor, b: torch.FloatTensor) -> torch.FloatTensor:
+    """`Σ a b` over the last dimension, in float32 also under autocast, which computes `torch.linalg.vecdot` in half of that."""
+    return (a * b).sum(dim=-1)

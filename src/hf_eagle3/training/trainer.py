@@ -63,7 +63,8 @@ class Eagle3Trainer(SFTTrainer):
     Args:
         model (`str`, [`Eagle3ForSpeculation`] or `PeftModel`, *optional*):
             The draft to train, or its folder or Hub id. `None` makes one by [`Eagle3ForSpeculation.from_target`], with the `draft_vocab_size` most
-            frequent supervised tokens of `train_dataset`. Drafts in half precision are trained, and saved, in float32.
+            frequent supervised tokens of `train_dataset`. Drafts in half precision are trained in float32, and so are
+            their checkpoints.
         target_model (`str` or `PreTrainedModel`):
             The frozen target, or its name: a folder or a Hub id. It may be quantized or spread by a `device_map`; it is not
             trained and not saved.
@@ -96,7 +97,18 @@ class Eagle3Trainer(SFTTrainer):
             args = Eagle3TrainingArguments(f"{Path(target_name or 'draft').name}-eagle3")
         if not isinstance(args, Eagle3TrainingArguments):
             raise TypeError(f"`args` must be `Eagle3TrainingArguments`, got {type(args).__name__}.")
+        if kwargs.get("compute_metrics") is not None:
+            raise ValueError(
+                "`compute_metrics` would never be called: there are no predictions to hand it. `evaluate` reports the loss, the "
+                "accuracy of each drafting step and the acceptance length."
+            )
         args = copy.copy(args)  # whatever is settled here, the caller's are for other trainers, too
+        if args.n_gpu > 1:  # `nn.DataParallel` cannot share out a batch that the target has read
+            logger.warning(
+                f"A process trains the draft on one GPU, the first of {args.n_gpu} here. `accelerate launch` starts a process "
+                "for each."
+            )
+            args._n_gpu = 1
         target_model, kwargs["processing_class"] = load_target(
             target_model, args.target_model_init_kwargs, kwargs.get("processing_class")
         )
