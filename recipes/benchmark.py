@@ -77,7 +77,8 @@ def parse_arguments():
     parser.add_argument("--dtype", default="auto", help="Dtype of target and draft")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for name, default in DEFAULT_TREE_SETTINGS.items():
-        parser.add_argument(f"--{name}", type=type(default), help="Overrides the draft's own setting")
+        choices = ("auto", "static") if name == "tree_policy" else None
+        parser.add_argument(f"--{name}", type=type(default), choices=choices, help="Overrides the draft's own setting")
     parser.add_argument("--cache_implementation", help="Of all methods that take one: `static`, for example")
     parser.add_argument(
         "--compile", metavar="MODE", help="Compile the steps with a static cache: `reduce-overhead` on GPUs, `default`"
@@ -244,8 +245,8 @@ def main():
             plain, lookups = ("unknown" if each is None else each for each in (row.plain_steps, row.lookup_steps))
             print(
                 f"{where}: of {row.target_forwards} forwards {plain} were plain steps, without a tree, and {lookups} verified what "
-                f"was looked up in the text; drafting takes {row.draft_share:.0%} of the time; share of the other steps that "
-                f"accept the first, second, ... drafted token: {shares}"
+                f"was looked up in the text; drafting takes {row.draft_share:.0%} of the time; of the trees, the share of which "
+                f"the first, second, ... drafted token was accepted: {shares}"
             )
     print(f"{args.max_new_tokens} new tokens; tree {tree}; {run['environment']}")
     for name, reason in {**results.run["missing_tasks"], **results.run["left_out"]}.items():

@@ -219,7 +219,12 @@ def test_a_draft_that_is_unsure_of_everything_keeps_nobody_from_looking_up(cycli
     prompt = torch.tensor([[3, 9, 5, 6]]).expand(sequences, -1)
     expected = cyclic.generate(prompt, **kwargs)
     assert torch.equal(cyclic.generate(prompt, assistant_model=draft, **kwargs), expected)
-    assert draft.last_generation.lookup_steps >= 3 and max(draft.last_generation.accepted_lengths) > 1
+    stats = draft.last_generation
+    assert stats.lookup_steps >= 3 and max(stats.accepted_lengths) > 1
+    # What was looked up, and what was written plainly, is not taken for the draft's.
+    assert len(stats.accepted_lengths) == sequences * (stats.target_forwards - 1)
+    num_trees = stats.target_forwards - 1 - stats.lookup_steps - stats.plain_steps
+    assert len(stats.drafted_lengths) == sequences * num_trees and stats.plain_steps > 0
 
 
 @pytest.mark.parametrize("sequences", [1, 3])

@@ -64,7 +64,7 @@ class Eagle3GenerationStats:
             nothing and is left out.
         plain_steps (`int`): How many of those forwards had no token to verify, because drafting did not pay.
         lookup_steps (`int`): How many of them verified tokens that were looked up in the text instead of drafted.
-        lookup_lengths (`list[int]`): Which of `accepted_lengths` are theirs.
+        drafted_lengths (`list[int]`): Which of `accepted_lengths` are of trees: not of plain steps, nor looked up.
     """
 
     new_tokens: int = 0
@@ -72,7 +72,7 @@ class Eagle3GenerationStats:
     accepted_lengths: list[int] = field(default_factory=list)
     plain_steps: int = 0
     lookup_steps: int = 0
-    lookup_lengths: list[int] = field(default_factory=list)
+    drafted_lengths: list[int] = field(default_factory=list)
 
     def __repr__(self):
         return (
@@ -266,8 +266,8 @@ class Eagle3Decoding:
         self.stats.new_tokens += sum(emitted)
         if self.plan is not None:
             self.stats.accepted_lengths += emitted
-            if self.plan.num_looked_up > 0 and tree.num_nodes > 1:
-                self.stats.lookup_lengths += emitted
+            if self.plan.num_looked_up == 0 and tree.num_nodes > 1:
+                self.stats.drafted_lengths += emitted
             self.cache.keep_paths(text.paths, text.growth)
             if tree.num_nodes > 1:
                 self.features = take_paths(self.features, text.paths)

@@ -28,7 +28,8 @@ def test_acceptance_length(load):
     assert results["acceptance_by_position"] == [4 / 5, 2 / 5, 1 / 5]
     assert results["conditional_acceptance"] == [4 / 5, 1 / 2, 1 / 2]
     row = BenchmarkRow("eagle3", 0.0)
-    row.accepted_lengths.update([1, 3, 4, 2, 2])
+    for lengths in (row.accepted_lengths, row.drafted_lengths):
+        lengths.update([1, 3, 4, 2, 2])
     assert row.acceptance_length == results["acceptance_length"]
     assert row.acceptance_by_position == results["acceptance_by_position"]
     with pytest.raises(ValueError, match="at least 1 token"):

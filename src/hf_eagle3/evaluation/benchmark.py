@@ -160,7 +160,7 @@ class TimedGeneration:
             "draft_seconds": drafting[0],
             "target_forwards": num_forwards[0],
             "accepted_lengths": Counter(stats.accepted_lengths if is_ours else []),
-            "lookup_lengths": Counter(getattr(stats, "lookup_lengths", [])),  # older drafts' code has none
+            "drafted_lengths": Counter(getattr(stats, "drafted_lengths", [])),  # older drafts' code has none
             "plain_steps": stats.plain_steps if is_ours else 0,
             "lookup_steps": getattr(stats, "lookup_steps", 0),
             "peak_memory": peak_memory(device) if counts_memory else None,
@@ -179,7 +179,7 @@ def measure_repeat(
     for method in methods:
         measured[method] = {"method": method, "new_tokens": 0, "seconds": 0.0, "draft_seconds": 0.0}
         measured[method] |= {"target_forwards": 0, "plain_steps": 0, "lookup_steps": 0}
-        measured[method] |= {"accepted_lengths": Counter(), "lookup_lengths": Counter()}
+        measured[method] |= {"accepted_lengths": Counter(), "drafted_lengths": Counter()}
         measured[method] |= {"differing": [], "peak_memory": None}
     row = 0
     for index, inputs in enumerate(batches):
@@ -199,7 +199,7 @@ def measure_repeat(
     plain = measured["plain"]
     for total in measured.values():
         total["speedup"] = total["new_tokens"] / total["seconds"] * plain["seconds"] / plain["new_tokens"]
-        for name in ("accepted_lengths", "lookup_lengths"):
+        for name in ("accepted_lengths", "drafted_lengths"):
             total[name] = {str(length): count for length, count in sorted(total[name].items())}
     return list(measured.values())
 

@@ -31,7 +31,8 @@ class BenchmarkRow:
         accepted_lengths (`Counter[int]`): How many verification forwards emitted 1, 2, ... tokens. EAGLE-3 only.
         plain_steps (`int`, *optional*): How many of those drafted nothing. EAGLE-3 only; older results do not tell.
         lookup_steps (`int`, *optional*): How many of those verified what was looked up in the text. As for `plain_steps`.
-        lookup_lengths (`Counter[int]`): Which of `accepted_lengths` are of those.
+        drafted_lengths (`Counter[int]`):
+            Which of `accepted_lengths` are of trees: not of plain steps, nor looked up. Older results do not tell.
         draft_share (`float`): Share of the time in which trees were drafted. EAGLE-3 only.
         num_identical (`int`): Prompts whose tokens are, in every repeat, those of plain generation.
         num_prompts (`int`): Of how many.
@@ -51,7 +52,7 @@ class BenchmarkRow:
     accepted_lengths: Counter[int] = field(default_factory=Counter)
     plain_steps: int | None = None
     lookup_steps: int | None = None
-    lookup_lengths: Counter[int] = field(default_factory=Counter)
+    drafted_lengths: Counter[int] = field(default_factory=Counter)
     draft_share: float = 0.0
     num_identical: int = 0
     num_prompts: int = 0
@@ -82,10 +83,9 @@ class BenchmarkRow:
     @property
     def acceptance_by_position(self) -> list[float]:
         """
-        Entry `k`: the share of verification forwards in which at least `k + 1` drafted tokens were accepted, of those forwards
-        that verified nothing that was looked up.
+        Entry `k`: the share of the trees of which at least `k + 1` drafted tokens were accepted.
         """
-        lengths = self.accepted_lengths - self.lookup_lengths
+        lengths = self.drafted_lengths
         num_drafted = max(lengths, default=1) - 1  # one token of each is the target's own
         return [
             sum(count for length, count in lengths.items() if length > k + 1) / lengths.total()
@@ -147,10 +147,10 @@ class BenchmarkResults:
                 return sum(repeat[name] for repeat in repeats) if all(name in repeat for repeat in repeats) else None
 
             differing = {index for repeat in repeats for index in repeat["differing"]}
-            accepted, looked_up = Counter(), Counter()
+            accepted, drafted = Counter(), Counter()
             for repeat in repeats:
                 accepted.update({int(length): count for length, count in repeat["accepted_lengths"].items()})
-                looked_up.update({int(length): count for length, count in repeat.get("lookup_lengths", {}).items()})
+                drafted.update({int(length): count for length, count in repeat.get("drafted_lengths", {}).items()})
             memory = [repeat["peak_memory"] for repeat in repeats if repeat["peak_memory"] is not None]
             rows.append(
                 BenchmarkRow(
@@ -165,7 +165,7 @@ class BenchmarkResults:
                     accepted_lengths=accepted,
                     plain_steps=total("plain_steps"),
                     lookup_steps=total("lookup_steps"),
-                    lookup_lengths=looked_up,
+                    drafted_lengths=drafted,
                     draft_share=sum(repeat.get("draft_seconds", 0.0) for repeat in repeats)
                     / sum(repeat["seconds"] for repeat in repeats),
                     num_identical=repeats[0]["num_prompts"] - len(differing),
@@ -338,11 +338,12 @@ def plot_acceptance(rows: Sequence[BenchmarkRow], path: str | Path) -> None:
             for row in rows:
                 if (row.method, row.temperature) == (method, temperature):
                     pooled.accepted_lengths.update(row.accepted_lengths)
+                    pooled.drafted_lengths.update(row.drafted_lengths)
             if shares := pooled.acceptance_by_position:
                 label = f"{method}, T = {temperature:g}, τ = {pooled.acceptance_length:.2f}"
                 axis.plot(range(1, len(shares) + 1), shares, marker="o", label=label)
     axis.set_xlabel("drafted token")
-    axis.set_ylabel("share of steps that accept it")
+    axis.set_ylabel("share of trees of which it is accepted")
     axis.set_ylim(0, 1)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(frameon=False, fontsize=8)
