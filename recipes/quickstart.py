@@ -11,7 +11,7 @@ With a network, the same for any model and data set of the Hub, or for local one
     python recipes/quickstart.py --target Qwen/Qwen3-0.6B --dataset trl-lib/Capybara --draft_minutes 60
     python recipes/quickstart.py --target path/to/model --dataset path/to/texts.jsonl --prompts path/to/prompts.jsonl
 
-A second run reuses what the first one trained.
+A second run with the same settings reuses what the first one trained.
 """
 
 import argparse
@@ -43,6 +43,7 @@ from trl import SFTConfig, SFTTrainer
 
 from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.environment import public_name
+from hf_eagle3.evaluation.results import what_differs
 from hf_eagle3.evaluation.tasks import standard_library
 from hf_eagle3.hub import write_records
 from hf_eagle3.training.optimizer import MuonWithAdamW
@@ -53,6 +54,8 @@ NUM_PROMPTS = 20
 PROMPT_TOKENS = 48
 EOS = "<|endoftext|>"
 FEW_STEPS = 100  # of a training that is worth looking at
+# Arguments that target and draft do not depend on.
+NOT_TRAINED = ("max_new_tokens", "output_dir", "prompts", "repeats")
 
 
 class TimeBudget(TrainerCallback):
@@ -224,6 +227,22 @@ def write_prompts(path: Path, held_out: list, tokenizer) -> None:
     path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
 
 
+def settle_arguments(output_dir: Path, args) -> None:
+    """Keeps what a folder's models are trained with, or ends the run if those that are there were trained otherwise."""
+    file, now = (
+        output_dir / "arguments.json",
+        {name: value for name, value in vars(args).items() if name not in NOT_TRAINED},
+    )
+    if any((output_dir / name).exists() for name in ("target", "draft")):
+        then = json.loads(file.read_text())
+        if difference := what_differs(then, now):
+            raise SystemExit(
+                f"{output_dir} was trained with other settings: {difference}. Choose another --output_dir."
+            )
+        print(f"Reusing what {output_dir} has of target and draft, trained with the same settings.", flush=True)
+    file.write_text(json.dumps(now))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="Folder or Hub id of a target; by default a small one is trained")
@@ -261,10 +280,7 @@ def main():
 
     output_dir = Path(args.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
-    made_with, now = output_dir / "arguments.json", {"target": args.target, "dataset": args.dataset}
-    if made_with.exists() and json.loads(made_with.read_text()) != now:
-        raise SystemExit(f"{output_dir} was made with {made_with.read_text()}; choose another --output_dir.")
-    made_with.write_text(json.dumps(now))
+    settle_arguments(output_dir, args)
 
     set_seed(args.seed)
     if args.dataset is None:

@@ -103,17 +103,20 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
             "train on" if script_args.features_dir is None else "evaluate on, or leave it out (`--eval_strategy no`)"
         )
         raise ValueError(f"Say what to {what}: `--dataset_name`, or `datasets` in the YAML file.")
-    if Path(name).suffix in FILE_FORMATS and not Path(name).is_file():
+    suffix = Path(name.removesuffix(".gz")).suffix
+    if suffix in FILE_FORMATS and not Path(name).is_file():
         raise FileNotFoundError(f"There is no file {name}.")
     if files := sorted(map(str, Path(name).glob("rows-*.jsonl"))):  # of `recipes/regenerate.py`
         return load_dataset(
             "json", data_files={script_args.dataset_train_split: files}, streaming=script_args.dataset_streaming
         )
     if Path(name).is_file():
-        if Path(name).suffix not in FILE_FORMATS:
+        if suffix not in FILE_FORMATS:
             raise ValueError(f"{name} is not one of {sorted(FILE_FORMATS)}.")
+        if Path(name).stat().st_size == 0:
+            raise ValueError(f"{name} is empty.")
         return load_dataset(
-            FILE_FORMATS[Path(name).suffix],
+            FILE_FORMATS[suffix],
             data_files={script_args.dataset_train_split: name},
             streaming=script_args.dataset_streaming,
         )

@@ -294,6 +294,11 @@ def test_several_sequences_a_prompt(target, do_sample):
     assert stats.new_tokens == (72 if do_sample else 24)
 
 
+def test_a_name_is_no_draft(target):
+    with pytest.raises(ValueError, match=r"AutoModel.from_pretrained\('me/draft', trust_remote_code=True\)"):
+        target.generate(make_prompt(5), assistant_model="me/draft")
+
+
 def test_custom_generate(target, tmp_path):
     prompt = make_prompt(12)
     draft = make_draft(target, [prompt])

@@ -424,7 +424,12 @@ def install_generation_hook() -> None:
 
     @functools.wraps(validate_mode)
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-        own = getattr(generation_mode_kwargs.get("assistant_model"), "validate_target", None)
+        assistant = generation_mode_kwargs.get("assistant_model")
+        if isinstance(assistant, str):
+            raise ValueError(
+                f"`assistant_model` is a name: load it, by AutoModel.from_pretrained({assistant!r}, trust_remote_code=True)."
+            )
+        own = getattr(assistant, "validate_target", None)
         if own is not None:
             own(self)
             # Several sequences a prompt are a batch, which transformers' own assistants cannot serve.

@@ -108,6 +108,11 @@ def test_a_line_cut_off_by_a_crash_is_written_again(tmp_path):
     assert len(read(tmp_path)) == 2
     with pytest.raises(ValueError, match="'model': \\('m', 'n'\\)"):
         Output(tmp_path, {"model": "n"})
+    # But with nothing written there is nothing to disagree with.
+    Output(tmp_path / "fresh", {"model": "m"})
+    Output(tmp_path / "fresh", {"model": "n"}).write(0, {"messages": [user("a")]})
+    with pytest.raises(ValueError, match="'model': \\('n', 'm'\\)"):
+        Output(tmp_path / "fresh", {"model": "m"})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "diary.txt").write_text("dear diary")
     with pytest.raises(ValueError, match="not begun by this script"):

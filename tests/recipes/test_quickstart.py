@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from conftest import RECIPES, make_target
 
 from hf_eagle3.evaluation import BenchmarkResults
@@ -37,16 +38,21 @@ def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe):
     trained = (tmp_path / "draft" / "model.safetensors").stat().st_mtime_ns
     second = run_recipe("quickstart.py", *arguments)
     assert second.returncode == 0, second.stderr[-3000:]
-    assert "Training" not in second.stdout
+    assert "Training" not in second.stdout and "Reusing" in second.stdout
     assert (tmp_path / "draft" / "model.safetensors").stat().st_mtime_ns == trained
 
-    other = run_recipe("quickstart.py", "--output_dir", tmp_path, "--target", "somewhere", "--dataset", "else")
-    assert other.returncode != 0 and "choose another --output_dir" in other.stderr
+    for changed in (["--target", "somewhere", "--dataset", "else"], ["--layer_type", "llama"]):
+        other = run_recipe("quickstart.py", *arguments, *changed)
+        assert other.returncode != 0 and "Choose another --output_dir" in other.stderr
+        assert changed[1] in other.stderr
 
 
-def test_given_target_and_chat_data(tmp_path, tokenizer):
+def test_given_target_and_chat_data(tmp_path, tokenizer, run_recipe):
     make_target("llama").save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
+    # Of a run that failed, nothing is left to disagree with.
+    with pytest.raises((OSError, ValueError)):
+        run_recipe("quickstart.py", "--output_dir", tmp_path / "out", "--target", "none", "--dataset", "none")
     chat = [{"role": "user", "content": "what is up"}, {"role": "assistant", "content": "this and that"}]
     (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 60)
     result = run(

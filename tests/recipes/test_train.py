@@ -1,5 +1,6 @@
 """`recipes/train.py` as users call it: other processes, arguments, files."""
 
+import gzip
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -136,7 +138,9 @@ def test_two_processes_give_the_losses_of_one(files, evaluated_run, whole_run, k
     if kind.startswith("ddp"):
         launcher = (BIN / "torchrun", "--standalone", "--nproc_per_node", 2)
     else:
-        config = (RECIPES / "accelerate" / "fsdp2.yaml").read_text().replace("num_processes: 8", "num_processes: 2")
+        config = (
+            (RECIPES / "accelerate_configs" / "fsdp2.yaml").read_text().replace("num_processes: 8", "num_processes: 2")
+        )
         (tmp_path / "fsdp2.yaml").write_text(config + "use_cpu: true\n")
         launcher = (BIN / "accelerate", "launch", "--config_file", tmp_path / "fsdp2.yaml")
         launcher += ("--main_process_port", 29512, Path(__file__).with_name("fsdp_on_cpu.py"))
@@ -191,6 +195,21 @@ def test_checkpoints_are_not_overwritten(files, whole_run, run_recipe):
     with pytest.raises(ValueError, match="has checkpoints of another run"):
         run_recipe("train.py", *arguments_of(files, files / "whole"), *FRESH)
     assert (files / "whole" / "model.safetensors").read_bytes() == weights
+
+
+def test_files(files, tmp_path, run_recipe):
+    arguments = arguments_of(files, tmp_path / "out", data="data", max_steps=1)
+    name, texts = arguments.index("--dataset_name") + 1, '{"text": "what is up"}\n' * 20
+    for file, content, error in (
+        ("texts.csv", texts.encode(), "is not one of"),
+        ("none.jsonl", b"", "is empty"),
+        ("texts.jsonl.gz", gzip.compress(texts.encode()), None),
+    ):
+        (tmp_path / file).write_bytes(content)
+        arguments[name] = tmp_path / file
+        with nullcontext() if error is None else pytest.raises(ValueError, match=error):
+            run_recipe("train.py", *arguments)
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_a_split_that_is_not_there(files, tmp_path, run_recipe):

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 from conftest import make_prompt, make_target
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModel
 
@@ -270,6 +270,26 @@ def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path, tokenizer):
         make_trainer(tmp_path / "empty", tokenizer, **arguments).train(resume_from_checkpoint=True)
 
 
+def test_a_training_goes_on_as_it_was_begun(tmp_path, tokenizer):
+    """Its optimizer goes by the checkpoint, whatever the arguments say, and its record must be of both."""
+    arguments = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    make_trainer(tmp_path, tokenizer, **arguments).train()
+    weights = (tmp_path / "checkpoint-2" / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="finished training, of 2 steps"):
+        make_trainer(tmp_path, tokenizer, **arguments).train(resume_from_checkpoint=True)
+    arguments["max_steps"] = 4
+    with pytest.raises(ValueError, match="learning_rate was 0.01 before, 0.5 after"):
+        make_trainer(tmp_path, tokenizer, **arguments, learning_rate=0.5).train(resume_from_checkpoint=True)
+    other = make_trainer(tmp_path, tokenizer, **arguments)
+    other.dataset_names = ["others"]
+    with pytest.raises(ValueError, match="dataset_name was None before, 'others' after"):
+        other.train(resume_from_checkpoint=True)
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").read_bytes() == weights
+    trainer = make_trainer(tmp_path, tokenizer, **arguments, logging_steps=2)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 4
+
+
 def test_half_precision_drafts_are_trained_in_float32(tmp_path, tokenizer):
     target = make_target("llama").to(torch.bfloat16)
     draft = Eagle3ForSpeculation.from_target(target)
@@ -341,6 +361,21 @@ def test_wrong_arguments(tmp_path, tokenizer):
             processing_class=tokenizer,
             peft_config=LoraConfig(target_modules=["q_proj"]),
         )
+    with pytest.raises(TypeError, match="`target_model` is Eagle3ForSpeculation"):
+        make_trainer(tmp_path, tokenizer, model=target, target=draft)
+    with pytest.raises(TypeError, match="`target_model` is NoneType"):
+        Eagle3Trainer(model=None, target_model=None, train_dataset=TEXTS)
+    with pytest.raises(ValueError, match=r"dataset\['train'\]"):
+        make_trainer(tmp_path, tokenizer, dataset=DatasetDict(train=TEXTS))
+    with pytest.raises(ValueError, match="more than two tokens"):
+        make_trainer(tmp_path, tokenizer, dataset=Dataset.from_dict({"text": ["a"] * 5}))
+    chats = Dataset.from_dict(
+        {"messages": [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]}
+    )
+    without_template = copy.deepcopy(tokenizer)
+    without_template.chat_template = None
+    with pytest.raises(ValueError, match="no chat template: pass one as `chat_template_path`"):
+        make_trainer(tmp_path, without_template, dataset=chats)
     with pytest.raises(ValueError, match="never be called"):
         Eagle3Trainer(
             model=None,

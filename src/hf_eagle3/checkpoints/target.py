@@ -1,6 +1,7 @@
 """A target without its layers."""
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 
 def load_ends(name, revision: str | None = None, **kwargs) -> PreTrainedModel:
@@ -18,9 +19,14 @@ def load_ends(name, revision: str | None = None, **kwargs) -> PreTrainedModel:
     text_config = config.get_text_config(decoder=True)
     num_layers, text_config.num_hidden_layers = text_config.num_hidden_layers, 0
     # Tables that are as wide as there are layers (Gemma's per-layer embeddings) do not fit any more.
-    target, info = AutoModelForCausalLM.from_pretrained(
-        name, config=config, revision=revision, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs
-    )
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # that all layers are left out is no news
+    try:
+        target, info = AutoModelForCausalLM.from_pretrained(
+            name, config=config, revision=revision, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs
+        )
+    finally:
+        logging.set_verbosity(verbosity)
     target.config.get_text_config(decoder=True).num_hidden_layers = num_layers
     ends = {target.get_input_embeddings(), target.get_output_embeddings()}
     names = {f"{path}.weight" for path, module in target.named_modules() if module in ends}

@@ -45,12 +45,34 @@ def without_prompt_column(dataset: Dataset | IterableDataset) -> Dataset | Itera
     return dataset
 
 
-def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+def has_messages(dataset: Dataset | IterableDataset) -> bool:
+    """Whether the first row is a conversation."""
+    first = next(iter(dataset), {})
+    return any(isinstance(first.get(name), list) for name in ("messages", "conversations", "prompt"))
+
+
+def check_lengths(dataset: Dataset | IterableDataset, name: str) -> None:
     """
     Raises:
-        ValueError: if the tokenizer's chat template does not say, and TRL does not know, what the assistant says in it.
+        ValueError: if no tokenized row has three tokens, one to draft below and one to draft.
+    """
+    if isinstance(dataset, Dataset) and max((int(lengths.max()) for lengths in row_lengths(dataset)), default=0) < 3:
+        raise ValueError(f"No row of the {name} data has more than two tokens: there is nothing to learn.")
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only_loss: bool, is_chat: bool) -> None:
+    """
+    Raises:
+        ValueError: if there are conversations and no chat template, or if only what the assistant says is to be learned, and
+            the template does not say, and TRL does not know, what that is.
     """
     name = tokenizer.name_or_path or "the tokenizer"
+    if is_chat and tokenizer.chat_template is None and not assistant_only_loss:
+        raise ValueError(
+            f"The data are conversations, and {name} has no chat template: pass one as `chat_template_path`."
+        )
+    if not assistant_only_loss:
+        return
     remedy = (
         "Pass a template as `chat_template_path` in which what the assistant says stands between `{% generation %}` and "
         "`{% endgeneration %}`, or set `assistant_only_loss=False` to learn from the user's tokens, too."

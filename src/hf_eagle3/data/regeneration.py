@@ -44,7 +44,9 @@ class Output:
         kept = folder / ".settings.json"  # hidden: `load_dataset` takes it for no data
         if kept.exists():
             known = json.loads(kept.read_text(encoding="utf-8"))
-            if known != settings:
+            if not any(part.stat().st_size for part in folder.glob("rows-*.jsonl")):
+                kept.write_text(json.dumps(settings), encoding="utf-8")  # of a run that failed before its first row
+            elif known != settings:
                 changed = {key: (known.get(key), settings.get(key)) for key in known.keys() | settings.keys()}
                 changed = {key: values for key, values in changed.items() if values[0] != values[1]}
                 raise ValueError(

@@ -2,10 +2,15 @@
 
 import json
 from dataclasses import MISSING, fields
+from pathlib import Path
 
 import torch
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ..environment import environment, public_name, weights_digest, without_paths
+from ..evaluation.results import what_differs
+from ..hub.card import TRAINING_RECORD
 
 
 # Arguments that say where a run writes to, what it shows and how it is spread out, not what it learns.
@@ -51,6 +56,58 @@ def non_defaults(arguments, values: dict | None = None) -> dict:
         for item in fields(arguments)
     }
     return {name: value for name, value in values.items() if name in defaults and value != defaults[name]}
+
+
+# Arguments that a training that goes on cannot change: it takes them from the checkpoint, or would be of two minds.
+OF_ONE_TRAINING = (
+    "adamw_learning_rate",
+    "assistant_only_loss",
+    "completion_only_loss",
+    "dataset_config",
+    "dataset_name",
+    "learning_rate",
+    "loss_type",
+    "lr_scheduler_type",
+    "max_length",
+    "optim",
+    "packing",
+    "packing_strategy",
+    "seed",
+    "ttt_step_decay",
+    "ttt_steps",
+    "ttt_warmup",
+    "use_muon",
+    "weight_decay",
+)
+
+
+def check_resumption(trainer, checkpoint: str) -> None:
+    """
+    Raises:
+        ValueError: if the training that left a checkpoint is finished, or was begun with other data or settings.
+    """
+    args, state_file = trainer.args, Path(checkpoint, TRAINER_STATE_NAME)
+    if not state_file.exists():  # weights alone
+        return
+    state = TrainerState.load_from_json(str(state_file))
+    is_longer = (
+        args.max_steps > state.max_steps if args.max_steps > 0 else args.num_train_epochs > state.num_train_epochs
+    )
+    if state.global_step >= state.max_steps and not is_longer:
+        raise ValueError(
+            f"{checkpoint} is the end of a finished training, of {state.global_step} steps. Its draft is there; to train it "
+            "further, raise `max_steps` or `num_train_epochs`."
+        )
+    record = Path(checkpoint, TRAINING_RECORD)
+    if not record.exists():
+        return
+    then, now = json.loads(record.read_text(encoding="utf-8"))["arguments"], training_record(trainer)["arguments"]
+    then, now = ({name: each[name] for name in OF_ONE_TRAINING if name in each} for each in (then, now))
+    if difference := what_differs(then, now):
+        raise ValueError(
+            f"{checkpoint} is of a training with other settings: {difference}. (None is the default.) Go on with those it was "
+            "begun with, or begin a new training with its draft (`model`, or `--draft_name_or_path`)."
+        )
 
 
 def training_record(trainer, state_dict: dict[str, torch.Tensor] | None = None) -> dict:

@@ -22,8 +22,10 @@ from ..data import (
     check_assistant_turns,
     check_chat_template,
     check_columns,
+    check_lengths,
     count_tokens,
     coverage,
+    has_messages,
     most_frequent_tokens,
     prompt_of_row,
     report_long_rows,
@@ -35,7 +37,7 @@ from .arguments import Eagle3TrainingArguments
 from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, start_store
 from .models import draft_to_train, load_target
 from .optimizer import MuonWithAdamW
-from .record import training_record
+from .record import check_resumption, training_record
 from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, ttt_loss
 
 
@@ -92,6 +94,16 @@ class Eagle3Trainer(SFTTrainer):
         args: Eagle3TrainingArguments | None = None,
         **kwargs,
     ):
+        if isinstance(target_model, Eagle3ForSpeculation) or not (
+            isinstance(target_model, str) or hasattr(target_model, "config")
+        ):
+            raise TypeError(
+                "`target_model` must be the target, a causal language model or the name of one, and `model` the draft; "
+                f"`target_model` is {type(target_model).__name__}."
+            )
+        if isinstance(kwargs.get("train_dataset"), dict):
+            splits = sorted(kwargs["train_dataset"])
+            raise ValueError(f"`train_dataset` has splits {splits}: pass one of them, such as dataset[{splits[0]!r}].")
         target_name = target_model if isinstance(target_model, str) else target_model.config._name_or_path
         if args is None:
             args = Eagle3TrainingArguments(f"{Path(target_name or 'draft').name}-eagle3")
@@ -183,8 +195,9 @@ class Eagle3Trainer(SFTTrainer):
                 f"`chat_template_path` is {args.chat_template_path}, but must be a Jinja file: the template of another "
                 "tokenizer would bring tokens that the target does not know."
             )
-        if args.assistant_only_loss and args.chat_template_path is None:
-            check_chat_template(processing_class)
+        if args.chat_template_path is None:
+            is_chat = train_dataset is not None and formatting_func is None and has_messages(train_dataset)
+            check_chat_template(processing_class, args.assistant_only_loss, is_chat)
 
     def _settle_vocabulary(self, draft, target_model, takes_it_from_data: bool) -> None:
         """Takes the draft vocabulary from the data, or checks that the draft's own suits it."""
@@ -235,8 +248,10 @@ class Eagle3Trainer(SFTTrainer):
         dataset = super()._prepare_dataset(
             dataset, processing_class, tokenize_only, False, formatting_func, dataset_name
         )
+        check_lengths(dataset, dataset_name)
         is_split = packing and args.packing_strategy != "bfd"
-        dataset = report_long_rows(dataset, args.max_length, "split off" if is_split else "cut off", dataset_name)
+        fate = "split off" if is_split else "cut off (`packing=True` with `packing_strategy='bfd_split'` keeps them)"
+        dataset = report_long_rows(dataset, args.max_length, fate, dataset_name)
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
         if isinstance(prepared, Dataset) and not packing and len(prepared) < len(dataset):
             dropped = f"{len(dataset) - len(prepared)} of {len(dataset)} rows of the {dataset_name} data"
@@ -250,6 +265,9 @@ class Eagle3Trainer(SFTTrainer):
         """
         See [`~transformers.Trainer.train`]. With `resume_from_checkpoint=True` a checkpoint that was being written when the
         process was killed is passed over.
+
+        Raises:
+            ValueError: if that training is finished, or was begun with other data or settings.
         """
         if str(resume_from_checkpoint).lower() == "true":  # text, if it comes from the command line
             checkpoints = sort_checkpoints(self.args.output_dir)
@@ -261,6 +279,8 @@ class Eagle3Trainer(SFTTrainer):
                 logger.warning(f"{checkpoints[-1]} is not complete. Going on from {whole[-1]}.")
             resume_from_checkpoint = whole[-1]
         self.is_resumed = bool(resume_from_checkpoint)
+        if self.is_resumed:
+            check_resumption(self, resume_from_checkpoint)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     @property
