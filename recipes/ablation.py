@@ -6,8 +6,8 @@ Trains a draft for each choice and seed at equal compute, and compares their acc
 
     python recipes/ablation.py --target Qwen/Qwen3-0.6B --dataset texts.jsonl --prompts prompts.jsonl --json ablation.json
 
-Compute is tokens times drafting steps, so that a draft trained without training-time test sees more tokens. What is done is kept
-in the JSON file; the same command goes on from there. Choices:
+Compute is tokens times drafting steps, so that a draft trained without training-time test sees more tokens. What is
+done is kept in the JSON file; the same command goes on from there. Choices:
 
     baseline      forward KL, EAGLE-3.1's norms, three states of the target, Muon for the matrices, the whole unroll from the beginning
     ce, lk_alpha, lk_lambda                     other losses

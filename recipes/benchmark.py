@@ -2,17 +2,19 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-Compares plain generation, a draft, and the other ways that transformers has to speed up generation, on the same prompts.
+Compares plain generation, a draft, and the other ways that transformers has to speed up generation, on the same
+prompts.
 
     python recipes/benchmark.py --target Qwen/Qwen3-8B --draft me/Qwen3-8B-speculator.eagle3 \
         --tasks mt_bench humaneval gsm8k --dtype bfloat16 --json results.jsonl
 
-`--tasks` takes tasks of the Hub (mt_bench, humaneval, gsm8k, alpaca, cnn_dm, math500, or the groups `paper` and `spec_bench`), JSON Lines files
-with a `{"prompt": "..."}` or `{"messages": [...]}` a line, folders of them, and `python`: the standard library's sources, which every machine has.
-A task that cannot be reached is left out, and said to be.
+`--tasks` takes tasks of the Hub (mt_bench, humaneval, gsm8k, alpaca, cnn_dm, math500, or the groups `paper` and
+`spec_bench`), JSON Lines files with a `{"prompt": "..."}` or `{"messages": [...]}` a line, folders of them, and
+`python`: the standard library's sources, which every machine has. A task that cannot be reached is left out, and said
+to be.
 
-What was measured is kept in the JSON Lines file; interrupted, the same command goes on. `--plots FOLDER` draws it, `--markdown FILE`
-writes the table. Two runs are compared without measuring anything:
+What was measured is kept in the JSON Lines file; interrupted, the same command goes on. `--plots FOLDER` draws it,
+`--markdown FILE` writes the table. Two runs are compared without measuring anything:
 
     python recipes/benchmark.py --compare before.jsonl after.jsonl
 

@@ -2,14 +2,14 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-Whether the tree policy `auto` keeps its promises on a pairing: never slower than plain generation, even with a useless draft, and as
-fast as the best fixed tree.
+Whether the tree policy `auto` keeps its promises on a pairing: never slower than plain generation, even with a useless
+draft, and as fast as the best fixed tree.
 
     python recipes/benchmark_policy.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --batch_sizes 1 4 16
 
-For each batch size and temperature it tries a grid of fixed trees on the first batch, takes the fastest of them (`--finalists`), and times
-these, `auto`, `auto` with a draft of random weights and plain generation on all prompts, in turns. Prints medians of the repeats, as
-ratios to plain generation in the same repeat.
+For each batch size and temperature it tries a grid of fixed trees on the first batch, takes the fastest of them
+(`--finalists`), and times these, `auto`, `auto` with a draft of random weights and plain generation on all prompts, in
+turns. Prints medians of the repeats, as ratios to plain generation in the same repeat.
 """
 
 import argparse

@@ -2,18 +2,21 @@
 # dependencies = ["hf-eagle3"]
 # ///
 """
-Correctness in low precision, and the time of a step and its parts, at real size without weights: nothing is downloaded.
+Correctness in low precision, and the time of a step and its parts, at real size without weights: nothing is
+downloaded.
 
     python recipes/benchmark_random.py --output_dir outputs/qwen3-8b-random
 
-makes a randomly initialised target of Qwen3-8B's size (another one's by `--target`, of which only the configuration is read) and a draft
-for it, on a GPU in bfloat16, and writes `results.json` and `results.md`:
+makes a randomly initialised target of Qwen3-8B's size (another one's by `--target`, of which only the configuration is
+read) and a draft for it, on a GPU in bfloat16, and writes `results.json` and `results.md`:
 
-- greedy and sampled text with the draft against plain `generate`. The draft's vocabulary is what the target writes most, so that it does
-  get tokens accepted. Where two texts part, the target's logits of the two tokens must be nearly tied.
+- greedy and sampled text with the draft against plain `generate`. The draft's vocabulary is what the target writes
+  most, so that it does get tokens accepted. Where two texts part, the target's logits of the two tokens must be nearly
+  tied.
 - a forward over 1 to 64 tokens after a context, a drafting level, and where a whole step's time goes.
-- plain steps and steps with the draft, eager and compiled (with a static cache), beside the time that reading the weights of target and
-  draft once takes at best, measured by a copy of as many bytes; and what tokens per second follow for acceptance lengths from 2 to 6.
+- plain steps and steps with the draft, eager and compiled (with a static cache), beside the time that reading the
+  weights of target and draft once takes at best, measured by a copy of as many bytes; and what tokens per second
+  follow for acceptance lengths from 2 to 6.
 
 What depends on trained weights (acceptance, speed-up) it cannot say.
 """

@@ -2,14 +2,14 @@
 # dependencies = ["hf-eagle3[train]", "speculators"]
 # ///
 """
-Training-time test here and in the `speculators` package, on the same states of the same target: forward and backward of a step,
-in float32, with its eager attention and loss.
+Training-time test here and in the `speculators` package, on the same states of the same target: forward and backward
+of a step, in float32, with its eager attention and loss.
 
     pip install speculators
     python recipes/benchmark_speculators.py --target path/to/target --length 1024 --ttt_steps 3
 
-Each measurement runs in a process of its own, the two taking turns. Memory is the peak beyond what there is before the first
-step: weights, gradients and inputs.
+Each measurement runs in a process of its own, the two taking turns. Memory is the peak beyond what there is before the
+first step: weights, gradients and inputs.
 """
 
 import argparse

@@ -4,11 +4,12 @@ How often greedy text differs from plain `generate` in low precision, and whethe
     python recipes/check_precision.py --target Qwen/Qwen3-8B --draft me/Qwen3-8B-speculator.eagle3 \
         --prompts prompts.jsonl --dtypes bfloat16 float16
 
-A forward over a tree adds the same numbers in another order than a forward over one token, as does any batch, and rounds
-differently. Where two texts part, both methods have read the same prefix; the script prints how far apart the target's
-logits of the two tokens are there (the gap), beside the rounding noise of the target itself: how much the logits of
-plain decoding differ from those of one forward over the whole text, in which no draft takes part. A difference with a gap
-within twice that noise is a near tie, which each logit's rounding can turn. Anything else would be a bug.
+A forward over a tree adds the same numbers in another order than a forward over one token, as does any batch, and
+rounds differently. Where two texts part, both methods have read the same prefix; the script prints how far apart the
+target's logits of the two tokens are there (the gap), beside the rounding noise of the target itself: how much the
+logits of plain decoding differ from those of one forward over the whole text, in which no draft takes part. A
+difference with a gap within twice that noise is a near tie, which each logit's rounding can turn. Anything else would
+be a bug.
 """
 
 import argparse

@@ -6,9 +6,9 @@ Writes a draft in the format of another engine.
 
     python recipes/export.py me/Qwen3-8B-speculator.eagle3 --to sglang --output_dir Qwen3-8B-eagle3-sglang
 
-The format that drafts are saved in is what `vllm serve` takes (`--to speculators --target Qwen/Qwen3-8B` for a draft of another
-format); SGLang wants its own. `--revision sglang` pushes it as a branch of
-the draft's Hub repo, so that one repo serves all:
+The format that drafts are saved in is what `vllm serve` takes (`--to speculators --target Qwen/Qwen3-8B` for a draft
+of another format); SGLang wants its own. `--revision sglang` pushes it as a branch of the draft's Hub repo, so that
+one repo serves all:
 
     python recipes/export.py me/Qwen3-8B-speculator.eagle3 --to sglang --output_dir Qwen3-8B-eagle3-sglang \
         --push_to me/Qwen3-8B-speculator.eagle3 --revision sglang

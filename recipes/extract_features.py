@@ -2,8 +2,8 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-Runs the target once over the training data and keeps what a draft learns from, so that any number of drafts can be trained
-without running the target again.
+Runs the target once over the training data and keeps what a draft learns from, so that any number of drafts can be
+trained without running the target again.
 
     accelerate launch recipes/extract_features.py --features_dir features-qwen3-8b --config recipes/qwen3_8b.yaml
     accelerate launch recipes/train.py --features_dir features-qwen3-8b --config recipes/qwen3_8b.yaml

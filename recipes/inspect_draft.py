@@ -2,7 +2,8 @@
 # dependencies = ["hf-eagle3"]
 # ///
 """
-What a draft is, on one screen: format, verifier, layers, vocabulary, flags, sizes, and what each engine will do with it.
+What a draft is, on one screen: format, verifier, layers, vocabulary, flags, sizes, and what each engine will do with
+it.
 
     python recipes/inspect_draft.py RedHatAI/Qwen3-8B-speculator.eagle3
     python recipes/inspect_draft.py path/to/draft --target Qwen/Qwen3-8B

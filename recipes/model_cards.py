@@ -7,8 +7,8 @@ The cards of all pairings: rendered into `model_cards/`, or pushed to an owner's
     python recipes/model_cards.py                   # renders them again from the recipes, the records and pairings.yaml
     python recipes/model_cards.py --push_to my-org  # refreshes the cards of my-org/*-speculator.eagle3, and the collection
 
-Repos are those that there are; `--create` makes one, with a card that says that there are no weights yet, for each recipe that has
-none. A card that was edited by hand is left alone.
+Repos are those that there are; `--create` makes one, with a card that says that there are no weights yet, for each
+recipe that has none. A card that was edited by hand is left alone.
 """
 
 import argparse

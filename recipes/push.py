@@ -2,12 +2,14 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-Pushes a draft to the Hub: weights, configuration, the code that travels with it, what was measured, and its card, in one commit.
+Pushes a draft to the Hub: weights, configuration, the code that travels with it, what was measured, and its card, in
+one commit.
 
     python recipes/benchmark.py --target Qwen/Qwen3-8B --draft Qwen3-8B-speculator.eagle3 --tasks paper --json results.jsonl
     python recipes/push.py Qwen3-8B-speculator.eagle3 --repo_id me/Qwen3-8B-speculator.eagle3 --benchmark results.jsonl
 
-Cut off, it is simply run again: weights that have arrived are not sent twice. `--dry_run` writes to a folder what would be pushed.
+Cut off, it is simply run again: weights that have arrived are not sent twice. `--dry_run` writes to a folder what
+would be pushed.
 """
 
 import argparse

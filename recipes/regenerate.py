@@ -14,9 +14,9 @@ By a server with an OpenAI-compatible API (vLLM, SGLang), which is faster:
     python recipes/regenerate.py --model_name_or_path Qwen/Qwen3-8B --base_url http://localhost:8000/v1 --concurrency 128 \
         --dataset_name HuggingFaceH4/ultrachat_200k --dataset_train_split train_sft --output_dir ultrachat-qwen3-8b
 
-Every turn of the assistant is replaced, the later ones in answer to a conversation of the new ones. A finished row is written at
-once; the same command goes on where it was stopped, and tries rows again that failed. Then train on the folder:
-`recipes/train.py --dataset_name ultrachat-qwen3-8b ...`.
+Every turn of the assistant is replaced, the later ones in answer to a conversation of the new ones. A finished row is
+written at once; the same command goes on where it was stopped, and tries rows again that failed. Then train on the
+folder: `recipes/train.py --dataset_name ultrachat-qwen3-8b ...`.
 """
 
 import asyncio

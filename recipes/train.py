@@ -13,9 +13,10 @@ On one machine, with as many processes as it has GPUs:
         --per_device_train_batch_size 1 --gradient_accumulation_steps 8 --bf16 \
         --output_dir Qwen3-8B-speculator.eagle3
 
-Arguments may stand in a YAML file (`--config`), and flags override it; there are some here for known targets, `qwen3_8b.yaml` and
-others. Local data, as `--dataset_name`: a JSON Lines, Parquet or text file, a folder of them (`train.jsonl` and `test.jsonl`), or one of
-`regenerate.py`. A run that was stopped goes on with `--resume_from_checkpoint true`.
+Arguments may stand in a YAML file (`--config`), and flags override it; there are some here for known targets,
+`qwen3_8b.yaml` and others. Local data, as `--dataset_name`: a JSON Lines, Parquet or text file, a folder of them
+(`train.jsonl` and `test.jsonl`), or one of `regenerate.py`. A run that was stopped goes on with
+`--resume_from_checkpoint true`.
 
 An existing draft is trained further with `--draft_name_or_path`, and adapted by LoRA with `--use_peft` besides:
 

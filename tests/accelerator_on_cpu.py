@@ -1,7 +1,8 @@
 """
-Tensors that say they are on an accelerator, while a CPU computes. Operators refuse those of the host beside them, as an accelerator's
-do, and each look at one from the host is counted. As a program, it compares texts on that device with plain generation on the CPU, and
-prints a line of JSON for each case: whether they are equal, the forwards and the looks.
+Tensors that say they are on an accelerator, while a CPU computes. Operators refuse those of the host beside them, as
+an accelerator's do, and each look at one from the host is counted. As a program, it compares texts on that device with
+plain generation on the CPU, and prints a line of JSON for each case: whether they are equal, the forwards and the
+looks.
 """
 
 import copy

@@ -144,7 +144,8 @@ DELTA_RULE = {
 LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
 MAMBA = {"initializer_range": 0.1, "mamba_d_state": 8, "mamba_d_head": 8, "mamba_n_heads": 8, "mamba_chunk_size": 8}
 
-# With states that are not keys and values: those of convolutions, which can be cropped, and recurrent ones, which cannot.
+# With states that are not keys and values: those of convolutions, which can be cropped, and recurrent ones, which
+# cannot.
 CONVOLUTIONAL = {"lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 3})}
 RECURRENT = {
     "qwen3_next": ("qwen3_next", {**MOE, **DELTA_RULE, "shared_expert_intermediate_size": 16}),
@@ -244,8 +245,8 @@ class OracleDraft(Eagle3ForSpeculation):
 
 def make_oracle(target, text, seed=0, padding=0):
     """
-    A draft for `target` that has seen `text` of shape `(batch_size, length)`, so that whole branches are accepted. Rows
-    begin with `padding` tokens of padding, `(batch_size, 1)`.
+    A draft for `target` that has seen `text` of shape `(batch_size, length)`, so that whole branches are accepted.
+    Rows begin with `padding` tokens of padding, `(batch_size, 1)`.
     """
     torch.manual_seed(seed)
     draft = Eagle3ForSpeculation.from_target(target).eval()
@@ -260,8 +261,8 @@ def make_oracle(target, text, seed=0, padding=0):
 @contextmanager
 def lookups_of(text, seed: int = 0, wrong: int = 3):
     """
-    Looks up, in about every second step that may do so, a random number of tokens: those of `text` `(batch_size, length)`, some
-    of them replaced by a `wrong` one. The rows of a batch are told apart by their texts.
+    Looks up, in about every second step that may do so, a random number of tokens: those of `text`
+    `(batch_size, length)`, some of them replaced by a `wrong` one. The rows of a batch are told apart by their texts.
     """
     random_ = random.Random(seed)
 
@@ -352,8 +353,8 @@ def chat_server(reply):
 @pytest.fixture
 def run_recipe(monkeypatch, capsys):
     """
-    `run_recipe("train.py", "--max_steps", 3)` returns what `subprocess.run` would, but runs it in this process, in which
-    everything is imported already. Errors that the recipe does not turn into a message are raised.
+    `run_recipe("train.py", "--max_steps", 3)` returns what `subprocess.run` would, but runs it in this process, in
+    which everything is imported already. Errors that the recipe does not turn into a message are raised.
     """
 
     def run(script: str, *arguments) -> subprocess.CompletedProcess:

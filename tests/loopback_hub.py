@@ -17,8 +17,8 @@ USER = "me"
 
 class Hub:
     """
-    Repositories by id: `repos["me/draft"]["main"]` is a list of commits, each a dictionary from file names to contents.
-    `cut` has the kinds of requests that are answered by closing the connection, each once.
+    Repositories by id: `repos["me/draft"]["main"]` is a list of commits, each a dictionary from file names to
+    contents. `cut` has the kinds of requests that are answered by closing the connection, each once.
     """
 
     def __init__(self):

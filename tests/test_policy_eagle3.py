@@ -12,8 +12,8 @@ from hf_eagle3.policy_eagle3 import AutoPolicy, Calibration, StepCosts
 
 class Machine:
     """
-    Decodes with a policy in simulated time. The draft offers a chain in which each token is right with probability `skill`,
-    of which it says `confidence`; beside it stand siblings that share what is left.
+    Decodes with a policy in simulated time. The draft offers a chain in which each token is right with probability
+    `skill`, of which it says `confidence`; beside it stand siblings that share what is left.
     """
 
     def __init__(

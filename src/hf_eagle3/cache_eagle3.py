@@ -41,7 +41,8 @@ def tree_attention_mask(config, cache, past_length, visible, query_depths, key_d
             others are in the cache.
         query_depths (`torch.LongTensor` of shape `(B, Q)`), key_depths (`torch.LongTensor` of shape `(B, T)`):
             Depths below the root.
-        padding_mask (`torch.Tensor` of shape `(B, >= past_length)`, *optional*): Zeros on padding; no more entries than a static cache.
+        padding_mask (`torch.Tensor` of shape `(B, >= past_length)`, *optional*): Zeros on padding; no more entries
+        than a static cache.
 
     Returns:
         `torch.FloatTensor` of shape `(B, 1, Q, K)`, or a dict of those by layer type if the model's layers differ, as
@@ -113,16 +114,18 @@ class TreeCache:
     """
     The target's cache, from which a step removes the nodes it did not accept.
 
-    Recurrent states cannot forget a token. They are put back to what they were before the step, and read what it accepted
-    again, together with the next tree.
+    Recurrent states cannot forget a token. They are put back to what they were before the step, and read what it
+    accepted again, together with the next tree.
 
     Args:
         cache (`Cache`): As the prompt's forward left it.
         path_length (`int`): The most nodes that a path may have.
-        may_reread (`bool`): Whether the target reads several tokens from where recurrent states are as it reads them one by one.
+        may_reread (`bool`):
+            Whether the target reads several tokens from where recurrent states are as it reads them one by one.
     """
 
-    # More tokens than so many are read again without a tree. A guess: accelerators, for which it matters, have not been measured.
+    # More tokens than so many are read again without a tree. A guess: accelerators, for which it matters, have not
+    # been measured.
     MOST_TO_REREAD = 16
 
     def __init__(self, cache, path_length: int, may_reread: bool):
@@ -134,8 +137,8 @@ class TreeCache:
 
     def track(self, cache, num_new: int):
         """
-        Takes the cache of the target's outputs, which a target may exchange (Phi-3 at its rotary switch), with `num_new`
-        entries that are not decided on.
+        Takes the cache of the target's outputs, which a target may exchange (Phi-3 at its rotary switch), with
+        `num_new` entries that are not decided on.
         """
         self.num_new, self.is_in_forward = num_new, False
         if cache is self.cache:
@@ -231,8 +234,8 @@ class TreeCache:
 
     def leave_forward(self) -> None:
         """
-        After a forward that raised something: keeps the root, which plain `generate` would have read, in the layers that it came to.
-        Recurrent states read it again.
+        After a forward that raised something: keeps the root, which plain `generate` would have read, in the layers
+        that it came to. Recurrent states read it again.
         """
         if not self.is_in_forward:
             return
@@ -289,8 +292,8 @@ def is_unused_static(cache) -> bool:
 
 def with_room(cache, max_length: int, num_slots: int):
     """
-    A cache like an unused static one, of at least `max_length` slots and with `num_slots` more for the nodes of a tree. Its
-    sliding layers, which would have overwritten what a step may have to roll back to, hold all tokens.
+    A cache like an unused static one, of at least `max_length` slots and with `num_slots` more for the nodes of a
+    tree. Its sliding layers, which would have overwritten what a step may have to roll back to, hold all tokens.
     """
     lengths = [layer.max_cache_len for layer in cache.layers if not stores_nothing(layer)]
     capacity = num_slots + max(max_length, *lengths)
@@ -308,8 +311,8 @@ def stores_nothing(layer) -> bool:
 
 def keep_path(cache, path: torch.LongTensor, growth: torch.LongTensor, num_new: int) -> None:
     """
-    Of the last `num_new` entries of a static cache, keeps the first `growth` of the ascending ones in `path`. Shapes depend
-    on neither, so that it can be compiled.
+    Of the last `num_new` entries of a static cache, keeps the first `growth` of the ascending ones in `path`. Shapes
+    depend on neither, so that it can be compiled.
     """
     for layer in cache.layers:
         if stores_nothing(layer):
@@ -324,8 +327,8 @@ def keep_path(cache, path: torch.LongTensor, growth: torch.LongTensor, num_new: 
 def keep_rows(cache, kept: list[list[int]], num_new: int, growth: int, length: int) -> None:
     """
     Of the last `num_new` entries of each row of a cache, keeps the ascending ones in `kept`. Rows may keep different
-    numbers: all end at the cache's right, like a batch that is padded on the left. The cache becomes longer by `growth`,
-    which is what its longest row does, and has `length` positions then.
+    numbers: all end at the cache's right, like a batch that is padded on the left. The cache becomes longer by
+    `growth`, which is what its longest row does, and has `length` positions then.
     """
     counts = torch.tensor([len(indices) for indices in kept])[:, None]
     most = int(counts.max())
@@ -369,8 +372,8 @@ def select_rows(cache, rows: list[int], length: int, excess: int) -> None:
 
 def flat_indices(indices: torch.LongTensor, shape) -> torch.LongTensor:
     """
-    Where the entries `(B, K)` of states of a `shape` `(B, H, S, ...)` are when these dimensions are flattened, `(B * H * K,)`.
-    With them `index_select` copies whole vectors, which `gather` does number by number.
+    Where the entries `(B, K)` of states of a `shape` `(B, H, S, ...)` are when these dimensions are flattened,
+    `(B * H * K,)`. With them `index_select` copies whole vectors, which `gather` does number by number.
     """
     batch_size, num_heads, num_entries = shape[:3]
     first = torch.arange(batch_size * num_heads, device=indices.device).view(batch_size, num_heads, 1) * num_entries

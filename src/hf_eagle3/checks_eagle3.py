@@ -32,8 +32,8 @@ def check_pairing(draft, target) -> None:
     Checks that `draft` was made for `target`.
 
     Raises:
-        ValueError: naming both sides, if the target is of another kind, size or vocabulary, or another model of the same
-            sizes.
+        ValueError: naming both sides, if the target is of another kind, size or vocabulary, or another model of the
+            same sizes.
     """
     config, text_config = draft.config, target.config.get_text_config(decoder=True)
     target_name = f"{type(target).__name__} {target.config._name_or_path or '(unnamed)'}"
@@ -177,8 +177,8 @@ def check_call(draft, target, generation_config, synced_gpus, model_kwargs):
         )
 
 
-# Targets with recurrent states that go on from these over several tokens as over one after another (tested). In transformers others begin
-# anew (Jamba), or compute something else (Nemotron-H).
+# Targets with recurrent states that go on from these over several tokens as over one after another (tested). In
+# transformers others begin anew (Jamba), or compute something else (Nemotron-H).
 MAY_REREAD = (
     "qwen3_next",
     "qwen3_5_text",
@@ -223,9 +223,9 @@ ROW_WISE_MODULES = ("torch.", "transformers.", "peft.", "torchao.", "bitsandbyte
 
 def may_select_rows(target, cache, model_kwargs, per_token) -> bool:
     """
-    Whether the target may go on with some rows of the batch only: nobody sees its cache (a `TreeCache`), it was not compiled,
-    perhaps for this size of batch, and neither its modules nor its arguments are suspected of an entry for each row, but for
-    the arguments named in `per_token`.
+    Whether the target may go on with some rows of the batch only: nobody sees its cache (a `TreeCache`), it was not
+    compiled, perhaps for this size of batch, and neither its modules nor its arguments are suspected of an entry for
+    each row, but for the arguments named in `per_token`.
     """
     if cache.is_static or cache.recurrent_layers or getattr(cache.cache, "_is_user_defined", False):
         return False
@@ -255,8 +255,8 @@ def position_table(config) -> int | None:
 
 def rotary_switches(config) -> list[tuple[str, int]]:
     """
-    Kinds and lengths of rotary scalings that change all frequencies of a forward when its largest position comes to that
-    length.
+    Kinds and lengths of rotary scalings that change all frequencies of a forward when its largest position comes to
+    that length.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     switches = []

@@ -35,8 +35,8 @@ class Eagle3Config(PreTrainedConfig):
     r"""
     Configuration of an [`Eagle3ForSpeculation`] draft.
 
-    `config.json` follows the `speculators` schema, which `vllm serve` reads: it has no top-level `model_type`, and every
-    flag is written out because readers disagree on what a missing one means.
+    `config.json` follows the `speculators` schema, which `vllm serve` reads: it has no top-level `model_type`, and
+    every flag is written out because readers disagree on what a missing one means.
 
     Args:
         transformer_layer_config (`PreTrainedConfig` or `dict`, *optional*):
@@ -55,8 +55,8 @@ class Eagle3Config(PreTrainedConfig):
         norm_before_fc (`bool`, *optional*, defaults to `False`):
             Whether one RMSNorm is applied to the concatenated target states.
         fc_norm (`bool`, *optional*, defaults to `False`):
-            Whether each target state has its own RMSNorm before `fc` (EAGLE-3.1, https://huggingface.co/papers/2605.09992).
-            Excludes `norm_before_fc`.
+            Whether each target state has its own RMSNorm before `fc` (EAGLE-3.1,
+            https://huggingface.co/papers/2605.09992). Excludes `norm_before_fc`.
         norm_output (`bool`, *optional*, defaults to `False`):
             Whether the next drafting step is fed the final norm's output (EAGLE-3.1) instead of its input.
         has_own_embed_tokens (`bool`, *optional*, defaults to `False`):
@@ -64,7 +64,8 @@ class Eagle3Config(PreTrainedConfig):
         verifier_fingerprint (`str`, *optional*):
             A few entries of the target's embedding table, by which a draft recognises the target it was made for
             (base64 of float16 values).
-        bos_token_id (`int`, *optional*), eos_token_id (`int` or `list[int]`, *optional*), pad_token_id (`int`, *optional*):
+        bos_token_id (`int`, *optional*), eos_token_id (`int` or `list[int]`, *optional*), pad_token_id (`int`,
+        *optional*):
             The target's special tokens.
         speculators_config (`dict`, *optional*):
             Proposal methods and verifier, as `speculators` defines them.

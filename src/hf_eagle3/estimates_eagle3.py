@@ -22,10 +22,11 @@ import torch
 
 class StepCosts:
     """
-    Seconds that the parts of a step take, by their size: `"level"`, each level but the first, for so many nodes in all rows
-    together; `"first"`, all of drafting but those, for so many rows; `"verify"`, for so many tokens in all rows together; `"step"`,
-    a whole one, of so many levels; `"lookup"`, one that looks up so many tokens. Medians of the latest measurements, since a
-    step may meet a pause that is not its own. The first measurement of a part pays for its preparation and does not count.
+    Seconds that the parts of a step take, by their size: `"level"`, each level but the first, for so many nodes in all
+    rows together; `"first"`, all of drafting but those, for so many rows; `"verify"`, for so many tokens in all rows
+    together; `"step"`, a whole one, of so many levels; `"lookup"`, one that looks up so many tokens. Medians of the
+    latest measurements, since a step may meet a pause that is not its own. The first measurement of a part pays for
+    its preparation and does not count.
 
     Threads share them: what is stored is replaced, not changed, and what is asked for is read once.
     """
@@ -66,8 +67,9 @@ class StepCosts:
 
     def lines(self, part: str, sizes: list[int]) -> list[float] | None:
         """
-        Seconds of some sizes, on lines between and beyond those that were measured more than once (a single measurement may
-        have met a pause); `None` if there are fewer than two of them. Less does not take longer, and half not less than half.
+        Seconds of some sizes, on lines between and beyond those that were measured more than once (a single
+        measurement may have met a pause); `None` if there are fewer than two of them. Less does not take longer, and
+        half not less than half.
         """
         curve = self.curves.get(part)
         if curve is None:
@@ -90,9 +92,10 @@ class StepCosts:
 
 class Calibration:
     """
-    How probable it is that the target accepts a node whose parent it accepts, from what the draft says of it. Nodes are counted
-    by ranges of the draft's log-probability, a parent's best child apart from its siblings: greedy targets take it more often
-    than it is probable, and the others less. In each range the draft is right about so many times as often as it says.
+    How probable it is that the target accepts a node whose parent it accepts, from what the draft says of it. Nodes
+    are counted by ranges of the draft's log-probability, a parent's best child apart from its siblings: greedy targets
+    take it more often than it is probable, and the others less. In each range the draft is right about so many times
+    as often as it says.
     """
 
     # Wherever and in whatever the caller makes tensors by default.
@@ -116,8 +119,8 @@ class Calibration:
 
     def record(self, confidences: list[list[float]], parents: list[list[int]], paths: list[list[int]]) -> None:
         """
-        Counts which nodes of trees were accepted, those on the `paths`, of those whose parent was. `parents` are those of all
-        nodes, as in [`DraftTree`], `confidences` are of all but the root.
+        Counts which nodes of trees were accepted, those on the `paths`, of those whose parent was. `parents` are those
+        of all nodes, as in [`DraftTree`], `confidences` are of all but the root.
         """
         fresh = self.PRIOR * (1 - self.MEMORY)
         expected, accepted = (

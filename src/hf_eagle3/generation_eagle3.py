@@ -56,12 +56,14 @@ class Eagle3GenerationStats:
     How one call of `generate` went.
 
     Args:
-        new_tokens (`int`): Tokens generated, in all rows together. Each row's first comes from the prompt's own forward.
+        new_tokens (`int`):
+            Tokens generated, in all rows together. Each row's first comes from the prompt's own forward.
         target_forwards (`int`):
-            Forward passes of the target, the prompt's included. Plain `generate` takes one for each token of the longest text.
+            Forward passes of the target, the prompt's included. Plain `generate` takes one for each token of the
+            longest text.
         accepted_lengths (`list[int]`):
-            Tokens that each verification forward emitted for each row that it went on with; the prompt's forward verifies
-            nothing and is left out.
+            Tokens that each verification forward emitted for each row that it went on with; the prompt's forward
+            verifies nothing and is left out.
         plain_steps (`int`): How many of those forwards had no token to verify, because drafting did not pay.
         lookup_steps (`int`): How many of them verified tokens that were looked up in the text instead of drafted.
         drafted_lengths (`list[int]`): Which of `accepted_lengths` are of trees: not of plain steps, nor looked up.
@@ -87,7 +89,8 @@ class Eagle3GenerationStats:
         return sum(self.accepted_lengths) / len(self.accepted_lengths) if self.accepted_lengths else 0.0
 
 
-# How the last call of each draft went, by thread; `None` is the last of any. Kept off the draft, whose threads share it.
+# How the last call of each draft went, by thread; `None` is the last of any. Kept off the draft, whose threads share
+# it.
 _LAST_CALLS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -117,8 +120,8 @@ def eagle3_decoding(
 
     At each node of the verified tree the next token is picked from the target's own processed scores, as `_sample`
     picks it. If a child carries that token the walk descends, else the token ends the step. The draft, or the text in
-    which tokens are looked up, only decides which nodes exist, so greedy text is the target's greedy text, samples follow
-    the target's distribution, and a seed gives the sample it gives without a draft.
+    which tokens are looked up, only decides which nodes exist, so greedy text is the target's greedy text, samples
+    follow the target's distribution, and a seed gives the sample it gives without a draft.
 
     The rows of a batch advance at their own pace, or in step where that could be noticed (see [`Text`]).
 
@@ -143,7 +146,8 @@ def eagle3_decoding(
 
 class Eagle3Decoding:
     """
-    One call of `generate`: the text, the target's cache and the draft, and the steps by which they go on. Reads the prompt.
+    One call of `generate`: the text, the target's cache and the draft, and the steps by which they go on. Reads the
+    prompt.
 
     Args:
         draft (`Eagle3ForSpeculation`), target (`PreTrainedModel`): The draft, and the target that it is for.
@@ -256,8 +260,8 @@ class Eagle3Decoding:
 
     def accept(self) -> None:
         """
-        Each row walks down its tree until no child carries the target's choice, or it is time to stop. Keeps its path and
-        forgets the other nodes.
+        Each row walks down its tree until no child carries the target's choice, or it is time to stop. Keeps its path
+        and forgets the other nodes.
         """
         text, tree, were_finished = self.text, self.tree, list(self.text.is_finished)
         text.walk(tree, self.outputs, self.root_row)
@@ -354,8 +358,8 @@ class Eagle3Decoding:
 
     def reread(self, num_newer: int = 1, num_newer_inputs: int = 1) -> None:
         """
-        Lets recurrent states read what they were put back from, so that the cache is as plain `generate` leaves it: it holds all tokens
-        but the `num_newer` newest. So many entries of the inputs are newer, too.
+        Lets recurrent states read what they were put back from, so that the cache is as plain `generate` leaves it: it
+        holds all tokens but the `num_newer` newest. So many entries of the inputs are newer, too.
         """
         num_tokens = self.cache.to_reread
         if num_tokens == 0:
@@ -380,7 +384,8 @@ class Eagle3Decoding:
             self.features = self.features[:, -self.tree.num_nodes :]
 
 
-# Saved with a draft as `custom_generate/generate.py`. Text, so that it travels with a draft that was loaded as remote code.
+# Saved with a draft as `custom_generate/generate.py`. Text, so that it travels with a draft that was loaded as remote
+# code.
 CUSTOM_GENERATE = '''"""
 What `target.generate(..., custom_generate="<this repo>", assistant_model=draft, trust_remote_code=True)` calls: EAGLE-3
 decoding with no need for transformers to know of it.
@@ -407,8 +412,8 @@ def generate(*args, model, assistant_model=None, **kwargs):
 
 def install_generation_hook() -> None:
     """
-    Lets an assistant bring its own decoding: `generate` calls `assistant_model.assisted_decoding(target, ...)` where it
-    exists, and `assistant_model.validate_target(target)` before anything else; other assistants are untouched.
+    Lets an assistant bring its own decoding: `generate` calls `assistant_model.assisted_decoding(target, ...)` where
+    it exists, and `assistant_model.validate_target(target)` before anything else; other assistants are untouched.
     Installing twice, or from several copies of this file, changes nothing.
     """
     if getattr(GenerationMixin._assisted_decoding, "_asks_the_assistant", False):

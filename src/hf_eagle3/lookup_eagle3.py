@@ -106,8 +106,8 @@ class PromptLookup:
 
     def expected_progress(self, num_tokens: int) -> list[float]:
         """
-        How far to expect the slowest of the unfinished rows to come in a step that verifies 0, 1, ... `num_tokens` of those that
-        are looked up for each.
+        How far to expect the slowest of the unfinished rows to come in a step that verifies 0, 1, ... `num_tokens` of
+        those that are looked up for each.
         """
         rows = [row for row, is_finished in zip(self.rows, self.is_finished) if not is_finished]
         shortest = min((len(row.tokens) for row in rows), default=0)

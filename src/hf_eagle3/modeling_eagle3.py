@@ -52,10 +52,11 @@ class Eagle3Output(ModelOutput):
 
     Args:
         logits (`torch.FloatTensor` of shape `(batch_size, sequence_length, draft_vocab_size)`):
-            Scores over the draft vocabulary. Row `t` predicts the token at position `t + 2`. Fewer rows with `logits_to_keep`.
+            Scores over the draft vocabulary. Row `t` predicts the token at position `t + 2`. Fewer rows with
+            `logits_to_keep`.
         last_hidden_state (`torch.FloatTensor` of shape `(batch_size, sequence_length, hidden_size)`):
-            What the next drafting step takes as `hidden_states` (before or after the final norm, see `norm_output`). As many
-            rows.
+            What the next drafting step takes as `hidden_states` (before or after the final norm, see `norm_output`).
+            As many rows.
         past_key_values (`Cache`, *optional*):
             The draft's own cache.
     """
@@ -125,9 +126,10 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """
-        Loads a draft: one of ours or of `speculators` and, where hf-eagle3 is installed, of SafeAILab/EAGLE, SpecForge, SGLang
-        or Model-Optimizer. See [`~transformers.PreTrainedModel.from_pretrained`]; with `output_loading_info=True` the second
-        result also has the `format`, and what was `renamed`, `ignored` and `assumed`.
+        Loads a draft: one of ours or of `speculators` and, where hf-eagle3 is installed, of SafeAILab/EAGLE,
+        SpecForge, SGLang or Model-Optimizer. See [`~transformers.PreTrainedModel.from_pretrained`]; with
+        `output_loading_info=True` the second result also has the `format`, and what was `renamed`, `ignored` and
+        `assumed`.
 
         Raises:
             ValueError: if a tensor is missing, unexpected or of another shape, or if the vocabulary mapping is broken.
@@ -436,8 +438,8 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         """
         Saves the draft and its code. See [`~transformers.PreTrainedModel.save_pretrained`].
 
-        The folder also serves as `custom_generate`: `target.generate(..., custom_generate=folder, assistant_model=draft,
-        trust_remote_code=True)`.
+        The folder also serves as `custom_generate`:
+        `target.generate(..., custom_generate=folder, assistant_model=draft, trust_remote_code=True)`.
         """
         super().save_pretrained(save_directory, *args, **kwargs)
         folder = Path(save_directory) / "custom_generate"
@@ -446,8 +448,8 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
 
     def push_to_hub(self, repo_id: str, **kwargs):
         """
-        Pushes the draft, its code and a card in one commit; see `hf_eagle3.hub.push_draft`. Where hf-eagle3 is not installed,
-        [`~transformers.utils.PushToHubMixin.push_to_hub`] with transformers' own card.
+        Pushes the draft, its code and a card in one commit; see `hf_eagle3.hub.push_draft`. Where hf-eagle3 is not
+        installed, [`~transformers.utils.PushToHubMixin.push_to_hub`] with transformers' own card.
         """
         if importlib.util.find_spec("hf_eagle3") is None:
             return super().push_to_hub(repo_id, **kwargs)
@@ -462,8 +464,8 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         Checks that this draft was made for `target`.
 
         Raises:
-            ValueError: naming both sides, if the target is of another kind, size or vocabulary, or another model of the
-                same sizes.
+            ValueError: naming both sides, if the target is of another kind, size or vocabulary, or another model of
+                the same sizes.
         """
         check_pairing(self, target)
 

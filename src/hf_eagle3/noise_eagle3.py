@@ -20,13 +20,15 @@ import torch
 
 class SamplingNoise:
     """
-    What `torch.multinomial` draws to sample a token for each row of a batch: exponential noise, of which the token with the
-    largest `probability / noise` is the sample. It does not depend on the probabilities, so that a draft which divides its
-    own by it may guess the very sample (Gumbel coupling: Daliri, Musco and Suresh, https://huggingface.co/papers/2408.07978).
+    What `torch.multinomial` draws to sample a token for each row of a batch: exponential noise, of which the token
+    with the largest `probability / noise` is the sample. It does not depend on the probabilities, so that a draft
+    which divides its own by it may guess the very sample (Gumbel coupling: Daliri, Musco and Suresh,
+    https://huggingface.co/papers/2408.07978).
 
     This is for calls in which something else may draw between two tokens; in others the noise itself is drawn ahead
-    ([`Text.noise_ahead`]). It is foreseen with a generator of its own, and then drawn by whoever samples: setting the device's generator on
-    instead would take back what other threads draw from it. Where anything else draws in between, what was foreseen is forgotten.
+    ([`Text.noise_ahead`]). It is foreseen with a generator of its own, and then drawn by whoever samples: setting the
+    device's generator on instead would take back what other threads draw from it. Where anything else draws in
+    between, what was foreseen is forgotten.
 
     Args:
         num_rows (`int`): Of the batch.

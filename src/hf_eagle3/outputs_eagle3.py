@@ -18,8 +18,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import output_capturing
 
 
-# Before 5.23 a list passed as `output_hidden_states` counts from the first layer's output, and nothing tells it from the
-# list that counts from the embeddings but a draft that is off by one layer: there, everything is captured.
+# Before 5.23 a list passed as `output_hidden_states` counts from the first layer's output, and nothing tells it from
+# the list that counts from the embeddings but a draft that is off by one layer: there, everything is captured.
 CAN_SELECT_HIDDEN_STATES = hasattr(output_capturing, "resolve_hidden_states_indices")
 
 
@@ -102,8 +102,8 @@ class ReturnedOutputs:
 
     def add(self, row, outputs, logits, scores, path, num_nodes):
         """
-        Adds the token that a row picked at the last node of `path`. A forward without drafted nodes is plain, and all of
-        its positions go in.
+        Adds the token that a row picked at the last node of `path`. A forward without drafted nodes is plain, and all
+        of its positions go in.
         """
         if not self.wants_dict:
             return

@@ -27,11 +27,11 @@ from .estimates_eagle3 import Calibration, MatchCalibration, StepCosts
 from .lookup_eagle3 import PromptLookup
 
 
-# Longest path below the root; children tried per node, and nodes expanded per level; nodes verified per step at most; the
-# probability, by the draft, that a path must have to be verified; how many of them at most may be looked up in the text
-# instead of drafted; and whether a step may draft less, or look up, if that is faster.
-# Names are those of OpenVINO GenAI and transformers. They live in the draft's generation config, and a call may bring
-# others in the `GenerationConfig` given to `generate`.
+# Longest path below the root; children tried per node, and nodes expanded per level; nodes verified per step at most;
+# the probability, by the draft, that a path must have to be verified; how many of them at most may be looked up in the
+# text instead of drafted; and whether a step may draft less, or look up, if that is faster. Names are those of
+# OpenVINO GenAI and transformers. They live in the draft's generation config, and a call may bring others in the
+# `GenerationConfig` given to `generate`.
 DEFAULT_TREE_SETTINGS = {
     "tree_depth": 6,
     "branching_factor": 8,
@@ -97,18 +97,18 @@ class StepPlan:
 
     def record_draft(self, levels: int, first_seconds: float, level_seconds: float, is_usual: bool) -> None:
         """
-        What drafting took: the further `levels`, and everything else, which is to catch up with the text and read off the first
-        level and the tree. It is usual to catch up with the step before; after plain steps, and with the prompt, there is
-        more to read.
+        What drafting took: the further `levels`, and everything else, which is to catch up with the text and read off
+        the first level and the tree. It is usual to catch up with the step before; after plain steps, and with the
+        prompt, there is more to read.
         """
 
     def record_verification(
         self, tree, paths: list[list[int]], live: list[bool], progress: int, seconds: float, num_reread: int = 0
     ) -> None:
         """
-        What came of the `tree` (`DraftTree`): the nodes on each row's path through it, which rows went on when it ended, by
-        how many tokens the slowest row came on, and what verifying it and reading off the tokens took, with `num_reread` that
-        earlier trees left to read again.
+        What came of the `tree` (`DraftTree`): the nodes on each row's path through it, which rows went on when it
+        ended, by how many tokens the slowest row came on, and what verifying it and reading off the tokens took, with
+        `num_reread` that earlier trees left to read again.
         """
 
 
@@ -119,28 +119,28 @@ class StaticPolicy:
 
     def plan_step(self, behind: list[bool], lookup: PromptLookup | None = None) -> StepPlan:
         """
-        The plan of one step, given the rows of the batch that hold it up (none if all texts are finished), and what may be
-        looked up.
+        The plan of one step, given the rows of the batch that hold it up (none if all texts are finished), and what
+        may be looked up.
         """
         return StepPlan()
 
 
 class AutoPolicy(StaticPolicy):
     """
-    Drafts and verifies what brings the most tokens per second. Of all sizes `n` of a tree it takes the one with the largest
+    Drafts and verifies what brings the most tokens per second: of all sizes `n` of a tree, the one with the largest
 
         gain(n) = E[tokens | n] - rate * seconds(n),
 
-    the tokens that a step writes, less those that the best way of decoding so far would have written in its time, at its `rate` in
-    tokens per second. Expected tokens are sums of the draft's own confidences, calibrated by what the target accepted so far; seconds are
-    measured. (OPT-Tree, https://huggingface.co/papers/2406.17276, maximises the first; dynamic depth by confidence is from
-    https://huggingface.co/papers/2409.00142.)
+    the tokens that a step writes, less those that the best way of decoding so far would have written in its time, at
+    its `rate` in tokens per second. Expected tokens are sums of the draft's own confidences, calibrated by what the
+    target accepted so far; seconds are measured. (OPT-Tree, https://huggingface.co/papers/2406.17276, maximises the
+    first; dynamic depth by confidence is from https://huggingface.co/papers/2409.00142.)
 
-    A batch is done when its slowest row is: there what a step is worth is how far that one comes, and confidences are averaged
-    over the rows that hold it up.
+    A batch is done when its slowest row is: there what a step is worth is how far that one comes, and confidences are
+    averaged over the rows that hold it up.
 
-    What followed the newest tokens where they stood in the text before needs no draft ([`PromptLookup`]). As many of it are verified
-    as bring the most, wherever that is more than the better of drafting and decoding plainly would in that time.
+    What followed the newest tokens where they stood in the text before needs no draft ([`PromptLookup`]). As many of
+    it are verified as bring the most, where that is more than drafting or decoding plainly would in that time.
 
     Where drafting does not pay it decodes plainly, and tries again ever more rarely. The text does not depend on the
     tree, so that timing may decide.
@@ -250,8 +250,8 @@ class AutoPolicy(StaticPolicy):
 
     def record_catching_up(self, seconds: float, usual: float | None, num_rows: int) -> None:
         """
-        What a part of a step took for which more than usual was to be read: it is lost if drafting turns out not to pay. The
-        first time pays for its preparation and does not count.
+        What a part of a step took for which more than usual was to be read: it is lost if drafting turns out not to
+        pay. The first time pays for its preparation and does not count.
         """
         plain = self.plain(num_rows)
         if plain is not None and self.has_caught_up:
@@ -270,11 +270,11 @@ class AutoPolicy(StaticPolicy):
 
     def equivalent_plain_steps(self, advances: list[int], behind: list[bool], progress: int) -> float:
         """
-        How many plain steps a step of a batch is worth that took the rows on by `advances`, and the slowest by `progress`.
+        How many plain steps a step of a batch is worth that took its rows on by `advances`, the slowest by `progress`.
 
-        The call ends with the slowest row. Of rows that are alike another one is the slowest each time, and how far it lies
-        behind their mean grows with the square root of the steps: at first the mean of those that may become it tells more. Where
-        finished rows leave, the time that a row adds to a step is saved from then on, however late the slowest one comes.
+        The call ends with the slowest row. Of rows that are alike another one is the slowest each time, and how far it
+        lies behind their mean grows with the square root of the steps: at first the mean of those that may become it
+        tells more. Where finished rows leave, the time that a row adds to a step is saved from then on.
         """
         num_rows, lag = len(advances), min((self.num_drafted + 1) / self.HORIZON, 1.0) ** 0.5
         hold_up = statistics.mean(advance for advance, counts in zip(advances, behind) if counts)
@@ -367,7 +367,7 @@ class _DraftedStep(StepPlan):
             is_single = len(self.behind) == 1
             self.width, goes_deeper = len(expected) if is_single else 1, before == 1.0 and (is_single or mass > 0.5)
         else:
-            # What one more level may bring: as much of each node as this level kept of the one before, less its verification.
+            # What one more level may bring: as much of each node as this one kept of the one before, less verification.
             kept = min(mass / before, 1.0)
             node_cost = self.rate * (self.verification[-1] - self.verification[0]) / self.policy.num_nodes
             children = [kept * each - node_cost for each in expected if kept * each > node_cost]
@@ -431,8 +431,8 @@ class _DraftedStep(StepPlan):
             policy.plain_steps_lost += max((first + seconds) / plain - progress, 0.0)
         elif first is not None and verification is not None:
             if num_rows == 1:
-                # What one row should have brought varies less than what it did, but a draft may be modest, and what it says
-                # is not corrected before some steps were drafted.
+                # What one row should have brought varies less than what it did, but a draft may be modest, and what it
+                # says is not corrected before some steps were drafted.
                 tokens = (self.tokens + len(paths[0])) / 2
             else:
                 tokens = policy.equivalent_plain_steps(list(map(len, paths)), self.behind, progress)
@@ -441,9 +441,9 @@ class _DraftedStep(StepPlan):
 
 class PlannedPolicy(AutoPolicy):
     """
-    [`AutoPolicy`] for accelerators, where each look at the draft's confidences waits for the device, and for static caches,
-    whose steps have one shape. Plans how deep to draft before a step, by how far the target followed the draft in
-    earlier ones, and measures steps as a whole: its `costs` are by depth, 0 being a plain step.
+    [`AutoPolicy`] for accelerators, where each look at the draft's confidences waits for the device, and for static
+    caches, whose steps have one shape. Plans how deep to draft before a step, by how far the target followed the draft
+    in earlier ones, and measures steps as a whole: its `costs` are by depth, 0 being a plain step.
 
     Args:
         tree_depth (`int`): The deepest that a step may draft.
@@ -567,8 +567,8 @@ def tree_policy(
     **kind,
 ) -> StaticPolicy:
     """
-    The policy of a name, for the `num_rows` that are left of a batch. `"auto"` remembers, for as long as target and draft
-    live, what calls of the same shape took and what came of calls of the same `kind`, with about as many rows.
+    The policy of a name, for the `num_rows` that are left of a batch. `"auto"` remembers, for as long as target and
+    draft live, what calls of the same shape took and what came of calls of the same `kind`, with about as many rows.
 
     Raises:
         ValueError: if there is no such policy.

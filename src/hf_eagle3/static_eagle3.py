@@ -72,7 +72,8 @@ def read_and_draft(
         counts (`torch.LongTensor` of shape `(B,)`): How many of them, at the right, are to be read.
         lengths (`torch.LongTensor` of shape `(B,)`): How many each row of the cache has read before.
         tree_depth, branching_factor, num_assistant_tokens (`int`): See [`~tree_eagle3.grow_tree`].
-        noise (`torch.FloatTensor` of shape `(B, tree_depth, draft_vocab_size)`, *optional*), temperature (`torch.Tensor`, *optional*):
+        noise (`torch.FloatTensor` of shape `(B, tree_depth, draft_vocab_size)`, *optional*), temperature
+        (`torch.Tensor`, *optional*):
             With what the next tokens will be sampled, if they are.
 
     Returns:
@@ -210,8 +211,8 @@ class StaticDrafter(Drafter):
 
     def _read_ahead(self, text, model_kwargs):
         """
-        Reads the same. Returns what [`Drafter.take_unread`] does, but for how many of the newest tokens are left to read of each row,
-        and by how many the others exceed them.
+        Reads the same. Returns what [`Drafter.take_unread`] does, but for how many of the newest tokens are left to
+        read of each row, and by how many the others exceed them.
         """
         tokens, features, positions, counts = self.take_unread(text, model_kwargs)
         counts, excess = torch.tensor(counts, device=tokens.device), tokens.shape[1] - self.num_rows

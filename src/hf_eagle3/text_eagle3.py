@@ -29,13 +29,17 @@ from .tree_eagle3 import DraftTree
 
 class Text:
     """
-    The text as it grows. A finished row goes on as in `_sample`: with padding, up to the length of the longest. Its modes:
+    The text as it grows. A finished row goes on as in `_sample`: with padding, up to the length of the longest. Its
+    modes:
 
-    - `in_step`: the rows of a batch advance by as much as the slowest can, so that logits processors and stopping criteria
-      which are not known to look at each row by itself are called as `_sample` calls them. Otherwise at their own pace.
-    - `may_retire`: finished rows leave the batch ([`Text.retire`]), where nobody asked for what the target says of padding.
-    - `may_pick_at_once`: no processor or criterion reads the text before a token. Then all nodes of a tree are looked at in one go,
-      and the host waits once; `visits_nodes`, where looks cost nothing but scores do, only those that the walk comes by.
+    - `in_step`: the rows of a batch advance by as much as the slowest can, so that logits processors and stopping
+      criteria which are not known to look at each row by itself are called as `_sample` calls them. Otherwise at their
+      own pace.
+    - `may_retire`: finished rows leave the batch ([`Text.retire`]), where nobody asked for what the target says of
+      padding.
+    - `may_pick_at_once`: no processor or criterion reads the text before a token. Then all nodes of a tree are looked
+      at in one go, and the host waits once; `visits_nodes`, where looks cost nothing but scores do, only those that
+      the walk comes by.
 
     Args:
         input_ids (`torch.LongTensor` of shape `(B, S)`): The prompts.
@@ -43,7 +47,8 @@ class Text:
         returned (`ReturnedOutputs`): Collects what the caller wants besides the text.
         in_step (`bool`): Whether something else than these requires it.
         path_length (`int`): The most nodes that a path of a drafted tree may have.
-        can_read_padding (`bool`): Whether the target has an embedding for the token that finished rows are padded with.
+        can_read_padding (`bool`):
+            Whether the target has an embedding for the token that finished rows are padded with.
         may_retire (`bool`): Whether the target may be called with fewer rows than it was at first.
     """
 
@@ -97,7 +102,8 @@ class Text:
         # A greedy row that will leave may as well hurry: nothing is kept for the rows in between.
         hurries = self.num_rows == 1 or (self.may_retire and not self.do_sample)
         self.max_lead = self.max_length if hurries else self.MAX_LEAD
-        # States of the random generator before the draws for positions that no row has written yet, and after the last.
+        # States of the random generator before the draws for positions that no row has written yet, and after the
+        # last.
         self.random_states: deque[tuple[int, torch.Tensor]] = deque()
         self.last_random_state = None
         self.num_drawn = 0
@@ -129,8 +135,8 @@ class Text:
 
     def room_for(self, tree: DraftTree) -> torch.LongTensor | None:
         """
-        How far below its newest token each row may still pick one, `(B, 1)`; deeper nodes need no position. `None` if that is
-        as far as any node of the tree may be.
+        How far below its newest token each row may still pick one, `(B, 1)`; deeper nodes need no position. `None` if
+        that is as far as any node of the tree may be.
         """
         if self.max_length - self.longest >= self._levels(tree):
             return None
@@ -288,8 +294,8 @@ class Text:
 
     def _draw(self) -> torch.FloatTensor:
         """
-        The noise for one more position of every row `(num_rows, V)`, as `torch.multinomial` would have drawn it: for rows
-        that have left, too. The position may never be written.
+        The noise for one more position of every row `(num_rows, V)`, as `torch.multinomial` would have drawn it: for
+        rows that have left, too. The position may never be written.
         """
         device = self.ids.device
         before = random_state(device)
@@ -324,8 +330,8 @@ class Text:
 
     def finish(self) -> None:
         """
-        Leaves the random generator as `_sample` does, which draws for written positions only. If another thread has drawn
-        since, it would get the same numbers again, and where the generator should be nobody can tell.
+        Leaves the random generator as `_sample` does, which draws for written positions only. If another thread has
+        drawn since, it would get the same numbers again, and where the generator should be nobody can tell.
         """
         device, num_written = self.ids.device, self.length - self.prompt_length
         for position, state in self.random_states:
@@ -342,8 +348,8 @@ class Text:
 
     def _advance(self, rows: list[int], outputs, root_row: int, num_nodes: int) -> list[int]:
         """
-        Picks the next token of rows, at the last node of each one's path. They are equally long unless tokens may be picked
-        at once, for which nothing reads the text.
+        Picks the next token of rows, at the last node of each one's path. They are equally long unless tokens may be
+        picked at once, for which nothing reads the text.
         """
         lengths, device = [self.lengths[row] for row in rows], self.ids.device
         length = max(lengths)
@@ -472,7 +478,8 @@ PREFIX_FREE = {
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
 }
-# And those that drafted samples follow: the others sort all scores, which takes longer than it saves, or change them little.
+# And those that drafted samples follow: the others sort all scores, which takes longer than it saves, or change them
+# little.
 WARP_DRAFTS = {"MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper"}
 READ_LAST_TOKEN = {"EosTokenCriteria", "MaxLengthCriteria"}
 STREAMERS = {"AsyncTextIteratorStreamer", "TextIteratorStreamer", "TextStreamer"}

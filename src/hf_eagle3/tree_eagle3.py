@@ -59,8 +59,8 @@ class DraftTree:
         depth: int | None = None,
     ) -> "DraftTree":
         """
-        Works out depths and ancestors; `parents[b, i] < i` for every node but the root, and none is deeper than `depth`, if
-        that is known.
+        Works out depths and ancestors; `parents[b, i] < i` for every node but the root, and none is deeper than
+        `depth`, if that is known.
         """
         batch_size, num_nodes = tokens.shape
         ancestors = torch.eye(num_nodes, dtype=torch.bool, device=tokens.device).repeat(batch_size, 1, 1)
@@ -93,8 +93,8 @@ class DraftTree:
         Where the target's choices `(batch_size, num_nodes)`, a next token for each node, lead from the root.
 
         Returns:
-            `tuple`: The nodes on each row's path, ascending, `(batch_size, num_nodes)`, and how many of them are, `(batch_size,)`.
-            The other nodes come after them.
+            `tuple`: The nodes on each row's path, ascending, `(batch_size, num_nodes)`, and how many of them are,
+            `(batch_size,)`. The other nodes come after them.
         """
         agrees = self.tokens == choices.gather(1, self.parents)
         agrees[:, 0] = True
@@ -145,8 +145,9 @@ def grow_tree(
         hidden_states (`torch.FloatTensor` of shape `(B, H)`): What the root's children take as hidden state.
         advance (`Callable`):
             `advance(tokens (B, K), hidden_states (B, K, H), level, visible (B, K, T)) -> logits (B, K, V),
-            hidden_states (B, K, H)`: one drafting step for `K` nodes at depth `level`. `visible` tells which of the `T`
-            rows advanced so far, these included, each of them attends to.
+            hidden_states (B, K,
+            H)`: one drafting step for `K` nodes at depth `level`. `visible` tells which of the `T` rows advanced so
+            far, these included, each of them attends to.
         draft_token_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`, *optional*):
             Target ids of the draft vocabulary, if that is another one.
         tree_depth (`int`): Longest path below the root, at least 1. Costs `tree_depth - 1` calls of `advance`.
@@ -154,11 +155,12 @@ def grow_tree(
         num_assistant_tokens (`int`): Nodes kept below the root, at most.
         assistant_confidence_threshold (`float`, *optional*, defaults to 0): Nodes of a lower value are not kept.
         plan (`StepPlan`, *optional*):
-            Whose `more_levels`, `width` and `choose_num_nodes` may make it a smaller tree, and whose `calibration` makes probabilities
-            of acceptance of the draft's. Without one all shapes are fixed, and nothing is read by the host.
+            Whose `more_levels`, `width` and `choose_num_nodes` may make it a smaller tree, and whose `calibration`
+            makes probabilities of acceptance of the draft's. Without one all shapes are fixed, and nothing is read by
+            the host.
         guess (`Callable`, *optional*):
-            `guess(logits (..., V), level) -> scores (..., V)`: what takes the place of the draft's logits for the children of nodes
-            at depth `level`, if the target samples ([`~noise_eagle3.sample_scores`]).
+            `guess(logits (..., V), level) -> scores (..., V)`: what takes the place of the draft's logits for the
+            children of nodes at depth `level`, if the target samples ([`~noise_eagle3.sample_scores`]).
     """
     batch_size, device = logits.shape[0], logits.device
     width = min(branching_factor, logits.shape[-1])
@@ -188,7 +190,8 @@ def grow_tree(
     planned = tree_depth - 1 if plan is None else 0  # levels to draft before the plan is asked again
     for level in range(1, tree_depth):
         if plan is not None and looks_are_free(device):
-            # A child is worth at most what its parent is: if nothing that the frontier can add would be kept, stop here.
+            # A child is worth at most what its parent is: if nothing that the frontier can add would be kept, stop
+            # here.
             best_values, num_better = values[:, 0], (pool_values >= values[:, :1]).sum(dim=1)
             if not any(
                 value > lowest and better < num_assistant_tokens

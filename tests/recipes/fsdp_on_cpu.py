@@ -1,6 +1,6 @@
 """
-Runs a script with its model sharded by FSDP on CPUs. accelerate shards models on accelerators only; all that it does then,
-and torch, run on CPUs, too.
+Runs a script with its model sharded by FSDP on CPUs. accelerate shards models on accelerators only; all that it does
+then, and torch, run on CPUs, too.
 """
 
 import runpy

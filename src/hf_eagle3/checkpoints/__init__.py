@@ -56,8 +56,8 @@ def read(config: dict, source, **hub_kwargs):
         hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
 
     Returns:
-        `tuple[Eagle3Config, dict[str, torch.Tensor], dict]`: The configuration, the tensors by our names, and a report: the
-        `format`, what was `renamed`, `ignored` and `assumed`.
+        `tuple[Eagle3Config, dict[str, torch.Tensor], dict]`: The configuration, the tensors by our names, and a
+        report: the `format`, what was `renamed`, `ignored` and `assumed`.
     """
     name = recognise(config, source)
     tensors = read_tensors(source, **hub_kwargs)

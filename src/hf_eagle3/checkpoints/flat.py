@@ -1,6 +1,6 @@
 """
-What the formats with a flat Llama configuration have in common: the keys of the layer at the top level of `config.json`, and the
-first layer's tensors under `midlayer` or `layers.0`.
+What the formats with a flat Llama configuration have in common: the keys of the layer at the top level of
+`config.json`, and the first layer's tensors under `midlayer` or `layers.0`.
 """
 
 import torch
@@ -157,8 +157,8 @@ def config_of(config: dict, tensors: dict, layer_config: dict, **flags) -> Eagle
 
 def ids_from_outputs(ids: list[int] | None) -> list[int] | None:
     """
-    Ids of layers whose *output* is read, as SpecForge, SGLang and Model-Optimizer count, to ids of layers that it enters,
-    as we do.
+    Ids of layers whose *output* is read, as SpecForge, SGLang and Model-Optimizer count, to ids of layers that it
+    enters, as we do.
     """
     return None if ids is None else [layer_id + 1 for layer_id in ids]
 

@@ -36,8 +36,8 @@ def check_columns(dataset: Dataset | IterableDataset, args: SFTConfig, name: str
 
 def without_prompt_column(dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
     """
-    Conversations that also come with their first prompt in a column of its own (ultrachat_200k) as conversations: TRL would take
-    a `prompt` without a `completion` for half of a pair.
+    Conversations that also come with their first prompt in a column of its own (ultrachat_200k) as conversations: TRL
+    would take a `prompt` without a `completion` for half of a pair.
     """
     first = next(iter(dataset), {})
     if "prompt" in first and "messages" in first and "completion" not in first:
@@ -63,8 +63,8 @@ def check_lengths(dataset: Dataset | IterableDataset, name: str) -> None:
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only_loss: bool, is_chat: bool) -> None:
     """
     Raises:
-        ValueError: if there are conversations and no chat template, or if only what the assistant says is to be learned, and
-            the template does not say, and TRL does not know, what that is.
+        ValueError: if there are conversations and no chat template, or if only what the assistant says is to be
+            learned, and the template does not say, and TRL does not know, what that is.
     """
     name = tokenizer.name_or_path or "the tokenizer"
     if is_chat and tokenizer.chat_template is None and not assistant_only_loss:
@@ -112,8 +112,8 @@ def report_long_rows(
     dataset: Dataset | IterableDataset, max_length: int | None, fate: str, name: str
 ) -> Dataset | IterableDataset:
     """
-    Logs a warning of how many tokenized rows are longer than `max_length`, and what becomes of them. For a stream, whose rows
-    are not known in advance, at the first such row, the second, the fourth, and so on.
+    Logs a warning of how many tokenized rows are longer than `max_length`, and what becomes of them. For a stream,
+    whose rows are not known in advance, at the first such row, the second, the fourth, and so on.
 
     Returns:
         The data set, unchanged, or the stream with the warning built in.

@@ -1,7 +1,8 @@
 """
 On-policy data: the answers of a data set, replaced by the target's own.
 
-A draft is trained to say what its target would say; answers by someone else show it states that the target is seldom in.
+A draft is trained to say what its target would say; answers by someone else show it states that the target is seldom
+in.
 """
 
 import asyncio
@@ -159,7 +160,8 @@ def regenerate_locally(
     **generation_kwargs,
 ) -> None:
     """
-    Answers by `target.generate`, `batch_size` conversations at a time. Prompts that are texts are continued as they are.
+    Answers by `target.generate`, `batch_size` conversations at a time. Prompts that are texts are continued as they
+    are.
 
     Args:
         draft ([`Eagle3ForSpeculation`], *optional*): An earlier draft of this target, to make it faster.
@@ -234,9 +236,9 @@ async def regenerate_by_server(
     **sampling,
 ) -> int:
     """
-    Answers by an OpenAI-compatible server (vLLM, SGLang), `concurrency` conversations at a time. A request that fails for a
-    reason that may pass (no connection, timeout, rate limit, 5xx) is sent again up to `max_retries` times, after waits
-    that double.
+    Answers by an OpenAI-compatible server (vLLM, SGLang), `concurrency` conversations at a time. A request that fails
+    for a reason that may pass (no connection, timeout, rate limit, 5xx) is sent again up to `max_retries` times, after
+    waits that double.
 
     Returns:
         `int`: How many rows failed; another run tries them again.
@@ -247,7 +249,8 @@ async def regenerate_by_server(
     async def request(session, turns):
         for attempt in range(max_retries + 1):
             try:
-                # Not huggingface_hub's client, which reaches nothing, local servers included, where HF_HUB_OFFLINE is set.
+                # Not huggingface_hub's client, which reaches nothing, local servers included, where HF_HUB_OFFLINE is
+                # set.
                 async with session.post(url, json={"model": model, "messages": turns, **sampling}) as response:
                     if not response.ok:
                         response.reason = (await response.text())[:500]

@@ -43,21 +43,23 @@ def run_benchmark(
     save: Callable[[BenchmarkResults], None] = lambda results: None,
 ) -> BenchmarkResults:
     """
-    Times each method on each prompt, or batch of prompts. Methods take turns batch by batch, so that a slow spell of the
-    machine meets all of them; seeds are the same for all.
+    Times each method on each prompt, or batch of prompts. Methods take turns batch by batch, so that a slow spell of
+    the machine meets all of them; seeds are the same for all.
 
-    At temperatures above 0 the call is `generate(do_sample=True, temperature=..., **sampling)`: what `sampling` leaves out
-    is the target's own generation config's or transformers' default (`top_k=50`). Pass `{"top_k": 0, "top_p": 1.0}` to
-    sample from the whole distribution, which is harder to draft for.
+    At temperatures above 0 the call is `generate(do_sample=True, temperature=..., **sampling)`: what `sampling` leaves
+    out is the target's own generation config's or transformers' default (`top_k=50`). Pass
+    `{"top_k": 0, "top_p": 1.0}` to sample from the whole distribution, which is harder to draft for.
 
     Args:
         target, tokenizer: The model, and its tokenizer.
-        draft ([`Eagle3ForSpeculation`], *optional*): For `eagle3`, `eagle3-no-lookup` (nothing but trees), `eagle3-chain` (one child a node).
+        draft ([`Eagle3ForSpeculation`], *optional*):
+            For `eagle3`, `eagle3-no-lookup` (nothing but trees), `eagle3-chain` (one child a node).
         tasks (`Mapping[str, Sequence[list[int]]]`): Tokenized prompts, by task.
         methods (`Sequence[str]`):
-            Some of `METHODS`. `mtp` needs a target with such layers; a method that the target does not take is left out, with the
-            reason in `results.run["left_out"]`.
-        call (`dict`, *optional*): Further arguments of `generate`, of all methods: `{"cache_implementation": "static"}`.
+            Some of `METHODS`. `mtp` needs a target with such layers; a method that the target does not take is left
+            out, with the reason in `results.run["left_out"]`.
+        call (`dict`, *optional*):
+            Further arguments of `generate`, of all methods: `{"cache_implementation": "static"}`.
         assistant (`PreTrainedModel`, *optional*): A small model, for `assistant`.
         dflash (`PreTrainedModel`, *optional*): A DFlash draft, for `dflash`.
         results (`BenchmarkResults`, *optional*): Of a run that was interrupted; what it has is not measured again.

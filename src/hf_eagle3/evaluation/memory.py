@@ -27,8 +27,8 @@ def reset_peak_memory(device: torch.device) -> bool:
 
 def peak_memory(device: torch.device) -> float:
     """
-    In MiB, the weights included: the most allocated on an accelerator, or for a CPU the most that the process had resident,
-    with what its allocator keeps of earlier calls.
+    In MiB, the weights included: the most allocated on an accelerator, or for a CPU the most that the process had
+    resident, with what its allocator keeps of earlier calls.
     """
     allocator = torch.get_device_module(device)
     if hasattr(allocator, "max_memory_allocated"):

@@ -12,8 +12,8 @@ from .benchmark import own_module, synchronize
 
 
 PROMPT, REST = "prompt", "Python and the rest"
-# Part, and a function that does it: of the draft's code (module, class if it is a method), or of transformers. What a function of
-# another part does inside it is that part's.
+# Part, and a function that does it: of the draft's code (module, class if it is a method), or of transformers. What a
+# function of another part does inside it is that part's.
 PARTS = (
     ("draft forwards", "drafter_eagle3.Drafter", "step"),
     ("draft forwards", "drafter_eagle3.Drafter", "observe"),
@@ -60,12 +60,12 @@ def profile_steps(
     target, draft, prompts: list[list[int]], max_new_tokens: int = 64, temperature: float = 0.0, **settings
 ) -> dict:
     """
-    Decodes prompts with the draft, one after the other, and sorts the time into parts. On an accelerator each part waits for what it has
-    started, so that a step takes longer than otherwise; its parts are what can be compared.
+    Decodes prompts with the draft, one after the other, and sorts the time into parts. On an accelerator each part
+    waits for what it has started, so that a step takes longer than otherwise; its parts are what can be compared.
 
     Returns:
-        `dict`: `steps`, `seconds` a step by part, without the prompts' own, and, of all calls together, `seconds_of_calls` and
-        `seconds_of_prompts`.
+        `dict`: `steps`, `seconds` a step by part, without the prompts' own, and, of all calls together,
+        `seconds_of_calls` and `seconds_of_prompts`.
     """
     mode = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     settings = {"max_new_tokens": max_new_tokens, **mode, **settings}

@@ -30,15 +30,16 @@ class BenchmarkRow:
         new_tokens (`int`): Tokens generated in all repeats.
         accepted_lengths (`Counter[int]`): How many verification forwards emitted 1, 2, ... tokens. EAGLE-3 only.
         plain_steps (`int`, *optional*): How many of those drafted nothing. EAGLE-3 only; older results do not tell.
-        lookup_steps (`int`, *optional*): How many of those verified what was looked up in the text. As for `plain_steps`.
+        lookup_steps (`int`, *optional*):
+            How many of those verified what was looked up in the text. As for `plain_steps`.
         drafted_lengths (`Counter[int]`):
             Which of `accepted_lengths` are of trees: not of plain steps, nor looked up. Older results do not tell.
         draft_share (`float`): Share of the time in which trees were drafted. EAGLE-3 only.
         num_identical (`int`): Prompts whose tokens are, in every repeat, those of plain generation.
         num_prompts (`int`): Of how many.
         peak_memory (`float`, *optional*):
-            In MiB, weights included: the most allocated on an accelerator, or for a CPU the most that the process had resident, with
-            what it keeps of earlier calls. Only where the system tells.
+            In MiB, weights included: the most allocated on an accelerator, or for a CPU the most that the process had
+            resident, with what it keeps of earlier calls. Only where the system tells.
     """
 
     method: str
@@ -69,8 +70,8 @@ class BenchmarkRow:
     @property
     def acceptance_length(self) -> float | None:
         """
-        τ, pooled: tokens emitted by verification forwards over the number of those forwards. For methods that do not tell
-        them apart, all tokens over all forwards of the target, at batch size 1.
+        τ, pooled: tokens emitted by verification forwards over the number of those forwards. For methods that do not
+        tell them apart, all tokens over all forwards of the target, at batch size 1.
         """
         if self.accepted_lengths:
             return (
@@ -237,8 +238,9 @@ def print_table(rows: Sequence[BenchmarkRow], title: str) -> None:
 
 def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
     """
-    What changed from one run to another, as a Markdown table, and whether it exceeds the noise: the ranges that the repeats
-    of each run span do not overlap. Speed-ups are compared, not tokens per second, which a busy machine changes for all methods.
+    What changed from one run to another, as a Markdown table, and whether it exceeds the noise: the ranges that the
+    repeats of each run span do not overlap. Speed-ups are compared, not tokens per second, which a busy machine
+    changes for all methods.
     """
     lines = [
         "| task | batch size | T | method | speed-up before | after | change | exceeds the noise |",

@@ -94,16 +94,17 @@ def load_prompts(
     answer: Callable[[list[int]], str] | None = None,
 ) -> list[list[int]]:
     """
-    The prompts of a task, tokenized. What a user says goes through the chat template, if the tokenizer has one; a `prompt` of a
-    file is taken as it is, its `messages` go through the template. A task of several turns (MT-bench) has a prompt for each,
-    with the turns before it and their answers.
+    The prompts of a task, tokenized. What a user says goes through the chat template, if the tokenizer has one; a
+    `prompt` of a file is taken as it is, its `messages` go through the template. A task of several turns (MT-bench)
+    has a prompt for each, with the turns before it and their answers.
 
     Args:
         name (`str`): A task, or a JSON Lines file of `{"prompt": "..."}` or `{"messages": [...]}`.
         tokenizer (`PreTrainedTokenizerBase`): The target's.
         num_prompts (`int`, *optional*): Only the first so many, or conversations.
         chat_template_kwargs (`dict`, *optional*): For the template, such as `{"enable_thinking": False}`.
-        answer (`Callable`, *optional*): What the target says to a prompt. Without it conversations end with their first turn.
+        answer (`Callable`, *optional*):
+            What the target says to a prompt. Without it conversations end with their first turn.
 
     Raises:
         OSError: if the Hub cannot be reached.

@@ -46,12 +46,14 @@ def render_card(
     Args:
         repo_id (`str`): The draft's repo, `<owner>/<name>`.
         draft ([`Eagle3ForSpeculation`], *optional*):
-            The draft; its weights are not read, so that it may be on the meta device. `None`: a recipe that has not been run.
+            The draft; its weights are not read, so that it may be on the meta device. `None`: a recipe that has not
+            been run.
         verifier (`str`, *optional*): Hub id or path of the target. By default what the draft's configuration says.
         training (`dict`, *optional*): What [`Eagle3Trainer`] saves as `training.json`.
         benchmark ([`BenchmarkResults`], *optional*): What `recipes/benchmark.py --json` wrote.
         published (`Sequence[dict]`, *optional*):
-            Figures of others for the same verifier: `by`, `draft`, `url`, `date`, `conditions`, `metric`, and `figures` by task.
+            Figures of others for the same verifier: `by`, `draft`, `url`, `date`, `conditions`, `metric`, and
+            `figures` by task.
         license (`str`, *optional*): A license id of the Hub.
         adapter_of (`str`, *optional*): The draft that this repo has a LoRA adapter for.
         tags (`Sequence[str]`, *optional*): Tags besides those that every draft has.
@@ -149,8 +151,8 @@ def form(draft) -> str:
 
 def eval_results(rows: Sequence[BenchmarkRow], alone: Sequence[BenchmarkRow]) -> list[EvalResult]:
     """
-    The `model-index`, for each task, batch size and temperature: the speed-up of `rows`, and the acceptance length of those
-    that tell what the draft accepts `alone`.
+    The `model-index`, for each task, batch size and temperature: the speed-up of `rows`, and the acceptance length of
+    those that tell what the draft accepts `alone`.
     """
     results = []
     lengths = {(row.task, row.batch_size, row.temperature): row.acceptance_length for row in alone}

@@ -53,15 +53,16 @@ def push_draft(
     tags: list[str] | None = None,
 ) -> CommitInfo:
     """
-    Pushes weights, configuration, generation configuration, the code that travels with a draft, its records, plot and card, in
-    one commit. Weights that the Hub has already are not sent again, so that a push that was cut off is simply made again.
+    Pushes weights, configuration, generation configuration, the code that travels with a draft, its records, plot and
+    card, in one commit. Weights that the Hub has already are not sent again, so that a push that was cut off is simply
+    made again.
 
     Args:
         draft ([`Eagle3ForSpeculation`]): The draft.
         repo_id (`str`): `<owner>/<name>`; made if it is not there.
         training (`dict`, *optional*), benchmark ([`BenchmarkResults`], *optional*):
-            Records for the card: see [`render_card`]. By default those in the folder that the draft was loaded from, if they are
-            about the weights it has.
+            Records for the card: see [`render_card`]. By default those in the folder that the draft was loaded from,
+            if they are about the weights it has.
         published, license (*optional*): See [`render_card`]. The licence is by default that of the card that is there.
         overwrite_card (`bool`, *optional*, defaults to `False`):
             Whether a card that somebody has edited is replaced. By default it stays as it is.
@@ -245,8 +246,8 @@ def refresh_card(
     token: bool | str | None = None,
 ) -> str:
     """
-    Renders the card of a draft that is on the Hub again, from the records in its repo, and pushes it if it has changed. No
-    weights are read.
+    Renders the card of a draft that is on the Hub again, from the records in its repo, and pushes it if it has
+    changed. No weights are read.
 
     Args:
         repo_id (`str`): The draft's repo.

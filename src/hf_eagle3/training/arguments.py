@@ -15,43 +15,45 @@ class Eagle3TrainingArguments(SFTConfig):
     Configuration of [`Eagle3Trainer`]: an [`~trl.SFTConfig`] (data preparation, chat templates, assistant-only loss,
     packing, logging, checkpoints) and what training-time test adds.
 
-    Of the packing strategies, `"bfd"` (the default) and `"bfd_split"` keep documents apart: neither attention nor the unroll
-    nor the loss crosses their boundaries. `"wrapped"` forgets where they are; it is for running text.
+    Of the packing strategies, `"bfd"` (the default) and `"bfd_split"` keep documents apart: neither attention nor the
+    unroll nor the loss crosses their boundaries. `"wrapped"` forgets where they are; it is for running text.
 
     Args:
         target_model_init_kwargs (`dict`, *optional*):
-            Arguments of `from_pretrained` for a target that the trainer loads itself, by its name; `dtype` defaults to `"auto"`.
+            Arguments of `from_pretrained` for a target that the trainer loads itself, by its name; `dtype` defaults to
+            `"auto"`.
         model_init_kwargs (`dict`, *optional*):
-            Arguments of [`Eagle3ForSpeculation.from_target`] for the draft that the trainer makes itself (`model=None`).
+            Arguments of [`Eagle3ForSpeculation.from_target`] for the draft that the trainer makes itself
+            (`model=None`).
         draft_vocab_size (`int`, *optional*):
             Size of the draft vocabulary that the trainer takes from the training data when it makes the draft itself
             (`model=None`). Defaults to the target's whole vocabulary.
         assistant_confidence_threshold (`float`, *optional*):
-            Saved in the draft's generation config: nodes that it finds less probable, path included, are not verified. The
-            probabilities of a trained draft say which nodes are worth their place; those of an untrained one do not, so that
-            a fresh draft has 0. Defaults to what the draft has, or 0.02 if that is 0.
+            Saved in the draft's generation config: nodes that it finds less probable, path included, are not verified.
+            The probabilities of a trained draft say which nodes are worth their place; those of an untrained one do
+            not, so that a fresh draft has 0. Defaults to what the draft has, or 0.02 if that is 0.
         ttt_steps (`int`, *optional*, defaults to `7`):
             Drafting steps unrolled in training.
         ttt_warmup (`float`, *optional*, defaults to `0.8`):
-            Share of training in which the unroll grows from one step to `ttt_steps`. A step less deep is a step sooner done,
-            and a draft has to predict one token well before it can predict several. The logged loss, a sum over the steps, rises with
-            each step that comes in; `accuracy_0` and the evaluation, which always takes all steps, tell how it goes. 0 unrolls all
-            steps from the beginning, as the EAGLE-3 paper does.
+            Share of training in which the unroll grows from one step to `ttt_steps`. A step less deep is a step sooner
+            done, and a draft has to predict one token well before it can predict several. The logged loss, a sum over
+            the steps, rises with each step that comes in; `accuracy_0` and the evaluation, which always takes all
+            steps, tell how it goes. 0 unrolls all steps from the beginning, as the EAGLE-3 paper does.
         ttt_step_decay (`float`, *optional*, defaults to `0.8`):
             Weight of step `s` in the loss is `ttt_step_decay ** s`.
         loss_type (`str`, *optional*, defaults to `"kl"`):
             `"kl"` (forward KL), `"ce"`, `"lk_alpha"` or `"lk_lambda"`: see [`DraftLoss`].
         num_eval_prompts (`int`, *optional*, defaults to `16`):
-            With how many beginnings of evaluation rows `evaluate` decodes, to measure the acceptance length itself. 0 for
-            none.
+            With how many beginnings of evaluation rows `evaluate` decodes, to measure the acceptance length itself. 0
+            for none.
         eval_max_new_tokens (`int`, *optional*, defaults to `64`):
             How many tokens it decodes from each.
         use_muon (`bool`, *optional*, defaults to `True`):
             Whether matrices other than `lm_head` are trained by Muon and the rest by AdamW, instead of everything by
             `optim`. Needs torch 2.9.
         adamw_learning_rate (`float`, *optional*):
-            Learning rate of what AdamW trains beside Muon. Defaults to a fifth of `learning_rate`: the head begins as the
-            target's own, and large steps make it forget that.
+            Learning rate of what AdamW trains beside Muon. Defaults to a fifth of `learning_rate`: the head begins as
+            the target's own, and large steps make it forget that.
     """
 
     _VALID_DICT_FIELDS = SFTConfig._VALID_DICT_FIELDS + ["target_model_init_kwargs"]

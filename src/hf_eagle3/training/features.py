@@ -29,16 +29,16 @@ FP8 = torch.float8_e4m3fn
 
 class TargetStates:
     """
-    Runs a target on collated batches, and returns for `B` sequences of `L` tokens the states that a draft reads, of shape
-    `(B, L, n_aux * H)`, and the target's last ones, which its head reads, `(B, L, H)`. Targets that FSDP shards give their
-    logits in place of the latter.
+    Runs a target on collated batches, and returns for `B` sequences of `L` tokens the states that a draft reads, of
+    shape `(B, L, n_aux * H)`, and the target's last ones, which its head reads, `(B, L, H)`. Targets that FSDP shards
+    give their logits in place of the latter.
 
-    Where processes hold shares of the target's layers (tensor parallelism), they run it together, on the batch of one process
-    after the other.
+    Where processes hold shares of the target's layers (tensor parallelism), they run it together, on the batch of one
+    process after the other.
 
-    Packed documents (`position_ids` that begin again at 0) are read apart from each other. Targets that do not tell them
-    apart themselves (they pass no `position_ids` to their masks, or have convolutional or recurrent states) get each
-    document in a row of its own.
+    Packed documents (`position_ids` that begin again at 0) are read apart from each other. Targets that do not tell
+    them apart themselves (they pass no `position_ids` to their masks, or have convolutional or recurrent states) get
+    each document in a row of its own.
     """
 
     def __init__(self, target: PreTrainedModel, aux_layer_ids: list[int]):
@@ -128,12 +128,12 @@ class TargetStates:
         self, last_hidden_state: torch.Tensor, draft_token_ids: torch.LongTensor, rows_at_a_time: int = 256
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        What a draft with this vocabulary is to learn from states `(B, L, H)`. Logits of the target's whole vocabulary stand
-        in memory for `rows_at_a_time` positions of all sequences together.
+        What a draft with this vocabulary is to learn from states `(B, L, H)`. Logits of the target's whole vocabulary
+        stand in memory for `rows_at_a_time` positions of all sequences together.
 
         Returns:
-            `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: Logits of the draft's tokens `(B, L, draft_vocab_size)`, their
-            probability `(B, L)`, and the most probable tokens of the whole vocabulary `(B, L)`.
+            `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: Logits of the draft's tokens `(B, L, draft_vocab_size)`,
+            their probability `(B, L)`, and the most probable tokens of the whole vocabulary `(B, L)`.
         """
         pieces, device, num_rows = [], last_hidden_state.device, last_hidden_state.shape[:2].numel()
         if is_sharded(self.target):  # all processes take part in each forward of the head: the same number of them
@@ -283,7 +283,8 @@ class FeatureStore:
 
 class FeatureCollator:
     """
-    Adds the states of a [`FeatureStore`] to what `collator` makes of its rows: `states` of shape `(B, L, n_aux + 1, H)`.
+    Adds the states of a [`FeatureStore`] to what `collator` makes of its rows: `states` of shape
+    `(B, L, n_aux + 1, H)`.
     """
 
     def __init__(self, collator: Callable, store: FeatureStore):
@@ -342,7 +343,8 @@ def write_shard(folder: Path | None, shard: int, target_states: TargetStates, ba
     Writes one shard, all or nothing.
 
     Args:
-        folder (`Path`, *optional*): None where another process writes, and this one only takes part in the target's forward.
+        folder (`Path`, *optional*):
+            None where another process writes, and this one only takes part in the target's forward.
         batches (iterable of `tuple[dict, list[int]]`): Collated batches, and the lengths of the rows in each.
     """
     rows, lengths = [], [0]

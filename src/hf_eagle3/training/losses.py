@@ -46,15 +46,15 @@ class DraftLoss(torch.autograd.Function):
     Loss of each row, and its acceptance rate `α = Σ min(p, q)`: the probability that speculative sampling accepts the
     draft's token, on the target's whole vocabulary.
 
-    - `"kl"`: forward KL divergence on the draft vocabulary, `Σ p' log(p' / q)` with `p' = p / Σ p`: the loss of EAGLE-3
-      (https://huggingface.co/papers/2503.01840) up to the target's entropy, which has no gradient.
+    - `"kl"`: forward KL divergence on the draft vocabulary, `Σ p' log(p' / q)` with `p' = p / Σ p`: the loss of
+      EAGLE-3 (https://huggingface.co/papers/2503.01840) up to the target's entropy, which has no gradient.
     - `"ce"`: `-log q` of the target's most probable token in the draft vocabulary.
     - `"lk_alpha"`: `-log α` (LK losses, https://huggingface.co/papers/2602.23881).
-    - `"lk_lambda"`: `λ KL + (1 - λ) (1 - α)` with `λ = exp(-3 α)`, a constant for the gradient: KL while the draft is far
-      from the target, acceptance when it is near (same paper; here each row has its own `λ`).
+    - `"lk_lambda"`: `λ KL + (1 - λ) (1 - α)` with `λ = exp(-3 α)`, a constant for the gradient: KL while the draft is
+      far from the target, acceptance when it is near (same paper; here each row has its own `λ`).
 
-    Gradients with respect to the logits have a closed form, so that one tensor of their size is all there is to keep for
-    each drafting step; autograd would keep three or more.
+    Gradients with respect to the logits have a closed form, so that one tensor of their size is all there is to keep
+    for each drafting step; autograd would keep three or more.
 
     Args:
         logits (`torch.FloatTensor` of shape `(..., draft_vocab_size)`): The draft's.
@@ -65,7 +65,8 @@ class DraftLoss(torch.autograd.Function):
         loss_type (`str`)
 
     Returns:
-        `tuple[torch.FloatTensor, torch.FloatTensor]`: Loss and acceptance rate, of shape `(...)`. The rate has no gradient.
+        `tuple[torch.FloatTensor, torch.FloatTensor]`: Loss and acceptance rate, of shape `(...)`. The rate has no
+        gradient.
     """
 
     @staticmethod

@@ -33,8 +33,8 @@ def load_target(target: str | PreTrainedModel, init_kwargs: dict[str, Any] | Non
 
 def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_config=None):
     """
-    `model`, or a fresh draft, in float32: half precision swallows small updates, and autocast (`bf16=True`) computes in it
-    all the same.
+    `model`, or a fresh draft, in float32: half precision swallows small updates, and autocast (`bf16=True`) computes
+    in it all the same.
 
     Raises:
         ValueError: if arguments contradict each other or the draft, or it cannot be trained for this target.

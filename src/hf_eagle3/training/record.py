@@ -116,7 +116,8 @@ def training_record(trainer, state_dict: dict[str, torch.Tensor] | None = None) 
 
     Args:
         trainer ([`Eagle3Trainer`]): The trainer, at whatever point it is.
-        state_dict (`dict[str, torch.Tensor]`, *optional*): The draft's weights, whose digest says which draft this is about.
+        state_dict (`dict[str, torch.Tensor]`, *optional*):
+            The draft's weights, whose digest says which draft this is about.
     """
     args = trainer.args
     datasets = [public_name(name) for name in trainer.dataset_names]

@@ -48,8 +48,8 @@ class Eagle3Trainer(SFTTrainer):
     r"""
     Trains an EAGLE-3 draft for a frozen target that runs in the same process.
 
-    Data sets are those of [`~trl.SFTTrainer`]: `text`, `messages` (with `assistant_only_loss=True` only the assistant's
-    tokens are learned) or `prompt` and `completion`.
+    Data sets are those of [`~trl.SFTTrainer`]: `text`, `messages` (with `assistant_only_loss=True` only the
+    assistant's tokens are learned) or `prompt` and `completion`.
 
     ```py
     trainer = Eagle3Trainer(
@@ -64,12 +64,12 @@ class Eagle3Trainer(SFTTrainer):
 
     Args:
         model (`str`, [`Eagle3ForSpeculation`] or `PeftModel`, *optional*):
-            The draft to train, or its folder or Hub id. `None` makes one by [`Eagle3ForSpeculation.from_target`], with the `draft_vocab_size` most
-            frequent supervised tokens of `train_dataset`. Drafts in half precision are trained in float32, and so are
-            their checkpoints.
+            The draft to train, or its folder or Hub id. `None` makes one by [`Eagle3ForSpeculation.from_target`], with
+            the `draft_vocab_size` most frequent supervised tokens of `train_dataset`. Drafts in half precision are
+            trained in float32, and so are their checkpoints.
         target_model (`str` or `PreTrainedModel`):
-            The frozen target, or its name: a folder or a Hub id. It may be quantized or spread by a `device_map`; it is not
-            trained and not saved.
+            The frozen target, or its name: a folder or a Hub id. It may be quantized or spread by a `device_map`; it
+            is not trained and not saved.
         train_dataset (`Dataset`, `IterableDataset` or [`FeatureStore`]):
             Data, or features of a target that were extracted from data before ([`~Eagle3Trainer.extract_features`]).
         args ([`Eagle3TrainingArguments`], *optional*):
@@ -263,8 +263,8 @@ class Eagle3Trainer(SFTTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
         """
-        See [`~transformers.Trainer.train`]. With `resume_from_checkpoint=True` a checkpoint that was being written when the
-        process was killed is passed over.
+        See [`~transformers.Trainer.train`]. With `resume_from_checkpoint=True` a checkpoint that was being written
+        when the process was killed is passed over.
 
         Raises:
             ValueError: if that training is finished, or was begun with other data or settings.
@@ -326,16 +326,16 @@ class Eagle3Trainer(SFTTrainer):
         self, folder: str | Path, rows_per_shard: int = 1024, dtype: torch.dtype | str | None = None
     ) -> FeatureStore:
         """
-        Writes the target's states on the prepared training data to a folder that training can read instead of running the
-        target; see [`FeatureStore`]. All processes share the work. A shard that is written stays: called again with the
-        same arguments, it goes on with those that are missing.
+        Writes the target's states on the prepared training data to a folder that training can read instead of running
+        the target; see [`FeatureStore`]. All processes share the work. A shard that is written stays: called again
+        with the same arguments, it goes on with those that are missing.
 
         Args:
             folder (`str` or `Path`): Takes `(n_aux + 1) * hidden_size` numbers a token.
             rows_per_shard (`int`, *optional*, defaults to 1024): What is lost at most when it is interrupted.
             dtype (`torch.dtype` or `str`, *optional*):
-                What states are stored in; the target's dtype by default. `"float8_e4m3fn"` stores each state of each token
-                with a scale of its own.
+                What states are stored in; the target's dtype by default. `"float8_e4m3fn"` stores each state of each
+                token with a scale of its own.
         """
         if not isinstance(self.train_dataset, Dataset):
             raise ValueError(
@@ -467,8 +467,8 @@ class Eagle3Trainer(SFTTrainer):
     @torch.no_grad()
     def _decode(self, dataset) -> dict[str, float]:
         """
-        Continues the beginnings of the first rows with the whole tree, greedily. The acceptance length is pooled: tokens
-        emitted by verification forwards over the number of those forwards.
+        Continues the beginnings of the first rows with the whole tree, greedily. The acceptance length is pooled:
+        tokens emitted by verification forwards over the number of those forwards.
         """
         if self.args.num_eval_prompts == 0:
             return {}
@@ -519,8 +519,8 @@ class Eagle3Trainer(SFTTrainer):
 
     def _save(self, output_dir=None, state_dict=None):
         """
-        Adds how it was trained, for the card. Checkpoints, from which training goes on, are in the precision it has; what is
-        saved otherwise is to be used, and in the target's.
+        Adds how it was trained, for the card. Checkpoints, from which training goes on, are in the precision it has;
+        what is saved otherwise is to be used, and in the target's.
         """
         if not self.args.should_save:
             return super()._save(output_dir, state_dict)

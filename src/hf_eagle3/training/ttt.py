@@ -4,8 +4,8 @@ hidden states, several drafting steps deep.
 
 Row `t` starts from the target's states at position `t`. At step `s` it reads the token at `t + 1 + s`, sits at rotary
 position `t + s`, and predicts the target's distribution at `t + 1 + s`, which is over the token at `t + 2 + s`. It
-attends to what it would attend to when drafting after position `t`: the step-0 keys of rows up to `t`, and its own keys
-of the later steps.
+attends to what it would attend to when drafting after position `t`: the step-0 keys of rows up to `t`, and its own
+keys of the later steps.
 """
 
 import functools
@@ -152,8 +152,8 @@ def block_attention(query, keys, values, documents, scaling, *own):
 
 def merged_attention(query, keys, values, block_mask, scaling, attend):
     """
-    [`blockwise_attention`] by flex attention: one causal attention to the keys of step 0, and the diagonal terms, weighed by
-    their shares of the sum of exponentials.
+    [`blockwise_attention`] by flex attention: one causal attention to the keys of step 0, and the diagonal terms,
+    weighed by their shares of the sum of exponentials.
 
     Args:
         block_mask (`BlockMask`): Of [`causal_block_mask`].
@@ -209,8 +209,8 @@ def documents_of(input_ids, attention_mask=None, position_ids=None) -> torch.Lon
 
 def counted_rows(labels, documents, step: int) -> torch.BoolTensor:
     """
-    Which of the first `L - 2 - step` rows count at a step: those whose predicted token is to be learned and in their own
-    document. Shape `(B, L - 2 - step)`.
+    Which of the first `L - 2 - step` rows count at a step: those whose predicted token is to be learned and in their
+    own document. Shape `(B, L - 2 - step)`.
     """
     predicted = slice(2 + step, None)
     rows = slice(0, max(labels.shape[1] - 2 - step, 0))
