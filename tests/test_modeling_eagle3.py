@@ -10,6 +10,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
+from hf_eagle3.layers_eagle3 import Eagle3RMSNorm
 
 
 LAYER = {
@@ -345,3 +346,10 @@ def test_a_table_of_its_own_in_another_dtype():
     settings = {"max_new_tokens": 8, "do_sample": False}
     expected = target.generate(make_prompt(5), **settings)
     assert torch.equal(target.generate(make_prompt(5), assistant_model=draft, **settings), expected)
+
+
+def test_norms_keep_the_dtype_under_autocast(monkeypatch):
+    """GPUs compute them in float32 there, since torch 2.12, which would make float32 of the keys that are kept."""
+    rms_norm = nn.functional.rms_norm
+    monkeypatch.setattr(nn.functional, "rms_norm", lambda *arguments: rms_norm(*arguments).float())
+    assert Eagle3RMSNorm(8)(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
