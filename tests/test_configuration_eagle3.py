@@ -50,6 +50,7 @@ def test_vocab_size_is_the_targets(target):
         ({"transformer_layer_config": {"model_type": "gemma2"}}, "'llama' or 'qwen3'"),
         ({"draft_vocab_size": 100, "transformer_layer_config": {"vocab_size": 50}}, "exceeds"),
         ({"speculators_model_type": "mtp"}, "expected 'eagle3'"),
+        ({"transformer_layer_config": {"partial_rotary_factor": 0.5}}, "rotate whole heads"),
     ],
 )
 def test_contradictions_are_refused(arguments, message):

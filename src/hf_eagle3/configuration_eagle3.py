@@ -71,8 +71,8 @@ class Eagle3Config(PreTrainedConfig):
             Proposal methods and verifier, as `speculators` defines them.
 
     Raises:
-        ValueError: if flags exclude each other, the layer type is neither Llama nor Qwen3, or the vocabulary sizes do
-            not fit.
+        ValueError: if flags exclude each other, the layers are neither Llama's nor Qwen3's or rotate parts of heads, or
+            the vocabulary sizes do not fit.
     """
 
     model_type: ClassVar[str] = "eagle3"
@@ -109,6 +109,9 @@ class Eagle3Config(PreTrainedConfig):
                 f"`transformer_layer_config.model_type` is {layer_config.model_type!r}; a draft has 'llama' or 'qwen3' "
                 "layers."
             )
+        share = (layer_config.rope_parameters or {}).get("partial_rotary_factor") or 1.0
+        if share != 1:  # which transformers' Llama would ignore
+            raise ValueError(f"`partial_rotary_factor` is {share}, but the layers of a draft rotate whole heads.")
         # Engines want one entry a layer; Llama's own configuration has no such list.
         if getattr(layer_config, "layer_types", None) is None:
             layer_config.layer_types = ["full_attention"] * layer_config.num_hidden_layers

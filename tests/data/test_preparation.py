@@ -220,6 +220,8 @@ def test_bad_data(tokenizer, tmp_path):
     assert {learned(trainer, i)[0] for i in range(4)} == {f"d{i}</s>" for i in range(4)}
     with pytest.raises(ValueError, match="must be a Jinja file"):
         make_trainer(tokenizer, chat(), tmp_path, chat_template_path=str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="none.jinja"):
+        make_trainer(tokenizer, chat(), tmp_path, chat_template_path="none.jinja")
     with pytest.raises(ValueError, match=r"has columns \['content'\]"):
         make_trainer(tokenizer, {"content": ["abc"]}, tmp_path)
     with pytest.raises(ValueError, match="no rows"):

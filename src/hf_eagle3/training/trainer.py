@@ -195,6 +195,8 @@ class Eagle3Trainer(SFTTrainer):
                 f"`chat_template_path` is {args.chat_template_path}, but must be a Jinja file: the template of another "
                 "tokenizer would bring tokens that the target does not know."
             )
+        if args.chat_template_path is not None and not Path(args.chat_template_path).is_file():
+            raise FileNotFoundError(f"There is no file {args.chat_template_path} (`chat_template_path`).")
         if args.chat_template_path is None:
             is_chat = train_dataset is not None and formatting_func is None and has_messages(train_dataset)
             check_chat_template(processing_class, args.assistant_only_loss, is_chat)
