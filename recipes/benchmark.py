@@ -28,8 +28,9 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, CompileConfig
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, CompileConfig, PreTrainedConfig
 
+from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.environment import environment, weights_digest
 from hf_eagle3.evaluation import (
     METHODS,
@@ -61,7 +62,10 @@ def parse_arguments():
         "--tasks", "--prompts", nargs="+", default=[OFFLINE], help="Tasks, files or folders: see above"
     )
     parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, help="By default plain, prompt-lookup and those there is a model for"
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        help="By default plain, those there is a model for and, one text at a time, prompt-lookup",
     )
     parser.add_argument("--batch_size", "--batch_sizes", type=int, nargs="+", default=[1], dest="batch_sizes")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
@@ -188,7 +192,12 @@ def main():
         target.generation_config.eos_token_id = args.eos_token_id
     tasks, missing = collect_prompts(args, tokenizer, target)
     if args.draft:
-        draft = AutoModel.from_pretrained(args.draft, dtype="auto", trust_remote_code=True).eval()
+        brings_code = "auto_map" in PreTrainedConfig.get_config_dict(args.draft)[0]  # drafts of others do not
+        draft_class = AutoModel if brings_code else Eagle3ForSpeculation
+        try:
+            draft = draft_class.from_pretrained(args.draft, dtype="auto", trust_remote_code=brings_code).eval()
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
         if not hasattr(draft, "assisted_decoding"):
             raise SystemExit(f"{args.draft} is a {type(draft).__name__}, not an EAGLE-3 draft.")
         weights = weights_digest(draft.state_dict())  # those of the checkpoint, whatever they are measured in
@@ -241,8 +250,8 @@ def main():
             "without."
         )
     for row in rows:
-        if row.acceptance_by_position:
-            shares = " ".join(f"{share:.2f}" for share in row.acceptance_by_position)
+        if row.accepted_lengths:
+            shares = " ".join(f"{share:.2f}" for share in row.acceptance_by_position) or "none"
             where = f"{row.task}, batch size {row.batch_size}, T={row.temperature:g}, {row.method}"
             plain, lookups = ("unknown" if each is None else each for each in (row.plain_steps, row.lookup_steps))
             print(

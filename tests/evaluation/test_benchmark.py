@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator, MTPCandidateGenerator
 
-from hf_eagle3 import generation_eagle3
+from hf_eagle3 import Eagle3ForSpeculation, generation_eagle3
+from hf_eagle3.checkpoints import export
 from hf_eagle3.evaluation import (
     BenchmarkResults,
     BenchmarkRow,
@@ -95,6 +96,13 @@ def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):
     result = run_recipe("benchmark.py", *arguments[:8], *ends, "--json", tmp_path / "short.jsonl")
     assert result.returncode == 0, result.stderr[-3000:]
     assert [row.new_tokens for row in BenchmarkResults.read(tmp_path / "short.jsonl").rows] == [2]
+    # Drafts of others bring no code, and other models are no drafts.
+    export(Eagle3ForSpeculation.from_pretrained(tmp_path / "draft"), tmp_path / "sglang", "sglang")
+    short = [*arguments[:2], "--prompts", tmp_path / "prompts.jsonl", "--max_new_tokens", 4, "--repeats", 1]
+    result = run_recipe("benchmark.py", *short, "--draft", tmp_path / "sglang", "--methods", "plain", "eagle3")
+    assert "| 0 | eagle3 |" in result.stdout and "of the trees" in result.stdout
+    result = run_recipe("benchmark.py", *short, "--draft", tmp_path / "target")
+    assert result.returncode == 1 and "EAGLE-3" in result.stderr
     result = run_recipe("benchmark.py", "--compare", results_file, results_file)
     assert (
         result.returncode == 0 and "| prompts | 1 | 0 | eagle3 |" in result.stdout and "+0.0% | no |" in result.stdout

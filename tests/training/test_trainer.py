@@ -316,6 +316,24 @@ def test_packing(tmp_path, tokenizer):
     assert all(torch.isfinite(torch.tensor(entry["loss"])) for entry in trainer.state.log_history if "loss" in entry)
 
 
+def test_an_adapter_of_whatever_is_linear(tmp_path, tokenizer):
+    """PEFT's own choice of modules goes by the `model_type`, which a draft's config.json must not have."""
+    target, lora = make_target("llama"), LoraConfig(r=2)
+    trainer = Eagle3Trainer(
+        model=Eagle3ForSpeculation.from_target(target),
+        target_model=target,
+        args=Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False, max_steps=1, report_to="none"),
+        train_dataset=TEXTS,
+        processing_class=copy.deepcopy(tokenizer),
+        peft_config=lora,
+    )
+    trainer.train()
+    adapted = {
+        name.split(".lora_")[0].split(".")[-1] for name, weight in trainer.model.named_parameters() if "lora_" in name
+    }
+    assert {"fc", "q_proj", "down_proj"} <= adapted and "lm_head" not in adapted and lora.target_modules is None
+
+
 def test_a_process_with_several_gpus(tmp_path, tokenizer, caplog):
     args = Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False)
     args._n_gpu = 2
