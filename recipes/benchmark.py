@@ -251,7 +251,9 @@ def main():
         )
     for row in rows:
         if row.accepted_lengths:
-            shares = " ".join(f"{share:.2f}" for share in row.acceptance_by_position) or "none"
+            shares = " ".join(f"{share:.2f}" for share in row.acceptance_by_position)
+            if not shares:  # nor do drafts say that were saved with older code
+                shares = "never" if row.drafted_lengths else "nothing is known of any tree"
             where = f"{row.task}, batch size {row.batch_size}, T={row.temperature:g}, {row.method}"
             plain, lookups = ("unknown" if each is None else each for each in (row.plain_steps, row.lookup_steps))
             print(

@@ -229,10 +229,8 @@ def write_prompts(path: Path, held_out: list, tokenizer) -> None:
 
 def settle_arguments(output_dir: Path, args) -> None:
     """Keeps what a folder's models are trained with, or ends the run if those that are there were trained otherwise."""
-    file, now = (
-        output_dir / "arguments.json",
-        {name: value for name, value in vars(args).items() if name not in NOT_TRAINED},
-    )
+    file = output_dir / "arguments.json"
+    now = {name: value for name, value in vars(args).items() if name not in NOT_TRAINED}
     if any((output_dir / name).exists() for name in ("target", "draft")):
         then = json.loads(file.read_text())
         if difference := what_differs(then, now):

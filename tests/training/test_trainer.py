@@ -32,7 +32,9 @@ CHATS = Dataset.from_dict(
 )
 
 
-def make_trainer(tmp_path, tokenizer, model=None, dataset=TEXTS, target=None, eval_dataset=None, **arguments):
+def make_trainer(
+    tmp_path, tokenizer, model=None, dataset=TEXTS, target=None, eval_dataset=None, peft_config=None, **arguments
+):
     arguments = {
         "max_steps": 3,
         "learning_rate": 1e-2,
@@ -52,6 +54,7 @@ def make_trainer(tmp_path, tokenizer, model=None, dataset=TEXTS, target=None, ev
         train_dataset=dataset,
         eval_dataset=eval_dataset,
         processing_class=copy.deepcopy(tokenizer),
+        peft_config=peft_config,
     )
 
 
@@ -319,14 +322,8 @@ def test_packing(tmp_path, tokenizer):
 def test_an_adapter_of_whatever_is_linear(tmp_path, tokenizer):
     """PEFT's own choice of modules goes by the `model_type`, which a draft's config.json must not have."""
     target, lora = make_target("llama"), LoraConfig(r=2)
-    trainer = Eagle3Trainer(
-        model=Eagle3ForSpeculation.from_target(target),
-        target_model=target,
-        args=Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False, max_steps=1, report_to="none"),
-        train_dataset=TEXTS,
-        processing_class=copy.deepcopy(tokenizer),
-        peft_config=lora,
-    )
+    draft = Eagle3ForSpeculation.from_target(target)
+    trainer = make_trainer(tmp_path, tokenizer, model=draft, target=target, peft_config=lora, max_steps=1)
     trainer.train()
     adapted = {
         name.split(".lora_")[0].split(".")[-1] for name, weight in trainer.model.named_parameters() if "lora_" in name
@@ -371,14 +368,7 @@ def test_wrong_arguments(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="ttt_steps"):
         make_trainer(tmp_path, tokenizer, ttt_steps=0)
     with pytest.raises(ValueError, match="adapter of a fresh one"):
-        Eagle3Trainer(
-            model=None,
-            target_model=target,
-            args=Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False),
-            train_dataset=TEXTS,
-            processing_class=tokenizer,
-            peft_config=LoraConfig(target_modules=["q_proj"]),
-        )
+        make_trainer(tmp_path, tokenizer, peft_config=LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(TypeError, match="`target_model` is Eagle3ForSpeculation"):
         make_trainer(tmp_path, tokenizer, model=target, target=draft)
     with pytest.raises(TypeError, match="`target_model` is NoneType"):

@@ -124,11 +124,10 @@ class Eagle3Trainer(SFTTrainer):
         target_model, kwargs["processing_class"] = load_target(
             target_model, args.target_model_init_kwargs, kwargs.get("processing_class")
         )
-        if kwargs.get("peft_config") is not None and getattr(kwargs["peft_config"], "target_modules", "") is None:
+        # PEFT would choose modules by the `model_type`, of which a draft has none.
+        if getattr(kwargs.get("peft_config"), "target_modules", "none to choose") is None:
             kwargs["peft_config"] = copy.copy(kwargs["peft_config"])
-            kwargs[
-                "peft_config"
-            ].target_modules = "all-linear"  # PEFT's defaults are by `model_type`, which a draft has none of
+            kwargs["peft_config"].target_modules = "all-linear"
         self.dataset_names: list[str] = []  # for the card, and settings of a script that are none of `args`
         self.script_settings: dict = {}
         self.is_resumed = False
