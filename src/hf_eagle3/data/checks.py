@@ -54,7 +54,7 @@ def has_messages(dataset: Dataset | IterableDataset) -> bool:
 def check_lengths(dataset: Dataset | IterableDataset, name: str) -> None:
     """
     Raises:
-        ValueError: if no tokenized row has three tokens, one to draft below and one to draft.
+        ValueError: if no tokenized row has three tokens: one whose state is read, the next, and what these predict.
     """
     if isinstance(dataset, Dataset) and max((int(lengths.max()) for lengths in row_lengths(dataset)), default=0) < 3:
         raise ValueError(f"No row of the {name} data has more than two tokens: there is nothing to learn.")
