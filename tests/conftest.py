@@ -290,8 +290,7 @@ CHAT_TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="session")
-def tokenizer():
+def make_tokenizer():
     """One token a character, in a vocabulary of the tiny targets' size."""
     characters = string.ascii_lowercase + string.digits + " AU:|.,\n"
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{c: i + 3 for i, c in enumerate(characters)}}
@@ -302,6 +301,11 @@ def tokenizer():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", pad_token="<pad>", bos_token="<s>")
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return make_tokenizer()
 
 
 @contextmanager

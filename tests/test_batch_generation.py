@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import FAMILIES, make_batch, make_oracle, make_prompt, make_target
+from conftest import FAMILIES, VOCAB_SIZE, make_batch, make_oracle, make_prompt, make_target
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -324,6 +324,20 @@ class FollowEachRow(LogitsProcessor):
         return scores.masked_fill(torch.arange(scores.shape[1]) % 5 != self.states[:, None], -1e4)
 
 
+class ChangeTheText(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        input_ids[:, 0] += 1
+        return scores
+
+
+class ReplaceTheNewest(StoppingCriteria):
+    """Before the target reads it."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        input_ids[:, -1] = (input_ids[:, -1] + 1) % VOCAB_SIZE
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
 class StopAllAt(StoppingCriteria):
     def __init__(self, token):
         self.token = token
@@ -342,8 +356,9 @@ class StopWhereUnsure(StoppingCriteria):
     [
         *(
             lambda kind=kind: {"logits_processor": LogitsProcessorList([kind()])}
-            for kind in (CountCalls, LessOfTheOthers, AddNoise, FollowEachRow)
+            for kind in (CountCalls, LessOfTheOthers, AddNoise, FollowEachRow, ChangeTheText)
         ),
+        lambda: {"stopping_criteria": [ReplaceTheNewest()]},
         lambda: {"stopping_criteria": [StopAllAt(3)]},
         lambda: {"stopping_criteria": [StopWhereUnsure()], "return_dict_in_generate": True, "output_scores": True},
         lambda: {"guidance_scale": 1.5},
@@ -358,7 +373,8 @@ def test_processors_and_criteria_that_look_across_rows_or_keep_states(target, ma
     batch = make_batch(LENGTHS)
 
     def generate_with(**kwargs):
-        output = generate(target, batch, **make_settings(), **kwargs)
+        prompts = {name: entries.clone() for name, entries in batch.items()}  # which may be changed
+        output = generate(target, prompts, **make_settings(), **kwargs)
         return output if isinstance(output, torch.Tensor) else output.sequences
 
     expected = generate_with()

@@ -1,9 +1,10 @@
 import copy
 import itertools
+import math
 
 import pytest
 import torch
-from conftest import FAMILIES, VOCAB_SIZE, make_draft, make_oracle, make_prompt, make_target
+from conftest import FAMILIES, VOCAB_SIZE, make_batch, make_draft, make_oracle, make_prompt, make_target
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -527,6 +528,8 @@ def test_calls_a_tree_cannot_serve(target, draft):
         generate(target, prompt, assistant_model=draft, use_cache=False)
     with pytest.raises(ValueError, match="lossless"):
         generate(target, prompt, assistant_model=draft, assistant_ensemble_weight=0.5)
+    with pytest.raises(ValueError, match="dola_layers"):
+        generate(target, prompt, assistant_model=draft, dola_layers="low")
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
@@ -565,3 +568,42 @@ def test_targets_that_cannot_be_verified_in_a_tree(draft):
         generate(
             without_positions, make_prompt(5), assistant_model=Eagle3ForSpeculation.from_target(without_positions)
         )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_drafted_tokens_whose_states_are_no_numbers(family, bad):
+    """No mask keeps them from the other nodes: 0 * NaN. Plain decoding never reads them."""
+    target, batch, unsaid = make_target(family), make_batch([5, 24]), range(70, VOCAB_SIZE)
+    target.lm_head.weight.data[unsaid] = 0
+    batch["input_ids"] = batch["input_ids"] % 70
+    settings = {"max_new_tokens": 24, "pad_token_id": 0}
+    calls = [
+        {"do_sample": False},
+        {"do_sample": False, "repetition_penalty": 1.3},
+        {"do_sample": True, "top_k": 20},
+        {"do_sample": False, "return_dict_in_generate": True, "output_logits": True},
+    ]
+    if family != "qwen3_5":
+        calls += [{**call, "cache_implementation": "static"} for call in calls[:3]]
+    prompts = [{"input_ids": batch["input_ids"][1:]}, batch]
+    texts = []
+    for prompt, call in itertools.product(prompts, calls):
+        torch.manual_seed(0)
+        texts.append(target.generate(**prompt, **call, **settings))
+    target.get_input_embeddings().weight.data[unsaid] = bad
+    for (prompt, call), expected in zip(itertools.product(prompts, calls), texts):
+        # Drafts of which some tokens, and all, are such.
+        for vocabulary in (None, unsaid):
+            torch.manual_seed(1)
+            draft = Eagle3ForSpeculation.from_target(target, vocabulary).eval()
+            draft.generation_config.tree_policy = "static"
+            torch.manual_seed(0)
+            actual = target.generate(**prompt, **call, **settings, assistant_model=draft)
+            if isinstance(expected, torch.Tensor):
+                assert torch.equal(actual, expected)
+            else:
+                assert torch.equal(actual.sequences, expected.sequences)
+                torch.testing.assert_close(actual.logits, expected.logits, atol=1e-3, rtol=1e-3)
+            if vocabulary is not None:
+                assert draft.last_generation.plain_steps > 10  # trees were taken back

@@ -365,3 +365,28 @@ def test_luck_is_told_from_loss(gain, least, most):
             policy.record_drafted_step(2 + gain + random_.gauss(0, 0.8), seconds=2.0, plain=1.0)
         shares.append(drafted / 300)
     assert least <= sum(shares) / len(shares) <= most
+
+
+@pytest.mark.parametrize("resolution", [0.0156, None])
+@pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}, {"do_sample": True}])
+def test_coarse_clocks_and_clocks_that_stand_still(monkeypatch, resolution, settings):
+    now = 0.0
+
+    def perf_counter():
+        nonlocal now
+        now += 0.001
+        return 0.0 if resolution is None else now // resolution * resolution
+
+    for module in ("generation", "drafter", "static"):
+        monkeypatch.setattr(f"hf_eagle3.{module}_eagle3.time", SimpleNamespace(perf_counter=perf_counter))
+    target = make_target("llama")
+    for batch in (make_batch([5]), make_batch([5, 9, 7])):
+        torch.manual_seed(0)
+        expected = target.generate(**batch, **{**settings, "cache_implementation": None}, max_new_tokens=64)
+        draft = make_oracle(target, expected, padding=(1 - batch["attention_mask"]).sum(dim=1, keepdim=True))
+        draft.generation_config.tree_policy = "auto"
+        for _ in range(3):
+            torch.manual_seed(0)
+            assert torch.equal(
+                target.generate(**batch, **settings, max_new_tokens=64, assistant_model=draft), expected
+            )

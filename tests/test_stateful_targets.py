@@ -252,9 +252,30 @@ def test_states_that_cannot_be_read_again_are_refused():
         target.eval().generate(make_prompt(5), custom_generate=draft.assisted_decoding, **SETTINGS)
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "falcon_h1"])
 def test_states_beside_static_layers_are_refused(family):
     target, prompt = make_target(family), make_prompt(9)
     draft = make_oracle(target, target.generate(prompt, **SETTINGS))
-    with pytest.raises(ValueError, match="LinearAttentionLayer layers. Use the default `DynamicCache`"):
+    with pytest.raises(ValueError, match="LinearAttention.*Layer layers. Use the default `DynamicCache`"):
         target.generate(prompt, assistant_model=draft, cache_implementation="static", **SETTINGS)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_attentions_that_sdpa_does_not_return(family):
+    target, prompt = make_target(family), make_prompt(12)
+    settings = {**SETTINGS, "return_dict_in_generate": True, "output_attentions": True}
+    expected = target.generate(prompt, **settings)
+    actual = target.generate(prompt, assistant_model=make_oracle(target, expected.sequences), **settings)
+    assert actual.sequences.equal(expected.sequences) and actual.attentions == expected.attentions
+
+
+def test_prompts_that_are_longer_than_their_positions(tokenizer):
+    """`token_healing` may lengthen a prompt, whose positions stay as they were: targets without any do not mind."""
+    for family in ("granitemoehybrid", "kimi_linear"):
+        target, prompt = make_target(family), torch.arange(60, 66)[None]
+        settings = {**SETTINGS, "token_healing": True, "tokenizer": tokenizer}
+        expected = target.generate(prompt, **settings)
+        assert expected.shape[1] > prompt.shape[1] + SETTINGS["max_new_tokens"]
+        draft = Eagle3ForSpeculation.from_target(target).eval()
+        draft.generation_config.tree_policy = "static"
+        assert torch.equal(target.generate(prompt, **settings, assistant_model=draft), expected)

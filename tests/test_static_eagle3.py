@@ -79,9 +79,9 @@ def test_draws_the_trees_of_a_dynamic_cache(target, oracle):
 def test_draws_the_same_trees(target, monkeypatch, batch_size):
     walk, trees = Text.walk, []
 
-    def recorded_walk(self, tree, *args):
+    def recorded_walk(self, tree, *args, **kwargs):
         trees[-1].append((tree.tokens.tolist(), tree.parents.tolist()))
-        return walk(self, tree, *args)
+        return walk(self, tree, *args, **kwargs)
 
     monkeypatch.setattr(Text, "walk", recorded_walk)
     batch = make_batch([30, 9][:batch_size])
@@ -208,6 +208,25 @@ def test_the_returned_cache_can_be_continued_from(target, oracle):
     expected = target.generate(longer, max_new_tokens=3, do_sample=False)
     actual = target.generate(longer, past_key_values=first.past_key_values, max_new_tokens=3, do_sample=False)
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-window", "llama4", "gemma4-shared-kv"])
+@pytest.mark.parametrize("max_new_tokens", [4, 30])
+def test_the_returned_cache_is_as_large_as_plain_generates(family, max_new_tokens):
+    target, batch = make_target(family), make_batch([5, 12])
+    settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True, **STATIC}
+    expected = target.generate(**batch, **settings)
+    padding = (1 - batch["attention_mask"]).sum(dim=1, keepdim=True)
+    actual = target.generate(
+        **batch, **settings, assistant_model=make_oracle(target, expected.sequences, padding=padding)
+    )
+    assert type(actual.past_key_values) is type(expected.past_key_values)
+    assert actual.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    for ours, theirs in zip(actual.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        assert type(ours) is type(theirs)
+        if getattr(theirs, "keys", None) is not None:
+            torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(ours.values, theirs.values, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("policy", ["static", "auto"])

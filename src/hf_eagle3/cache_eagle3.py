@@ -232,6 +232,15 @@ class TreeCache:
                         nodes[..., :growth, :] = nodes.index_select(-2, index)
             self.crop(growth - num_nodes)
 
+    def take_back(self) -> None:
+        """Forgets all of the newest nodes, and what they left in the slots of a static cache: perhaps no numbers."""
+        self.keep_paths([[]], growth=0)
+        if self.is_static:
+            for layer in self.cache.layers:
+                if not stores_nothing(layer):
+                    for states in (layer.keys, layer.values):
+                        states[..., self.length :, :] = 0
+
     def leave_forward(self) -> None:
         """
         After a forward that raised something: keeps the root, which plain `generate` would have read, in the layers
@@ -287,6 +296,7 @@ def is_unused_static(cache) -> bool:
         and not getattr(cache, "_is_user_defined", False)
         and not cache.offloading
         and all(isinstance(layer, StaticLayer) or stores_nothing(layer) for layer in cache.layers)
+        and not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
     )
 
 
@@ -302,6 +312,13 @@ def with_room(cache, max_length: int, num_slots: int):
         if given.is_initialized and not stores_nothing(given):  # ahead of a prefill that is compiled
             layer.lazy_initialization(given.keys[..., :0, :], given.values[..., :0, :])
     return Cache(layers=layers)
+
+
+def copy_into(cache, source, length: int) -> None:
+    """Fills an unused static cache with the first `length` entries of another, of which it may keep the last only."""
+    for layer, source_layer in zip(cache.layers, source.layers):
+        if not stores_nothing(layer):
+            layer.update(source_layer.keys[..., :length, :], source_layer.values[..., :length, :])
 
 
 def stores_nothing(layer) -> bool:

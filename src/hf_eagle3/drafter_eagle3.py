@@ -60,9 +60,9 @@ class Drafter:
     def remember(self, features, counts, text, model_kwargs):
         """Takes the target's own states `(B, R, n_aux * H)` at the newest `counts` positions of each row, or the prompt's."""
         if not self.unread and self.has_read_nothing:
-            # A prompt that came with a cache, in chunks or as embeddings shows only its end; padding is not read at
-            # all.
-            num_seen = min(features.shape[1], text.shortest)
+            # A prompt that came with a cache, in chunks or as embeddings shows only its end, and one that was healed
+            # has positions for what it was; padding is not read at all.
+            num_seen = min(features.shape[1], text.shortest, text_positions(model_kwargs).shape[1] - 1)
             counts, attention_mask = [num_seen] * text.batch_size, model_kwargs.get("attention_mask")
             if attention_mask is not None:
                 counts = attention_mask[:, -num_seen - 1 : -1].bool().sum(dim=1).clamp(min=1).tolist()

@@ -20,6 +20,11 @@ import statistics
 import torch
 
 
+def measurable(seconds: float) -> float:
+    """Clocks may be coarse, stand still or be set while something is measured: nothing takes no time, or for ever."""
+    return min(max(seconds, 1e-6), 1e6)
+
+
 class StepCosts:
     """
     Seconds that the parts of a step take, by their size: `"level"`, each level but the first, for so many nodes in all
@@ -42,7 +47,7 @@ class StepCosts:
 
     def record(self, part: str, size: int, seconds: float) -> None:
         self.num_recorded += 1
-        key = part, size
+        key, seconds = (part, size), measurable(seconds)
         if key in self.renewed:
             self.samples[key] = (*self.samples.get(key, ()), seconds)[-self.LATEST :]
             self.curves.pop(part, None)

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationMixin
 
-from .cache_eagle3 import TreeCache, is_unused_static, take_paths, tree_attention_mask, with_room
+from .cache_eagle3 import TreeCache, copy_into, is_unused_static, take_paths, tree_attention_mask, with_room
 from .checks_eagle3 import (
     check_call,
     depends_on_length,
@@ -171,8 +171,9 @@ class Eagle3Decoding:
         self.settings = settings = tree_settings(draft.generation_config, generation_config)
         policy_name, num_looked_up = settings.pop("tree_policy"), settings.pop("prompt_lookup_num_tokens")
         num_nodes = settings["num_assistant_tokens"]
-        given_cache = model_kwargs.get("past_key_values")
+        given_cache, self.unused_cache = model_kwargs.get("past_key_values"), None
         if given_cache is not None and is_unused_static(given_cache):
+            self.unused_cache = given_cache
             # As long as the longest so far, so that what was compiled for it fits.
             max_length = max(generation_config.max_length - 1, getattr(target, "_previous_max_cache_length", 0))
             model_kwargs["past_key_values"] = with_room(given_cache, max_length, num_nodes)
@@ -256,7 +257,11 @@ class Eagle3Decoding:
         finally:
             self.cache.release()
             self.text.finish()
-        return self.returned.finish(self.text.sequences(), self.outputs.past_key_values)
+        cache = self.outputs.past_key_values
+        if self.returned.wants_dict and self.unused_cache is not None:  # as large as plain `generate`'s
+            copy_into(self.unused_cache, cache, self.cache.length)
+            cache = self.unused_cache
+        return self.returned.finish(self.text.sequences(), cache)
 
     def accept(self) -> None:
         """
@@ -264,7 +269,10 @@ class Eagle3Decoding:
         and forgets the other nodes.
         """
         text, tree, were_finished = self.text, self.tree, list(self.text.is_finished)
-        text.walk(tree, self.outputs, self.root_row)
+        has_nodes = tree.num_nodes > 1 or (self.cache.is_static and self.plan is not None)  # or had, in a static cache
+        if not text.walk(tree, self.outputs, self.root_row, may_take_back=has_nodes):
+            self.verify_root()
+            text.walk(self.tree, self.outputs, self.root_row)
         self.counts = [len(path) for path in text.paths]
         emitted = [count for count, done in zip(self.counts, were_finished) if count and not done]
         self.stats.new_tokens += sum(emitted)
@@ -339,6 +347,13 @@ class Eagle3Decoding:
         self.stats.lookup_steps += self.tree.num_nodes > 1 and self.plan.num_looked_up > 0
         self.cache.track(self.outputs.past_key_values, self.tree.num_nodes)
         self._read_outputs()
+
+    def verify_root(self) -> None:
+        """Takes the tree back and verifies its root alone, as plain decoding does."""
+        self.cache.take_back()
+        start, self.tree = self.start, DraftTree.root_only(self.text.newest(1))
+        self.verify()
+        self.start = start
 
     def break_off(self) -> None:
         """Ends a step in which something was raised, perhaps while tokens were picked, with those that were."""

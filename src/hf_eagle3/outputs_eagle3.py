@@ -53,8 +53,8 @@ def without_first(outputs, num_tokens: int):
     """A target's outputs as if it had not been asked about the first tokens of its input again."""
     outputs.logits = outputs.logits[:, num_tokens:]
     for name in ("hidden_states", "attentions"):  # of each layer (B, R, H), and (B, heads, R, K)
-        layers = outputs.get(name) or ()
-        outputs[name] = tuple(layer if layer is None else layer[..., num_tokens:, :] for layer in layers) or None
+        if (layers := outputs.get(name)) is not None:
+            outputs[name] = tuple(layer if layer is None else layer[..., num_tokens:, :] for layer in layers)
     return outputs
 
 

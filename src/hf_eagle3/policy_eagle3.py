@@ -23,7 +23,7 @@ import weakref
 import torch
 from transformers import GenerationConfig
 
-from .estimates_eagle3 import Calibration, MatchCalibration, StepCosts
+from .estimates_eagle3 import Calibration, MatchCalibration, StepCosts, measurable
 from .lookup_eagle3 import PromptLookup
 
 
@@ -285,6 +285,7 @@ class AutoPolicy(StaticPolicy):
 
     def record_drafted_step(self, tokens: float, seconds: float, plain: float | None) -> None:
         """How many `plain` steps the step was worth, and what it took; decides whether to go on drafting."""
+        seconds = measurable(seconds)
         gain = 0.0 if plain is None else tokens - seconds / plain
         for name, new in (("weight", 1.0), ("tokens", tokens), ("seconds", seconds), ("squares", gain**2)):
             setattr(self, name, getattr(self, name) * self.MEMORY + new)

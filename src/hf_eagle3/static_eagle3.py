@@ -111,8 +111,11 @@ def read_and_draft(
         num_assistant_tokens,
         guess=None if noise is None else guess,
     )
+    drafted = length + torch.arange((tree_depth - 1) * branching_factor, device=length.device)
     for layer in cache.layers:
         layer.cumulative_length.copy_(length)
+        for states in (layer.keys, layer.values):  # which may be no numbers: no mask keeps those from the next step
+            states.index_fill_(-2, drafted, 0)
     return tree.tokens, tree.parents, tree.depths, tree.ancestors
 
 

@@ -73,7 +73,9 @@ class Text:
         self.retired: dict[int, torch.LongTensor] = {}  # the texts of the others
         # A streamer that raises finds all rows where plain `generate` leaves them.
         self.in_step = in_step or self.num_rows == 1 or streamer is not None or not can_read_padding
-        self.in_step |= not all(map(is_row_wise, [*logits_processor, *stopping_criteria]))
+        # Others may also change the text that they are given.
+        self.may_be_edited = not all(map(is_row_wise, [*logits_processor, *stopping_criteria]))
+        self.in_step |= self.may_be_edited
         self.ids = input_ids.long()  # (B, capacity), of which each row has written its length
         self.lengths = [self.prompt_length] * self.batch_size
         self.is_finished = [False] * self.batch_size
@@ -200,12 +202,17 @@ class Text:
         index = index.to(self.ids.device)
         return self.ids.gather(1, index.clamp(min=0)).masked_fill(index < 0, 0)
 
-    def walk(self, tree: DraftTree, outputs, root_row: int) -> None:
-        """Picks tokens for as long as the tree has them."""
+    def walk(self, tree: DraftTree, outputs, root_row: int, may_take_back: bool = False) -> bool:
+        """
+        Picks tokens for as long as the tree has them. With `may_take_back` it picks none, and returns `False`, where
+        scores of a root are no numbers: a node whose states are none reaches all others through any mask (0 * NaN).
+        """
         self.were_finished, self.picked = list(self.is_finished), [[] for _ in self.rows]
         self.vocab_size = outputs.logits.shape[-1]
         if self.may_pick_at_once and (not self.visits_nodes or tree.num_nodes == 1 < self.batch_size):
-            return self._walk_at_once(tree, outputs.logits[:, root_row:])
+            return self._walk_at_once(tree, outputs.logits[:, root_row:], may_take_back)
+        if may_take_back and outputs.logits[:, root_row].isnan().any():
+            return False
         children, nodes = tree.children(), [0] * self.batch_size
         self.paths, self.starts = [[] for _ in nodes], list(self.lengths)
         while walking := self._walking(nodes):
@@ -218,22 +225,28 @@ class Text:
                 for row, token in zip(rows, tokens):
                     self.picked[row].append(token)
                     nodes[row] = children[row].get((nodes[row], token))
+        return True
 
-    def _walk_at_once(self, tree: DraftTree, logits: torch.FloatTensor) -> None:
+    def _walk_at_once(self, tree: DraftTree, logits: torch.FloatTensor, may_take_back: bool) -> bool:
         """Picks a token at every node, and reads once which of them the walk comes by."""
         tree, logits = tree.to(self.ids.device), logits.to(self.ids.device)
         were_finished = self.were_finished
-        choices, is_broken = self._choices(tree, logits)  # (B, N)
+        choices, is_broken = self._choices(tree, logits, keeps_noise=may_take_back)  # (B, N)
         if self.pads_finished_rows and any(were_finished):
             choices[were_finished] = int(self.pad_token)
-        if tree.num_nodes == 1:
-            tokens = choices
+        nodes, counts, tokens = tree.parents, None, choices
+        if tree.num_nodes > 1:
+            nodes, counts = tree.accepted(choices)
+            tokens, is_broken = choices.gather(1, nodes), is_broken.gather(1, nodes)
+        if may_take_back:
+            counts = torch.ones_like(nodes[:, 0]) if counts is None else counts
+            counts = counts.masked_fill(logits[:, 0].isnan().any(dim=-1), 0)
+        if counts is None:
             read = [[[0], token, broken, [1]] for token, broken in torch.stack([tokens, is_broken], dim=1).tolist()]
         else:
-            nodes, counts = tree.accepted(choices)
-            tokens = choices.gather(1, nodes)
-            read = [nodes, tokens, is_broken.gather(1, nodes), counts[:, None].expand_as(nodes)]
-            read = torch.stack(read, dim=1).tolist()
+            read = torch.stack([nodes, tokens, is_broken, counts[:, None].expand_as(nodes)], dim=1).tolist()
+        if any(count == 0 for *_, (count, *_) in read):
+            return False
 
         self.paths, self.starts = [[] for _ in read], list(self.lengths)
         end = min(self.max_length, self.shortest + self.max_lead)
@@ -269,9 +282,15 @@ class Text:
                 self.paths[row] = self.paths[row][: max(self.num_streamed + 1 - start, 0)]
                 self.lengths[row] = start + len(self.paths[row])
             raise
+        return True
 
-    def _choices(self, tree: DraftTree, logits: torch.FloatTensor) -> tuple[torch.LongTensor, torch.BoolTensor]:
-        """The next token at each node `(B, N)`, as [`_pick`] picks it, and where there is none to pick."""
+    def _choices(
+        self, tree: DraftTree, logits: torch.FloatTensor, keeps_noise: bool
+    ) -> tuple[torch.LongTensor, torch.BoolTensor]:
+        """
+        The next token at each node `(B, N)`, as [`_pick`] picks it, and where there is none to pick. `keeps_noise`:
+        until the tokens are written.
+        """
         num_nodes = logits.shape[1]
         scores = logits.float()
         if len(self.logits_processor):
@@ -282,7 +301,7 @@ class Text:
             return choices, torch.zeros_like(choices, dtype=torch.bool)
         probs = torch.softmax(scores, dim=-1)
         levels = self._levels(tree)
-        if levels == 1 and not any(self.noise):  # for all rows, at once
+        if levels == 1 and not keeps_noise and not any(self.noise):  # for all rows, at once
             noise = self._draw()
             noise = (noise if len(noise) == len(probs) else noise[self.rows])[:, None]
         else:
@@ -360,6 +379,7 @@ class Text:
             logits = outputs.logits[rows, nodes].float().to(device)
         ids = self._read(rows, 1 if self.may_pick_at_once else length)
         scores = self._processor_of(rows)(ids, logits)
+        self._write_back(ids)
         next_tokens = self._pick(rows, scores)
         if length == self.ids.shape[1]:
             self.ids = F.pad(self.ids, (0, max(length, 256)))
@@ -367,16 +387,24 @@ class Text:
         for i, row in enumerate(rows):
             self.returned.add(row, outputs, logits[i : i + 1], scores[i : i + 1], self.paths[row], num_nodes)
             self.lengths[row] += 1
+        self._stream()
         tokens = next_tokens.tolist()
         if self.may_pick_at_once:
             is_done = list(map(self._ends_with, rows, tokens))
         else:
             all_scores = self.returned.all_scores() if self.in_step else None  # no other criteria read them
-            is_done = self.stopping_criteria(self._read(rows, length + 1), all_scores).tolist()
+            ids = self._read(rows, length + 1)
+            is_done = self.stopping_criteria(ids, all_scores).tolist()
+            self._write_back(ids)
+            tokens = self.ids[rows, lengths].tolist() if self.may_be_edited else tokens
         for row, is_row_done in zip(rows, is_done):
             self.is_finished[row] |= is_row_done
-        self._stream()
         return tokens
+
+    def _write_back(self, ids: torch.LongTensor) -> None:
+        """What was changed in the text of all rows, where that was handed out as a copy."""
+        if self.may_be_edited and ids.data_ptr() != self.ids.data_ptr():
+            self.ids[:, : ids.shape[1]] = ids
 
     def _ends_with(self, row: int, token: int) -> bool:
         """Whether the token that was just written ends a row, by criteria that may be asked at once."""
