@@ -520,8 +520,8 @@ def run_interrupted(rng, target, lengths, seed, folder):
     cache, handle = DynamicCache(config=target.config), None
     call = {**kwargs, "past_key_values": cache, "assistant_model": draft}
     if kind == "hook":
-        layer = target.get_decoder().layers[rng.randrange(6)]
-        handle = layer.register_forward_hook(Interrupts(calls))
+        layers = [each for name, each in target.named_modules() if name.endswith("mlp")] or [target]
+        handle = rng.choice(layers).register_forward_hook(Interrupts(calls))
     else:
         makers = {"logits_processor": InterruptingProcessor, "stopping_criteria": InterruptingCriteria}
         interrupts = makers.get(kind, Interrupts)(calls)

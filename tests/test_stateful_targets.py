@@ -12,7 +12,7 @@ from conftest import (
     make_prompt,
     make_target,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StoppingCriteria
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LogitsProcessor, StoppingCriteria
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.cache_eagle3 import TreeCache
@@ -279,3 +279,24 @@ def test_prompts_that_are_longer_than_their_positions(tokenizer):
         draft = Eagle3ForSpeculation.from_target(target).eval()
         draft.generation_config.tree_policy = "static"
         assert torch.equal(target.generate(prompt, **settings, assistant_model=draft), expected)
+
+
+class EditTheNewest(LogitsProcessor):
+    """After the target has read it."""
+
+    def __call__(self, input_ids, scores):
+        input_ids[:, -1] = (input_ids[:, -1] + 1) % scores.shape[1]
+        return scores
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "granitemoehybrid"])
+def test_what_is_read_again_is_what_was_read(family):
+    target, batch = make_target(family), make_batch([9, 5])
+    settings = {**SETTINGS, "logits_processor": [EditTheNewest()], "pad_token_id": 0}
+    expected = target.generate(batch["input_ids"].clone(), attention_mask=batch["attention_mask"], **settings)
+    draft = Eagle3ForSpeculation.from_target(target).eval()
+    draft.generation_config.tree_policy = "static"
+    actual = target.generate(
+        batch["input_ids"].clone(), attention_mask=batch["attention_mask"], assistant_model=draft, **settings
+    )
+    assert torch.equal(actual, expected)

@@ -232,6 +232,8 @@ class Eagle3Decoding:
             self.drafter = Drafter(draft, self.embedding)
 
         self.num_reread = 0  # tokens that the newest forward read again
+        # Which tokens recurrent states have forgotten `(B, cache.to_reread)`: the text may have been edited since.
+        self.forgotten = input_ids[:, :0]
         # The prompt's forward ends at the root of a tree that has no other nodes, and which nobody planned.
         self.tree, self.plan = DraftTree.root_only(input_ids.new_zeros(text.batch_size, 1)), None
         self._read_outputs()
@@ -280,7 +282,7 @@ class Eagle3Decoding:
             self.stats.accepted_lengths += emitted
             if self.plan.num_looked_up == 0 and tree.num_nodes > 1:
                 self.stats.drafted_lengths += emitted
-            self.cache.keep_paths(text.paths, text.growth)
+            self.keep_paths()
             if tree.num_nodes > 1:
                 self.features = take_paths(self.features, text.paths)
         self.model_kwargs = _extend_inputs(self.target, self.outputs, self.model_kwargs, self.counts, text.growth)
@@ -290,6 +292,17 @@ class Eagle3Decoding:
             self.plan.record_verification(tree, text.paths, live, text.progress, seconds, self.num_reread)
         if self.lookup is not None:
             self.lookup.extend(text.picked, text.is_finished)
+
+    def keep_paths(self) -> None:
+        """Keeps the nodes at which tokens were picked."""
+        self.cache.keep_paths(self.text.paths, self.text.growth)
+        self.forget(self.text.growth)
+
+    def forget(self, num_nodes: int) -> None:
+        """Notes which tokens recurrent states have forgotten, the first nodes of the newest chain among them."""
+        if self.cache.recurrent_layers:
+            tokens = torch.cat([self.forgotten, self.tree.tokens[:, :num_nodes].to(self.forgotten.device)], dim=1)
+            self.forgotten = tokens[:, tokens.shape[1] - self.cache.to_reread :]
 
     def retire(self) -> None:
         """Finished rows leave the batch, where nobody notices."""
@@ -336,7 +349,7 @@ class Eagle3Decoding:
     def verify(self) -> None:
         """One forward of the target over all nodes of the tree."""
         self.start = time.perf_counter()
-        inputs = _verification_inputs(self.target, self.tree, self.text, self.cache, self.model_kwargs)
+        inputs = _verification_inputs(self.target, self.tree, self.forgotten, self.text, self.cache, self.model_kwargs)
         self.num_reread = self.cache.to_reread
         self.cache.prepare(self.tree.num_nodes)
         self.outputs = self.forward(**inputs, return_dict=True)
@@ -357,24 +370,24 @@ class Eagle3Decoding:
 
     def break_off(self) -> None:
         """Ends a step in which something was raised, perhaps while tokens were picked, with those that were."""
-        text, cache, num_newer, num_newer_inputs = self.text, self.cache, 1, 1
+        text, cache, num_newer = self.text, self.cache, 1
         if cache.is_in_forward:
             cache.leave_forward()
-            num_newer = num_newer_inputs = 0
+            self.forget(1)
+            num_newer = 0
         elif cache.num_new > 0:
-            cache.keep_paths(text.paths, text.growth)
+            self.keep_paths()
             if cache.to_reread > 0:
                 counts = list(map(len, text.paths))
                 self.model_kwargs = _extend_inputs(self.target, self.outputs, self.model_kwargs, counts, text.growth)
-                num_newer += text.longest - max(text.starts) - text.growth  # the last may not have been picked
         if getattr(cache.cache, "_is_user_defined", False):
             with contextlib.suppress(Exception):  # what was raised first tells more
-                self.reread(num_newer, num_newer_inputs)
+                self.reread(num_newer)
 
-    def reread(self, num_newer: int = 1, num_newer_inputs: int = 1) -> None:
+    def reread(self, num_newer: int = 1) -> None:
         """
-        Lets recurrent states read what they were put back from, so that the cache is as plain `generate` leaves it: it
-        holds all tokens but the `num_newer` newest. So many entries of the inputs are newer, too.
+        Lets recurrent states read what they were put back from, so that the cache is as plain `generate` leaves it.
+        The `num_newer` last entries of the inputs are of newer tokens than it holds.
         """
         num_tokens = self.cache.to_reread
         if num_tokens == 0:
@@ -382,10 +395,9 @@ class Eagle3Decoding:
         inputs = {name: entries for name, entries in self.model_kwargs.items() if name not in INPUTS_BY_TOKEN}
         for name in INPUTS_BY_TOKEN:
             if (entries := self.model_kwargs.get(name)) is not None:  # (..., B, L)
-                end = entries.shape[-1] - num_newer_inputs
+                end = entries.shape[-1] - num_newer
                 inputs[name] = entries[..., 0 if name == "attention_mask" else end - num_tokens : end]
-        tokens = self.text.newest(num_newer + num_tokens)[:, :num_tokens]
-        inputs = self.target.prepare_inputs_for_generation(tokens, **inputs)
+        inputs = self.target.prepare_inputs_for_generation(self.forgotten, **inputs)
         self.forward(**inputs, return_dict=True)
         self.stats.target_forwards += 1
         self.cache.crop(0)
@@ -495,8 +507,8 @@ def _select_inputs(model_kwargs, rows: list[int], excess: int):
     return selected
 
 
-def _verification_inputs(target, tree, text, cache, model_kwargs):
-    """What to call the target with for one forward over all nodes of the tree."""
+def _verification_inputs(target, tree, forgotten, text, cache, model_kwargs):
+    """What to call the target with for one forward over all nodes of the tree, and what it has forgotten before them."""
     num_reread = cache.to_reread
     if tree.num_nodes == 1 and num_reread == 0:  # nothing drafted: exactly a step of `_sample`
         input_ids = text.newest(text.longest)
@@ -519,7 +531,7 @@ def _verification_inputs(target, tree, text, cache, model_kwargs):
     known_positions = model_kwargs["position_ids"]
     tokens, positions = tree.tokens, known_positions[..., -1:] + depths
     if num_reread > 0:
-        tokens = torch.cat([text.newest(1 + num_reread)[:, :-1], tokens], dim=-1)
+        tokens = torch.cat([forgotten.to(tokens.device), tokens], dim=-1)
         positions = torch.cat([known_positions[..., -1 - num_reread : -1], positions], dim=-1)
     tree_kwargs = {**model_kwargs, "position_ids": positions, "attention_mask": attention_mask}
     for name in TOKEN_TYPES:
