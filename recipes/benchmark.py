@@ -31,7 +31,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, CompileConfig, PreTrainedConfig
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.environment import environment, weights_digest
+from hf_eagle3.environment import environment
 from hf_eagle3.evaluation import (
     METHODS,
     BenchmarkResults,
@@ -45,6 +45,7 @@ from hf_eagle3.evaluation import (
 from hf_eagle3.evaluation.profile import format_profile, profile_steps
 from hf_eagle3.evaluation.results import what_differs
 from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
+from hf_eagle3.loading_eagle3 import weights_digest
 from hf_eagle3.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 
 

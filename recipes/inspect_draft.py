@@ -15,6 +15,12 @@ import argparse
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import FORMATS, WRITABLE, load_ends
+from hf_eagle3.environment import is_path
+
+
+NOT_TO_PUBLISH = (
+    "a path on this machine, in config.json for `vllm serve`; recipes/push.py leaves it out, other uploads do not"
+)
 
 
 def describe(draft, info) -> list[tuple[str, str]]:
@@ -25,7 +31,7 @@ def describe(draft, info) -> list[tuple[str, str]]:
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     rows = [
         ("format", info["format"]),
-        ("verifier", config.verifier),
+        ("verifier", config.verifier + (f" ({NOT_TO_PUBLISH})" if is_path(config.verifier) else "")),
         (
             "layers",
             f"{config.num_hidden_layers} x {layer.model_type}, width {layer.hidden_size}, MLP {layer.intermediate_size}, "

@@ -1,15 +1,17 @@
 import copy
 import itertools
 import json
+import math
 
 import pytest
 import torch
 from conftest import FAMILIES, VOCAB_SIZE, make_prompt, make_target
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import DynamicCache
+from transformers import AutoModel, DynamicCache
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
+from hf_eagle3.checkpoints import export
 from hf_eagle3.layers_eagle3 import Eagle3RMSNorm
 
 
@@ -310,6 +312,111 @@ def test_broken_checkpoints_are_refused(tmp_path, target, change, message):
         Eagle3ForSpeculation.from_pretrained(tmp_path)
 
 
+def edit_json(file, change):
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *(
+            (lambda c, name=name, value=value: c.update({name: value}), "is not what was saved|lacks .'norm_")
+            for name in ("norm_before_residual", "norm_output")
+            for value in (True, False, None)
+        ),
+        (lambda c: c.pop("norm_before_residual"), "lacks .'norm_before_residual'"),
+        (lambda c: (c.pop("norm_output"), c.pop("config_digest")), "lacks .'norm_output'"),
+        (lambda c: c.pop("transformer_layer_config"), "no `transformer_layer_config`"),
+        (lambda c: c["transformer_layer_config"].update(rms_norm_eps=1e-3), "is not what was saved"),
+        (lambda c: c["transformer_layer_config"]["rope_parameters"].update(rope_theta=1e6), "is not what was saved"),
+        (lambda c: c.update(eagle_aux_hidden_state_layer_ids=[1, 3, 4]), "is not what was saved"),
+        (lambda c: c.update(dtype="float17"), "`dtype` is 'float17'"),
+    ],
+)
+def test_configurations_that_are_not_what_was_saved(tmp_path, target, change, message):
+    draft = Eagle3ForSpeculation.from_target(target)
+    draft.save_pretrained(tmp_path)
+    kept = json.loads((tmp_path / "config.json").read_text())
+    edit_json(tmp_path / "config.json", change)
+    if json.loads((tmp_path / "config.json").read_text()) == kept:  # the flag had that value
+        assert Eagle3ForSpeculation.from_pretrained(tmp_path).config.norm_output == draft.config.norm_output
+        return
+    for auto_class in (Eagle3ForSpeculation, AutoModel):
+        kwargs = {} if auto_class is Eagle3ForSpeculation else {"trust_remote_code": True}
+        with pytest.raises(ValueError, match=message):
+            auto_class.from_pretrained(tmp_path, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t["lm_head.weight"].zero_(), "not those that were saved"),
+        (lambda t: t["fc.weight"].mul_(1.1), "not those that were saved"),
+        (lambda t: t["fc.weight"].view(-1)[3].fill_(math.nan), "fc.weight.* no finite numbers"),
+        (lambda t: t["norm.weight"].view(-1)[0].fill_(math.inf), "norm.weight.* no finite numbers"),
+    ],
+)
+def test_weights_that_are_not_what_was_saved(tmp_path, target, change, message):
+    draft = Eagle3ForSpeculation.from_target(target)
+    draft.save_pretrained(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):  # may be loaded in any
+        Eagle3ForSpeculation.from_pretrained(tmp_path, dtype=dtype).save_pretrained(tmp_path / str(dtype))
+        Eagle3ForSpeculation.from_pretrained(tmp_path / str(dtype))
+    edit(tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        Eagle3ForSpeculation.from_pretrained(tmp_path)
+    if "finite" not in message:  # on purpose
+        edit_json(tmp_path / "config.json", lambda config: config.pop("weights_digest"))
+        Eagle3ForSpeculation.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is not valid JSON"),
+        ('{"tree_depth": 4, "tree_po', "is not valid JSON"),
+        ('{"tree_policy": "fast"}', "`tree_policy` must be"),
+        ('{"tree_depth": -1}', "`tree_depth` must be"),
+        ('{"pad_token_id": "x"}', "`pad_token_id` is 'x'"),
+    ],
+)
+def test_broken_generation_configs_are_refused(tmp_path, target, content, message):
+    Eagle3ForSpeculation.from_target(target).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        Eagle3ForSpeculation.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("elsewhere", ["../outside/{}", "{outside}/{}", "..\\outside\\{}", "shards/../../outside/{}"])
+@pytest.mark.parametrize("to", [None, "sglang"])
+def test_files_outside_of_a_checkpoint_are_not_read(tmp_path, target, elsewhere, to):
+    folder, outside = tmp_path / "draft", tmp_path / "outside"
+    draft = Eagle3ForSpeculation.from_target(target)
+    draft.save_pretrained(folder, max_shard_size="10KB")
+    if to is not None:
+        export(draft, tmp_path / "other", to)
+        (folder / "config.json").write_text((tmp_path / "other" / "config.json").read_text())
+    index = folder / "model.safetensors.index.json"
+    part = json.loads(index.read_text())["weight_map"]["fc.weight"]
+    outside.mkdir()
+    (folder / part).rename(outside / part)
+    name = elsewhere.format(part, outside=outside)
+    edit_json(index, lambda content: content["weight_map"].update({"fc.weight": name}))
+    with pytest.raises(ValueError, match="is not in its folder"):
+        Eagle3ForSpeculation.from_pretrained(folder)
+
+
+def test_the_installed_class_runs_no_code_of_a_folder(tmp_path, target):
+    Eagle3ForSpeculation.from_target(target).save_pretrained(tmp_path)
+    for file in (*tmp_path.glob("*.py"), *tmp_path.glob("*/*.py")):
+        file.write_text("raise SystemExit('was run')")
+    draft = Eagle3ForSpeculation.from_pretrained(tmp_path, trust_remote_code=True)
+    with pytest.raises(NotImplementedError):
+        draft.generate()
+
+
 def test_tensor_of_another_shape_is_refused(tmp_path, target):
     Eagle3ForSpeculation.from_target(target).save_pretrained(tmp_path)
     edit(tmp_path, lambda tensors: tensors.update({"fc.weight": torch.ones(3, 3)}))
@@ -321,7 +428,8 @@ def test_embedding_of_a_checkpoint_that_does_not_announce_it(tmp_path, target):
     draft = Eagle3ForSpeculation.from_target(target, has_own_embed_tokens=True)
     draft.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    del config["has_own_embed_tokens"]
+    for name in ("has_own_embed_tokens", "auto_map", "config_digest"):  # as others write it
+        del config[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     loaded = Eagle3ForSpeculation.from_pretrained(tmp_path)
     assert torch.equal(loaded.embed_tokens.weight, target.get_input_embeddings().weight)

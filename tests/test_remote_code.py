@@ -21,6 +21,7 @@ TRAVELLING = (
     "estimates_eagle3.py",
     "generation_eagle3.py",
     "layers_eagle3.py",
+    "loading_eagle3.py",
     "lookup_eagle3.py",
     "modeling_eagle3.py",
     "noise_eagle3.py",
@@ -153,6 +154,7 @@ def test_what_training_and_pushing_need_is_named():
 # What the code that comes with a draft uses beyond torch and transformers. None of it reaches out of the process.
 STANDARD_LIBRARY = {
     "base64",
+    "binascii",
     "bisect",
     "itertools",
     "collections",
@@ -162,8 +164,10 @@ STANDARD_LIBRARY = {
     "dataclasses",
     "difflib",
     "functools",
+    "hashlib",
     "importlib.util",
     "inspect",
+    "json",
     "math",
     "pathlib",
     "statistics",
@@ -182,6 +186,9 @@ AT_IMPORT = {
 }
 # Calls that could reach files, other code or processes, by the function that they are in.
 REACHING = {
+    # Reads what transformers reads, before it does.
+    ("loading_eagle3.py", "check_files", "cached_file"),
+    ("loading_eagle3.py", "read_json", "loads"),
     ("modeling_eagle3.py", "save_pretrained", "mkdir"),
     ("modeling_eagle3.py", "save_pretrained", "write_text"),
     ("static_eagle3.py", "compiled", "compile"),  # torch's

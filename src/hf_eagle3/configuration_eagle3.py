@@ -13,10 +13,17 @@
 # limitations under the License.
 """Configuration of an EAGLE-3 draft, in the schema of the `speculators` package."""
 
+import base64
+import binascii
+import hashlib
+import json
 from dataclasses import fields
 from typing import Any, ClassVar
 
-from transformers import AutoConfig, PreTrainedConfig
+import torch
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 # One name per class that `AutoXxx.from_pretrained(..., trust_remote_code=True)` may be asked for. Written to every
@@ -29,6 +36,34 @@ AUTO_MAP = {
 
 # What others write into a config.json and does not change a draft.
 NEUTRAL_KEYS = {"_name_or_path", "auto_map", "embed_requires_grad", "tie_word_embeddings", "torch_dtype", "use_cache"}
+# The same in `transformer_layer_config`, where other versions of transformers also write all of their defaults.
+NEUTRAL_LAYER_KEYS = {
+    *NEUTRAL_KEYS,
+    *vars(GenerationConfig()),
+    *GenerationConfig._get_default_generation_params(),
+    "_attn_implementation_autoset",
+    "layer_types",
+    "max_window_layers",
+    "num_aux_hidden_states",
+    "partial_rotary_factor",
+    "pretraining_tp",
+    "pruned_heads",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "use_sliding_window",
+}
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_own_embed_tokens")
+# What a draft computes depends on these.
+DIGESTED = (
+    *FLAGS,
+    "draft_vocab_size",
+    "eagle_aux_hidden_state_layer_ids",
+    "speculators_model_type",
+    "target_hidden_size",
+    "transformer_layer_config",
+    "verifier_fingerprint",
+)
 
 
 class Eagle3Config(PreTrainedConfig):
@@ -69,10 +104,13 @@ class Eagle3Config(PreTrainedConfig):
             The target's special tokens.
         speculators_config (`dict`, *optional*):
             Proposal methods and verifier, as `speculators` defines them.
+        weights_digest (`str`, *optional*):
+            Of the weights in a checkpoint ([`~loading_eagle3.weights_digest`]): written when they are saved, checked
+            when they are loaded. Beside it a `config_digest` tells whether this configuration is what was saved.
 
     Raises:
-        ValueError: if flags exclude each other, the layers are neither Llama's nor Qwen3's or rotate parts of heads, or
-            the vocabulary sizes do not fit.
+        ValueError: if a value is of the wrong kind, flags exclude each other, the layers are neither Llama's nor
+            Qwen3's or rotate parts of heads, or the vocabulary sizes do not fit.
     """
 
     model_type: ClassVar[str] = "eagle3"
@@ -94,12 +132,14 @@ class Eagle3Config(PreTrainedConfig):
     speculators_model_type: str = "eagle3"
     speculators_version: str = "0.9.0"
     speculators_config: dict | None = None
+    weights_digest: str | None = None
 
     def __post_init__(self, **kwargs):
+        self._check_kinds()
         layer_config = self.transformer_layer_config or {}
         if isinstance(layer_config, dict):
             layer_config = dict(layer_config)
-            check_sizes(layer_config)
+            check_layer_config(layer_config)
             self.transformer_layer_config = AutoConfig.for_model(
                 layer_config.pop("model_type", "llama"), **layer_config
             )
@@ -133,14 +173,69 @@ class Eagle3Config(PreTrainedConfig):
         # vLLM sizes `fc` from here, and takes 3 when it is absent.
         layer_config.num_aux_hidden_states = self.num_aux_hidden_states
 
+    def _check_kinds(self) -> None:
+        """Of what this class itself adds."""
+        for name in FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}, but must be true or false.")
+        check_sizes({name: getattr(self, name) for name in ("draft_vocab_size", "target_hidden_size")})
+        check_token_ids(vars(self))
+        ids = self.eagle_aux_hidden_state_layer_ids
+        if ids is not None and not (isinstance(ids, list | tuple) and ids and all(type(each) is int for each in ids)):
+            raise ValueError(f"`eagle_aux_hidden_state_layer_ids` is {ids!r}, but must be a list of integers.")
+        if not isinstance(self.transformer_layer_config, dict | PreTrainedConfig | None):
+            raise ValueError(
+                f"`transformer_layer_config` is {self.transformer_layer_config!r}, but must be a mapping."
+            )
+        speculators_config = {} if self.speculators_config is None else self.speculators_config
+        verifier = speculators_config.get("verifier", {}) if isinstance(speculators_config, dict) else None
+        name = verifier.get("name_or_path") if isinstance(verifier, dict) else verifier
+        if not isinstance(verifier, dict) or not isinstance(name, str | None):
+            raise ValueError(
+                f"`speculators_config` is {speculators_config!r}, but must be a mapping, and in it `verifier` one of which "
+                "`name_or_path` is a text."
+            )
+        try:
+            is_fingerprint = self.verifier_fingerprint is None or (
+                isinstance(self.verifier_fingerprint, str)
+                and len(base64.b64decode(self.verifier_fingerprint, validate=True)) == 128
+            )
+        except (binascii.Error, ValueError):
+            is_fingerprint = False
+        if not is_fingerprint:
+            raise ValueError(f"`verifier_fingerprint` is {self.verifier_fingerprint!r}, which is none. Remove it.")
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
         """
         What is read of a `config.json`, by whatever class loads it.
 
         Raises:
-            ValueError: naming flags that are on, and that neither we nor transformers know.
+            ValueError: if it lacks what it must have, is not what was saved, or has flags that are on, and that neither
+                we nor transformers know.
         """
+        config_dict = dict(config_dict)
+        digest = config_dict.pop("config_digest", None)
+        if config_dict.get("transformer_layer_config") is None:
+            raise ValueError("This config.json has no `transformer_layer_config`, which describes the draft's layers.")
+        auto_map = config_dict.get("auto_map")
+        is_ours = isinstance(auto_map, dict) and str(auto_map.get("AutoConfig")).endswith(AUTO_MAP["AutoConfig"])
+        absent = [name for name in FLAGS if config_dict.get(name) is None]
+        if is_ours and absent:
+            raise ValueError(f"This config.json lacks {absent}, which every draft of ours has. Download it again.")
+        for name in absent:
+            config_dict.pop(name, None)
+        if digest is not None and digest != config_digest(config_dict):
+            raise ValueError(
+                f"This config.json is not what was saved: one of {', '.join(DIGESTED)} is another. Download it again. If it was "
+                "changed on purpose, remove `config_digest` from it."
+            )
+        for name in ("dtype", "torch_dtype"):
+            dtype = config_dict.get(name)
+            if isinstance(dtype, list | dict) or not isinstance(
+                getattr(torch, str(dtype or "float32"), dtype), torch.dtype
+            ):
+                raise ValueError(f"`{name}` is {dtype!r}, which torch does not know.")
         known = {field.name for field in fields(cls)} | PreTrainedConfig().to_dict().keys() | NEUTRAL_KEYS
         unknown = sorted(name for name in config_dict.keys() - known if config_dict[name] not in (None, False))
         if unknown:
@@ -182,7 +277,7 @@ class Eagle3Config(PreTrainedConfig):
         output = super().to_diff_dict()
         layer_config = self.transformer_layer_config
         output["transformer_layer_config"] = {**layer_config.to_diff_dict(), "model_type": layer_config.model_type}
-        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_own_embed_tokens"):
+        for name in FLAGS:
             output[name] = getattr(self, name)
         return self._as_speculators(output)
 
@@ -195,18 +290,93 @@ class Eagle3Config(PreTrainedConfig):
         layer_config = output["transformer_layer_config"]
         for name in ("transformers_version", "dtype"):
             layer_config.pop(name, None)
+        output["config_digest"] = config_digest(output)
         return output
 
 
-def check_sizes(layer_config: dict[str, Any]) -> None:
+def config_digest(config: dict[str, Any]) -> str:
+    """SHA-256 of the fields in a `config.json` on which depends what a draft computes."""
+    facts = {name: config[name] for name in DIGESTED if name in config}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def check_token_ids(config: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: if a special token of a `config.json` or `generation_config.json` is none.
+    """
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = config.get(name)
+        tokens = value if name == "eos_token_id" and isinstance(value, list) else [0 if value is None else value]
+        if not all(type(token) is int for token in tokens):
+            raise ValueError(f"`{name}` is {value!r}, but must be the id of a token.")
+
+
+def check_sizes(config: dict[str, Any]) -> None:
     """
     Raises:
         ValueError: if a size is not a positive integer.
     """
-    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
-        value = layer_config.get(name, 1)
-        if not isinstance(value, int) or value < 1:
+    for name in (
+        "draft_vocab_size",
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "target_hidden_size",
+        "vocab_size",
+    ):
+        value = config.get(name)
+        # A default stands for these where they are null.
+        may_be_null = name in ("draft_vocab_size", "head_dim", "num_key_value_heads", "target_hidden_size")
+        if (value is not None or (name in config and not may_be_null)) and (type(value) is not int or value < 1):
             raise ValueError(f"`{name}` is {value!r}, but must be a positive integer.")
+    num_heads, num_key_value_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if num_heads and num_key_value_heads and num_heads % num_key_value_heads:
+        raise ValueError(
+            f"`num_attention_heads` ({num_heads}) must be a multiple of `num_key_value_heads` ({num_key_value_heads})."
+        )
+
+
+def check_layer_config(layer_config: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: if a value of a `transformer_layer_config` is of the wrong kind, or a key is on that neither we nor
+            transformers know.
+    """
+    check_sizes(layer_config)
+    if layer_config.get("model_type", "llama") not in ("llama", "qwen3"):
+        return  # refused below
+    rope = layer_config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"`rope_parameters` is {rope!r}, but must be a mapping.")
+    rope_type = rope.get("rope_type", "default")
+    if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+        raise ValueError(f"`rope_type` is {rope_type!r}, but must be one of {['default', *ROPE_INIT_FUNCTIONS]}.")
+    for name, value in (*rope.items(), *layer_config.items()):
+        if name in ("rope_theta", "rms_norm_eps", "factor") and not (type(value) in (int, float) and value > 0):
+            raise ValueError(f"`{name}` is {value!r}, but must be a positive number.")
+    if (activation := layer_config.get("hidden_act", "silu")) not in ACT2FN:
+        raise ValueError(f"`hidden_act` is {activation!r}, which transformers does not know.")
+    types, num_layers = layer_config.get("layer_types"), layer_config.get("num_hidden_layers")
+    if types is not None and (
+        not isinstance(types, list)
+        or not set(map(str, types)) <= {"full_attention", "sliding_attention"}
+        or (num_layers is not None and len(types) != num_layers)
+    ):
+        raise ValueError(
+            f"`layer_types` is {types!r}, but must be a list of 'full_attention' and 'sliding_attention', one for each of the "
+            f"{num_layers} layers."
+        )
+    known = AutoConfig.for_model(layer_config.get("model_type", "llama")).to_dict().keys() | NEUTRAL_LAYER_KEYS
+    unknown = sorted(name for name in layer_config.keys() - known if layer_config[name] not in (None, False))
+    if unknown:
+        raise ValueError(
+            f"`transformer_layer_config` has keys that this version does not know: {unknown}. What they change would be missing."
+        )
 
 
 Eagle3Config.register_for_auto_class()

@@ -1,6 +1,5 @@
 """What a figure was measured with."""
 
-import hashlib
 import os
 import platform
 from pathlib import Path
@@ -39,10 +38,14 @@ def environment(device: torch.device | str) -> dict[str, str | int]:
     }
 
 
+def is_path(name: str | None) -> bool:
+    """Whether the name of a model is a path on this machine."""
+    return bool(name) and (Path(name).is_absolute() or name.startswith((".", "~")) or Path(name).exists())
+
+
 def public_name(name: str | None) -> str | None:
     """A name to publish: an id of the Hub as it is, a path of this machine without the folders that it lies in."""
-    is_path = bool(name) and (Path(name).is_absolute() or name.startswith((".", "~")) or Path(name).exists())
-    return Path(name).name if is_path else name
+    return Path(name).name if is_path(name) else name
 
 
 def without_paths(facts):
@@ -52,14 +55,3 @@ def without_paths(facts):
     if isinstance(facts, list):
         return [without_paths(value) for value in facts]
     return public_name(facts) if isinstance(facts, str) and len(facts) < 1000 else facts
-
-
-def weights_digest(state_dict: dict[str, torch.Tensor]) -> str:
-    """SHA-256 of a draft's weights in bfloat16, so that it is the same for a float32 draft and its bfloat16 copy."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(state_dict.items()):
-        if tensor.is_floating_point():
-            tensor = tensor.bfloat16().view(torch.int16)
-        digest.update(name.encode())
-        digest.update(tensor.cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()

@@ -36,7 +36,8 @@ from .generation_eagle3 import (
     last_generation,
 )
 from .layers_eagle3 import Eagle3DecoderLayer, Eagle3RMSNorm
-from .policy_eagle3 import DEFAULT_TREE_SETTINGS
+from .loading_eagle3 import check_files, check_tensors, weights_digest
+from .policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 from .target_eagle3 import config_for_target, default_aux_layer_ids, speculators_config_for
 
 
@@ -132,12 +133,17 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         `assumed`.
 
         Raises:
-            ValueError: if a tensor is missing, unexpected or of another shape, or if the vocabulary mapping is broken.
+            ValueError: if a file is broken, a tensor is missing, unexpected, of another shape or not finite, the
+                vocabulary mapping is broken, or configuration or weights are not what was saved.
         """
         wants_loading_info = kwargs.pop("output_loading_info", False)
+        # The code is this class's. Transformers would also run what the folder has for `custom_generate`.
+        kwargs.pop("trust_remote_code", None)
         report, path = {"format": "speculators"}, pretrained_model_name_or_path
+        hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+        if path is not None:
+            check_files(path, **hub_kwargs)
         if path is not None and kwargs.get("config") is None:
-            hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
             config, _ = Eagle3Config.get_config_dict(path, **hub_kwargs)
             if config.get("speculators_model_type") is None:
                 kwargs["config"], kwargs["state_dict"], report = read_other_format(config, path, hub_kwargs)
@@ -161,6 +167,12 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
                 "draft_vocab_size, num_hidden_layers, ...) or download the checkpoint again."
             )
         model._check_draft_vocabulary(pretrained_model_name_or_path)
+        tree_settings(model.generation_config)
+        digest, model.config.weights_digest = model.config.weights_digest, None  # of what was loaded, not of the model
+        if not hasattr(model, "hf_quantizer"):
+            # What float16 makes of other dtypes cannot be told from other weights.
+            digest = None if model.dtype == torch.float16 else digest
+            check_tensors(model.state_dict(), pretrained_model_name_or_path, digest)
         if report["format"] != "speculators":
             logger.info(
                 f"{pretrained_model_name_or_path} was read as a checkpoint of the {report['format']} format: {report}"
@@ -434,14 +446,20 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
             for layer_type in layer_types
         }
 
-    def save_pretrained(self, save_directory, *args, **kwargs):
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
         """
         Saves the draft and its code. See [`~transformers.PreTrainedModel.save_pretrained`].
 
         The folder also serves as `custom_generate`:
         `target.generate(..., custom_generate=folder, assistant_model=draft, trust_remote_code=True)`.
         """
-        super().save_pretrained(save_directory, *args, **kwargs)
+        weights = self.state_dict() if state_dict is None else state_dict
+        if is_main_process and not any(weight.is_meta for weight in weights.values()):
+            self.config.weights_digest = weights_digest(weights)
+        try:
+            super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        finally:
+            self.config.weights_digest = None
         folder = Path(save_directory) / "custom_generate"
         folder.mkdir(exist_ok=True)
         (folder / "generate.py").write_text(CUSTOM_GENERATE, encoding="utf-8")

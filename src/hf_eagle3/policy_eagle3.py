@@ -71,7 +71,10 @@ def tree_settings(
         if name == "assistant_confidence_threshold":
             if not isinstance(settings[name], (int, float)) or not 0 <= settings[name] < 1:
                 raise ValueError(f"`{name}` must be in [0, 1), got {settings[name]!r}.")
-        elif name != "tree_policy":
+        elif name == "tree_policy":
+            if settings[name] not in ("auto", "static"):
+                raise ValueError(f"`tree_policy` must be 'auto' or 'static', got {settings[name]!r}.")
+        else:
             least = 0 if name == "prompt_lookup_num_tokens" else 1
             if isinstance(settings[name], bool) or not isinstance(settings[name], int) or settings[name] < least:
                 kind = "a positive integer" if least else "an integer of at least 0"
@@ -571,13 +574,9 @@ def tree_policy(
     The policy of a name, for the `num_rows` that are left of a batch. `"auto"` remembers, for as long as target and
     draft live, what calls of the same shape took and what came of calls of the same `kind`, with about as many rows.
 
-    Raises:
-        ValueError: if there is no such policy.
     """
     if name == "static":
         return StaticPolicy()
-    if name != "auto":
-        raise ValueError(f"`tree_policy` must be 'auto' or 'static', got {name!r}.")
     measured = _MEASURED.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, {})
     shape = (tree_depth, branching_factor, num_assistant_tokens)
     rows = batch_size if num_rows == batch_size else 1 << (num_rows - 1).bit_length()

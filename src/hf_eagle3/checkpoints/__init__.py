@@ -31,6 +31,8 @@ def recognise(config: dict, source) -> str:
     if config.get("speculators_model_type") is not None:
         return "speculators"
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ValueError(f"{source}: `architectures` is {architectures!r}, but must be a list of names.")
     if config.get("kv_lora_rank") is not None or any("Deepseek" in name for name in architectures):
         raise ValueError(
             f"{source} is a draft with multi-head latent attention (architectures {architectures}), which is not supported: "
@@ -63,7 +65,7 @@ def read(config: dict, source, **hub_kwargs):
     tensors = read_tensors(source, **hub_kwargs)
     try:
         return FORMATS[name].read(config, tensors)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # what is there is not what it should be
         reason = f"there is no {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{source}, read as {name}: {reason}") from error
 

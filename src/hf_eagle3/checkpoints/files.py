@@ -8,6 +8,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.utils.hub import cached_file
 
+from ..loading_eagle3 import read_index
+
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -28,14 +30,14 @@ def read_tensors(source, **hub_kwargs) -> dict[str, torch.Tensor]:
 
     Raises:
         FileNotFoundError: if there are no weights, or a part of them is missing.
-        ValueError: if a file is cut off, or holds other things than tensors.
+        ValueError: if a file is cut off, holds other things than tensors, or names files outside of its folder.
     """
     for name in WEIGHT_FILES:
         if (path := find(source, name, **hub_kwargs)) is None:
             continue
         if not name.endswith(".index.json"):
             return read_file(path)
-        tensors, index = {}, read_json(path)["weight_map"]
+        tensors, index = {}, read_index(path)
         for part in sorted(set(index.values())):
             if (part_path := find(source, part, **hub_kwargs)) is None:
                 raise FileNotFoundError(f"{source}: {name} lists {part}, which is not there.")
@@ -59,16 +61,6 @@ def read_file(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise ValueError(f"{path} holds other things than named tensors.")
     return tensors
-
-
-def read_json(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} does not hold a JSON object.")
-    return content
 
 
 def save_checkpoint(folder, config: dict, tensors: dict[str, torch.Tensor]) -> None:

@@ -19,9 +19,10 @@ from transformers.utils import logging
 
 from ..checkpoints.files import find
 from ..configuration_eagle3 import Eagle3Config
-from ..environment import public_name, weights_digest, without_paths
+from ..environment import public_name, without_paths
 from ..evaluation import BenchmarkResults, plot_all
 from ..evaluation.results import PLOTS
+from ..loading_eagle3 import weights_digest
 from ..modeling_eagle3 import Eagle3ForSpeculation
 from .card import BENCHMARK_RECORD, TRAINING_RECORD, is_edited, is_hub_id, render_card
 
@@ -145,8 +146,8 @@ def write_draft(
     verifier = draft.config.verifier
     if not is_hub_id(verifier):
         logger.warning(
-            f"The draft's verifier is {verifier}, which is not on the Hub: nobody else can use the draft. If the verifier is there "
-            "under another name, push with `recipes/push.py --verifier`."
+            f"The draft's verifier is {verifier}, which is not on the Hub: nobody else can use the draft. What is published says "
+            f"{public_name(verifier)}. If the verifier is there under another name, push with `recipes/push.py --verifier`."
         )
     with verifier_without_path(draft):
         draft.save_pretrained(folder, max_shard_size=max_shard_size)

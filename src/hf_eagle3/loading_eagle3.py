@@ -1,0 +1,115 @@
+# Copyright 2026 The hf-eagle3 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Whether a checkpoint is what was saved."""
+
+import hashlib
+import json
+from pathlib import Path, PureWindowsPath
+
+import torch
+from transformers.utils.hub import cached_file
+
+from .configuration_eagle3 import check_token_ids
+
+
+INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+def read_json(path: str | Path) -> dict:
+    """
+    Raises:
+        ValueError: if the file holds no JSON object.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON; is it complete? {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} does not hold a JSON object.")
+    return content
+
+
+def read_index(path: str | Path) -> dict[str, str]:
+    """
+    Which file of a checkpoint holds which tensor.
+
+    Raises:
+        ValueError: if it names files outside of its folder.
+    """
+    content = read_json(path)
+    index = content.get("weight_map")
+    if not isinstance(content.get("metadata"), dict):  # which transformers reads, too
+        raise ValueError(f"{path} has no `metadata`. Is it complete?")
+    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+        raise ValueError(f"{path} does not say which file holds which tensor (`weight_map`).")
+    for name in index.values():
+        parts = PureWindowsPath(name)  # takes both kinds of slashes
+        if parts.anchor or ".." in parts.parts:
+            raise ValueError(f"{path} names {name}, which is not in its folder. Do not load this checkpoint.")
+    return index
+
+
+def check_files(source: str | Path, **hub_kwargs) -> None:
+    """
+    The files of a checkpoint that transformers reads, or passes over when it cannot.
+
+    Args:
+        source (`str` or `Path`): Folder or Hub id.
+        hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
+
+    Raises:
+        ValueError: if one is broken, or names files outside of its folder.
+    """
+    for name in ("generation_config.json", *INDEX_FILES):
+        path = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **hub_kwargs)
+        if path is not None and name in INDEX_FILES:
+            read_index(path)
+        elif path is not None:
+            check_token_ids(read_json(path))
+
+
+def check_tensors(tensors: dict[str, torch.Tensor], source, digest: str | None = None) -> None:
+    """
+    Args:
+        tensors (`dict[str, torch.Tensor]`): A draft's weights and buffers.
+        source: Where they are from, for messages.
+        digest (`str`, *optional*): Their [`weights_digest`] when they were saved.
+
+    Raises:
+        ValueError: if they are not finite, or not what was saved.
+    """
+    if any(tensor.is_meta for tensor in tensors.values()):
+        return
+    broken = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
+    if broken:
+        raise ValueError(
+            f"{source}: {broken} hold values that are no finite numbers. Download the checkpoint again; if it is right, it "
+            "overflows in the `dtype` that it was loaded in."
+        )
+    if digest is not None and digest != weights_digest(tensors):
+        raise ValueError(
+            f"The weights of {source} are not those that were saved with its config.json. Download the checkpoint again. If "
+            "they were changed on purpose, remove `weights_digest` from config.json."
+        )
+
+
+def weights_digest(state_dict: dict[str, torch.Tensor]) -> str:
+    """SHA-256 of a draft's weights in bfloat16, so that it is the same for a float32 draft and its bfloat16 copy."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state_dict.items()):
+        if tensor.is_floating_point():
+            tensor = tensor.bfloat16().view(torch.int16)
+        digest.update(name.encode())
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
