@@ -26,8 +26,8 @@ from pathlib import Path
 
 
 KINDS = ("calls", "checkpoints", "kills")
-# Of 100 cases; a kill takes as long as some hundred calls.
-SHARES = {"calls": 94, "checkpoints": 5.5, "kills": 0.2}
+# Of about 100 cases; a kill takes as long as some hundred calls.
+SHARES = {"calls": 92, "checkpoints": 8, "kills": 0.3}
 MOST_SECONDS = {"calls": 120, "checkpoints": 120, "kills": 600}  # that a case may take
 
 

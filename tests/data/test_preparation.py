@@ -226,6 +226,30 @@ def test_bad_data(tokenizer, tmp_path):
         make_trainer(tokenizer, {"content": ["abc"]}, tmp_path)
     with pytest.raises(ValueError, match="no rows"):
         make_trainer(tokenizer, {"text": []}, tmp_path)
+    turns = chat()["messages"]
+    for column, rows in (
+        ("text", ["abcdef", "abcdef", None]),
+        ("text", [None, "abcdef", None]),
+        ("messages", [[], *turns]),
+        ("messages", [*turns, []]),
+        ("messages", [*turns, None]),
+    ):
+        empty = [i for i, row in enumerate(rows) if not row]
+        message = f"{len(empty)} of {len(rows)} rows .* nothing as {column!r}, the first of them row {empty[0]}"
+        with pytest.raises(ValueError, match=message):
+            make_trainer(tokenizer, {column: rows}, tmp_path)
+        with pytest.raises(ValueError, match=f"Row {empty[0]} of the train data has nothing as {column!r}"):
+            make_trainer(tokenizer, {column: rows}, tmp_path, stream=True, max_steps=2).train()
+    for token in (200, -1):
+        rows = {"input_ids": [[3, 4, 5, 6], [3, token, 5, 6]]}
+        for stream in (False, True):
+            with pytest.raises(ValueError, match=f"has token {token}, but the target's vocabulary ends at 95"):
+                make_trainer(tokenizer, rows, tmp_path, stream=stream, max_steps=2).train()
+
+
+def test_very_long_rows_are_reported(tokenizer, tmp_path, caplog):
+    make_trainer(tokenizer, {"text": ["abc" * 7000]}, tmp_path, max_length=None)
+    assert "21001 tokens" in caplog.text and "105 times as long" in caplog.text
 
 
 def test_a_vocabulary_of_other_data_is_refused(tokenizer, tmp_path):

@@ -1,6 +1,7 @@
 import copy
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArgumen
 from hf_eagle3.data import prompt_of_row
 from hf_eagle3.loading_eagle3 import weights_digest
 from hf_eagle3.training import models
+from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
 from hf_eagle3.training.record import training_record
 
 
@@ -261,14 +263,46 @@ def test_resumed_training_goes_on_as_if_uninterrupted(tmp_path, tokenizer):
     assert training_record(first)["seconds"] > 0 and training_record(resumed)["seconds"] is None
 
 
-def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path, tokenizer):
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+BREAKS = [
+    ("trainer_state.json", Path.unlink),
+    ("trainer_state.json", cut),  # a full disk
+    ("optimizer.pt", lambda path: path.write_bytes(b"")),
+    ("optimizer.pt", flip),
+    ("model.safetensors", cut),
+    ("scheduler.pt", Path.unlink),
+    ("rng_state.pth", Path.unlink),
+    ("checkpoint_files.json", Path.unlink),  # killed before all of it was written
+]
+
+
+def test_checkpoints_that_are_not_whole_are_passed_over(tmp_path, tokenizer):
     arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
     expected = losses(make_trainer(tmp_path, tokenizer, **arguments))
-    (tmp_path / "checkpoint-6" / "trainer_state.json").unlink()
-    resumed = make_trainer(tmp_path, tokenizer, **arguments)
-    resumed.train(resume_from_checkpoint=True)
-    history = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
-    assert history == pytest.approx(expected, rel=1e-5) and (tmp_path / "checkpoint-6" / "trainer_state.json").exists()
+    for name, break_it in BREAKS:
+        broken = tmp_path / "checkpoint-6"
+        break_it(broken / name)
+        resumed = make_trainer(tmp_path, tokenizer, **arguments)
+        if name != "trainer_state.json" or break_it is cut:
+            with pytest.raises(ValueError, match=f"{name}.*last checkpoint that is whole"):
+                resumed.train(resume_from_checkpoint=str(broken))
+        assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+        resumed.train(resume_from_checkpoint=True)
+        history = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
+        assert history == pytest.approx(expected, rel=1e-5) and what_is_broken(broken) is None
+    for step in (2, 4, 6):
+        (tmp_path / f"checkpoint-{step}" / "optimizer.pt").unlink()
+    with pytest.raises(ValueError, match="no checkpoint to go on from"):
+        make_trainer(tmp_path, tokenizer, **arguments).train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="no checkpoint to go on from"):
         make_trainer(tmp_path / "empty", tokenizer, **arguments).train(resume_from_checkpoint=True)
 
@@ -365,8 +399,16 @@ def test_wrong_arguments(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, gradient_checkpointing=True)
     with pytest.raises(ValueError, match="'nll'"):
         make_trainer(tmp_path, tokenizer, loss_type="nll")
-    with pytest.raises(ValueError, match="ttt_steps"):
-        make_trainer(tmp_path, tokenizer, ttt_steps=0)
+    for name, value in (
+        ("ttt_steps", 0),
+        ("ttt_steps", 2.5),
+        ("draft_vocab_size", -3),
+        ("max_length", 2),
+        ("eval_max_new_tokens", 0),
+        ("assistant_confidence_threshold", 2.0),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}` must be .* got {value}"):
+            make_trainer(tmp_path, tokenizer, **{name: value})
     with pytest.raises(ValueError, match="adapter of a fresh one"):
         make_trainer(tmp_path, tokenizer, peft_config=LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(TypeError, match="`target_model` is Eagle3ForSpeculation"):

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +14,7 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 
 logger = logging.getLogger(__name__)
 
+VERY_LONG = 16_384  # tokens in a row that nothing cuts
 COLUMNS = ("messages", "conversations", "prompt", "input_ids")  # besides `dataset_text_field`
 
 
@@ -49,6 +51,90 @@ def has_messages(dataset: Dataset | IterableDataset) -> bool:
     """Whether the first row is a conversation."""
     first = next(iter(dataset), {})
     return any(isinstance(first.get(name), list) for name in ("messages", "conversations", "prompt"))
+
+
+def check_rows(dataset: Dataset | IterableDataset, args: SFTConfig, name: str) -> Dataset | IterableDataset:
+    """
+    Checks that each row has something to train on; a stream's rows when they come.
+
+    Returns:
+        The data set, unchanged, or the stream with the check built in.
+
+    Raises:
+        ValueError: if a text or a conversation is `None`, or a conversation has no messages.
+    """
+    first = next(iter(dataset))
+    columns = next(
+        columns
+        for columns in (
+            ["input_ids"],
+            ["messages"],
+            ["conversations"],
+            ["prompt", "completion"],
+            [args.dataset_text_field],
+        )
+        if columns[0] in first
+    )
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(RowCheck(columns, name), with_indices=True)
+    for column in columns:
+        is_empty = []
+        for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=1000):
+            values = table[column]
+            no_value = pc.is_null(values).to_numpy()
+            if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+                no_value |= pc.fill_null(pc.list_value_length(values), 0).to_numpy() == 0
+            is_empty.append(no_value)
+        if (rows := np.concatenate(is_empty).nonzero()[0]).size:
+            raise ValueError(
+                f"{len(rows)} of {len(dataset)} rows of the {name} data have nothing as {column!r}, the first of them row "
+                f"{rows[0]}. Remove them."
+            )
+    return dataset
+
+
+class RowCheck:
+    def __init__(self, columns: list[str], name: str):
+        self.columns, self.name = columns, name
+
+    def __call__(self, row, index):
+        for column in self.columns:
+            if row[column] is None or (isinstance(row[column], list) and not row[column]):
+                raise ValueError(f"Row {index} of the {self.name} data has nothing as {column!r}. Remove it.")
+        return row
+
+
+def check_tokens(dataset: Dataset | IterableDataset, vocab_size: int, name: str) -> Dataset | IterableDataset:
+    """
+    Checks that tokenized rows have tokens of the target; a stream's rows when they come.
+
+    Returns:
+        The data set, unchanged, or the stream with the check built in.
+
+    Raises:
+        ValueError: if there is an id that the target's vocabulary does not have.
+    """
+    check = TokenCheck(vocab_size, name)
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(check)
+    for table in dataset.select_columns("input_ids").with_format("arrow").iter(batch_size=1000):
+        extremes = pc.min_max(pc.list_flatten(table["input_ids"])).as_py()
+        check({"input_ids": [extremes["min"], extremes["max"]] if extremes["min"] is not None else []})
+    return dataset
+
+
+class TokenCheck:
+    def __init__(self, vocab_size: int, name: str):
+        self.vocab_size, self.name = vocab_size, name
+
+    def __call__(self, row):
+        for token in (min(row["input_ids"], default=0), max(row["input_ids"], default=0)):
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"The {self.name} data has token {token}, but the target's vocabulary ends at {self.vocab_size - 1}: it was "
+                    "tokenized for another target."
+                )
+        return row
 
 
 def check_lengths(dataset: Dataset | IterableDataset, name: str) -> None:
@@ -112,12 +198,21 @@ def report_long_rows(
     dataset: Dataset | IterableDataset, max_length: int | None, fate: str, name: str
 ) -> Dataset | IterableDataset:
     """
-    Logs a warning of how many tokenized rows are longer than `max_length`, and what becomes of them. For a stream,
-    whose rows are not known in advance, at the first such row, the second, the fourth, and so on.
+    Logs a warning of how many tokenized rows are longer than `max_length`, and what becomes of them; without one, of
+    rows that take very long. For a stream, whose rows are not known in advance, at the first row that is longer, the
+    second, the fourth, and so on.
 
     Returns:
         The data set, unchanged, or the stream with the warning built in.
     """
+    if max_length is None and isinstance(dataset, Dataset):
+        longest = max(int(lengths.max()) for lengths in row_lengths(dataset))
+        if longest > VERY_LONG:
+            logger.warning(
+                f"The longest row of the {name} data has {longest} tokens, and `max_length=None` cuts none: attention over it takes "
+                f"{(longest / 2048) ** 2:,.0f} times as long as over 2,048 tokens, in the target and in each drafting step, which "
+                "may be hours. Pass `max_length`; with `packing=True` and `packing_strategy='bfd_split'` nothing is lost."
+            )
     if max_length is None:
         return dataset
     if isinstance(dataset, IterableDataset):

@@ -130,8 +130,20 @@ class Eagle3TrainingArguments(SFTConfig):
                 f"Arguments are saved beside the draft, and published with it: leave {secrets} out of "
                 "`target_model_init_kwargs`, and log in by `hf auth login` or the environment variable HF_TOKEN."
             )
-        if self.ttt_steps < 1:
-            raise ValueError(f"`ttt_steps` must be at least 1, got {self.ttt_steps}.")
+        for name, least in (
+            ("ttt_steps", 1),
+            ("draft_vocab_size", 1),
+            ("max_length", 3),  # a token whose state is read, the next, and what these predict
+            ("num_eval_prompts", 0),
+            ("eval_max_new_tokens", 1),
+        ):
+            value = getattr(self, name)
+            may_be_none = name in ("draft_vocab_size", "max_length")
+            if not (value is None and may_be_none) and (type(value) is not int or value < least):
+                raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
+        threshold = self.assistant_confidence_threshold
+        if threshold is not None and not 0 <= threshold < 1:
+            raise ValueError(f"`assistant_confidence_threshold` must be in [0, 1), got {threshold}.")
         if not 0 <= self.ttt_warmup <= 1:
             raise ValueError(f"`ttt_warmup` must be in [0, 1], got {self.ttt_warmup}.")
         if not 0 < self.ttt_step_decay <= 1:

@@ -10,10 +10,12 @@ from types import MethodType
 import torch
 import torch.nn.functional as F
 from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedModel
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
@@ -23,6 +25,8 @@ from ..data import (
     check_chat_template,
     check_columns,
     check_lengths,
+    check_rows,
+    check_tokens,
     count_tokens,
     coverage,
     has_messages,
@@ -34,6 +38,7 @@ from ..data import (
 from ..hub import card_on_hub, is_edited, render_card, repo_name, write_records
 from ..modeling_eagle3 import Eagle3ForSpeculation
 from .arguments import Eagle3TrainingArguments
+from .checkpoint import last_whole_checkpoint, list_files, what_is_broken
 from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, start_store
 from .models import draft_to_train, load_target
 from .optimizer import MuonWithAdamW
@@ -143,6 +148,7 @@ class Eagle3Trainer(SFTTrainer):
         elif kwargs.get("train_dataset") is not None:
             kwargs["train_dataset"] = without_prompt_column(kwargs["train_dataset"])
         self._check_before_preparation(args, **kwargs)
+        self.target_vocab_size = target_model.config.get_text_config(decoder=True).vocab_size
 
         # Not `SFTTrainer`'s business; it would warn of the first and refuse the second.
         ours = {"model_init_kwargs": args.model_init_kwargs, "loss_type": args.loss_type}
@@ -240,7 +246,7 @@ class Eagle3Trainer(SFTTrainer):
             return dataset  # was prepared when its features were extracted
         if formatting_func is None:
             check_columns(dataset, args, dataset_name)
-            dataset = without_prompt_column(dataset)
+            dataset = check_rows(without_prompt_column(dataset), args, dataset_name)
         if self._for_evaluation:
             args = copy.copy(args)
             for name, value in self._for_evaluation.items():
@@ -255,6 +261,7 @@ class Eagle3Trainer(SFTTrainer):
             dataset, processing_class, tokenize_only, False, formatting_func, dataset_name
         )
         check_lengths(dataset, dataset_name)
+        dataset = check_tokens(dataset, self.target_vocab_size, dataset_name)
         is_split = packing and args.packing_strategy != "bfd"
         fate = "split off" if is_split else "cut off (`packing=True` with `packing_strategy='bfd_split'` keeps them)"
         dataset = report_long_rows(dataset, args.max_length, fate, dataset_name)
@@ -269,21 +276,30 @@ class Eagle3Trainer(SFTTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
         """
-        See [`~transformers.Trainer.train`]. With `resume_from_checkpoint=True` a checkpoint that was being written
-        when the process was killed is passed over.
+        See [`~transformers.Trainer.train`]. With `resume_from_checkpoint=True` checkpoints are passed over of which a
+        file is cut off, gone or broken.
 
         Raises:
-            ValueError: if that training is finished, or was begun with other data or settings.
+            ValueError: if there is no whole checkpoint, or that training is finished, or was begun with other data or
+                settings.
         """
         if str(resume_from_checkpoint).lower() == "true":  # text, if it comes from the command line
-            checkpoints = sort_checkpoints(self.args.output_dir)
-            # `Trainer` writes its state last.
-            whole = [folder for folder in checkpoints if Path(folder, "trainer_state.json").exists()]
-            if not whole:
-                raise ValueError(f"There is no checkpoint to go on from in {self.args.output_dir}.")
-            if whole[-1] != checkpoints[-1]:
-                logger.warning(f"{checkpoints[-1]} is not complete. Going on from {whole[-1]}.")
-            resume_from_checkpoint = whole[-1]
+            found = [None]
+            if self.accelerator.is_main_process:  # reads gigabytes
+                try:
+                    found = [last_whole_checkpoint(self.args.output_dir)]
+                except ValueError as error:
+                    found = [error]
+            resume_from_checkpoint = broadcast_object_list(found)[0]
+            if isinstance(resume_from_checkpoint, ValueError):
+                raise resume_from_checkpoint
+        elif resume_from_checkpoint:
+            is_checkpoint = Path(resume_from_checkpoint, TRAINER_STATE_NAME).exists()  # not weights alone
+            if is_checkpoint and (reason := what_is_broken(resume_from_checkpoint)) is not None:
+                raise ValueError(
+                    f"Training cannot go on from {resume_from_checkpoint}: {reason}. Pass `resume_from_checkpoint=True` to go on "
+                    "from the last checkpoint that is whole, or begin a new training with its draft."
+                )
         self.is_resumed = bool(resume_from_checkpoint)
         if self.is_resumed:
             check_resumption(self, resume_from_checkpoint)
@@ -522,6 +538,13 @@ class Eagle3Trainer(SFTTrainer):
         draft.generation_config = copy.deepcopy(self.draft.generation_config)
         draft.load_state_dict({name.removeprefix("_orig_mod."): value for name, value in state_dict.items()})
         return draft
+
+    def _save_rng_state(self, output_dir):
+        """The last that all processes write to a checkpoint; after it comes the state of the trainer, by one."""
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            list_files(output_dir)
 
     def _save(self, output_dir=None, state_dict=None):
         """

@@ -1,0 +1,75 @@
+"""Which checkpoints training can go on from: those of which every file is as it was written."""
+
+import json
+import os
+import zlib
+from pathlib import Path
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import sort_checkpoints
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+# Written after all files that it lists, and before `Trainer` writes its state.
+CHECKPOINT_FILES = "checkpoint_files.json"
+
+
+def list_files(folder: str | Path) -> None:
+    """Writes down what is in a checkpoint: the size and CRC-32 of each file."""
+    folder = Path(folder)
+    files = {name: list(size_and_checksum(folder / name)) for name in files_of(folder)}
+    unfinished = folder / f"{CHECKPOINT_FILES}.tmp"
+    unfinished.write_text(json.dumps(files, indent=2) + "\n", encoding="utf-8")
+    os.replace(unfinished, folder / CHECKPOINT_FILES)
+
+
+def files_of(folder: Path) -> list[str]:
+    """What resuming may read: everything but code and cards."""
+    paths = (
+        path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".md", ".py", ".pyc", ".tmp")
+    )
+    names = sorted(path.relative_to(folder).as_posix() for path in paths)
+    return [name for name in names if name not in (CHECKPOINT_FILES, TRAINER_STATE_NAME)]
+
+
+def size_and_checksum(path: Path) -> tuple[int, int]:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            checksum = zlib.crc32(block, checksum)
+    return path.stat().st_size, checksum
+
+
+def what_is_broken(folder: str | Path) -> str | None:
+    """Why training cannot go on from a checkpoint; `None` if it can."""
+    folder = Path(folder)
+    content = {}
+    for name in (TRAINER_STATE_NAME, CHECKPOINT_FILES):
+        try:
+            content[name] = json.loads((folder / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return f"it has no {name}"
+        except ValueError:
+            return f"its {name} is cut off"
+    for name, expected in content[CHECKPOINT_FILES].items():
+        if not (folder / name).is_file():
+            return f"its {name} is gone"
+        if list(size_and_checksum(folder / name)) != expected:
+            return f"its {name} is not what was written"
+    return None
+
+
+def last_whole_checkpoint(folder: str | Path) -> str:
+    """
+    The newest checkpoint in a training's output folder that is whole; newer ones are reported.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    for checkpoint in reversed(sort_checkpoints(folder)):
+        if (reason := what_is_broken(checkpoint)) is None:
+            return str(checkpoint)
+        logger.warning(f"{checkpoint} is passed over: {reason}.")
+    raise ValueError(f"There is no checkpoint to go on from in {folder}.")

@@ -1,0 +1,48 @@
+"""A short run of `tests/fuzz.py`, which see; and that it finds what is there to be found."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import fuzz
+import pytest
+from fuzz_calls import unknown_fields
+
+from hf_eagle3 import generation_eagle3, modeling_eagle3
+
+
+def findings(kind, numbers, seed=0):
+    return [finding for number in numbers if (finding := fuzz.run_case(kind, seed, number)[1])]
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_calls(part):
+    assert findings("calls", range(15 * part, 15 * (part + 1))) == []
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_checkpoints(part):
+    assert findings("checkpoints", range(75 * part, 75 * (part + 1))) == []
+
+
+def test_kills():
+    """In a process that has trained nothing before: others cannot be forked from."""
+    command = [sys.executable, Path(fuzz.__file__), "--kinds", "kills", "--case", "0"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout.endswith("nothing found\n"), result.stdout[-2000:]
+
+
+def test_every_field_of_a_generation_config_is_tried():
+    assert unknown_fields() == set()
+
+
+def test_what_is_broken_is_found(monkeypatch):
+    monkeypatch.setattr(modeling_eagle3, "check_tensors", lambda *args: None)
+    assert findings("checkpoints", range(40))
+    keep_paths = generation_eagle3.TreeCache.keep_paths
+    monkeypatch.setattr(  # what was accepted is not what is kept
+        generation_eagle3.TreeCache,
+        "keep_paths",
+        lambda cache, paths, growth: keep_paths(cache, [list(range(len(path))) for path in paths], growth),
+    )
+    assert findings("calls", range(40))
