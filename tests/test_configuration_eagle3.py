@@ -2,6 +2,7 @@ import json
 
 import pytest
 from conftest import make_target
+from huggingface_hub.errors import StrictDataclassError
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
 
@@ -51,10 +52,10 @@ def test_vocab_size_is_the_targets(target):
         ({"draft_vocab_size": 100, "transformer_layer_config": {"vocab_size": 50}}, "exceeds"),
         ({"speculators_model_type": "mtp"}, "expected 'eagle3'"),
         ({"transformer_layer_config": {"partial_rotary_factor": 0.5}}, "rotate whole heads"),
-        ({"speculators_config": {"verifier": "big/model"}}, "`verifier` one of which"),
-        ({"speculators_config": {"verifier": {"name_or_path": 3}}}, "`verifier` one of which"),
-        ({"speculators_config": "eagle3"}, "must be a mapping"),
-        ({"verifier_fingerprint": 7}, "`verifier_fingerprint` is 7"),
+        ({"speculators_config": {"verifier": "big/model"}}, "but must be a mapping"),
+        ({"speculators_config": {"verifier": {"name_or_path": 3}}}, "but must be a mapping"),
+        ({"speculators_config": "eagle3"}, "'speculators_config'"),
+        ({"verifier_fingerprint": 7}, "'verifier_fingerprint'"),
         ({"verifier_fingerprint": "not base64!"}, "`verifier_fingerprint` is"),
         ({"verifier_fingerprint": "AAAA"}, "`verifier_fingerprint` is"),
         ({"transformer_layer_config": {"rope_parameters": {"rope_theta": None}}}, "`rope_theta` is None"),
@@ -68,15 +69,18 @@ def test_vocab_size_is_the_targets(target):
             {"transformer_layer_config": {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}},
             "`layer_types` is",
         ),
-        ({"norm_output": None}, "`norm_output` is None"),
+        ({"norm_output": None}, "'norm_output' expected bool"),
         ({"draft_vocab_size": 0}, "`draft_vocab_size` is 0"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, "2"]}, "list of integers"),
-        ({"eos_token_id": "</s>"}, "`eos_token_id` is"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, "2"]}, "'eagle_aux_hidden_state_layer_ids'"),
+        ({"eos_token_id": "</s>"}, "'eos_token_id'"),
     ],
 )
 def test_contradictions_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, StrictDataclassError), match=message):
         Eagle3Config(**arguments)
+    if "transformer_layer_config" in arguments:
+        with pytest.raises(ValueError, match=message):  # read from a file
+            Eagle3Config.from_dict(arguments)
 
 
 @pytest.mark.parametrize(

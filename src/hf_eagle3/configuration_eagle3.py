@@ -21,6 +21,8 @@ from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -66,6 +68,7 @@ DIGESTED = (
 )
 
 
+@strict
 class Eagle3Config(PreTrainedConfig):
     r"""
     Configuration of an [`Eagle3ForSpeculation`] draft.
@@ -116,7 +119,7 @@ class Eagle3Config(PreTrainedConfig):
     model_type: ClassVar[str] = "eagle3"
     sub_configs: ClassVar[dict] = {"transformer_layer_config": AutoConfig}
 
-    transformer_layer_config: Any = None
+    transformer_layer_config: dict | PreTrainedConfig | None = None
     draft_vocab_size: int | None = None
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
     target_hidden_size: int | None = None
@@ -135,7 +138,6 @@ class Eagle3Config(PreTrainedConfig):
     weights_digest: str | None = None
 
     def __post_init__(self, **kwargs):
-        self._check_kinds()
         layer_config = self.transformer_layer_config or {}
         if isinstance(layer_config, dict):
             layer_config = dict(layer_config)
@@ -155,6 +157,8 @@ class Eagle3Config(PreTrainedConfig):
         # Engines want one entry a layer; Llama's own configuration has no such list.
         if getattr(layer_config, "layer_types", None) is None:
             layer_config.layer_types = ["full_attention"] * layer_config.num_hidden_layers
+        if not set(layer_config.layer_types) <= {"full_attention", "sliding_attention"}:
+            raise ValueError(f"`layer_types` is {layer_config.layer_types}, but a draft's layers attend.")
         if self.draft_vocab_size is None:
             self.draft_vocab_size = layer_config.vocab_size
         if self.draft_vocab_size > layer_config.vocab_size:
@@ -168,39 +172,22 @@ class Eagle3Config(PreTrainedConfig):
             raise ValueError("`fc_norm` and `norm_before_fc` exclude each other; set at most one of them.")
         if self.speculators_model_type != "eagle3":
             raise ValueError(f"`speculators_model_type` is {self.speculators_model_type!r}, expected 'eagle3'.")
+        check_sizes({"draft_vocab_size": self.draft_vocab_size, "target_hidden_size": self.target_hidden_size})
+        self._check_verifier()
         kwargs.pop("model_type", None)
         super().__post_init__(**kwargs)
         # vLLM sizes `fc` from here, and takes 3 when it is absent.
         layer_config.num_aux_hidden_states = self.num_aux_hidden_states
 
-    def _check_kinds(self) -> None:
-        """Of what this class itself adds."""
-        for name in FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}, but must be true or false.")
-        check_sizes({name: getattr(self, name) for name in ("draft_vocab_size", "target_hidden_size")})
-        check_token_ids(vars(self))
-        ids = self.eagle_aux_hidden_state_layer_ids
-        if ids is not None and not (isinstance(ids, list | tuple) and ids and all(type(each) is int for each in ids)):
-            raise ValueError(f"`eagle_aux_hidden_state_layer_ids` is {ids!r}, but must be a list of integers.")
-        if not isinstance(self.transformer_layer_config, dict | PreTrainedConfig | None):
+    def _check_verifier(self) -> None:
+        verifier = (self.speculators_config or {}).get("verifier", {})
+        if not isinstance(verifier, dict) or not isinstance(verifier.get("name_or_path"), str | None):
             raise ValueError(
-                f"`transformer_layer_config` is {self.transformer_layer_config!r}, but must be a mapping."
-            )
-        speculators_config = {} if self.speculators_config is None else self.speculators_config
-        verifier = speculators_config.get("verifier", {}) if isinstance(speculators_config, dict) else None
-        name = verifier.get("name_or_path") if isinstance(verifier, dict) else verifier
-        if not isinstance(verifier, dict) or not isinstance(name, str | None):
-            raise ValueError(
-                f"`speculators_config` is {speculators_config!r}, but must be a mapping, and in it `verifier` one of which "
-                "`name_or_path` is a text."
+                f"`verifier` in `speculators_config` is {verifier!r}, but must be a mapping of which `name_or_path` is a text."
             )
         try:
-            is_fingerprint = self.verifier_fingerprint is None or (
-                isinstance(self.verifier_fingerprint, str)
-                and len(base64.b64decode(self.verifier_fingerprint, validate=True)) == 128
-            )
-        except (binascii.Error, ValueError):
+            is_fingerprint = len(base64.b64decode(self.verifier_fingerprint or "", validate=True)) in (0, 128)
+        except binascii.Error:
             is_fingerprint = False
         if not is_fingerprint:
             raise ValueError(f"`verifier_fingerprint` is {self.verifier_fingerprint!r}, which is none. Remove it.")
@@ -232,9 +219,9 @@ class Eagle3Config(PreTrainedConfig):
             )
         for name in ("dtype", "torch_dtype"):
             dtype = config_dict.get(name)
-            if isinstance(dtype, list | dict) or not isinstance(
-                getattr(torch, str(dtype or "float32"), dtype), torch.dtype
-            ):
+            if isinstance(dtype, str):
+                dtype = getattr(torch, dtype, dtype)
+            if not isinstance(dtype, torch.dtype | None):
                 raise ValueError(f"`{name}` is {dtype!r}, which torch does not know.")
         known = {field.name for field in fields(cls)} | PreTrainedConfig().to_dict().keys() | NEUTRAL_KEYS
         unknown = sorted(name for name in config_dict.keys() - known if config_dict[name] not in (None, False))
@@ -243,7 +230,10 @@ class Eagle3Config(PreTrainedConfig):
                 f"This config.json has flags that this version does not know: {unknown}. What they change would be missing; "
                 "a later version of hf-eagle3 may read this draft."
             )
-        return super().from_dict(config_dict, **kwargs)
+        try:
+            return super().from_dict(config_dict, **kwargs)
+        except StrictDataclassError as error:
+            raise ValueError(f"This config.json cannot be read. {error}") from error
 
     @property
     def vocab_size(self) -> int:
@@ -350,27 +340,16 @@ def check_layer_config(layer_config: dict[str, Any]) -> None:
     check_sizes(layer_config)
     if layer_config.get("model_type", "llama") not in ("llama", "qwen3"):
         return  # refused below
-    rope = layer_config.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"`rope_parameters` is {rope!r}, but must be a mapping.")
-    rope_type = rope.get("rope_type", "default")
+    rope = layer_config.get("rope_parameters")
+    rope = rope if isinstance(rope, dict) else {}  # else transformers says so
+    rope_type, activation = rope.get("rope_type", "default"), layer_config.get("hidden_act", "silu")
     if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
         raise ValueError(f"`rope_type` is {rope_type!r}, but must be one of {['default', *ROPE_INIT_FUNCTIONS]}.")
+    if activation not in ACT2FN:
+        raise ValueError(f"`hidden_act` is {activation!r}, which transformers does not know.")
     for name, value in (*rope.items(), *layer_config.items()):
         if name in ("rope_theta", "rms_norm_eps", "factor") and not (type(value) in (int, float) and value > 0):
             raise ValueError(f"`{name}` is {value!r}, but must be a positive number.")
-    if (activation := layer_config.get("hidden_act", "silu")) not in ACT2FN:
-        raise ValueError(f"`hidden_act` is {activation!r}, which transformers does not know.")
-    types, num_layers = layer_config.get("layer_types"), layer_config.get("num_hidden_layers")
-    if types is not None and (
-        not isinstance(types, list)
-        or not set(map(str, types)) <= {"full_attention", "sliding_attention"}
-        or (num_layers is not None and len(types) != num_layers)
-    ):
-        raise ValueError(
-            f"`layer_types` is {types!r}, but must be a list of 'full_attention' and 'sliding_attention', one for each of the "
-            f"{num_layers} layers."
-        )
     known = AutoConfig.for_model(layer_config.get("model_type", "llama")).to_dict().keys() | NEUTRAL_LAYER_KEYS
     unknown = sorted(name for name in layer_config.keys() - known if layer_config[name] not in (None, False))
     if unknown:

@@ -11,6 +11,8 @@ EAGLE-3 checkpoints of other writers: recognised, read, and written.
 A format module has `NAME`, `matches(config)`, `read(config, tensors)` and, if it can be exported to, `write(draft)`.
 """
 
+from huggingface_hub.errors import StrictDataclassError
+
 from . import modelopt, safeailab, sglang
 from .files import read_tensors, save_checkpoint
 from .target import load_ends
@@ -65,7 +67,13 @@ def read(config: dict, source, **hub_kwargs):
     tensors = read_tensors(source, **hub_kwargs)
     try:
         return FORMATS[name].read(config, tensors)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # what is there is not what it should be
+    except (
+        AttributeError,
+        KeyError,
+        StrictDataclassError,
+        TypeError,
+        ValueError,
+    ) as error:  # what is there is not what it should be
         reason = f"there is no {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{source}, read as {name}: {reason}") from error
 
