@@ -51,6 +51,7 @@ REFUSALS = "|".join(
         "does not return the attentions to a static cache",
         "takes a list as `output_hidden_states`",
         "`dola_layers`",
+        "`token_healing` has lengthened it",
         # transformers' own, of whatever assistant
         "assisted generat",
         "assistant_model",

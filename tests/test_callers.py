@@ -64,7 +64,9 @@ def test_a_draft_that_was_left_on_the_host(target, draft, monkeypatch):
     with monkeypatch.context() as context:
         context.setattr(type(target), "device", torch.device("cuda:0"))
         position_ids = torch.arange(5)[None]
-        checks_eagle3.check_call(draft, target, GenerationConfig(num_beams=1), False, {"position_ids": position_ids})
+        checks_eagle3.check_call(
+            draft, target, position_ids, GenerationConfig(num_beams=1), False, {"position_ids": position_ids}
+        )
     (warning,) = warnings
     assert "on cuda:0 and the draft on cpu" in warning and "draft.to(target.device)" in warning
 

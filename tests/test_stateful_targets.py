@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LogitsP
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.cache_eagle3 import TreeCache
+from hf_eagle3.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 
 
 SETTINGS = {"max_new_tokens": 24, "do_sample": False}
@@ -278,7 +279,11 @@ def test_prompts_that_are_longer_than_their_positions(tokenizer):
         assert expected.shape[1] > prompt.shape[1] + SETTINGS["max_new_tokens"]
         draft = Eagle3ForSpeculation.from_target(target).eval()
         draft.generation_config.tree_policy = "static"
-        assert torch.equal(target.generate(prompt, **settings, assistant_model=draft), expected)
+        if CAN_SELECT_HIDDEN_STATES:
+            assert torch.equal(target.generate(prompt, **settings, assistant_model=draft), expected)
+        else:  # before 5.23 there is a mask, which stays as it was, too
+            with pytest.raises(ValueError, match="`token_healing` has lengthened it"):
+                target.generate(prompt, **settings, assistant_model=draft)
 
 
 class EditTheNewest(LogitsProcessor):

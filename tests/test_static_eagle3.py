@@ -213,6 +213,8 @@ def test_the_returned_cache_can_be_continued_from(target, oracle):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-window", "llama4", "gemma4-shared-kv"])
 @pytest.mark.parametrize("max_new_tokens", [4, 30])
 def test_the_returned_cache_is_as_large_as_plain_generates(family, max_new_tokens):
+    if family == "llama4" and not CAN_SELECT_HIDDEN_STATES:
+        pytest.skip("transformers before 5.23 makes no masks for static caches of Llama 4, with or without a draft")
     target, batch = make_target(family), make_batch([5, 12])
     settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True, **STATIC}
     expected = target.generate(**batch, **settings)

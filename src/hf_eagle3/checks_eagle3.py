@@ -106,7 +106,7 @@ def whole_embedding(target) -> torch.nn.Embedding:
     return torch.nn.Embedding.from_pretrained(whole(embedding.weight.detach()))
 
 
-def check_call(draft, target, generation_config, synced_gpus, model_kwargs):
+def check_call(draft, target, input_ids, generation_config, synced_gpus, model_kwargs):
     """The checks of `GenerationMixin._assisted_decoding`, and those a tree adds."""
     if generation_config.num_beams > 1:  # by `custom_generate`; otherwise transformers ignores the draft
         raise ValueError("EAGLE-3 decoding does not search with beams. Leave out `num_beams` or the draft.")
@@ -167,6 +167,12 @@ def check_call(draft, target, generation_config, synced_gpus, model_kwargs):
     if position_ids is None:
         raise ValueError(
             f"EAGLE-3 decoding needs `position_ids`, and `generate` makes none for {type(target).__name__}."
+        )
+    attention_mask = model_kwargs.get("attention_mask")  # newer transformers leave it out where it masks nothing
+    if attention_mask is not None and attention_mask.shape[-1] < input_ids.shape[1]:
+        raise ValueError(
+            f"The prompt has {input_ids.shape[1]} tokens, but its `attention_mask` {attention_mask.shape[-1]}: `token_healing` has "
+            "lengthened it. Heal the prompt before the call, or leave `assistant_model` out."
         )
     cache = model_kwargs.get("past_key_values")
     if cache is None:

@@ -132,7 +132,7 @@ def eagle3_decoding(
         ValueError: if the draft was made for another target, or the call asks for what a tree cannot do.
     """
     draft.validate_target(target)
-    check_call(draft, target, generation_config, synced_gpus, model_kwargs)
+    check_call(draft, target, input_ids, generation_config, synced_gpus, model_kwargs)
     decoding = Eagle3Decoding(
         draft, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
     )
