@@ -59,6 +59,10 @@ REFUSALS = "|".join(
 )
 
 
+# What processors, criteria and streamers were called with in the newest call, one after another.
+EVENTS = []
+
+
 class OfPairs(LogitsProcessor):
     """Reads the text of each row."""
 
@@ -66,6 +70,7 @@ class OfPairs(LogitsProcessor):
         self.strength = strength
 
     def __call__(self, input_ids, scores):
+        EVENTS.append(("processor", input_ids))
         favoured = input_ids[:, -2:].sum(dim=1, keepdim=True) % scores.shape[1]
         return scores.scatter_add(1, favoured, torch.full_like(scores[:, :1], self.strength))
 
@@ -116,6 +121,7 @@ class StopsAt(StoppingCriteria):
         self.modulus = modulus
 
     def __call__(self, input_ids, scores, **kwargs):
+        EVENTS.append(("criterion", input_ids))
         return input_ids[:, -2:].sum(dim=1) % self.modulus == 0
 
 
@@ -159,17 +165,23 @@ class InterruptingCriteria(Interrupts, StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-class Recorder:
-    """A streamer."""
+class ReplacesTheNewest(StopsAt):
+    """Before the target reads it."""
 
-    def __init__(self):
-        self.values = []
+    def __call__(self, input_ids, scores, **kwargs):
+        input_ids[:, -1] = (input_ids[:, -1] + 1) % VOCAB_SIZE
+        return super().__call__(input_ids, scores)
+
+
+class Recorder:
+    """A streamer, which does with its tokens what it wants."""
 
     def put(self, value):
-        self.values.append(value.tolist())
+        EVENTS.append(("streamer", value.clone()))
+        value.zero_()
 
     def end(self):
-        self.values.append("end")
+        EVENTS.append(("streamer", None))
 
 
 def token(rng):
@@ -281,7 +293,7 @@ def draw_fields(rng) -> tuple[dict, dict]:
         kinds = [OfPairs, OfOtherRows, Draws, Counts, EditsScores, EditsText]
         kwargs["logits_processor"] = [kind(rng.uniform(2, 8)) for kind in rng.sample(kinds, rng.randint(1, 2))]
     if rng.random() < 0.1:
-        kwargs["stopping_criteria"] = [rng.choice([StopsAt, StopsAll])(rng.randint(5, 40))]
+        kwargs["stopping_criteria"] = [rng.choice([StopsAt, StopsAll, ReplacesTheNewest])(rng.randint(5, 40))]
     if {"stop_strings", "token_healing"} & kwargs.keys():
         kwargs["tokenizer"] = tokenizer()
     names = rng.sample(sorted(ASSISTED_FIELDS), rng.choice([0, 0, 0, 1, 2]))
@@ -347,30 +359,34 @@ def generate(target, kwargs, seed, draft=None):
             kwargs[name] = copy.deepcopy(kwargs[name])
     if draft is not None:
         kwargs["assistant_model"] = draft
-    result = SimpleNamespace(error=None, streamer=kwargs.get("streamer"), outputs=None, tokens=None)
+    result = SimpleNamespace(error=None, outputs=None, tokens=None)
+    EVENTS.clear()
     result.prompt = kwargs.get("input_ids")
     try:
         result.outputs = target.generate(**kwargs)
         result.tokens = getattr(result.outputs, "sequences", result.outputs).tolist()
     except Exception as error:
         result.error = error
-    result.state = torch.get_rng_state()
+    result.state, result.events = torch.get_rng_state(), [(name, x if x is None else x.tolist()) for name, x in EVENTS]
     return result
 
 
 def differences(
-    plain, ours, names=("scores", "logits", "hidden_states", "attentions", "past_key_values")
+    plain, ours, returned=("scores", "logits", "hidden_states", "attentions", "past_key_values")
 ) -> list[str]:
-    """Where the results of two calls differ, but for tokens. Of what is returned, `names` are compared."""
+    """Where the results of two calls differ, but for tokens. Of what it returns, `returned` are compared."""
     found = []
     if not torch.equal(plain.state, ours.state):
         found.append("the generator's state")
     if plain.prompt is not None and not torch.equal(plain.prompt, ours.prompt):
         found.append("the caller's prompt")
-    if plain.streamer is not None and plain.streamer.values != ours.streamer.values:
-        found.append("what was streamed")
+    if plain.events != ours.events:  # and what they kept of the text, as it is at the end
+        names = [[name for name, _ in each.events] for each in (plain, ours)]
+        found.append(
+            "what was called" if names[0] != names[1] else "what processors, criteria and streamers were given"
+        )
     if hasattr(plain.outputs, "sequences"):
-        for name in names:
+        for name in returned:
             expected, actual = (getattr(each.outputs, name, None) for each in (plain, ours))
             if name == "past_key_values":
                 expected, actual = entries_of(expected), entries_of(actual)
@@ -485,7 +501,8 @@ def run_call(rng, target, lengths, seed, folder):
         padding = padding.repeat_interleave(len(text) // len(lengths), dim=0)
     draft = draw_draft(rng, target, text, padding, folder)
     draft.generation_config.update(**draw_tree(rng))
-    is_edited = any(isinstance(each, EditsText) for each in kwargs.get("logits_processor", ()))
+    edits = (*kwargs.get("logits_processor", ()), *kwargs.get("stopping_criteria", ()))
+    is_edited = any(isinstance(each, EditsText | ReplacesTheNewest) for each in edits)
     draft, names = None, ()
     if kwargs.get("cache_implementation") == "static" and target.config._attn_implementation == "eager":
         names = [("scores", "logits")]  # padding attends to all slots alike, and ours has more of them

@@ -487,3 +487,49 @@ def test_holes_in_the_mask():
         inputs = {"input_ids": prompt, "attention_mask": mask}
         expected = generate(target, inputs)
         assert generate(target, inputs, assistant_model=make_oracle(target, expected)).tolist() == expected.tolist()
+
+
+class Witness(ChangeTheText):
+    """A logits processor and a streamer, which keep what they get."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def __call__(self, input_ids, scores):
+        self.seen.append(input_ids)
+        return super().__call__(input_ids, scores)
+
+    def put(self, value):
+        self.seen.append(value.clone())
+        value.zero_()
+
+    def end(self):
+        pass
+
+
+class WitnessingCriteria(ReplaceTheNewest):
+    def __init__(self, seen):
+        self.seen = seen
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.seen.append(input_ids)
+        return super().__call__(input_ids, scores)
+
+
+@pytest.mark.parametrize("lengths", [[9], [9, 4]])
+def test_processors_criteria_and_streamers_are_called_in_turn(target, lengths):
+    draft = Eagle3ForSpeculation.from_target(target).eval()
+    seen = []
+    for assistant in ({}, {"assistant_model": draft}):
+        batch, given = make_batch(lengths), []
+        processor, criteria = Witness(given), WitnessingCriteria(given)
+        text = generate(
+            target,
+            batch,
+            logits_processor=LogitsProcessorList([processor]),
+            stopping_criteria=[criteria],
+            streamer=processor,
+            **assistant,
+        )
+        seen.append([text.tolist(), batch["input_ids"].tolist(), *(each.tolist() for each in given)])
+    assert seen[0] == seen[1]

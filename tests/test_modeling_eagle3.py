@@ -364,6 +364,12 @@ def test_weights_that_are_not_what_was_saved(tmp_path, target, change, message):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):  # may be loaded in any
         Eagle3ForSpeculation.from_pretrained(tmp_path, dtype=dtype).save_pretrained(tmp_path / str(dtype))
         Eagle3ForSpeculation.from_pretrained(tmp_path / str(dtype))
+    # A configuration may be taken for other weights.
+    config = Eagle3Config.from_pretrained(tmp_path)
+    other = Eagle3ForSpeculation.from_target(make_target("llama", seed=1))
+    Eagle3ForSpeculation.from_pretrained(None, config=config, state_dict=other.state_dict())
+    other.save_pretrained(tmp_path / "other")
+    Eagle3ForSpeculation.from_pretrained(tmp_path / "other", config=config)
     edit(tmp_path, change)
     with pytest.raises(ValueError, match=message):
         Eagle3ForSpeculation.from_pretrained(tmp_path)
@@ -387,6 +393,10 @@ def test_broken_generation_configs_are_refused(tmp_path, target, content, messag
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         Eagle3ForSpeculation.from_pretrained(tmp_path)
+    draft = Eagle3ForSpeculation.from_target(target)
+    draft.generation_config.tree_policy = "fast"
+    with pytest.raises(ValueError, match="`tree_policy` must be"):
+        draft.save_pretrained(tmp_path / "again")
 
 
 @pytest.mark.parametrize("elsewhere", ["../outside/{}", "{outside}/{}", "..\\outside\\{}", "shards/../../outside/{}"])
@@ -406,6 +416,10 @@ def test_files_outside_of_a_checkpoint_are_not_read(tmp_path, target, elsewhere,
     edit_json(index, lambda content: content["weight_map"].update({"fc.weight": name}))
     with pytest.raises(ValueError, match="is not in its folder"):
         Eagle3ForSpeculation.from_pretrained(folder)
+    if to is None:
+        index.rename(folder / "model.safetensors.index.fp16.json")
+        with pytest.raises(ValueError, match="is not in its folder"):
+            Eagle3ForSpeculation.from_pretrained(folder, variant="fp16")
 
 
 def test_the_installed_class_runs_no_code_of_a_folder(tmp_path, target):

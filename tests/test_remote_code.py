@@ -191,6 +191,7 @@ AT_IMPORT = {
 REACHING = {
     # Reads what transformers reads, before it does.
     ("loading_eagle3.py", "check_files", "cached_file"),
+    ("loading_eagle3.py", "find", "cached_file"),  # in there
     ("loading_eagle3.py", "read_json", "loads"),
     ("modeling_eagle3.py", "save_pretrained", "mkdir"),
     ("modeling_eagle3.py", "save_pretrained", "write_text"),

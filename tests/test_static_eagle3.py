@@ -227,6 +227,7 @@ def test_the_returned_cache_is_as_large_as_plain_generates(family, max_new_token
     for ours, theirs in zip(actual.past_key_values.layers, expected.past_key_values.layers, strict=True):
         assert type(ours) is type(theirs)
         if getattr(theirs, "keys", None) is not None:
+            assert torch.equal(ours.cumulative_length, theirs.cumulative_length)
             torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(ours.values, theirs.values, atol=1e-4, rtol=1e-4)
 

@@ -314,11 +314,15 @@ def with_room(cache, max_length: int, num_slots: int):
     return Cache(layers=layers)
 
 
-def copy_into(cache, source, length: int) -> None:
-    """Fills an unused static cache with the first `length` entries of another, of which it may keep the last only."""
+def copy_into(cache, source, prompt_length: int, length: int) -> None:
+    """Fills an unused static cache with the first `length` entries of another, as if they had come after a prompt."""
     for layer, source_layer in zip(cache.layers, source.layers):
-        if not stores_nothing(layer):
-            layer.update(source_layer.keys[..., :length, :], source_layer.values[..., :length, :])
+        if stores_nothing(layer):
+            continue
+        full = max(prompt_length, min(length, layer.max_cache_len))  # sliding layers go on otherwise from there
+        for begin, end in ((0, prompt_length), (prompt_length, full), (full, length)):
+            if begin < end:
+                layer.update(source_layer.keys[..., begin:end, :], source_layer.values[..., begin:end, :])
 
 
 def stores_nothing(layer) -> bool:

@@ -116,7 +116,9 @@ def check_call(draft, target, input_ids, generation_config, synced_gpus, model_k
         raise ValueError("EAGLE-3 decoding does not support `synced_gpus=True` (ZeRO-3 and FSDP sharded targets).")
     if getattr(generation_config, "assistant_ensemble_weight", None) is not None:
         raise ValueError("`assistant_ensemble_weight` changes the text; EAGLE-3 decoding is lossless. Leave it unset.")
-    if generation_config.dola_layers is not None:  # which transformers would fetch code from the Hub for
+    if (
+        getattr(generation_config, "dola_layers", None) is not None
+    ):  # which transformers would fetch code from the Hub for
         raise ValueError(
             "`dola_layers` contrasts layers of plain decoding; no assistant does. Leave it or the draft out."
         )

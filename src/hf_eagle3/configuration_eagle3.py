@@ -43,16 +43,19 @@ NEUTRAL_LAYER_KEYS = {
     *NEUTRAL_KEYS,
     *vars(GenerationConfig()),
     *GenerationConfig._get_default_generation_params(),
-    "_attn_implementation_autoset",
+    "attn_implementation",
     "layer_types",
     "max_window_layers",
     "num_aux_hidden_states",
     "partial_rotary_factor",
     "pretraining_tp",
     "pruned_heads",
+    "quantization_config",
     "rope_scaling",
     "rope_theta",
     "sliding_window",
+    "transformers.js_config",
+    "unsloth_fixed",
     "use_sliding_window",
 }
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_own_embed_tokens")
@@ -109,7 +112,7 @@ class Eagle3Config(PreTrainedConfig):
             Proposal methods and verifier, as `speculators` defines them.
         weights_digest (`str`, *optional*):
             Of the weights in a checkpoint ([`~loading_eagle3.weights_digest`]): written when they are saved, checked
-            when they are loaded. Beside it a `config_digest` tells whether this configuration is what was saved.
+            when they are loaded, and not kept. Beside it a `config_digest` tells whether a file is what was saved.
 
     Raises:
         ValueError: if a value is of the wrong kind, flags exclude each other, the layers are neither Llama's nor
@@ -203,6 +206,7 @@ class Eagle3Config(PreTrainedConfig):
         """
         config_dict = dict(config_dict)
         digest = config_dict.pop("config_digest", None)
+        config_dict.pop("weights_digest", None)  # of a checkpoint, not of whatever is made by its configuration
         if config_dict.get("transformer_layer_config") is None:
             raise ValueError("This config.json has no `transformer_layer_config`, which describes the draft's layers.")
         auto_map = config_dict.get("auto_map")
@@ -269,7 +273,8 @@ class Eagle3Config(PreTrainedConfig):
         output["transformer_layer_config"] = {**layer_config.to_diff_dict(), "model_type": layer_config.model_type}
         for name in FLAGS:
             output[name] = getattr(self, name)
-        return self._as_speculators(output)
+        output = self._as_speculators(output)
+        return {**output, "config_digest": config_digest(output)}
 
     @staticmethod
     def _as_speculators(output: dict[str, Any]) -> dict[str, Any]:
@@ -280,7 +285,6 @@ class Eagle3Config(PreTrainedConfig):
         layer_config = output["transformer_layer_config"]
         for name in ("transformers_version", "dtype"):
             layer_config.pop(name, None)
-        output["config_digest"] = config_digest(output)
         return output
 
 
@@ -347,12 +351,15 @@ def check_layer_config(layer_config: dict[str, Any]) -> None:
         raise ValueError(f"`rope_type` is {rope_type!r}, but must be one of {['default', *ROPE_INIT_FUNCTIONS]}.")
     if activation not in ACT2FN:
         raise ValueError(f"`hidden_act` is {activation!r}, which transformers does not know.")
-    for name, value in (*rope.items(), *layer_config.items()):
-        if name in ("rope_theta", "rms_norm_eps", "factor") and not (type(value) in (int, float) and value > 0):
+    numbers = {**layer_config, **rope}
+    for name in ("rope_theta", "rms_norm_eps", "factor"):
+        value = numbers.get(name, 1)
+        may_be_null = value is None and (name == "factor" or name not in rope)
+        if not may_be_null and not (type(value) in (int, float) and value > 0):
             raise ValueError(f"`{name}` is {value!r}, but must be a positive number.")
     known = AutoConfig.for_model(layer_config.get("model_type", "llama")).to_dict().keys() | NEUTRAL_LAYER_KEYS
-    unknown = sorted(name for name in layer_config.keys() - known if layer_config[name] not in (None, False))
-    if unknown:
+    on = (name for name in layer_config.keys() - known if layer_config[name] not in (None, False))
+    if unknown := sorted(name for name in on if not name.startswith("_")):
         raise ValueError(
             f"`transformer_layer_config` has keys that this version does not know: {unknown}. What they change would be missing."
         )

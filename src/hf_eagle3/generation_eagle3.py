@@ -188,7 +188,7 @@ class Eagle3Decoding:
         self.cache = cache = TreeCache(
             getattr(self.outputs, "past_key_values", None), 1 + num_nodes, may_reread=may_reread(target)
         )
-        self.embedding = whole_embedding(target)
+        self.prompt_length, self.embedding = cache.length, whole_embedding(target)
         self.text = text = Text(
             input_ids,
             logits_processor,
@@ -261,7 +261,7 @@ class Eagle3Decoding:
             self.text.finish()
         cache = self.outputs.past_key_values
         if self.returned.wants_dict and self.unused_cache is not None:  # as large as plain `generate`'s
-            copy_into(self.unused_cache, cache, self.cache.length)
+            copy_into(self.unused_cache, cache, self.prompt_length, self.cache.length)
             cache = self.unused_cache
         return self.returned.finish(self.text.sequences(), cache)
 

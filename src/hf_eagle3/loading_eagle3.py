@@ -60,23 +60,32 @@ def read_index(path: str | Path) -> dict[str, str]:
     return index
 
 
-def check_files(source: str | Path, **hub_kwargs) -> None:
+def check_files(source: str | Path, variant: str | None = None, **hub_kwargs) -> str | None:
     """
     The files of a checkpoint that transformers reads, or passes over when it cannot.
 
     Args:
         source (`str` or `Path`): Folder or Hub id.
+        variant (`str`, *optional*): Which of several sets of weights.
         hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
+
+    Returns:
+        `str`, *optional*: The [`weights_digest`] that `config.json` tells.
 
     Raises:
         ValueError: if one is broken, or names files outside of its folder.
     """
-    for name in ("generation_config.json", *INDEX_FILES):
-        path = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **hub_kwargs)
-        if path is not None and name in INDEX_FILES:
+
+    def find(name):
+        return cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **hub_kwargs)
+
+    for name in INDEX_FILES:
+        if (path := find(name if variant is None else name.replace(".json", f".{variant}.json"))) is not None:
             read_index(path)
-        elif path is not None:
-            check_token_ids(read_json(path))
+    if (path := find("generation_config.json")) is not None:
+        check_token_ids(read_json(path))
+    digest = None if (path := find("config.json")) is None else read_json(path).get("weights_digest")
+    return digest if variant is None else None  # which is of the others
 
 
 def check_tensors(tensors: dict[str, torch.Tensor], source, digest: str | None = None) -> None:

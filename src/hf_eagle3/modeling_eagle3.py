@@ -141,8 +141,7 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         kwargs.pop("trust_remote_code", None)
         report, path = {"format": "speculators"}, pretrained_model_name_or_path
         hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        if path is not None:
-            check_files(path, **hub_kwargs)
+        digest = None if path is None else check_files(path, kwargs.get("variant"), **hub_kwargs)
         if path is not None and kwargs.get("config") is None:
             config, _ = Eagle3Config.get_config_dict(path, **hub_kwargs)
             if config.get("speculators_model_type") is None:
@@ -168,10 +167,9 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
             )
         model._check_draft_vocabulary(pretrained_model_name_or_path)
         tree_settings(model.generation_config)
-        digest, model.config.weights_digest = model.config.weights_digest, None  # of what was loaded, not of the model
         if not hasattr(model, "hf_quantizer"):
             # What float16 makes of other dtypes cannot be told from other weights.
-            digest = None if model.dtype == torch.float16 else digest
+            digest = None if model.dtype == torch.float16 or kwargs.get("state_dict") is not None else digest
             check_tensors(model.state_dict(), pretrained_model_name_or_path, digest)
         if report["format"] != "speculators":
             logger.info(
@@ -446,18 +444,19 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
             for layer_type in layer_types
         }
 
-    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs):
         """
         Saves the draft and its code. See [`~transformers.PreTrainedModel.save_pretrained`].
 
         The folder also serves as `custom_generate`:
         `target.generate(..., custom_generate=folder, assistant_model=draft, trust_remote_code=True)`.
         """
+        tree_settings(self.generation_config)  # with others it could not be loaded
         weights = self.state_dict() if state_dict is None else state_dict
-        if is_main_process and not any(weight.is_meta for weight in weights.values()):
+        if is_main_process and all(type(weight) is torch.Tensor and not weight.is_meta for weight in weights.values()):
             self.config.weights_digest = weights_digest(weights)
         try:
-            super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+            super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
         finally:
             self.config.weights_digest = None
         folder = Path(save_directory) / "custom_generate"

@@ -387,7 +387,6 @@ class Text:
         for i, row in enumerate(rows):
             self.returned.add(row, outputs, logits[i : i + 1], scores[i : i + 1], self.paths[row], num_nodes)
             self.lengths[row] += 1
-        self._stream()
         tokens = next_tokens.tolist()
         if self.may_pick_at_once:
             is_done = list(map(self._ends_with, rows, tokens))
@@ -399,6 +398,9 @@ class Text:
             tokens = self.ids[rows, lengths].tolist() if self.may_be_edited else tokens
         for row, is_row_done in zip(rows, is_done):
             self.is_finished[row] |= is_row_done
+        if self.streamer is not None:  # with which rows are in step
+            self.streamer.put(next_tokens.cpu())  # as they were picked, whatever the criteria have made of the text
+            self.num_streamed += 1
         return tokens
 
     def _write_back(self, ids: torch.LongTensor) -> None:
@@ -421,6 +423,8 @@ class Text:
         return processors
 
     def _read(self, rows: list[int], length: int) -> torch.LongTensor:
+        if self.may_be_edited and length < self.ids.shape[1]:  # perhaps kept, too
+            return self.ids[:, :length].clone()
         return self.ids[:, :length].contiguous() if len(rows) == self.batch_size else self.ids[rows, :length]
 
     def _pick(self, rows: list[int], scores: torch.FloatTensor) -> torch.LongTensor:
@@ -459,7 +463,7 @@ class Text:
         if self.streamer is None:
             return
         while self.num_streamed < self.shortest:
-            self.streamer.put(self.ids[:, self.num_streamed].cpu())
+            self.streamer.put(self.ids[:, self.num_streamed].to("cpu", copy=True))
             self.num_streamed += 1
 
 

@@ -26,9 +26,10 @@ def check_columns(dataset: Dataset | IterableDataset, args: SFTConfig, name: str
     first = next(iter(dataset), None)
     if first is None:
         raise ValueError(f"The {name} data has no rows.")
-    if "prompt" in first and not {"completion", "messages", "input_ids", args.dataset_text_field} & set(first):
+    if "prompt" in first and not {"completion", "messages", "input_ids"} & set(first):
         raise ValueError(
-            f"The {name} data has prompts, but no 'completion' to learn. Its columns are {sorted(first)}."
+            f"The {name} data has prompts, but no 'completion' to learn. Its columns are {sorted(first)}. Remove 'prompt' to learn "
+            "one of the others."
         )
     if not {*COLUMNS, args.dataset_text_field} & set(first):
         raise ValueError(

@@ -50,9 +50,14 @@ def what_is_broken(folder: str | Path) -> str | None:
         try:
             content[name] = json.loads((folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            return f"it has no {name}"
+            other = (
+                ", as those of `save_only_model` and of older versions have none" if name == CHECKPOINT_FILES else ""
+            )
+            return f"it has no {name}{other}"
         except ValueError:
             return f"its {name} is cut off"
+        if not isinstance(content[name], dict):
+            return f"its {name} holds something else"
     for name, expected in content[CHECKPOINT_FILES].items():
         if not (folder / name).is_file():
             return f"its {name} is gone"
@@ -68,8 +73,10 @@ def last_whole_checkpoint(folder: str | Path) -> str:
     Raises:
         ValueError: if there is none.
     """
+    passed_over = ""
     for checkpoint in reversed(sort_checkpoints(folder)):
         if (reason := what_is_broken(checkpoint)) is None:
             return str(checkpoint)
         logger.warning(f"{checkpoint} is passed over: {reason}.")
-    raise ValueError(f"There is no checkpoint to go on from in {folder}.")
+        passed_over += f" {Path(checkpoint).name}: {reason}."
+    raise ValueError(f"There is no checkpoint to go on from in {folder}.{passed_over}")

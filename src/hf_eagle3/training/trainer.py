@@ -288,17 +288,17 @@ class Eagle3Trainer(SFTTrainer):
             if self.accelerator.is_main_process:  # reads gigabytes
                 try:
                     found = [last_whole_checkpoint(self.args.output_dir)]
-                except ValueError as error:
+                except Exception as error:  # for the others, who wait, too
                     found = [error]
             resume_from_checkpoint = broadcast_object_list(found)[0]
-            if isinstance(resume_from_checkpoint, ValueError):
+            if isinstance(resume_from_checkpoint, Exception):
                 raise resume_from_checkpoint
         elif resume_from_checkpoint:
             is_checkpoint = Path(resume_from_checkpoint, TRAINER_STATE_NAME).exists()  # not weights alone
             if is_checkpoint and (reason := what_is_broken(resume_from_checkpoint)) is not None:
                 raise ValueError(
                     f"Training cannot go on from {resume_from_checkpoint}: {reason}. Pass `resume_from_checkpoint=True` to go on "
-                    "from the last checkpoint that is whole, or begin a new training with its draft."
+                    "from the last checkpoint that is whole, if there is one, or begin a new training with its draft (`model`)."
                 )
         self.is_resumed = bool(resume_from_checkpoint)
         if self.is_resumed:
