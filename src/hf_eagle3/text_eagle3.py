@@ -379,10 +379,10 @@ class Text:
             logits = outputs.logits[rows, nodes].float().to(device)
         ids = self._read(rows, 1 if self.may_pick_at_once else length)
         scores = self._processor_of(rows)(ids, logits)
-        self._write_back(ids)
         next_tokens = self._pick(rows, scores)
         if length == self.ids.shape[1]:
-            self.ids = F.pad(self.ids, (0, max(length, 256)))
+            # Who may edit the text, or keep it, gets it itself, and another one after the next token.
+            self.ids = F.pad(self.ids, (0, 1 if self.may_be_edited else max(length, 256)))
         self.ids[rows, lengths] = next_tokens
         for i, row in enumerate(rows):
             self.returned.add(row, outputs, logits[i : i + 1], scores[i : i + 1], self.paths[row], num_nodes)
@@ -392,9 +392,7 @@ class Text:
             is_done = list(map(self._ends_with, rows, tokens))
         else:
             all_scores = self.returned.all_scores() if self.in_step else None  # no other criteria read them
-            ids = self._read(rows, length + 1)
-            is_done = self.stopping_criteria(ids, all_scores).tolist()
-            self._write_back(ids)
+            is_done = self.stopping_criteria(self._read(rows, length + 1), all_scores).tolist()
             tokens = self.ids[rows, lengths].tolist() if self.may_be_edited else tokens
         for row, is_row_done in zip(rows, is_done):
             self.is_finished[row] |= is_row_done
@@ -402,11 +400,6 @@ class Text:
             self.streamer.put(next_tokens.cpu())  # as they were picked, whatever the criteria have made of the text
             self.num_streamed += 1
         return tokens
-
-    def _write_back(self, ids: torch.LongTensor) -> None:
-        """What was changed in the text of all rows, where that was handed out as a copy."""
-        if self.may_be_edited and ids.data_ptr() != self.ids.data_ptr():
-            self.ids[:, : ids.shape[1]] = ids
 
     def _ends_with(self, row: int, token: int) -> bool:
         """Whether the token that was just written ends a row, by criteria that may be asked at once."""
@@ -423,8 +416,6 @@ class Text:
         return processors
 
     def _read(self, rows: list[int], length: int) -> torch.LongTensor:
-        if self.may_be_edited and length < self.ids.shape[1]:  # perhaps kept, too
-            return self.ids[:, :length].clone()
         return self.ids[:, :length].contiguous() if len(rows) == self.batch_size else self.ids[rows, :length]
 
     def _pick(self, rows: list[int], scores: torch.FloatTensor) -> torch.LongTensor:
