@@ -294,18 +294,6 @@ def config_digest(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def check_token_ids(config: dict[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: if a special token of a `config.json` or `generation_config.json` is none.
-    """
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = config.get(name)
-        tokens = value if name == "eos_token_id" and isinstance(value, list) else [0 if value is None else value]
-        if not all(type(token) is int for token in tokens):
-            raise ValueError(f"`{name}` is {value!r}, but must be the id of a token.")
-
-
 def check_sizes(config: dict[str, Any]) -> None:
     """
     Raises:

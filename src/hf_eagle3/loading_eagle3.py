@@ -16,11 +16,10 @@
 import hashlib
 import json
 from pathlib import Path, PureWindowsPath
+from typing import Any
 
 import torch
 from transformers.utils.hub import cached_file
-
-from .configuration_eagle3 import check_token_ids
 
 
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -58,6 +57,18 @@ def read_index(path: str | Path) -> dict[str, str]:
         if parts.anchor or ".." in parts.parts:
             raise ValueError(f"{path} names {name}, which is not in its folder. Do not load this checkpoint.")
     return index
+
+
+def check_token_ids(config: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: if a special token in a `generation_config.json` is none: transformers does not check them there.
+    """
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = config.get(name)
+        tokens = value if name == "eos_token_id" and isinstance(value, list) else [0 if value is None else value]
+        if not all(type(token) is int for token in tokens):
+            raise ValueError(f"`{name}` is {value!r}, but must be the id of a token.")
 
 
 def check_files(source: str | Path, variant: str | None = None, **hub_kwargs) -> str | None:
