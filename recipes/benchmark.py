@@ -45,8 +45,8 @@ from hf_eagle3.evaluation import (
 from hf_eagle3.evaluation.profile import format_profile, profile_steps
 from hf_eagle3.evaluation.results import what_differs
 from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
-from hf_eagle3.loading_eagle3 import weights_digest
-from hf_eagle3.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
+from hf_eagle3.remote_code.loading_eagle3 import weights_digest
+from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 
 
 # Arguments that say where results go, not what is measured.

@@ -22,8 +22,8 @@ from tokenizers.decoders import Fuse  # noqa: E402
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from hf_eagle3 import Eagle3ForSpeculation  # noqa: E402
-from hf_eagle3.lookup_eagle3 import PromptLookup  # noqa: E402
-from hf_eagle3.policy_eagle3 import AutoPolicy  # noqa: E402
+from hf_eagle3.remote_code.lookup_eagle3 import PromptLookup  # noqa: E402
+from hf_eagle3.remote_code.policy_eagle3 import AutoPolicy  # noqa: E402
 
 
 RECIPES = Path(__file__).parents[1] / "recipes"

@@ -8,7 +8,7 @@ import fuzz
 import pytest
 from fuzz_calls import unknown_fields
 
-from hf_eagle3 import generation_eagle3, modeling_eagle3
+from hf_eagle3.remote_code import generation_eagle3, modeling_eagle3
 
 
 def findings(kind, numbers, seed=0):

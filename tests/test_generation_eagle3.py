@@ -20,9 +20,9 @@ from transformers import (
 from transformers.generation import EosTokenCriteria
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.generation_eagle3 import install_generation_hook
-from hf_eagle3.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES, aux_hidden_states, select_hidden_states
-from hf_eagle3.policy_eagle3 import tree_settings
+from hf_eagle3.remote_code.generation_eagle3 import install_generation_hook
+from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES, aux_hidden_states, select_hidden_states
+from hf_eagle3.remote_code.policy_eagle3 import tree_settings
 
 
 NEW_TOKENS = 24

@@ -8,10 +8,10 @@ import torch
 from conftest import lookups_of, make_batch, make_oracle, make_prompt, make_target
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.estimates_eagle3 import Calibration, MatchCalibration, StepCosts
-from hf_eagle3.generation_eagle3 import Eagle3Decoding
-from hf_eagle3.lookup_eagle3 import PromptLookup, TextIndex
-from hf_eagle3.policy_eagle3 import AutoPolicy, PlannedPolicy
+from hf_eagle3.remote_code.estimates_eagle3 import Calibration, MatchCalibration, StepCosts
+from hf_eagle3.remote_code.generation_eagle3 import Eagle3Decoding
+from hf_eagle3.remote_code.lookup_eagle3 import PromptLookup, TextIndex
+from hf_eagle3.remote_code.policy_eagle3 import AutoPolicy, PlannedPolicy
 
 
 def test_finds_where_the_newest_tokens_stood_before():

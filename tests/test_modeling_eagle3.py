@@ -12,7 +12,7 @@ from transformers import AutoModel, DynamicCache
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
 from hf_eagle3.checkpoints import export
-from hf_eagle3.layers_eagle3 import Eagle3RMSNorm
+from hf_eagle3.remote_code.layers_eagle3 import Eagle3RMSNorm
 
 
 LAYER = {

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from hf_eagle3.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
+from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 
 
 IMAGE = VOCAB_SIZE - 1  # stands for a piece of an image in the prompt

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import make_batch, make_oracle, make_target
 
-from hf_eagle3.policy_eagle3 import AutoPolicy, Calibration, StepCosts
+from hf_eagle3.remote_code.policy_eagle3 import AutoPolicy, Calibration, StepCosts
 
 
 class Machine:

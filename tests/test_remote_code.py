@@ -28,11 +28,10 @@ TRAVELLING = (
     "outputs_eagle3.py",
     "policy_eagle3.py",
     "static_eagle3.py",
-    "target_eagle3.py",
     "text_eagle3.py",
     "tree_eagle3.py",
 )
-SOURCE = Path(hf_eagle3.__file__).parent
+SOURCE = Path(hf_eagle3.__file__).parent / "remote_code"
 
 SCRIPT = """
 import json, sys
@@ -196,9 +195,7 @@ REACHING = {
     ("modeling_eagle3.py", "save_pretrained", "mkdir"),
     ("modeling_eagle3.py", "save_pretrained", "write_text"),
     ("static_eagle3.py", "compiled", "compile"),  # torch's
-    # Only in the package itself.
-    ("modeling_eagle3.py", "push_to_hub", "import_module"),
-    ("modeling_eagle3.py", "read_other_format", "import_module"),
+    ("modeling_eagle3.py", "installed", "import_module"),  # the package itself
 }
 
 
@@ -274,7 +271,7 @@ def audit(event, arguments):
         reached.append((event, str(arguments)))
 
 sys.addaudithook(audit)
-import hf_eagle3.modeling_eagle3
+import hf_eagle3.remote_code.modeling_eagle3
 
 changed = [
     f"{thing.__name__}.{name}"

@@ -11,7 +11,7 @@ from test_batch_generation import Columns, StopAtLength, assert_same_texts, gene
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache
 
-from hf_eagle3.generation_eagle3 import Eagle3Decoding
+from hf_eagle3.remote_code.generation_eagle3 import Eagle3Decoding
 
 
 @pytest.fixture

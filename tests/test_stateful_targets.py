@@ -15,8 +15,8 @@ from conftest import (
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LogitsProcessor, StoppingCriteria
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.cache_eagle3 import TreeCache
-from hf_eagle3.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
+from hf_eagle3.remote_code.cache_eagle3 import TreeCache
+from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 
 
 SETTINGS = {"max_new_tokens": 24, "do_sample": False}

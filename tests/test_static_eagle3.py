@@ -8,10 +8,10 @@ from conftest import FAMILIES, make_batch, make_draft, make_oracle, make_prompt,
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
-from hf_eagle3.drafter_eagle3 import Drafter
-from hf_eagle3.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
-from hf_eagle3.policy_eagle3 import PlannedPolicy, StaticPolicy, StepCosts, StepPlan
-from hf_eagle3.text_eagle3 import Text
+from hf_eagle3.remote_code.drafter_eagle3 import Drafter
+from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
+from hf_eagle3.remote_code.policy_eagle3 import PlannedPolicy, StaticPolicy, StepCosts, StepPlan
+from hf_eagle3.remote_code.text_eagle3 import Text
 
 
 STATIC = {"cache_implementation": "static"}
@@ -120,7 +120,9 @@ class DraftsAtFirstAndLate(StaticPolicy):
 
 def test_rows_that_are_far_apart(monkeypatch):
     """A row that ran ahead, and ended, has nothing left to read when another one, after many plain steps, has much."""
-    monkeypatch.setattr("hf_eagle3.generation_eagle3.tree_policy", lambda *args, **kwargs: DraftsAtFirstAndLate())
+    monkeypatch.setattr(
+        "hf_eagle3.remote_code.generation_eagle3.tree_policy", lambda *args, **kwargs: DraftsAtFirstAndLate()
+    )
     target, batch = make_target("llama"), make_batch([4, 4])
     settings = {"max_new_tokens": 70, "do_sample": False, "pad_token_id": 0}
     ahead, behind = target.generate(**batch, **settings).tolist()
@@ -153,7 +155,7 @@ class DraftsLate(StaticPolicy):
 @pytest.mark.parametrize("lengths", [[9], [2, 9, 5]])
 def test_what_a_long_plain_text_leaves_to_read_is_bounded(monkeypatch, target, cache, first, lengths):
     policies = []
-    monkeypatch.setattr("hf_eagle3.generation_eagle3.tree_policy", lambda *args, **kwargs: policies[-1])
+    monkeypatch.setattr("hf_eagle3.remote_code.generation_eagle3.tree_policy", lambda *args, **kwargs: policies[-1])
     num_unread, remember = [], Drafter.remember
 
     def noting(self, *args):

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from hf_eagle3.policy_eagle3 import StepPlan
-from hf_eagle3.tree_eagle3 import DraftTree, grow_tree
+from hf_eagle3.remote_code.policy_eagle3 import StepPlan
+from hf_eagle3.remote_code.tree_eagle3 import DraftTree, grow_tree
 
 
 VOCAB = 11

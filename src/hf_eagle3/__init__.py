@@ -7,10 +7,10 @@ __version__ = "0.1.0"
 
 # Names load on first use, so that `import hf_eagle3` costs nothing and inference never imports the trainer.
 _MODULES = {
-    "Eagle3Config": "configuration_eagle3",
-    "Eagle3ForSpeculation": "modeling_eagle3",
-    "Eagle3Output": "modeling_eagle3",
-    "Eagle3GenerationStats": "generation_eagle3",
+    "Eagle3Config": "remote_code.configuration_eagle3",
+    "Eagle3ForSpeculation": "remote_code.modeling_eagle3",
+    "Eagle3Output": "remote_code.modeling_eagle3",
+    "Eagle3GenerationStats": "remote_code.generation_eagle3",
     "Eagle3Trainer": "training",
     "Eagle3TrainingArguments": "training",
 }

@@ -25,7 +25,7 @@ from hf_eagle3.evaluation import (
 )
 from hf_eagle3.evaluation.benchmark import without_padding
 from hf_eagle3.evaluation.profile import OwnTimes, profile_steps
-from hf_eagle3.generation_eagle3 import Eagle3Decoding
+from hf_eagle3.remote_code.generation_eagle3 import Eagle3Decoding
 
 
 def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):

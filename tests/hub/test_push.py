@@ -20,7 +20,7 @@ from transformers.utils import hub as transformers_hub
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.evaluation import BenchmarkResults
 from hf_eagle3.hub import push_draft, refresh_card
-from hf_eagle3.loading_eagle3 import weights_digest
+from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 
 
 RECIPES = Path(__file__).parents[2] / "recipes"

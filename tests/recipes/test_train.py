@@ -19,7 +19,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.loading_eagle3 import weights_digest
+from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -12,7 +12,7 @@ from transformers import AutoModel
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.data import prompt_of_row
-from hf_eagle3.loading_eagle3 import weights_digest
+from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.training import models
 from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
 from hf_eagle3.training.record import training_record

@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.utils.hub import cached_file
 
-from ..loading_eagle3 import read_index
+from ..remote_code.loading_eagle3 import read_index
 
 
 WEIGHT_FILES = (

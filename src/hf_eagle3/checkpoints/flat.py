@@ -5,8 +5,8 @@ What the formats with a flat Llama configuration have in common: the keys of the
 
 import torch
 
-from ..checks_eagle3 import fingerprint, similarity
-from ..configuration_eagle3 import Eagle3Config, check_sizes
+from ..remote_code.checks_eagle3 import fingerprint, similarity
+from ..remote_code.configuration_eagle3 import Eagle3Config, check_sizes
 
 
 LAYER_KEYS = (

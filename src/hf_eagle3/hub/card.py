@@ -17,7 +17,7 @@ from ..checkpoints import sglang
 from ..environment import public_name
 from ..evaluation import BenchmarkResults, BenchmarkRow, format_table
 from ..evaluation.results import plot_names
-from ..policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
+from ..remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 
 
 TRAINING_RECORD = "training.json"

@@ -18,12 +18,12 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..checkpoints.files import find
-from ..configuration_eagle3 import Eagle3Config
 from ..environment import public_name, without_paths
 from ..evaluation import BenchmarkResults, plot_all
 from ..evaluation.results import PLOTS
-from ..loading_eagle3 import weights_digest
-from ..modeling_eagle3 import Eagle3ForSpeculation
+from ..remote_code.configuration_eagle3 import Eagle3Config
+from ..remote_code.loading_eagle3 import weights_digest
+from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
 from .card import BENCHMARK_RECORD, TRAINING_RECORD, is_edited, is_hub_id, render_card
 
 

@@ -17,8 +17,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ..checks_eagle3 import fingerprint, is_sharded
-from ..outputs_eagle3 import aux_hidden_states, select_hidden_states
+from ..remote_code.checks_eagle3 import fingerprint, is_sharded
+from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
 from .losses import log_sum_exp
 from .ttt import documents_of
 

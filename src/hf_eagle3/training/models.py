@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from ..modeling_eagle3 import HUB_ARGUMENTS, Eagle3ForSpeculation
+from ..remote_code.modeling_eagle3 import HUB_ARGUMENTS, Eagle3ForSpeculation
 from .arguments import Eagle3TrainingArguments
 
 

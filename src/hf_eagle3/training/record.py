@@ -11,7 +11,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ..environment import environment, public_name, without_paths
 from ..evaluation.results import what_differs
 from ..hub.card import TRAINING_RECORD
-from ..loading_eagle3 import weights_digest
+from ..remote_code.loading_eagle3 import weights_digest
 
 
 # Arguments that say where a run writes to, what it shows and how it is spread out, not what it learns.

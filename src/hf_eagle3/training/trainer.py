@@ -19,7 +19,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-from ..checks_eagle3 import is_sharded
 from ..data import (
     check_assistant_turns,
     check_chat_template,
@@ -36,7 +35,8 @@ from ..data import (
     without_prompt_column,
 )
 from ..hub import card_on_hub, is_edited, render_card, repo_name, write_records
-from ..modeling_eagle3 import Eagle3ForSpeculation
+from ..remote_code.checks_eagle3 import is_sharded
+from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
 from .arguments import Eagle3TrainingArguments
 from .checkpoint import last_whole_checkpoint, list_files, what_is_broken
 from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, start_store

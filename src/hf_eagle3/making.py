@@ -1,35 +1,122 @@
-# Copyright 2026 The hf-eagle3 authors.
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""What a target decides about its draft: sizes, rotary embedding, special tokens, the states that it reads."""
+# SPDX-License-Identifier: Apache-2.0
+"""Making a draft for a target: its sizes, rotary embedding, special tokens and vocabulary."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from .checks_eagle3 import fingerprint
-from .configuration_eagle3 import Eagle3Config
-from .policy_eagle3 import DEFAULT_TREE_SETTINGS
+from .remote_code.checks_eagle3 import fingerprint, whole
+from .remote_code.configuration_eagle3 import Eagle3Config, default_aux_layer_ids
+from .remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS
 
 
 # Rotary scalings whose parameters mean the same for any head size, so that the draft can take the target's.
 PORTABLE_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
+def from_target(
+    cls: type,
+    target: PreTrainedModel,
+    draft_token_ids: Sequence[int] | torch.Tensor | None = None,
+    num_hidden_layers: int = 1,
+    **overrides: Any,
+):
+    r"""
+    Makes an untrained draft for a loaded target: its sizes, rotary embedding, special tokens and dtype are the
+    target's, and so are the rows of `lm_head`. [`Eagle3ForSpeculation.from_target`].
+
+    Args:
+        cls (`type`):
+            The class of the draft.
+        target (`PreTrainedModel`):
+            The target (verifier).
+        draft_token_ids (`Sequence[int]` or `torch.Tensor`, *optional*):
+            Target token ids that make up the draft vocabulary. Defaults to all that the target's head has.
+        num_hidden_layers (`int`, *optional*, defaults to `1`):
+            Number of decoder layers.
+        overrides (*optional*):
+            Fields of [`Eagle3Config`], or of its `transformer_layer_config` (`model_type="qwen3"`,
+            `intermediate_size=...`). `fc_norm` and `norm_output` are on by default (EAGLE-3.1);
+            `fc_norm=False, norm_output=False` is the draft of the EAGLE-3 paper.
+
+    Raises:
+        ValueError: if the target cannot be a verifier, or an override or a token id does not exist.
+    """
+    config = config_for_target(target, num_hidden_layers, **overrides)
+    embedding = target.get_input_embeddings()
+    with embedding.weight.device:
+        draft = cls(config).to(dtype=target.dtype)
+    draft.borrow_embeddings(target)
+    if draft.config.has_own_embed_tokens:
+        draft.embed_tokens.weight.data.copy_(whole(embedding.weight.detach()))
+    set_draft_vocabulary(draft, draft_token_ids, target)
+    draft.validate_target(target)
+    return draft
+
+
+def set_draft_vocabulary(draft, draft_token_ids: Sequence[int] | torch.Tensor | None, target: PreTrainedModel) -> None:
+    """
+    Replaces a draft's vocabulary, and its `lm_head` by the target's rows for it.
+
+    Args:
+        draft (`Eagle3ForSpeculation`): The draft.
+        draft_token_ids (`Sequence[int]` or `torch.Tensor`, *optional*):
+            Target token ids, in any order. `None` stands for all that the target's head has.
+        target (`PreTrainedModel`):
+            The target whose output embeddings are copied.
+
+    Raises:
+        ValueError: if there are no ids, or some that the target has no output embedding for.
+    """
+    device, vocab_size = draft.lm_head.weight.device, draft.config.vocab_size
+    target_head = whole(target.get_output_embeddings().weight.detach())
+    num_ids = min(vocab_size, len(target_head))  # a head may have fewer rows than the vocabulary, or more
+    token_ids = range(num_ids) if draft_token_ids is None else draft_token_ids
+    token_ids = torch.as_tensor(token_ids, dtype=torch.long).flatten().unique()  # ascending
+    if len(token_ids) == 0 or token_ids[0] < 0 or token_ids[-1] >= num_ids:
+        raise ValueError(
+            f"`draft_token_ids` must be ids that the target has output embeddings for, 0 to {num_ids - 1}, and not be empty."
+        )
+    token_ids = token_ids.to(device)
+    draft.config.draft_vocab_size = len(token_ids)
+    draft.lm_head = nn.Linear(
+        draft.config.hidden_size, len(token_ids), bias=False, device=device, dtype=draft.lm_head.weight.dtype
+    )
+    if target_head.shape[-1] == draft.config.hidden_size:
+        with torch.no_grad():
+            draft.lm_head.weight.copy_(target_head[token_ids.to(target_head.device)])
+    else:
+        draft._init_weights(draft.lm_head)
+    for name in ("d2t", "t2d"):
+        draft.__dict__.pop(name, None)
+        draft._buffers.pop(name, None)
+    if len(token_ids) < vocab_size:
+        draft.register_buffer("d2t", token_ids - torch.arange(len(token_ids), device=device))
+        draft.register_buffer("t2d", torch.isin(torch.arange(vocab_size, device=device), token_ids))
+    else:
+        draft.d2t = draft.t2d = None
+
+
+def pair_with(draft, target: PreTrainedModel) -> None:
+    """
+    Writes down which target a draft is for: for drafts of formats that do not say so. vLLM requires it.
+
+    Raises:
+        ValueError: see [`~Eagle3ForSpeculation.validate_target`].
+    """
+    draft.validate_target(target)
+    draft.config.eagle_aux_hidden_state_layer_ids = draft.resolve_aux_layer_ids(target)
+    draft.config.verifier_fingerprint = fingerprint(target.get_input_embeddings().weight)
+    draft.config.speculators_config = speculators_config_for(target)
+
+
 def config_for_target(target: PreTrainedModel, num_hidden_layers: int, **overrides: Any) -> Eagle3Config:
     """
-    The configuration of a fresh draft. See [`Eagle3ForSpeculation.from_target`].
+    The configuration of a fresh draft. See [`from_target`].
 
     Raises:
         ValueError: if the target cannot be a verifier, or an override does not exist.
@@ -89,13 +176,6 @@ def speculators_config_for(target: PreTrainedModel) -> dict[str, Any]:
         ],
         "verifier": {"name_or_path": target.config._name_or_path, "architectures": [type(target).__name__]},
     }
-
-
-def default_aux_layer_ids(num_target_layers: int) -> list[int]:
-    """An early, a middle and a late state of the target (EAGLE-3, section 3.1; ids as vLLM and speculators use them)."""
-    if num_target_layers < 6:  # too shallow for the usual three: spread what there is
-        return [0, num_target_layers // 2, num_target_layers - 1]
-    return [2, num_target_layers // 2, num_target_layers - 3]
 
 
 def layer_config_for(text_config, num_hidden_layers: int) -> dict[str, Any]:

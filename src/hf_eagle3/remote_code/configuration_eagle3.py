@@ -1,16 +1,4 @@
-# Copyright 2026 The hf-eagle3 authors.
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Configuration of an EAGLE-3 draft, in the schema of the `speculators` package."""
 
 import base64
@@ -286,6 +274,13 @@ class Eagle3Config(PreTrainedConfig):
         for name in ("transformers_version", "dtype"):
             layer_config.pop(name, None)
         return output
+
+
+def default_aux_layer_ids(num_target_layers: int) -> list[int]:
+    """An early, a middle and a late state of the target (EAGLE-3, section 3.1; ids as vLLM and speculators use them)."""
+    if num_target_layers < 6:  # too shallow for the usual three: spread what there is
+        return [0, num_target_layers // 2, num_target_layers - 1]
+    return [2, num_target_layers // 2, num_target_layers - 3]
 
 
 def config_digest(config: dict[str, Any]) -> str:

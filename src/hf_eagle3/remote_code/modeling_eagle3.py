@@ -1,16 +1,4 @@
-# Copyright 2026 The hf-eagle3 authors.
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """The EAGLE-3 draft (https://huggingface.co/papers/2503.01840), built from transformers' own parts."""
 
 import importlib.util
@@ -26,8 +14,8 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import ModelOutput, logging
 
-from .checks_eagle3 import check_pairing, fingerprint, whole, whole_embedding
-from .configuration_eagle3 import Eagle3Config
+from .checks_eagle3 import check_pairing, whole_embedding
+from .configuration_eagle3 import Eagle3Config, default_aux_layer_ids
 from .generation_eagle3 import (
     CUSTOM_GENERATE,
     Eagle3GenerationStats,
@@ -38,7 +26,6 @@ from .generation_eagle3 import (
 from .layers_eagle3 import Eagle3DecoderLayer, Eagle3RMSNorm
 from .loading_eagle3 import check_files, check_tensors, weights_digest
 from .policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
-from .target_eagle3 import config_for_target, default_aux_layer_ids, speculators_config_for
 
 
 logger = logging.get_logger(__name__)
@@ -178,83 +165,26 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         return (model, {**info, **report}) if wants_loading_info else model
 
     @classmethod
-    def from_target(
-        cls,
-        target: PreTrainedModel,
-        draft_token_ids: Sequence[int] | torch.Tensor | None = None,
-        num_hidden_layers: int = 1,
-        **overrides: Any,
-    ) -> "Eagle3ForSpeculation":
-        r"""
-        Makes an untrained draft for a loaded target: its sizes, rotary embedding, special tokens and dtype are the
-        target's, and so are the rows of `lm_head`.
-
-        Args:
-            target (`PreTrainedModel`):
-                The target (verifier).
-            draft_token_ids (`Sequence[int]` or `torch.Tensor`, *optional*):
-                Target token ids that make up the draft vocabulary. Defaults to all that the target's head has.
-            num_hidden_layers (`int`, *optional*, defaults to `1`):
-                Number of decoder layers.
-            overrides (*optional*):
-                Fields of [`Eagle3Config`], or of its `transformer_layer_config` (`model_type="qwen3"`,
-                `intermediate_size=...`). `fc_norm` and `norm_output` are on by default (EAGLE-3.1);
-                `fc_norm=False, norm_output=False` is the draft of the EAGLE-3 paper.
-
-        Raises:
-            ValueError: if the target cannot be a verifier, or an override or a token id does not exist.
-        """
-        config = config_for_target(target, num_hidden_layers, **overrides)
-        embedding = target.get_input_embeddings()
-        with embedding.weight.device:
-            draft = cls(config).to(dtype=target.dtype)
-        draft.borrow_embeddings(target)
-        if draft.config.has_own_embed_tokens:
-            draft.embed_tokens.weight.data.copy_(whole(embedding.weight.detach()))
-        draft.set_draft_vocabulary(draft_token_ids, target)
-        draft.validate_target(target)
-        return draft
+    def from_target(cls, target: PreTrainedModel, *args: Any, **kwargs: Any) -> "Eagle3ForSpeculation":
+        """Makes an untrained draft for a loaded target. See `hf_eagle3.making.from_target`."""
+        return installed("making", "A new draft").from_target(cls, target, *args, **kwargs)
 
     def set_draft_vocabulary(self, draft_token_ids: Sequence[int] | torch.Tensor | None, target: PreTrainedModel):
-        """
-        Replaces the draft vocabulary, and `lm_head` by the target's rows for it.
+        """Replaces the draft vocabulary and `lm_head`. See `hf_eagle3.making.set_draft_vocabulary`."""
+        installed("making", "Another vocabulary").set_draft_vocabulary(self, draft_token_ids, target)
 
-        Args:
-            draft_token_ids (`Sequence[int]` or `torch.Tensor`, *optional*):
-                Target token ids, in any order. `None` stands for all that the target's head has.
-            target (`PreTrainedModel`):
-                The target whose output embeddings are copied.
+    def pair_with(self, target: PreTrainedModel) -> None:
+        """Writes down which target this draft is for. See `hf_eagle3.making.pair_with`."""
+        installed("making", "Pairing").pair_with(self, target)
 
-        Raises:
-            ValueError: if there are no ids, or some that the target has no output embedding for.
+    def push_to_hub(self, repo_id: str, **kwargs):
         """
-        device, vocab_size = self.lm_head.weight.device, self.config.vocab_size
-        target_head = whole(target.get_output_embeddings().weight.detach())
-        num_ids = min(vocab_size, len(target_head))  # a head may have fewer rows than the vocabulary, or more
-        token_ids = range(num_ids) if draft_token_ids is None else draft_token_ids
-        token_ids = torch.as_tensor(token_ids, dtype=torch.long).flatten().unique()  # ascending
-        if len(token_ids) == 0 or token_ids[0] < 0 or token_ids[-1] >= num_ids:
-            raise ValueError(
-                f"`draft_token_ids` must be ids that the target has output embeddings for, 0 to {num_ids - 1}, and not be empty."
-            )
-        token_ids = token_ids.to(device)
-        self.config.draft_vocab_size = len(token_ids)
-        self.lm_head = nn.Linear(
-            self.config.hidden_size, len(token_ids), bias=False, device=device, dtype=self.lm_head.weight.dtype
-        )
-        if target_head.shape[-1] == self.config.hidden_size:
-            with torch.no_grad():
-                self.lm_head.weight.copy_(target_head[token_ids.to(target_head.device)])
-        else:
-            self._init_weights(self.lm_head)
-        for name in ("d2t", "t2d"):
-            self.__dict__.pop(name, None)
-            self._buffers.pop(name, None)
-        if len(token_ids) < vocab_size:
-            self.register_buffer("d2t", token_ids - torch.arange(len(token_ids), device=device))
-            self.register_buffer("t2d", torch.isin(torch.arange(vocab_size, device=device), token_ids))
-        else:
-            self.d2t = self.t2d = None
+        Pushes the draft, its code and a card in one commit; see `hf_eagle3.hub.push_draft`. Where hf-eagle3 is not
+        installed, [`~transformers.utils.PushToHubMixin.push_to_hub`] with transformers' own card.
+        """
+        if importlib.util.find_spec("hf_eagle3") is None:
+            return super().push_to_hub(repo_id, **kwargs)
+        return installed("hub", "Pushing a draft").push_draft(self, repo_id, **kwargs)
 
     @property
     def draft_token_ids(self) -> torch.LongTensor:
@@ -463,19 +393,6 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         folder.mkdir(exist_ok=True)
         (folder / "generate.py").write_text(CUSTOM_GENERATE, encoding="utf-8")
 
-    def push_to_hub(self, repo_id: str, **kwargs):
-        """
-        Pushes the draft, its code and a card in one commit; see `hf_eagle3.hub.push_draft`. Where hf-eagle3 is not
-        installed, [`~transformers.utils.PushToHubMixin.push_to_hub`] with transformers' own card.
-        """
-        if importlib.util.find_spec("hf_eagle3") is None:
-            return super().push_to_hub(repo_id, **kwargs)
-        try:
-            hub = importlib.import_module("hf_eagle3.hub")
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(f"Pushing a draft needs {error.name}: pip install 'hf-eagle3[train]'") from error
-        return hub.push_draft(self, repo_id, **kwargs)
-
     def validate_target(self, target: PreTrainedModel) -> None:
         """
         Checks that this draft was made for `target`.
@@ -485,18 +402,6 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
                 the same sizes.
         """
         check_pairing(self, target)
-
-    def pair_with(self, target: PreTrainedModel) -> None:
-        """
-        Writes down which target this draft is for: for drafts of formats that do not say so. vLLM requires it.
-
-        Raises:
-            ValueError: see [`~Eagle3ForSpeculation.validate_target`].
-        """
-        self.validate_target(target)
-        self.config.eagle_aux_hidden_state_layer_ids = self.resolve_aux_layer_ids(target)
-        self.config.verifier_fingerprint = fingerprint(target.get_input_embeddings().weight)
-        self.config.speculators_config = speculators_config_for(target)
 
     def resolve_aux_layer_ids(self, target: PreTrainedModel) -> list[int]:
         """The ids of the target's `hidden_states` that this draft reads."""
@@ -520,11 +425,25 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
         )
 
 
+def installed(module: str, what: str):
+    """
+    A module of the hf-eagle3 package, for what a draft can be used without.
+
+    Raises:
+        ModuleNotFoundError: if the package, or what it needs for that, is not installed.
+    """
+    try:
+        return importlib.import_module(f"hf_eagle3.{module}")
+    except ModuleNotFoundError as error:
+        extra = "" if error.name == "hf_eagle3" else "[train]"
+        raise ModuleNotFoundError(f"{what} needs {error.name}: pip install 'hf-eagle3{extra}'") from error
+
+
 def read_other_format(config: dict, source, hub_kwargs: dict):
     """Configuration, tensors and report of a checkpoint that someone else wrote."""
-    if __package__ != "hf_eagle3":  # code that came with a draft reads drafts like it
+    if __package__ != "hf_eagle3.remote_code":  # code that came with a draft reads drafts like it
         raise ValueError(f"{source} is not in the speculators format. `pip install hf-eagle3` reads others, too.")
-    return importlib.import_module(".checkpoints", __package__).read(config, source, **hub_kwargs)
+    return installed("checkpoints", f"Reading {source}").read(config, source, **hub_kwargs)
 
 
 Eagle3ForSpeculation.register_for_auto_class("AutoModel")
