@@ -363,7 +363,7 @@ def run_recipe(monkeypatch, capsys):
 
     def run(script: str, *arguments) -> subprocess.CompletedProcess:
         monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
-        monkeypatch.syspath_prepend(RECIPES)
+        monkeypatch.syspath_prepend((RECIPES / script).parent)  # as for any script
         capsys.readouterr()
         code = None
         try:

@@ -5,7 +5,7 @@
 Correctness in low precision, and the time of a step and its parts, at real size without weights: nothing is
 downloaded.
 
-    python recipes/benchmark_random.py --output_dir outputs/qwen3-8b-random
+    python recipes/measurements/random_weights.py --output_dir outputs/qwen3-8b-random
 
 makes a randomly initialised target of Qwen3-8B's size (another one's by `--target`, of which only the configuration is
 read) and a draft for it, on a GPU in bfloat16, and writes `results.json` and `results.md`:
@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from check_precision import compare
+from low_precision import compare
 from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, DynamicCache, set_seed
 
 from hf_eagle3 import Eagle3ForSpeculation

@@ -1,4 +1,4 @@
-"""`recipes/benchmark_random.py` on a tiny configuration."""
+"""`recipes/measurements/random_weights.py` on a tiny configuration."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ def test_correctness_and_times(tmp_path, run_recipe):
     arguments += ["--draft_vocab_size", 24, "--num_prompts", 2, "--prompt_length", 8, "--max_new_tokens", 12]
     arguments += ["--context", 16, "--sizes", 1, 8, "--repeats", 1, "--device", "cpu"]
     arguments += ["--compile", "default", "--backend", "eager"]
-    run_recipe("benchmark_random.py", *arguments)
+    run_recipe("measurements/random_weights.py", *arguments)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["correctness"]["greedy_differing"] == 0 and results["correctness"]["same_samples"] == 2
     assert results["correctness"]["acceptance_length"] > 1
@@ -26,16 +26,16 @@ def test_correctness_and_times(tmp_path, run_recipe):
 
 
 def test_a_difference_that_is_no_near_tie_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(RECIPES))
-    import benchmark_random
+    monkeypatch.syspath_prepend(str(RECIPES / "measurements"))
+    import random_weights
 
     rows = iter([{"noise": 0.1, "acceptance_length": 2.0}, {"noise": 0.1, "acceptance_length": 2.0, "gap": 0.5}])
-    monkeypatch.setattr(benchmark_random, "compare", lambda *arguments: next(rows))
+    monkeypatch.setattr(random_weights, "compare", lambda *arguments: next(rows))
     target = make_target("qwen3")
     prompts = target.dummy_inputs["input_ids"][:2, :4] % 90
-    draft = benchmark_random.Eagle3ForSpeculation.from_target(target)
-    correctness = benchmark_random.check(target, draft, prompts, 4)
+    draft = random_weights.Eagle3ForSpeculation.from_target(target)
+    correctness = random_weights.check(target, draft, prompts, 4)
     assert (correctness["greedy_differing"], correctness["near_ties"], correctness["same_samples"]) == (1, 0, 2)
     with pytest.raises(StopIteration):
         next(rows)
-    sys.modules.pop("benchmark_random")
+    sys.modules.pop("random_weights")

@@ -5,7 +5,8 @@
 Whether the tree policy `auto` keeps its promises on a pairing: never slower than plain generation, even with a useless
 draft, and as fast as the best fixed tree.
 
-    python recipes/benchmark_policy.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --batch_sizes 1 4 16
+    python recipes/measurements/tree_policy.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl \
+        --batch_sizes 1 4 16
 
 For each batch size and temperature it tries a grid of fixed trees on the first batch, takes the fastest of them
 (`--finalists`), and times these, `auto`, `auto` with a draft of random weights and plain generation on all prompts, in

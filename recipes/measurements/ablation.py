@@ -4,7 +4,8 @@
 """
 Trains a draft for each choice and seed at equal compute, and compares their acceptance lengths.
 
-    python recipes/ablation.py --target Qwen/Qwen3-0.6B --dataset texts.jsonl --prompts prompts.jsonl --json ablation.json
+    python recipes/measurements/ablation.py --target Qwen/Qwen3-0.6B --dataset texts.jsonl --prompts prompts.jsonl \
+        --json ablation.json
 
 Compute is tokens times drafting steps, so that a draft trained without training-time test sees more tokens. What is
 done is kept in the JSON file; the same command goes on from there. Choices:

@@ -1,7 +1,8 @@
 """
 What a step of training-time test takes, in time and memory, for sequences of several lengths.
 
-    python recipes/benchmark_training.py --target Qwen/Qwen3-0.6B --draft_vocab_size 8192 --lengths 512 1024 2048 4096
+    python recipes/measurements/training_step.py --target Qwen/Qwen3-0.6B --draft_vocab_size 8192 \
+        --lengths 512 1024 2048 4096
 
 Each length runs in a process of its own, forward and backward over one sequence of random tokens and random target
 states: the target itself does not run. Memory is the peak beyond what the draft and the inputs take.

@@ -6,7 +6,7 @@ Training-time test here and in the `speculators` package, on the same states of 
 of a step, in float32, with its eager attention and loss.
 
     pip install speculators
-    python recipes/benchmark_speculators.py --target path/to/target --length 1024 --ttt_steps 3
+    python recipes/measurements/against_speculators.py --target path/to/target --length 1024 --ttt_steps 3
 
 Each measurement runs in a process of its own, the two taking turns. Memory is the peak beyond what there is before the
 first step: weights, gradients and inputs.
