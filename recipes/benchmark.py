@@ -18,7 +18,8 @@ What was measured is kept in the JSON Lines file; interrupted, the same command 
 
     python recipes/benchmark.py --compare before.jsonl after.jsonl
 
-`--profile` shows where the time of a step goes, from torch's profiler.
+`--profile` shows where the time of a step goes, by timers around its parts. On an accelerator each part waits for what
+it has started, so that the step takes longer than otherwise.
 """
 
 import argparse
@@ -96,9 +97,7 @@ def parse_arguments():
     parser.add_argument(
         "--compare", nargs=2, metavar=("BEFORE", "AFTER"), help="Compare two files of results, and end"
     )
-    parser.add_argument(
-        "--profile", action="store_true", help="Also show where the time of a step goes, at each temperature"
-    )
+    parser.add_argument("--profile", action="store_true", help="Also time the parts of a step, at each temperature")
     args = parser.parse_args()
     if args.compare is None and args.target is None:
         parser.error("--target is missing")
