@@ -18,6 +18,8 @@ What was measured is kept in the JSON Lines file; interrupted, the same command 
 
     python recipes/benchmark.py --compare before.jsonl after.jsonl
 
+The draft runs the installed code, or with `--code saved` the code that was saved with it. The results say which.
+
 `--profile` shows where the time of a step goes, by timers around its parts. On an accelerator each part waits for what
 it has started, so that the step takes longer than otherwise.
 """
@@ -29,9 +31,8 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, CompileConfig, PreTrainedConfig
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, CompileConfig
 
-from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.environment import environment
 from hf_eagle3.evaluation import (
     METHODS,
@@ -43,6 +44,7 @@ from hf_eagle3.evaluation import (
     print_table,
     run_benchmark,
 )
+from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft
 from hf_eagle3.evaluation.profile import format_profile, profile_steps
 from hf_eagle3.evaluation.results import what_differs
 from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
@@ -58,6 +60,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="Target: a folder or a Hub id")
     parser.add_argument("--draft", help="Draft: a folder or a Hub id")
+    parser.add_argument("--code", choices=CODES, default="installed", help=CODE_HELP)
     parser.add_argument("--assistant", help="Small model for the method `assistant`: a folder or a Hub id")
     parser.add_argument("--dflash", help="DFlash draft for the method `dflash`: a folder or a Hub id")
     parser.add_argument(
@@ -187,19 +190,17 @@ def main():
         return auto_class.from_pretrained(name, dtype=args.dtype, **kwargs).to(args.device).eval() if name else None
 
     target, draft, tree, weights = load(AutoModelForCausalLM, args.target), None, {}, None
+    facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     if args.eos_token_id is not None:
         target.generation_config.eos_token_id = args.eos_token_id
     tasks, missing = collect_prompts(args, tokenizer, target)
     if args.draft:
-        brings_code = "auto_map" in PreTrainedConfig.get_config_dict(args.draft)[0]  # drafts of others do not
-        draft_class = AutoModel if brings_code else Eagle3ForSpeculation
         try:
-            draft = draft_class.from_pretrained(args.draft, dtype="auto", trust_remote_code=brings_code).eval()
+            draft = load_draft(args.draft, args.code, dtype="auto")
         except ValueError as error:
             raise SystemExit(str(error)) from None
-        if not hasattr(draft, "assisted_decoding"):
-            raise SystemExit(f"{args.draft} is a {type(draft).__name__}, not an EAGLE-3 draft.")
+        facts["draft_code"] = code_of(draft)
         weights = weights_digest(draft.state_dict())  # those of the checkpoint, whatever they are measured in
         draft = draft.to(args.device, target.dtype if args.dtype != "auto" else draft.dtype)
         for name in DEFAULT_TREE_SETTINGS:
@@ -209,7 +210,7 @@ def main():
     run = {
         "draft_weights": weights,  # whose figures these are
         "arguments": {name: value for name, value in vars(args).items() if name not in NOT_MEASURED},
-        "environment": {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")},
+        "environment": facts,
         "tree": tree,
         "prompts": {name: hashlib.sha256(repr(prompts).encode()).hexdigest() for name, prompts in tasks.items()},
         "missing_tasks": missing,

@@ -18,9 +18,11 @@ from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_eagle3.environment import environment
 from hf_eagle3.evaluation import load_prompts
+from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft
 
 
 @torch.no_grad()
@@ -62,6 +64,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", required=True)
+    parser.add_argument("--code", choices=CODES, default="installed", help=CODE_HELP)
     parser.add_argument("--prompts", required=True, help='JSON Lines file, one {"prompt": "..."} a line')
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
     parser.add_argument("--num_prompts", type=int)
@@ -77,14 +80,15 @@ def main():
     args = parser.parse_args()
 
     prompts = load_prompts(args.prompts, AutoTokenizer.from_pretrained(args.target), args.num_prompts)
-    results, unexplained = {}, 0
+    results, unexplained, facts = {}, 0, environment(args.device)
     lines = [
         "| dtype | texts that differ | near ties | largest gap | noise of the target | noise of the tree |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for dtype in args.dtypes:
         target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(args.device).eval()
-        draft = AutoModel.from_pretrained(args.draft, dtype=dtype, trust_remote_code=True).to(args.device).eval()
+        draft = load_draft(args.draft, args.code, dtype=dtype).to(args.device)
+        facts["draft_code"] = code_of(draft)
         draft.generation_config.tree_policy = args.tree_policy
         results[dtype] = rows = [
             compare(target, draft, torch.tensor([prompt], device=args.device), args.max_new_tokens)
@@ -100,10 +104,10 @@ def main():
             f"| {dtype} | {len(different)}/{len(rows)} | {len(near_ties)}/{len(different)} | {largest} | {noise:.2g} | "
             f"{tree_noise:.2g} |"
         )
-    print("\n".join(lines))
+    print("\n".join([*lines, f"{args.max_new_tokens} new tokens; {facts}"]))
     if args.json:
         Path(args.json).write_text(
-            json.dumps({"arguments": vars(args), "results": results}, indent=2), encoding="utf-8"
+            json.dumps({"environment": facts, "arguments": vars(args), "results": results}, indent=2), encoding="utf-8"
         )
     if unexplained:
         raise SystemExit(f"{unexplained} differences are no near ties.")

@@ -24,18 +24,17 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.environment import environment
 from hf_eagle3.evaluation.benchmark import synchronize
+from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft
 from hf_eagle3.evaluation.tasks import OFFLINE, load_prompts
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="Target: a folder or a Hub id")
-    parser.add_argument(
-        "--draft", required=True, help="Draft: a folder or a Hub id; read with the installed hf-eagle3"
-    )
+    parser.add_argument("--draft", required=True, help="Draft: a folder or a Hub id")
+    parser.add_argument("--code", choices=CODES, default="installed", help=CODE_HELP)
     parser.add_argument("--prompts", default=OFFLINE, help="A task of recipes/benchmark.py, or a file")
     parser.add_argument("--num_prompts", type=int, default=16)
     parser.add_argument("--max_new_tokens", type=int, default=64)
@@ -80,13 +79,14 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(args.device).eval()
-    draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=target.dtype).to(args.device).eval()
+    draft = load_draft(args.draft, args.code, dtype=target.dtype).to(args.device)
     target.generation_config.eos_token_id = None  # texts of one length
     prompts = load_prompts(args.prompts, tokenizer, args.num_prompts)
     drafts = {"auto": draft, "auto, useless draft": useless(draft)}
     threshold = draft.generation_config.assistant_confidence_threshold
     trees = fixed_trees(args.depths, args.branching_factors, args.budgets)
     facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
+    facts["draft_code"] = code_of(draft)
     results = []
 
     def timed(inputs, temperature, seed, assistant=None, **tree):
