@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 from hf_eagle3 import Eagle3ForSpeculation  # noqa: E402
 from hf_eagle3.remote_code.lookup_eagle3 import PromptLookup  # noqa: E402
-from hf_eagle3.remote_code.policy_eagle3 import AutoPolicy  # noqa: E402
+from hf_eagle3.remote_code.policy_eagle3 import Policy  # noqa: E402
 
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -278,7 +278,7 @@ def lookups_of(text, seed: int = 0, wrong: int = 3):
         return guesses
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(AutoPolicy, "num_to_look_up", num_to_look_up)
+        patches.setattr(Policy, "num_to_look_up", num_to_look_up)
         patches.setattr(PromptLookup, "next_tokens", next_tokens)
         yield
 

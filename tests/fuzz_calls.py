@@ -48,7 +48,7 @@ REFUSALS = "|".join(
         "cannot roll back",
         "does not offload a static cache",
         "`assistant_ensemble_weight` changes the text",
-        "does not return the attentions to a static cache",
+        "returns no attentions",
         "takes a list as `output_hidden_states`",
         "`dola_layers`",
         "`token_healing` has lengthened it",
@@ -288,7 +288,8 @@ def draw_fields(rng) -> tuple[dict, dict]:
         kwargs[name] = pool[name](rng)
     if rng.random() < 0.2:
         kwargs["return_dict_in_generate"] = True
-        kwargs |= {name: True for name in RETURNED if rng.random() < 0.5}
+        # Attentions are refused.
+        kwargs |= {name: True for name in RETURNED if rng.random() < (0.02 if name == "output_attentions" else 0.5)}
     if rng.random() < 0.2:
         kinds = [OfPairs, OfOtherRows, Draws, Counts, EditsScores, EditsText]
         kwargs["logits_processor"] = [kind(rng.uniform(2, 8)) for kind in rng.sample(kinds, rng.randint(1, 2))]
@@ -461,11 +462,11 @@ def run(rng: random.Random, folder) -> tuple[int, str | None]:
     kind = rng.choices(["call", "interrupted", "threads"], [20, 2, 1])[0]
     with contextlib.ExitStack() as stack:
         clock = make_clock(rng)
-        for module in ("generation", "drafter", "static"):
-            stack.enter_context(mock.patch(f"hf_eagle3.{module}_eagle3.time", clock))
+        stack.enter_context(mock.patch("hf_eagle3.remote_code.decoding_eagle3.time", clock))
         if rng.random() < 0.3:  # as if on an accelerator
-            for module in ("text", "tree", "policy"):
-                stack.enter_context(mock.patch(f"hf_eagle3.{module}_eagle3.looks_are_free", lambda device: False))
+            for module in ("accept", "decoding"):
+                name = f"hf_eagle3.remote_code.{module}_eagle3.looks_are_free"
+                stack.enter_context(mock.patch(name, lambda device: False))
         case = {"call": run_call, "interrupted": run_interrupted, "threads": run_threads}[kind]
         num_calls, finding, kwargs = case(rng, target, lengths, seed, folder)
     if finding is not None:

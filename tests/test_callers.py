@@ -22,7 +22,8 @@ from transformers import (
     pipeline,
 )
 
-from hf_eagle3 import Eagle3ForSpeculation, checks_eagle3
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.remote_code import checks_eagle3
 
 
 SETTINGS = {"max_new_tokens": 24, "do_sample": False}
@@ -63,10 +64,7 @@ def test_a_draft_that_was_left_on_the_host(target, draft, monkeypatch):
     assert warnings == []
     with monkeypatch.context() as context:
         context.setattr(type(target), "device", torch.device("cuda:0"))
-        position_ids = torch.arange(5)[None]
-        checks_eagle3.check_call(
-            draft, target, position_ids, GenerationConfig(num_beams=1), False, {"position_ids": position_ids}
-        )
+        checks_eagle3.check_draft(draft, target)
     (warning,) = warnings
     assert "on cuda:0 and the draft on cpu" in warning and "draft.to(target.device)" in warning
 
@@ -171,8 +169,8 @@ def test_the_cache_that_is_left_when_something_raises(family, length, make_setti
             target.generate(prompt, past_key_values=cache, max_new_tokens=40, **assistant, **make_settings(length))
         seen = cache.get_seq_length()
         found.append((seen, target.generate(longer, past_key_values=cache, **SETTINGS).tolist()))
-    assert found[0] == found[1]
-    assert found[0][1] == target.generate(longer, **SETTINGS).tolist()
+    assert found[0][0] - 7 <= found[1][0] <= found[0][0]  # up to the last whole step
+    assert found[0][1] == found[1][1] == target.generate(longer, **SETTINGS).tolist()
 
 
 @pytest.mark.parametrize(
@@ -243,13 +241,9 @@ def test_targets_without_positions_or_a_cache_are_refused(model_type, changes, m
         target.generate(make_prompt(5), assistant_model=Eagle3ForSpeculation.from_target(target).eval(), **SETTINGS)
 
 
-def test_attentions_that_sdpa_does_not_return(target):
-    settings = {**SETTINGS, "return_dict_in_generate": True, "output_attentions": True}
-    prompt = make_prompt(12)
-    expected = target.generate(prompt, **settings)
-    oracle = make_oracle(target, expected.sequences)
-    actual = target.generate(prompt, assistant_model=oracle, **settings)
-    assert actual.sequences.equal(expected.sequences) and actual.attentions == expected.attentions
+def test_attentions_are_refused(target, draft):
+    with pytest.raises(ValueError, match="returns no attentions"):
+        assert_same_text(target, draft, return_dict_in_generate=True, output_attentions=True)
 
 
 def test_dtypes_of_target_and_draft(target, draft):

@@ -8,10 +8,23 @@ import torch
 from conftest import lookups_of, make_batch, make_oracle, make_prompt, make_target
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.remote_code.estimates_eagle3 import Calibration, MatchCalibration, StepCosts
-from hf_eagle3.remote_code.generation_eagle3 import Eagle3Decoding
-from hf_eagle3.remote_code.lookup_eagle3 import PromptLookup, TextIndex
-from hf_eagle3.remote_code.policy_eagle3 import AutoPolicy, PlannedPolicy
+from hf_eagle3.remote_code.lookup_eagle3 import MatchCalibration, PromptLookup, TextIndex
+from hf_eagle3.remote_code.policy_eagle3 import Policy, StepCosts
+from hf_eagle3.remote_code.tree_eagle3 import DraftTree, Plan
+from hf_eagle3.remote_code.verify_eagle3 import Verifier
+
+
+def make_lookup(texts, num_tokens, calibration):
+    lookup = PromptLookup(num_tokens, calibration, vocab_size=96)
+    observe(lookup, texts, [False] * len(texts))
+    return lookup
+
+
+def observe(lookup, new_tokens, is_finished):
+    accepted = SimpleNamespace(
+        new_tokens=new_tokens, was_finished=lookup.is_finished or is_finished, is_finished=is_finished
+    )
+    lookup.observe(accepted)
 
 
 def test_finds_where_the_newest_tokens_stood_before():
@@ -60,7 +73,7 @@ def test_a_batch_comes_as_far_as_its_slowest_row():
     for _ in range(1000):
         calibration.record(2, True)
         calibration.record(4, False)
-    lookup = PromptLookup([[5, 6, 7, 5, 6], [5, 6, 7, 8, 9], [5, 6, 5, 6]], 4, calibration)
+    lookup = make_lookup([[5, 6, 7, 5, 6], [5, 6, 7, 8, 9], [5, 6, 5, 6]], 4, calibration)
 
     def expected(*unfinished):
         lookup.is_finished = [row not in unfinished for row in range(len(lookup.rows))]
@@ -71,81 +84,87 @@ def test_a_batch_comes_as_far_as_its_slowest_row():
     assert [1, 1, 1, 1, 1] == expected(1) == expected(0, 1) == expected()
     assert expected(0, 2) == [1, 2, 3, 3, 3]
     expected(0, 1, 2)
-    lookup.extend([[7], [], []], [False] * 3)  # the first row is ahead, and knows no more
+    observe(lookup, [[7], [], []], [False] * 3)  # the first row is ahead, and knows no more
     assert expected(0, 2) == [1, 2, 3, 3, 3]
     assert expected(1, 2) == [1, 2, 2, 2, 2]  # the slowest may overtake the one that has nothing to look up
     expected(0, 1, 2)
-    lookup.extend([[], [7, 5, 6], []], [True, False, False])
+    observe(lookup, [[], [7, 5, 6], []], [True, False, False])
     lookup.select([1])
     assert lookup.next_tokens(2) == [[7, 8]] and lookup.is_finished == [False]
 
 
 def test_padding_tells_nothing():
     calibration = MatchCalibration()
-    lookup = PromptLookup([[5, 6, 7, 5, 6], [3, 4]], 4, calibration)
-    lookup.extend([[2], [5]], [True, False])
+    lookup = make_lookup([[5, 6, 7, 5, 6], [3, 4]], 4, calibration)
+    observe(lookup, [[2], [5]], [True, False])
     counts = list(calibration.counts)
     for _ in range(20):
-        lookup.extend([[0, 0], []], [True, False])
+        observe(lookup, [[0, 0], []], [True, False])
     assert calibration.counts == counts and len(lookup.rows[0].tokens) == 6
 
 
-@pytest.mark.parametrize("kind", ["auto", "planned"])
-def test_a_bad_draft_is_given_up_between_lookups(kind):
+def test_tokens_that_have_no_embedding_are_not_proposed():
+    lookup = make_lookup([[5, 6, 500, -3, 5, 6]], 4, MatchCalibration())
+    tree = lookup.propose(Plan("lookup", 4, 4), torch.tensor([[6]]))
+    assert tree.tokens.tolist() == [[6, 0, 0, 5, 6]] and tree.parents.tolist() == [[0, 0, 1, 2, 3]]
+
+
+WHOLE = Plan("draft", depth=6, num_nodes=24, branching_factor=8)
+
+
+def chain(num_nodes):
+    return DraftTree.chain(torch.zeros(1, num_nodes, dtype=torch.long))
+
+
+def record(policy, plan, seconds, draft_seconds=0.0, num_accepted=1):
+    accepted = SimpleNamespace(
+        counts=[num_accepted], nodes=[list(range(num_accepted))], progress=num_accepted, is_finished=[False]
+    )
+    policy.record(plan, chain(1 + plan.num_nodes), accepted, [True], draft_seconds, seconds)
+
+
+def make_policy(reads_draft, per_node=0.05):
+    """That knows what plain steps take and, where those of trees are measured apart, nothing of these."""
+    policy = Policy(WHOLE, reads_draft)
+    for num_nodes in (0, 24) if reads_draft else (0,):
+        for _ in range(3):
+            policy.costs.record(policy.part(None), 1 + num_nodes, 1 + per_node * num_nodes)
+    return policy
+
+
+@pytest.mark.parametrize("reads_draft", [True, False])
+def test_a_bad_draft_is_given_up_between_lookups(reads_draft):
     """After each of which it has more to read than usual."""
-    matches = MatchCalibration()
-    policy = AutoPolicy(24, StepCosts(), Calibration()) if kind == "auto" else planned(matches)
-    num_drafted = 0
+    policy, num_drafted = Policy(WHOLE, reads_draft), 0
     for step in range(600):
         if step % 2:
-            policy.record_lookup_step(1, 24, 1.5)
+            record(policy, Plan("lookup", 24, 24), 1.5)
             continue
-        plan, tree = policy.plan_step([True]), SimpleNamespace(num_nodes=1)
-        if plan.drafts:
-            num_drafted += 1
-            plan.record_draft(0, 1.5, 0.0, is_usual=False)
-            num_nodes = 1 + plan.choose_num_nodes(torch.tensor([[-1.0]]))
-            parents = torch.zeros(1, num_nodes, dtype=torch.long)
-            tree = SimpleNamespace(
-                num_nodes=num_nodes, parents=parents, confidences=torch.full((1, num_nodes - 1), -1.0)
-            )
-        plan.record_verification(tree, [[0]], [True], 1, 1.2 if plan.drafts else 1.0)
+        plan = policy.plan([True])
+        num_drafted += plan.proposer is not None
+        plan = plan._replace(num_nodes=min(plan.num_nodes, 2), depth=min(plan.depth, 2))
+        record(policy, plan, 1.2 if plan.proposer else 1.0, 1.5 * (plan.proposer is not None))
     assert 0 < num_drafted < 60
-
-
-def planned(matches):
-    policy = PlannedPolicy(24, StepCosts(), 1, tree_depth=6, has_one_shape=False, match_calibration=matches)
-    for _ in range(3):
-        policy.record_plain_step(1, 1.0)
-    return policy
-
-
-def measured(matches, per_node=0.05):
-    policy = AutoPolicy(24, StepCosts(), None, match_calibration=matches)
-    for num_nodes in (1, 25):
-        for _ in range(3):
-            policy.costs.record("verify", num_nodes, 1 + per_node * (num_nodes - 1))
-    return policy
 
 
 def test_looks_up_as_much_as_pays():
     matches, text = MatchCalibration(), [5, 6, 7, 8, 5, 6]
-    cheap, dear = measured(matches, per_node=0.05), measured(matches, per_node=0.6)
-    unmeasured = AutoPolicy(24, StepCosts(), None, match_calibration=matches)
+    cheap, dear, planned = make_policy(True, 0.05), make_policy(True, 0.6), make_policy(False)
 
     def chosen(policy, text, num_tokens=24):
-        return policy.plan_step([True], PromptLookup([text], num_tokens, matches)).num_looked_up
+        plan = policy.plan([True], make_lookup([text], num_tokens, matches))
+        return plan.num_nodes if plan.proposer == "lookup" else 0
 
-    assert chosen(unmeasured, text) == 0
+    assert chosen(Policy(WHOLE, True), text) == 0
     assert 0 < chosen(cheap, text) < 12 and chosen(dear, text) == 0  # nothing known of matches: half of them go on
     assert chosen(cheap, [5, 6, 7, 8]) == 0 and chosen(cheap, text, num_tokens=1) == 1
-    assert chosen(planned(matches), text) == 24
+    assert chosen(planned, text) == 24
     for _ in range(300):
         for length in (2, 4, 8, 16, 32, 64):
             matches.record(length, True)
     assert chosen(cheap, text) == chosen(dear, text) == 24
     # Not where drafting brings more still.
-    dear.tokens, dear.seconds = 60.0, 10.0
+    dear.of(1).tokens, dear.of(1).seconds = 60.0, 10.0
     assert chosen(dear, text) == 0
     for _ in range(300):
         matches.record(2, False)
@@ -153,12 +172,12 @@ def test_looks_up_as_much_as_pays():
 
 
 def test_a_planned_lookup_is_measured():
-    matches = MatchCalibration()
-    policy, lookup = planned(matches), PromptLookup([[5, 6, 7, 5, 6]], 24, matches)
-    for _ in range(4):
-        plan = policy.plan_step([True], lookup)
-        plan.record_verification(type("Tree", (), {"num_nodes": 25}), [[0]], [True], 1, 5.0)
-    assert policy.plan_step([True], lookup).num_looked_up == 0  # five plain steps for two tokens
+    policy, lookup = make_policy(False), make_lookup([[5, 6, 7, 5, 6]], 24, MatchCalibration())
+    for _ in range(2):
+        plan = policy.plan([True], lookup)
+        assert plan.proposer == "lookup"
+        record(policy, plan, 5.0)
+    assert policy.plan([True], lookup).proposer != "lookup"  # five plain steps for two tokens
 
 
 @pytest.fixture
@@ -178,7 +197,7 @@ def cyclic():
 @pytest.fixture
 def cheap_nodes(monkeypatch):
     """As if a step took as long as another, and a token more nearly nothing."""
-    monkeypatch.setattr(StepCosts, "near", lambda self, part, size: None if part == "lookup" else 1.0)
+    monkeypatch.setattr(StepCosts, "near", lambda self, part, size: None if part == "verify lookup" else 1.0)
     monkeypatch.setattr(StepCosts, "lines", lambda self, part, sizes: [1 + 0.01 * size for size in sizes])
 
 
@@ -190,8 +209,8 @@ def cheap_nodes(monkeypatch):
 )  # fmt: skip
 def test_a_text_that_repeats_itself(cyclic, cheap_nodes, monkeypatch, settings, waits):
     if waits:
-        for module in ("text_eagle3", "tree_eagle3", "policy_eagle3"):
-            monkeypatch.setattr(f"hf_eagle3.{module}.looks_are_free", lambda device: False)
+        for module in ("accept", "decoding"):
+            monkeypatch.setattr(f"hf_eagle3.remote_code.{module}_eagle3.looks_are_free", lambda device: False)
     draft = Eagle3ForSpeculation.from_target(cyclic).eval()
     kwargs = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, **settings}
     prompt = torch.tensor([[3, 9, 5, 6]])
@@ -229,13 +248,13 @@ def test_a_draft_that_is_unsure_of_everything_keeps_nobody_from_looking_up(cycli
 
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_static_caches_look_up_as_many_tokens_as_a_tree_has(cyclic, cheap_nodes, sequences, monkeypatch):
-    sizes, verify = set(), Eagle3Decoding.verify
+    sizes, verify = set(), Verifier.verify
 
-    def noting_sizes(self):
-        sizes.add(self.tree.num_nodes)
-        verify(self)
+    def noting_sizes(self, tree, text):
+        sizes.add(tree.num_nodes)
+        return verify(self, tree, text)
 
-    monkeypatch.setattr(Eagle3Decoding, "verify", noting_sizes)
+    monkeypatch.setattr(Verifier, "verify", noting_sizes)
     draft = Eagle3ForSpeculation.from_target(cyclic).eval()
     kwargs = {"max_new_tokens": 90, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
     prompt = torch.tensor([[3, 9, 5, 6]]).expand(sequences, -1)

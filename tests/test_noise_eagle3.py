@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.remote_code.noise_eagle3 import SamplingNoise
+from hf_eagle3.remote_code.noise_eagle3 import NoiseStream
 
 
 CPU = torch.device("cpu")
@@ -32,14 +32,14 @@ def only_others_set_the_generator(monkeypatch):
 
 @pytest.mark.parametrize("looks", [[], [0], [3, 1, 0], [0, 0, 5]])
 def test_noise_is_what_multinomial_draws(only_others_set_the_generator, looks):
-    probs, noise = make_probs(), SamplingNoise(3, CPU)
+    probs, noise = make_probs(), NoiseStream(3, CPU, draws_ahead=False)
     torch.manual_seed(0)
     expected = [(sample(each), torch.get_rng_state()) for each in probs]
     torch.manual_seed(0)
     for number, (each, (token, state)) in enumerate(zip(probs, expected)):
         for index in looks:
             if number + index < len(probs):
-                foreseen = (probs[number + index] / noise.ahead(index, 50)).argmax(dim=-1)
+                foreseen = (probs[number + index] / noise.at(number + index, number, 50)).argmax(dim=-1)
                 assert torch.equal(foreseen, expected[number + index][0])
         assert torch.equal(sample(each), token)
         assert torch.equal(torch.get_rng_state(), state)
@@ -47,12 +47,12 @@ def test_noise_is_what_multinomial_draws(only_others_set_the_generator, looks):
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(1), lambda: torch.rand(700), lambda: torch.manual_seed(3)])
 def test_noise_that_is_not_to_come_is_forgotten(only_others_set_the_generator, draw):
-    probs, noise = make_probs(), SamplingNoise(3, CPU)
+    probs, noise = make_probs(), NoiseStream(3, CPU, draws_ahead=False)
     torch.manual_seed(0)
-    noise.ahead(4, 50)
+    noise.at(4, 0, 50)
     sample(probs[0])
     draw()
-    foreseen = (probs[1] / noise.ahead(0, 50)).argmax(dim=-1)
+    foreseen = (probs[1] / noise.at(1, 1, 50)).argmax(dim=-1)
     assert torch.equal(sample(probs[1]), foreseen)
 
 

@@ -129,8 +129,8 @@ def test_any_settings(family, lengths, kwargs, tree, cache, knows_the_text, look
             stack.enter_context(lookups_of(expected, seed))
         if waits:  # as if on an accelerator
             patches = stack.enter_context(pytest.MonkeyPatch.context())
-            for module in ("text_eagle3", "tree_eagle3", "policy_eagle3"):
-                patches.setattr(f"hf_eagle3.{module}.looks_are_free", lambda device: False)
+            for module in ("accept", "decoding"):
+                patches.setattr(f"hf_eagle3.remote_code.{module}_eagle3.looks_are_free", lambda device: False)
         actual = target.generate(**batch, assistant_model=draft, **cache, **kwargs)
     note(f"plain {expected.tolist()}, with a draft {actual.tolist()}")
     assert actual.tolist() == expected.tolist()

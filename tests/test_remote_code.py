@@ -14,12 +14,13 @@ import hf_eagle3
 
 
 TRAVELLING = (
+    "accept_eagle3.py",
+    "assistant_eagle3.py",
     "cache_eagle3.py",
     "checks_eagle3.py",
     "configuration_eagle3.py",
+    "decoding_eagle3.py",
     "drafter_eagle3.py",
-    "estimates_eagle3.py",
-    "generation_eagle3.py",
     "layers_eagle3.py",
     "loading_eagle3.py",
     "lookup_eagle3.py",
@@ -27,9 +28,12 @@ TRAVELLING = (
     "noise_eagle3.py",
     "outputs_eagle3.py",
     "policy_eagle3.py",
+    "proposer_eagle3.py",
+    "ragged_eagle3.py",
     "static_eagle3.py",
     "text_eagle3.py",
     "tree_eagle3.py",
+    "verify_eagle3.py",
 )
 SOURCE = Path(hf_eagle3.__file__).parent / "remote_code"
 
@@ -157,8 +161,6 @@ STANDARD_LIBRARY = {
     "binascii",
     "bisect",
     "itertools",
-    "collections",
-    "contextlib",
     "collections.abc",
     "copy",
     "dataclasses",
@@ -173,7 +175,6 @@ STANDARD_LIBRARY = {
     "math",
     "pathlib",
     "statistics",
-    "sys",
     "threading",
     "time",
     "types",

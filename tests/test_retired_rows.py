@@ -11,19 +11,19 @@ from test_batch_generation import Columns, StopAtLength, assert_same_texts, gene
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache
 
-from hf_eagle3.remote_code.generation_eagle3 import Eagle3Decoding
+from hf_eagle3.remote_code.verify_eagle3 import Verifier
 
 
 @pytest.fixture
 def verified_rows(monkeypatch):
     """How many rows each step of the target had."""
-    rows, verify = [], Eagle3Decoding.verify
+    rows, verify = [], Verifier.verify
 
-    def noting_rows(self):
-        rows.append(len(self.tree.tokens))
-        verify(self)
+    def noting_rows(self, tree, text):
+        rows.append(len(tree.tokens))
+        return verify(self, tree, text)
 
-    monkeypatch.setattr(Eagle3Decoding, "verify", noting_rows)
+    monkeypatch.setattr(Verifier, "verify", noting_rows)
     return rows
 
 

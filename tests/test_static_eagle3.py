@@ -1,6 +1,7 @@
 """Static caches: the same text, fixed shapes, nothing compiled twice."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from transformers import CompileConfig, StaticCache
 
 from hf_eagle3.remote_code.drafter_eagle3 import Drafter
 from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
-from hf_eagle3.remote_code.policy_eagle3 import PlannedPolicy, StaticPolicy, StepCosts, StepPlan
-from hf_eagle3.remote_code.text_eagle3 import Text
+from hf_eagle3.remote_code.policy_eagle3 import StaticPolicy
+from hf_eagle3.remote_code.tree_eagle3 import Plan
+from hf_eagle3.remote_code.verify_eagle3 import Verifier
 
 
 STATIC = {"cache_implementation": "static"}
@@ -77,13 +79,13 @@ def test_draws_the_trees_of_a_dynamic_cache(target, oracle):
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_draws_the_same_trees(target, monkeypatch, batch_size):
-    walk, trees = Text.walk, []
+    verify, trees = Verifier.verify, []
 
-    def recorded_walk(self, tree, *args, **kwargs):
+    def recorded(self, tree, text):
         trees[-1].append((tree.tokens.tolist(), tree.parents.tolist()))
-        return walk(self, tree, *args, **kwargs)
+        return verify(self, tree, text)
 
-    monkeypatch.setattr(Text, "walk", recorded_walk)
+    monkeypatch.setattr(Verifier, "verify", recorded)
     batch = make_batch([30, 9][:batch_size])
     draft = make_draft(target, PROMPTS, num_hidden_layers=2)
     for cache in ({}, STATIC):
@@ -111,18 +113,14 @@ class DraftsAtFirstAndLate(StaticPolicy):
 
     num_steps = 0
 
-    def plan_step(self, live, lookup):
+    def plan(self, behind, lookup=None):
         self.num_steps += 1
-        plan = StepPlan()
-        plan.drafts = not 14 < self.num_steps < 52
-        return plan
+        return Plan() if 14 < self.num_steps < 52 else self.whole
 
 
 def test_rows_that_are_far_apart(monkeypatch):
     """A row that ran ahead, and ended, has nothing left to read when another one, after many plain steps, has much."""
-    monkeypatch.setattr(
-        "hf_eagle3.remote_code.generation_eagle3.tree_policy", lambda *args, **kwargs: DraftsAtFirstAndLate()
-    )
+    monkeypatch.setattr("hf_eagle3.remote_code.decoding_eagle3.StaticPolicy", DraftsAtFirstAndLate)
     target, batch = make_target("llama"), make_batch([4, 4])
     settings = {"max_new_tokens": 70, "do_sample": False, "pad_token_id": 0}
     ahead, behind = target.generate(**batch, **settings).tolist()
@@ -140,29 +138,26 @@ def test_rows_that_are_far_apart(monkeypatch):
 class DraftsLate(StaticPolicy):
     """Drafts after many plain steps, and perhaps in the first."""
 
-    def __init__(self, first, num_plain):
+    def __init__(self, whole, first, num_plain):
+        super().__init__(whole)
         self.first, self.num_plain, self.num_steps = first, num_plain, 0
 
-    def plan_step(self, live, lookup):
+    def plan(self, behind, lookup=None):
         self.num_steps += 1
-        plan = StepPlan()
-        plan.drafts = not self.first < self.num_steps <= self.first + self.num_plain
-        return plan
+        return Plan() if self.first < self.num_steps <= self.first + self.num_plain else self.whole
 
 
 @pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
 @pytest.mark.parametrize("first", [0, 3])
 @pytest.mark.parametrize("lengths", [[9], [2, 9, 5]])
 def test_what_a_long_plain_text_leaves_to_read_is_bounded(monkeypatch, target, cache, first, lengths):
-    policies = []
-    monkeypatch.setattr("hf_eagle3.remote_code.generation_eagle3.tree_policy", lambda *args, **kwargs: policies[-1])
-    num_unread, remember = [], Drafter.remember
+    num_unread, observe = [], Drafter.observe
 
     def noting(self, *args):
-        remember(self, *args)
+        observe(self, *args)
         num_unread.append(len(self.unread))
 
-    monkeypatch.setattr(Drafter, "remember", noting)
+    monkeypatch.setattr(Drafter, "observe", noting)
     batch, settings = make_batch(lengths), {"max_new_tokens": 60, "do_sample": False}
     expected = target.generate(**batch, **settings)
     draft = make_draft(target, [batch["input_ids"][:1]])
@@ -170,7 +165,8 @@ def test_what_a_long_plain_text_leaves_to_read_is_bounded(monkeypatch, target, c
     # In the second, what was read ahead is all that has to be: the draft says what it says without a limit.
     accepted = []
     for num_plain, limit in ((30, 8), (14, 8), (14, 256)):
-        policies.append(DraftsLate(first, num_plain))
+        policy = functools.partial(DraftsLate, first=first, num_plain=num_plain)
+        monkeypatch.setattr("hf_eagle3.remote_code.decoding_eagle3.StaticPolicy", policy)
         monkeypatch.setattr(Drafter, "MAX_UNREAD", limit)
         num_unread.clear()
         assert torch.equal(target.generate(**batch, assistant_model=draft, **cache, **settings), expected)
@@ -274,42 +270,16 @@ def test_what_static_caches_cannot_do(target, oracle):
     eager = make_target("llama")
     eager.set_attn_implementation("eager")
     returned = {"return_dict_in_generate": True, "output_attentions": True}
-    with pytest.raises(ValueError, match="does not return the attentions to a static cache"):
+    with pytest.raises(ValueError, match="returns no attentions"):
         eager.generate(PROMPTS[0], assistant_model=oracle, max_new_tokens=4, **STATIC, **returned)
-
-
-def test_steps_are_planned_by_what_was_accepted():
-    def decode(skill, seconds_of_depth, num_steps=600):
-        policy, depths = PlannedPolicy(24, StepCosts(), num_rows=1, tree_depth=6, has_one_shape=False), []
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(num_steps):
-            plan = policy.plan_step([True])
-            depth = 1 + plan.more_levels(None, 5) if plan.drafts else 0
-            length = 0
-            while length < depth and torch.rand((), generator=generator) < skill:
-                length += 1
-            if plan.drafts:
-                plan.record_draft(depth - 1, seconds_of_depth(depth) / 2, 0.0, True)
-            tree = type("Tree", (), {"num_nodes": 25 if depth else 1})
-            seconds = seconds_of_depth(depth) / (2 if depth else 1)
-            plan.record_verification(tree, [list(range(length + 1))], [True], length + 1, seconds)
-            depths.append(depth)
-        return depths[num_steps // 2 :]
-
-    sure = decode(0.95, lambda depth: 1 + 0.05 * depth)
-    assert sum(sure) / len(sure) > 5
-    unsure = decode(0.4, lambda depth: 1 + 0.05 * depth)
-    assert 1 <= sorted(unsure)[len(unsure) // 2] <= 3
-    useless = decode(0.02, lambda depth: 1 + 0.3 * (depth > 0) + 0.05 * depth)
-    assert useless.count(0) > 0.9 * len(useless)
 
 
 @pytest.fixture
 def waiting_host(monkeypatch):
     """As if each look at a tensor had to wait for an accelerator. Counts the looks."""
     looks = []
-    for module in ("text_eagle3", "tree_eagle3", "policy_eagle3"):
-        monkeypatch.setattr(f"hf_eagle3.{module}.looks_are_free", lambda device: False)
+    for module in ("accept", "decoding"):
+        monkeypatch.setattr(f"hf_eagle3.remote_code.{module}_eagle3.looks_are_free", lambda device: False)
     for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "nonzero"):
         original = getattr(torch.Tensor, name)
 

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from hf_eagle3.remote_code.policy_eagle3 import StepPlan
-from hf_eagle3.remote_code.tree_eagle3 import DraftTree, grow_tree
+from hf_eagle3.remote_code.tree_eagle3 import DraftTree, Plan, Prices, grow_tree
 
 
 VOCAB = 11
@@ -39,7 +38,7 @@ def naive_tree(draft, depth, width, budget, expanded=None):
     return {path for _, path in sorted(nodes, key=lambda node: -node[0])[:budget]}
 
 
-def grow(draft, depth, width, budget, draft_token_ids=None, threshold=0.0, plan=None):
+def grow(draft, depth, width, budget, draft_token_ids=None, threshold=0.0, prices=None):
     """Runs `grow_tree` on a `TableDraft`; the hidden state is an index into the paths seen so far."""
     paths = [()]
 
@@ -59,11 +58,8 @@ def grow(draft, depth, width, budget, draft_token_ids=None, threshold=0.0, plan=
         torch.zeros(1, HIDDEN),
         advance,
         draft_token_ids,
-        depth,
-        width,
-        budget,
+        Plan("draft", depth, budget, width, prices),
         threshold,
-        plan=StepPlan() if threshold else plan,
     )
 
 
@@ -86,14 +82,36 @@ def test_grow_tree_keeps_the_nodes_that_a_naive_search_keeps(depth, width, budge
     assert int(tree.tokens[0, 0]) == 99
 
 
-@pytest.mark.parametrize("expanded", [1, 2, 3])
-def test_a_plan_may_expand_fewer_nodes(expanded):
-    plan, draft = StepPlan(), TableDraft(seed=5)
-    plan.width = expanded
-    tree = grow(draft, 4, 4, 40, plan=plan)
-    assert set(paths_of(tree)[1:]) == naive_tree(draft, 4, 4, 40, expanded)
+def priced(level, node, budget=40, **kwargs):
+    return Prices(level, [node * size for size in range(budget + 1)], rows=[True], **kwargs)
+
+
+def test_prices_of_nothing_change_nothing():
+    draft = TableDraft(seed=5)
+    tree = grow(draft, 4, 4, 40, prices=priced(0.0, 0.0))
+    assert set(paths_of(tree)[1:]) == naive_tree(draft, 4, 4, 40)
     rebuilt = DraftTree.from_parents(tree.tokens, tree.parents)
     assert torch.equal(tree.ancestors, rebuilt.ancestors) and torch.equal(tree.depths, rebuilt.depths)
+
+
+@pytest.mark.parametrize("node", [0.01, 0.1, 0.3])
+def test_only_nodes_that_are_worth_their_price_are_verified(node):
+    draft = TableDraft(seed=5)
+    paths = set(paths_of(grow(draft, 4, 4, 40, prices=priced(0.0, node)))[1:])
+
+    def probability(path):
+        log_probs = [draft.scores(path[:i]).float().log_softmax(-1)[token] for i, token in enumerate(path)]
+        return torch.stack(log_probs).sum().exp().item()
+
+    everything = naive_tree(draft, 4, 4, 10**6)
+    assert paths == {path for path in everything if probability(path) > node}
+
+
+def test_levels_have_their_price_and_a_trial_verifies():
+    draft = TableDraft(seed=5)
+    assert max(map(len, paths_of(grow(draft, 4, 4, 40, prices=priced(10.0, 0.0))))) == 1
+    assert grow(draft, 4, 4, 40, prices=priced(0.0, 10.0)).num_nodes == 1
+    assert grow(draft, 4, 4, 40, prices=priced(0.0, 10.0, must_verify=True)).num_nodes == 2
 
 
 @pytest.mark.parametrize("threshold", [0.001, 0.05, 0.9999])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator, MTPCandidateGenerator
 
-from hf_eagle3 import Eagle3ForSpeculation, generation_eagle3
+from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import export
 from hf_eagle3.evaluation import (
     BenchmarkResults,
@@ -25,7 +25,8 @@ from hf_eagle3.evaluation import (
 )
 from hf_eagle3.evaluation.benchmark import without_padding
 from hf_eagle3.evaluation.profile import OwnTimes, profile_steps
-from hf_eagle3.remote_code.generation_eagle3 import Eagle3Decoding
+from hf_eagle3.remote_code import decoding_eagle3
+from hf_eagle3.remote_code.verify_eagle3 import Verifier
 
 
 def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):
@@ -244,13 +245,13 @@ def test_what_was_looked_up_or_written_plainly_was_not_drafted():
 def test_the_draft_alone_looks_nothing_up(tokenizer, monkeypatch):
     target, tasks = make_target("llama"), {"a": [make_prompt(9)[0].tolist()]}
     draft = make_draft(target, [make_prompt(9)])
-    settings, read = [], generation_eagle3.tree_settings
+    settings, read = [], decoding_eagle3.tree_settings
 
     def noting_settings(*args):
         settings.append(read(*args)["prompt_lookup_num_tokens"])
         return read(*args)
 
-    monkeypatch.setattr(generation_eagle3, "tree_settings", noting_settings)
+    monkeypatch.setattr(decoding_eagle3, "tree_settings", noting_settings)
     methods = ["plain", "eagle3-chain", "eagle3-no-lookup", "eagle3"]
     rows = run_benchmark(target, tokenizer, draft, tasks, methods, [0.0], [1], 6, 1).rows
     assert [row.method for row in rows] == methods and all(row.num_identical == 1 for row in rows[1:])
@@ -347,8 +348,8 @@ def test_profile(tmp_path):
     static = profile_steps(target, draft, prompts, 16, 1.0, cache_implementation="static")["seconds"]
     assert all(static[part] > 0 for part in ("draft, of fixed shapes", "masks", "verify", "accept", "cache"))
     # The labels are off again.
-    module = sys.modules[type(draft).__module__.replace("modeling", "generation")]
-    assert not hasattr(module.Eagle3Decoding.verify, "__wrapped__")
+    module = sys.modules[type(draft).__module__.replace("modeling", "verify")]
+    assert not hasattr(module.Verifier.verify, "__wrapped__")
 
 
 def test_an_adapted_draft(tokenizer):
@@ -399,8 +400,10 @@ def test_rows_that_end_earlier_count_as_they_are(tokenizer, monkeypatch):
             prompt
         )
     draft, num_rows = make_draft(target, [make_prompt(5)]), []
-    verify = Eagle3Decoding.verify
-    monkeypatch.setattr(Eagle3Decoding, "verify", lambda self: [num_rows.append(len(self.tree.tokens)), verify(self)])
+    verify = Verifier.verify
+    monkeypatch.setattr(
+        Verifier, "verify", lambda self, tree, text: [num_rows.append(len(tree.tokens)), verify(self, tree, text)][1]
+    )
     results = run_benchmark(target, tokenizer, draft, {"a": prompts}, ["plain", "eagle3"], [0.0], [2], 10, 1)
     assert set(num_rows) == {1, 2}
     assert [row.new_tokens for row in results.rows] == [num_tokens, num_tokens] and num_tokens < 20

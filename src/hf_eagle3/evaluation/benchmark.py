@@ -282,22 +282,23 @@ def timing_drafter(draft):
         yield seconds
         return
 
-    def timed(grow):
-        def timed_grow(*args, **kwargs):
+    def timed(propose):
+        def timed_propose(*args, **kwargs):
             start = time.perf_counter()
-            tree = grow(*args, **kwargs)
+            tree = propose(*args, **kwargs)
             synchronize(draft.device)
             seconds[0] += time.perf_counter() - start
             return tree
 
-        return timed_grow
+        return timed_propose
 
     with ExitStack() as stack:
         for module, name in (("drafter_eagle3", "Drafter"), ("static_eagle3", "StaticDrafter")):
             with suppress(ModuleNotFoundError):  # code that an older draft came with
                 drafter = getattr(own_module(draft, module), name)
-                stack.callback(setattr, drafter, "grow", drafter.grow)
-                drafter.grow = timed(drafter.grow)
+                method = "propose" if hasattr(drafter, "propose") else "grow"  # older code
+                stack.callback(setattr, drafter, method, getattr(drafter, method))
+                setattr(drafter, method, timed(getattr(drafter, method)))
         yield seconds
 
 

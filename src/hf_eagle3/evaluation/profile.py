@@ -16,21 +16,20 @@ PROMPT, REST = "prompt", "Python and the rest"
 # function of another part does inside it is that part's.
 PARTS = (
     ("draft forwards", "drafter_eagle3.Drafter", "step"),
-    ("draft forwards", "drafter_eagle3.Drafter", "observe"),
-    ("tree building", "drafter_eagle3.Drafter", "grow"),
-    ("draft, of fixed shapes", "static_eagle3.StaticDrafter", "grow"),
+    ("draft forwards", "drafter_eagle3.Drafter", "read"),
+    ("tree building", "drafter_eagle3.Drafter", "propose"),
+    ("draft, of fixed shapes", "static_eagle3.StaticDrafter", "propose"),
     ("masks", "drafter_eagle3", "tree_attention_mask"),
-    ("masks", "generation_eagle3", "tree_attention_mask"),
-    ("verify", "generation_eagle3.Eagle3Decoding", "verify"),
-    ("accept", "text_eagle3.Text", "walk"),
-    ("looking up", "lookup_eagle3.PromptLookup", "extend"),
+    ("masks", "verify_eagle3", "tree_attention_mask"),
+    ("verify", "verify_eagle3.Verifier", "verify"),
+    ("accept", "decoding_eagle3", "accept"),
+    ("looking up", "lookup_eagle3.PromptLookup", "observe"),
     ("looking up", "lookup_eagle3.PromptLookup", "expected_progress"),
-    ("looking up", "lookup_eagle3.PromptLookup", "next_tokens"),
+    ("looking up", "lookup_eagle3.PromptLookup", "propose"),
     ("processors and criteria", LogitsProcessorList, "__call__"),
     ("processors and criteria", StoppingCriteriaList, "__call__"),
-    ("cache", "cache_eagle3.TreeCache", "keep_paths"),
+    ("cache", "cache_eagle3.TreeCache", "keep"),
     ("cache", "cache_eagle3.TreeCache", "track"),
-    ("cache", "generation_eagle3", "take_paths"),
     (PROMPT, GenerationMixin, "_prefill"),
 )
 
@@ -107,12 +106,14 @@ def timed_parts(draft, device, times: OwnTimes):
         for part, holder, name in PARTS:
             if isinstance(holder, str):
                 module, _, owner = holder.partition(".")
-                with suppress(ModuleNotFoundError):  # a draft brings the code it was saved with
+                with suppress(ModuleNotFoundError):  # a draft may run the code it was saved with
                     holder = own_module(draft, module)
                 if isinstance(holder, str):
                     continue
-                holder = getattr(holder, owner) if owner else holder
-            function = getattr(holder, name)
+                holder = getattr(holder, owner, None) if owner else holder
+            function = getattr(holder, name, None)
+            if function is None:
+                continue
             setattr(holder, name, timed(function, part))
             stack.callback(setattr, holder, name, function)
         yield

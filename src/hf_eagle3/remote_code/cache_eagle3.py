@@ -14,6 +14,8 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from .ragged_eagle3 import align_right, flat_indices
+
 
 def tree_attention_mask(config, cache, past_length, visible, query_depths, key_depths, padding_mask=None):
     """
@@ -100,48 +102,37 @@ def tree_attention_mask(config, cache, past_length, visible, query_depths, key_d
 
 class TreeCache:
     """
-    The target's cache, from which a step removes the nodes it did not accept.
-
-    Recurrent states cannot forget a token. They are put back to what they were before the step, and read what it
-    accepted again, together with the next tree.
+    The target's cache during one call, rolled back after each step to what was accepted.
 
     Args:
-        cache (`Cache`): As the prompt's forward left it.
+        cache (`Cache`): As the prefill left it.
         path_length (`int`): The most nodes that a path may have.
-        may_reread (`bool`):
-            Whether the target reads several tokens from where recurrent states are as it reads them one by one.
+        may_replay (`bool`): Whether recurrent states of the target may be rolled back, by [`ReplayCache`].
     """
 
-    # More tokens than so many are read again without a tree. A guess: accelerators, for which it matters, have not
-    # been measured.
-    MOST_TO_REREAD = 16
+    num_replayed = 0  # tokens that the next forward reads again
 
-    def __init__(self, cache, path_length: int, may_reread: bool):
-        check_cache(cache, may_reread)
-        self.path_length, self.may_reread = path_length, may_reread
-        self.keep_path = keep_path
+    def __init__(self, cache, path_length: int, may_replay: bool = False):
+        self.path_length, self.may_replay, self.keep_path = path_length, may_replay, keep_path
+        check_cache(cache, may_replay)
         self.cache = None
         self.track(cache, num_new=0)
 
-    def track(self, cache, num_new: int):
+    def track(self, cache, num_new: int) -> None:
         """
         Takes the cache of the target's outputs, which a target may exchange (Phi-3 at its rotary switch), with
         `num_new` entries that are not decided on.
         """
-        self.num_new, self.is_in_forward = num_new, False
+        self.num_new = num_new
         if cache is self.cache:
-            self.length += num_new
             return
-        check_cache(cache, self.may_reread)
+        check_cache(cache, self.may_replay)
         self.cache = cache
-        self.length = int(cache.get_seq_length())  # on the host: a static cache counts on its device
+        self.length = int(cache.get_seq_length()) - num_new  # on the host: a static cache counts on its device
         # States that each token updates can be rolled back to along one path only.
         self.is_chain = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
         self.is_static = is_static(cache)
-        self.recurrent_layers = recurrent_layers(cache)
-        self.to_reread = 0  # tokens at the end of `length` that these have forgotten
-        self.saved = None  # their states before that
-        self.layers = [layer for layer in cache.layers if layer not in self.recurrent_layers]
+        self.layers = [layer for layer in cache.layers if layer not in recurrent_layers(cache)]
         self.recording_layers = [layer for layer in self.layers if hasattr(layer, "record_past")]
         self.were_recording = [layer.record_past for layer in self.recording_layers]
         # From here on sliding layers and convolutions keep what a step may have to roll back to.
@@ -156,53 +147,25 @@ class TreeCache:
         return min(layer.max_cache_len for layer in self.cache.layers if not stores_nothing(layer))
 
     @property
-    def room(self) -> int:
-        """How many more entries a static cache can hold."""
-        return self.capacity - self.length
+    def may_read_tree(self) -> bool:
+        """Whether the next forward may read more than the root."""
+        return True
 
     def crop(self, tokens_to_remove: int) -> None:
         """`Cache.crop`, but for recurrent states."""
         for layer in self.layers:
             layer.crop(tokens_to_remove)
-        for layer in self.recurrent_layers:
-            if isinstance(layer, DynamicLayer):  # with keys beside them
-                DynamicLayer.crop(layer, tokens_to_remove)
 
-    def prepare(self, num_new: int) -> None:
-        """Called before a forward over `num_new` nodes: remembers what recurrent states may have to be put back to."""
-        self.is_in_forward = True
-        if num_new > 1 and self.saved is None and self.recurrent_layers:
-            self.saved = [state.clone() for state in self._states()]
+    def prepare(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Called before a forward, with what has an entry for each node `(..., B, N)`."""
+        return inputs
 
-    def _states(self):
-        """Of recurrent layers."""
-        for layer in self.recurrent_layers:
-            for states in (layer.conv_states, layer.recurrent_states):
-                yield from (state for state in states.values() if state is not None)
-
-    def put_back(self) -> None:
-        """Lets recurrent layers forget what they read since `prepare`."""
-        for state, saved in zip(self._states(), self.saved):
-            state.copy_(saved)
-
-    def keep_paths(self, paths: list[list[int]], growth: int) -> None:
-        """Keeps each row's path, ascending, of the newest tree, if it has one. The cache becomes longer by `growth`."""
-        num_nodes, self.num_new = self.num_new, 0
-        if num_nodes == 0:
-            return
-        self.length += growth - num_nodes
-        path = paths[0]
-        if self.recurrent_layers:
-            if growth < num_nodes and self.saved is not None:  # a single node is not taken back
-                self.put_back()
-                self.crop(-self.to_reread - num_nodes)
-                self.to_reread += growth
-            else:
-                self.crop(0)
-                self.to_reread, self.saved = 0, None
-            return
-        if any(other != path for other in paths) or len(path) != growth:
-            keep_rows(self.cache, paths, num_nodes, growth, self.length)
+    def keep(self, nodes: list[list[int]], growth: int) -> None:
+        """Keeps some nodes of the newest tree in each row, ascending. The cache becomes longer by `growth`."""
+        num_nodes, self.num_new, path = self.num_new, 0, nodes[0]
+        self.length += growth
+        if any(other != path for other in nodes) or len(path) != growth:
+            keep_rows(self.cache, nodes, num_nodes, growth, self.length)
         elif self.is_static and growth < num_nodes:
             device = self.cache.layers[0].keys.device
             path = torch.tensor(path + [0] * (self.path_length - growth), device=device)
@@ -216,46 +179,38 @@ class TreeCache:
                     if index is None or index.device != layer.keys.device:
                         index = torch.tensor(path, device=layer.keys.device)
                     for states in (layer.keys, layer.values):
-                        nodes = states[..., -num_nodes:, :]
-                        nodes[..., :growth, :] = nodes.index_select(-2, index)
+                        new = states[..., -num_nodes:, :]
+                        new[..., :growth, :] = new.index_select(-2, index)
             self.crop(growth - num_nodes)
 
     def take_back(self) -> None:
         """Forgets all of the newest nodes, and what they left in the slots of a static cache: perhaps no numbers."""
-        self.keep_paths([[]], growth=0)
+        self.keep([[]], growth=0)
         if self.is_static:
             for layer in self.cache.layers:
                 if not stores_nothing(layer):
                     for states in (layer.keys, layer.values):
                         states[..., self.length :, :] = 0
 
-    def leave_forward(self) -> None:
-        """
-        After a forward that raised something: keeps the root, which plain `generate` would have read, in the layers
-        that it came to. Recurrent states read it again.
-        """
-        if not self.is_in_forward:
-            return
-        self.is_in_forward = False
-        length, num_kept = self.length - self.to_reread, 1
-        if self.saved is not None:
-            self.put_back()
-            num_kept, self.to_reread, self.length = 0, self.to_reread + 1, self.length + 1
-        for layer in self.cache.layers:
-            is_recurrent = layer in self.recurrent_layers
-            if stores_nothing(layer) or (is_recurrent and not isinstance(layer, DynamicLayer)):
+    def roll_back(self) -> None:
+        """Forgets a step that was broken off, perhaps in a forward that some layers had not come to."""
+        for layer in self.layers:
+            if stores_nothing(layer):
                 continue
             if getattr(layer, "keys", None) is not None:
-                num_new = int(layer.get_seq_length()) - length
+                num_new = int(layer.get_seq_length()) - self.length + self.num_replayed
             else:  # a convolution
                 num_new = layer.conv_states[0].shape[-1] - layer.conv_kernel_size[0]
-            if num_new > num_kept and self.is_static:
-                layer.cumulative_length.fill_(length + num_kept)
-            elif num_new > num_kept:
-                (DynamicLayer if is_recurrent else type(layer)).crop(layer, num_kept - num_new)
+            if num_new > 0 and self.is_static:
+                layer.cumulative_length.fill_(self.length)
+            elif num_new > 0:
+                layer.crop(-num_new)
+
+    def finish(self, target, forward, inputs: dict) -> None:
+        """Completes what a call leaves to whoever sees the cache after it. `inputs` are those of the next token."""
 
     def select(self, rows: list[int], excess: int) -> None:
-        """Forgets all rows but these, and the `excess` positions at the left that only others had. A step must have ended."""
+        """Forgets all rows but these, and the `excess` positions at the left that only others had."""
         self.length -= excess
         select_rows(self.cache, rows, self.length, excess)
 
@@ -263,6 +218,94 @@ class TreeCache:
         """Leaves the cache as plain `generate` does."""
         for layer, was_recording in zip(self.recording_layers, self.were_recording):
             layer.record_past = was_recording
+
+
+class ReplayCache(TreeCache):
+    """
+    A cache with recurrent states, which cannot forget a token. They are put back to what they were before a step, and
+    replay what it accepted together with the next chain.
+    """
+
+    # More tokens than so many are replayed without a chain after them. A guess: accelerators, for which it matters,
+    # have not been measured.
+    MOST_REPLAYED = 16
+
+    def track(self, cache, num_new: int) -> None:
+        if cache is not self.cache:
+            self.recurrent_layers = recurrent_layers(cache)
+            self.saved = None  # their states before what is to be replayed
+            self.replayed: dict[str, torch.Tensor] = {}  # what the target read of it, as the text may be edited
+        super().track(cache, num_new)
+
+    @property
+    def num_replayed(self) -> int:
+        return self.replayed["input_ids"].shape[-1] if self.replayed else 0
+
+    @property
+    def may_read_tree(self) -> bool:
+        return self.num_replayed <= self.MOST_REPLAYED
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        for layer in self.recurrent_layers:
+            if isinstance(layer, DynamicLayer):  # with keys beside them
+                DynamicLayer.crop(layer, tokens_to_remove)
+
+    def prepare(self, inputs):
+        if self.saved is None and inputs["input_ids"].shape[-1] > 1:
+            self.saved = [state.clone() for state in self._states()]
+        self.read = inputs
+        if self.replayed:
+            self.read = {
+                name: torch.cat([self.replayed[name].to(entries.device), entries], dim=-1)
+                for name, entries in inputs.items()
+            }
+        return self.read
+
+    def _states(self):
+        for layer in self.recurrent_layers:
+            for states in (layer.conv_states, layer.recurrent_states):
+                yield from (state for state in states.values() if state is not None)
+
+    def _put_back(self) -> None:
+        for state, saved in zip(self._states(), self.saved):
+            state.copy_(saved)
+
+    def keep(self, nodes, growth):
+        num_nodes, self.num_new = self.num_new, 0
+        self.length += growth
+        if growth < num_nodes and self.saved is not None:  # a single node is not taken back
+            self._put_back()
+            num_read = self.num_replayed
+            self.crop(-num_read - num_nodes)
+            self.replayed = {name: entries[..., : num_read + growth] for name, entries in self.read.items()}
+            if num_read + growth == 0:
+                self.replayed, self.saved = {}, None
+        else:
+            self.crop(0)
+            self.replayed, self.saved = {}, None
+
+    def roll_back(self):
+        """Rolls back to before what was to be replayed. A plain step has read one token, and that is the text's."""
+        if self.saved is None:
+            return
+        self._put_back()
+        super().roll_back()
+        for layer in self.recurrent_layers:
+            if getattr(layer, "keys", None) is not None:
+                DynamicLayer.crop(layer, min(self.length - self.num_replayed - int(layer.get_seq_length()), 0))
+
+    def finish(self, target, forward, inputs: dict) -> None:
+        """Replays what is left, so that the cache is as plain `generate` leaves it."""
+        num_replayed = self.num_replayed
+        if num_replayed == 0:
+            return
+        inputs = {**inputs, **self.replayed}
+        if inputs.get("attention_mask") is not None:
+            inputs["attention_mask"] = inputs["attention_mask"][..., : self.length]
+        forward(**target.prepare_inputs_for_generation(inputs.pop("input_ids"), **inputs), return_dict=True)
+        self.crop(0)
+        self.replayed, self.saved = {}, None
 
 
 def recurrent_layers(cache) -> list:
@@ -339,9 +382,8 @@ def keep_rows(cache, kept: list[list[int]], num_new: int, growth: int, length: i
     numbers: all end at the cache's right, like a batch that is padded on the left. The cache becomes longer by
     `growth`, which is what its longest row does, and has `length` positions then.
     """
-    counts = torch.tensor([len(indices) for indices in kept])[:, None]
-    most = int(counts.max())
-    table = torch.tensor([[0] * (most - len(indices)) + indices for indices in kept])  # (B, most), at the right
+    counts, most = torch.tensor([len(indices) for indices in kept]), max(map(len, kept))
+    table = torch.tensor([indices + [0] * (most - len(indices)) for indices in kept], dtype=torch.long)
     indices_of = {}
     for layer in cache.layers:
         if getattr(layer, "keys", None) is None:
@@ -351,11 +393,10 @@ def keep_rows(cache, kept: list[list[int]], num_new: int, growth: int, length: i
         moved = []
         for states in (layer.keys, layer.values):
             key = num_past, *states.shape[:3], states.device
-            if key not in indices_of:
-                from_right = torch.arange(min(length, num_past + most)).flip(0)  # (S,)
-                past = num_past - 1 - (from_right - counts)
-                new = num_past + table.gather(1, (most - 1 - from_right).clamp(min=0).expand(len(kept), -1))
-                source = torch.where(from_right < counts, new, past).clamp(min=0)  # (B, S)
+            if key not in indices_of:  # the past of each row, and what it keeps after that
+                past = torch.arange(num_past).expand(len(kept), -1)
+                source = torch.cat([past, num_past + table], dim=1)
+                source = align_right(source, num_past + counts, min(length, num_past + most))
                 indices_of[key] = flat_indices(source.to(states.device), states.shape)
             moved.append(
                 states.flatten(0, 2).index_select(0, indices_of[key]).view(*states.shape[:2], -1, states.shape[3])
@@ -379,32 +420,7 @@ def select_rows(cache, rows: list[int], length: int, excess: int) -> None:
         keep_rows(cache, [[0] for _ in rows], num_new=1, growth=1 - excess, length=length)
 
 
-def flat_indices(indices: torch.LongTensor, shape) -> torch.LongTensor:
-    """
-    Where the entries `(B, K)` of states of a `shape` `(B, H, S, ...)` are when these dimensions are flattened,
-    `(B * H * K,)`. With them `index_select` copies whole vectors, which `gather` does number by number.
-    """
-    batch_size, num_heads, num_entries = shape[:3]
-    first = torch.arange(batch_size * num_heads, device=indices.device).view(batch_size, num_heads, 1) * num_entries
-    return (first + indices[:, None]).flatten()
-
-
-def take_rows(states: torch.Tensor, indices: torch.LongTensor) -> torch.Tensor:
-    """Vectors `(B, K, D)` of `states` `(B, S, D)` at `indices` `(B, K)`."""
-    flat = flat_indices(indices, states[:, None].shape)
-    return states.flatten(0, 1).index_select(0, flat).view(*indices.shape, -1)
-
-
-def take_paths(features, paths):
-    """The rows `(B, R, ...)` of the nodes on each path; shorter paths are at the right."""
-    if len(paths) == 1:
-        return features[:, paths[0]]
-    most = max(map(len, paths))
-    index = torch.tensor([[0] * (most - len(path)) + path for path in paths], device=features.device)
-    return take_rows(features, index)
-
-
-def check_cache(cache, may_reread: bool) -> None:
+def check_cache(cache, may_replay: bool) -> None:
     """Refuses caches from which the nodes of a tree, or of a chain, cannot be taken out again (see [`TreeCache`])."""
     if cache is None:
         raise ValueError("EAGLE-3 decoding needs a target that returns `past_key_values`.")
@@ -420,7 +436,7 @@ def check_cache(cache, may_reread: bool) -> None:
         if stores_nothing(layer):
             continue
         if not is_static(cache):
-            if may_reread and type(layer) in (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer):
+            if may_replay and type(layer) in (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer):
                 continue
             if type(layer) is LinearAttentionLayer and not any(layer.is_recurrent_states_initialized.values()):
                 continue

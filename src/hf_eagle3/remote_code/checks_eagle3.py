@@ -8,8 +8,8 @@ import math
 import torch
 from transformers.utils import logging
 
-from .cache_eagle3 import check_cache, is_static, is_unused_static
-from .text_eagle3 import max_length_of, text_positions
+from .cache_eagle3 import check_cache, is_unused_static
+from .text_eagle3 import max_length_of
 
 
 logger = logging.get_logger(__name__)
@@ -60,6 +60,30 @@ def check_pairing(draft, target) -> None:
         )
 
 
+def check_draft(draft, target) -> None:
+    """
+    Raises:
+        ValueError: if a draft cannot be used beside the target as they are now.
+    """
+    devices = target.device, draft.lm_head.weight.device
+    if "meta" not in (kinds := {device.type for device in devices}) and len(kinds) > 1:
+        logger.warning_once(
+            f"The target is on {devices[0]} and the draft on {devices[1]}: drafting may take so long that it does not pay. "
+            "Call `draft.to(target.device)`."
+        )
+    check_dropout("draft", draft)
+    if not draft.config.has_own_embed_tokens and target.get_input_embeddings().weight.device.type == "meta":
+        raise ValueError(
+            f"The embedding of {type(target).__name__}, which the draft reads, is offloaded. Keep it on a device in the "
+            "`device_map`, or make the draft with `has_own_embed_tokens=True`."
+        )
+
+
+def check_dropout(name: str, model) -> None:
+    if model.training and _drops_out(model):
+        raise ValueError(f"The {name} is in training mode and drops out at random. Call `{name}.eval()` first.")
+
+
 def similarity(fingerprint: str, other: str) -> float:
     """The cosine of the angle between two [`fingerprint`]s."""
     ours, theirs = (
@@ -94,14 +118,12 @@ def whole_embedding(target) -> torch.nn.Embedding:
     return torch.nn.Embedding.from_pretrained(whole(embedding.weight.detach()))
 
 
-def check_call(draft, target, input_ids, generation_config, synced_gpus, model_kwargs):
+def check_call(target, input_ids, generation_config, model_kwargs, replays):
     """The checks of `GenerationMixin._assisted_decoding`, and those a tree adds."""
     if generation_config.num_beams > 1:  # by `custom_generate`; otherwise transformers ignores the draft
         raise ValueError("EAGLE-3 decoding does not search with beams. Leave out `num_beams` or the draft.")
     if not model_kwargs.get("use_cache", True):
         raise ValueError("EAGLE-3 decoding requires `use_cache=True`.")
-    if synced_gpus:
-        raise ValueError("EAGLE-3 decoding does not support `synced_gpus=True` (ZeRO-3 and FSDP sharded targets).")
     if getattr(generation_config, "assistant_ensemble_weight", None) is not None:
         raise ValueError("`assistant_ensemble_weight` changes the text; EAGLE-3 decoding is lossless. Leave it unset.")
     if (
@@ -109,6 +131,11 @@ def check_call(draft, target, input_ids, generation_config, synced_gpus, model_k
     ):  # which transformers would fetch code from the Hub for
         raise ValueError(
             "`dola_layers` contrasts layers of plain decoding; no assistant does. Leave it or the draft out."
+        )
+    if generation_config.return_dict_in_generate and generation_config.output_attentions:
+        raise ValueError(
+            "EAGLE-3 decoding returns no attentions: those of a tree are not those of the text. Leave `output_attentions` or "
+            "the draft out."
         )
     config = target.config.get_text_config(decoder=True)
     if (attention := config._attn_implementation) not in ("eager", "sdpa"):  # flash attention, flex attention
@@ -134,20 +161,7 @@ def check_call(draft, target, input_ids, generation_config, synced_gpus, model_k
             "tuning, which put tokens before the text that EAGLE-3 decoding does not see. Use another adapter, or leave "
             "`assistant_model` out."
         )
-    devices = target.device, draft.lm_head.weight.device
-    if "meta" not in (kinds := {device.type for device in devices}) and len(kinds) > 1:
-        logger.warning_once(
-            f"The target is on {devices[0]} and the draft on {devices[1]}: drafting may take so long that it does not pay. "
-            "Call `draft.to(target.device)`."
-        )
-    for name, model in (("target", target), ("draft", draft)):
-        if model.training and _drops_out(model):
-            raise ValueError(f"The {name} is in training mode and drops out at random. Call `{name}.eval()` first.")
-    if not draft.config.has_own_embed_tokens and target.get_input_embeddings().weight.device.type == "meta":
-        raise ValueError(
-            f"The embedding of {type(target).__name__}, which the draft reads, is offloaded. Keep it on a device in the "
-            "`device_map`, or make the draft with `has_own_embed_tokens=True`."
-        )
+    check_dropout("target", target)
     if "position_ids" not in inspect.signature(target.forward).parameters:
         raise ValueError(
             f"{type(target).__name__} takes no `position_ids`, so that siblings in a tree cannot share a position. "
@@ -168,18 +182,12 @@ def check_call(draft, target, input_ids, generation_config, synced_gpus, model_k
     if cache is None:
         return
     if not is_unused_static(cache):
-        check_cache(cache, may_reread(target))
-    returns_attentions = generation_config.return_dict_in_generate and generation_config.output_attentions
-    if returns_attentions and is_static(cache) and config._attn_implementation == "eager":
-        raise ValueError(
-            "EAGLE-3 decoding does not return the attentions to a static cache, which are to all of its slots. Leave "
-            "`output_attentions` or `cache_implementation='static'` out."
-        )
+        check_cache(cache, replays)
 
 
 # Targets with recurrent states that go on from these over several tokens as over one after another (tested). In
 # transformers others begin anew (Jamba), or compute something else (Nemotron-H).
-MAY_REREAD = (
+MAY_REPLAY = (
     "qwen3_next",
     "qwen3_5_text",
     "qwen3_5_moe_text",
@@ -191,12 +199,12 @@ MAY_REREAD = (
 )
 
 
-def may_reread(target) -> bool:
+def may_replay(target) -> bool:
     """Whether recurrent states of the target read several tokens at once as they read them one by one."""
     config = target.config.get_text_config(decoder=True)
     # Mamba 2's time steps, which transformers limits for several tokens only.
     least, most = getattr(config, "time_step_limit", None) or (0.0, math.inf)
-    return config.model_type in MAY_REREAD and least <= 0 and most == math.inf
+    return config.model_type in MAY_REPLAY and least <= 0 and most == math.inf
 
 
 def depends_on_length(target, input_ids, cache, model_kwargs, stopping_criteria) -> bool:
@@ -227,7 +235,7 @@ def may_select_rows(target, cache, model_kwargs, per_token) -> bool:
     compiled, perhaps for this size of batch, and neither its modules nor its arguments are suspected of an entry for
     each row, but for the arguments named in `per_token`.
     """
-    if cache.is_static or cache.recurrent_layers or getattr(cache.cache, "_is_user_defined", False):
+    if cache.is_static or cache.is_chain or getattr(cache.cache, "_is_user_defined", False):
         return False
     if target.config.get_text_config(decoder=True) is not target.config:  # images, and positions kept on the model
         return False
@@ -277,3 +285,9 @@ def _drops_out(model) -> bool:
     rates += [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
     rates += [module.attention_dropout for module in model.modules() if hasattr(module, "attention_dropout")]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def text_positions(model_kwargs) -> torch.LongTensor:
+    """Positions `(B, L)` in the text, of position ids that may have more dimensions than that one."""
+    position_ids = model_kwargs["position_ids"]
+    return position_ids if position_ids.dim() == 2 else position_ids[0]

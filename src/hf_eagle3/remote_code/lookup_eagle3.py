@@ -4,7 +4,34 @@
 import itertools
 from collections.abc import Iterator
 
-from .estimates_eagle3 import MatchCalibration
+import torch
+
+from .proposer_eagle3 import Proposer
+from .tree_eagle3 import DraftTree
+
+
+class MatchCalibration:
+    """
+    How probable it is that the text goes on as it did where the same tokens stood before, by how many tokens are the
+    same. Every token that is written tells, whether or not it was looked up.
+    """
+
+    PRIOR = (1.0, 2.0)  # went on like that, of as many
+    MEMORY = 0.98  # a token's weight after the next with about as long a match
+    LONGEST = 64  # longer matches are as good
+
+    def __init__(self):
+        # By the number of binary digits of the length, as 20 and 30 tokens tell the same and 2 and 3 do not.
+        self.counts = [self.PRIOR] * (self.LONGEST.bit_length() + 1)
+
+    def __call__(self, length: int) -> float:
+        followed, asked = self.counts[min(length, self.LONGEST).bit_length()]
+        return followed / asked
+
+    def record(self, length: int, has_followed: bool) -> None:
+        kind = min(length, self.LONGEST).bit_length()
+        followed, asked = self.counts[kind]
+        self.counts[kind] = self.MEMORY * followed + has_followed, self.MEMORY * asked + 1
 
 
 class TextIndex:
@@ -35,7 +62,7 @@ class TextIndex:
         return is_expected
 
     def next_tokens(self, num_tokens: int) -> list[int]:
-        """What followed there; where that reaches to the end, the text is taken to go round."""
+        """The tokens that followed there; where they reach to the end, the text is taken to go round."""
         period = self.tokens[self.place : self.place + num_tokens] if self.match_length > 0 else self.tokens[-1:]
         return (period * num_tokens)[:num_tokens]
 
@@ -59,33 +86,41 @@ class TextIndex:
         self.place = self.match_length = 0
 
 
-class PromptLookup:
+class PromptLookup(Proposer):
     """
-    What may be looked up for each row of a batch. (Prompt lookup decoding, as in transformers; LLMA,
-    https://huggingface.co/papers/2304.04487.)
+    Proposes for each row what followed its newest tokens where they stood before. (Prompt lookup decoding, as in
+    transformers; LLMA, https://huggingface.co/papers/2304.04487.)
 
     Args:
-        texts (`list[list[int]]`): The rows so far, on the host.
         num_tokens (`int`): The most to look up at once.
         calibration (`MatchCalibration`): Counts how often a text goes on as it did before.
+        vocab_size (`int`): Of the target's embedding. A prompt of embeddings may have placeholders for tokens.
     """
 
-    def __init__(self, texts: list[list[int]], num_tokens: int, calibration: MatchCalibration):
-        self.rows, self.is_finished = list(map(TextIndex, texts)), [False] * len(texts)
-        self.num_tokens, self.calibration = num_tokens, calibration
+    def __init__(self, num_tokens: int, calibration: MatchCalibration, vocab_size: int):
+        self.rows: list[TextIndex] = []
+        self.is_finished: list[bool] = []
+        self.num_tokens, self.calibration, self.vocab_size = num_tokens, calibration, vocab_size
 
-    def extend(self, new_tokens: list[list[int]], is_finished: list[bool]) -> None:
-        """Goes on with what was written in each row, but for the padding of those that were finished, and notes which are now."""
-        for row, tokens, was_finished in zip(self.rows, new_tokens, self.is_finished):
-            for token in () if was_finished else tokens:
-                length = row.match_length
-                is_expected = row.append(token)
-                if length > 0:
-                    self.calibration.record(length, is_expected)
-        self.is_finished = list(is_finished)
+    def observe(self, accepted):
+        if not self.rows:
+            self.rows = list(map(TextIndex, accepted.new_tokens))
+        else:  # but for the padding of rows that were finished
+            for row, tokens, was_finished in zip(self.rows, accepted.new_tokens, accepted.was_finished):
+                for token in () if was_finished else tokens:
+                    length = row.match_length
+                    is_expected = row.append(token)
+                    if length > 0:
+                        self.calibration.record(length, is_expected)
+        self.is_finished = list(accepted.is_finished)
 
-    def select(self, rows: list[int]) -> None:
-        """Forgets all rows but these."""
+    def propose(self, plan, root_tokens, sampler=None):
+        guesses = [
+            [token if 0 <= token < self.vocab_size else 0 for token in row] for row in self.next_tokens(plan.depth)
+        ]
+        return DraftTree.chain(torch.cat([root_tokens, root_tokens.new_tensor(guesses)], dim=1))
+
+    def select(self, rows):
         self.rows, self.is_finished = [self.rows[row] for row in rows], [self.is_finished[row] for row in rows]
 
     def next_tokens(self, num_tokens: int) -> list[list[int]]:

@@ -14,18 +14,15 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import ModelOutput, logging
 
-from .checks_eagle3 import check_pairing, whole_embedding
+from .assistant_eagle3 import CUSTOM_GENERATE, AssistantMixin, install_generation_hook
+from .checks_eagle3 import check_draft, check_pairing, whole_embedding
 from .configuration_eagle3 import Eagle3Config, default_aux_layer_ids
-from .generation_eagle3 import (
-    CUSTOM_GENERATE,
-    Eagle3GenerationStats,
-    eagle3_decoding,
-    install_generation_hook,
-    last_generation,
-)
+from .drafter_eagle3 import Drafter
 from .layers_eagle3 import Eagle3DecoderLayer, Eagle3RMSNorm
 from .loading_eagle3 import check_files, check_tensors, weights_digest
 from .policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
+from .proposer_eagle3 import Call
+from .static_eagle3 import StaticDrafter
 
 
 logger = logging.get_logger(__name__)
@@ -54,7 +51,7 @@ class Eagle3Output(ModelOutput):
     past_key_values: Cache | None = None
 
 
-class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
+class Eagle3ForSpeculation(AssistantMixin, PreTrainedModel, GenerationMixin):
     r"""
     An EAGLE-3 draft. Pass it to the target's `generate` as `assistant_model` and the text stays what it was:
 
@@ -410,14 +407,14 @@ class Eagle3ForSpeculation(PreTrainedModel, GenerationMixin):
             ids = default_aux_layer_ids(target.config.get_text_config(decoder=True).num_hidden_layers)
         return list(ids)
 
-    @property
-    def last_generation(self) -> Eagle3GenerationStats | None:
-        """How the last call of `generate` with this draft went: this thread's, or any thread's if this one made none."""
-        return last_generation(self)
+    def assisted_decoding(self, target: PreTrainedModel, *args, **kwargs):
+        """See [`~assistant_eagle3.AssistantMixin.assisted_decoding`]."""
+        check_draft(self, target)
+        return super().assisted_decoding(target, *args, **kwargs)
 
-    def assisted_decoding(self, target: PreTrainedModel, input_ids: torch.LongTensor, **kwargs):
-        """What `target.generate(..., assistant_model=self)` calls. See [`eagle3_decoding`]."""
-        return eagle3_decoding(self, target, input_ids, **kwargs)
+    def proposer(self, call: Call) -> Drafter:
+        """See [`~assistant_eagle3.AssistantMixin.proposer`]."""
+        return Drafter(self, call) if call.capacity is None else StaticDrafter(self, call)
 
     def generate(self, *args, **kwargs):
         raise NotImplementedError(

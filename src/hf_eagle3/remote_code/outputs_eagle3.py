@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a target gives beside its logits: the states that a draft reads, and what `return_dict_in_generate` asks for."""
+"""The target's outputs beside its logits: states that a draft reads, and those that `return_dict_in_generate` asks for."""
 
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -12,7 +12,7 @@ CAN_SELECT_HIDDEN_STATES = hasattr(output_capturing, "resolve_hidden_states_indi
 
 
 def select_hidden_states(layer_ids) -> bool | list[int]:
-    """What to pass as `output_hidden_states` for [`aux_hidden_states`]: just these, where transformers can."""
+    """The `output_hidden_states` to pass for [`aux_hidden_states`]: just these, where transformers can."""
     return sorted(set(layer_ids)) if CAN_SELECT_HIDDEN_STATES else True
 
 
@@ -40,18 +40,15 @@ def aux_hidden_states(outputs, layer_ids, num_layers: int) -> torch.FloatTensor:
 def without_first(outputs, num_tokens: int):
     """A target's outputs as if it had not been asked about the first tokens of its input again."""
     outputs.logits = outputs.logits[:, num_tokens:]
-    for name in ("hidden_states", "attentions"):  # of each layer (B, R, H), and (B, heads, R, K)
-        if (layers := outputs.get(name)) is not None:
-            outputs[name] = tuple(layer if layer is None else layer[..., num_tokens:, :] for layer in layers)
+    if (layers := outputs.get("hidden_states")) is not None:  # of each layer (B, R, H)
+        outputs.hidden_states = tuple(layer if layer is None else layer[:, num_tokens:] for layer in layers)
     return outputs
 
 
 class ReturnedOutputs:
-    """What `return_dict_in_generate` asks for, one entry a token as in `_sample`."""
+    """The outputs that `return_dict_in_generate` asks for, one entry a token as in `_sample`."""
 
-    def __init__(self, target, config, batch_size):
-        self.text_config = target.config.get_text_config(decoder=True)
-        self.batch_size = batch_size
+    def __init__(self, config, batch_size):
         self.wants_dict = config.return_dict_in_generate
         self.wants_hidden_states = config.output_hidden_states
 
@@ -59,7 +56,7 @@ class ReturnedOutputs:
             return [[] for _ in range(batch_size)] if self.wants_dict and wanted else None
 
         self.scores, self.logits = collect(config.output_scores), collect(config.output_logits)
-        self.hidden_states, self.attentions = collect(self.wants_hidden_states), collect(config.output_attentions)
+        self.hidden_states = collect(self.wants_hidden_states)
 
         if isinstance(self.wants_hidden_states, int) and not isinstance(self.wants_hidden_states, bool):
             self.wants_hidden_states = [self.wants_hidden_states]
@@ -71,70 +68,42 @@ class ReturnedOutputs:
     @property
     def collects(self) -> bool:
         """Whether anything is kept of each token."""
-        return any(each is not None for each in (self.scores, self.logits, self.hidden_states, self.attentions))
+        return any(each is not None for each in (self.scores, self.logits, self.hidden_states))
 
     @property
     def wants_states(self) -> bool:
         """Whether states of the target's forwards are kept, which compiled forwards overwrite."""
-        return self.hidden_states is not None or self.attentions is not None
+        return self.hidden_states is not None
 
     def hidden_states_with(self, layer_ids):
-        """What to pass as `output_hidden_states`: the caller's choice and `layer_ids`."""
-        if self.wants_hidden_states is True:
-            return True
+        """The `output_hidden_states` to pass: the caller's choice and `layer_ids`."""
+        if self.wants_hidden_states is True or not layer_ids:
+            return self.wants_hidden_states
         return select_hidden_states([*(self.wants_hidden_states or []), *layer_ids])
 
     def all_scores(self):
-        """What stopping criteria get: an entry `(B, vocab_size)` a token."""
+        """The scores that stopping criteria get: an entry `(B, vocab_size)` a token."""
         return None if self.scores is None else tuple(stack(entries) for entries in zip(*self.scores))
 
-    def add(self, row, outputs, logits, scores, path, num_nodes):
+    def add(self, row, outputs, logits, scores, node):
         """
-        Adds the token that a row picked at the last node of `path`. A forward without drafted nodes is plain, and all
-        of its positions go in.
+        Adds the token that a row picked at a node. A forward without drafted nodes is plain, and all of its positions
+        go in.
         """
         if not self.wants_dict:
             return
-        rows, nodes = slice(row, row + 1), slice(None) if num_nodes == 1 else slice(path[-1], path[-1] + 1)
+        is_plain = outputs.logits.shape[1] == 1
+        rows, nodes = slice(row, row + 1), slice(None) if is_plain else slice(node, node + 1)
         if self.scores is not None:
             self.scores[row].append(scores)
         if self.logits is not None:
             self.logits[row].append(logits)
         if self.hidden_states is not None:
-            states = outputs.hidden_states
+            states = outputs.of_target.hidden_states
             if self.wants_hidden_states is not True:
                 wanted = {index % len(states) for index in self.wants_hidden_states}
                 states = [state if index in wanted else None for index, state in enumerate(states)]
             self.hidden_states[row].append(tuple(None if state is None else state[rows, nodes] for state in states))
-        if self.attentions is not None:
-            entries = self.attentions[row]
-            # A shorter row has more padding before it than in `_sample`.
-            num_keys = self.prompt_keys + len(entries) if entries and entries[0] and self.batch_size > 1 else None
-            entries.append(
-                tuple(
-                    weights if weights is None else self._attention_of(weights[rows], i, path, num_nodes, num_keys)
-                    for i, weights in enumerate(outputs.attentions)
-                )
-            )
-            if len(entries) == 1 and entries[0]:  # sdpa returns none
-                self.prompt_keys = max(weights.shape[-1] for weights in entries[0] if weights is not None)
-
-    def _attention_of(self, weights, layer_idx, path, num_nodes, num_keys):
-        """The row `(1, heads, 1, K)` that a forward over the path alone would have returned."""
-        if num_nodes == 1:
-            return weights if num_keys is None else weights[..., -num_keys:]
-        num_past = weights.shape[-1] - weights.shape[-2]
-        columns = [*range(num_past), *(num_past + node for node in path)]
-        config = self.text_config
-        layer_types = getattr(config, "layer_types", None)
-        layer_type = None if layer_types is None else layer_types[layer_idx]
-        if layer_type in (None, "sliding_attention") and getattr(config, "sliding_window", None) is not None:
-            columns = columns[-config.sliding_window :]
-        elif layer_type in (None, "chunked_attention") and getattr(config, "attention_chunk_size", None) is not None:
-            columns = columns[-config.attention_chunk_size :]
-        if num_keys is not None:
-            columns = columns[-num_keys:]
-        return weights[:, :, path[-1] : path[-1] + 1, columns]
 
     def finish(self, sequences, past_key_values):
         if not self.wants_dict:
@@ -147,7 +116,6 @@ class ReturnedOutputs:
             sequences=sequences,
             scores=by_token(self.scores),
             logits=by_token(self.logits),
-            attentions=by_token(self.attentions),
             hidden_states=by_token(self.hidden_states),
             past_key_values=past_key_values,
         )

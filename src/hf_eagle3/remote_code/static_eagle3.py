@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafting with static shapes, for calls with a static cache: one function of tensors, which can be compiled."""
 
-import time
 import types
 import weakref
 
@@ -9,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from transformers.cache_utils import Cache, DynamicCache, StaticLayer
 
-from .cache_eagle3 import flat_indices, tree_attention_mask
+from .cache_eagle3 import tree_attention_mask
 from .drafter_eagle3 import Drafter
 from .noise_eagle3 import sample_scores
+from .proposer_eagle3 import Call
+from .ragged_eagle3 import flat_indices, right_index
 from .tree_eagle3 import DraftTree, grow_tree
 
 
@@ -41,9 +42,7 @@ def read_and_draft(
     positions,
     counts,
     lengths,
-    tree_depth,
-    branching_factor,
-    num_assistant_tokens,
+    plan,
     noise,
     temperature,
 ):
@@ -59,8 +58,8 @@ def read_and_draft(
         positions (`torch.LongTensor` of shape `(B, R)`): Those positions.
         counts (`torch.LongTensor` of shape `(B,)`): How many of them, at the right, are to be read.
         lengths (`torch.LongTensor` of shape `(B,)`): How many each row of the cache has read before.
-        tree_depth, branching_factor, num_assistant_tokens (`int`): See [`~tree_eagle3.grow_tree`].
-        noise (`torch.FloatTensor` of shape `(B, tree_depth, draft_vocab_size)`, *optional*), temperature
+        plan (`Plan`): The tree.
+        noise (`torch.FloatTensor` of shape `(B, plan.depth, draft_vocab_size)`, *optional*), temperature
         (`torch.Tensor`, *optional*):
             With what the next tokens will be sampled, if they are.
 
@@ -94,12 +93,10 @@ def read_and_draft(
         hidden_states,
         advance,
         token_ids,
-        tree_depth,
-        branching_factor,
-        num_assistant_tokens,
+        plan,
         guess=None if noise is None else guess,
     )
-    drafted = length + torch.arange((tree_depth - 1) * branching_factor, device=length.device)
+    drafted = length + torch.arange((plan.depth - 1) * plan.branching_factor, device=length.device)
     for layer in cache.layers:
         layer.cumulative_length.copy_(length)
         for states in (layer.keys, layer.values):  # which may be no numbers: no mask keeps those from the next step
@@ -110,7 +107,7 @@ def read_and_draft(
 def read(draft, embedding, cache, tokens, features, positions, counts, lengths):
     """The first half of [`read_and_draft`]; returns logits `(B, V)` and hidden states `(B, H)` of the last, and new lengths."""
     num_rows, device = tokens.shape[1], tokens.device
-    index = torch.arange(num_rows, device=device) - num_rows + counts[:, None]  # (B, R)
+    index = right_index(counts, num_rows)  # (B, R)
     length, depths = lengths.max(), index.clamp(min=0)
     visible = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril() & (index >= 0)[:, None]
     mask = tree_attention_mask(
@@ -145,67 +142,61 @@ def _is_text(cache, lengths):
 
 class StaticDrafter(Drafter):
     """
-    The draft during one call with a static cache. Draws the same tree in every step, by one function of fixed shapes.
+    The draft, with a static cache. Draws the same tree in every step, by one function of fixed shapes.
 
     Args:
-        capacity (`int`): How many tokens a row may come to have.
-        settings (`dict`): `tree_depth`, `branching_factor` and `num_assistant_tokens`.
-        compile_config (`CompileConfig`, *optional*): Compiles that function.
+        draft (`Eagle3ForSpeculation`): The draft.
+        call (`Call`): The call of `generate`.
     """
 
-    def __init__(self, draft, embedding, capacity: int, settings: dict, compile_config=None):
-        super().__init__(draft, embedding)
-        num_nodes, width = settings["num_assistant_tokens"], settings["branching_factor"]
-        depth = min(settings["tree_depth"], num_nodes)
-        self.settings = {"tree_depth": depth, "branching_factor": width, "num_assistant_tokens": num_nodes}
-        self.num_rows = depth + 1  # the most that a step with a tree leaves to read
-        self.spare = max(self.num_rows, width * (depth - 1))
-        slots = capacity + self.spare
+    def __init__(self, draft, call: Call):
+        super().__init__(draft, call)
+        self.whole = call.whole._replace(depth=min(call.whole.depth, call.whole.num_nodes))
+        self.num_rows = self.whole.depth + 1  # the most that a step with a tree leaves to read
+        self.spare = max(self.num_rows, self.whole.branching_factor * (self.whole.depth - 1))
+        slots = call.capacity + self.spare
         self.cache = Cache(layers=[StaticLayer(slots) for _ in draft.layers])
         self.lengths = None  # (B,), what each row has read
-        self.draft_tree = compiled(read_and_draft, draft, compile_config)
+        self.draft_tree = compiled(read_and_draft, draft, call.compile_config)
 
     @property
     def has_read_nothing(self):
         return self.lengths is None
 
-    def grow(self, text, model_kwargs, plan, **settings) -> DraftTree:
-        """[`Drafter.grow`], but always the whole tree, whatever the `plan` and the `settings` of the step."""
-        start = time.perf_counter()
-        had_read_nothing = self.has_read_nothing
-        tokens, features, positions, counts, excess = self._read_ahead(text, model_kwargs)
-        is_usual = excess <= 0 and not had_read_nothing
+    @torch.no_grad()
+    def propose(self, plan, root_tokens, sampler=None) -> DraftTree:
+        """[`Drafter.propose`], but always the whole tree."""
+        *blocks, counts, excess = self._read_ahead()
         newest = [
             # Strides must not depend on what it was cut from: compilers look at them, even where there is but one row.
             F.pad(block, (*(0, 0) * (block.dim() - 2), -excess, 0)).clone(memory_format=torch.contiguous_format)
-            for block in (tokens, features, positions)
+            for block in blocks
         ]
-        sampling = {"noise": None, "temperature": None}
-        if text.do_sample:
-            levels = range(self.settings["tree_depth"])
-            sampling["noise"] = torch.stack([self.noise_ahead(text, level) for level in levels], dim=1)
-            sampling["temperature"] = torch.tensor(text.temperature, device=tokens.device)
+        noise = temperature = None
+        if sampler is not None:
+            like = self.draft.lm_head.weight.T  # as wide as logits
+            noise = [sampler.noise_ahead(level, self.token_ids, like) for level in range(self.whole.depth)]
+            noise, temperature = torch.stack(noise, dim=1), torch.tensor(sampler.temperature, device=counts.device)
         fields = self.draft_tree(
-            self.draft, self.embedding, self.cache, *newest, counts, self.lengths, **self.settings, **sampling
+            self.draft, self.embedding, self.cache, *newest, counts, self.lengths, self.whole, noise, temperature
         )
         self.lengths = self.lengths + counts
         # What a CUDA graph returns is overwritten by the next one.
-        tree = DraftTree(*(entries.clone() for entries in fields))
-        plan.record_draft(self.settings["tree_depth"] - 1, time.perf_counter() - start, 0.0, is_usual)
-        return tree
+        return DraftTree(*(entries.clone() for entries in fields), depth=self.whole.depth)
 
-    def read_ahead(self, text, model_kwargs) -> None:
+    @torch.no_grad()
+    def read_ahead(self) -> None:
         """Reads all but the newest tokens, as many as a step with a tree leaves to read."""
-        _, features, _, counts, _ = self._read_ahead(text, model_kwargs)
+        *blocks, counts, _ = self._read_ahead()
         counts = counts.tolist()
-        self.unread = [(features[:, -max(counts) :], counts)]
+        self.unread = [(tuple(block[:, -max(counts) :] for block in blocks), counts)]
 
-    def _read_ahead(self, text, model_kwargs):
+    def _read_ahead(self):
         """
         Reads the same. Returns what [`Drafter.take_unread`] does, but for how many of the newest tokens are left to
         read of each row, and by how many the others exceed them.
         """
-        tokens, features, positions, counts = self.take_unread(text, model_kwargs)
+        tokens, features, positions, counts = self.take_unread()
         counts, excess = torch.tensor(counts, device=tokens.device), tokens.shape[1] - self.num_rows
         if self.lengths is None:
             self.lengths, config = torch.zeros_like(counts), self.layer_config

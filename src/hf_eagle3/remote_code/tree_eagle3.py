@@ -1,14 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft tree: grow it, keep its best nodes, mask it, walk it (EAGLE-2, https://huggingface.co/papers/2406.16858)."""
+"""The draft tree: its nodes, and growing it by the draft's confidence (EAGLE-2, https://huggingface.co/papers/2406.16858)."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from .cache_eagle3 import take_rows
-from .policy_eagle3 import StepPlan, looks_are_free
+from .ragged_eagle3 import take_rows
+
+
+class Prices(NamedTuple):
+    """
+    What parts of a step cost, in tokens that decoding would otherwise write in their time.
+
+    Args:
+        level (`float`): Each further level of drafting.
+        nodes (`list[float]`): Verifying 0, 1, ... nodes below the root.
+        rows (`list[bool]`): Which rows of the batch hold it up: what others accept is worth nothing.
+        must_verify (`bool`): Whether to verify at least one node, whatever it costs: only that tells what it brings.
+    """
+
+    level: float
+    nodes: list[float]
+    rows: list[bool]
+    must_verify: bool = False
+
+
+class Plan(NamedTuple):
+    """
+    What a step does.
+
+    Args:
+        proposer (`str`, *optional*): `"draft"`, `"lookup"`, or `None` to decode plainly.
+        depth (`int`): Longest path below the root.
+        num_nodes (`int`): Nodes below the root, at most.
+        branching_factor (`int`): Children tried per node, and nodes expanded per level; 1 allows chains only.
+        prices (`Prices`, *optional*): By which a proposer that knows its own confidence may propose less.
+    """
+
+    proposer: str | None = None
+    depth: int = 0
+    num_nodes: int = 0
+    branching_factor: int = 1
+    prices: Prices | None = None
 
 
 @dataclass
@@ -76,21 +113,6 @@ class DraftTree:
             tokens, (depths - 1).clamp(min=0), depths, ancestors.expand(len(tokens), -1, -1), depth=num_nodes - 1
         )
 
-    def accepted(self, choices: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
-        """
-        Where the target's choices `(batch_size, num_nodes)`, a next token for each node, lead from the root.
-
-        Returns:
-            `tuple`: The nodes on each row's path, ascending, `(batch_size, num_nodes)`, and how many of them are,
-            `(batch_size,)`. The other nodes come after them.
-        """
-        agrees = self.tokens == choices.gather(1, self.parents)
-        agrees[:, 0] = True
-        depths = self.depths.masked_fill((self.ancestors & ~agrees[:, None]).any(dim=-1), -1)
-        lengths, last = depths.max(dim=1)
-        on_path = self.ancestors.gather(1, last[:, None, None].expand(-1, 1, self.num_nodes)).squeeze(1)
-        return (~on_path).sort(dim=1, stable=True).indices, lengths + 1
-
     def to(self, device) -> "DraftTree":
         """The tree on a device."""
         if self.tokens.device == device:
@@ -100,14 +122,30 @@ class DraftTree:
             *(x.to(device) for x in (self.tokens, self.parents, self.depths, self.ancestors)), confidences, self.depth
         )
 
+    @property
+    def max_depth(self) -> int:
+        """No node is deeper."""
+        return self.num_nodes - 1 if self.depth is None else min(self.depth, self.num_nodes - 1)
+
     def children(self) -> list[dict[tuple[int, int], int]]:
         """For each batch row `{(parent, token): node}`, on the host: what a walk from the root looks up."""
         if self.num_nodes == 1:
             return [{} for _ in self.tokens]
-        return [
-            {(parents[node], tokens[node]): node for node in range(1, len(tokens))}
-            for tokens, parents in torch.stack([self.tokens, self.parents], dim=1).tolist()
-        ]
+        return [self.children_of(*row) for row in torch.stack([self.tokens, self.parents], dim=1).tolist()]
+
+    @staticmethod
+    def children_of(tokens: list[int], parents: list[int]) -> dict[tuple[int, int], int]:
+        """`{(parent, token): node}` of one row."""
+        return {(parents[node], tokens[node]): node for node in range(1, len(tokens))}
+
+    def with_padded_rows(self, rows: list[bool], pad_token: int, depth: int) -> "DraftTree":
+        """Replaces the trees of some rows, whose next tokens are known to be padding, by chains of that."""
+        if self.num_nodes == 1 or not any(rows):
+            return self
+        tokens, parents = self.tokens.clone(), self.parents.clone()
+        tokens[rows, 1:] = pad_token
+        parents[rows, 1:] = torch.arange(self.num_nodes - 1, device=parents.device).clamp(max=depth - 1)
+        return DraftTree.from_parents(tokens, parents, self.confidences, depth)
 
 
 def grow_tree(
@@ -116,16 +154,14 @@ def grow_tree(
     hidden_states: torch.FloatTensor,
     advance: Callable[..., tuple[torch.FloatTensor, torch.FloatTensor]],
     draft_token_ids: torch.LongTensor | None,
-    tree_depth: int,
-    branching_factor: int,
-    num_assistant_tokens: int,
-    assistant_confidence_threshold: float = 0.0,
-    plan: StepPlan | None = None,
+    plan: Plan,
+    threshold: float = 0.0,
+    calibration: Callable[[torch.FloatTensor], torch.FloatTensor] | None = None,
     guess: Callable[[torch.FloatTensor, int], torch.FloatTensor] | None = None,
 ) -> DraftTree:
     """
     Expands the most probable nodes level by level, then keeps the most probable of all of them (EAGLE-2, sections 4.1
-    and 4.2). A node's value is the probability of the whole path to it: the draft's, or what a plan makes of that.
+    and 4.2). A node's value is the probability of the whole path to it.
 
     Args:
         root_tokens (`torch.LongTensor` of shape `(B, 1)`): The tokens the trees hang from.
@@ -133,31 +169,25 @@ def grow_tree(
         hidden_states (`torch.FloatTensor` of shape `(B, H)`): What the root's children take as hidden state.
         advance (`Callable`):
             `advance(tokens (B, K), hidden_states (B, K, H), level, visible (B, K, T)) -> logits (B, K, V),
-            hidden_states (B, K,
-            H)`: one drafting step for `K` nodes at depth `level`. `visible` tells which of the `T` rows advanced so
-            far, these included, each of them attends to.
+            hidden_states (B, K, H)`: one drafting step for `K` nodes at depth `level`. `visible` tells which of the
+            `T` rows advanced so far, these included, each of them attends to.
         draft_token_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`, *optional*):
             Target ids of the draft vocabulary, if that is another one.
-        tree_depth (`int`): Longest path below the root, at least 1. Costs `tree_depth - 1` calls of `advance`.
-        branching_factor (`int`): Children tried per node, and nodes expanded per level.
-        num_assistant_tokens (`int`): Nodes kept below the root, at most.
-        assistant_confidence_threshold (`float`, *optional*, defaults to 0): Nodes of a lower value are not kept.
-        plan (`StepPlan`, *optional*):
-            Whose `more_levels`, `width` and `choose_num_nodes` may make it a smaller tree, and whose `calibration`
-            makes probabilities of acceptance of the draft's. Without one all shapes are fixed, and nothing is read by
-            the host.
+        plan (`Plan`):
+            The largest tree: `depth - 1` calls of `advance`. Its prices make it smaller where the draft is unsure, in
+            the way of OPT-Tree (https://huggingface.co/papers/2406.17276); then the host reads each level. Without
+            them all shapes are fixed, and nothing is read but for a `threshold`.
+        threshold (`float`, *optional*, defaults to 0): Nodes of a lower value are not kept.
+        calibration (`Callable`, *optional*): Makes log-probabilities of acceptance of the draft's `(..., K)`.
         guess (`Callable`, *optional*):
             `guess(logits (..., V), level) -> scores (..., V)`: what takes the place of the draft's logits for the
             children of nodes at depth `level`, if the target samples ([`~noise_eagle3.sample_scores`]).
     """
-    batch_size, device = logits.shape[0], logits.device
-    width = min(branching_factor, logits.shape[-1])
-    lowest = math.log(assistant_confidence_threshold) if assistant_confidence_threshold > 0 else -math.inf
-    calibration = None if plan is None else plan.calibration
+    batch_size, device, prices = logits.shape[0], logits.device, plan.prices
+    width = min(plan.branching_factor, logits.shape[-1])
+    lowest = math.log(threshold) if threshold > 0 else -math.inf
 
-    def best_children(
-        logits, level
-    ):  # (..., V) -> values below the parent, log-probabilities and draft ids, each (..., K)
+    def best_children(logits, level):  # (..., V) -> values below the parent, log-probabilities and ids, each (..., K)
         scores = logits if guess is None else guess(logits, level)
         confidences, ids = scores.log_softmax(dim=-1, dtype=torch.float32).topk(width)
         # A draft may be broken and floats round: whatever it says, no child outranks its parent.
@@ -167,6 +197,9 @@ def grow_tree(
     def target_ids(ids):
         return ids if draft_token_ids is None else draft_token_ids.take(ids)
 
+    def expected(values):  # probabilities that nodes are accepted, averaged over the rows that count
+        return (values if all(prices.rows) else values[prices.rows]).exp().mean(dim=0).tolist()
+
     # The pool of all candidates, and the frontier: the K of them that may be expanded next.
     values, confidences, ids = best_children(logits, 0)  # (B, K)
     pool_values, pool_ids, pool_confidences = values, ids, [confidences]
@@ -175,26 +208,25 @@ def grow_tree(
     hidden_states = hidden_states[:, None].expand(-1, width, -1)  # (B, K, H)
     # Which of the rows advanced so far are above each of them, (B, K, T).
     above = torch.ones(batch_size, width, 0, dtype=torch.bool, device=device)
-    planned = tree_depth - 1 if plan is None else 0  # levels to draft before the plan is asked again
-    for level in range(1, tree_depth):
-        if plan is not None and looks_are_free(device):
-            # A child is worth at most what its parent is: if nothing that the frontier can add would be kept, stop
-            # here.
-            best_values, num_better = values[:, 0], (pool_values >= values[:, :1]).sum(dim=1)
-            if not any(
-                value > lowest and better < num_assistant_tokens
-                for value, better in zip(best_values.tolist(), num_better.tolist())
-            ):
+    mass_before = 1.0
+    for level in range(1, plan.depth):
+        if prices is not None:
+            # A child is worth at most what its parent is: nothing below would be among the best.
+            num_better = (pool_values >= values[:, :1]).sum(dim=1)
+            if not ((values[:, 0] > lowest) & (num_better < plan.num_nodes)).any():
                 break
-        if planned == 0:
-            planned = plan.more_levels(values, tree_depth - level)
-            if planned == 0:
+            # A level keeps about as much of each node as the one before did. Only nodes that are worth verifying count.
+            worth, node_price = expected(values), prices.nodes[-1] / (len(prices.nodes) - 1)
+            mass = max(sum(worth), 1e-9)
+            kept, mass_before = min(mass / mass_before, 1.0), mass
+            gains = [kept * each - node_price for each in worth if kept * each > node_price]
+            num_expanded = max(len(gains), 1)
+            if sum(gains) <= prices.level:
                 break
-        planned -= 1
-        if plan is not None and plan.width < ids.shape[1]:
-            values, ids, frontier, hidden_states, above = (
-                entries[:, : plan.width] for entries in (values, ids, frontier, hidden_states, above)
-            )
+            if num_expanded < ids.shape[1]:
+                values, ids, frontier, hidden_states, above = (
+                    entries[:, :num_expanded] for entries in (values, ids, frontier, hidden_states, above)
+                )
         expanded.append(frontier)
         itself = torch.eye(ids.shape[1], dtype=torch.bool, device=device).expand(batch_size, -1, -1)
         visible = torch.cat([above, itself], dim=-1)
@@ -213,11 +245,14 @@ def grow_tree(
     # Candidates stand in the pool level by level, so a stable sort puts a parent before a child of equal value, and
     # whatever is kept is kept with its parent. Back in pool order, parents precede children.
     ranked_values, ranking = pool_values.sort(dim=1, descending=True, stable=True)
-    num_kept = min(num_assistant_tokens, pool_values.shape[1])
-    if plan is not None:
-        if assistant_confidence_threshold > 0:
-            num_kept = min(num_kept, int((ranked_values >= lowest).sum(dim=1).max()))
-        num_kept = plan.choose_num_nodes(ranked_values[:, :num_kept])
+    num_kept = min(plan.num_nodes, pool_values.shape[1])
+    if threshold > 0:
+        num_kept = min(num_kept, int((ranked_values >= lowest).sum(dim=1).max()))
+    if prices is not None:
+        gains = list(itertools.accumulate(expected(ranked_values[:, :num_kept]), initial=0.0))
+        gains = [gain - price for gain, price in zip(gains, prices.nodes)]
+        least = min(prices.must_verify, num_kept)
+        num_kept = max(range(least, len(gains)), key=gains.__getitem__)
     kept = ranking[:, :num_kept].sort(dim=1).values  # (B, N)
     # After the root's come the K children of each node that was expanded, in the order in which that was done.
     parents = torch.cat(expanded or [frontier], dim=1).gather(1, (kept // width - 1).clamp(min=0))

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Assistants that bring their own decoding: what they have in common, and how `generate` comes to ask them."""
+
+import copy
+import functools
+import threading
+import weakref
+
+import torch
+from transformers import GenerationConfig, GenerationMixin
+
+from .checks_eagle3 import may_replay
+from .decoding_eagle3 import Eagle3GenerationStats, TreeDecoding
+from .proposer_eagle3 import Call, Proposer
+
+
+class AssistantMixin:
+    """
+    What makes an object an `assistant_model` of `generate`: it proposes next tokens ([`Proposer`]), the target decides.
+    A subclass implements [`proposer`].
+    """
+
+    # With settings of the tree (`tree_depth`, `num_assistant_tokens`, ...), which a call may override.
+    generation_config: GenerationConfig | None = None
+
+    def proposer(self, call: Call) -> Proposer:
+        """A proposer for one call of `generate`."""
+        raise NotImplementedError
+
+    def validate_target(self, target) -> None:
+        """
+        Called before anything else.
+
+        Raises:
+            ValueError: if this is no assistant for `target`.
+        """
+
+    def resolve_aux_layer_ids(self, target) -> list[int]:
+        """Which of the target's `hidden_states` its proposers read: id `k` is the state entering layer `k`."""
+        return []
+
+    def may_replay(self, target) -> bool:
+        """Whether recurrent states of the target read several tokens at once as they read them one by one."""
+        return may_replay(target)
+
+    @torch.no_grad()
+    def assisted_decoding(
+        self,
+        target,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus=False,
+        streamer=None,
+        inputs_tensor=None,
+        tokenizer=None,
+        assistant_tokenizer=None,
+        **model_kwargs,
+    ):
+        """
+        What `target.generate(..., assistant_model=self)` calls, with the arguments and the return value of
+        `GenerationMixin._assisted_decoding`. Leaves [`Eagle3GenerationStats`] in `last_generation`.
+
+        Raises:
+            ValueError: if this is no assistant for `target`, or the call asks for what a tree cannot do.
+        """
+        self.validate_target(target)
+        if synced_gpus:
+            raise ValueError("EAGLE-3 decoding does not support `synced_gpus=True` (ZeRO-3 and FSDP sharded targets).")
+        decoding = TreeDecoding(
+            self, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+        )
+        result = decoding.decode()
+        calls = _LAST_CALLS.setdefault(self, LastCalls())
+        calls.of_thread.stats = calls.of_any = decoding.stats
+        return result
+
+    @property
+    def last_generation(self) -> Eagle3GenerationStats | None:
+        """How the last call of `generate` with this assistant went: this thread's, or any thread's if this one made none."""
+        calls = _LAST_CALLS.get(self)
+        return calls and getattr(calls.of_thread, "stats", calls.of_any)
+
+
+class LastCalls:
+    """How the last calls with an assistant went: of each thread, and of any."""
+
+    def __init__(self):
+        self.of_thread, self.of_any = threading.local(), None
+
+
+# Kept off the assistant, which may be copied and pickled.
+_LAST_CALLS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+# Saved with a draft as `custom_generate/generate.py`. Text, so that it travels with a draft that was loaded as remote
+# code.
+CUSTOM_GENERATE = '''"""
+What `target.generate(..., custom_generate="<this repo>", assistant_model=draft, trust_remote_code=True)` calls: EAGLE-3
+decoding with no need for transformers to know of it.
+"""
+
+from transformers import AutoModel
+
+
+def generate(*args, model, assistant_model=None, **kwargs):
+    """`assistant_model` is a draft, or the folder or Hub id of one."""
+    if assistant_model is None:
+        raise ValueError("A draft does not generate by itself. Call target.generate(..., assistant_model=draft).")
+    if isinstance(assistant_model, str):
+        assistant_model = AutoModel.from_pretrained(assistant_model, dtype=model.dtype, trust_remote_code=True)
+        assistant_model = assistant_model.to(model.device)
+    if not hasattr(assistant_model, "assisted_decoding"):
+        raise ValueError(
+            f"{type(assistant_model).__name__} is no EAGLE-3 draft. Call target.generate(..., assistant_model=draft), not the "
+            "other way round."
+        )
+    return model.generate(*args, **kwargs, custom_generate=assistant_model.assisted_decoding)
+'''
+
+
+def install_generation_hook() -> None:
+    """
+    Lets an assistant bring its own decoding: `generate` calls `assistant_model.assisted_decoding(target, ...)` where
+    it exists, and `assistant_model.validate_target(target)` before anything else; other assistants are untouched.
+    Installing twice, or from several copies of this file, changes nothing.
+    """
+    if getattr(GenerationMixin._validate_generation_mode, "_asks_who_may_replay", False):
+        return
+    validate_mode = GenerationMixin._validate_generation_mode
+
+    @functools.wraps(validate_mode)
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        assistant = generation_mode_kwargs.get("assistant_model")
+        if isinstance(assistant, str):
+            raise ValueError(
+                f"`assistant_model` is a name: load it, by AutoModel.from_pretrained({assistant!r}, trust_remote_code=True)."
+            )
+        own = getattr(assistant, "validate_target", None)
+        if own is not None:
+            own(self)
+            if not hasattr(assistant, "config"):  # of whose vocabulary transformers would ask
+                generation_mode_kwargs = {**generation_mode_kwargs, "assistant_model": None}
+            # Several sequences a prompt are a batch, which transformers' own assistants cannot serve.
+            generation_config = copy.copy(generation_config)
+            generation_config.num_return_sequences = 1
+            if self._is_stateful and getattr(assistant, "may_replay", may_replay)(self):  # the others are refused
+                self = copy.copy(self)
+                self._is_stateful = False
+        return validate_mode(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    _validate_generation_mode._asks_who_may_replay = True
+    GenerationMixin._validate_generation_mode = _validate_generation_mode
+    if getattr(GenerationMixin._assisted_decoding, "_asks_the_assistant", False):  # by an older copy of this file
+        return
+    assisted_decoding = GenerationMixin._assisted_decoding
+
+    @functools.wraps(assisted_decoding)
+    def _assisted_decoding(self, *args, assistant_model=None, **kwargs):
+        own = getattr(assistant_model, "assisted_decoding", None)
+        if own is not None:
+            return own(self, *args, **kwargs)
+        return assisted_decoding(self, *args, assistant_model=assistant_model, **kwargs)
+
+    _assisted_decoding._asks_the_assistant = True
+    GenerationMixin._assisted_decoding = _assisted_decoding

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lossless tree decoding behind `target.generate(..., assistant_model=draft)`: the loop."""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from .accept_eagle3 import Accepted, Sampler, accept, is_row_wise, looks_are_free
+from .checks_eagle3 import check_call, depends_on_length, is_sharded, may_select_rows, whole_embedding
+from .lookup_eagle3 import PromptLookup
+from .outputs_eagle3 import ReturnedOutputs
+from .policy_eagle3 import Measured, StaticPolicy, tree_settings
+from .proposer_eagle3 import Call
+from .static_eagle3 import compiled
+from .text_eagle3 import Text
+from .tree_eagle3 import DraftTree, Plan
+from .verify_eagle3 import INPUTS_BY_TOKEN, Outputs, Verifier
+
+
+@dataclass(repr=False)
+class Eagle3GenerationStats:
+    """
+    How one call of `generate` went.
+
+    Args:
+        new_tokens (`int`):
+            Tokens generated, in all rows together. Each row's first comes from the prompt's own forward.
+        target_forwards (`int`):
+            Forward passes of the target, the prompt's included. Plain `generate` takes one for each token of the
+            longest text.
+        accepted_lengths (`list[int]`):
+            Tokens that each verification forward emitted for each row that it went on with; the prompt's forward
+            verifies nothing and is left out.
+        plain_steps (`int`): How many of those forwards had no token to verify, because drafting did not pay.
+        lookup_steps (`int`): How many of them verified tokens that were looked up in the text instead of drafted.
+        drafted_lengths (`list[int]`): Which of `accepted_lengths` are of trees: not of plain steps, nor looked up.
+    """
+
+    new_tokens: int = 0
+    target_forwards: int = 0
+    accepted_lengths: list[int] = field(default_factory=list)
+    plain_steps: int = 0
+    lookup_steps: int = 0
+    drafted_lengths: list[int] = field(default_factory=list)
+
+    def __repr__(self):
+        return (
+            f"{type(self).__name__}(new_tokens={self.new_tokens}, target_forwards={self.target_forwards}, "
+            f"plain_steps={self.plain_steps}, lookup_steps={self.lookup_steps}, "
+            f"acceptance_length={self.acceptance_length:.2f})"
+        )
+
+    @property
+    def acceptance_length(self) -> float:
+        """τ: tokens emitted per verification forward and row; 0 if there was none."""
+        return sum(self.accepted_lengths) / len(self.accepted_lengths) if self.accepted_lengths else 0.0
+
+
+class TreeDecoding:
+    r"""
+    One call of `generate` with an assistant: decodes as `GenerationMixin._sample` does, several tokens per forward of
+    the target.
+
+    At each node of the verified tree the next token is picked from the target's own processed scores, as `_sample`
+    picks it. If a child carries that token the walk descends, else the token ends the step. Proposers only decide which
+    nodes exist, so greedy text is the target's greedy text, samples follow the target's distribution, and a seed gives
+    the sample it gives without an assistant. The rows of a batch advance at their own pace, or in step where that could
+    be noticed (see [`Text`]).
+
+    Args:
+        assistant (`AssistantMixin`): What proposes.
+        target (`PreTrainedModel`): What verifies.
+        input_ids (`torch.LongTensor` of shape `(batch_size, prompt_length)`): The prompts.
+        logits_processor, stopping_criteria, generation_config, streamer, model_kwargs:
+            What `generate` calls its decoding methods with.
+
+    Raises:
+        ValueError: if the call asks for what a tree cannot do.
+    """
+
+    def __init__(
+        self,
+        assistant,
+        target,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        streamer,
+        model_kwargs,
+    ):
+        settings = tree_settings(getattr(assistant, "generation_config", None), generation_config)
+        may_replay = assistant.may_replay(target)
+        check_call(target, input_ids, generation_config, model_kwargs, may_replay)
+        self.target, self.streamer, self.stats = target, streamer, Eagle3GenerationStats()
+        self.whole = Plan(
+            "draft", settings["tree_depth"], settings["num_assistant_tokens"], settings["branching_factor"]
+        )
+        self.returned = ReturnedOutputs(generation_config, batch_size=len(input_ids))
+        layer_ids = assistant.resolve_aux_layer_ids(target)
+        self.verifier = verifier = Verifier(
+            target, generation_config, model_kwargs, layer_ids, self.returned, self.whole.num_nodes, may_replay
+        )
+        outputs, positions, states = verifier.prefill(input_ids)
+        cache, embedding = verifier.cache, whole_embedding(target)
+
+        # Others may also change the text that they are given, or look at the batch as a whole.
+        may_be_edited = not all(map(is_row_wise, [*logits_processor, *stopping_criteria]))
+        self.can_read_padding = 0 <= (generation_config.pad_token_id or 0) < len(embedding.weight)
+        in_step = (
+            len(input_ids) == 1
+            or streamer is not None  # one that raises finds all rows where plain `generate` leaves them
+            or may_be_edited
+            or not self.can_read_padding
+            or cache.is_chain
+            or depends_on_length(target, input_ids, cache, model_kwargs, stopping_criteria)
+        )
+        may_retire = not self.returned.wants_dict and may_select_rows(target, cache, model_kwargs, INPUTS_BY_TOKEN)
+        self.text = Text(input_ids, stopping_criteria, generation_config, in_step, may_be_edited, may_retire)
+        self.sampler = Sampler(
+            self.text, logits_processor, stopping_criteria, generation_config, self.returned, streamer
+        )
+
+        compile_config = None
+        may_compile = cache.is_static and not self.returned.wants_states  # which compiled forwards overwrite
+        if may_compile and target._valid_auto_compile_criteria(verifier.inputs, generation_config):
+            compile_config = generation_config.compile_config or target._default_compile_config()
+            verifier.forward = target.get_compiled_call(compile_config)
+            cache.keep_path = compiled(cache.keep_path, assistant, compile_config)
+        num_looked_up = min(settings["prompt_lookup_num_tokens"], self.whole.num_nodes)
+        # Processes that compute one forward together must agree on its size, and each measures other times.
+        self.measured, self.policy = None, StaticPolicy(self.whole)
+        if settings["tree_policy"] == "auto" and not is_sharded(target):
+            # Of a static cache all trees have one shape. What is left to draft is harder where much is looked up.
+            looks_up = num_looked_up >= (self.whole.num_nodes if cache.is_static else 1)
+            kind = {
+                "reads_draft": looks_are_free(target.device) and not cache.is_static,
+                "has_one_shape": cache.is_static,
+                "may_retire": self.text.may_retire,
+            }
+            kind_of_call = (len(input_ids), generation_config.do_sample, looks_up, self.whole, *kind.values())
+            self.measured = Measured(target, assistant, *kind_of_call)
+            self.policy = self.measured.policy(self.whole, **kind)
+            num_looked_up *= looks_up
+        self.proposers = {
+            "draft": assistant.proposer(
+                Call(
+                    target,
+                    embedding,
+                    self.whole,
+                    settings["assistant_confidence_threshold"],
+                    self.policy.calibration,
+                    cache.capacity if cache.is_static else None,
+                    compile_config,
+                )
+            )
+        }
+        if self.measured is not None and num_looked_up > 0:
+            self.proposers["lookup"] = PromptLookup(num_looked_up, self.policy.matches, len(embedding.weight))
+        self.read_prompt(outputs, positions, states)
+
+    def read_prompt(self, outputs: Outputs, positions: torch.LongTensor, states: torch.FloatTensor | None) -> None:
+        """Picks the first token, below the root of a tree that has no other nodes. Proposers observe the prompt."""
+        text, verifier = self.text, self.verifier
+        mask = verifier.inputs.get("attention_mask")
+        first = accept(text, self.sampler, DraftTree.root_only(text.ids.new_zeros(text.batch_size, 1)), outputs)
+        verifier.extend(outputs, first.counts, first.growth)
+        # A prompt that was healed has positions for what it was; padding is not read at all.
+        num_read = min(positions.shape[1], text.shortest, *(() if states is None else states.shape[1:2]))
+        counts = [num_read] * text.batch_size
+        if mask is not None:
+            counts = mask[:, -num_read:].bool().sum(dim=1).clamp(min=1).tolist()
+        prompt = Accepted(
+            tokens=text.newest(num_read),
+            counts=counts,
+            positions=positions[:, -num_read:].expand(text.batch_size, -1),
+            states=None if states is None else states[:, -num_read:],
+            new_tokens=text.read(list(range(text.batch_size)), text.longest).tolist(),
+            nodes=first.nodes,
+            growth=first.growth,
+            progress=first.progress,
+            was_finished=first.was_finished,
+            is_finished=first.is_finished,
+        )
+        for proposer in self.proposers.values():
+            proposer.observe(prompt)
+        self.last_outputs = outputs
+        self.stats.new_tokens += text.batch_size
+
+    def decode(self):
+        """Decodes until all rows are finished. Returns what `generate` does."""
+        text, verifier, policy = self.text, self.verifier, self.policy
+        try:
+            with self.target._optimize_model_for_decode():
+                while not text.is_complete:
+                    self.retire()
+                    behind = text.rows_behind(1 + self.whole.depth)
+                    plan = verifier.limited(policy.plan(behind, self.proposers.get("lookup")), text)
+                    start, num_replayed = time.perf_counter(), verifier.cache.num_replayed
+                    tree = self.propose(plan)
+                    proposed = time.perf_counter()
+                    tree, accepted = self.verify(tree)
+                    seconds = proposed - start, time.perf_counter() - proposed
+                    policy.record(plan, tree, accepted, behind, *seconds, num_replayed)
+                    self.count(plan, tree, accepted)
+                    for proposer in self.proposers.values():
+                        proposer.observe(accepted)
+        except BaseException:
+            # Whoever passed the cache and catches this finds in it what the last whole step left.
+            verifier.cache.roll_back()
+            raise
+        else:
+            cache = verifier.finish(self.returned, self.last_outputs.of_target)
+        finally:
+            verifier.cache.release()
+            self.sampler.noise.give_back(text.length)
+        if self.measured is not None:
+            self.measured.keep(policy)
+        self.stats.target_forwards = verifier.num_forwards
+        if self.streamer is not None:
+            self.streamer.end()
+        return self.returned.finish(text.sequences(), cache)
+
+    def retire(self) -> None:
+        """Finished rows leave the batch, where nobody notices."""
+        longest = self.text.longest
+        if (staying := self.text.retire()) is not None:
+            self.verifier.select(staying, longest - self.text.longest)
+            for proposer in self.proposers.values():
+                proposer.select(staying)
+
+    def propose(self, plan: Plan) -> DraftTree:
+        """The tree of a step: of the planned proposer, or nothing but the root."""
+        text, root_tokens = self.text, self.text.newest(1)
+        if plan.proposer is None:
+            return DraftTree.root_only(root_tokens)
+        sampler = self.sampler if self.sampler.do_sample else None
+        tree = self.proposers[plan.proposer].propose(plan, root_tokens, sampler)
+        if text.pads_finished_rows and self.can_read_padding:
+            tree = tree.with_padded_rows(text.is_finished, text.pad_token, plan.depth)
+        return tree
+
+    def verify(self, tree: DraftTree) -> tuple[DraftTree, Accepted]:
+        """One forward over all nodes of the tree, of which the cache keeps what is accepted."""
+        text, verifier = self.text, self.verifier
+        outputs = verifier.verify(tree, text)
+        may_take_back = tree.num_nodes > 1 or verifier.cache.is_static  # whose slots may hold what another tree left
+        accepted = accept(text, self.sampler, tree, outputs, may_take_back)
+        if accepted is None:  # as plain decoding does
+            verifier.cache.take_back()
+            tree = DraftTree.root_only(text.newest(1))
+            outputs = verifier.verify(tree, text)
+            accepted = accept(text, self.sampler, tree, outputs)
+        verifier.cache.keep(accepted.nodes, accepted.growth)
+        verifier.extend(outputs, accepted.counts, accepted.growth)
+        self.last_outputs = outputs
+        return tree, accepted
+
+    def count(self, plan: Plan, tree: DraftTree, accepted: Accepted) -> None:
+        """Notes how a step went."""
+        emitted = [count for count, done in zip(accepted.counts, accepted.was_finished) if count and not done]
+        self.stats.new_tokens += sum(emitted)
+        self.stats.accepted_lengths += emitted
+        if tree.num_nodes == 1:
+            self.stats.plain_steps += 1
+        elif plan.proposer == "lookup":
+            self.stats.lookup_steps += 1
+        else:
+            self.stats.drafted_lengths += emitted
