@@ -243,6 +243,22 @@ def test_what_threads_share_is_replaced_not_changed():
     assert now is not shared and now.costs.num_recorded > shared.costs.num_recorded
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=ids)
+def test_a_tree_that_was_taken_back_was_drafted(kind):
+    """Where the states of a token are no numbers, all that is left of a tree is its root."""
+    policy, root = (
+        Policy(WHOLE, **{"reads_draft": True, **kind}),
+        DraftTree.root_only(torch.zeros(1, 1, dtype=torch.long)),
+    )
+    accepted = SimpleNamespace(counts=[1], nodes=[[0]], progress=1, is_finished=[False])
+    num_drafted = 0
+    for _ in range(300):
+        plan = policy.plan([True])
+        num_drafted += plan.proposer is not None
+        policy.record(plan, root, accepted, [True], 0.5 * (plan.proposer is not None), 1.0)
+    assert 0 < num_drafted < 40
+
+
 def test_misspelled_arguments_are_refused():
     with pytest.raises(TypeError):
         Policy(WHOLE, reads_drafts=True)

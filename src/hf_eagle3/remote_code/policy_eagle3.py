@@ -401,7 +401,7 @@ class Policy(StaticPolicy):
         live = [row for row, done in enumerate(accepted.is_finished) if not done]  # others may have ended before
         if live:
             self.count(tree, [accepted.nodes[row] for row in live], live)
-        levels = tree.max_depth if tree.depth is None else tree.depth
+        levels = max(tree.max_depth if tree.depth is None else tree.depth, 1)  # 0 of one that was taken back
         self.costs.record("draft", levels, draft_seconds)
         known = self.seconds_of_drafting(levels)
         if last != "draft" and plain is not None and known is not None:
