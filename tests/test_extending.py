@@ -99,7 +99,7 @@ def test_the_text_is_that_of_plain_generate(kind, policy, settings, lengths):
     for call in ({}, {"assistant_model": assistant}):
         torch.manual_seed(3)
         output = target.generate(
-            **batch, **{"do_sample": False, "max_new_tokens": 30, "eos_token_id": [7, 8], "pad_token_id": 0, **settings}, **call
+            **batch, **{"do_sample": False, "max_new_tokens": 16, "eos_token_id": [7, 8], "pad_token_id": 0, **settings}, **call
         )  # fmt: skip
         texts.append((getattr(output, "sequences", output).tolist(), torch.get_rng_state().tolist()))
     assert texts[0] == texts[1]

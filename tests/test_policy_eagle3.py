@@ -67,6 +67,14 @@ class Machine:
         tokens, seconds = zip(*(self.step() for _ in range(num_steps)))
         return sum(tokens) / sum(seconds) * self.plain
 
+    def takes_up_drafting(self, within):
+        """Whether it comes to draft in nearly all steps."""
+        for _ in range(within):
+            self.step()
+            if sum(self.chosen[-100:]) > 90:
+                return True
+        return False
+
     @property
     def drafting(self):
         return self.policy.of(1)
@@ -80,9 +88,9 @@ ids = ["reads the draft", "plans ahead", "one shape"]
 def test_drafts_where_it_pays(kind):
     machine = Machine(skill=0.8, **kind)
     assert machine.step() == (1, 1.0)  # plain steps first: there is nothing to compare with
-    machine.speedup(100)
+    machine.speedup(60)
     # A chain of 6 would bring (1 - 0.8 ** 7) / 0.2 = 3.95 tokens for 1 + 0.2 + 0.5 + 0.12; a whole tree takes 0.36 more.
-    assert machine.speedup(1000) > 0.94 * 3.95 / (1.82 if not kind else 2.18)
+    assert machine.speedup(500) > 0.94 * 3.95 / (1.82 if not kind else 2.18)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=ids)
@@ -115,11 +123,10 @@ def test_a_draft_that_is_unsure_of_everything_is_given_up(kind):
 def test_what_it_takes_to_catch_up_counts():
     machine = Machine(skill=0.0, confidence=0.05, unread=8.0)
     machine.speedup(200)
-    assert machine.speedup(4000) > 0.97
+    assert machine.speedup(3000) > 0.97
     assert any(machine.chosen[-2000:])
     machine.skill = machine.confidence = 0.8
-    machine.speedup(3000)
-    assert sum(machine.chosen[-200:]) > 180
+    assert machine.takes_up_drafting(within=3000)
 
 
 def test_verifies_less_where_nodes_are_dear():
@@ -136,19 +143,18 @@ def test_verifies_less_where_nodes_are_dear():
 def test_drafts_less_deep_where_levels_are_dear(kind):
     cheap, dear = Machine(skill=0.7, level=0.01, **kind), Machine(skill=0.7, level=0.4, **kind)
     for machine in (cheap, dear):
-        machine.speedup(800)
-    mean = [sum(machine.depths[-300:]) / len(machine.depths[-300:]) for machine in (cheap, dear)]
+        machine.speedup(400)
+    mean = [sum(machine.depths[-150:]) / len(machine.depths[-150:]) for machine in (cheap, dear)]
     assert mean[0] > 4 and mean[1] < 3
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=ids)
 def test_follows_a_change(kind):
     machine = Machine(skill=0.0, confidence=0.8, **kind)
-    machine.speedup(1000)
+    machine.speedup(400)
     assert sum(machine.chosen[-100:]) < 10
     machine.skill = 0.8
-    machine.speedup(4000)
-    assert sum(machine.chosen[-200:]) > 180
+    assert machine.takes_up_drafting(within=6000)
 
 
 def test_a_slow_moment_is_soon_forgotten():
