@@ -78,8 +78,7 @@ def test_the_example_is_short_and_runs():
     assert len([line for line in code.splitlines() if line.strip()]) <= 40
 
 
-@pytest.mark.parametrize("kind", ["bigrams", "small model"])
-@pytest.mark.parametrize("policy", ["static", "auto"])
+@pytest.mark.parametrize(("kind", "policy"), [("bigrams", "static"), ("bigrams", "auto"), ("small model", "static")])
 @pytest.mark.parametrize(
     "settings",
     [

@@ -17,12 +17,12 @@ def findings(kind, numbers, seed=0):
 
 @pytest.mark.parametrize("part", range(8))
 def test_calls(part):
-    assert findings("calls", range(15 * part, 15 * (part + 1))) == []
+    assert findings("calls", range(8 * part, 8 * (part + 1))) == []
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_checkpoints(part):
-    assert findings("checkpoints", range(75 * part, 75 * (part + 1))) == []
+    assert findings("checkpoints", range(50 * part, 50 * (part + 1))) == []
 
 
 def test_kills():
