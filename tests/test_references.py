@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_target
-from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers import DynamicCache, GenerationMixin, LlamaConfig, StaticCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_eagle3.remote_code.cache_eagle3 import TreeCache, select_rows, tree_attention_mask
-from hf_eagle3.remote_code.ragged_eagle3 import align_right, right_index, stack_right, take_rows
+from hf_eagle3.remote_code.cache_eagle3 import TreeCache, tree_attention_mask
+from hf_eagle3.remote_code.ragged_eagle3 import align_right, flat_indices, right_index, stack_right, take_rows
 from hf_eagle3.remote_code.tree_eagle3 import DraftTree, Plan
 from hf_eagle3.remote_code.verify_eagle3 import Verifier, extended_inputs
 
@@ -20,40 +20,69 @@ def test_rows_that_end_at_the_right(seed):
     random_ = random.Random(seed)
     lengths = [random_.randint(0, 6) for _ in range(random_.randint(1, 4))]
     rows, width = [[random_.randint(1, 99) for _ in range(length)] for length in lengths], random_.randint(1, 8)
-    expected = [([0] * width + row)[-width:] for row in rows]
     entries = torch.tensor([row + [-1] * (8 - len(row)) for row in rows])
-    for leading in ((), (3,)):
-        moved = align_right(entries.expand(*leading, *entries.shape), torch.tensor(lengths), width)
-        assert moved.tolist() == (expected if not leading else [expected] * 3)
-    assert align_right(torch.arange(1, 9)[None], torch.tensor(lengths), width).tolist() == [
-        ([0] * width + list(range(1, length + 1)))[-width:] for length in lengths
-    ]
+    leading = [random_.randint(1, 3) for _ in range(random_.randint(0, 2))]  # dimensions of other numbers each
+    offsets = torch.arange(torch.Size(leading).numel()).view(*leading, 1, 1) * 100
+    moved = align_right(entries + offsets, torch.tensor(lengths), width)
+    assert moved.shape == (*leading, len(rows), width)
+    for offset, actual in zip(offsets.flatten().tolist(), moved.reshape(-1, len(rows), width).tolist()):
+        assert actual == [([0] * width + [offset + entry for entry in row])[-width:] for row in rows]
+    one = torch.arange(1, 9)  # row for all
+    for actual in align_right(one.expand(*leading, 1, 8), torch.tensor(lengths), width).view(-1, len(rows), width):
+        assert actual.tolist() == [([0] * width + list(range(1, length + 1)))[-width:] for length in lengths]
     assert stack_right(rows).tolist() == [[0] * (max(lengths) - len(row)) + row for row in rows]
     index = right_index(torch.tensor(lengths), width).tolist()
     assert index == [[column - width + length for column in range(width)] for length in lengths]
-    states, indices = torch.randn(len(rows), 5, 3), torch.randint(5, (len(rows), 4))
-    expected = torch.stack([torch.stack([states[b, i] for i in row]) for b, row in enumerate(indices.tolist())])
-    assert torch.equal(take_rows(states, indices), expected)
 
 
-def filled(cache, batch_size, length, num_new):
-    """A cache in whose every entry stands its row and its place: `1000 * row + place`."""
+@pytest.mark.parametrize("seed", range(5))
+def test_entries_that_are_taken(seed):
+    random_ = random.Random(seed)
+    batch_size, num_heads, num_entries = (random_.randint(1, 4) for _ in range(3))
+    indices = [[random_.randrange(num_entries) for _ in range(4)] for _ in range(batch_size)]
+    states = torch.arange(batch_size * num_heads * num_entries * 3).view(batch_size, num_heads, num_entries, 3)
+    listed = states.tolist()
+    flat = flat_indices(torch.tensor(indices), states.shape)
+    assert states.flatten(0, 2)[flat].tolist() == [
+        listed[row][head][i] for row in range(batch_size) for head in range(num_heads) for i in indices[row]
+    ]
+    taken = take_rows(states[:, 0], torch.tensor(indices)).tolist()
+    assert taken == [[listed[row][0][i] for i in indices[row]] for row in range(batch_size)]
+
+
+def filled(cache, batch_size, length, num_new, readers=(0, 1), is_tracked=True):
+    """
+    A cache in whose every entry stands its row and its place: `1000 * row + place`. The layers `readers` have read the
+    new ones.
+    """
     places = torch.arange(length + num_new, dtype=torch.float32) + 1000 * torch.arange(batch_size)[:, None]
     states = places[:, None, :, None].expand(-1, 2, -1, 8).contiguous()
     for i in range(2):
         cache.update(states[..., :length, :], -states[..., :length, :], i)
     tree_cache = TreeCache(cache, path_length=6)
-    for i in range(2):
+    for i in readers:
         cache.update(states[..., length:, :], -states[..., length:, :], i)
-    tree_cache.track(cache, num_new)
+    if is_tracked:
+        tree_cache.track(cache, num_new)
     return tree_cache
 
 
+def random_counts(random_, batch_size, most):
+    """How many tokens rows gain, up to `most`, and the longest: those that are behind may gain more than that."""
+    counts, lags = ([random_.randint(0, most) for _ in range(batch_size)] for _ in range(2))
+    lags[random_.randrange(batch_size)] = 0
+    return counts, max(0, *(count - lag for count, lag in zip(counts, lags)))
+
+
 def places_in(cache, layer):
+    """By row. Every layer counts what it has read, and stores what the next token attends to."""
     states = cache.cache.layers[layer]
     keys = states.keys[..., : cache.length, :] if cache.is_static else states.keys
     values = states.values[..., : keys.shape[-2], :]
     assert torch.equal(keys, -values) and (keys == keys[:, :1, :, :1]).all()
+    assert cache.length == int(states.get_seq_length())
+    is_sliding = isinstance(states, DynamicSlidingWindowLayer)
+    assert keys.shape[-2] == (min(7, cache.length) if is_sliding else cache.length)
     return keys[:, 0, :, 0].long().tolist()
 
 
@@ -63,67 +92,103 @@ def make_cache(kind, capacity=40):
     return StaticCache(config=config, max_cache_len=capacity) if kind == "static" else DynamicCache(config=config)
 
 
+def assert_ends(places, row, kept):
+    """That a row ends with these of its places, as far as it has columns: what is in front of them is padding."""
+    expected = [1000 * row + place for place in kept][-len(places) :]
+    assert places[len(places) - len(expected) :] == expected
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "sliding", "static"])
+@pytest.mark.parametrize("are_ragged", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_kept_of_a_cache(kind, seed):
+def test_what_is_kept_of_a_cache(kind, are_ragged, seed):
     random_ = random.Random(seed)
-    batch_size, length, num_new = random_.choice([1, 1, 3]), random_.randint(1, 14), random_.randint(1, 6)
-    cache = filled(make_cache(kind), batch_size, length, num_new)
-    same = sorted(random_.sample(range(num_new), random_.randint(1, num_new)))
-    kept = [same for _ in range(batch_size)]
-    if seed % 3 == 0:  # rows that keep different numbers of nodes
-        kept = [sorted(random_.sample(range(num_new), random_.randint(0, num_new))) for _ in range(batch_size)]
-        kept[0] = kept[0] or [0]
-    growth = max(map(len, kept))
+    batch_size, length, num_new = random_.choice([1, 3]), random_.randint(1, 14), random_.randint(1, 6)
+    # No slot is left where a path of fewer nodes than the longest may have could be padded.
+    cache = filled(make_cache(kind, capacity=length + num_new), batch_size, length, num_new)
+    if are_ragged:
+        counts, growth = random_counts(random_, batch_size, num_new)
+        kept = [sorted(random_.sample(range(num_new), count)) for count in counts]
+    else:
+        growth = random_.choice([0, num_new, random_.randint(0, num_new)])
+        kept = [sorted(random_.sample(range(num_new), growth))] * batch_size
     cache.keep(kept, growth)
-    assert cache.length == length + growth == int(cache.cache.get_seq_length())
+    assert cache.length == length + growth
     for layer in range(2):
         for row, places in enumerate(places_in(cache, layer)):
-            expected = [1000 * row + place for place in [*range(length), *(length + node for node in kept[row])]]
-            assert places[len(places) - min(len(expected), len(places)) :] == expected[-len(places) :]
-            if kind == "sliding" and layer == 0:
-                assert len(places) == min(7, length + growth)  # as many as the next token attends to
+            assert_ends(places, row, [*range(length), *(length + node for node in kept[row])])
     cache.release()
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "sliding", "static"])
-@pytest.mark.parametrize("how", ["take_back", "roll_back"])
-def test_a_step_that_is_forgotten(kind, how):
-    cache = filled(make_cache(kind), 2, 11, 5)
-    if how == "roll_back" and kind != "static":  # the last layer had not read anything
-        cache.cache.layers[1].crop(-5)
-    getattr(cache, how)()
-    assert cache.length == int(cache.cache.get_seq_length()) == 11
+@pytest.mark.parametrize("length", [3, 11])
+@pytest.mark.parametrize("readers", [None, (), (0,), (1,), (0, 1)])
+def test_a_step_that_is_forgotten(kind, length, readers):
+    """Taken back by choice (None), or rolled back after a forward that only some layers had come to."""
+    is_broken_off = readers is not None
+    cache = filled(make_cache(kind), 2, length, 5, readers if is_broken_off else (0, 1), is_tracked=not is_broken_off)
+    cache.roll_back() if is_broken_off else cache.take_back()
+    assert cache.length == length
     for layer in range(2):
         for row, places in enumerate(places_in(cache, layer)):
-            assert places == [1000 * row + place for place in range(11)][-len(places) :] and len(places) >= 7
+            assert_ends(places, row, range(length))
+        if kind == "static" and not is_broken_off:  # where a mask would hide numbers, but not nan
+            assert not cache.cache.layers[layer].keys[..., length:, :].any()
 
 
-def test_rows_that_stay():
-    cache = filled(make_cache("dynamic"), 3, 9, 4)
-    cache.keep([[0, 1, 2], [0], [1, 3]], growth=3)
-    select_rows(cache.cache, [1, 2], 11, excess=1)
-    assert [row[-1] for row in places_in(cache, 0)] == [1009, 2012]
-    assert [len(row) for row in places_in(cache, 0)] == [11, 11] and places_in(cache, 0)[1][-2:] == [2010, 2012]
+@pytest.mark.parametrize("kind", ["dynamic", "sliding"])
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_that_stay(kind, seed):
+    random_ = random.Random(seed)
+    length, excess = random_.randint(2, 14), random_.randint(0, 1) * random_.randint(1, 4)
+    counts, growth = random_counts(random_, 4, 4)
+    kept = [sorted(random_.sample(range(4), count)) for count in counts]
+    cache = filled(make_cache(kind), 4, length, 4)
+    cache.keep(kept, growth)
+    rows, excess = sorted(random_.sample(range(4), 2)), min(excess, length + growth - 1)
+    cache.select(rows, excess)
+    assert cache.length == length + growth - excess
+    for layer in range(2):
+        for row, places in zip(rows, places_in(cache, layer), strict=True):
+            assert_ends(places, row, [*range(length), *(length + node for node in kept[row])])
 
 
 @pytest.mark.parametrize("layer_type", ["full_attention", "sliding_attention", "chunked_attention"])
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", ["dynamic", "sliding", "static"])
+@pytest.mark.parametrize("seed", range(8))
 def test_tree_mask(layer_type, kind, seed):
     random_ = random.Random(seed)
-    batch_size, past, num_nodes, reach = random_.choice([1, 3]), random_.randint(1, 12), random_.randint(1, 7), 5
+    reach = 8 if kind == "sliding" else 5  # of a sliding layer, which stores no more
+    batch_size, past, num_nodes = random_.choice([1, 3]), random_.randint(1, 18), random_.randint(1, 7)
     num_queries = random_.randint(1, num_nodes)
     padding = [random_.randint(0, past - 1) for _ in range(batch_size)]
+    # Text may have holes: they are not attended to, but are no padding that chunks would begin after.
+    seen = [
+        [place == begin or (place > begin and random_.random() < 0.8) for place in range(past)] for begin in padding
+    ]
+    has_padding = random_.random() < 0.8
+    if not has_padding:
+        padding, seen = [0] * batch_size, [[True] * past] * batch_size
     parents = [[0] + [random_.randrange(node) for node in range(1, num_nodes)] for _ in range(batch_size)]
     tree = DraftTree.from_parents(torch.zeros(batch_size, num_nodes, dtype=torch.long), torch.tensor(parents))
-    cache, states = make_cache(kind, capacity=25), torch.zeros(batch_size, 2, past + num_nodes - num_queries, 8)
-    cache.update(states, states, 0)
-    config = SimpleNamespace(layer_types=[layer_type], sliding_window=reach, attention_chunk_size=reach)
-    padding_mask = torch.tensor([[0] * begin + [1] * (past - begin) for begin in padding])
-    mask = tree_attention_mask(
-        config, cache, past, tree.ancestors[:, -num_queries:], tree.depths[:, -num_queries:], tree.depths, padding_mask
-    )[layer_type][:, 0]
+    cache, states = make_cache(kind, capacity=25), torch.zeros(batch_size, 2, 25, 8)
+    cache.update(states[..., :past, :], states[..., :past, :], 0)
+    if kind == "sliding":
+        cache.layers[0].activate_past_recording()
+    if num_queries < num_nodes:
+        cache.update(states[..., num_queries:num_nodes, :], states[..., num_queries:num_nodes, :], 0)
+    config = SimpleNamespace(sliding_window=None, attention_chunk_size=None)
+    vars(config)["sliding_window" if layer_type == "sliding_attention" else "attention_chunk_size"] = reach
+    rows = tree.ancestors[:, -num_queries:], tree.depths[:, -num_queries:], tree.depths
+    padding_mask = torch.tensor(seen).long() if has_padding else None
+    length = torch.tensor(past) if kind == "static" else past
+    config.layer_types = [layer_type]
+    mask = tree_attention_mask(config, cache, length, *rows, padding_mask)[layer_type]
+    if layer_type == "full_attention":
+        config.attention_chunk_size = None
+    config.layer_types = None  # of models whose layers are all alike
+    assert torch.equal(tree_attention_mask(config, cache, length, *rows, padding_mask), mask)
+    assert mask.shape[1] == 1 and set(mask.unique().tolist()) <= {0.0, torch.finfo(torch.float32).min}
 
     def depth(row, node):
         return 0 if node == 0 else 1 + depth(row, parents[row][node])
@@ -131,12 +196,15 @@ def test_tree_mask(layer_type, kind, seed):
     def is_ancestor(row, node, other):
         return node == other or (node > 0 and is_ancestor(row, parents[row][node], other))
 
+    first = max(past - 7, 0) if kind == "sliding" else 0  # place that the cache has
+    num_keys = 25 if kind == "static" else past - first + num_nodes
+    assert mask.shape[-1] == num_keys
     for row in range(batch_size):
         for query, node in enumerate(range(num_nodes - num_queries, num_nodes)):
             at = past + depth(row, node)
-            for key in range(mask.shape[-1]):
+            for key in range(first, first + num_keys):
                 if key < past:
-                    place, allowed = key, key >= padding[row]
+                    place, allowed = key, seen[row][key]
                 elif key < past + num_nodes:
                     place, allowed = past + depth(row, key - past), is_ancestor(row, node, key - past)
                 else:  # a slot that nothing is in
@@ -145,48 +213,80 @@ def test_tree_mask(layer_type, kind, seed):
                     allowed &= at - place < reach
                 if layer_type == "chunked_attention":
                     allowed &= (at - padding[row]) // reach == (place - padding[row]) // reach
-                assert (mask[row, query, key] == 0) == allowed
+                assert (mask[row, 0, query, key - first] == 0) == allowed
+
+
+def test_mask_of_each_type_of_layer():
+    """Types differ in how much they store, and a layer that shares another one's keys stores none."""
+    cache, states = make_cache("sliding"), torch.zeros(1, 2, 12, 8)
+    for i in range(2):
+        cache.update(states, states, i)
+    cache.layers.insert(0, SimpleNamespace(keys=None))
+    config = SimpleNamespace(layer_types=["full_attention", "sliding_attention", "full_attention"], sliding_window=8)
+    tree = DraftTree.chain(torch.zeros(1, 3, dtype=torch.long))
+    masks = tree_attention_mask(config, cache, 12, tree.ancestors, tree.depths, tree.depths)
+    assert {name: mask.shape[-1] for name, mask in masks.items()} == {
+        "sliding_attention": 7 + 3,
+        "full_attention": 12 + 3,
+    }
 
 
 @pytest.mark.parametrize("shape", ["one for all", "of each row", "of three kinds"])
-@pytest.mark.parametrize("counts", [[1, 1], [3, 3], [1, 3], [0, 2]])
-def test_inputs_are_extended_token_by_token(shape, counts):
-    target, length = make_target("llama"), 6
-    starts, growth = [2, 0], max(counts)  # where the text begins
-    mask = torch.tensor([[0] * start + [1] * (length - start) for start in starts])
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    positions = {"one for all": positions[1:], "of each row": positions, "of three kinds": positions.expand(3, 2, -1)}
-    inputs = {"attention_mask": mask, "position_ids": positions[shape], "token_type_ids": mask * 5}
-    # Of a batch whose longest row is the second: what the first has less, it has more padding for.
-    actual = extended_inputs(target, CausalLMOutputWithPast(), dict(inputs), counts, growth)
+@pytest.mark.parametrize("seed", range(8))
+def test_inputs_are_extended_token_by_token(shape, seed):
+    random_, target, length = random.Random(seed), GenerationMixin(), 6
+    batch_size = random_.randint(1, 4)
+    counts, growth = random_counts(random_, batch_size, 4)
+    if seed == 0:
+        counts, growth = [3] * batch_size, 3  # as in most steps
+
+    def entries(*shape):
+        return torch.tensor([random_.randint(1, 99) for _ in range(torch.Size(shape).numel())]).view(shape)
+
+    positions = {"one for all": (1,), "of each row": (batch_size,), "of three kinds": (3, batch_size)}[shape]
+    inputs = {name: entries(batch_size, length) for name in ("token_type_ids", "mm_token_type_ids")}
+    inputs = {name: value for name, value in inputs.items() if random_.random() < 0.8}
+    inputs |= {"attention_mask": entries(batch_size, length) % 2, "position_ids": entries(*positions, length)}
+    actual = extended_inputs(target, CausalLMOutputWithPast(), dict(inputs), list(counts), growth)
+    assert set(actual) == set(inputs)
+    width = length + growth
     for row, count in enumerate(counts):
-        padding = starts[row] + growth - count
-        text = length - starts[row] + count
-        assert actual["attention_mask"][row].tolist() == [0] * padding + [1] * text
-        assert actual["token_type_ids"][row].tolist() == [0] * padding + [5] * text
-        ids = actual["position_ids"]
-        for each in ids if ids.dim() == 3 else [ids]:
-            first = 0 if shape != "one for all" else starts[row]
-            assert each[row if len(each) > 1 else 0].tolist()[-text:] == list(range(first, first + text))
+        alone = {name: value[..., [row if value.shape[-2] > 1 else 0], :] for name, value in inputs.items()}
+        for _ in range(count):
+            alone = target._update_model_kwargs_for_generation(CausalLMOutputWithPast(), alone)
+        for name, value in alone.items():
+            of_row = actual[name][..., row if actual[name].shape[-2] > 1 else 0, :]
+            expected = [([0] * width + each)[-width:] for each in value.reshape(-1, length + count).tolist()]
+            assert of_row.reshape(-1, width).tolist() == expected, name
 
 
 WHOLE = Plan("draft", depth=4, num_nodes=10, branching_factor=3)
 
 
-def limited(plan=WHOLE, room=100, newest=20, config=(), is_static=False, is_chain=False, capacity=100, **cache):
+def limited(
+    plan=WHOLE, room=100, newest=20, ahead=0, config=(), is_static=False, is_chain=False, capacity=100, **cache
+):
+    """What is left of a plan where the shortest row has 21 tokens and may have `room` more, and the longest is `ahead`."""
     verifier = Verifier.__new__(Verifier)
     verifier.config, verifier.num_nodes = SimpleNamespace(rope_parameters={"rope_type": "default"}), 10
     vars(verifier.config).update(config)
     verifier.cache = SimpleNamespace(
-        **{"is_static": is_static, "is_chain": is_chain, "capacity": capacity, "length": 20, "may_read_tree": True}
+        **{
+            "is_static": is_static,
+            "is_chain": is_chain,
+            "capacity": capacity,
+            "length": 20 + ahead,
+            "may_read_tree": True,
+        }
         | cache
     )
-    verifier.inputs = {"position_ids": torch.tensor([[newest]])}
-    return verifier.limited(plan, SimpleNamespace(max_length=21 + room, shortest=21, longest=21))
+    verifier.inputs = {"position_ids": torch.tensor([[0], [newest], [1]])}  # of three rows
+    return verifier.limited(plan, SimpleNamespace(max_length=21 + room, shortest=21, longest=21 + ahead))
 
 
 LONGROPE = {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 30}}
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic"}, "max_position_embeddings": 30}
+BY_TYPE = {"rope_parameters": {"full_attention": {**DYNAMIC["rope_parameters"]}}, "max_position_embeddings": 30}
 TABLE = {"rope_parameters": None, "max_position_embeddings": 30}
 SCALED = {"attn_temperature_tuning": True, "floor_scale": 32}
 
@@ -197,22 +297,33 @@ SCALED = {"attn_temperature_tuning": True, "floor_scale": 32}
         ({}, WHOLE),
         ({"plan": WHOLE._replace(depth=20)}, WHOLE._replace(depth=10)),  # no deeper than it has nodes
         ({"room": 3}, WHOLE._replace(depth=2)),  # the last token needs no forward
+        ({"room": 3, "ahead": 2}, WHOLE._replace(depth=2)),  # of the shortest row
         ({"room": 1}, Plan()),
+        ({"room": 0}, Plan()),
         ({"is_chain": True}, WHOLE._replace(branching_factor=1)),
         ({"may_read_tree": False}, Plan()),
         ({"length": 5}, Plan()),  # Phi-3 lost its cache
+        ({"length": 19}, Plan()),
         ({"is_static": True}, WHOLE),
         ({"is_static": True, "room": 2}, WHOLE),  # of one shape, or none
+        ({"is_static": True, "plan": WHOLE._replace(depth=20)}, WHOLE._replace(depth=10)),
+        ({"is_static": True, "capacity": 31}, WHOLE),
         ({"is_static": True, "capacity": 30}, Plan()),
+        ({"is_static": True, "config": SCALED, "length": 25}, Plan()),
         ({"is_static": True, "config": DYNAMIC, "newest": 27}, Plan()),
         ({"config": LONGROPE, "newest": 27}, WHOLE._replace(depth=2)),
         ({"config": LONGROPE, "newest": 29}, Plan()),
+        ({"config": LONGROPE, "newest": 30}, Plan()),  # the next token may still be before it
         ({"config": LONGROPE, "newest": 31}, WHOLE),
+        ({"config": BY_TYPE, "newest": 27}, WHOLE._replace(depth=2)),
         ({"config": DYNAMIC, "newest": 27}, WHOLE._replace(depth=2)),
         ({"config": DYNAMIC, "newest": 31}, Plan()),  # which goes on changing
         ({"config": TABLE, "newest": 26}, WHOLE._replace(depth=3)),
         ({"config": TABLE, "newest": 29}, Plan()),
+        ({"config": TABLE, "newest": 35}, Plan()),
         ({"config": SCALED}, WHOLE),
+        ({"config": SCALED, "length": 21}, WHOLE._replace(branching_factor=1)),
+        ({"config": SCALED, "length": 31}, WHOLE),
         ({"config": SCALED, "length": 25}, WHOLE._replace(branching_factor=1)),
     ],
 )
