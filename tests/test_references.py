@@ -17,6 +17,7 @@ from hf_eagle3.remote_code.verify_eagle3 import Verifier, extended_inputs
 
 @pytest.mark.parametrize("seed", range(10))
 def test_rows_that_end_at_the_right(seed):
+    """Everything that rows have entries for is aligned by these, whatever dimensions come first."""
     random_ = random.Random(seed)
     lengths = [random_.randint(0, 6) for _ in range(random_.randint(1, 4))]
     rows, width = [[random_.randint(1, 99) for _ in range(length)] for length in lengths], random_.randint(1, 8)
@@ -27,7 +28,7 @@ def test_rows_that_end_at_the_right(seed):
     assert moved.shape == (*leading, len(rows), width)
     for offset, actual in zip(offsets.flatten().tolist(), moved.reshape(-1, len(rows), width).tolist()):
         assert actual == [([0] * width + [offset + entry for entry in row])[-width:] for row in rows]
-    one = torch.arange(1, 9)  # row for all
+    one = torch.arange(1, 9)  # one row, taken for all
     for actual in align_right(one.expand(*leading, 1, 8), torch.tensor(lengths), width).view(-1, len(rows), width):
         assert actual.tolist() == [([0] * width + list(range(1, length + 1)))[-width:] for length in lengths]
     assert stack_right(rows).tolist() == [[0] * (max(lengths) - len(row)) + row for row in rows]
@@ -37,6 +38,7 @@ def test_rows_that_end_at_the_right(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_entries_that_are_taken(seed):
+    """Flat indices must not mix up rows and heads, whose shapes agree in most models."""
     random_ = random.Random(seed)
     batch_size, num_heads, num_entries = (random_.randint(1, 4) for _ in range(3))
     indices = [[random_.randrange(num_entries) for _ in range(4)] for _ in range(batch_size)]
@@ -102,6 +104,7 @@ def assert_ends(places, row, kept):
 @pytest.mark.parametrize("are_ragged", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_kept_of_a_cache(kind, are_ragged, seed):
+    """A node kept in a wrong place would change the text only a little, and only at times."""
     random_ = random.Random(seed)
     batch_size, length, num_new = random_.choice([1, 3]), random_.randint(1, 14), random_.randint(1, 6)
     # No slot is left where a path of fewer nodes than the longest may have could be padded.
@@ -139,6 +142,7 @@ def test_a_step_that_is_forgotten(kind, length, readers):
 @pytest.mark.parametrize("kind", ["dynamic", "sliding"])
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_that_stay(kind, seed):
+    """Rows that leave take the columns with them that only they had."""
     random_ = random.Random(seed)
     length, excess = random_.randint(2, 14), random_.randint(0, 1) * random_.randint(1, 4)
     counts, growth = random_counts(random_, 4, 4)
@@ -157,6 +161,7 @@ def test_rows_that_stay(kind, seed):
 @pytest.mark.parametrize("kind", ["dynamic", "sliding", "static"])
 @pytest.mark.parametrize("seed", range(8))
 def test_tree_mask(layer_type, kind, seed):
+    """Windows and chunks count positions in the text, not entries of the cache."""
     random_ = random.Random(seed)
     reach = 8 if kind == "sliding" else 5  # of a sliding layer, which stores no more
     batch_size, past, num_nodes = random_.choice([1, 3]), random_.randint(1, 18), random_.randint(1, 7)
@@ -177,15 +182,15 @@ def test_tree_mask(layer_type, kind, seed):
         cache.layers[0].activate_past_recording()
     if num_queries < num_nodes:
         cache.update(states[..., num_queries:num_nodes, :], states[..., num_queries:num_nodes, :], 0)
-    config = SimpleNamespace(sliding_window=None, attention_chunk_size=None)
-    vars(config)["sliding_window" if layer_type == "sliding_attention" else "attention_chunk_size"] = reach
+    config = SimpleNamespace(
+        layer_types=[layer_type],
+        sliding_window=reach if layer_type == "sliding_attention" else None,
+        attention_chunk_size=reach if layer_type == "chunked_attention" else None,
+    )
     rows = tree.ancestors[:, -num_queries:], tree.depths[:, -num_queries:], tree.depths
     padding_mask = torch.tensor(seen).long() if has_padding else None
     length = torch.tensor(past) if kind == "static" else past
-    config.layer_types = [layer_type]
     mask = tree_attention_mask(config, cache, length, *rows, padding_mask)[layer_type]
-    if layer_type == "full_attention":
-        config.attention_chunk_size = None
     config.layer_types = None  # of models whose layers are all alike
     assert torch.equal(tree_attention_mask(config, cache, length, *rows, padding_mask), mask)
     assert mask.shape[1] == 1 and set(mask.unique().tolist()) <= {0.0, torch.finfo(torch.float32).min}
@@ -196,7 +201,7 @@ def test_tree_mask(layer_type, kind, seed):
     def is_ancestor(row, node, other):
         return node == other or (node > 0 and is_ancestor(row, parents[row][node], other))
 
-    first = max(past - 7, 0) if kind == "sliding" else 0  # place that the cache has
+    first = max(past - 7, 0) if kind == "sliding" else 0  # position that the layer still has
     num_keys = 25 if kind == "static" else past - first + num_nodes
     assert mask.shape[-1] == num_keys
     for row in range(batch_size):
@@ -234,6 +239,7 @@ def test_mask_of_each_type_of_layer():
 @pytest.mark.parametrize("shape", ["one for all", "of each row", "of three kinds"])
 @pytest.mark.parametrize("seed", range(8))
 def test_inputs_are_extended_token_by_token(shape, seed):
+    """As many tokens at once must leave what each row would have alone, one by one."""
     random_, target, length = random.Random(seed), GenerationMixin(), 6
     batch_size = random_.randint(1, 4)
     counts, growth = random_counts(random_, batch_size, 4)
@@ -328,4 +334,5 @@ SCALED = {"attn_temperature_tuning": True, "floor_scale": 32}
     ],
 )
 def test_limits_of_a_step(settings, expected):
+    """One token too many is another text than plain decoding's; one too few only slower."""
     assert limited(**settings) == expected
