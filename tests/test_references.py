@@ -165,7 +165,6 @@ def test_tree_mask(layer_type, kind, seed):
     random_ = random.Random(seed)
     reach = 8 if kind == "sliding" else 5  # of a sliding layer, which stores no more
     batch_size, past, num_nodes = random_.choice([1, 3]), random_.randint(1, 18), random_.randint(1, 7)
-    num_queries = random_.randint(1, num_nodes)
     padding = [random_.randint(0, past - 1) for _ in range(batch_size)]
     # Text may have holes: they are not attended to, but are no padding that chunks would begin after.
     seen = [
@@ -180,19 +179,15 @@ def test_tree_mask(layer_type, kind, seed):
     cache.update(states[..., :past, :], states[..., :past, :], 0)
     if kind == "sliding":
         cache.layers[0].activate_past_recording()
-    if num_queries < num_nodes:
-        cache.update(states[..., num_queries:num_nodes, :], states[..., num_queries:num_nodes, :], 0)
     config = SimpleNamespace(
         layer_types=[layer_type],
         sliding_window=reach if layer_type == "sliding_attention" else None,
         attention_chunk_size=reach if layer_type == "chunked_attention" else None,
     )
-    rows = tree.ancestors[:, -num_queries:], tree.depths[:, -num_queries:], tree.depths
     padding_mask = torch.tensor(seen).long() if has_padding else None
-    length = torch.tensor(past) if kind == "static" else past
-    mask = tree_attention_mask(config, cache, length, *rows, padding_mask)[layer_type]
+    mask = tree_attention_mask(config, cache, past, tree.ancestors, tree.depths, padding_mask)[layer_type]
     config.layer_types = None  # of models whose layers are all alike
-    assert torch.equal(tree_attention_mask(config, cache, length, *rows, padding_mask), mask)
+    assert torch.equal(tree_attention_mask(config, cache, past, tree.ancestors, tree.depths, padding_mask), mask)
     assert mask.shape[1] == 1 and set(mask.unique().tolist()) <= {0.0, torch.finfo(torch.float32).min}
 
     def depth(row, node):
@@ -205,7 +200,7 @@ def test_tree_mask(layer_type, kind, seed):
     num_keys = 25 if kind == "static" else past - first + num_nodes
     assert mask.shape[-1] == num_keys
     for row in range(batch_size):
-        for query, node in enumerate(range(num_nodes - num_queries, num_nodes)):
+        for node in range(num_nodes):
             at = past + depth(row, node)
             for key in range(first, first + num_keys):
                 if key < past:
@@ -218,7 +213,7 @@ def test_tree_mask(layer_type, kind, seed):
                     allowed &= at - place < reach
                 if layer_type == "chunked_attention":
                     allowed &= (at - padding[row]) // reach == (place - padding[row]) // reach
-                assert (mask[row, 0, query, key - first] == 0) == allowed
+                assert (mask[row, 0, node, key - first] == 0) == allowed
 
 
 def test_mask_of_each_type_of_layer():
@@ -229,7 +224,7 @@ def test_mask_of_each_type_of_layer():
     cache.layers.insert(0, SimpleNamespace(keys=None))
     config = SimpleNamespace(layer_types=["full_attention", "sliding_attention", "full_attention"], sliding_window=8)
     tree = DraftTree.chain(torch.zeros(1, 3, dtype=torch.long))
-    masks = tree_attention_mask(config, cache, 12, tree.ancestors, tree.depths, tree.depths)
+    masks = tree_attention_mask(config, cache, 12, tree.ancestors, tree.depths)
     assert {name: mask.shape[-1] for name, mask in masks.items()} == {
         "sliding_attention": 7 + 3,
         "full_attention": 12 + 3,

@@ -30,7 +30,6 @@ TRAVELLING = (
     "policy_eagle3.py",
     "proposer_eagle3.py",
     "ragged_eagle3.py",
-    "static_eagle3.py",
     "text_eagle3.py",
     "tree_eagle3.py",
     "verify_eagle3.py",
@@ -195,7 +194,7 @@ REACHING = {
     ("loading_eagle3.py", "read_json", "loads"),
     ("modeling_eagle3.py", "save_pretrained", "mkdir"),
     ("modeling_eagle3.py", "save_pretrained", "write_text"),
-    ("static_eagle3.py", "compiled", "compile"),  # torch's
+    ("cache_eagle3.py", "compiled", "compile"),  # torch's
     ("modeling_eagle3.py", "installed", "import_module"),  # the package itself
 }
 

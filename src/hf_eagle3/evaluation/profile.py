@@ -15,11 +15,9 @@ PROMPT, REST = "prompt", "Python and the rest"
 # Part, and a function that does it: of the draft's code (module, class if it is a method), or of transformers. What a
 # function of another part does inside it is that part's.
 PARTS = (
-    ("draft forwards", "drafter_eagle3.Drafter", "step"),
-    ("draft forwards", "drafter_eagle3.Drafter", "read"),
+    ("draft forwards", "modeling_eagle3.Eagle3ForSpeculation", "step"),
     ("tree building", "drafter_eagle3.Drafter", "propose"),
-    ("draft, of fixed shapes", "static_eagle3.StaticDrafter", "propose"),
-    ("masks", "drafter_eagle3", "tree_attention_mask"),
+    ("masks", "drafter_eagle3.Slots", "masks"),
     ("masks", "verify_eagle3", "tree_attention_mask"),
     ("verify", "verify_eagle3.Verifier", "verify"),
     ("accept", "decoding_eagle3", "accept"),
@@ -95,6 +93,8 @@ def timed_parts(draft, device, times: OwnTimes):
     def timed(function, part):
         @functools.wraps(function)
         def timed_function(*args, **kwargs):
+            if torch.compiler.is_compiling():  # there are no parts to be told apart in what is compiled as a whole
+                return function(*args, **kwargs)
             with times.spent_on(part):
                 result = function(*args, **kwargs)
                 synchronize(device)

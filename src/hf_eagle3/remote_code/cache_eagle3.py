@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache of a model that reads trees: what a query attends to, and what is kept of what was read."""
 
+import types
+import weakref
+
 import torch
 import torch.nn.functional as F
 from transformers.cache_utils import (
@@ -17,68 +20,45 @@ from transformers.cache_utils import (
 from .ragged_eagle3 import align_right, flat_indices
 
 
-def tree_attention_mask(config, cache, past_length, visible, query_depths, key_depths, padding_mask=None):
+def tree_attention_mask(config, cache, past_length, ancestors, depths, padding_mask=None):
     """
-    Additive masks for tree rows that follow a linear past. Distances are those of positions in the text: siblings lie
-    at different cache indices but at one position, which is what windows and chunks count.
+    Additive masks for the nodes of trees that follow a linear past. Distances are those of positions in the text:
+    siblings lie at different cache indices but at one position, which is what windows and chunks count.
 
     Args:
         config (`PreTrainedConfig`): Text configuration of the model that attends.
         cache (`Cache`): Its cache, before the forward.
-        past_length (`int`): Number of positions before the tree. May be a tensor of that if the cache is static.
-        visible (`torch.BoolTensor` of shape `(B, Q, T)`):
-            Which of `T` tree rows each of `Q` queries attends to. The queries are the last `Q` of the tree rows, the
-            others are in the cache.
-        query_depths (`torch.LongTensor` of shape `(B, Q)`), key_depths (`torch.LongTensor` of shape `(B, T)`):
-            Depths below the root.
-        padding_mask (`torch.Tensor` of shape `(B, >= past_length)`, *optional*): Zeros on padding; no more entries
-        than a static cache.
+        past_length (`int`): Number of positions before the tree.
+        ancestors (`torch.BoolTensor` of shape `(B, N, N)`), depths (`torch.LongTensor` of shape `(B, N)`):
+            See [`~tree_eagle3.DraftTree`].
+        padding_mask (`torch.Tensor` of shape `(B, past_length)`, *optional*): Zeros on padding.
 
     Returns:
-        `torch.FloatTensor` of shape `(B, 1, Q, K)`, or a dict of those by layer type if the model's layers differ, as
+        `torch.FloatTensor` of shape `(B, 1, N, K)`, or a dict of those by layer type if the model's layers differ, as
         `transformers.masking_utils.create_masks_for_generate` does.
     """
-    batch_size, num_queries, num_tree_rows = visible.shape
-    device = visible.device
-    left_padding = 0
+    device, left_padding = depths.device, 0
     if padding_mask is not None:
         padding_mask = padding_mask.bool()
         left_padding = (padding_mask.cumsum(dim=1) == 0).sum(dim=1)[:, None, None]  # not holes
 
-    def rows_of(layer):  # of a static layer: which slots hold the tree, and which of its rows
-        row = torch.arange(layer.keys.shape[-2], device=device) - past_length
-        return (row >= 0) & (row < num_tree_rows), row.clamp(0, num_tree_rows - 1)
-
-    def allowed_by(layer):  # (B, Q, K), but for windows
-        if type(layer) is StaticLayer:  # fixed shapes, whatever the length
-            is_tree, row = rows_of(layer)
-            is_past = torch.arange(len(row), device=device) < past_length
-            if padding_mask is not None:
-                is_past = is_past & F.pad(padding_mask, (0, len(row) - padding_mask.shape[1]))[:, None]
-            return torch.where(is_tree, visible[..., row], is_past)
-        num_past = layer.keys.shape[-2] - (num_tree_rows - num_queries)
-        allowed = F.pad(visible, (num_past, 0), value=True)
+    def mask_for(layer_type, layer):
+        num_slots = layer.keys.shape[-2] if type(layer) is StaticLayer else None
+        num_past = past_length if num_slots else layer.keys.shape[-2]
+        allowed = F.pad(ancestors, (num_past, 0), value=True)  # (B, N, K)
         if padding_mask is not None:
             allowed[..., :num_past] &= padding_mask[:, None, past_length - num_past : past_length]
-        return allowed
-
-    def positions_in(layer):  # (B, K)
-        if type(layer) is StaticLayer:
-            is_tree, row = rows_of(layer)
-            return torch.where(is_tree, past_length + key_depths[:, row], torch.arange(len(row), device=device))
-        num_past = layer.keys.shape[-2] - (num_tree_rows - num_queries)
-        past = torch.arange(past_length - num_past, past_length, device=device)
-        return torch.cat([past.expand(batch_size, -1), past_length + key_depths], dim=1)
-
-    def mask_for(layer_type, layer):
-        allowed = allowed_by(layer)
         if layer_type != "full_attention":
-            query, key = (past_length + query_depths)[:, :, None], positions_in(layer)[:, None]
+            past = torch.arange(past_length - num_past, past_length, device=device).expand(len(depths), -1)
+            key = torch.cat([past, past_length + depths], dim=1)[:, None]  # positions
+            query = (past_length + depths)[..., None]
             if layer_type == "sliding_attention":
                 allowed &= query - key < config.sliding_window
             else:
                 chunk = config.attention_chunk_size
                 allowed &= (query - left_padding) // chunk == (key - left_padding) // chunk
+        if num_slots:
+            allowed = F.pad(allowed, (0, num_slots - allowed.shape[-1]), value=False)
         # Additive: eager attention would add a boolean mask to the scores.
         lowest = torch.finfo(layer.keys.dtype).min
         mask = torch.full(allowed.shape, lowest, dtype=layer.keys.dtype, device=device)
@@ -86,12 +66,10 @@ def tree_attention_mask(config, cache, past_length, visible, query_depths, key_d
 
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
-        if getattr(config, "sliding_window", None) is not None:
-            layer_type = "sliding_attention"
-        elif getattr(config, "attention_chunk_size", None) is not None:
-            layer_type = "chunked_attention"
-        else:
-            layer_type = "full_attention"
+        is_sliding, is_chunked = (
+            getattr(config, name, None) is not None for name in ("sliding_window", "attention_chunk_size")
+        )
+        layer_type = "sliding_attention" if is_sliding else "chunked_attention" if is_chunked else "full_attention"
         return mask_for(layer_type, cache.layers[0])
     first_layers = {}
     for layer_type, layer in zip(layer_types, cache.layers):
@@ -359,6 +337,23 @@ def copy_into(cache, source, prompt_length: int, length: int) -> None:
 def stores_nothing(layer) -> bool:
     """Whether a layer of a cache shares another one's keys."""
     return type(layer).__name__ == "DummyLayer"
+
+
+# What was compiled for each draft, by the settings of the compiler.
+_COMPILED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def compiled(function, module, compile_config):
+    """`function`, compiled for the calls with `module`; itself without a `compile_config` (`CompileConfig`)."""
+    if compile_config is None:
+        return function
+    functions = _COMPILED.setdefault(module, {})
+    key = (function.__name__, repr(sorted(compile_config.to_dict().items(), key=str)))
+    if key not in functions:
+        # Dynamo counts how often it compiled a code object, and gives up: each draft gets its own.
+        own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+        functions[key] = torch.compile(own, **compile_config.to_dict())
+    return functions[key]
 
 
 def keep_path(cache, path: torch.LongTensor, growth: torch.LongTensor, num_new: int) -> None:

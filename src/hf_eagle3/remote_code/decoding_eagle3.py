@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 
 from .accept_eagle3 import Accepted, Sampler, accept, is_row_wise, looks_are_free
+from .cache_eagle3 import compiled
 from .checks_eagle3 import check_call, depends_on_length, is_sharded, may_select_rows, whole_embedding
 from .lookup_eagle3 import PromptLookup
 from .outputs_eagle3 import ReturnedOutputs
 from .policy_eagle3 import Measured, StaticPolicy, tree_settings
 from .proposer_eagle3 import Call
-from .static_eagle3 import compiled
 from .text_eagle3 import Text
 from .tree_eagle3 import DraftTree, Plan
 from .verify_eagle3 import INPUTS_BY_TOKEN, Outputs, Verifier

@@ -1,19 +1,141 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft proposes: its cache during one call, and where in the text it stands."""
+"""The draft proposes: its keys and values during one call, what it has yet to read, and the tree that it grows."""
 
 import torch
+import torch.nn.functional as F
 from transformers import DynamicCache
 
-from .cache_eagle3 import keep_rows, select_rows, tree_attention_mask
+from .cache_eagle3 import compiled
+from .noise_eagle3 import sample_scores
 from .proposer_eagle3 import Call, Proposer
 from .ragged_eagle3 import right_index, stack_right, take_rows
 from .tree_eagle3 import DraftTree, Plan, grow_tree
 
 
+class Slots:
+    """
+    What a forward of the draft takes as its cache. A row has slots of its own, which its text fills from the left and
+    a tree goes on with: nothing is moved when rows accept different numbers of tokens, or when a tree is forgotten.
+
+    Args:
+        keys, values (`list[torch.Tensor]`): Of each layer, `(B, num_heads, num_slots, head_dim)`.
+        indices (`torch.LongTensor` of shape `(B, Q)`): Slots of the tokens that are read, all different in a row.
+        num_visible (`int`): How many slots, from the left, the mask tells of.
+    """
+
+    def __init__(self, keys, values, indices, num_visible):
+        self.keys, self.values, self.indices, self.num_visible = keys, values, indices, num_visible
+
+    def update(self, key_states, value_states, layer_idx):
+        """What attention calls, as of a [`~transformers.Cache`]."""
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        for states, new in ((keys, key_states), (values, value_states)):
+            states.scatter_(2, self.indices[:, None, :, None].expand_as(new), new.to(states.dtype))
+        return keys[:, :, : self.num_visible], values[:, :, : self.num_visible]
+
+    def masks(self, config, allowed, distances) -> dict[str, torch.FloatTensor]:
+        """Additive masks by layer type, of which slots `(B, Q, num_visible)` are attended to, and how far away they are."""
+        dtype, masks = self.keys[0].dtype, {}
+        for layer_type in set(config.layer_types):
+            seen = allowed & (distances < config.sliding_window) if layer_type == "sliding_attention" else allowed
+            mask = torch.full(seen.shape, torch.finfo(dtype).min, dtype=dtype, device=seen.device)
+            masks[layer_type] = mask.masked_fill(seen, 0)[:, None]
+        return masks
+
+
+def read(draft, embedding, keys, values, num_visible, tokens, features, positions, counts, lengths):
+    """
+    Reads the newest tokens of each row.
+
+    Args:
+        draft (`Eagle3ForSpeculation`): The draft.
+        embedding (`nn.Embedding`): The target's, for drafts without a table of their own.
+        keys, values, num_visible: See [`Slots`].
+        tokens (`torch.LongTensor` of shape `(B, R)`): The newest `R` tokens of each row.
+        features (`torch.FloatTensor` of shape `(B, R, n_aux * H)`): The target's states at the positions before them.
+        positions (`torch.LongTensor` of shape `(B, R)`): Those positions.
+        counts (`torch.LongTensor` of shape `(B,)`): How many of them, at the right, are to be read.
+        lengths (`torch.LongTensor` of shape `(B,)`): How many each row has read before.
+
+    Returns:
+        [`Eagle3Output`], of the last token of each row.
+    """
+    index = right_index(counts, tokens.shape[1])  # (B, R)
+    # Padding goes to free slots behind the row's text.
+    indices = (lengths[:, None] + index % tokens.shape[1]).clamp(max=keys[0].shape[2] - 1)
+    slots = Slots(keys, values, indices, num_visible)
+    distances = (lengths[:, None] + index.clamp(min=0))[..., None] - torch.arange(num_visible, device=tokens.device)
+    return draft(
+        inputs_embeds=draft.embed(tokens, embedding),
+        hidden_states=draft.combine_hidden_states(features),
+        position_ids=positions,
+        attention_mask=slots.masks(draft.config.transformer_layer_config, distances >= 0, distances),
+        past_key_values=slots,
+        logits_to_keep=1,
+    )
+
+
+def read_and_grow(
+    draft, embedding, keys, values, num_visible, tokens, features, positions, counts, lengths, plan, *settings
+) -> DraftTree:
+    """
+    Reads the newest tokens of each row and grows a tree below them, which it forgets again.
+
+    Args:
+        draft, embedding, keys, values, num_visible, tokens, features, positions, counts, lengths: See [`read`].
+        plan (`Plan`), settings: See [`~tree_eagle3.grow_tree`]: from `threshold` on.
+    """
+    outputs = read(draft, embedding, keys, values, num_visible, tokens, features, positions, counts, lengths)
+    lengths = (lengths + counts)[:, None]  # (B, 1)
+    depths, past = tokens[:, :0], torch.arange(num_visible, device=tokens.device).expand(len(tokens), -1)
+
+    def advance(tokens, hidden_states, level, visible):
+        nonlocal depths
+        depths = torch.cat([depths, torch.full_like(tokens, level)], dim=1)  # (B, T) of all nodes so far
+        width, nodes = tokens.shape[1], lengths + torch.arange(depths.shape[1], device=tokens.device)
+        slots = Slots(keys, values, nodes[:, -width:], num_visible)
+        allowed = (past < lengths)[:, None].expand(-1, width, -1)
+        allowed = allowed.scatter(2, nodes[:, None].expand(-1, width, -1), visible)
+        # Siblings are at one position; that of the first level is the one after the newest token's.
+        distances = (lengths + level - 1) - past.scatter(1, nodes, lengths + depths - 1)
+        outputs = draft(
+            inputs_embeds=draft.embed(tokens, embedding),
+            hidden_states=hidden_states,
+            position_ids=(positions[:, -1:] + level).expand(-1, width),
+            attention_mask=slots.masks(draft.config.transformer_layer_config, allowed, distances[:, None]),
+            past_key_values=slots,
+        )
+        return outputs.logits, outputs.last_hidden_state
+
+    token_ids = None if draft.d2t is None else draft.draft_token_ids
+    logits, hidden_states = outputs.logits[:, -1], outputs.last_hidden_state[:, -1]
+    tree = grow_tree(tokens[:, -1:], logits, hidden_states, advance, token_ids, plan, *settings)
+    # What it leaves may be no numbers, and no mask keeps those from the next step.
+    nodes = lengths + torch.arange(depths.shape[1], device=tokens.device)
+    for states in (*keys, *values):
+        states.scatter_(2, nodes[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]), 0)
+    return tree
+
+
+def read_and_grow_fixed(*args):
+    """
+    [`read_and_grow`] as a function of tensors, to be compiled: the last two arguments are the noise `(B, plan.depth,
+    draft_vocab_size)` and the temperature with which the next tokens will be sampled, or `None`. Returns the fields of
+    a [`DraftTree`], but for its confidences.
+    """
+    *args, noise, temperature = args
+
+    def guess(logits, level):
+        return sample_scores(logits.float() / temperature, noise[:, level])
+
+    tree = read_and_grow(*args, 0.0, None, None if noise is None else guess)
+    return tree.tokens, tree.parents, tree.depths, tree.ancestors
+
+
 class Drafter(Proposer):
     """
-    The draft, with a growing cache. What it computes never leaves the call, so that it can do so in inference mode,
-    whose operators cost less than those of `no_grad`.
+    The draft, during one call. Beside a static cache it draws the same tree in every step, by one function of fixed
+    shapes, which is compiled where the target is.
 
     Args:
         draft (`Eagle3ForSpeculation`): The draft.
@@ -24,28 +146,73 @@ class Drafter(Proposer):
     MAX_UNREAD = 256
 
     def __init__(self, draft, call: Call):
-        self.draft, self.embedding = draft, call.embedding
-        self.threshold, self.calibration = call.threshold, call.calibration
-        self.layer_config = draft.config.transformer_layer_config
-        self.token_ids = None if draft.d2t is None else draft.draft_token_ids
-        self.cache = DynamicCache()
-        self.lengths = None  # of each row in the cache, which ends at its right
-        self.padding_mask = None  # (B, past_length), in batches
+        self.draft, self.call, self.has_fixed_shapes = draft, call, call.capacity is not None
+        self.whole = call.whole._replace(depth=min(call.whole.depth, call.whole.num_nodes))
+        self.most = self.whole.depth + 1  # tokens that a step with a tree leaves to read
+        self.spare = max(self.most, self.whole.branching_factor * (self.whole.depth - 1))  # slots beside the text
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.lengths: list[int] = []  # of what each row has read
         # What was accepted and not read yet: tokens, states and positions (B, R, ...), and how many of each row.
         self.unread: list[tuple[tuple[torch.Tensor, ...], list[int]]] = []
+        self.fixed_tree = compiled(read_and_grow_fixed, draft, call.compile_config)
 
-    @property
-    def has_read_nothing(self) -> bool:
-        return self.cache.get_seq_length() == 0
+    def inference_mode(self):
+        """What it computes never leaves the call, and costs less in inference mode, if it is not compiled."""
+        return torch.no_grad() if self.has_fixed_shapes else torch.inference_mode()
 
     def observe(self, accepted):
         blocks, counts = (accepted.tokens, accepted.states, accepted.positions), accepted.counts
         self.unread.append((tuple(block[:, -max(counts) :] for block in blocks), counts))
         if len(self.unread) > self.MAX_UNREAD:
-            if self.has_read_nothing:  # the prompt, to whose first tokens all later ones attend
-                self.read_ahead()
+            if not self.lengths:  # the prompt, to whose first tokens all later ones attend
+                with self.inference_mode():
+                    *blocks, counts = self.read_all_but_newest()
+                self.unread = [(tuple(block[:, -max(counts) :] for block in blocks), counts)]
             else:
                 del self.unread[0]
+
+    def select(self, rows):
+        unread, self.unread = self.unread, []
+        for blocks, counts in unread:
+            counts = [counts[row] for row in rows]
+            self.unread.append((tuple(block[rows, -max(counts) :] for block in blocks), counts))
+        if self.lengths:
+            with self.inference_mode():
+                self.lengths = [self.lengths[row] for row in rows]
+                self.keys, self.values = ([states[rows] for states in each] for each in (self.keys, self.values))
+
+    def propose(self, plan: Plan, root_tokens, sampler=None) -> DraftTree:
+        with self.inference_mode():
+            *blocks, counts = self.read_all_but_newest()
+            past, num_rows = self.lengths, blocks[0].shape[1]
+            num_visible = self.reserve(max(past) + num_rows + self.spare)
+            self.lengths = [length + count for length, count in zip(past, counts)]
+            arguments = self.draft, self.call.embedding, self.keys, self.values, num_visible
+            numbers = [torch.tensor(each, device=blocks[0].device) for each in (counts, past)]
+            if self.has_fixed_shapes:
+                blocks = [_padded(block, self.most - num_rows) for block in blocks]
+                fields = self.fixed_tree(*arguments, *blocks, *numbers, self.whole, *self.noise_ahead(sampler))
+                # What a CUDA graph returns is overwritten by the next one.
+                return DraftTree(*(entries.clone() for entries in fields), depth=self.whole.depth)
+
+            def guess(logits, level):
+                return sampler.guess(logits, level, self.token_ids)
+
+            settings = plan, self.call.threshold, self.call.calibration, None if sampler is None else guess
+            return read_and_grow(*arguments, *blocks, *numbers, *settings)
+
+    @property
+    def token_ids(self) -> torch.LongTensor | None:
+        return None if self.draft.d2t is None else self.draft.draft_token_ids
+
+    def noise_ahead(self, sampler):
+        """What [`read_and_grow_fixed`] takes."""
+        if sampler is None:
+            return None, None
+        like, token_ids = self.draft.lm_head.weight.T, self.token_ids  # as wide as logits
+        noise = [sampler.noise_ahead(level, token_ids, like) for level in range(self.whole.depth)]
+        return torch.stack(noise, dim=1), torch.tensor(sampler.temperature, device=like.device)
 
     def take_unread(self) -> tuple[torch.LongTensor, torch.FloatTensor, torch.LongTensor, list[int]]:
         """The newest tokens `(B, R)`, the states and positions before them, and how many of those each row has to read."""
@@ -66,93 +233,60 @@ class Drafter(Proposer):
         parameter = self.draft.lm_head.weight
         return tokens.to(parameter.device), states.to(parameter), positions.to(parameter.device), counts
 
-    @torch.inference_mode()
-    def read_ahead(self) -> None:
-        """Reads all but the newest token."""
+    def read_all_but_newest(self):
+        """Catches up with all but the newest tokens. Returns what [`take_unread`] does, of those."""
         *blocks, counts = self.take_unread()
-        self.read(*(block[:, :-1] for block in blocks), [count - 1 for count in counts])
-        self.unread = [(tuple(block[:, -1:] for block in blocks), [1] * len(counts))]
-
-    def step(self, tokens, hidden_states, position_ids, attention_mask=None, logits_to_keep=0):
-        return self.draft(
-            inputs_embeds=self.draft.embed(tokens, self.embedding),
-            hidden_states=hidden_states,
-            position_ids=position_ids,
-            attention_mask=attention_mask,
-            past_key_values=self.cache,
-            logits_to_keep=logits_to_keep,
-        )
+        most = self.most if self.has_fixed_shapes else blocks[0].shape[1] if self.lengths else 1
+        excess = blocks[0].shape[1] - most
+        if excess > 0:
+            self.read(*(block[:, :excess] for block in blocks), [max(count - most, 0) for count in counts])
+            blocks = [block[:, excess:] for block in blocks]
+        self.lengths = self.lengths or [0] * len(counts)
+        return *blocks, [min(count, most) for count in counts]
 
     def read(self, tokens, states, positions, counts) -> None:
-        """Catches up: reads what [`take_unread`] returns, and keeps what the draft says at the last token of each row."""
-        past_length = self.cache.get_seq_length()
-        num_rows, hidden_states = tokens.shape[1], self.draft.combine_hidden_states(states)
-        is_batch, device = len(counts) > 1, tokens.device
-        index = right_index(torch.tensor(counts, device=device), num_rows)  # (B, R)
-        if past_length > 0:  # a chain below what was read before
-            chain = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril() & (index >= 0)[:, None]
-            depths = index.clamp(min=0)
-            mask = tree_attention_mask(
-                self.layer_config, self.cache, past_length, chain, depths, depths, self.padding_mask
-            )
-        else:  # the attention's own causal mask will do
-            mask = (index >= 0).long() if is_batch else None
-        outputs = self.step(tokens, hidden_states, positions, mask, logits_to_keep=1)
-        self.logits, self.hidden_states = outputs.logits[:, -1], outputs.last_hidden_state[:, -1]
-        self.position = positions[:, -1:]
-        if is_batch:
-            lengths = counts if self.lengths is None else [a + b for a, b in zip(self.lengths, counts)]
-            growth = max(lengths) - max(self.lengths or [0])
-            kept = [list(range(num_rows - count, num_rows)) for count in counts]
-            keep_rows(self.cache, kept, num_rows, growth, max(lengths))
-            self.lengths = lengths
-            self.padding_mask = right_index(torch.tensor(lengths, device=device), max(lengths)) >= 0
-
-    @torch.inference_mode()
-    def select(self, rows):
-        unread, self.unread = self.unread, []
-        for blocks, counts in unread:
-            counts = [counts[row] for row in rows]
-            self.unread.append((tuple(block[rows, -max(counts) :] for block in blocks), counts))
-        if self.lengths is None:
+        past, num_rows = self.lengths or [0] * len(counts), tokens.shape[1]
+        self.lengths = [length + count for length, count in zip(past, counts)]
+        num_visible = self.reserve(max(past) + num_rows)
+        numbers = [torch.tensor(each, device=tokens.device) for each in (counts, past)]
+        if any(past):
+            arguments = self.draft, self.call.embedding, self.keys, self.values, num_visible
+            read(*arguments, tokens, states, positions, *numbers)
             return
-        excess, self.lengths = max(self.lengths), [self.lengths[row] for row in rows]
-        excess -= max(self.lengths)
-        select_rows(self.cache, rows, max(self.lengths), excess)
-        self.padding_mask = self.padding_mask[rows][:, excess:]
-        if len(rows) == 1:
-            self.lengths = self.padding_mask = None
-
-    @torch.inference_mode()
-    def propose(self, plan: Plan, root_tokens, sampler=None) -> DraftTree:
-        """Catches up with the text, drafts a tree below its newest tokens, and forgets that again."""
-        self.read(*self.take_unread())
-        root_tokens = root_tokens.to(self.logits.device)
-        past_length, depths = self.cache.get_seq_length(), root_tokens[:, :0]
-
-        def advance(tokens, hidden_states, level, visible):
-            nonlocal depths
-            width = tokens.shape[1]
-            depths = torch.cat([depths, torch.full_like(tokens, level)], dim=1)
-            mask = tree_attention_mask(
-                self.layer_config, self.cache, past_length, visible, depths[:, -width:], depths, self.padding_mask
-            )
-            outputs = self.step(tokens, hidden_states, (self.position + level).expand(-1, width), mask)
-            return outputs.logits, outputs.last_hidden_state
-
-        def guess(logits, level):
-            return sampler.guess(logits, level, self.token_ids)
-
-        tree = grow_tree(
-            root_tokens,
-            self.logits,
-            self.hidden_states,
-            advance,
-            self.token_ids,
-            plan,
-            self.threshold,
-            self.calibration,
-            None if sampler is None else guess,
+        # A prompt may be long, and attention can do without a mask over all pairs of its tokens.
+        index, cache = right_index(numbers[0], num_rows), DynamicCache()
+        self.draft.step(
+            inputs_embeds=self.draft.embed(tokens, self.call.embedding),
+            hidden_states=self.draft.combine_hidden_states(states),
+            position_ids=positions,
+            attention_mask=(index >= 0).long() if len(counts) > 1 else None,
+            past_key_values=cache,
+            only_last=True,
         )
-        self.cache.crop(past_length - self.cache.get_seq_length())
-        return tree
+        slots = Slots(self.keys, self.values, index % num_rows, num_visible)
+        for i, layer in enumerate(cache.layers):
+            slots.update(layer.keys, layer.values, i)
+
+    def reserve(self, num_slots: int) -> int:
+        """Makes room for so many tokens in each row. Returns how many slots may be attended to."""
+        config, parameter = self.draft.config.transformer_layer_config, self.draft.lm_head.weight
+        if self.has_fixed_shapes:
+            num_slots = self.call.capacity + self.spare
+        if not self.keys:
+            shape = len(self.lengths), config.num_key_value_heads, 0, config.head_dim
+            self.keys, self.values = ([parameter.new_zeros(shape) for _ in self.draft.layers] for _ in range(2))
+        if (missing := num_slots - self.keys[0].shape[2]) > 0:
+            missing = missing if self.has_fixed_shapes else max(missing, num_slots)  # twice as many each time
+            self.keys, self.values = (
+                [F.pad(states, (0, 0, 0, missing)) for states in each] for each in (self.keys, self.values)
+            )
+            if self.has_fixed_shapes:  # as for static caches in transformers: CUDA graphs write to them
+                for states in (*self.keys, *self.values):
+                    torch._dynamo.mark_static_address(states)
+        return num_slots
+
+
+def _padded(block: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Rows of so many entries more at the left. Compilers look at strides, even where there is but one row."""
+    padding = *(0, 0) * (block.dim() - 2), num_rows, 0
+    return F.pad(block, padding).clone(memory_format=torch.contiguous_format)

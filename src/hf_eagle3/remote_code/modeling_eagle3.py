@@ -22,7 +22,6 @@ from .layers_eagle3 import Eagle3DecoderLayer, Eagle3RMSNorm
 from .loading_eagle3 import check_files, check_tensors, weights_digest
 from .policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 from .proposer_eagle3 import Call
-from .static_eagle3 import StaticDrafter
 
 
 logger = logging.get_logger(__name__)
@@ -414,7 +413,7 @@ class Eagle3ForSpeculation(AssistantMixin, PreTrainedModel, GenerationMixin):
 
     def proposer(self, call: Call) -> Drafter:
         """See [`~assistant_eagle3.AssistantMixin.proposer`]."""
-        return Drafter(self, call) if call.capacity is None else StaticDrafter(self, call)
+        return Drafter(self, call)
 
     def generate(self, *args, **kwargs):
         raise NotImplementedError(

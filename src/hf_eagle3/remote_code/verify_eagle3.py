@@ -160,7 +160,7 @@ class Verifier:
         tree, attention_mask = tree.to(newest.device), inputs.get("attention_mask")
         if not cache.is_chain:
             attention_mask = tree_attention_mask(
-                self.config, cache.cache, cache.length, tree.ancestors, tree.depths, tree.depths, attention_mask
+                self.config, cache.cache, cache.length, tree.ancestors, tree.depths, attention_mask
             )
         elif attention_mask is not None:  # the target's own causal mask will do
             attention_mask = F.pad(attention_mask, (0, tree.num_nodes - 1), value=1)
