@@ -164,7 +164,7 @@ def test_looks_up_as_much_as_pays():
             matches.record(length, True)
     assert chosen(cheap, text) == chosen(dear, text) == 24
     # Not where drafting brings more still.
-    dear.of(1).tokens, dear.of(1).seconds = 60.0, 10.0
+    dear.of(1).latest = [(6.0, 1.0)] * 10
     assert chosen(dear, text) == 0
     for _ in range(300):
         matches.record(2, False)
@@ -197,8 +197,8 @@ def cyclic():
 @pytest.fixture
 def cheap_nodes(monkeypatch):
     """As if a step took as long as another, and a token more nearly nothing."""
-    monkeypatch.setattr(StepCosts, "near", lambda self, part, size: None if part == "verify lookup" else 1.0)
-    monkeypatch.setattr(StepCosts, "lines", lambda self, part, sizes: [1 + 0.01 * size for size in sizes])
+    monkeypatch.setattr(StepCosts, "known", lambda self, part: [(1, 1.0), (25, 1.25)])
+    monkeypatch.setattr(StepCosts, "seconds", lambda self, part, size: 1 + 0.01 * size)
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["looks are free", "looks wait"])

@@ -44,8 +44,8 @@ def tree_settings(
         ValueError: if a setting is out of range, or misspelled.
     """
     filled_in, known = GenerationConfig._get_default_generation_params(), vars(GenerationConfig())
-    for config in (draft_config, call_config):
-        for name in vars(config).keys() - known.keys() - DEFAULT_TREE_SETTINGS.keys() if config is not None else ():
+    for config in filter(None, (draft_config, call_config)):
+        for name in vars(config).keys() - known.keys() - DEFAULT_TREE_SETTINGS.keys():
             if meant := difflib.get_close_matches(name, DEFAULT_TREE_SETTINGS, n=1, cutoff=0.8):
                 raise ValueError(
                     f"The generation config has a setting `{name}`, which does not exist. Did you mean `{meant[0]}`?"
@@ -55,18 +55,16 @@ def tree_settings(
         value = getattr(call_config, name, None)
         if value is None or value == filled_in.get(name):
             value = getattr(draft_config, name, None)
-        settings[name] = default if value is None else value
+        settings[name] = value = default if value is None else value
         if name == "assistant_confidence_threshold":
-            if not isinstance(settings[name], (int, float)) or not 0 <= settings[name] < 1:
-                raise ValueError(f"`{name}` must be in [0, 1), got {settings[name]!r}.")
+            is_right, kind = isinstance(value, (int, float)) and 0 <= value < 1, "in [0, 1)"
         elif name == "tree_policy":
-            if settings[name] not in ("auto", "static"):
-                raise ValueError(f"`tree_policy` must be 'auto' or 'static', got {settings[name]!r}.")
+            is_right, kind = value in ("auto", "static"), "'auto' or 'static'"
         else:
             least = 0 if name == "prompt_lookup_num_tokens" else 1
-            if isinstance(settings[name], bool) or not isinstance(settings[name], int) or settings[name] < least:
-                kind = "a positive integer" if least else "an integer of at least 0"
-                raise ValueError(f"`{name}` must be {kind}, got {settings[name]!r}.")
+            is_right, kind = type(value) is int and value >= least, f"an integer of at least {least}"
+        if not is_right:
+            raise ValueError(f"`{name}` must be {kind}, got {value!r}.")
     return settings
 
 
@@ -94,38 +92,28 @@ class StepCosts:
         for key in [key for key in self.samples if self.num_recorded - self.renewed[key] > self.TRUSTED]:
             del self.samples[key]
 
-    def known(self, part: str, least: int = 1) -> list[tuple[int, float]]:
-        """Sizes that were measured at least so often, ascending, with their medians."""
-        return sorted(
-            (size, statistics.median_low(seconds))
-            for (name, size), seconds in self.samples.items()
-            if name == part and len(seconds) >= least
-        )
+    def known(self, part: str) -> list[tuple[int, float]]:
+        """Sizes that were measured, ascending, with their medians: more than once, if any were."""
+        samples = {size: seconds for (name, size), seconds in self.samples.items() if name == part}
+        repeated = {size: seconds for size, seconds in samples.items() if len(seconds) > 1}
+        return sorted((size, statistics.median_low(seconds)) for size, seconds in (repeated or samples).items())
 
-    def near(self, part: str, size: int) -> float | None:
-        """Seconds of the next size that was measured: a larger one, if there is."""
-        known = self.known(part)
-        return next((seconds for other, seconds in known if other >= size), known[-1][1] if known else None)
-
-    def lines(self, part: str, sizes: list[int]) -> list[float] | None:
+    def seconds(self, part: str, size: int) -> float | None:
         """
-        Seconds of some sizes, on lines between and beyond those that were measured more than once (a single
-        measurement may have met a pause); `None` if there are fewer than two of them. Less does not take longer, and
-        half not less than half.
+        On lines between and beyond the sizes that are known; `None` if none is. Less does not take longer, and half
+        not less than half.
         """
-        known = self.known(part, least=2)
-        if len(known) < 2:
+        if not (known := self.known(part)):
             return None
-        sizes_known, seconds = [size for size, _ in known], [seconds for _, seconds in known]
+        sizes, seconds = [size for size, _ in known], [seconds for _, seconds in known]
         seconds = [min(seconds[i:]) for i in range(len(seconds))]
-        costs = []
-        for size in sizes:
-            right = min(max(bisect.bisect_left(sizes_known, size), 1), len(known) - 1)
-            left = 0 if size > sizes_known[-1] else right - 1
-            slope = (seconds[right] - seconds[left]) / (sizes_known[right] - sizes_known[left])
-            line = seconds[left] + slope * (size - sizes_known[left])
-            costs.append(max(line, seconds[0] * size / sizes_known[0]) if size < sizes_known[0] else line)
-        return costs
+        share = seconds[0] * min(size / sizes[0], 1.0)
+        if len(known) == 1:
+            return share
+        right = min(max(bisect.bisect_left(sizes, size), 1), len(known) - 1)
+        left = 0 if size > sizes[-1] else right - 1
+        slope = (seconds[right] - seconds[left]) / (sizes[right] - sizes[left])
+        return max(seconds[left] + slope * (size - sizes[left]), share)
 
 
 def measurable(seconds: float) -> float:
@@ -206,8 +194,7 @@ class Drafting:
 
     FIRST_PLAIN_STEPS = 3  # measured before the first tree
     FIRST_STEPS, MIN_STEPS = 6, 2  # of the first trial, with one row, and of others: more rows teach faster
-    PRIOR_STEPS = 4  # what was known before counts as much in a trial
-    MEMORY = 0.95  # weight of a drafted step after the next
+    LATEST, KEPT = 32, 8  # drafted steps by which it is judged, of which a trial keeps each so many
     INTERVALS = (16, 64)  # plain steps between trials: at first, and at most; four times as many after each
     MOST_LOST = 0.01  # share of the time that may be lost to trials; they are the rarer for it
     MOST_PLAIN = 16  # times the interval, whatever was lost: the machine may just have been slow
@@ -217,8 +204,13 @@ class Drafting:
         self.first_steps = max(self.FIRST_STEPS // num_rows, self.MIN_STEPS)
         self.plain_left, self.interval = self.FIRST_PLAIN_STEPS, self.INTERVALS[0]
         self.num_drafted = 0  # steps since drafting was taken up
-        self.weight = self.tokens = self.seconds = self.squares = 0.0  # of drafted steps, for each row
+        self.latest: list[tuple[float, float]] = []  # how many plain steps they were worth, and what they took
         self.lost = 0.0  # plain steps, since drafting was taken up
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second and row."""
+        return sum(tokens for tokens, _ in self.latest) / max(sum(seconds for _, seconds in self.latest), 1e-6)
 
     @property
     def is_trial(self) -> bool:
@@ -237,27 +229,22 @@ class Drafting:
 
     def judge(self, tokens: float, seconds: float, plain: float | None) -> None:
         """Takes how many plain steps a step was worth, what it took, and what a plain one takes."""
-        seconds = measurable(seconds)
-        gain = 0.0 if plain is None else tokens - seconds / plain
-        for name, new in (("weight", 1.0), ("tokens", tokens), ("seconds", seconds), ("squares", gain**2)):
-            setattr(self, name, getattr(self, name) * self.MEMORY + new)
+        self.latest = [*self.latest, (tokens, measurable(seconds))][-self.LATEST :]
         self.num_drafted += 1
         if plain is None:
             return
-        self.lost -= gain
+        gains = [tokens - seconds / plain for tokens, seconds in self.latest]
+        self.lost -= gains[-1]
         # Steps vary. What may be bad luck is no reason to give up a draft that may as well bring a little.
-        mean = (self.tokens - self.seconds / plain) / self.weight
-        luck = (max(self.squares / self.weight - mean**2, 0.0) / self.weight) ** 0.5
+        mean = sum(gains) / len(gains)
+        luck = 1.5 * sum((gain - mean) ** 2 for gain in gains) ** 0.5 / len(gains)  # standard errors
         if self.is_trial or mean + luck >= 0:
             return
         if self.num_drafted > self.INTERVALS[0]:  # it did pay, for long
             self.interval = self.INTERVALS[0]
         self.plain_left = min(max(self.interval, int(self.lost / self.MOST_LOST)), self.MOST_PLAIN * self.interval)
-        self.num_drafted, self.lost = 0, 0.0
         self.interval = min(4 * self.interval, self.INTERVALS[1])
-        scale = min(self.PRIOR_STEPS / self.weight, 1.0)
-        for name in ("weight", "tokens", "seconds", "squares"):
-            setattr(self, name, scale * getattr(self, name))
+        self.num_drafted, self.lost, self.latest = 0, 0.0, self.latest[:: self.KEPT]
 
 
 class Policy(StaticPolicy):
@@ -283,7 +270,7 @@ class Policy(StaticPolicy):
 
     HORIZON = 16  # drafted steps that a batch is taken to have before it
     MEASURED_LOOKUP = 1.5  # tokens to expect of a step that looks up, to be worth measuring what such a step takes
-    PRIOR = 2.0  # at each depth the target is taken to follow as often as one above, until it was asked about so often
+    MEMORY, PRIOR = 0.95, 2.0  # a step's weight after the next; and of the depth above in what is counted at a depth
 
     def __init__(self, whole: Plan, reads_draft: bool, has_one_shape: bool = False, may_retire: bool = False):
         super().__init__(whole)
@@ -307,17 +294,17 @@ class Policy(StaticPolicy):
 
     def plain(self, num_rows: int) -> float | None:
         """Seconds of a plain step."""
-        lines = self.costs.lines(self.part(None), [num_rows])
-        return lines[0] if lines else self.costs.near(self.part(None), num_rows)
+        return self.costs.seconds(self.part(None), num_rows)
 
     def rate(self, num_rows: int) -> float:
         """Tokens per second and row of the better way of decoding."""
-        plain, drafting = self.plain(num_rows), self.of(num_rows)
-        return max(1 / plain if plain else 0.0, drafting.tokens / drafting.seconds if drafting.seconds else 0.0)
+        plain = self.plain(num_rows)
+        return max(1 / plain if plain else 0.0, self.of(num_rows).rate)
 
-    def cheap_size(self, num_rows: int) -> int:
-        """How many nodes to verify for the sake of measuring it."""
-        return max(self.whole.num_nodes // 3 // num_rows, 1)
+    def cheap_size(self, num_rows: int) -> int | None:
+        """How many nodes to verify for the sake of measuring it; `None` if that is not needed to tell sizes apart."""
+        has_two = not self.reads_draft or len(self.costs.known("verify")) > 1
+        return None if has_two else max(self.whole.num_nodes // 3 // num_rows, 1)
 
     def plan(self, behind, lookup=None):
         num_rows = len(behind)
@@ -334,57 +321,36 @@ class Policy(StaticPolicy):
 
     def drafted(self, behind: list[bool]) -> Plan:
         """The plan of a step that drafts."""
-        num_rows, plan = len(behind), self.whole
+        num_rows, plan, levels = len(behind), self.whole, self.costs.known("draft")
         if self.has_one_shape:
             return plan
         rate = self.rate(num_rows)
         if not self.reads_draft:
-            depths, verification = range(len(self.asked) + 1), self.seconds_of_verification(num_rows, plan.num_nodes)
-            drafts = [self.seconds_of_drafting(depth) for depth in depths]
-            if verification is None or drafts[-1] is None:
-                return plan
-            gains = [tokens - rate * (each + verification) for tokens, each in zip(self.expected_tokens(), drafts)]
-            return plan._replace(depth=max(depths[1:], key=gains.__getitem__))
-        verification = self.costs.lines("verify", [num_rows * (1 + size) for size in self.sizes])
-        levels = self.costs.known("draft")
-        if verification is None or not levels:  # measure what costs little
-            return plan._replace(depth=min(plan.depth, 2), num_nodes=self.cheap_size(num_rows))
+            costs = (self.costs.seconds("draft", depth) or 0.0 for depth in range(1, len(self.asked) + 1))
+            gains = [tokens - rate * seconds for tokens, seconds in zip(self.expected_tokens(), costs)]
+            return plan._replace(depth=1 + max(range(len(gains)), key=gains.__getitem__))
+        if (size := self.cheap_size(num_rows)) is not None or not levels:
+            return plan._replace(depth=min(plan.depth, 2), num_nodes=size or 1)
         (fewest, least), (most, longest) = levels[0], levels[-1]
         level = max(longest - least, 0.0) / max(most - fewest, 1)  # nothing, until a deeper tree was drafted
         nodes = [math.inf] * (plan.num_nodes + 1)  # few sizes, each of which is measured often
-        for size, seconds in zip(self.sizes, verification):
-            nodes[size] = rate * (seconds - verification[0])
+        for size in self.sizes:
+            nodes[size] = rate * (self.costs.seconds("verify", num_rows * (1 + size)) - self.plain(num_rows))
         return plan._replace(prices=Prices(rate * level, nodes, behind, self.of(num_rows).is_trial))
-
-    def seconds_of_drafting(self, depth: int) -> float | None:
-        """In proportion to the next depth that was measured, which makes others worth a try."""
-        known = dict(self.costs.known("draft"))
-        if not known:
-            return None
-        size = min((size for size in known if size >= depth), default=max(known))
-        return known[size] * depth / size
-
-    def seconds_of_verification(self, num_rows: int, num_nodes: int) -> float | None:
-        """Of a tree that was drafted."""
-        part, num_tokens = self.part("draft"), num_rows * (1 + num_nodes)
-        lines = self.costs.lines(part, [num_tokens])
-        return lines[0] if lines else self.costs.near(part, num_tokens)
 
     def num_to_look_up(self, num_rows: int, lookup: PromptLookup) -> int:
         """How many tokens of the text to verify, or 0 if another step brings more."""
         sizes = [size for size in self.sizes if size <= lookup.num_tokens]
+        sizes = sizes if self.reads_draft else sizes[-1:]  # on an accelerator a few tokens more take about as long
         expected, plain = lookup.expected_progress(sizes[-1]), self.plain(num_rows)
         if expected[-1] <= 1 or plain is None:
             return 0
-        if self.reads_draft:
-            seconds = self.costs.lines("verify", [num_rows * (1 + size) for size in sizes])
-        else:  # on an accelerator a few tokens more take about as long
-            seconds = [self.costs.near(self.part("lookup"), num_rows * (1 + size)) or plain for size in sizes]
-        if seconds is None:  # measure one that costs little: a draft that is unsure of everything verifies nothing
-            size = max([size for size in sizes if size <= self.cheap_size(num_rows)], default=0)
+        if (cheap := self.cheap_size(num_rows)) is not None:  # a draft that is unsure of everything verifies nothing
+            size = max([size for size in sizes if size <= cheap], default=0)
             return size if expected[size] > self.MEASURED_LOOKUP else 0
-        rate = self.rate(num_rows)
-        gains = {size: expected[size] - rate * each for size, each in zip(sizes, seconds)}
+        part, rate = self.part("lookup"), self.rate(num_rows)
+        costs = (max(self.costs.seconds(part, num_rows * (1 + size)) or 0.0, plain) for size in sizes)
+        gains = {size: expected[size] - rate * seconds for size, seconds in zip(sizes, costs)}
         best = max(sizes, key=gains.__getitem__)
         return best if gains[best] > 0 else 0
 
@@ -403,18 +369,18 @@ class Policy(StaticPolicy):
             self.count(tree, [accepted.nodes[row] for row in live], live)
         levels = max(tree.max_depth if tree.depth is None else tree.depth, 1)  # 0 of one that was taken back
         self.costs.record("draft", levels, draft_seconds)
-        known = self.seconds_of_drafting(levels)
-        if last != "draft" and plain is not None and known is not None:
-            # There was more to read than usual, which is lost if drafting turns out not to pay.
-            drafting.lost += max(draft_seconds - known, 0.0) / plain
-        verification = self.seconds_of_verification(num_rows, tree.num_nodes - 1)
-        if known is None or verification is None:
+        drafted = self.costs.seconds("draft", levels)
+        verified = self.costs.seconds(self.part("draft"), num_tokens)
+        if drafted is None or verified is None:
             return
+        if last != "draft" and plain is not None:
+            # There was more to read than usual, which is lost if drafting turns out not to pay.
+            drafting.lost += max(draft_seconds - drafted, 0.0) / plain
         if self.reads_draft and self.planned.prices is None and self.planned != self.whole and tree.num_nodes > 1:
             if plain is not None:  # a step that only measures is no tree to judge drafting by
                 drafting.lost += max((draft_seconds + verify_seconds) / plain - accepted.progress, 0.0)
         elif any(behind):
-            drafting.judge(self.equivalent_plain_steps(accepted, behind, drafting), known + verification, plain)
+            drafting.judge(self.equivalent_plain_steps(accepted, behind, drafting), drafted + verified, plain)
 
     def equivalent_plain_steps(self, accepted, behind: list[bool], drafting: Drafting) -> float:
         """
@@ -429,14 +395,15 @@ class Policy(StaticPolicy):
         lag = min((drafting.num_drafted + 1) / self.HORIZON, 1.0) ** 0.5
         hold_up = statistics.mean(count for count, is_behind in zip(counts, behind) if is_behind)
         slowest = lag * accepted.progress + (1 - lag) * hold_up
-        seconds = self.costs.lines(self.part(None), [num_rows, 2 * num_rows]) if self.may_retire else None
-        share = min(seconds[1] / seconds[0] - 1, 1.0) if seconds else 0.0  # of a plain step's time that is for rows
+        share = 0.0  # of a plain step's time that is for rows
+        if self.may_retire and len(self.costs.known(self.part(None))) > 1:
+            share = min(self.plain(2 * num_rows) / self.plain(num_rows) - 1, 1.0)
         return share * sum(counts) / num_rows + (1 - share) * slowest
 
     def count(self, tree, nodes: list[list[int]], rows: list[int]) -> None:
         """Counts how deep, and how sure of it the draft was, some rows followed it: by their `nodes` on its tree."""
         for counts in (self.asked, self.followed):
-            counts[:] = [Drafting.MEMORY * count for count in counts]
+            counts[:] = [self.MEMORY * count for count in counts]
         for path in nodes:
             for level in range(min(tree.max_depth, len(self.asked))):
                 self.asked[level] += len(path) > level
@@ -446,13 +413,13 @@ class Policy(StaticPolicy):
             self.calibration.record([confidences[row] for row in rows], [parents[row] for row in rows], nodes)
 
     def expected_tokens(self) -> list[float]:
-        """Tokens to expect of a tree of each depth, from 0."""
+        """Tokens to expect of a tree of each depth, from 1."""
         tokens, share, rate = [1.0], 1.0, 1.0
         for followed, asked in zip(self.followed, self.asked):
             rate = (followed + self.PRIOR * rate) / (asked + self.PRIOR)
             share *= rate
             tokens.append(tokens[-1] + share)
-        return tokens
+        return tokens[1:]
 
 
 # What was measured of each target with each of its drafts. Threads share it: what is in it is replaced, not changed.
@@ -466,10 +433,8 @@ class Measured:
     """
 
     def __init__(self, target, assistant, *kind):
-        self.policies, self.key = (
-            _MEASURED.setdefault(target, weakref.WeakKeyDictionary()).setdefault(assistant, {}),
-            kind,
-        )
+        self.key = kind
+        self.policies = _MEASURED.setdefault(target, weakref.WeakKeyDictionary()).setdefault(assistant, {})
 
     def policy(self, *args, **kwargs) -> Policy:
         known = self.policies.get(self.key)
