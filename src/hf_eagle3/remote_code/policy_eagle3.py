@@ -71,8 +71,8 @@ def tree_settings(
 class StepCosts:
     """
     Seconds that the parts of a step take, by their size: `"draft"`, for so many levels; `"verify"`, for so many tokens
-    in all rows together. Medians of the latest measurements, since a step may meet a pause that is not its own. The
-    first measurement of a size pays for its preparation and does not count.
+    in all rows together. Of the latest measurements the least but one, since a step may meet a pause that is not its
+    own. The first measurement of a size pays for its preparation and does not count.
     """
 
     LATEST = 5
@@ -93,10 +93,12 @@ class StepCosts:
             del self.samples[key]
 
     def known(self, part: str) -> list[tuple[int, float]]:
-        """Sizes that were measured, ascending, with their medians: more than once, if any were."""
+        """Sizes that were measured, ascending, with what they took: more than once, if any were."""
         samples = {size: seconds for (name, size), seconds in self.samples.items() if name == part}
         repeated = {size: seconds for size, seconds in samples.items() if len(seconds) > 1}
-        return sorted((size, statistics.median_low(seconds)) for size, seconds in (repeated or samples).items())
+        return sorted(
+            (size, sorted(seconds)[(len(seconds) - 1) // 3]) for size, seconds in (repeated or samples).items()
+        )
 
     def seconds(self, part: str, size: int) -> float | None:
         """
