@@ -12,17 +12,18 @@ from hf_eagle3.remote_code import cache_eagle3, modeling_eagle3
 
 
 def findings(kind, numbers, seed=0):
-    return [finding for number in numbers if (finding := fuzz.run_case(kind, seed, number)[1])]
+    """One after the other, as they are asked for."""
+    return (finding for number in numbers if (finding := fuzz.run_case(kind, seed, number)[1]))
 
 
 @pytest.mark.parametrize("part", range(8))
 def test_calls(part):
-    assert findings("calls", range(8 * part, 8 * (part + 1))) == []
+    assert list(findings("calls", range(8 * part, 8 * (part + 1)))) == []
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_checkpoints(part):
-    assert findings("checkpoints", range(50 * part, 50 * (part + 1))) == []
+    assert list(findings("checkpoints", range(50 * part, 50 * (part + 1)))) == []
 
 
 def test_kills():
@@ -38,11 +39,11 @@ def test_every_field_of_a_generation_config_is_tried():
 
 def test_what_is_broken_is_found(monkeypatch):
     monkeypatch.setattr(modeling_eagle3, "check_tensors", lambda *args: None)
-    assert findings("checkpoints", range(40))
+    assert any(findings("checkpoints", range(40)))
     keep = cache_eagle3.TreeCache.keep
     monkeypatch.setattr(  # what was accepted is not what is kept
         cache_eagle3.TreeCache,
         "keep",
         lambda cache, nodes, growth: keep(cache, [list(range(len(path))) for path in nodes], growth),
     )
-    assert findings("calls", range(40))
+    assert any(findings("calls", range(40)))

@@ -94,12 +94,12 @@ def test_samples_follow_the_targets_distribution():
     assert abs(probs.sum() - 1) < 1e-4
 
     num_draws, counts, accepted = 1500, torch.zeros(len(triples)), []
+    settings = {"max_new_tokens": 5, "do_sample": True, "top_k": 0, "eos_token_id": None}
     torch.manual_seed(0)
-    for _ in range(num_draws):
-        sequence = target.generate(
-            prompt, max_new_tokens=5, do_sample=True, top_k=0, assistant_model=draft, eos_token_id=None
-        )
-        counts[triples.index(tuple(sequence[0, 4:7].tolist()))] += 1
+    for num_rows in (1, 49) * (num_draws // 50):
+        sequences = target.generate(prompt, num_return_sequences=num_rows, assistant_model=draft, **settings)
+        for row in sequences[:, 4:7].tolist():
+            counts[triples.index(tuple(row))] += 1
         accepted += draft.last_generation.accepted_lengths
     assert sum(accepted) > 1.5 * len(accepted)
     frequent = probs * num_draws >= 5
@@ -577,7 +577,7 @@ def test_drafted_tokens_whose_states_are_no_numbers(family, bad):
     target, batch, unsaid = make_target(family), make_batch([5, 24]), range(70, VOCAB_SIZE)
     target.lm_head.weight.data[unsaid] = 0
     batch["input_ids"] = batch["input_ids"] % 70
-    settings = {"max_new_tokens": 24, "pad_token_id": 0}
+    settings = {"max_new_tokens": 12, "pad_token_id": 0}
     calls = [
         {"do_sample": False},
         {"do_sample": False, "repetition_penalty": 1.3},
@@ -606,4 +606,4 @@ def test_drafted_tokens_whose_states_are_no_numbers(family, bad):
                 assert torch.equal(actual.sequences, expected.sequences)
                 torch.testing.assert_close(actual.logits, expected.logits, atol=1e-3, rtol=1e-3)
             if vocabulary is not None:
-                assert draft.last_generation.plain_steps > 10  # trees were taken back
+                assert draft.last_generation.plain_steps > 5  # trees were taken back

@@ -70,7 +70,7 @@ print(json.dumps([expected.tolist(), actual.tolist(), draft.last_generation.acce
 
 @pytest.mark.parametrize(
     ("auto_class", "mode"),
-    [("AutoModel", "as it is"), ("AutoModelForCausalLM", "as it is"), ("AutoModelForCausalLM", "saved again")],
+    [("AutoModel", "as it is"), ("AutoModelForCausalLM", "saved again")],
 )
 def test_saved_draft_generates_without_the_package(tmp_path, auto_class, mode):
     target, prompt = make_target("gemma3"), make_prompt(20)

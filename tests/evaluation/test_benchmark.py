@@ -1,12 +1,11 @@
 """`recipes/benchmark.py` and what it is made of."""
 
-import subprocess
 import sys
 from collections import Counter
 
 import pytest
 import torch
-from conftest import RECIPES, make_draft, make_prompt, make_target
+from conftest import make_draft, make_prompt, make_target
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
@@ -40,9 +39,8 @@ def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):
     arguments += ["--prompts", tmp_path / "prompts.jsonl", "gsm8k", "--json", results_file, "--tree_depth", 3]
     arguments += ["--assistant", tmp_path / "target", "--repeats", 2]
     arguments += ["--methods", "plain", "prompt-lookup", "assistant", "mtp", "eagle3-chain", "eagle3"]
-    command = [sys.executable, RECIPES / "benchmark.py", *arguments, "--plots", tmp_path / "plots", "--profile"]
-    command += ["--markdown", tmp_path / "table.md"]
-    result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    extra = ["--plots", tmp_path / "plots", "--profile", "--markdown", tmp_path / "table.md"]
+    result = run_recipe("benchmark.py", *arguments, *extra)
     assert result.returncode == 0, result.stderr[-3000:]
     # What cannot be had is said, and the rest goes on.
     assert "The task gsm8k is left out" in result.stderr and "Left out: mtp" in result.stdout

@@ -15,7 +15,8 @@ import sys
 from hf_eagle3 import Eagle3ForSpeculation
 
 draft = Eagle3ForSpeculation.from_pretrained(sys.argv[1])
-draft.push_to_hub(sys.argv[2], commit_message="A draft")
+for repo in sys.argv[2:]:
+    draft.push_to_hub(repo, commit_message="A draft")
 """
 
 PULL = """
@@ -30,13 +31,11 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 target = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-revision = {"revision": sys.argv[3]} if len(sys.argv) > 3 else {}
-draft = AutoModel.from_pretrained(sys.argv[2], trust_remote_code=True, **revision)
 prompt = torch.arange(2, 14)[None]
-plain, ours = (
-    target.generate(prompt, max_new_tokens=16, do_sample=False, **assistant) for assistant in ({}, {"assistant_model": draft})
-)
-assert torch.equal(plain, ours)
+plain = target.generate(prompt, max_new_tokens=16, do_sample=False)
+for revision in sys.argv[3:]:
+    draft = AutoModel.from_pretrained(sys.argv[2], trust_remote_code=True, revision=revision)
+    assert torch.equal(target.generate(prompt, max_new_tokens=16, do_sample=False, assistant_model=draft), plain)
 print(type(draft).__module__, draft.last_generation.acceptance_length)
 """
 
@@ -55,8 +54,11 @@ def test_push_and_pull(tmp_path):
     target.save_pretrained(tmp_path / "target")
     make_draft(target, [make_prompt(5)]).save_pretrained(tmp_path / "draft")
     with serve_hub() as hub:
-        result = run(PUSH, tmp_path / "draft", REPO, **hub.environment(tmp_path / "pusher"))
-        assert result.returncode == 0, result.stderr[-3000:]
+        # The second is someone else's.
+        repos = REPO, "you/tiny-speculator.eagle3"
+        result = run(PUSH, tmp_path / "draft", *repos, **hub.environment(tmp_path / "pusher"))
+        assert result.returncode != 0 and "403" in result.stderr and "You may not" in result.stderr
+        assert repos[1] not in hub.repos
         (_, files) = hub.repos[REPO]["main"]  # one commit after the empty one
         local = {
             path.relative_to(tmp_path / "draft").as_posix(): path
@@ -66,14 +68,8 @@ def test_push_and_pull(tmp_path):
         assert local.keys() <= files.keys() and "custom_generate/generate.py" in files
         assert all(files[name] == path.read_bytes() for name, path in local.items())
 
-        result = run(PULL, tmp_path / "target", REPO, **hub.environment(tmp_path / "stranger"))
+        # By its branch, and pinned by its commit.
+        revisions = "main", sha_of(files)
+        result = run(PULL, tmp_path / "target", REPO, *revisions, **hub.environment(tmp_path / "stranger"))
         assert result.returncode == 0, result.stderr[-3000:]
         assert result.stdout.startswith("transformers_modules.me.")
-        # A revision pinned by its commit.
-        result = run(PULL, tmp_path / "target", REPO, sha_of(files), **hub.environment(tmp_path / "pinned"))
-        assert result.returncode == 0, result.stderr[-3000:]
-
-        # Someone else's repo.
-        result = run(PUSH, tmp_path / "draft", "you/tiny-speculator.eagle3", **hub.environment(tmp_path / "pusher"))
-        assert result.returncode != 0 and "403" in result.stderr and "You may not" in result.stderr
-        assert "you/tiny-speculator.eagle3" not in hub.repos

@@ -1,35 +1,30 @@
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from conftest import RECIPES, make_target
+from conftest import make_target
 
-from hf_eagle3.evaluation import BenchmarkResults
+from hf_eagle3.evaluation import BenchmarkResults, tasks
 
 
 FAST = ["--draft_minutes", "0.03", "--max_new_tokens", "8", "--batch_size", "2", "--max_length", "64"]
 
 
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, RECIPES / "quickstart.py", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe):
+def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe, monkeypatch):
     """Barely trained, but everything that `make quickstart` does; the text must be identical however bad the draft."""
+    documents, held_out = tasks.standard_library()
+    monkeypatch.setattr(tasks, "standard_library", lambda number: (documents[:300], held_out[:number]))
     # In bfloat16 a tree and a single token round differently, and a target that knows nothing is full of near ties.
     arguments = ["--output_dir", tmp_path, "--target_minutes", "0.03", "--no-bf16", *FAST]
-    first = run(*arguments)
+    first = run_recipe("quickstart.py", *arguments)
     assert first.returncode == 0, first.stderr[-3000:]
     results = BenchmarkResults.read(tmp_path / "results.jsonl")
     assert [row.num_identical for row in results.rows if row.method == "eagle3"] == [20, 20]
-    assert "| 1 | eagle3 |" in first.stdout and (tmp_path / "plots" / "speedup.png").exists()
+    assert (tmp_path / "plots" / "speedup.png").exists()
     # Whose figures these are, and how it was trained: what a card is made of.
     training = json.loads((tmp_path / "draft" / "training.json").read_text())
     assert training["draft_weights"] == results.run["draft_weights"] and training["steps"] > 0
@@ -55,9 +50,8 @@ def test_given_target_and_chat_data(tmp_path, tokenizer, run_recipe):
         run_recipe("quickstart.py", "--output_dir", tmp_path / "out", "--target", "none", "--dataset", "none")
     chat = [{"role": "user", "content": "what is up"}, {"role": "assistant", "content": "this and that"}]
     (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 60)
-    result = run(
-        "--output_dir", tmp_path / "out", "--target", tmp_path / "target", "--dataset", tmp_path / "chats.jsonl", *FAST
-    )
+    arguments = ("--target", tmp_path / "target", "--dataset", tmp_path / "chats.jsonl")
+    result = run_recipe("quickstart.py", "--output_dir", tmp_path / "out", *arguments, *FAST)
     assert result.returncode == 0, result.stderr[-3000:]
     prompts = (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()
     assert len(prompts) == 20 and json.loads(prompts[0]) == {"messages": chat[:1]}

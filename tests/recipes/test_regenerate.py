@@ -59,22 +59,15 @@ def test_a_killed_run_loses_nothing_that_was_finished(tmp_path, data):
     assert all(row["messages"][1]["content"] == f"ab{row['row']}, said again" for row in rows)
 
 
-def test_a_target_in_the_process(tmp_path, data, tokenizer):
+def test_a_target_in_the_process(tmp_path, data, tokenizer, run_recipe):
     make_target("llama").save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
-    process = start(
-        *("--model_name_or_path", tmp_path / "target", "--dataset_name", data, "--output_dir", tmp_path / "out"),
-        *("--max_new_tokens", 5, "--temperature", 0, "--batch_size", 8),
-    )
-    stdout, stderr = process.communicate()
-    assert process.returncode == 0, stderr[-3000:]
+    command = ("--model_name_or_path", tmp_path / "target", "--dataset_name", data, "--output_dir", tmp_path / "out")
+    result = run_recipe("regenerate.py", *command, "--max_new_tokens", 5, "--temperature", 0, "--batch_size", 8)
+    assert result.returncode == 0, result.stderr[-3000:]
     written = len(load_dataset("json", data_files=str(tmp_path / "out" / "*.jsonl"), split="train"))
-    assert f"{written} rows written" in stdout and written > NUM_ROWS // 2
+    assert f"{written} rows written" in result.stdout and written > NUM_ROWS // 2
     # A random target says special tokens, too.
-    assert written + stderr.count("is left out: its answer has the special tokens") == NUM_ROWS
-    process = start(
-        *("--model_name_or_path", tmp_path / "target", "--dataset_name", data, "--output_dir", tmp_path / "out"),
-        *("--max_new_tokens", 6, "--temperature", 0),
-    )
-    stdout, stderr = process.communicate()
-    assert process.returncode != 0 and "'max_new_tokens': (5, 6)" in stderr
+    assert written + result.stderr.count("is left out: its answer has the special tokens") == NUM_ROWS
+    with pytest.raises((SystemExit, ValueError), match=r"'max_new_tokens': \(5, 6\)"):
+        run_recipe("regenerate.py", *command, "--max_new_tokens", 6, "--temperature", 0)

@@ -132,7 +132,7 @@ def test_a_killed_run_goes_on_to_the_same_losses(files, whole_run, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "ddp, tensor-parallel target", "fsdp2, target by FSDP2"])
+@pytest.mark.parametrize("kind", ["ddp, tensor-parallel target", "fsdp2, target by FSDP2"])
 def test_two_processes_give_the_losses_of_one(files, evaluated_run, whole_run, kind, tmp_path):
     target = {"ddp, tensor-parallel target": ("--tp_plan", "auto"), "fsdp2, target by FSDP2": ("--fsdp_size", 2)}
     if kind.startswith("ddp"):
@@ -167,13 +167,14 @@ def test_two_processes_give_the_losses_of_one(files, evaluated_run, whole_run, k
         assert resumed == losses(result)[2:]
 
 
-def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path):
+def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path, run_recipe):
     config = tmp_path / "config.yaml"
     config.write_text(
         f"draft_name_or_path: {files / 'whole'}\nuse_peft: true\nlora_r: 4\nlora_target_modules: [q_proj, v_proj]\n"
         "per_device_train_batch_size: 2\nlearning_rate: 0.5\n"
     )
-    result = train(files, tmp_path / "adapter", "--config", config, "--learning_rate", 0.01, "--assistant_only_loss")
+    options = ("--config", config, "--learning_rate", 0.01, "--assistant_only_loss")
+    result = run_recipe("train.py", *arguments_of(files, tmp_path / "adapter"), *options)
     assert len(losses(result)) == 4 and "'learning_rate': '0.01'" in result.stdout
     draft = Eagle3ForSpeculation.from_pretrained(files / "whole")
     before = {name: weight.clone() for name, weight in draft.state_dict().items()}

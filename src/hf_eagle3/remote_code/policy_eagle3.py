@@ -196,7 +196,7 @@ class Drafting:
 
     FIRST_PLAIN_STEPS = 3  # measured before the first tree
     FIRST_STEPS, MIN_STEPS = 6, 2  # of the first trial, with one row, and of others: more rows teach faster
-    LATEST, KEPT = 32, 8  # drafted steps by which it is judged, of which a trial keeps each so many
+    LATEST, PRIOR_STEPS = 32, 4  # drafted steps by which it is judged, and how many of them are left in a trial
     INTERVALS = (16, 64)  # plain steps between trials: at first, and at most; four times as many after each
     MOST_LOST = 0.01  # share of the time that may be lost to trials; they are the rarer for it
     MOST_PLAIN = 16  # times the interval, whatever was lost: the machine may just have been slow
@@ -246,7 +246,8 @@ class Drafting:
             self.interval = self.INTERVALS[0]
         self.plain_left = min(max(self.interval, int(self.lost / self.MOST_LOST)), self.MOST_PLAIN * self.interval)
         self.interval = min(4 * self.interval, self.INTERVALS[1])
-        self.num_drafted, self.lost, self.latest = 0, 0.0, self.latest[:: self.KEPT]
+        self.num_drafted, self.lost = 0, 0.0
+        self.latest = self.latest[:: math.ceil(len(self.latest) / self.PRIOR_STEPS)]
 
 
 class Policy(StaticPolicy):
