@@ -8,7 +8,7 @@ from transformers import DynamicCache
 from .cache_eagle3 import compiled
 from .noise_eagle3 import sample_scores
 from .proposer_eagle3 import Call, Proposer
-from .ragged_eagle3 import right_index, stack_right, take_rows
+from .ragged_eagle3 import flat_indices, right_index, stack_right, take_rows
 from .tree_eagle3 import DraftTree, Plan, grow_tree
 
 
@@ -20,7 +20,7 @@ class Slots:
     Args:
         keys, values (`list[torch.Tensor]`): Of each layer, `(B, num_heads, num_slots, head_dim)`.
         indices (`torch.LongTensor` of shape `(B, Q)`): Slots of the tokens that are read, all different in a row.
-        num_visible (`int`): How many slots, from the left, the mask tells of.
+        num_visible (`int`): It attends to so many from the left, but for those that the mask hides.
     """
 
     def __init__(self, keys, values, indices, num_visible):
@@ -29,12 +29,13 @@ class Slots:
     def update(self, key_states, value_states, layer_idx):
         """What attention calls, as of a [`~transformers.Cache`]."""
         keys, values = self.keys[layer_idx], self.values[layer_idx]
+        indices = flat_indices(self.indices, keys.shape)
         for states, new in ((keys, key_states), (values, value_states)):
-            states.scatter_(2, self.indices[:, None, :, None].expand_as(new), new.to(states.dtype))
+            states.view(-1, states.shape[3]).index_copy_(0, indices, new.flatten(0, 2).to(states.dtype))
         return keys[:, :, : self.num_visible], values[:, :, : self.num_visible]
 
     def masks(self, config, allowed, distances) -> dict[str, torch.FloatTensor]:
-        """Additive masks by layer type, of which slots `(B, Q, num_visible)` are attended to, and how far away they are."""
+        """Additive masks by layer type, of which slots `(B, Q, num_visible)` are attended to, and how far away those are."""
         dtype, masks = self.keys[0].dtype, {}
         for layer_type in set(config.layer_types):
             seen = allowed & (distances < config.sliding_window) if layer_type == "sliding_attention" else allowed
@@ -43,14 +44,15 @@ class Slots:
         return masks
 
 
-def read(draft, embedding, keys, values, num_visible, tokens, features, positions, counts, lengths):
+def read(draft, embedding, keys, values, longest, tokens, features, positions, counts, lengths):
     """
     Reads the newest tokens of each row.
 
     Args:
         draft (`Eagle3ForSpeculation`): The draft.
         embedding (`nn.Embedding`): The target's, for drafts without a table of their own.
-        keys, values, num_visible: See [`Slots`].
+        keys, values: See [`Slots`].
+        longest (`int`, *optional*): The largest of `lengths`. `None` if shapes must not depend on it.
         tokens (`torch.LongTensor` of shape `(B, R)`): The newest `R` tokens of each row.
         features (`torch.FloatTensor` of shape `(B, R, n_aux * H)`): The target's states at the positions before them.
         positions (`torch.LongTensor` of shape `(B, R)`): Those positions.
@@ -61,6 +63,7 @@ def read(draft, embedding, keys, values, num_visible, tokens, features, position
         [`Eagle3Output`], of the last token of each row.
     """
     index = right_index(counts, tokens.shape[1])  # (B, R)
+    num_visible = keys[0].shape[2] if longest is None else longest + tokens.shape[1]
     # Padding goes to free slots behind the row's text.
     indices = (lengths[:, None] + index % tokens.shape[1]).clamp(max=keys[0].shape[2] - 1)
     slots = Slots(keys, values, indices, num_visible)
@@ -76,24 +79,25 @@ def read(draft, embedding, keys, values, num_visible, tokens, features, position
 
 
 def read_and_grow(
-    draft, embedding, keys, values, num_visible, tokens, features, positions, counts, lengths, plan, *settings
+    draft, embedding, keys, values, longest, tokens, features, positions, counts, lengths, plan, *settings
 ) -> DraftTree:
     """
     Reads the newest tokens of each row and grows a tree below them, which it forgets again.
 
     Args:
-        draft, embedding, keys, values, num_visible, tokens, features, positions, counts, lengths: See [`read`].
+        draft, embedding, keys, values, longest, tokens, features, positions, counts, lengths: See [`read`].
         plan (`Plan`), settings: See [`~tree_eagle3.grow_tree`]: from `threshold` on.
     """
-    outputs = read(draft, embedding, keys, values, num_visible, tokens, features, positions, counts, lengths)
-    lengths = (lengths + counts)[:, None]  # (B, 1)
-    depths, past = tokens[:, :0], torch.arange(num_visible, device=tokens.device).expand(len(tokens), -1)
+    outputs = read(draft, embedding, keys, values, longest, tokens, features, positions, counts, lengths)
+    lengths, num_read = (lengths + counts)[:, None], tokens.shape[1]  # (B, 1)
+    depths, all_slots = tokens[:, :0], torch.arange(keys[0].shape[2], device=tokens.device).expand(len(tokens), -1)
 
     def advance(tokens, hidden_states, level, visible):
         nonlocal depths
         depths = torch.cat([depths, torch.full_like(tokens, level)], dim=1)  # (B, T) of all nodes so far
         width, nodes = tokens.shape[1], lengths + torch.arange(depths.shape[1], device=tokens.device)
-        slots = Slots(keys, values, nodes[:, -width:], num_visible)
+        past = all_slots if longest is None else all_slots[:, : longest + num_read + depths.shape[1]]
+        slots = Slots(keys, values, nodes[:, -width:], past.shape[1])
         allowed = (past < lengths)[:, None].expand(-1, width, -1)
         allowed = allowed.scatter(2, nodes[:, None].expand(-1, width, -1), visible)
         # Siblings are at one position; that of the first level is the one after the newest token's.
@@ -111,9 +115,9 @@ def read_and_grow(
     logits, hidden_states = outputs.logits[:, -1], outputs.last_hidden_state[:, -1]
     tree = grow_tree(tokens[:, -1:], logits, hidden_states, advance, token_ids, plan, *settings)
     # What it leaves may be no numbers, and no mask keeps those from the next step.
-    nodes = lengths + torch.arange(depths.shape[1], device=tokens.device)
+    indices = flat_indices(lengths + torch.arange(depths.shape[1], device=tokens.device), keys[0].shape)
     for states in (*keys, *values):
-        states.scatter_(2, nodes[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]), 0)
+        states.view(-1, states.shape[3]).index_fill_(0, indices, 0)
     return tree
 
 
@@ -186,9 +190,10 @@ class Drafter(Proposer):
         with self.inference_mode():
             *blocks, counts = self.read_all_but_newest()
             past, num_rows = self.lengths, blocks[0].shape[1]
-            num_visible = self.reserve(max(past) + num_rows + self.spare)
+            self.reserve(max(past) + num_rows + self.spare)
             self.lengths = [length + count for length, count in zip(past, counts)]
-            arguments = self.draft, self.call.embedding, self.keys, self.values, num_visible
+            longest = None if self.has_fixed_shapes else max(past)
+            arguments = self.draft, self.call.embedding, self.keys, self.values, longest
             numbers = [torch.tensor(each, device=blocks[0].device) for each in (counts, past)]
             if self.has_fixed_shapes:
                 blocks = [_padded(block, self.most - num_rows) for block in blocks]
@@ -247,10 +252,11 @@ class Drafter(Proposer):
     def read(self, tokens, states, positions, counts) -> None:
         past, num_rows = self.lengths or [0] * len(counts), tokens.shape[1]
         self.lengths = [length + count for length, count in zip(past, counts)]
-        num_visible = self.reserve(max(past) + num_rows)
+        self.reserve(max(past) + num_rows)
         numbers = [torch.tensor(each, device=tokens.device) for each in (counts, past)]
         if any(past):
-            arguments = self.draft, self.call.embedding, self.keys, self.values, num_visible
+            longest = None if self.has_fixed_shapes else max(past)
+            arguments = self.draft, self.call.embedding, self.keys, self.values, longest
             read(*arguments, tokens, states, positions, *numbers)
             return
         # A prompt may be long, and attention can do without a mask over all pairs of its tokens.
@@ -263,12 +269,12 @@ class Drafter(Proposer):
             past_key_values=cache,
             only_last=True,
         )
-        slots = Slots(self.keys, self.values, index % num_rows, num_visible)
+        slots = Slots(self.keys, self.values, index % num_rows, num_rows)
         for i, layer in enumerate(cache.layers):
             slots.update(layer.keys, layer.values, i)
 
-    def reserve(self, num_slots: int) -> int:
-        """Makes room for so many tokens in each row. Returns how many slots may be attended to."""
+    def reserve(self, num_slots: int) -> None:
+        """Makes room for so many tokens in each row."""
         config, parameter = self.draft.config.transformer_layer_config, self.draft.lm_head.weight
         if self.has_fixed_shapes:
             num_slots = self.call.capacity + self.spare
@@ -283,7 +289,6 @@ class Drafter(Proposer):
             if self.has_fixed_shapes:  # as for static caches in transformers: CUDA graphs write to them
                 for states in (*self.keys, *self.values):
                     torch._dynamo.mark_static_address(states)
-        return num_slots
 
 
 def _padded(block: torch.Tensor, num_rows: int) -> torch.Tensor:
