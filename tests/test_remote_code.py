@@ -192,6 +192,8 @@ REACHING = {
     ("loading_eagle3.py", "check_files", "cached_file"),
     ("loading_eagle3.py", "find", "cached_file"),  # in there
     ("loading_eagle3.py", "read_json", "loads"),
+    ("loading_eagle3.py", "check_whole", "loads"),
+    ("loading_eagle3.py", "check_whole", "open"),
     ("modeling_eagle3.py", "save_pretrained", "mkdir"),
     ("modeling_eagle3.py", "save_pretrained", "write_text"),
     ("cache_eagle3.py", "compiled", "compile"),  # torch's

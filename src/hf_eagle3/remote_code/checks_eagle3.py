@@ -71,6 +71,8 @@ def check_draft(draft, target) -> None:
             f"The target is on {devices[0]} and the draft on {devices[1]}: drafting may take so long that it does not pay. "
             "Call `draft.to(target.device)`."
         )
+    if devices[1].type == "meta":
+        raise ValueError("The draft has no weights: it is on the meta device. Load it by `from_pretrained`.")
     check_dropout("draft", draft)
     if not draft.config.has_own_embed_tokens and target.get_input_embeddings().weight.device.type == "meta":
         raise ValueError(

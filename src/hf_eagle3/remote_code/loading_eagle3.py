@@ -47,6 +47,27 @@ def read_index(path: str | Path) -> dict[str, str]:
     return index
 
 
+def check_whole(path: str | Path) -> None:
+    """
+    Raises:
+        ValueError: if a safetensors file is shorter or longer than its header says.
+    """
+    size = Path(path).stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(min(length, size)))
+            end = (
+                8 + length + max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+            )
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise ValueError(
+                f"{path} is no safetensors file, or its beginning is broken. Download it again."
+            ) from None
+    if size != end:
+        raise ValueError(f"{path} has {size} bytes, but must have {end}. Download it again.")
+
+
 def check_token_ids(config: dict[str, Any]) -> None:
     """
     Raises:
@@ -78,9 +99,13 @@ def check_files(source: str | Path, variant: str | None = None, **hub_kwargs) ->
     def find(name):
         return cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **hub_kwargs)
 
+    weights = {"model.safetensors" if variant is None else f"model.{variant}.safetensors"}
     for name in INDEX_FILES:
         if (path := find(name if variant is None else name.replace(".json", f".{variant}.json"))) is not None:
-            read_index(path)
+            weights |= set(read_index(path).values())
+    for name in weights:
+        if name.endswith(".safetensors") and (path := find(name)) is not None:
+            check_whole(path)
     if (path := find("generation_config.json")) is not None:
         check_token_ids(read_json(path))
     digest = None if (path := find("config.json")) is None else read_json(path).get("weights_digest")
