@@ -31,7 +31,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, CompileConfig
+from transformers import AutoModel, AutoModelForCausalLM, CompileConfig
 
 from hf_eagle3.environment import environment
 from hf_eagle3.evaluation import (
@@ -44,12 +44,14 @@ from hf_eagle3.evaluation import (
     print_table,
     run_benchmark,
 )
+from hf_eagle3.evaluation.benchmark import IN_BATCHES
 from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft
 from hf_eagle3.evaluation.profile import format_profile, profile_steps
 from hf_eagle3.evaluation.results import what_differs
 from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
+from hf_eagle3.tokenizer import load_tokenizer
 
 
 # Arguments that say where results go, not what is measured.
@@ -70,7 +72,7 @@ def parse_arguments():
         "--methods",
         nargs="+",
         choices=METHODS,
-        help="By default plain, those there is a model for and, one text at a time, prompt-lookup",
+        help="By default plain, those there is a model for and, at batch size 1, prompt-lookup",
     )
     parser.add_argument("--batch_size", "--batch_sizes", type=int, nargs="+", default=[1], dest="batch_sizes")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
@@ -113,7 +115,7 @@ def parse_arguments():
     except ValueError as error:
         parser.error(str(error))
     if args.methods is None:
-        args.methods = ["plain", "prompt-lookup"] if args.batch_sizes == [1] else ["plain"]
+        args.methods = ["plain", "prompt-lookup"] if 1 in args.batch_sizes else ["plain"]
         args.methods += [name for name in ("assistant", "dflash") if getattr(args, name)]
         if args.draft:
             args.methods += ["eagle3"] if args.tree_policy == "static" else ["eagle3-no-lookup", "eagle3"]
@@ -191,7 +193,7 @@ def main():
 
     target, draft, tree, weights = load(AutoModelForCausalLM, args.target), None, {}, None
     facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokenizer = load_tokenizer(args.target)
     if args.eos_token_id is not None:
         target.generation_config.eos_token_id = args.eos_token_id
     tasks, missing = collect_prompts(args, tokenizer, target)
@@ -257,14 +259,25 @@ def main():
                 shares = "never" if row.drafted_lengths else "nothing is known of any tree"
             where = f"{row.task}, batch size {row.batch_size}, T={row.temperature:g}, {row.method}"
             plain, lookups = ("unknown" if each is None else each for each in (row.plain_steps, row.lookup_steps))
+            alone = (
+                "" if row.tree_acceptance_length is None else f" (acceptance length {row.tree_acceptance_length:.2f})"
+            )
             print(
                 f"{where}: of {row.target_forwards} forwards {plain} were plain steps, without a tree, and {lookups} verified what "
-                f"was looked up in the text; drafting takes {row.draft_share:.0%} of the time; of the trees, the share of which "
-                f"the first, second, ... drafted token was accepted: {shares}"
+                f"was looked up in the text; drafting takes {row.draft_share:.0%} of the time; of the trees{alone}, the share of "
+                f"which the first, second, ... drafted token was accepted: {shares}"
             )
+    if any(row.accepted_lengths for row in rows):
+        print(
+            "The acceptance length in the table is that of all verification forwards: under the tree policy `auto` plain steps "
+            "count as 1, and looked-up tokens count. What training logs as eval_acceptance_length is of the whole tree in "
+            "every step: --tree_policy static."
+        )
     print(f"{args.max_new_tokens} new tokens; tree {tree}; {run['environment']}")
     for name, reason in {**results.run["missing_tasks"], **results.run["left_out"]}.items():
         print(f"Left out: {name}. {reason}")
+    if (alone := [name for name in args.methods if name not in IN_BATCHES]) and max(args.batch_sizes) > 1:
+        print(f"Measured at batch size 1 only, as transformers takes one sequence a call: {', '.join(alone)}.")
     if args.markdown:
         Path(args.markdown).write_text(format_table(rows) + "\n", encoding="utf-8")
         print(f"Wrote {args.markdown}")

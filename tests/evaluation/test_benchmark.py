@@ -1,7 +1,10 @@
 """`recipes/benchmark.py` and what it is made of."""
 
+import itertools
+import json
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from hf_eagle3.evaluation import (
 )
 from hf_eagle3.evaluation.benchmark import without_padding
 from hf_eagle3.evaluation.profile import OwnTimes, profile_steps
+from hf_eagle3.evaluation.results import chance, plot_acceptance, plot_batch_sizes, subtitle
 from hf_eagle3.remote_code import decoding_eagle3
 from hf_eagle3.remote_code.verify_eagle3 import Verifier
 
@@ -104,7 +108,9 @@ def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):
     assert result.returncode == 1 and "EAGLE-3" in result.stderr
     result = run_recipe("benchmark.py", "--compare", results_file, results_file)
     assert (
-        result.returncode == 0 and "| prompts | 1 | 0 | eagle3 |" in result.stdout and "+0.0% | no |" in result.stdout
+        result.returncode == 0
+        and "| prompts | 1 | 0 | eagle3 |" in result.stdout
+        and "+0.0% | too few repeats" in result.stdout
     )
     # The short run has plain generation alone, which is compared with nothing.
     result = run_recipe("benchmark.py", "--compare", results_file, tmp_path / "short.jsonl")
@@ -286,11 +292,24 @@ def test_plots(tmp_path):
     results.measurements += results_of(1.5, 1.6, batch_size=4).measurements
     assert [path.name for path in plot_all(results, tmp_path)] == ["speedup.png", "acceptance.png", "batch_size.png"]
     assert all(path.stat().st_size > 1000 for path in tmp_path.iterdir())
+    results.run |= {"arguments": {"target": "me/Model"}, "environment": {"dtype": "bfloat16", "machine": "a machine"}}
+    assert subtitle(results) == "me/Model, bfloat16, a machine, medians and ranges of 2 repeats"
+    (axis,) = plot_acceptance(results.rows).axes
+    # A line for each batch size, and tokens are whole.
+    labels = axis.get_legend_handles_labels()[1]
+    assert [label.split(", ")[2] for label in labels] == ["batch size 1", "batch size 4"]
+    assert all(tick == int(tick) for tick in axis.get_xticks())
+    (axis,) = plot_batch_sizes(results.rows).axes
+    assert list(axis.get_xticks()) == [1, 4]
 
 
 @pytest.mark.parametrize(
     ("before", "after", "verdict"),
-    [((1.0, 1.2), (1.1, 1.3), "no"), ((1.0, 1.1), (1.2, 1.3), "yes"), ((1.0,), (2.0,), "unknown: one repeat")],
+    [
+        ((1.0, 1.1, 1.2, 1.3, 1.4), (1.05, 1.15, 1.25, 1.35, 1.45), "no"),
+        ((1.0, 1.1, 1.2, 1.3, 1.4), (1.35, 1.45, 1.5, 1.6, 1.7), "yes"),
+        ((1.0, 1.1, 1.2, 1.3), (2.0, 2.1, 2.2, 2.3), "too few repeats to tell: 5 are needed"),
+    ],
 )
 def test_compare(before, after, verdict):
     table = compare(results_of(*before), results_of(*after))
@@ -304,6 +323,19 @@ def test_compare(before, after, verdict):
     other = results_of(*after)
     other.run["environment"] = {"machine": "another"}
     assert "environment: machine was " in compare(results_of(*before), other)
+
+
+def test_two_runs_of_one_thing_do_not_differ():
+    """
+    Recorded: one command run four times, of five repeats each, on two busy cores. (Batch sizes 1 and 4, T=0 and T=1,
+    of a toy model.) In at least 19 of 20 cases two of them must not be said to differ.
+    """
+    recorded = json.loads(Path(__file__).with_name("recorded_speedups.json").read_text())
+    verdicts = [chance(*pair) < 0.05 for runs in recorded.values() for pair in itertools.combinations(runs, 2)]
+    assert len(verdicts) == 48 and sum(verdicts) <= len(verdicts) / 20
+    # And what is a fifth faster is found out in most.
+    faster = [chance(runs[0], [1.2 * value for value in runs[1]]) < 0.05 for runs in recorded.values()]
+    assert sum(faster) >= 4
 
 
 def test_results_files(tmp_path):

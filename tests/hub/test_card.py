@@ -200,10 +200,20 @@ def test_the_draft_is_told_apart_from_what_is_looked_up(draft):
         for each in BENCHMARK.measurements
         if each["method"] == "eagle3"
     ]
-    changed = [each | {"lookup_steps": 7 * (each["method"] == "eagle3")} for each in BENCHMARK.measurements] + alone
+    lookups = [each | {"method": "prompt-lookup", "accepted_lengths": {}, "speedup": 1.7} for each in alone]
+    changed = [each | {"lookup_steps": 7 * (each["method"] == "eagle3")} for each in BENCHMARK.measurements]
+    changed += alone + lookups
     card = render_card("me/draft", draft, benchmark=BenchmarkResults(BENCHMARK.run, changed))
     values = [(result.metric_type, result.metric_value) for result in card.data.eval_results]
-    assert values == [("acceptance_length", 1.5), ("speedup", 2.25), ("acceptance_length", 1.5), ("speedup", 1.23)]
+    alone = [("speedup_draft_alone", 1.1), ("speedup_prompt_lookup_alone", 1.7)]
+    assert values == [
+        *(("acceptance_length", 1.5), ("speedup", 2.25), *alone),
+        *(("acceptance_length", 1.5), ("speedup", 1.23), *alone),
+    ]
+    assert "2.25x [the draft alone 1.10x, prompt lookup without a draft 1.70x] (gsm8k, temperature 0" in card.text
+    one = [each for each in BENCHMARK.measurements if each["repeat"] == 0]
+    once = render_card("me/draft", draft, benchmark=BenchmarkResults(BENCHMARK.run, one))
+    assert "batch size 1, one repeat only)" in once.text and "(one repeat)" in str(once)
     assert "Of the 160 forwards of `eagle3`, 28 verified tokens that were looked up" in card.text
     assert "was accepted (`eagle3-no-lookup`):" in card.text and "| gsm8k | 1 | 0 | 0.50 |\n" in card.text
     assert "looked up" not in str(render_card("me/draft", draft, benchmark=BENCHMARK))

@@ -1,11 +1,17 @@
 """What a benchmark measured: kept as JSON Lines, summed up as rows, tables and plots."""
 
+import bisect
+import itertools
 import json
+import math
+import random
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from ..environment import public_name
 
 
 METHODS = ("plain", "prompt-lookup", "assistant", "mtp", "dflash", "eagle3-chain", "eagle3-no-lookup", "eagle3")
@@ -80,6 +86,12 @@ class BenchmarkRow:
         if self.method == "plain" or self.batch_size > 1 or self.target_forwards == 0:
             return None
         return self.new_tokens / self.target_forwards
+
+    @property
+    def tree_acceptance_length(self) -> float | None:
+        """τ of the trees alone: what the draft brings where it is used."""
+        lengths = self.drafted_lengths
+        return sum(length * count for length, count in lengths.items()) / lengths.total() if lengths else None
 
     @property
     def acceptance_by_position(self) -> list[float]:
@@ -236,11 +248,32 @@ def print_table(rows: Sequence[BenchmarkRow], title: str) -> None:
     console.print(table)
 
 
+MIN_REPEATS = 5  # in each of two runs, to tell a difference from noise
+SIGNIFICANT = 0.05
+
+
+def chance(before: Sequence[float], after: Sequence[float]) -> float:
+    """
+    How often two samples of one distribution lie at least as far apart as these: Wilcoxon's rank-sum test, two-sided
+    and exact, or by random splits where there are many.
+    """
+    values = [*before, *after]
+    order = sorted(values)
+    ranks = [bisect.bisect_left(order, value) + bisect.bisect_right(order, value) for value in values]
+    size, middle = len(before), len(before) * statistics.mean(ranks)
+    splits = itertools.combinations(ranks, size)
+    if math.comb(len(ranks), size) > 20_000:
+        generator = random.Random(0)
+        splits = (generator.sample(ranks, size) for _ in range(20_000))
+    as_far = [abs(sum(split) - middle) >= abs(sum(ranks[:size]) - middle) - 1e-9 for split in splits]
+    return statistics.mean(as_far)
+
+
 def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
     """
-    What changed from one run to another, as a Markdown table, and whether it exceeds the noise: the ranges that the
-    repeats of each run span do not overlap. Speed-ups are compared, not tokens per second, which a busy machine
-    changes for all methods.
+    What changed from one run to another, as a Markdown table, and whether it exceeds the noise: whether the repeats of
+    two runs of one thing would differ so much in less than one of 20 cases ([`chance`]). Fewer than five repeats
+    cannot tell. Speed-ups are compared, not tokens per second, which a busy machine changes for all methods.
     """
     lines = [
         "| task | batch size | T | method | speed-up before | after | change | exceeds the noise |",
@@ -252,10 +285,10 @@ def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
     )
     for key in [key for key in new if key in old]:
         was, row = old[key], new[key]
-        apart = min(row.speedups) > max(was.speedups) or max(row.speedups) < min(was.speedups)
-        verdict = "yes" if apart else "no"
-        if min(len(row.speedups), len(was.speedups)) < 2:
-            verdict = "unknown: one repeat"
+        if min(len(row.speedups), len(was.speedups)) < MIN_REPEATS:
+            verdict = f"too few repeats to tell: {MIN_REPEATS} are needed"
+        else:
+            verdict = "yes" if chance(was.speedups, row.speedups) < SIGNIFICANT else "no"
         change = row.median_speedup / was.median_speedup - 1
         speedups = f"{was.median_speedup:.2f} | {row.median_speedup:.2f} | {change:+.1%}"
         lines.append(
@@ -295,24 +328,56 @@ def plot_all(results: BenchmarkResults, folder: str | Path) -> list[Path]:
     draw = {"speedup.png": plot_speedups, "acceptance.png": plot_acceptance, "batch_size.png": plot_batch_sizes}
     paths = [Path(folder, name) for name in plot_names(results.rows)]
     for path in paths:
-        draw[path.name](results.rows, path)
+        figure = draw[path.name](results.rows)
+        figure.suptitle(subtitle(results), fontsize=7, color="#5f6b76")
+        figure.tight_layout()
+        figure.savefig(path, dpi=150)
     return paths
 
 
-def plot_speedups(rows: Sequence[BenchmarkRow], path: str | Path) -> None:
+def subtitle(results: BenchmarkResults) -> str:
+    """Of what, and where, and how often the figures of a plot were measured."""
+    arguments, environment = results.run.get("arguments", {}), results.run.get("environment", {})
+    repeats = max((len(row.speedups) for row in results.rows), default=0)
+    facts = [
+        public_name(arguments.get("target")),
+        environment.get("dtype"),
+        environment.get("machine"),
+        "one repeat" if repeats == 1 else f"medians and ranges of {repeats} repeats",
+    ]
+    return ", ".join(str(fact) for fact in facts if fact)
+
+
+def with_range(rows: Sequence[BenchmarkRow]) -> dict:
+    """Medians of the speed-ups, and how far their range reaches below and above."""
+    medians = [row.median_speedup for row in rows]
+    below = [median - min(row.speedups) for median, row in zip(medians, rows)]
+    above = [max(row.speedups) - median for median, row in zip(medians, rows)]
+    return {"medians": medians, "ranges": [below, above]}
+
+
+def plot_speedups(rows: Sequence[BenchmarkRow]):
     """A bar for each method and task, at the smallest batch size."""
     smallest = min(row.batch_size for row in rows)
     rows = [row for row in rows if row.batch_size == smallest]
     tasks, temperatures = list(dict.fromkeys(row.task for row in rows)), sorted({row.temperature for row in rows})
     methods = [method for method in METHODS if any(row.method == method for row in rows)]
     width = max(4.5, 1.1 * len(tasks) * len(methods) / 2)
-    figure, axes = _figure(1, len(temperatures), figsize=(width * len(temperatures), 3.8))
-    for axis, temperature in zip(axes[0], temperatures):
+    figure, axes = _figure(len(temperatures), figsize=(width * len(temperatures), 3.8))
+    for axis, temperature in zip(axes, temperatures):
+        axis.axhline(1, color="#9aa5b1", linewidth=0.8, zorder=0)
         for number, method in enumerate(methods):
             shown = [row for row in rows if row.temperature == temperature and row.method == method]
             places = [tasks.index(row.task) + (number - (len(methods) - 1) / 2) * 0.8 / len(methods) for row in shown]
+            speedups = with_range(shown)
             bars = axis.bar(
-                places, [row.median_speedup for row in shown], 0.75 / len(methods), color=COLORS[method], label=method
+                places,
+                speedups["medians"],
+                0.75 / len(methods),
+                yerr=None if method == "plain" else speedups["ranges"],
+                error_kw={"elinewidth": 0.8, "ecolor": "#5f6b76"},
+                color=COLORS[method],
+                label=method,
             )
             labels = [f"{row.median_speedup:.2f}" for row in shown]
             if len(tasks) == 1:
@@ -320,74 +385,74 @@ def plot_speedups(rows: Sequence[BenchmarkRow], path: str | Path) -> None:
                     label + (f"\nτ = {row.acceptance_length:.2f}" if row.acceptance_length else "")
                     for label, row in zip(labels, shown)
                 ]
-            axis.bar_label(bars, labels, padding=2, fontsize=8)
-        axis.axhline(1, color="#9aa5b1", linewidth=0.8)
+            # On white, where a label meets the line at 1.
+            behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+            axis.bar_label(bars, labels, padding=3, fontsize=8, bbox=behind)
         axis.set_xticks(range(len(tasks)), tasks, rotation=0 if len(tasks) < 4 else 30)
-        axis.set_title(f"T = {temperature:g}")
+        axis.set_title(f"T = {temperature:g}, batch size {smallest}", fontsize=10)
         axis.margins(y=0.2)
-    axes[0][0].set_ylabel("speed-up over plain generation")
-    axes[0][-1].legend(frameon=False, fontsize=8)
-    _save(figure, path)
+    axes[0].set_ylabel("speed-up over plain generation")
+    axes[-1].legend(frameon=False, fontsize=8)
+    return figure
 
 
-def plot_acceptance(rows: Sequence[BenchmarkRow], path: str | Path) -> None:
-    """How often the first, second, ... drafted token was accepted: tasks pooled, a line for each method and temperature."""
-    figure, axes = _figure(1, 1, figsize=(5.5, 3.6))
-    axis = axes[0][0]
-    for method in METHODS:
-        for temperature in sorted({row.temperature for row in rows}):
-            pooled = BenchmarkRow(method, temperature)
-            for row in rows:
-                if (row.method, row.temperature) == (method, temperature):
-                    pooled.accepted_lengths.update(row.accepted_lengths)
-                    pooled.drafted_lengths.update(row.drafted_lengths)
-            if shares := pooled.acceptance_by_position:
-                label = f"{method}, T = {temperature:g}, τ = {pooled.acceptance_length:.2f}"
-                axis.plot(range(1, len(shares) + 1), shares, marker="o", label=label)
+def plot_acceptance(rows: Sequence[BenchmarkRow]):
+    """
+    How often the first, second, ... drafted token was accepted: tasks pooled, a line for each method, temperature and
+    batch size.
+    """
+    figure, (axis,) = _figure(1, figsize=(5.5, 3.6))
+    temperatures, sizes = (sorted({getattr(row, name) for row in rows}) for name in ("temperature", "batch_size"))
+    for method, temperature, size in itertools.product(METHODS, temperatures, sizes):
+        pooled = BenchmarkRow(method, temperature)
+        for row in rows:
+            if (row.method, row.temperature, row.batch_size) == (method, temperature, size):
+                pooled.drafted_lengths.update(row.drafted_lengths)
+        if shares := pooled.acceptance_by_position:
+            label = (
+                f"{method}, T = {temperature:g}, batch size {size}, τ of trees = {pooled.tree_acceptance_length:.2f}"
+            )
+            style = {"color": COLORS[method], "linestyle": ["-", "--", ":", "-."][temperatures.index(temperature) % 4]}
+            style["marker"] = "os^Dv"[sizes.index(size) % 5]
+            axis.plot(range(1, len(shares) + 1), shares, label=label, **style)
     axis.set_xlabel("drafted token")
     axis.set_ylabel("share of trees of which it is accepted")
     axis.set_ylim(0, 1)
-    axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.legend(frameon=False, fontsize=8)
-    _save(figure, path)
+    axis.set_xticks(range(1, 1 + max(len(row.acceptance_by_position) for row in rows)))
+    axis.legend(frameon=False, fontsize=7)
+    return figure
 
 
-def plot_batch_sizes(rows: Sequence[BenchmarkRow], path: str | Path) -> None:
-    """Median speed-up over tasks, against the batch size."""
-    temperatures = sorted({row.temperature for row in rows})
-    figure, axes = _figure(1, len(temperatures), figsize=(4.5 * len(temperatures), 3.6))
-    for axis, temperature in zip(axes[0], temperatures):
+def plot_batch_sizes(rows: Sequence[BenchmarkRow]):
+    """Speed-up against the batch size: a line for each method, and the median over tasks where there are several."""
+    temperatures, sizes = (sorted({getattr(row, name) for row in rows}) for name in ("temperature", "batch_size"))
+    figure, axes = _figure(len(temperatures), figsize=(4.5 * len(temperatures), 3.6))
+    for axis, temperature in zip(axes, temperatures):
+        axis.axhline(1, color="#9aa5b1", linewidth=0.8, zorder=0)
         for method in METHODS[1:]:
-            shown = [row for row in rows if (row.method, row.temperature) == (method, temperature)]
-            sizes = sorted({row.batch_size for row in shown})
-            medians = [
-                statistics.median(row.median_speedup for row in shown if row.batch_size == size) for size in sizes
-            ]
-            if sizes:
-                axis.plot(sizes, medians, marker="o", color=COLORS[method], label=method)
-        axis.axhline(1, color="#9aa5b1", linewidth=0.8)
+            shown: dict[int, list[float]] = {}
+            for row in rows:
+                if (row.method, row.temperature) == (method, temperature):
+                    shown.setdefault(row.batch_size, []).extend(row.speedups)
+            if shown:
+                pooled = [BenchmarkRow(method, temperature, speedups=shown[size]) for size in sorted(shown)]
+                speedups = with_range(pooled)
+                style = {"marker": "o", "capsize": 2, "color": COLORS[method], "label": method}
+                axis.errorbar(sorted(shown), speedups["medians"], yerr=speedups["ranges"], **style)
         axis.set_xlabel("batch size")
-        axis.set_title(f"T = {temperature:g}")
-    axes[0][0].set_ylabel("speed-up over plain generation")
-    axes[0][-1].legend(frameon=False, fontsize=8)
-    _save(figure, path)
+        axis.set_xticks(sizes)
+        axis.set_title(f"T = {temperature:g}", fontsize=10)
+    axes[0].set_ylabel("speed-up over plain generation")
+    axes[-1].legend(frameon=False, fontsize=8)
+    return figure
 
 
-def _figure(rows: int, columns: int, figsize):
-    import matplotlib
+def _figure(columns: int, figsize):
+    # Not by pyplot, which keeps figures and asks for a screen.
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(rows, columns, figsize=figsize, sharey=True, squeeze=False)
-    for axis in axes.flat:
+    figure = Figure(figsize=figsize)
+    axes = figure.subplots(1, columns, sharey=True, squeeze=False)[0]
+    for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     return figure, axes
-
-
-def _save(figure, path: str | Path) -> None:
-    from matplotlib import pyplot
-
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)

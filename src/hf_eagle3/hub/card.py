@@ -69,6 +69,7 @@ def render_card(
     drafted = [row for row in rows if row.method == "eagle3"] or [row for row in rows if row.method == "eagle3-chain"]
     # What the draft accepts by itself: where much is looked up, what is left to draft is harder.
     alone = [row for row in rows if row.method == "eagle3-no-lookup"] or drafted
+    lookups = [row for row in rows if row.method == "prompt-lookup"]
     name, datasets = repo_id.split("/")[-1], (training or {}).get("datasets") or []
     base_model = adapter_of or verifier
     base_model = base_model if is_hub_id(base_model) else None
@@ -82,7 +83,7 @@ def render_card(
         datasets=[dataset for dataset in datasets if is_hub_id(dataset)] or None,
         license=license,
         model_name=name if drafted else None,
-        eval_results=eval_results(drafted, alone) or None,
+        eval_results=eval_results(drafted, alone, lookups) or None,
     )
     cannot_export = None
     if draft is not None:
@@ -110,7 +111,7 @@ def render_card(
         training_arguments=None if training is None else training_yaml(training),
         run=benchmark.run if benchmark else None,
         table=format_table(rows) if rows else None,
-        rows=drafted,
+        rows=[(row, of_same_call(row, alone), of_same_call(row, lookups)) for row in drafted],
         plots=plot_names(rows),
         image_folder=image_folder,
         prompts={row.task: row.num_prompts for row in rows},
@@ -149,13 +150,20 @@ def form(draft) -> str:
     )
 
 
-def eval_results(rows: Sequence[BenchmarkRow], alone: Sequence[BenchmarkRow]) -> list[EvalResult]:
+def of_same_call(row: BenchmarkRow, others: Sequence[BenchmarkRow]) -> BenchmarkRow | None:
+    """Which of other methods' rows is of the same task, batch size and temperature."""
+    same = (other for other in others if other.method != row.method and other.task == row.task)
+    return next((o for o in same if (o.batch_size, o.temperature) == (row.batch_size, row.temperature)), None)
+
+
+def eval_results(
+    rows: Sequence[BenchmarkRow], alone: Sequence[BenchmarkRow], lookups: Sequence[BenchmarkRow]
+) -> list[EvalResult]:
     """
-    The `model-index`, for each task, batch size and temperature: the speed-up of `rows`, and the acceptance length of
-    those that tell what the draft accepts `alone`.
+    The `model-index`, for each task, batch size and temperature: the speed-up of `rows`, and beside it what the draft
+    brings `alone`, with its acceptance length, and what transformers' prompt lookup does without any.
     """
     results = []
-    lengths = {(row.task, row.batch_size, row.temperature): row.acceptance_length for row in alone}
     for row in rows:
         common = {
             "task_type": "text-generation",
@@ -170,13 +178,22 @@ def eval_results(rows: Sequence[BenchmarkRow], alone: Sequence[BenchmarkRow]) ->
                 "num_prompts": row.num_prompts,
             },
         }
+        draft, lookup = of_same_call(row, alone) or row, of_same_call(row, lookups)
+        repeats = "one repeat" if len(row.speedups) == 1 else f"median of {len(row.speedups)}"
+        with_lookup = "draft and prompt lookup" if draft is not row else "draft"
         metrics = (
+            ("acceptance_length", "Acceptance length of the draft alone (pooled)", draft.acceptance_length),
+            ("speedup", f"Speed-up over plain generation, {with_lookup} ({repeats})", row.median_speedup),
             (
-                "acceptance_length",
-                "Acceptance length of the draft alone (pooled)",
-                lengths.get((row.task, row.batch_size, row.temperature)),
+                "speedup_draft_alone",
+                f"Speed-up over plain generation, draft alone ({repeats})",
+                None if draft is row else draft.median_speedup,
             ),
-            ("speedup", "Speed-up over plain generation (median)", row.median_speedup),
+            (
+                "speedup_prompt_lookup_alone",
+                f"Speed-up over plain generation, prompt lookup without a draft ({repeats})",
+                lookup and lookup.median_speedup,
+            ),
         )
         results += [
             EvalResult(**common, metric_type=kind, metric_name=name, metric_value=round(value, 2))
