@@ -16,9 +16,10 @@ Arguments are those of `recipes/train.py`: data, chat template, packing and laye
 from dataclasses import dataclass, field
 
 from train import TargetConfig, TrainScriptArguments, make_trainer
-from trl import DatasetMixtureConfig, TrlParser
+from trl import DatasetMixtureConfig
 
 from hf_eagle3 import Eagle3TrainingArguments
+from hf_eagle3.training.parser import Eagle3Parser
 
 
 @dataclass
@@ -36,7 +37,8 @@ class ExtractionScriptArguments(TrainScriptArguments):
 
 
 def main():
-    parser = TrlParser((ExtractionScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig))
+    types = (ExtractionScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig)
+    parser = Eagle3Parser(types, without=("use_peft", "lora_", "use_rslora", "use_dora"))
     script_args, training_args, target_config, mixture = parser.parse_args_and_config()
     folder, script_args.features_dir = script_args.features_dir, None
     if folder is None:

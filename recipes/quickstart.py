@@ -17,6 +17,7 @@ A second run with the same settings reuses what the first one trained.
 import argparse
 import json
 import math
+import os
 import shlex
 import shutil
 import subprocess
@@ -30,7 +31,6 @@ from tokenizers import ByteLevelBPETokenizer
 from tqdm.auto import tqdm
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedTokenizerFast,
     PrinterCallback,
     ProgressCallback,
@@ -46,6 +46,7 @@ from hf_eagle3.environment import public_name
 from hf_eagle3.evaluation.results import what_differs
 from hf_eagle3.evaluation.tasks import standard_library
 from hf_eagle3.hub import write_records
+from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training.optimizer import MuonWithAdamW
 from hf_eagle3.training.record import training_record
 
@@ -53,16 +54,21 @@ from hf_eagle3.training.record import training_record
 NUM_PROMPTS = 20
 PROMPT_TOKENS = 48
 EOS = "<|endoftext|>"
-FEW_STEPS = 100  # of a training that is worth looking at
 # Arguments that target and draft do not depend on.
-NOT_TRAINED = ("max_new_tokens", "output_dir", "prompts", "repeats")
+NOT_TRAINED = ("max_new_tokens", "min_steps", "output_dir", "prompts", "repeats")
 
 
 class TimeBudget(TrainerCallback):
-    """Ends training after so many minutes, lets the learning rate fall to zero on the way, and shows the way."""
+    """
+    Ends training after so many minutes, lets the learning rate fall to zero on the way, and shows the way. Where that
+    is too little for `min_steps`, it takes longer, up to `LONGER` times.
+    """
 
-    def __init__(self, minutes: float, description: str):
-        self.seconds, self.description, self.share = 60 * minutes, description, 0.0
+    LONGER = 5
+
+    def __init__(self, minutes: float, description: str, min_steps: int):
+        self.given = self.seconds = 60 * minutes
+        self.description, self.min_steps, self.share = description, min_steps, 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.start = time.monotonic()
@@ -79,6 +85,13 @@ class TimeBudget(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         elapsed = time.monotonic() - self.start
+        needed = min(elapsed / state.global_step * self.min_steps, self.LONGER * self.given)
+        if state.global_step >= 5 and needed > 1.1 * self.seconds:  # the first steps take longer
+            self.seconds = self.bar.total = round(needed)
+            self.bar.write(
+                f"{self.description}: {state.global_step} steps in {elapsed:.0f} s are few for this machine: training takes "
+                f"{self.seconds} s instead of {self.given:.0f}."
+            )
         self.share = min(elapsed / self.seconds, 1.0)
         self.bar.update(min(int(elapsed), self.bar.total) - self.bar.n)
         control.should_training_stop = elapsed >= self.seconds
@@ -89,11 +102,6 @@ class TimeBudget(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.bar.close()
-        if state.global_step < FEW_STEPS:
-            print(
-                f"Only {state.global_step} steps in {self.seconds:.0f} seconds: what follows will mean little. If other programs use "
-                f"the cores, delete {args.output_dir.removesuffix('-run')} and run this again with OMP_NUM_THREADS=1."
-            )
 
 
 class TimedEagle3Trainer(Eagle3Trainer):
@@ -176,12 +184,12 @@ def train_target(folder: Path, dataset: Dataset, args) -> None:
         processing_class=tokenizer,
         optimizers=(MuonWithAdamW(matrices, others, lr=6e-3), None),
     )
-    train(trainer, TimeBudget(args.target_minutes, "Target"))
+    train(trainer, TimeBudget(args.target_minutes, "Target", args.min_steps))
     save(folder, target.to(torch.bfloat16) if trainer.args.bf16 else target, tokenizer)
 
 
 def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None:
-    budget = TimeBudget(args.draft_minutes, "Draft")
+    budget = TimeBudget(args.draft_minutes, "Draft", args.min_steps)
     trainer = TimedEagle3Trainer(
         model=None,
         target_model=target,
@@ -203,6 +211,22 @@ def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None
     draft = trainer.draft.to(target.dtype)
     command = shlex.join(["python", "recipes/quickstart.py", *map(public_name, sys.argv[1:])])
     save(folder, draft, training=training_record(trainer, draft.state_dict()) | {"command": command})
+
+
+def faster_number_of_threads(seconds: float = 1.0) -> int:
+    """All threads, or one where others use the cores: what multiplies more matrices in a moment."""
+
+    def products_by(num_threads: int) -> int:
+        torch.set_num_threads(num_threads)
+        number, start = 0, time.monotonic()
+        while time.monotonic() - start < seconds:
+            matrix @ matrix
+            number += 1
+        return number
+
+    matrix, most = torch.randn(512, 512), torch.get_num_threads()
+    numbers = {num_threads: products_by(num_threads) for num_threads in {1, most}}
+    return max(numbers, key=numbers.get)
 
 
 def save(folder: Path, *objects, training: dict | None = None) -> None:
@@ -249,6 +273,9 @@ def main():
     parser.add_argument("--output_dir", default="outputs/quickstart")
     parser.add_argument("--target_minutes", type=float, default=2, help="Time to train the small target")
     parser.add_argument("--draft_minutes", type=float, default=1.5, help="Time to train the draft")
+    parser.add_argument(
+        "--min_steps", type=int, default=100, help="Steps of each training, for which it may take five times as long"
+    )
     parser.add_argument("--draft_vocab_size", type=int, default=4096)
     parser.add_argument(
         "--layer_type",
@@ -281,6 +308,10 @@ def main():
     settle_arguments(output_dir, args)
 
     set_seed(args.seed)
+    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(faster_number_of_threads())
+        os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # of the process that generates
+        print(f"Computing with {torch.get_num_threads()} threads.", flush=True)
     if args.dataset is None:
         documents, held_out = standard_library(NUM_PROMPTS)
         dataset = Dataset.from_dict({"text": documents})
@@ -290,7 +321,10 @@ def main():
     if args.target is None and not Path(target_name).exists():
         print(f"Training a small target on {len(dataset)} pieces of the standard library ...", flush=True)
         train_target(Path(target_name), dataset, args)
-    tokenizer = AutoTokenizer.from_pretrained(target_name)
+        if draft_dir.exists():  # what was deleted is not what the draft was trained for
+            print(f"{draft_dir} is older than its target: it is trained anew.", flush=True)
+            shutil.rmtree(draft_dir)
+    tokenizer = load_tokenizer(target_name)
     if not draft_dir.exists():
         print(f"Training a draft for {target_name} ...", flush=True)
         target = AutoModelForCausalLM.from_pretrained(target_name)
@@ -312,6 +346,13 @@ def main():
             f"The comparison ended with exit code {code}. Target and draft are complete; to compare again, run this script "
             f"again, or {shlex.join(command)}"
         )
+    steps = json.loads((draft_dir / "training.json").read_text())["steps"]
+    if steps < args.min_steps:
+        print(
+            f"The draft was trained for {steps} steps only, so that these figures mean little. When the cores are free, delete "
+            f"{draft_dir} and run this again, with more --draft_minutes if need be."
+        )
+        return
     print(
         "To publish the draft, with a card that has these figures: "
         + shlex.join([sys.executable, "recipes/push.py", str(draft_dir), "--benchmark", str(results)])

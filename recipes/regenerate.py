@@ -24,10 +24,24 @@ from dataclasses import asdict, dataclass, field
 
 from accelerate import PartialState
 from train import TargetConfig, TrainScriptArguments, load_data, load_target
-from transformers import AutoModel, AutoTokenizer
-from trl import DatasetMixtureConfig, TrlParser
+from transformers import AutoModel
+from trl import DatasetMixtureConfig
 
 from hf_eagle3.data.regeneration import Output, conversations, regenerate_by_server, regenerate_locally
+from hf_eagle3.tokenizer import load_tokenizer
+from hf_eagle3.training.parser import Eagle3Parser
+
+
+# What is about a training.
+WITHOUT = (
+    "features_dir",
+    "dataset_test_split",
+    "use_peft",
+    "lora_",
+    "use_rslora",
+    "use_dora",
+    "gradient_checkpointing",
+)
 
 
 @dataclass
@@ -49,7 +63,7 @@ class RegenerationArguments:
 
 
 def main():
-    parser = TrlParser((TrainScriptArguments, RegenerationArguments, TargetConfig, DatasetMixtureConfig))
+    parser = Eagle3Parser((TrainScriptArguments, RegenerationArguments, TargetConfig, DatasetMixtureConfig), WITHOUT)
     script_args, args, target_config, mixture = parser.parse_args_and_config()
     state = PartialState()
     dataset = load_data(script_args, mixture)[script_args.dataset_train_split]
@@ -94,9 +108,7 @@ def main():
         draft = None
         if script_args.draft_name_or_path is not None:
             draft = AutoModel.from_pretrained(script_args.draft_name_or_path, trust_remote_code=True).to(state.device)
-        tokenizer = AutoTokenizer.from_pretrained(
-            target_config.model_name_or_path, revision=target_config.model_revision
-        )
+        tokenizer = load_tokenizer(target_config.model_name_or_path, revision=target_config.model_revision)
         regenerate_locally(target.eval(), tokenizer, pending, output, args.batch_size, draft, **sampling)
     print(
         f"{len(output.done) - num_done} rows written to {args.output_dir}, {num_done} were there, {num_failed} failed."

@@ -25,19 +25,21 @@ An existing draft is trained further with `--draft_name_or_path`, and adapted by
 """
 
 import logging
+import shlex
+import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from accelerate import PartialState
 from datasets import DatasetDict, load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import get_last_checkpoint
 from trl import (
     DatasetMixtureConfig,
     ModelConfig,
     ScriptArguments,
-    TrlParser,
     get_dataset,
     get_peft_config,
     get_quantization_config,
@@ -45,7 +47,9 @@ from trl import (
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import load_ends
+from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training import FeatureStore
+from hf_eagle3.training.parser import Eagle3Parser
 from hf_eagle3.training.record import non_defaults
 
 
@@ -147,6 +151,15 @@ def load_target(config: TargetConfig, with_layers: bool = True) -> PreTrainedMod
     )
 
 
+def check_writable(folder: Path) -> None:
+    """Before a training that would be lost."""
+    parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written to: {error}. Choose another `--output_dir`.") from error
+
+
 def make_trainer(script_args, training_args, target_config, mixture) -> Eagle3Trainer:
     if target_config.model_name_or_path is None:
         raise ValueError("Say what to train a draft for: `--model_name_or_path`, or in the YAML file.")
@@ -167,6 +180,7 @@ def make_trainer(script_args, training_args, target_config, mixture) -> Eagle3Tr
                 )
         train_dataset = train_dataset or dataset[script_args.dataset_train_split]
         eval_dataset = dataset[script_args.dataset_test_split] if evaluates else None
+    tokenizer = load_tokenizer(target_config.model_name_or_path, revision=target_config.model_revision)
     draft = None
     if script_args.draft_name_or_path is not None:
         draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path)
@@ -176,9 +190,7 @@ def make_trainer(script_args, training_args, target_config, mixture) -> Eagle3Tr
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        processing_class=AutoTokenizer.from_pretrained(
-            target_config.model_name_or_path, revision=target_config.model_revision
-        ),
+        processing_class=tokenizer,
         peft_config=get_peft_config(target_config),
     )
 
@@ -186,7 +198,7 @@ def make_trainer(script_args, training_args, target_config, mixture) -> Eagle3Tr
 def main():
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_eagle3").setLevel(logging.INFO)
-    parser = TrlParser((TrainScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig))
+    parser = Eagle3Parser((TrainScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig))
     script_args, training_args, target_config, mixture = parser.parse_args_and_config()
     folder = Path(training_args.output_dir)
     if not training_args.resume_from_checkpoint and folder.is_dir() and get_last_checkpoint(folder) is not None:
@@ -194,19 +206,41 @@ def main():
             f"{folder} has checkpoints of another run, which would be overwritten. Go on from them by `--resume_from_checkpoint "
             "true`, or choose another `--output_dir`."
         )
+    check_writable(folder)
     trainer = make_trainer(script_args, training_args, target_config, mixture)
     # For the card.
     names = [dataset.path for dataset in mixture.datasets] or [script_args.dataset_name]
     trainer.dataset_names = [name for name in names if name is not None]
     trainer.script_settings = non_defaults(script_args) | non_defaults(target_config)
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    command = shlex.join(["accelerate", "launch", "recipes/train.py", *sys.argv[1:]])
+    try:
+        trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    except KeyboardInterrupt:
+        if (
+            checkpoint := folder.is_dir() and get_last_checkpoint(folder)
+        ) and "--resume_from_checkpoint" not in command:
+            command += " --resume_from_checkpoint true"
+        where = f"after {Path(checkpoint).name}" if checkpoint else "from the beginning: there is no checkpoint yet"
+        raise SystemExit(f"Interrupted. To go on {where}:\n\n    {command}") from None
     if training_args.push_to_hub:  # which saves, too
         trainer.push_to_hub()
         trainer.accelerator.print(f"Pushed the draft to {trainer.hub_model_id}.")
     else:
         trainer.save_model(training_args.output_dir)
         trainer.create_model_card()
-    trainer.accelerator.print(f"Saved the draft to {training_args.output_dir}.")
+    target, draft = (
+        target_config.model_name_or_path,
+        trainer.hub_model_id if training_args.push_to_hub else str(folder),
+    )
+    measure = ["python", "recipes/benchmark.py", "--target", target, "--draft", draft, "--json", "results.jsonl"]
+    trainer.accelerator.print(
+        f"Saved the draft to {folder}. To use it:\n\n"
+        f"    draft = AutoModel.from_pretrained({draft!r}, trust_remote_code=True)\n"
+        "    target.generate(**inputs, assistant_model=draft)\n\n"
+        f"To measure it:\n\n    {shlex.join(measure)}\n\n"
+        "To push it, with a card that has what was measured:\n\n"
+        f"    {shlex.join(['python', 'recipes/push.py', str(folder), '--benchmark', 'results.jsonl'])}"
+    )
     # Else a process may be aborted at its end while its threads still talk to others.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()

@@ -6,7 +6,18 @@ from conftest import make_target
 from hf_eagle3.evaluation import BenchmarkResults, tasks
 
 
-FAST = ["--draft_minutes", "0.03", "--max_new_tokens", "8", "--batch_size", "2", "--max_length", "64"]
+FAST = [
+    "--draft_minutes",
+    "0.03",
+    "--min_steps",
+    "1",
+    "--max_new_tokens",
+    "8",
+    "--batch_size",
+    "2",
+    "--max_length",
+    "64",
+]
 
 
 @pytest.fixture(autouse=True)

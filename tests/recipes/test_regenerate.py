@@ -59,7 +59,7 @@ def test_a_killed_run_loses_nothing_that_was_finished(tmp_path, data):
     assert all(row["messages"][1]["content"] == f"ab{row['row']}, said again" for row in rows)
 
 
-def test_a_target_in_the_process(tmp_path, data, tokenizer, run_recipe):
+def test_a_target_in_the_process(tmp_path, data, tokenizer, run_recipe, caplog):
     make_target("llama").save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     command = ("--model_name_or_path", tmp_path / "target", "--dataset_name", data, "--output_dir", tmp_path / "out")
@@ -68,6 +68,6 @@ def test_a_target_in_the_process(tmp_path, data, tokenizer, run_recipe):
     written = len(load_dataset("json", data_files=str(tmp_path / "out" / "*.jsonl"), split="train"))
     assert f"{written} rows written" in result.stdout and written > NUM_ROWS // 2
     # A random target says special tokens, too.
-    assert written + result.stderr.count("is left out: its answer has the special tokens") == NUM_ROWS
+    assert written + caplog.text.count("is left out: its answer has the special tokens") == NUM_ROWS
     with pytest.raises((SystemExit, ValueError), match=r"'max_new_tokens': \(5, 6\)"):
         run_recipe("regenerate.py", *command, "--max_new_tokens", 6, "--temperature", 0)

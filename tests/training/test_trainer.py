@@ -8,7 +8,7 @@ import torch
 from conftest import make_prompt, make_target
 from datasets import Dataset, DatasetDict
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModel
+from transformers import AutoModel, AutoTokenizer
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.data import prompt_of_row
@@ -473,7 +473,7 @@ def test_a_target_by_its_name(tmp_path, tokenizer):
 
 def test_the_tokenizer_is_of_the_same_revision(monkeypatch):
     loaded = []
-    for auto in (models.AutoModelForCausalLM, models.AutoTokenizer):
+    for auto in (models.AutoModelForCausalLM, AutoTokenizer):
         monkeypatch.setattr(auto, "from_pretrained", lambda name, **kwargs: loaded.append(kwargs))
     models.load_target("me/model", {"revision": "v2", "trust_remote_code": True, "dtype": torch.float16})
     model_kwargs, tokenizer_kwargs = loaded

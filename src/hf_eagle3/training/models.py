@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..remote_code.modeling_eagle3 import HUB_ARGUMENTS, Eagle3ForSpeculation
+from ..tokenizer import load_tokenizer
 from .arguments import Eagle3TrainingArguments
 
 
@@ -27,7 +28,7 @@ def load_target(target: str | PreTrainedModel, init_kwargs: dict[str, Any] | Non
     if processing_class is None:
         shared = (*HUB_ARGUMENTS, "code_revision", "trust_remote_code")
         kwargs = {key: value for key, value in init_kwargs.items() if key in shared}
-        processing_class = AutoTokenizer.from_pretrained(name, **kwargs)
+        processing_class = load_tokenizer(name, **kwargs)
     return target, processing_class
 
 

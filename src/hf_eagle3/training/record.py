@@ -104,9 +104,11 @@ def check_resumption(trainer, checkpoint: str) -> None:
         return
     then, now = json.loads(record.read_text(encoding="utf-8"))["arguments"], training_record(trainer)["arguments"]
     then, now = ({name: each[name] for name in OF_ONE_TRAINING if name in each} for each in (then, now))
+    defaults = {field.name: field.default for field in fields(trainer.args)}
+    then, now = ({name: each.get(name, defaults.get(name)) for name in {**then, **now}} for each in (then, now))
     if difference := what_differs(then, now):
         raise ValueError(
-            f"{checkpoint} is of a training with other settings: {difference}. (None is the default.) Go on with those it was "
+            f"{checkpoint} is of a training with other settings: {difference}. Go on with those it was "
             "begun with, or begin a new training with its draft (`model`, or `--draft_name_or_path`)."
         )
 

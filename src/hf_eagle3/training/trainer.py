@@ -39,6 +39,7 @@ from ..remote_code.checks_eagle3 import is_sharded
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
 from .arguments import Eagle3TrainingArguments
 from .checkpoint import last_whole_checkpoint, list_files, what_is_broken
+from .console import show_few
 from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, start_store
 from .models import draft_to_train, load_target
 from .optimizer import MuonWithAdamW
@@ -184,6 +185,7 @@ class Eagle3Trainer(SFTTrainer):
         # forward. Replaces the fused loss that `SFTTrainer` puts in the same place.
         draft.forward = MethodType(_forward_or_unroll, draft)
         self._counts: dict[str, torch.Tensor] = {}
+        show_few(self)
 
     def _settle_by_store(self, store: FeatureStore, args: Eagle3TrainingArguments) -> Dataset:
         """What was settled when features were extracted is settled for training; evaluation goes by the arguments."""
@@ -474,8 +476,18 @@ class Eagle3Trainer(SFTTrainer):
         """Adds what training-time test says about drafting."""
         if "loss" in logs:
             metrics = self._pop_metrics("train")
-            logs = {**logs, "ttt_steps": sum(name.startswith("accuracy_") for name in metrics), **metrics}
+            num_steps = sum(name.startswith("accuracy_") for name in metrics)
+            logs = {
+                **logs,
+                "loss_per_step": self._per_step(logs["loss"], num_steps),
+                "ttt_steps": num_steps,
+                **metrics,
+            }
         super().log(logs, start_time)
+
+    def _per_step(self, loss: float, num_steps: int) -> float:
+        """The mean loss of a drafting step, by the weights of `ttt_step_decay`: comparable while the unroll grows."""
+        return loss / sum(self.args.ttt_step_decay**step for step in range(max(num_steps, 1)))
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
@@ -483,6 +495,8 @@ class Eagle3Trainer(SFTTrainer):
         """Adds the same about `dataloader`, and the acceptance length of decoding with the draft."""
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         metrics = self._pop_metrics("eval") | self._decode(dataloader.dataset)
+        if (loss := output.metrics.get(f"{metric_key_prefix}_loss")) is not None:
+            metrics["loss_per_step"] = self._per_step(loss, sum(name.startswith("accuracy_") for name in metrics))
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 

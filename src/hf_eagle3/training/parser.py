@@ -1,0 +1,61 @@
+"""The command line of the recipes that train."""
+
+import argparse
+import difflib
+import sys
+from pathlib import Path
+
+import yaml
+from trl import TrlParser
+
+
+class Eagle3Parser(TrlParser):
+    """
+    TRL's parser of flags and of a YAML file (`--config`), whose help has our own flags first and inherited ones by the
+    class they are from, and which names what a misspelled flag or key may have meant.
+
+    Args:
+        dataclass_types (`Iterable[type]`): What is parsed.
+        without (`tuple[str, ...]`, *optional*): Beginnings of the names of fields that mean nothing to a script.
+    """
+
+    def __init__(self, dataclass_types, without: tuple[str, ...] = (), **kwargs):
+        super().__init__(dataclass_types, **kwargs)
+        for action in [action for action in self._actions if action.dest.startswith(without)] if without else ():
+            action.help = argparse.SUPPRESS  # it keeps its default
+            for option in action.option_strings:
+                del self._option_string_actions[option]
+        owners: dict[str, type] = {}
+        for dataclass_type in dataclass_types:
+            for cls in reversed(dataclass_type.__mro__):  # the first that has a field
+                for name in vars(cls).get("__annotations__", {}):
+                    owners.setdefault(name, cls)
+        (general,) = (group for group in self._action_groups if group.title in ("options", "optional arguments"))
+        groups = {}
+        for action in [action for action in general._group_actions if action.dest in owners]:
+            general._group_actions.remove(action)
+            groups.setdefault(owners[action.dest], []).append(action)
+        is_inherited = {cls: cls.__module__.split(".")[0] in ("trl", "transformers") for cls in groups}
+        for cls in sorted(groups, key=is_inherited.get):  # stable
+            where = f"inherited from {cls.__module__.split('.')[0]}'s " if is_inherited[cls] else ""
+            self.add_argument_group(f"{where}{cls.__name__}")._group_actions += groups[cls]
+
+    def parse_args_and_config(self, args=None, **kwargs):
+        """
+        Raises:
+            SystemExit: if a flag, or a key of the YAML file, does not exist.
+        """
+        args = list(sys.argv[1:] if args is None else args)
+        options = {*self._option_string_actions, "--config"}
+        given = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
+        if "--config" in args[:-1]:
+            content = yaml.safe_load(Path(args[args.index("--config") + 1]).read_text(encoding="utf-8"))
+            given += [f"--{key}" for key in content or () if key != "env"]
+        hints = []
+        for flag in given:
+            if not any(option.startswith(flag) for option in options):  # argparse takes beginnings, too
+                meant = difflib.get_close_matches(flag, options, n=1)
+                hints.append(f"{flag}" + (f" (did you mean {meant[0]}?)" if meant else ""))
+        if hints:
+            self.error(f"there is no such argument, of the command line or the YAML file: {', '.join(hints)}")
+        return super().parse_args_and_config(args, **kwargs)
