@@ -336,7 +336,7 @@ draft.save_pretrained({str(tmp_path / "again")!r})
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
 def test_threads(target, cache):
     """Threads share target and draft, and get what they would get alone."""
-    prompts = [make_prompt(5 + n, seed=n) for n in range(6)]
+    prompts = [make_prompt(5 + n, seed=n) for n in range(4)]
     draft = make_draft(target, prompts)
     alone = []
     for prompt in prompts:
@@ -347,7 +347,7 @@ def test_threads(target, cache):
     def work(n):
         try:
             barrier.wait()
-            for _ in range(3):
+            for _ in range(2):
                 text = target.generate(prompts[n], assistant_model=draft, **cache, **SETTINGS)
                 together[n] = (text, draft.last_generation)
         except Exception as error:

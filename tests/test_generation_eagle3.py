@@ -60,11 +60,11 @@ def test_greedy_text_of_every_family(family, prompt_length):
     draft = make_draft(target, [prompt], num_tokens=8)
     draft.generation_config.num_assistant_tokens = 72  # all pairs of 8 tokens
     oracle_lengths, lengths = [], []
-    for settings in GREEDY:
-        lengths += assert_same_text(target, draft, prompt, **settings).accepted_lengths
+    for settings in GREEDY if prompt_length == 40 else GREEDY[:1]:
         text = generate(target, prompt, **settings)
-        oracle = make_oracle(target, text)
-        oracle_lengths += assert_same_text(target, oracle, prompt, **settings).accepted_lengths
+        for assistant, accepted in ((draft, lengths), (make_oracle(target, text), oracle_lengths)):
+            assert generate(target, prompt, assistant_model=assistant, **settings).tolist() == text.tolist()
+            accepted += assistant.last_generation.accepted_lengths
     # Without accepted tokens, and whole branches of them, this would prove nothing.
     assert max(lengths) >= 2 and sum(lengths) > 1.1 * len(lengths)
     assert max(oracle_lengths) >= 5 and sum(oracle_lengths) > 1.5 * len(oracle_lengths)
@@ -422,7 +422,7 @@ def test_settings_of_draft_and_call(target):
     assert tree_settings(oracle.generation_config, config) == {**settings, "assistant_confidence_threshold": 0.0}
     oracle.generation_config.tree_policy = "auto"
     assert tree_settings(GenerationConfig(), GenerationConfig()) == tree_settings(oracle.generation_config)
-    with pytest.raises(ValueError, match="`tree_depth` must be a positive integer, got 0"):
+    with pytest.raises(ValueError, match="`tree_depth` must be an integer of at least 1, got 0"):
         tree_settings(GenerationConfig(tree_depth=0))
     with pytest.raises(ValueError, match="`prompt_lookup_num_tokens` must be an integer of at least 0, got -1"):
         tree_settings(GenerationConfig(prompt_lookup_num_tokens=-1))
