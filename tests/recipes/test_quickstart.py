@@ -1,4 +1,6 @@
 import json
+import shutil
+import subprocess
 
 import pytest
 from conftest import make_target
@@ -41,11 +43,20 @@ def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe, monkeypatch):
     assert training["draft_weights"] == results.run["draft_weights"] and training["steps"] > 0
     assert "Training a draft" in first.stdout
 
+    # What comes before the comparison, once more.
+    monkeypatch.setattr(subprocess, "run", lambda command: subprocess.CompletedProcess(command, 0))
     trained = (tmp_path / "draft" / "model.safetensors").stat().st_mtime_ns
     second = run_recipe("quickstart.py", *arguments)
     assert second.returncode == 0, second.stderr[-3000:]
     assert "Training" not in second.stdout and "Reusing" in second.stdout
     assert (tmp_path / "draft" / "model.safetensors").stat().st_mtime_ns == trained
+
+    # A draft is of its target: another one, trained in the place of one that was deleted, gets its own.
+    shutil.rmtree(tmp_path / "target")
+    third = run_recipe("quickstart.py", *arguments[:2], "--seed", 0, *arguments[2:], "--min_steps", 10_000)
+    assert third.returncode == 0 and "is older than its target: it is trained anew" in third.stdout
+    assert "these figures mean little" in third.stdout and "To publish" not in third.stdout
+    assert "are few for this machine" in third.stdout + third.stderr
 
     for changed in (["--target", "somewhere", "--dataset", "else"], ["--layer_type", "llama"]):
         other = run_recipe("quickstart.py", *arguments, *changed)
