@@ -475,3 +475,18 @@ def test_norms_keep_the_dtype_under_autocast(monkeypatch):
     rms_norm = nn.functional.rms_norm
     monkeypatch.setattr(nn.functional, "rms_norm", lambda *arguments: rms_norm(*arguments).float())
     assert Eagle3RMSNorm(8)(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_a_file_of_weights_that_was_cut_off_is_named(draft, tmp_path):
+    draft.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    content = file.read_bytes()
+    for cut, message in ((content[:-10], "has .* bytes, but must have"), (content[:40], "its beginning is broken")):
+        file.write_bytes(cut)
+        with pytest.raises(ValueError, match=f"model.safetensors .*{message}"):
+            Eagle3ForSpeculation.from_pretrained(tmp_path)
+
+
+def test_a_draft_without_weights_is_refused(target, draft):
+    with pytest.raises(ValueError, match="on the meta device"):
+        target.generate(make_prompt(5), assistant_model=copy.deepcopy(draft).to("meta"), max_new_tokens=3)
