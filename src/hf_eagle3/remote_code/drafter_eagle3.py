@@ -19,7 +19,7 @@ class Slots:
 
     Args:
         keys, values (`list[torch.Tensor]`): Of each layer, `(B, num_heads, num_slots, head_dim)`.
-        indices (`torch.LongTensor` of shape `(B, Q)`): Slots of the tokens that are read, all different in a row.
+        indices (`torch.LongTensor` of shape `(B, Q)`): Slots of the tokens that are read.
         num_visible (`int`): It attends to so many from the left, but for those that the mask hides.
     """
 
@@ -270,8 +270,9 @@ class Drafter(Proposer):
             only_last=True,
         )
         slots = Slots(self.keys, self.values, index % num_rows, num_rows)
+        is_text = (index >= 0)[:, None, :, None]  # what padding leaves may be no numbers
         for i, layer in enumerate(cache.layers):
-            slots.update(layer.keys, layer.values, i)
+            slots.update(layer.keys.where(is_text, 0), layer.values.where(is_text, 0), i)
 
     def reserve(self, num_slots: int) -> None:
         """Makes room for so many tokens in each row."""

@@ -71,8 +71,8 @@ def tree_settings(
 class StepCosts:
     """
     Seconds that the parts of a step take, by their size: `"draft"`, for so many levels; `"verify"`, for so many tokens
-    in all rows together. Of the latest measurements the least but one, since a step may meet a pause that is not its
-    own. The first measurement of a size pays for its preparation and does not count.
+    in all rows together. Of the latest five measurements the second shortest, since a step may meet a pause that is
+    not its own. The first measurement of a size pays for its preparation and does not count.
     """
 
     LATEST = 5
