@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test style clean
+.PHONY: install quickstart test test-engines style clean
 
 install: $(VENV)/.installed
 
@@ -27,6 +27,10 @@ test: $(VENV)/.tested
 	$(BIN)/python -m ruff check src tests recipes
 	$(BIN)/python -m ruff format --check src tests recipes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# One draft in vLLM, llama.cpp and OpenVINO, each in an environment of its own: some 6 GB, half an hour at first.
+test-engines: install
+	HF_EAGLE3_ENGINES=outputs/engines $(BIN)/python -m pytest tests/engines -v -rs
 
 style: install
 	$(BIN)/python -m ruff check --fix src tests recipes

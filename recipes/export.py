@@ -7,7 +7,12 @@ Writes a draft in the format of another engine.
     python recipes/export.py me/Qwen3-8B-speculator.eagle3 --to sglang --output_dir Qwen3-8B-eagle3-sglang
 
 The format that drafts are saved in is what `vllm serve` takes (`--to speculators --target Qwen/Qwen3-8B` for a draft
-of another format); SGLang wants its own. `--revision sglang` pushes it as a branch of the draft's Hub repo, so that
+of another format); others want their own:
+
+    python recipes/export.py my-draft --to gguf --target_gguf Qwen3-8B.gguf --output_dir draft-gguf
+    python recipes/export.py my-draft --to openvino --python openvino/bin/python --output_dir draft-openvino
+
+`--revision sglang` pushes it as a branch of the draft's Hub repo, so that
 one repo serves all:
 
     python recipes/export.py me/Qwen3-8B-speculator.eagle3 --to sglang --output_dir Qwen3-8B-eagle3-sglang \
@@ -26,8 +31,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("draft", help="Folder or Hub id, in any format that can be read")
     parser.add_argument("--to", required=True, choices=[*WRITABLE, "speculators"], help="Format to write")
+    parser.add_argument("--target", help="The draft's target, where its own format does not name it: folder or Hub id")
+    parser.add_argument("--target_gguf", help="For gguf: the target as llama.cpp has it")
     parser.add_argument(
-        "--target", help="The draft's verifier, where its own format does not name it: folder or Hub id"
+        "--python", help="For openvino: the interpreter of an environment that has optimum-intel and openvino"
     )
     parser.add_argument("--output_dir", required=True, help="A new folder")
     parser.add_argument("--draft_revision", help="Revision of the draft on the Hub")
@@ -39,10 +46,11 @@ def main():
         draft.pair_with(load_ends(args.target))
     if args.to == "speculators":
         if draft.config.speculators_config is None:
-            raise SystemExit("vLLM wants to know the verifier, which this draft's format does not say: pass --target.")
+            raise SystemExit("vLLM wants to know the target, which this draft's format does not say: pass --target.")
         draft.save_pretrained(args.output_dir)
     else:
-        export(draft, args.output_dir, args.to)
+        given = {"gguf": {"target_gguf": args.target_gguf}, "openvino": {"python": args.python}}
+        export(draft, args.output_dir, args.to, **given.get(args.to, {}))
     print(f"Wrote {args.draft} in the {args.to} format to {args.output_dir}.")
     if args.push_to:
         api, branch = HfApi(), args.revision or args.to
@@ -60,5 +68,5 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except (OSError, ValueError) as error:
+    except (ModuleNotFoundError, OSError, ValueError) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from None

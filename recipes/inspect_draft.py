@@ -2,7 +2,7 @@
 # dependencies = ["hf-eagle3"]
 # ///
 """
-What a draft is, on one screen: format, verifier, layers, vocabulary, flags, sizes, and what each engine will do with
+What a draft is, on one screen: format, target, layers, vocabulary, flags, sizes, and what each engine will do with
 it.
 
     python recipes/inspect_draft.py RedHatAI/Qwen3-8B-speculator.eagle3
@@ -14,7 +14,7 @@ With `--target` the draft is also checked against that model; only its configura
 import argparse
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.checkpoints import FORMATS, WRITABLE, load_ends
+from hf_eagle3.checkpoints import describe_engines, load_ends
 from hf_eagle3.environment import is_path
 
 
@@ -31,7 +31,7 @@ def describe(draft, info) -> list[tuple[str, str]]:
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     rows = [
         ("format", info["format"]),
-        ("verifier", config.verifier + (f" ({NOT_TO_PUBLISH})" if is_path(config.verifier) else "")),
+        ("target", config.verifier + (f" ({NOT_TO_PUBLISH})" if is_path(config.verifier) else "")),
         (
             "layers",
             f"{config.num_hidden_layers} x {layer.model_type}, width {layer.hidden_size}, MLP {layer.intermediate_size}, "
@@ -61,22 +61,6 @@ def describe(draft, info) -> list[tuple[str, str]]:
     return rows
 
 
-def engines(draft, info) -> list[tuple[str, str]]:
-    if info["format"] == "speculators" and draft.config.speculators_config is not None:
-        rows = [("vLLM", "takes it as it is")]
-    else:
-        rows = [("vLLM", "takes it after recipes/export.py --to speculators --target VERIFIER")]
-    for name in WRITABLE:
-        engine = {"sglang": "SGLang", "safeailab": "EAGLE's own code"}[name]
-        try:
-            FORMATS[name].write(draft)
-            as_it_is = info["format"] == name
-            rows.append((engine, "takes it as it is" if as_it_is else f"takes it after recipes/export.py --to {name}"))
-        except ValueError as error:
-            rows.append((engine, f"cannot take it. {error}"))
-    return [("transformers", "generate(assistant_model=draft)"), *rows]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("draft", help="Folder or Hub id")
@@ -84,7 +68,8 @@ def main():
     parser.add_argument("--target", help="Folder or Hub id of a model to check the draft against")
     args = parser.parse_args()
     draft, info = Eagle3ForSpeculation.from_pretrained(args.draft, revision=args.revision, output_loading_info=True)
-    rows = [*describe(draft, info), *engines(draft, info)]
+    rows = [*describe(draft, info), ("transformers", "generate(assistant_model=draft)")]
+    rows += describe_engines(draft, info["format"])
     if args.target:
         try:
             draft.validate_target(load_ends(args.target))

@@ -27,7 +27,7 @@ SUFFIX = repo_name("")
 
 
 def read_pairings(path: Path = CARDS / "pairings.yaml") -> dict[str, dict]:
-    """By verifier. That of the quickstart, which is nobody's, has the name of its folder."""
+    """By target. That of the quickstart, which is nobody's, has the name of its folder."""
     pairings = {}
     for pairing in yaml.safe_load(path.read_text(encoding="utf-8")):
         if "recipe" in pairing:

@@ -24,9 +24,9 @@ from hf_eagle3.hub import push_draft, repo_name, write_draft
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("draft", help="Folder or Hub id, in any format that can be read")
-    parser.add_argument("--repo_id", help="By default <you>/<verifier>-speculator.eagle3")
+    parser.add_argument("--repo_id", help="By default <you>/<target>-speculator.eagle3")
     parser.add_argument("--benchmark", help="What `recipes/benchmark.py --json` wrote about this draft")
-    parser.add_argument("--verifier", help="Hub id of the verifier, if the draft names it otherwise")
+    parser.add_argument("--target", help="Hub id of the target, if the draft names it otherwise")
     parser.add_argument("--license", help="License id of the Hub, such as apache-2.0 or llama3.1")
     parser.add_argument(
         "--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="To push the weights in"
@@ -40,12 +40,10 @@ def main():
     args = parser.parse_args()
 
     draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=args.dtype)
-    if args.verifier is not None:
+    if args.target is not None:
         if draft.config.speculators_config is None:
-            parser.error(
-                "this draft's format names no verifier: run recipes/export.py --to speculators --target first"
-            )
-        draft.config.speculators_config["verifier"]["name_or_path"] = args.verifier
+            parser.error("this draft's format names no target: run recipes/export.py --to speculators --target first")
+        draft.config.speculators_config["verifier"]["name_or_path"] = args.target
     benchmark = BenchmarkResults.read(args.benchmark) if args.benchmark else None
     name = repo_name(draft.config.verifier)
     if args.dry_run:

@@ -46,6 +46,7 @@ from hf_eagle3.environment import public_name
 from hf_eagle3.evaluation.results import what_differs
 from hf_eagle3.evaluation.tasks import standard_library
 from hf_eagle3.hub import write_records
+from hf_eagle3.making import FORMS
 from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training.optimizer import MuonWithAdamW
 from hf_eagle3.training.record import training_record
@@ -198,6 +199,7 @@ def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None
             learning_rate=args.learning_rate,
             ttt_steps=args.ttt_steps,
             ttt_warmup=args.ttt_warmup,
+            draft_form=args.draft_form,
             model_init_kwargs={"model_type": args.layer_type},
             draft_vocab_size=min(args.draft_vocab_size, target.config.get_text_config().vocab_size),
             **common_arguments(args, args.batch_size),
@@ -278,10 +280,15 @@ def main():
     )
     parser.add_argument("--draft_vocab_size", type=int, default=4096)
     parser.add_argument(
+        "--draft_form",
+        choices=list(FORMS),
+        default="eagle3.1",
+        help="classic is that of the EAGLE-3 paper, which accepts less and is what all engines take",
+    )
+    parser.add_argument(
         "--layer_type",
         choices=["llama", "qwen3"],
-        default="qwen3",
-        help="qwen3 norms queries and keys; llama does not",
+        help="qwen3, the default but for classic drafts, norms queries and keys; llama does not",
     )
     # In minutes on a CPU new tokens teach more than later TTT steps: those come when the first one is learned.
     parser.add_argument("--learning_rate", type=float, default=5e-3, help="Tried with small targets only")
@@ -300,6 +307,7 @@ def main():
         help="Train and compare in bfloat16, whose rounding can part texts at near ties; by default where the hardware has it",
     )
     args = parser.parse_args()
+    args.layer_type = args.layer_type or ("llama" if args.draft_form == "classic" else "qwen3")
     if args.target is not None and args.dataset is None:
         parser.error("--target needs a --dataset to train its draft on")
 

@@ -2,10 +2,12 @@
 
 from importlib import import_module
 
+from .auto import install_auto_hook
+
 
 __version__ = "0.1.0"
 
-# Names load on first use, so that `import hf_eagle3` costs nothing and inference never imports the trainer.
+# Names load on first use, so that `import hf_eagle3` is quick and inference never imports the trainer.
 _MODULES = {
     "Eagle3Config": "remote_code.configuration_eagle3",
     "Eagle3ForSpeculation": "remote_code.modeling_eagle3",
@@ -36,3 +38,6 @@ def __getattr__(name):
 
 def __dir__():
     return __all__
+
+
+install_auto_hook()

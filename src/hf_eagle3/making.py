@@ -17,6 +17,13 @@ from .remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS
 # Rotary scalings whose parameters mean the same for any head size, so that the draft can take the target's.
 PORTABLE_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
+# What a fresh draft may be: EAGLE-3.1's (https://huggingface.co/papers/2605.09992), with norms around what it reads
+# and hands on, or that of the EAGLE-3 paper, which is all that some engines take.
+FORMS = {
+    "eagle3.1": {},
+    "classic": {"fc_norm": False, "norm_output": False, "model_type": "llama"},
+}
+
 
 def from_target(
     cls: type,
@@ -33,7 +40,7 @@ def from_target(
         cls (`type`):
             The class of the draft.
         target (`PreTrainedModel`):
-            The target (verifier).
+            The target.
         draft_token_ids (`Sequence[int]` or `torch.Tensor`, *optional*):
             Target token ids that make up the draft vocabulary. Defaults to all that the target's head has.
         num_hidden_layers (`int`, *optional*, defaults to `1`):
@@ -44,7 +51,7 @@ def from_target(
             `fc_norm=False, norm_output=False` is the draft of the EAGLE-3 paper.
 
     Raises:
-        ValueError: if the target cannot be a verifier, or an override or a token id does not exist.
+        ValueError: if no draft can be made for the target, or an override or a token id does not exist.
     """
     config = config_for_target(target, num_hidden_layers, **overrides)
     embedding = target.get_input_embeddings()
@@ -119,7 +126,7 @@ def config_for_target(target: PreTrainedModel, num_hidden_layers: int, **overrid
     The configuration of a fresh draft. See [`from_target`].
 
     Raises:
-        ValueError: if the target cannot be a verifier, or an override does not exist.
+        ValueError: if no draft can be made for the target, or an override does not exist.
     """
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
     if target.config.is_encoder_decoder or embedding is None or head is None:
@@ -137,6 +144,9 @@ def config_for_target(target: PreTrainedModel, num_hidden_layers: int, **overrid
             f"Unknown overrides {unknown}: neither Eagle3Config nor the {layer_config['model_type']} layer "
             "configuration has such a field."
         )
+    # Of six layers the usual ids, which readers assume where a checkpoint has none, are [2, 3, 3].
+    depth = text_config.num_hidden_layers
+    layer_ids = [1, 3, 5] if depth == 6 else default_aux_layer_ids(depth)
     if layer_config["hidden_size"] != embedding.weight.shape[-1]:
         raise ValueError(
             f"A draft for {type(target).__name__} is {embedding.weight.shape[-1]} wide, as the embeddings that it takes from it, "
@@ -146,7 +156,7 @@ def config_for_target(target: PreTrainedModel, num_hidden_layers: int, **overrid
         **{
             "transformer_layer_config": layer_config,
             "draft_vocab_size": text_config.vocab_size,
-            "eagle_aux_hidden_state_layer_ids": default_aux_layer_ids(text_config.num_hidden_layers),
+            "eagle_aux_hidden_state_layer_ids": layer_ids,
             "target_hidden_size": text_config.hidden_size,
             "fc_norm": not config_overrides.get("norm_before_fc", False),
             "norm_output": True,

@@ -1,5 +1,6 @@
 """The card: metadata and text, whole."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ TRAINING = {
     "num_processes": 8,
     "environment": ENVIRONMENT,
     "evaluation": {"acceptance_length": 3.456, "accuracy_0": 0.7, "num_prompts": 16},
+    "has_chat_template": True,
 }
 
 
@@ -132,7 +134,11 @@ def test_the_whole_card(draft):
 
 def test_what_is_not_measured_says_so(draft):
     text = str(render_card("me/Model-8B-speculator.eagle3", draft))
-    assert text.count("| not measured") == 10 and "position: not measured" in text and "SGLang: not measured" in text
+    assert (
+        text.count("| not measured") == 10
+        and "position: not measured" in text
+        and "other engines: not measured" in text
+    )
     assert (
         "Data: not recorded" in text
         and "How it was trained is not recorded" in text
@@ -147,9 +153,9 @@ def test_what_cannot_be_served_says_so():
     draft = Eagle3ForSpeculation.from_target(make_target("qwen3"), model_type="qwen3")
     text = str(render_card("me/draft", draft))
     assert "cannot express this draft: it has Qwen3 layers" in text and "sglang.launch_server" not in text
-    # A verifier that nobody else has.
+    # A target that nobody else has.
     assert (
-        "a model that is not on the Hub" in text and "base_model" not in text and "vllm serve path/to/verifier" in text
+        "a model that is not on the Hub" in text and "base_model" not in text and "vllm serve path/to/target" in text
     )
 
 
@@ -217,6 +223,21 @@ def test_the_draft_is_told_apart_from_what_is_looked_up(draft):
     assert "Of the 160 forwards of `eagle3`, 28 verified tokens that were looked up" in card.text
     assert "was accepted (`eagle3-no-lookup`):" in card.text and "| gsm8k | 1 | 0 | 0.50 |\n" in card.text
     assert "looked up" not in str(render_card("me/draft", draft, benchmark=BENCHMARK))
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_the_code_of_a_card(tmp_path, monkeypatch, capsys, tokenizer, is_chat):
+    monkeypatch.chdir(tmp_path)
+    target = make_target("llama")
+    target.save_pretrained("path/to/target")
+    tokenizer.save_pretrained("path/to/target")
+    draft = Eagle3ForSpeculation.from_target(target)
+    draft.save_pretrained("me/draft")
+    text = render_card("me/draft", draft, training={**TRAINING, "has_chat_template": is_chat}).text
+    code = re.search(r"```python\n(.*?)```", text, re.S)[1]
+    assert ("apply_chat_template" in code) == is_chat
+    exec(code, {})
+    assert capsys.readouterr().out.strip()
 
 
 def test_paths_are_no_ids():

@@ -30,7 +30,7 @@ def test_inspect_and_export(tmp_path, run_recipe):
     assert "speculators" in lines["format"] and "fc_norm, norm_output" in lines["flags"]
     assert "takes it as it is" in lines["vLLM"] and "--to sglang" in lines["SGLang"]
     assert "cannot take it" in lines["EAGLE's own code"] and "fits" in lines[str(tmp_path / "target")]
-    assert str(tmp_path / "target") in lines["verifier"] and "recipes/push.py" in lines["verifier"]
+    assert str(tmp_path / "target") in lines["target"] and "recipes/push.py" in lines["target"]
     assert len(lines) < 25
 
     result = run_recipe("export.py", tmp_path / "draft", "--to", "sglang", "--output_dir", tmp_path / "sglang")

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
+from hf_eagle3.training.console import EaglePrinterCallback
 
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -83,6 +85,10 @@ FRESH = ("--assistant_only_loss", "--draft_vocab_size", 32)
 EVALUATES = ("--eval_strategy", "steps", "--eval_steps", 4, "--num_eval_prompts", 5, "--eval_max_new_tokens", 12)
 
 
+def interrupt(*args, **kwargs):
+    signal.raise_signal(signal.SIGINT)
+
+
 @pytest.fixture(scope="module")
 def evaluated_run(files):
     return train(files, files / "whole", *FRESH, *EVALUATES, "--per_device_train_batch_size", 4)
@@ -130,6 +136,22 @@ def test_a_killed_run_goes_on_to_the_same_losses(files, whole_run, tmp_path):
         Eagle3ForSpeculation.from_pretrained(path).state_dict() for path in (tmp_path / "killed", files / "whole")
     )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_an_interrupted_run_says_how_to_go_on(files, tmp_path, monkeypatch, run_recipe):
+    arguments = [*arguments_of(files, tmp_path / "out", max_steps=3), *FRESH]
+    monkeypatch.setattr(EaglePrinterCallback, "on_log", interrupt)
+    result = run_recipe("train.py", *arguments)
+    assert result.returncode == 1 and "from the beginning: there is no checkpoint yet" in result.stderr
+    monkeypatch.undo()
+    monkeypatch.setattr(EaglePrinterCallback, "on_save", interrupt, raising=False)
+    result = run_recipe("train.py", *arguments)
+    assert result.returncode == 1 and "Interrupted. To go on after checkpoint-2:" in result.stderr
+    assert "Traceback" not in result.stderr
+    monkeypatch.undo()
+    command = shlex.split(result.stderr.strip().splitlines()[-1])
+    assert command[:3] == ["accelerate", "launch", "recipes/train.py"]
+    assert len(losses(run_recipe("train.py", *command[3:]))) == 1
 
 
 @pytest.mark.parametrize("kind", ["ddp, tensor-parallel target", "fsdp2, target by FSDP2"])

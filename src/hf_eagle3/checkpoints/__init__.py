@@ -7,20 +7,26 @@ EAGLE-3 checkpoints of other writers: recognised, read, and written.
 | modelopt | `modelopt` | NVIDIA Model-Optimizer |
 | sglang | `sglang` | SpecForge; what SGLang serves |
 | safeailab | `safeailab` | SafeAILab/EAGLE |
+| gguf | `llama_cpp` | (written only) for llama.cpp |
+| openvino | `openvino` | (written only) for OpenVINO GenAI |
 
-A format module has `NAME`, `matches(config)`, `read(config, tensors)` and, if it can be exported to, `write(draft)`.
+A module of a format that is read has `NAME`, `matches(config)`, `read(config, tensors)` and, if it can be exported to,
+`write(draft)`, which returns configuration and tensors. One that is only written has `write(draft, folder, ...)`.
 """
 
 from huggingface_hub.errors import StrictDataclassError
 
-from . import modelopt, safeailab, sglang
-from .files import read_tensors, save_checkpoint
+from . import llama_cpp, modelopt, openvino, safeailab, sglang
+from .engines import ENGINES, describe_engines
+from .files import check_new_folder, read_tensors, save_checkpoint
 from .target import load_ends
 
 
 # In this order: the first that matches is it.
 FORMATS = {module.NAME: module for module in (modelopt, sglang, safeailab)}
-WRITABLE = tuple(name for name, module in FORMATS.items() if hasattr(module, "write"))
+# What engines read that do not load checkpoints.
+CONVERSIONS = {module.NAME: module for module in (llama_cpp, openvino)}
+WRITABLE = (*(name for name, module in FORMATS.items() if hasattr(module, "write")), *CONVERSIONS)
 
 
 def recognise(config: dict, source) -> str:
@@ -78,7 +84,7 @@ def read(config: dict, source, **hub_kwargs):
         raise ValueError(f"{source}, read as {name}: {reason}") from error
 
 
-def export(draft, folder, to: str) -> None:
+def export(draft, folder, to: str, **options) -> None:
     """
     Writes a draft in another format.
 
@@ -86,14 +92,18 @@ def export(draft, folder, to: str) -> None:
         draft ([`Eagle3ForSpeculation`])
         folder (`str` or `Path`): A new or empty folder.
         to (`str`): One of `WRITABLE`.
+        options (*optional*): `target_gguf` for `"gguf"`, `python` for `"openvino"`.
 
     Raises:
         ValueError: if that format, or the engine that reads it, cannot express the draft.
     """
     if to not in WRITABLE:
         raise ValueError(f"Drafts are exported to {WRITABLE}, not to {to!r}.")
-    config, tensors = FORMATS[to].write(draft)
-    save_checkpoint(folder, config, tensors)
+    check_new_folder(folder)
+    if to in CONVERSIONS:
+        CONVERSIONS[to].write(draft, folder, **options)
+    else:
+        save_checkpoint(folder, *FORMATS[to].write(draft))
 
 
-__all__ = ["FORMATS", "WRITABLE", "export", "load_ends", "read", "recognise"]
+__all__ = ["ENGINES", "FORMATS", "WRITABLE", "describe_engines", "export", "load_ends", "read", "recognise"]

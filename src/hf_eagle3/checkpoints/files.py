@@ -63,11 +63,18 @@ def read_file(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def save_checkpoint(folder, config: dict, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes `config.json` and `model.safetensors` to a new or empty folder."""
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
+def check_new_folder(folder) -> None:
+    """
+    Raises:
+        ValueError: if a folder has anything in it.
+    """
+    if Path(folder).exists() and any(Path(folder).iterdir()):
         raise ValueError(f"{folder} is not empty. Choose another folder.")
+
+
+def save_checkpoint(folder, config: dict, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes `config.json` and `model.safetensors`."""
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()},

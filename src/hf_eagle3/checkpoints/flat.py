@@ -183,11 +183,7 @@ def flat_config(draft, refused: dict[str, bool], to: str) -> dict:
         "layers with a window": set(layer_config.layer_types) != {"full_attention"},
         **refused,
     }
-    if cannot := [what for what, has in refused.items() if has]:
-        raise ValueError(
-            f"The {to} format cannot express this draft: it has {'; '.join(cannot)}. These are choices of training "
-            "(`model_init_kwargs`); a trained draft cannot be converted."
-        )
+    refuse(refused, to)
     if config.has_own_embed_tokens:
         check_table(draft, to)
     rope = dict(layer_config.rope_parameters)
@@ -203,6 +199,26 @@ def flat_config(draft, refused: dict[str, bool], to: str) -> dict:
         "rope_scaling": rope if scaled else None,
         "rope_parameters": {**rope, "rope_theta": theta},
     }
+
+
+class CannotExpress(ValueError):
+    """What a format cannot express (`reasons`), of what a draft has."""
+
+    def __init__(self, to: str, reasons: list[str]):
+        self.reasons = reasons
+        super().__init__(
+            f"The {to} format cannot express this draft: it has {'; '.join(reasons)}. These are choices of training "
+            '(`draft_form="classic"` makes a draft that all engines take); a trained draft cannot be converted.'
+        )
+
+
+def refuse(refused: dict[str, bool], to: str) -> None:
+    """
+    Raises:
+        CannotExpress: if a draft has something that a format cannot express.
+    """
+    if reasons := [what for what, has in refused.items() if has]:
+        raise CannotExpress(to, reasons)
 
 
 def check_table(draft, to: str) -> None:

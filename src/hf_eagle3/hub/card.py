@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..checkpoints import sglang
+from ..checkpoints import ENGINES, describe_engines, sglang
 from ..environment import public_name
 from ..evaluation import BenchmarkResults, BenchmarkRow, format_table
 from ..evaluation.results import plot_names
@@ -52,7 +52,7 @@ def render_card(
         training (`dict`, *optional*): What [`Eagle3Trainer`] saves as `training.json`.
         benchmark ([`BenchmarkResults`], *optional*): What `recipes/benchmark.py --json` wrote.
         published (`Sequence[dict]`, *optional*):
-            Figures of others for the same verifier: `by`, `draft`, `url`, `date`, `conditions`, `metric`, and
+            Figures of others for the same target: `by`, `draft`, `url`, `date`, `conditions`, `metric`, and
             `figures` by task.
         license (`str`, *optional*): A license id of the Hub.
         adapter_of (`str`, *optional*): The draft that this repo has a LoRA adapter for.
@@ -100,13 +100,16 @@ def render_card(
         verifier_link=f"[{verifier}](https://huggingface.co/{verifier})"
         if is_on_hub
         else "a model that is not on the Hub",
-        verifier_path=verifier if is_on_hub else "path/to/verifier",
+        verifier_path=verifier if is_on_hub else "path/to/target",
         is_on_hub=is_on_hub,
         is_trained=draft is not None or adapter_of is not None,
+        is_chat=is_for_chats(training),
         draft=draft,
         form=None if draft is None else form(draft),
         adapter_of=public_name(adapter_of),
         cannot_export=cannot_export,
+        engines=None if draft is None else describe_engines(draft),
+        engines_run=", ".join(f"{each.name} {each.version}" for each in ENGINES if each.version is not None),
         training=training,
         training_arguments=None if training is None else training_yaml(training),
         run=benchmark.run if benchmark else None,
@@ -145,7 +148,7 @@ def form(draft) -> str:
     return (
         f"{layers} of width {layer.hidden_size}, {num_parameters:,} parameters of its own, a draft vocabulary of "
         f"{config.draft_vocab_size} of {config.vocab_size} tokens, reading the states that enter layers "
-        f"{config.eagle_aux_hidden_state_layer_ids} of the verifier"
+        f"{config.eagle_aux_hidden_state_layer_ids} of the target"
         + (f" (`{'`, `'.join(flags)}`)" if flags else " (the form of the EAGLE-3 paper)")
     )
 
@@ -201,6 +204,12 @@ def eval_results(
             if value is not None
         ]
     return results
+
+
+def is_for_chats(training: dict | None) -> bool:
+    """Whether the target was seen to take chats: by its template, or by what it was trained on."""
+    training = training or {}
+    return bool(training.get("has_chat_template") or (training.get("arguments") or {}).get("assistant_only_loss"))
 
 
 def training_yaml(training: dict) -> str:

@@ -31,7 +31,7 @@ logger = logging.get_logger(__name__)
 
 
 def repo_name(verifier: str) -> str:
-    """`<verifier>-speculator.eagle3`, without the verifier's owner."""
+    """`<target>-speculator.eagle3`, without the target's owner."""
     return f"{Path(verifier).name}-speculator.eagle3"
 
 
@@ -146,8 +146,8 @@ def write_draft(
     verifier = draft.config.verifier
     if not is_hub_id(verifier):
         logger.warning(
-            f"The draft's verifier is {verifier}, which is not on the Hub: nobody else can use the draft. What is published says "
-            f"{public_name(verifier)}. If the verifier is there under another name, push with `recipes/push.py --verifier`."
+            f"The draft's target is {verifier}, which is not on the Hub: nobody else can use the draft. What is published says "
+            f"{public_name(verifier)}. If the target is there under another name, push with `recipes/push.py --target`."
         )
     with verifier_without_path(draft):
         draft.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -161,7 +161,7 @@ def write_draft(
 
 @contextmanager
 def verifier_without_path(draft):
-    """The draft's configuration does not say where on this machine its verifier lies."""
+    """The draft's configuration does not say where on this machine its target lies."""
     verifier = (draft.config.speculators_config or {}).get("verifier", {})
     name = verifier.get("name_or_path")
     verifier["name_or_path"] = public_name(name)

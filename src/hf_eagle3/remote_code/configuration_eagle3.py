@@ -97,7 +97,7 @@ class Eagle3Config(PreTrainedConfig):
         *optional*):
             The target's special tokens.
         speculators_config (`dict`, *optional*):
-            Proposal methods and verifier, as `speculators` defines them.
+            Proposal methods, and the target (there `verifier`), as `speculators` defines them.
         weights_digest (`str`, *optional*):
             Of the weights in a checkpoint ([`~loading_eagle3.weights_digest`]): written when they are saved, checked
             when they are loaded, and not kept. Beside it a `config_digest` tells whether a file is what was saved.

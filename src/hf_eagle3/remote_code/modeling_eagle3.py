@@ -124,12 +124,11 @@ class Eagle3ForSpeculation(AssistantMixin, PreTrainedModel, GenerationMixin):
         kwargs.pop("trust_remote_code", None)
         report, path = {"format": "speculators"}, pretrained_model_name_or_path
         hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        digest = None if path is None else check_files(path, kwargs.get("variant"), **hub_kwargs)
-        if path is not None and kwargs.get("config") is None:
-            config, _ = Eagle3Config.get_config_dict(path, **hub_kwargs)
-            if config.get("speculators_model_type") is None:
-                kwargs["config"], kwargs["state_dict"], report = read_other_format(config, path, hub_kwargs)
-                path = None
+        content = {} if path is None else check_files(path, kwargs.get("variant"), **hub_kwargs)
+        digest = None if kwargs.get("variant") else content.get("weights_digest")  # which is of the others
+        if content and content.get("speculators_model_type") is None:
+            config, kwargs["state_dict"], report = read_other_format(content, path, hub_kwargs)
+            kwargs["config"], path = kwargs.get("config") or config, None
         # Reported below, by name, with what else is wrong.
         kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)
         reload_kwargs = dict(kwargs)
@@ -155,6 +154,7 @@ class Eagle3ForSpeculation(AssistantMixin, PreTrainedModel, GenerationMixin):
             digest = None if model.dtype == torch.float16 or kwargs.get("state_dict") is not None else digest
             check_tensors(model.state_dict(), pretrained_model_name_or_path, digest)
         if report["format"] != "speculators":
+            model.name_or_path = model.config.name_or_path = str(pretrained_model_name_or_path)
             logger.info(
                 f"{pretrained_model_name_or_path} was read as a checkpoint of the {report['format']} format: {report}"
             )

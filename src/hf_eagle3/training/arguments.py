@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from trl import SFTConfig
 
+from ..making import FORMS
 from .losses import LOSS_TYPES, LossType
 
 
@@ -25,6 +26,9 @@ class Eagle3TrainingArguments(SFTConfig):
         model_init_kwargs (`dict`, *optional*):
             Arguments of [`Eagle3ForSpeculation.from_target`] for the draft that the trainer makes itself
             (`model=None`).
+        draft_form (`str`, *optional*, defaults to `"eagle3.1"`):
+            Of the draft that the trainer makes itself: `"eagle3.1"`, or `"classic"` for that of the EAGLE-3 paper, which
+            accepts less and is what all engines take. `model_init_kwargs` come on top.
         draft_vocab_size (`int`, *optional*):
             Size of the draft vocabulary that the trainer takes from the training data when it makes the draft itself
             (`model=None`). Defaults to the target's whole vocabulary.
@@ -70,6 +74,13 @@ class Eagle3TrainingArguments(SFTConfig):
     # Parameters that control the target and the draft
     target_model_init_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Arguments of `from_pretrained` for a target that is given by its name."}
+    )
+    draft_form: str = field(
+        default="eagle3.1",
+        metadata={
+            "help": "Form of a fresh draft: `eagle3.1`, or `classic`, which accepts less and is what all engines take.",
+            "choices": list(FORMS),
+        },
     )
     draft_vocab_size: int | None = field(
         default=None,
@@ -148,6 +159,8 @@ class Eagle3TrainingArguments(SFTConfig):
             raise ValueError(f"`ttt_warmup` must be in [0, 1], got {self.ttt_warmup}.")
         if not 0 < self.ttt_step_decay <= 1:
             raise ValueError(f"`ttt_step_decay` must be in (0, 1], got {self.ttt_step_decay}.")
+        if self.draft_form not in FORMS:
+            raise ValueError(f"`draft_form` must be one of {list(FORMS)}, got {self.draft_form!r}.")
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(f"`loss_type` must be one of {LOSS_TYPES}, got {self.loss_type!r}.")
         if self.use_muon and self.optim != type(self).optim:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..making import FORMS
 from ..remote_code.modeling_eagle3 import HUB_ARGUMENTS, Eagle3ForSpeculation
 from ..tokenizer import load_tokenizer
 from .arguments import Eagle3TrainingArguments
@@ -53,9 +54,12 @@ def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_conf
         )
     if model is None:
         torch.manual_seed(args.seed)
-        model = Eagle3ForSpeculation.from_target(target_model, **(args.model_init_kwargs or {}))
-    elif args.model_init_kwargs:
-        raise ValueError("`model_init_kwargs` are for the draft that `model=None` makes. Leave one of them out.")
+        settings = FORMS[args.draft_form] | (args.model_init_kwargs or {})
+        model = Eagle3ForSpeculation.from_target(target_model, **settings)
+    elif args.model_init_kwargs or args.draft_form != type(args).draft_form:
+        raise ValueError(
+            "`model_init_kwargs` and `draft_form` are for the draft that `model=None` makes. Leave them or `model` out."
+        )
     elif args.draft_vocab_size not in (None, model.config.draft_vocab_size):
         raise ValueError(
             f"`draft_vocab_size` is {args.draft_vocab_size}, but the draft has a vocabulary of "

@@ -66,6 +66,7 @@ OF_ONE_TRAINING = (
     "completion_only_loss",
     "dataset_config",
     "dataset_name",
+    "draft_form",
     "learning_rate",
     "loss_type",
     "lr_scheduler_type",
@@ -151,4 +152,5 @@ def training_record(trainer, state_dict: dict[str, torch.Tensor] | None = None) 
         "num_processes": args.world_size,
         "environment": environment(trainer.accelerator.device),
         "evaluation": evaluation,
+        "has_chat_template": getattr(trainer.processing_class, "chat_template", None) is not None,
     }

@@ -1,0 +1,159 @@
+# /// script
+# dependencies = ["hf-eagle3[train]", "gguf"]
+# ///
+"""
+The same draft and prompts in transformers, vLLM, llama.cpp and OpenVINO GenAI, on the CPU: greedily, in float32, one
+prompt at a time. Each engine is compared with itself without a draft.
+
+    python recipes/measurements/engines/compare.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl \
+        --output_dir outputs/engines
+
+The draft must be classic (`draft_form="classic"`), and the target a Qwen3. Engines get environments of their own in
+`--output_dir`, of some gigabytes. They take turns, a process for each; the first prompt is run once more before it is
+timed. `forwards` are those that verified something.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+from pathlib import Path
+
+import torch
+from environments import make_environment, run_engine, run_transformers, tree
+from target_gguf import write_target
+from transformers import AutoModelForCausalLM
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.checkpoints import export
+from hf_eagle3.environment import environment
+from hf_eagle3.evaluation.tasks import load_prompts
+from hf_eagle3.tokenizer import load_tokenizer
+
+
+DEPTH = 5
+TREE = {"tree_depth": 6, "branching_factor": 8, "num_assistant_tokens": 24}
+CHAIN = {"num_draft_tokens": DEPTH, "num_assistant_tokens": DEPTH}
+# What is run: engine, kind of step, and what the engine is told.
+WAYS = (
+    ("transformers", "plain", None),
+    ("hf-eagle3", f"chain of {DEPTH}", tree(DEPTH)),
+    ("hf-eagle3", "tree 6/8/24", tree(*TREE.values())),
+    ("hf-eagle3", "auto, nothing looked up", {"prompt_lookup_num_tokens": 0}),
+    ("hf-eagle3", "auto", {}),
+    ("vllm", "plain", None),
+    ("vllm", f"chain of {DEPTH}", CHAIN),
+    ("llama_cpp", "plain", None),
+    ("llama_cpp", f"chain of {DEPTH}", CHAIN),
+    ("openvino", "plain", None),
+    ("openvino", f"chain of {DEPTH}", CHAIN),
+    ("openvino", "tree 6/8/24", TREE),
+)
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft", required=True)
+    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--num_prompts", type=int, default=12)
+    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--engines", nargs="+", default=["transformers", "hf-eagle3", "vllm", "llama_cpp", "openvino"])
+    parser.add_argument("--output_dir", default="outputs/engines")
+    return parser.parse_args()
+
+
+def prepare(args, target, tokenizer, folder: Path) -> dict[str, dict]:
+    """What each engine loads, and its interpreter."""
+    draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=torch.float32)
+    # Its own loop reads these, too: all engines compute with the same numbers.
+    for name, model in (("target", target), ("draft", draft)):
+        if not (folder / name).exists():
+            model.save_pretrained(folder / name)
+    tokenizer.save_pretrained(folder / "target")
+    loaded = {"vllm": {"target": folder / "target", "draft": folder / "draft"}}
+    loaded["llama_cpp"] = {"target": folder / "target.gguf", "draft": folder / "gguf" / "draft.gguf"}
+    loaded["openvino"] = {"target": folder / "target-openvino", "draft": folder / "openvino"}
+    loaded = {name: paths for name, paths in loaded.items() if name in args.engines}
+    for name, paths in loaded.items():
+        paths["python"] = make_environment(name, args.output_dir)
+        if name == "llama_cpp" and not paths["draft"].exists():
+            write_target(target, tokenizer, paths["target"])
+            export(draft, folder / "gguf", "gguf", target_gguf=paths["target"])
+        if name == "openvino" and not paths["draft"].exists():
+            command = [paths["python"], "-m", "optimum.commands.optimum_cli", "export", "openvino"]
+            command += ["--model", folder / "target", "--task", "text-generation-with-past"]
+            subprocess.run([str(part) for part in (*command, "--weight-format", "fp32", paths["target"])], check=True)
+            export(draft, paths["draft"], "openvino", python=paths["python"])
+    return loaded
+
+
+def run(engine, settings, args, target, prompts, loaded, threads) -> dict:
+    prompts = [prompts[0], *prompts]  # the first pays for preparation
+    if engine in ("transformers", "hf-eagle3"):
+        torch.set_num_threads(threads)
+        draft = None if settings is None else args.draft
+        found = run_transformers(target, prompts, args.max_new_tokens, draft, **(settings or {}))
+    else:
+        job = {**loaded[engine], "prompts": prompts, "max_new_tokens": args.max_new_tokens, **(settings or {})}
+        python = job.pop("python")
+        if settings is None:
+            del job["draft"]
+        found = run_engine(python, engine, threads, **job)
+    return {name: value[1:] if isinstance(value, list) else value for name, value in found.items()}
+
+
+def main():
+    args = parse_arguments()
+    folder = Path(args.output_dir) / f"of-{Path(args.draft).name}"
+    tokenizer = load_tokenizer(args.target)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    prompts = load_prompts(args.prompts, tokenizer)[: args.num_prompts]
+    loaded, measured = prepare(args, target, tokenizer, folder), []
+    ways = [way for way in WAYS if way[0] in args.engines]
+    for threads in args.threads:
+        results = {}
+        for _ in range(args.repeats):
+            for engine, kind, settings in ways:
+                found = run(engine, settings, args, target, prompts, loaded, threads)
+                results.setdefault((engine, kind), []).append(found)
+        texts = results["transformers", "plain"][0]["tokens"]
+        for (engine, kind), repeats in results.items():
+            alone = results["transformers" if engine == "hf-eagle3" else engine, "plain"]
+            speedups = [sum(a["seconds"]) / sum(b["seconds"]) for a, b in zip(alone, repeats)]
+            num_tokens = sum(map(len, repeats[0]["tokens"]))
+            measured.append(
+                {
+                    "threads": threads,
+                    "engine": engine,
+                    "version": repeats[0].get("version"),
+                    "kind": kind,
+                    "tokens_per_second": num_tokens / statistics.median(sum(each["seconds"]) for each in repeats),
+                    "speedups": speedups,
+                    "forwards": sum(repeats[0]["forwards"]),
+                    "new_tokens": num_tokens,
+                    "identical": sum(a == b for a, b in zip(texts, repeats[0]["tokens"])),
+                }
+            )
+            print(json.dumps(measured[-1]), flush=True)
+    with open(folder / "engines.json", "w") as file:
+        json.dump({"environment": environment(target.device), "measured": measured}, file, indent=2)
+    print("\n| threads | engine | step | tokens/s | speed-up | forwards | acceptance length | same text |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for row in measured:
+        speedups = row["speedups"]
+        spread = f"{statistics.median(speedups):.2f} ({min(speedups):.2f}-{max(speedups):.2f})"
+        plain = row["kind"] == "plain"
+        length = (row["new_tokens"] - len(prompts)) / row["forwards"] if row["forwards"] else 1
+        name = row["engine"] if row["version"] is None else f"{row['engine']} {row['version']}"
+        print(
+            f"| {row['threads']} | {name} | {row['kind']} | {row['tokens_per_second']:.0f} | "
+            f"{'1.00' if plain else spread} | {'-' if plain else row['forwards']} | {'-' if plain else f'{length:.2f}'} | "
+            f"{row['identical']}/{len(prompts)} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Which engines take a draft: what tests/engines has run, and what is known of the others."""
+
+from typing import NamedTuple
+
+from . import llama_cpp, openvino, safeailab, sglang
+from .flat import CannotExpress
+
+
+class Engine(NamedTuple):
+    """
+    What serves drafts.
+
+    Args:
+        name (`str`): Of the engine.
+        format (`str`): What it reads.
+        version (`str`, *optional*): That tests/engines runs. `None`: names, shapes and keys are tested, no more.
+        check: Raises `ValueError` where it cannot express a draft, or would leave something out without a word.
+    """
+
+    name: str
+    format: str
+    version: str | None
+    check: object = lambda draft: None
+
+
+ENGINES = (
+    Engine("vLLM", "speculators", "0.32.0"),
+    Engine("SGLang", sglang.NAME, None, sglang.write),
+    Engine("llama.cpp", llama_cpp.NAME, "b11549", llama_cpp.check),
+    Engine("OpenVINO GenAI", openvino.NAME, "2026.4.1", openvino.check),
+    Engine("EAGLE's own code", safeailab.NAME, None, safeailab.write),
+)
+
+
+def describe_engines(draft, format: str = "speculators") -> list[tuple[str, str]]:
+    """
+    For each engine whether it takes this very draft: as it is, by which export, or why not.
+
+    Args:
+        draft ([`Eagle3ForSpeculation`])
+        format (`str`, *optional*): That it was read from.
+    """
+    return [(engine.name, describe(engine, draft, format)) for engine in ENGINES]
+
+
+def describe(engine: Engine, draft, format: str) -> str:
+    try:
+        engine.check(draft)
+    except CannotExpress as error:
+        return f"cannot take it: {'; '.join(error.reasons)}"
+    except ValueError as error:
+        return f"cannot take it: {error}"
+    run = "not run" if engine.version is None else f"run with {engine.version}"
+    is_complete = format != "speculators" or draft.config.speculators_config is not None
+    if engine.format == format and is_complete:
+        return f"takes it as it is ({run})"
+    options = {
+        "speculators": " --target TARGET",
+        llama_cpp.NAME: " --target_gguf TARGET.gguf",
+        openvino.NAME: " --python OPENVINO_ENVIRONMENT/bin/python",
+    }
+    return f"takes it after recipes/export.py --to {engine.format}{options.get(engine.format, '')} ({run})"

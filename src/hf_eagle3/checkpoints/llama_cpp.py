@@ -1,0 +1,163 @@
+"""GGUF files of drafts, which llama.cpp's server takes (`--spec-type draft-eagle3`)."""
+
+from pathlib import Path
+
+import torch
+
+from .flat import refuse
+
+
+NAME = "gguf"
+ARCHITECTURE = "eagle3"
+# Its names of the tensors (gguf-py's constants, `MODEL_ARCH.EAGLE3`).
+TENSORS = {
+    "fc": "fc",
+    "input_norm": "enc.output_norm",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "embed_tokens": "token_embd",
+    "layers.0.input_layernorm": "blk.0.attn_norm",
+    "layers.0.hidden_norm": "blk.0.attn_norm_2",
+    "layers.0.self_attn.q_proj": "blk.0.attn_q",
+    "layers.0.self_attn.k_proj": "blk.0.attn_k",
+    "layers.0.self_attn.v_proj": "blk.0.attn_v",
+    "layers.0.self_attn.o_proj": "blk.0.attn_output",
+    "layers.0.post_attention_layernorm": "blk.0.ffn_norm",
+    "layers.0.mlp.gate_proj": "blk.0.ffn_gate",
+    "layers.0.mlp.up_proj": "blk.0.ffn_up",
+    "layers.0.mlp.down_proj": "blk.0.ffn_down",
+}
+
+
+def check(draft) -> None:
+    """
+    Raises:
+        ValueError: naming what llama.cpp would refuse, or leave out without a word.
+    """
+    config, layer = draft.config, draft.config.transformer_layer_config
+    rope_type = layer.rope_parameters["rope_type"]
+    refuse(
+        {
+            "more than one layer": config.num_hidden_layers > 1,
+            "Qwen3 layers, with q_norm and k_norm": layer.model_type != "llama",
+            "`fc_norm`": config.fc_norm,
+            "`norm_output`": config.norm_output,
+            "layers with a window": set(layer.layer_types) != {"full_attention"},
+            "biases": layer.attention_bias or getattr(layer, "mlp_bias", False),
+            f"an MLP with {layer.hidden_act}": layer.hidden_act != "silu",
+            f"{config.num_aux_hidden_states} states in place of three": config.num_aux_hidden_states != 3,
+            f"rotary embeddings of the type {rope_type}": rope_type not in ("default", "linear", "llama3"),
+        },
+        "GGUF",
+    )
+    if config.eagle_aux_hidden_state_layer_ids is None:
+        raise ValueError("This draft does not say which states it reads. Pair it with its target first (`--target`).")
+
+
+def write(draft, folder, target_gguf=None) -> None:
+    """
+    Writes `draft.gguf`.
+
+    Args:
+        draft ([`Eagle3ForSpeculation`])
+        folder (`str` or `Path`): A new or empty folder.
+        target_gguf (`str` or `Path`): The target as llama.cpp has it; the draft gets its tokenizer.
+
+    Raises:
+        ValueError: if llama.cpp cannot express the draft, or the target is another one.
+        ModuleNotFoundError: if the package `gguf` is not installed.
+    """
+    check(draft)
+    if target_gguf is None:
+        raise ValueError(
+            "llama.cpp wants the tokenizer in the draft's file, too: pass the target's (`--target_gguf`)."
+        )
+    try:
+        import gguf
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("Writing GGUF files needs gguf: pip install gguf") from error
+    tokenizer = read_tokenizer(gguf, draft, target_gguf)
+    config, layer = draft.config, draft.config.transformer_layer_config
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished, rope = folder / "draft.gguf.unfinished", layer.rope_parameters
+    writer = gguf.GGUFWriter(unfinished, ARCHITECTURE)
+    writer.add_block_count(1)
+    writer.add_context_length(layer.max_position_embeddings)
+    writer.add_embedding_length(layer.hidden_size)
+    writer.add_feed_forward_length(layer.intermediate_size)
+    writer.add_head_count(layer.num_attention_heads)
+    writer.add_head_count_kv(layer.num_key_value_heads)
+    writer.add_key_length(layer.head_dim)
+    writer.add_value_length(layer.head_dim)
+    writer.add_layer_norm_rms_eps(layer.rms_norm_eps)
+    writer.add_rope_dimension_count(layer.head_dim)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_vocab_size(config.vocab_size)
+    # For which the package has no methods, up to 0.19.
+    writer.add_array(f"{ARCHITECTURE}.target_layers", config.eagle_aux_hidden_state_layer_ids)
+    writer.add_uint32(f"{ARCHITECTURE}.target_hidden_size", config.target_hidden_size)
+    writer.add_bool(f"{ARCHITECTURE}.norm_before_residual", config.norm_before_residual)
+    writer.add_bool(f"{ARCHITECTURE}.norm_before_fc", config.norm_before_fc)
+    for name, (value, types) in tokenizer.items():
+        writer.add_key_value(name, value, types[0], sub_type=types[-1] if len(types) > 1 else None)
+    for name, tensor in tensors_of(draft).items():
+        add_tensor(gguf, writer, name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    unfinished.rename(folder / "draft.gguf")
+
+
+def read_tokenizer(gguf, draft, target_gguf) -> dict:
+    """The tokenizer in a target's file: by name, values with their types."""
+    fields = gguf.GGUFReader(target_gguf).fields
+    architecture = fields["general.architecture"].contents()
+    sizes = {
+        name: fields[key].contents() if (key := f"{architecture}.{name}") in fields else None
+        for name in ("embedding_length", "block_count")
+    }
+    num_tokens, config = len(fields["tokenizer.ggml.tokens"].data), draft.config
+    if (
+        sizes["embedding_length"] != config.target_hidden_size
+        or num_tokens > config.vocab_size
+        or num_tokens <= int(draft.draft_token_ids[-1])
+    ):
+        raise ValueError(
+            f"{target_gguf} is a target of width {sizes['embedding_length']} with {num_tokens} tokens, but the draft needs one "
+            f"of width {config.target_hidden_size} with {config.vocab_size}."
+        )
+    return {name: (field.contents(), field.types) for name, field in fields.items() if name.startswith("tokenizer.")}
+
+
+def tensors_of(draft) -> dict[str, torch.Tensor]:
+    """A draft's tensors by the names of GGUF."""
+    layer, tensors = draft.config.transformer_layer_config, {}
+    for name, tensor in draft.state_dict().items():
+        if name in ("d2t", "t2d"):
+            continue
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            # Pairs of numbers that are rotated together stand side by side there, half a head apart here.
+            tensor = tensor.unflatten(0, (-1, 2, layer.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+        tensors[TENSORS[name.removesuffix(".weight")] + ".weight"] = tensor
+    if draft.d2t is not None:
+        tensors["d2t"] = draft.draft_token_ids  # ids, not distances
+    if (rope := layer.rope_parameters)["rope_type"] == "llama3":
+        plain = rope["rope_theta"] ** -(torch.arange(0, layer.head_dim, 2) / layer.head_dim)
+        tensors["rope_freqs.weight"] = plain / draft.rotary_emb.inv_freq.cpu()
+    return tensors
+
+
+def add_tensor(gguf, writer, name: str, tensor: torch.Tensor) -> None:
+    types = gguf.GGMLQuantizationType
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16 and tensor.dim() > 1:
+        writer.add_tensor(name, tensor.view(torch.uint8).numpy(), raw_dtype=types.BF16)
+    elif tensor.is_floating_point() and (tensor.dim() == 1 or tensor.dtype != torch.float16):
+        writer.add_tensor(name, tensor.float().numpy())  # it computes with vectors in float32
+    else:
+        writer.add_tensor(name, tensor.numpy())

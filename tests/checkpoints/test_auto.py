@@ -1,0 +1,126 @@
+"""Drafts of others by `AutoModel`, once `hf_eagle3` is imported; and everything else as before."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_draft, make_prompt
+from loopback_hub import serve_hub
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
+from hf_eagle3.checkpoints import export
+
+
+FIXTURES = Path(__file__).parent / "fixtures"
+NAME = "RedHatAI/Tiny-speculator.eagle3"
+AUTO_CLASSES = (AutoModel, AutoModelForCausalLM)
+
+
+def assert_loads(name, auto_class=AutoModel, **kwargs):
+    draft = auto_class.from_pretrained(name, trust_remote_code=True, **kwargs)
+    expected = Eagle3ForSpeculation.from_pretrained(name, **kwargs)
+    assert type(draft) is Eagle3ForSpeculation and draft.dtype == expected.dtype
+    assert draft.name_or_path == expected.name_or_path == str(name)
+    ours, theirs = ({**each.config.to_dict(), "dtype": None} for each in (draft, expected))
+    assert ours == theirs
+    theirs = expected.state_dict()
+    assert draft.state_dict().keys() == theirs.keys()
+    assert all(torch.equal(weight, theirs[name]) for name, weight in draft.state_dict().items())
+    return draft
+
+
+@pytest.mark.parametrize("kind", ["classic", "norm_output", "qwen3"])
+@pytest.mark.parametrize("auto_class", AUTO_CLASSES)
+def test_of_speculators(tmp_path, monkeypatch, auto_class, kind):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(FIXTURES / kind, NAME)
+    assert_loads(NAME, auto_class)
+    assert assert_loads(NAME, auto_class, dtype=torch.bfloat16).dtype == torch.bfloat16
+    _, info = auto_class.from_pretrained(NAME, output_loading_info=True)
+    assert info["format"] == "speculators"
+    config, unused = AutoConfig.from_pretrained(NAME, trust_remote_code=True, return_unused_kwargs=True, a_word=1)
+    assert type(config) is Eagle3Config and unused == {"a_word": 1}
+
+
+@pytest.mark.parametrize("to", ["sglang", "safeailab"])
+def test_of_other_formats(tmp_path, target, to):
+    draft = make_draft(
+        target, [make_prompt(5)], fc_norm=False, norm_output=False, eagle_aux_hidden_state_layer_ids=[2, 3, 3]
+    )
+    export(draft, tmp_path / to, to)
+    for auto_class in AUTO_CLASSES:
+        loaded = assert_loads(tmp_path / to, auto_class, dtype="auto")
+    assert AutoConfig.from_pretrained(tmp_path / to).to_dict() == {**loaded.config.to_dict(), "dtype": None}
+    _, info = AutoModel.from_pretrained(tmp_path / to, output_loading_info=True)
+    assert info["format"] == to
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    prompt = make_prompt(9)
+    assert target.generate(prompt, assistant_model=loaded, **settings).equal(target.generate(prompt, **settings))
+    assert loaded.last_generation.acceptance_length > 1
+
+
+def test_by_name_of_the_hub(tmp_path):
+    script = """
+import sys, hf_eagle3
+from huggingface_hub import HfApi
+from transformers import AutoModel
+HfApi().create_repo(sys.argv[1])
+HfApi().upload_folder(repo_id=sys.argv[1], folder_path=sys.argv[2])
+print(type(AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)))
+"""
+    with serve_hub() as hub:
+        name = "me/Tiny-speculator.eagle3"
+        result = subprocess.run(
+            [sys.executable, "-c", script, name, FIXTURES / "classic"],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **hub.environment(tmp_path)},
+        )
+    assert "hf_eagle3.remote_code.modeling_eagle3.Eagle3ForSpeculation" in result.stdout, result.stderr
+
+
+def test_what_is_no_draft_loads_as_before(tmp_path, target, tokenizer):
+    target.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    config, unused = AutoConfig.from_pretrained(tmp_path, return_unused_kwargs=True, a_word=1, use_cache=False)
+    assert type(config) is LlamaConfig and unused == {"a_word": 1} and config.use_cache is False
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is type(target)
+    assert len(AutoTokenizer.from_pretrained(tmp_path)) == len(tokenizer)
+    content = json.loads((tmp_path / "config.json").read_text())
+    for changes, message in (
+        ({}, "Should have a `model_type` key"),
+        ({"speculators_model_type": "dflash"}, "Should have a `model_type` key"),
+        ({"model_type": "unheard_of"}, "has model type `unheard_of`"),
+    ):
+        changed = {name: value for name, value in content.items() if name != "model_type"} | changes
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=message):
+            AutoModel.from_pretrained(tmp_path)
+    with pytest.raises(OSError):
+        AutoConfig.from_pretrained(tmp_path / "nothing")
+
+
+def test_our_own_drafts_run_the_code_that_is_saved_with_them(tmp_path, target):
+    Eagle3ForSpeculation.from_target(target).save_pretrained(tmp_path)
+    assert type(AutoModel.from_pretrained(tmp_path, trust_remote_code=True)).__module__.startswith(
+        "transformers_modules."
+    )
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        AutoModel.from_pretrained(tmp_path, trust_remote_code=False)
+
+
+def test_a_broken_draft_of_others(tmp_path):
+    shutil.copytree(FIXTURES / "classic", tmp_path / "draft")
+    content = json.loads((tmp_path / "draft" / "config.json").read_text())
+    (tmp_path / "draft" / "config.json").write_text(json.dumps({**content, "norm_before_fc": True}))
+    with pytest.raises(ValueError, match="input_norm.weight"):
+        AutoModel.from_pretrained(tmp_path / "draft")
+    (tmp_path / "draft" / "config.json").write_text(json.dumps({**content, "new_flag": True}))
+    with pytest.raises(ValueError, match="flags that this version does not know"):
+        AutoConfig.from_pretrained(tmp_path / "draft")

@@ -1,0 +1,145 @@
+"""What can be told of other engines without running them (tests/engines runs them)."""
+
+import sys
+
+import gguf
+import pytest
+import torch
+from conftest import make_target, make_tokenizer
+from target_gguf import write_target
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.checkpoints import describe_engines, export
+from hf_eagle3.making import FORMS
+
+
+CLASSIC = {"fc_norm": False, "norm_output": False}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 5000.0,
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("qwen3", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def target_gguf(target, tmp_path_factory):
+    path = tmp_path_factory.mktemp("target") / "target.gguf"
+    tokenizer = make_tokenizer()
+    vocabulary = tokenizer.get_vocab()
+    tokenizer.backend_tokenizer.model = type(tokenizer.backend_tokenizer.model)(vocabulary, unk_token=".")
+    write_target(target, tokenizer, path)
+    return path
+
+
+def read(path):
+    reader = gguf.GGUFReader(path)
+    fields = {name.removeprefix("eagle3."): field.contents() for name, field in reader.fields.items()}
+    tensors = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
+    return fields, tensors
+
+
+@pytest.mark.parametrize("kind", ["plain", "whole vocabulary", "own table and norms", "scaled"])
+def test_gguf(target, target_gguf, tmp_path, kind):
+    settings = dict(CLASSIC)
+    if kind == "own table and norms":
+        settings |= {"has_own_embed_tokens": True, "norm_before_fc": True, "norm_before_residual": True}
+    if kind == "scaled":
+        settings["rope_parameters"] = LLAMA3
+    ids = None if kind == "whole vocabulary" else range(1, 90, 2)
+    draft = Eagle3ForSpeculation.from_target(target, ids, model_type="llama", **settings)
+    export(draft, tmp_path / "out", "gguf", target_gguf=target_gguf)
+    fields, tensors = read(tmp_path / "out" / "draft.gguf")
+    config, layer = draft.config, draft.config.transformer_layer_config
+    assert fields["general.architecture"] == "eagle3" and fields["block_count"] == 1
+    assert fields["target_layers"] == config.eagle_aux_hidden_state_layer_ids
+    assert fields["target_hidden_size"] == config.target_hidden_size and fields["vocab_size"] == config.vocab_size
+    assert fields["attention.head_count_kv"] == layer.num_key_value_heads
+    assert fields["rope.freq_base"] == layer.rope_parameters["rope_theta"]
+    flags = fields["norm_before_fc"], fields["norm_before_residual"]
+    assert flags == (config.norm_before_fc, config.norm_before_residual)
+    assert len(fields["tokenizer.ggml.tokens"]) == config.vocab_size
+    weights = draft.state_dict()
+    assert tensors.keys() - {"rope_freqs.weight"} >= {"fc.weight", "blk.0.attn_norm_2.weight", "output.weight"}
+    assert len(tensors) == sum(name != "t2d" for name in weights) + (kind == "scaled")
+    assert tensors["fc.weight"].equal(weights["fc.weight"])
+    if kind != "whole vocabulary":
+        assert tensors["d2t"].tolist() == list(range(1, 90, 2))
+    # Pairs that are rotated together: numbers i and i + head_dim / 2 of a head become neighbours.
+    heads = weights["layers.0.self_attn.q_proj.weight"].unflatten(0, (-1, layer.head_dim))
+    theirs = tensors["blk.0.attn_q.weight"].unflatten(0, (-1, layer.head_dim))
+    assert theirs[:, 0::2].equal(heads[:, : layer.head_dim // 2])
+    assert theirs[:, 1::2].equal(heads[:, layer.head_dim // 2 :])
+    if kind == "scaled":
+        plain = 5000.0 ** -(torch.arange(0, layer.head_dim, 2) / layer.head_dim)
+        torch.testing.assert_close(plain / tensors["rope_freqs.weight"], draft.rotary_emb.inv_freq)
+
+
+def test_half_precision_gguf(target, target_gguf, tmp_path):
+    draft = Eagle3ForSpeculation.from_target(target, model_type="llama", **CLASSIC)
+    for dtype, kind in ((torch.bfloat16, "BF16"), (torch.float16, "F16")):
+        export(draft.to(dtype), tmp_path / kind, "gguf", target_gguf=target_gguf)
+        types = {
+            tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / kind / "draft.gguf").tensors
+        }
+        assert types["fc.weight"] == kind and types["output_norm.weight"] == "F32"
+        (fc,) = (t for t in gguf.GGUFReader(tmp_path / kind / "draft.gguf").tensors if t.name == "fc.weight")
+        values = torch.from_numpy(gguf.dequantize(fc.data, fc.tensor_type))
+        assert values.equal(draft.fc.weight.detach().float())
+
+
+@pytest.mark.parametrize("to", ["gguf", "openvino"])
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({}, "norm_output"),
+        ({**CLASSIC, "fc_norm": True}, "fc_norm"),
+        ({**CLASSIC, "model_type": "qwen3"}, "q_norm"),
+        ({**CLASSIC, "num_hidden_layers": 2}, "more than one layer"),
+        ({**CLASSIC, "eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]}, "4 states"),
+    ],
+)
+def test_what_would_be_dropped_is_refused(target, target_gguf, tmp_path, to, settings, flag):
+    draft = Eagle3ForSpeculation.from_target(target, **{"model_type": "llama", **settings})
+    options = {"target_gguf": target_gguf} if to == "gguf" else {}
+    with pytest.raises(ValueError, match=flag):
+        export(draft, tmp_path / "out", to, **options)
+    assert not (tmp_path / "out").exists()
+    (described,) = (text for name, text in describe_engines(draft) if name.startswith(("llama", "Open")[to != "gguf"]))
+    assert "cannot take it" in described and flag in described
+
+
+@pytest.mark.parametrize("flag", ["norm_before_fc", "norm_before_residual"])
+def test_what_openvino_would_drop(target, tmp_path, flag):
+    draft = Eagle3ForSpeculation.from_target(target, model_type="llama", **CLASSIC, **{flag: True})
+    with pytest.raises(ValueError, match=flag):
+        export(draft, tmp_path / "out", "openvino")
+
+
+def test_the_other_half_of_an_export(target, tmp_path, target_gguf):
+    draft = Eagle3ForSpeculation.from_target(target, model_type="llama", **CLASSIC)
+    with pytest.raises(ValueError, match="--target_gguf"):
+        export(draft, tmp_path / "out", "gguf")
+    other = tmp_path / "other.gguf"
+    write_target(make_target("qwen3", tie_word_embeddings=True, hidden_size=64), make_tokenizer(), other)
+    with pytest.raises(ValueError, match="a target of width 64 .*but the draft needs one of width 32"):
+        export(draft, tmp_path / "out", "gguf", target_gguf=other)
+    with pytest.raises(ValueError, match="could not convert the draft. It needs optimum-intel and openvino"):
+        export(draft, tmp_path / "out", "openvino", python=sys.executable)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_classic_draft_is_for_all():
+    target = make_target("qwen3", num_hidden_layers=8)
+    draft = Eagle3ForSpeculation.from_target(target, **FORMS["classic"])
+    described = dict(describe_engines(draft))
+    assert not [text for text in described.values() if "cannot" in text]
+    assert described["vLLM"].startswith("takes it as it is (run with")
+    assert "--to gguf --target_gguf" in described["llama.cpp"] and "not run" in described["SGLang"]

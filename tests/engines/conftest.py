@@ -1,0 +1,66 @@
+"""
+Engines in environments of their own, which take minutes and gigabytes to make: `make test-engines`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from environments import make_environment
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_eagle3.evaluation.tasks import standard_library
+
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+collect_ignore_glob = [] if os.environ.get("HF_EAGLE3_ENGINES") else ["test_*.py"]
+OUTPUTS = Path(os.environ.get("HF_EAGLE3_ENGINES") or "outputs/engines").absolute()
+MINUTES = 1.5
+
+
+@pytest.fixture(scope="session")
+def python_of():
+    """`python_of("vllm")` makes an environment, or takes that of an earlier run, and names its interpreter."""
+
+    def make(engine: str) -> str:
+        try:
+            return make_environment(engine, OUTPUTS)
+        except RuntimeError as error:
+            warnings.warn(f"NOT TESTED: {error}", stacklevel=2)
+            pytest.skip(f"{engine} cannot be installed")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def models():
+    """A folder with a small target, and drafts of all forms that were trained for it for a moment."""
+    folder = OUTPUTS / "models"
+    texts, target = folder / "texts.jsonl", folder / "classic" / "target"
+    folder.mkdir(parents=True, exist_ok=True)
+    documents, _ = standard_library(20)
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
+    for form, of_target in (("classic", []), ("eagle3.1", ["--target", target, "--dataset", texts])):
+        if (folder / form / "draft").exists():
+            continue
+        command = [sys.executable, RECIPES / "quickstart.py", "--output_dir", folder / form, "--draft_form", form]
+        command += ["--no-bf16", "--target_minutes", MINUTES, "--draft_minutes", MINUTES, "--max_new_tokens", 8]
+        subprocess.run([str(part) for part in (*command, *of_target)], check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def target(models):
+    return AutoModelForCausalLM.from_pretrained(models / "classic" / "target", dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def prompts(models):
+    tokenizer = AutoTokenizer.from_pretrained(models / "classic" / "target")
+    lines = (models / "classic" / "prompts.jsonl").read_text().splitlines()
+    return [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines][:12]
