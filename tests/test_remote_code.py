@@ -128,7 +128,7 @@ def test_the_travelling_code_imports_only_torch_and_transformers(name):
 
 
 def test_importing_the_package_loads_nothing_heavy():
-    modules = "('trl', 'datasets', 'hf_eagle3.remote_code', 'hf_eagle3.checkpoints', 'transformers.generation.utils')"
+    modules = "('trl', 'datasets', 'hf_eagle3.remote_code', 'hf_eagle3.checkpoints')"
     script = f"import sys, hf_eagle3; print([m for m in {modules} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip() == "[]"
     script = (

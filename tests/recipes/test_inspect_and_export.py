@@ -29,6 +29,7 @@ def test_inspect_and_export(tmp_path, run_recipe):
     lines = {line.split("  ")[0].strip(): line for line in result.stdout.splitlines()}
     assert "speculators" in lines["format"] and "fc_norm, norm_output" in lines["flags"]
     assert "takes it as it is" in lines["vLLM"] and "--to sglang" in lines["SGLang"]
+    assert lines["llama.cpp"].endswith("cannot take it: `fc_norm`; `norm_output`")
     assert "cannot take it" in lines["EAGLE's own code"] and "fits" in lines[str(tmp_path / "target")]
     assert str(tmp_path / "target") in lines["target"] and "recipes/push.py" in lines["target"]
     assert len(lines) < 25
@@ -40,7 +41,7 @@ def test_inspect_and_export(tmp_path, run_recipe):
     result = run_recipe("export.py", tmp_path / "draft", "--to", "sglang", "--output_dir", tmp_path / "sglang")
     assert result.returncode != 0 and "is not empty" in result.stderr
 
-    # Back again: vLLM requires the verifier's name, which SGLang's format does not say.
+    # Back again: vLLM requires the target's name, which SGLang's format does not say.
     back = ("export.py", tmp_path / "sglang", "--to", "speculators", "--output_dir", tmp_path / "back")
     result = run_recipe(*back)
     assert result.returncode != 0 and "pass --target" in result.stderr and not (tmp_path / "back").exists()

@@ -58,7 +58,7 @@ def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe, monkeypatch):
     assert "these figures mean little" in third.stdout and "To publish" not in third.stdout
     assert "are few for this machine" in third.stdout + third.stderr
 
-    for changed in (["--target", "somewhere", "--dataset", "else"], ["--layer_type", "llama"]):
+    for changed in (["--target", "somewhere", "--dataset", "else"], ["--draft_form", "classic"]):
         other = run_recipe("quickstart.py", *arguments, *changed)
         assert other.returncode != 0 and "Choose another --output_dir" in other.stderr
         assert changed[1] in other.stderr

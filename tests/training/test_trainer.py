@@ -211,6 +211,8 @@ def test_arguments_of_a_fresh_draft(tmp_path, tokenizer):
     assert trainer.draft.config.transformer_layer_config.model_type == "qwen3"
     assert not trainer.draft.config.norm_output and trainer.draft.config.draft_vocab_size == 20
     assert trainer.args.model_init_kwargs == init
+    config = make_trainer(tmp_path, tokenizer, draft_form="classic", target=make_target("qwen3")).draft.config
+    assert not config.fc_norm and not config.norm_output and config.transformer_layer_config.model_type == "llama"
 
 
 def test_checkpoints_are_drafts(tmp_path, tokenizer):
@@ -388,6 +390,10 @@ def test_wrong_arguments(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, model=draft, target=target, draft_vocab_size=20)
     with pytest.raises(ValueError, match="model_init_kwargs"):
         make_trainer(tmp_path, tokenizer, model=draft, target=target, model_init_kwargs={"model_type": "qwen3"})
+    with pytest.raises(ValueError, match="draft_form"):
+        make_trainer(tmp_path, tokenizer, model=draft, target=target, draft_form="classic")
+    with pytest.raises(ValueError, match="must be one of .*'classic'"):
+        make_trainer(tmp_path, tokenizer, draft_form="eagle4")
     with pytest.raises(ValueError, match="Without Muon pass `learning_rate`"):
         make_trainer(tmp_path, tokenizer, adamw_learning_rate=1e-3, use_muon=False)
     with pytest.raises(ValueError, match="`optim` has no effect"):

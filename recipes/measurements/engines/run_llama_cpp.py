@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import xllamacpp
@@ -27,17 +28,21 @@ def main(job_file, result_file):
     found["version"] = xllamacpp.__version__
     for prompt in job["prompts"]:
         start = time.perf_counter()
-        reply = server.handle_completions(
-            {
-                "prompt": prompt,
-                "n_predict": job["max_new_tokens"],
-                "temperature": 0,
-                "samplers": ["temperature"],
-                "return_tokens": True,
-                "ignore_eos": True,
-                "cache_prompt": False,
-            }
-        )
+        request = {
+            "prompt": prompt,
+            "n_predict": job["max_new_tokens"],
+            "temperature": 0,
+            "samplers": ["temperature"],
+            "return_tokens": True,
+            "ignore_eos": True,
+            "cache_prompt": False,
+        }
+        body = json.dumps(request).encode()
+        address = f"{server.listening_address}/completion"
+        with urllib.request.urlopen(
+            urllib.request.Request(address, body, {"Content-Type": "application/json"})
+        ) as file:
+            reply = json.load(file)
         found["seconds"].append(time.perf_counter() - start)
         timings = reply["timings"]
         found["tokens"].append(reply["tokens"])

@@ -25,7 +25,15 @@ AUTO_MAP = {
 }
 
 # What others write into a config.json and does not change a draft.
-NEUTRAL_KEYS = {"_name_or_path", "auto_map", "embed_requires_grad", "tie_word_embeddings", "torch_dtype", "use_cache"}
+NEUTRAL_KEYS = {
+    "_commit_hash",
+    "_name_or_path",
+    "auto_map",
+    "embed_requires_grad",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "use_cache",
+}
 # The same in `transformer_layer_config`, where other versions of transformers also write all of their defaults.
 NEUTRAL_LAYER_KEYS = {
     *NEUTRAL_KEYS,
