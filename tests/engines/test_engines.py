@@ -11,7 +11,7 @@ from environments import run_engine, run_transformers, tree
 from target_gguf import write_target
 from transformers import AutoTokenizer
 
-from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
 from hf_eagle3.checkpoints import describe_engines, export
 
 
@@ -54,7 +54,8 @@ def test_vllm(models, target, prompts, python_of, tmp_path, form, depth):
 
 def test_vllm_with_the_bare_folder(models, target, prompts, python_of, tmp_path):
     draft = models / "classic" / "draft"
-    expected = ours(target, draft, prompts, **tree(3))  # as many as its configuration says
+    (method,) = Eagle3Config.from_pretrained(draft).speculators_config["proposal_methods"]
+    expected = ours(target, draft, prompts, **tree(method["speculative_tokens"]))
     job = {"draft": draft, "bare": True, "prompts": prompts, "max_new_tokens": MAX_NEW_TOKENS}
     assert_same(run_engine(python_of("vllm"), "vllm", **job), expected)
 

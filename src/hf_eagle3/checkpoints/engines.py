@@ -26,7 +26,7 @@ class Engine(NamedTuple):
 ENGINES = (
     Engine("vLLM", "speculators", "0.32.0"),
     Engine("SGLang", sglang.NAME, None, sglang.write),
-    Engine("llama.cpp", llama_cpp.NAME, "b11549", llama_cpp.check),
+    Engine("llama.cpp", llama_cpp.NAME, "xllamacpp 2026.10.11549", llama_cpp.check),
     Engine("OpenVINO GenAI", openvino.NAME, "2026.4.1", openvino.check),
     Engine("EAGLE's own code", safeailab.NAME, None, safeailab.write),
 )

@@ -8,6 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
 from . import sglang
 from .files import save_checkpoint
 from .flat import check_table, refuse
@@ -71,6 +73,8 @@ def write(draft, folder, python: str | None = None) -> None:
     """
     check(draft)
     config, tensors = sglang.write(draft)
+    # Where a draft has the whole vocabulary the converter makes a table of whatever is in memory.
+    tensors.setdefault("d2t", torch.zeros(draft.config.draft_vocab_size, dtype=torch.long))
     python = python or sys.executable
     with tempfile.TemporaryDirectory() as layout:
         layout = Path(layout, "draft")
