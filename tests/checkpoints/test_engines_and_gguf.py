@@ -125,7 +125,7 @@ def test_what_openvino_would_drop(target, tmp_path, flag):
         export(draft, tmp_path / "out", "openvino")
 
 
-def test_the_other_half_of_an_export(target, tmp_path, target_gguf):
+def test_the_other_half_of_an_export(target, tmp_path, target_gguf, monkeypatch):
     draft = Eagle3ForSpeculation.from_target(target, model_type="llama", **CLASSIC)
     with pytest.raises(ValueError, match="--target_gguf"):
         export(draft, tmp_path / "out", "gguf")
@@ -133,9 +133,12 @@ def test_the_other_half_of_an_export(target, tmp_path, target_gguf):
     write_target(make_target("qwen3", tie_word_embeddings=True, hidden_size=64), make_tokenizer(), other)
     with pytest.raises(ValueError, match="a target of width 64 .*but the draft needs one of width 32"):
         export(draft, tmp_path / "out", "gguf", target_gguf=other)
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # half-way
+        export(draft, tmp_path / "out", "gguf", target_gguf=target_gguf)
     with pytest.raises(ValueError, match="could not convert the draft. It needs optimum-intel and openvino"):
         export(draft, tmp_path / "out", "openvino", python=sys.executable)
-    assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["other.gguf"]
 
 
 def test_versions_are_those_that_are_run():

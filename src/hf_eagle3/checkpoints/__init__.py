@@ -14,6 +14,9 @@ A module of a format that is read has `NAME`, `matches(config)`, `read(config, t
 `write(draft)`, which returns configuration and tensors. One that is only written has `write(draft, folder, ...)`.
 """
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 from huggingface_hub.errors import StrictDataclassError
 
 from . import llama_cpp, modelopt, openvino, safeailab, sglang
@@ -100,10 +103,15 @@ def export(draft, folder, to: str, **options) -> None:
     if to not in WRITABLE:
         raise ValueError(f"Drafts are exported to {WRITABLE}, not to {to!r}.")
     check_new_folder(folder)
-    if to in CONVERSIONS:
-        CONVERSIONS[to].write(draft, folder, **options)
-    else:
-        save_checkpoint(folder, *FORMATS[to].write(draft))
+    folder = Path(folder).absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent) as scratch:  # all or nothing
+        written = Path(scratch, folder.name)
+        if to in CONVERSIONS:
+            CONVERSIONS[to].write(draft, written, **options)
+        else:
+            save_checkpoint(written, *FORMATS[to].write(draft))
+        written.replace(folder)
 
 
 __all__ = ["ENGINES", "FORMATS", "WRITABLE", "describe_engines", "export", "load_ends", "read", "recognise"]

@@ -80,8 +80,8 @@ def write(draft, folder, target_gguf=None) -> None:
     config, layer = draft.config, draft.config.transformer_layer_config
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished, rope = folder / "draft.gguf.unfinished", layer.rope_parameters
-    writer = gguf.GGUFWriter(unfinished, ARCHITECTURE)
+    rope = layer.rope_parameters
+    writer = gguf.GGUFWriter(folder / "draft.gguf", ARCHITECTURE)
     writer.add_block_count(1)
     writer.add_context_length(layer.max_position_embeddings)
     writer.add_embedding_length(layer.hidden_size)
@@ -110,7 +110,6 @@ def write(draft, folder, target_gguf=None) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    unfinished.rename(folder / "draft.gguf")
 
 
 def read_tokenizer(gguf, draft, target_gguf) -> dict:
