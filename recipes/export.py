@@ -25,6 +25,7 @@ from huggingface_hub import HfApi
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import WRITABLE, export, load_ends
+from hf_eagle3.checkpoints.files import check_new_folder
 
 
 def main():
@@ -47,6 +48,7 @@ def main():
     if args.to == "speculators":
         if draft.config.speculators_config is None:
             raise SystemExit("vLLM wants to know the target, which this draft's format does not say: pass --target.")
+        check_new_folder(args.output_dir)
         draft.save_pretrained(args.output_dir)
     else:
         given = {"gguf": {"target_gguf": args.target_gguf}, "openvino": {"python": args.python}}

@@ -45,6 +45,11 @@ def test_inspect_and_export(tmp_path, run_recipe):
     back = ("export.py", tmp_path / "sglang", "--to", "speculators", "--output_dir", tmp_path / "back")
     result = run_recipe(*back)
     assert result.returncode != 0 and "pass --target" in result.stderr and not (tmp_path / "back").exists()
+    weights = (tmp_path / "sglang" / "model.safetensors").read_bytes()
+    onto_itself = (*back[:-1], tmp_path / "sglang", "--target", tmp_path / "target")
+    result = run_recipe(*onto_itself)
+    assert result.returncode != 0 and "is not empty" in result.stderr
+    assert (tmp_path / "sglang" / "model.safetensors").read_bytes() == weights
     result = run_recipe(*back, "--target", tmp_path / "target")
     assert result.returncode == 0, result.stderr[-3000:]
     ours, theirs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("draft", "back"))
