@@ -42,6 +42,9 @@ def main():
     parser.add_argument("--push_to", help="Hub repo to push the folder to")
     parser.add_argument("--revision", help="Branch of that repo; by default the format's name")
     args = parser.parse_args()
+    for option, form in (("target_gguf", "gguf"), ("python", "openvino")):
+        if getattr(args, option) is not None and args.to != form:
+            parser.error(f"--{option} is for --to {form}")
     draft = Eagle3ForSpeculation.from_pretrained(args.draft, revision=args.draft_revision)
     if args.target is not None:
         draft.pair_with(load_ends(args.target))
@@ -61,7 +64,8 @@ def main():
             repo_id=args.push_to,
             folder_path=args.output_dir,
             revision=branch,
-            delete_patterns=["*.py"],  # the branch begins as a copy of the other format's
+            # The branch begins as a copy of the other format's.
+            delete_patterns=["*.json", "*.py", "*.safetensors"],
             commit_message=f"The draft in the {args.to} format",
         )
         print(f"Pushed it to the branch {branch} of {args.push_to}.")

@@ -68,14 +68,14 @@ def main():
     parser.add_argument("--target", help="Folder or Hub id of a model to check the draft against")
     args = parser.parse_args()
     draft, info = Eagle3ForSpeculation.from_pretrained(args.draft, revision=args.revision, output_loading_info=True)
-    rows = [*describe(draft, info), ("transformers", "generate(assistant_model=draft)")]
-    rows += describe_engines(draft, info["format"])
+    rows, fits = [*describe(draft, info), ("transformers", "generate(assistant_model=draft)")], []
     if args.target:
         try:
-            draft.validate_target(load_ends(args.target))
-            rows.append((args.target, "fits"))
+            draft.pair_with(load_ends(args.target))  # engines may want what only the target says
+            fits.append((args.target, "fits"))
         except ValueError as error:
-            rows.append((args.target, f"does not fit. {error}"))
+            fits.append((args.target, f"does not fit. {error}"))
+    rows += [*describe_engines(draft, info["format"]), *fits]
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {text}" for name, text in rows))
     if any(text.startswith("does not fit") for _, text in rows):

@@ -283,7 +283,7 @@ def main():
         "--draft_form",
         choices=list(FORMS),
         default="eagle3.1",
-        help="classic is that of the EAGLE-3 paper, which accepts less and is what all engines take",
+        help="classic is that of the EAGLE-3 paper, which accepts less and is what most engines take",
     )
     parser.add_argument(
         "--layer_type",

@@ -35,6 +35,8 @@ def install_auto_hook() -> None:
 
 def is_flat(config: PreTrainedConfig) -> bool:
     """Whether what transformers took for a Llama configuration is an EAGLE-3 draft's."""
+    if not type(config).__module__.startswith("transformers.models."):
+        return False  # it has code of its own
     names = ("architectures", "draft_vocab_size", "eagle_config")
     content = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
     if not content.keys() & {"draft_vocab_size", "eagle_config"}:

@@ -104,6 +104,24 @@ def test_what_is_no_draft_loads_as_before(tmp_path, target, tokenizer):
             AutoModel.from_pretrained(tmp_path)
     with pytest.raises(OSError):
         AutoConfig.from_pretrained(tmp_path / "nothing")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="in no known EAGLE-3 format"):
+        Eagle3ForSpeculation.from_pretrained(tmp_path)
+
+
+def test_a_configuration_with_code_of_its_own_is_left_alone(tmp_path, target):
+    """Also if its fields have a draft's names."""
+    (tmp_path / "configuration_own.py").write_text(
+        "from transformers import LlamaConfig\n\n\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+    )
+    target.config.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    names = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}, "draft_vocab_size": 64}
+    (tmp_path / "config.json").write_text(
+        json.dumps({**content, **names, "architectures": ["LlamaForCausalLMEagle3"]})
+    )
+    config = AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
+    assert type(config).__name__ == "OwnConfig" and config.draft_vocab_size == 64
 
 
 def test_our_own_drafts_run_the_code_that_is_saved_with_them(tmp_path, target):

@@ -106,6 +106,7 @@ def test_half_precision_gguf(target, target_gguf, tmp_path):
         ({**CLASSIC, "model_type": "qwen3"}, "q_norm"),
         ({**CLASSIC, "num_hidden_layers": 2}, "more than one layer"),
         ({**CLASSIC, "eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]}, "4 states"),
+        ({**CLASSIC, "eagle_aux_hidden_state_layer_ids": [0, 2, 4], "norm_output": True}, "norm_output"),
     ],
 )
 def test_what_would_be_dropped_is_refused(target, target_gguf, tmp_path, to, settings, flag):
@@ -129,6 +130,16 @@ def test_the_other_half_of_an_export(target, tmp_path, target_gguf, monkeypatch)
     draft = Eagle3ForSpeculation.from_target(target, model_type="llama", **CLASSIC)
     with pytest.raises(ValueError, match="--target_gguf"):
         export(draft, tmp_path / "out", "gguf")
+    shallow = make_target("qwen3", tie_word_embeddings=True, num_hidden_layers=5)
+    write_target(shallow, make_tokenizer(), tmp_path / "shallow.gguf")
+    with pytest.raises(ValueError, match="with 5 layers .* reads layer 5"):
+        export(draft, tmp_path / "out", "gguf", target_gguf=tmp_path / "shallow.gguf")
+    (tmp_path / "broken.gguf").write_bytes(target_gguf.read_bytes()[:200])
+    for name in ("broken.gguf", "none.gguf"):
+        with pytest.raises((ValueError, FileNotFoundError), match=name):
+            export(draft, tmp_path / "out", "gguf", target_gguf=tmp_path / name)
+    with pytest.raises(ValueError, match="could not convert the model"):
+        export(draft, tmp_path / "out", "openvino", python=str(tmp_path / "no-python"))
     other = tmp_path / "other.gguf"
     write_target(make_target("qwen3", tie_word_embeddings=True, hidden_size=64), make_tokenizer(), other)
     with pytest.raises(ValueError, match="a target of width 64 .*but the draft needs one of width 32"):
@@ -136,9 +147,9 @@ def test_the_other_half_of_an_export(target, tmp_path, target_gguf, monkeypatch)
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # half-way
         export(draft, tmp_path / "out", "gguf", target_gguf=target_gguf)
-    with pytest.raises(ValueError, match="could not convert the draft. It needs optimum-intel and openvino"):
+    with pytest.raises(ValueError, match="could not convert the model. It needs optimum-intel and openvino"):
         export(draft, tmp_path / "out", "openvino", python=sys.executable)
-    assert [path.name for path in tmp_path.iterdir()] == ["other.gguf"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.gguf", "other.gguf", "shallow.gguf"]
 
 
 def test_versions_are_those_that_are_run():
@@ -154,5 +165,5 @@ def test_a_classic_draft_is_for_all():
     draft = Eagle3ForSpeculation.from_target(target, **FORMS["classic"])
     described = dict(describe_engines(draft))
     assert not [text for text in described.values() if "cannot" in text]
-    assert described["vLLM"].startswith("takes it as it is (run with")
-    assert "--to gguf --target_gguf" in described["llama.cpp"] and "not run" in described["SGLang"]
+    assert described["vLLM"].startswith("takes it as it is (the tests run others in")
+    assert "--to gguf --target_gguf" in described["llama.cpp"] and "the tests do not run it" in described["SGLang"]

@@ -4,8 +4,6 @@ own loop. The number of forwards tells more than a mean acceptance length: wrong
 percent.
 """
 
-import subprocess
-
 import pytest
 from environments import run_engine, run_transformers, tree
 from target_gguf import write_target
@@ -13,6 +11,7 @@ from transformers import AutoTokenizer
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
 from hf_eagle3.checkpoints import describe_engines, export
+from hf_eagle3.checkpoints.openvino import convert
 
 
 MAX_NEW_TOKENS = 64
@@ -109,10 +108,7 @@ def test_llama_cpp(models, target, target_gguf, prompts, python_of, tmp_path, wr
 def openvino_target(models, python_of):
     folder = models / "target-openvino"
     if not folder.exists():
-        command = [python_of("openvino"), "-m", "optimum.commands.optimum_cli", "export", "openvino"]
-        command += ["--model", models / "classic" / "target", "--task", "text-generation-with-past"]
-        command += ["--weight-format", "fp32", folder]
-        subprocess.run(list(map(str, command)), check=True)
+        convert(python_of("openvino"), models / "classic" / "target", folder)
     return folder
 
 

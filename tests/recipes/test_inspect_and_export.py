@@ -10,6 +10,8 @@ from conftest import RECIPES, make_draft, make_prompt, make_target
 from loopback_hub import serve_hub
 
 from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.checkpoints import export
+from hf_eagle3.making import FORMS
 
 
 def run(script, *arguments, **environment):
@@ -34,6 +36,11 @@ def test_inspect_and_export(tmp_path, run_recipe):
     assert str(tmp_path / "target") in lines["target"] and "recipes/push.py" in lines["target"]
     assert len(lines) < 25
 
+    nowhere = ("--output_dir", tmp_path / "nowhere")
+    for option, value in (("--target_gguf", "target.gguf"), ("--python", sys.executable)):
+        result = run_recipe("export.py", tmp_path / "draft", "--to", "sglang", option, value, *nowhere)
+        assert result.returncode == 2 and f"{option} is for --to" in result.stderr
+    assert not (tmp_path / "nowhere").exists()
     result = run_recipe("export.py", tmp_path / "draft", "--to", "sglang", "--output_dir", tmp_path / "sglang")
     assert result.returncode == 0, result.stderr[-3000:]
     ours, theirs = (Eagle3ForSpeculation.from_pretrained(tmp_path / name).state_dict() for name in ("draft", "sglang"))
@@ -63,6 +70,22 @@ def test_inspect_and_export(tmp_path, run_recipe):
     assert result.returncode == 1 and "does not fit" in result.stdout and "trained for another model" in result.stdout
 
 
+def test_engines_are_named_for_the_target_that_is_given(tmp_path, run_recipe):
+    """llama.cpp wants to know which layers a draft reads, and some formats leave that to the target's depth."""
+    target = make_target("llama")
+    target.save_pretrained(tmp_path / "target")
+    target = type(target).from_pretrained(tmp_path / "target")
+    export(Eagle3ForSpeculation.from_target(target, **FORMS["classic"]), tmp_path / "draft", "sglang")
+    content = json.loads((tmp_path / "draft" / "config.json").read_text())
+    del content["eagle_config"]
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(content))
+    for options, expected in (((), "cannot take it: "), (("--target", tmp_path / "target"), "--to gguf")):
+        result = run_recipe("inspect_draft.py", tmp_path / "draft", *options)
+        assert result.returncode == 0, result.stderr[-3000:]
+        (line,) = (line for line in result.stdout.splitlines() if line.startswith("llama.cpp"))
+        assert expected in line
+
+
 def test_a_branch_for_sglang(tmp_path):
     """From the Hub, and back to a branch of the same repo, over HTTP."""
     make_draft(make_target("llama"), [make_prompt(5)]).save_pretrained(tmp_path / "draft")
@@ -77,6 +100,7 @@ def test_a_branch_for_sglang(tmp_path):
         assert len(branches["main"]) == 1
         pushed = branches["sglang"][-1]
         assert json.loads(pushed["config.json"])["architectures"] == ["LlamaForCausalLMEagle3"]
+        assert not [name for name in pushed if name.endswith(".py")] and "generation_config.json" not in pushed
         assert pushed["model.safetensors"] == (tmp_path / "sglang" / "model.safetensors").read_bytes()
         # The branch is read by its format, from the Hub.
         arguments = ("me/tiny-speculator.eagle3", "--revision", "sglang")

@@ -16,7 +16,6 @@ timed. `forwards` are those that verified something.
 import argparse
 import json
 import statistics
-import subprocess
 from pathlib import Path
 
 import torch
@@ -26,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import export
+from hf_eagle3.checkpoints.openvino import convert
 from hf_eagle3.environment import environment
 from hf_eagle3.evaluation.tasks import load_prompts
 from hf_eagle3.tokenizer import load_tokenizer
@@ -68,7 +68,6 @@ def parse_arguments():
 def prepare(args, target, tokenizer, folder: Path) -> dict[str, dict]:
     """What each engine loads, and its interpreter."""
     draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=torch.float32)
-    # Its own loop reads these, too: all engines compute with the same numbers.
     for name, model in (("target", target), ("draft", draft)):
         if not (folder / name).exists():
             model.save_pretrained(folder / name)
@@ -83,9 +82,7 @@ def prepare(args, target, tokenizer, folder: Path) -> dict[str, dict]:
             write_target(target, tokenizer, paths["target"])
             export(draft, folder / "gguf", "gguf", target_gguf=paths["target"])
         if name == "openvino" and not paths["draft"].exists():
-            command = [paths["python"], "-m", "optimum.commands.optimum_cli", "export", "openvino"]
-            command += ["--model", folder / "target", "--task", "text-generation-with-past"]
-            subprocess.run([str(part) for part in (*command, "--weight-format", "fp32", paths["target"])], check=True)
+            convert(paths["python"], folder / "target", paths["target"])
             export(draft, paths["draft"], "openvino", python=paths["python"])
     return loaded
 

@@ -4,6 +4,8 @@ import json
 
 import gguf
 
+from hf_eagle3.checkpoints.llama_cpp import add_sizes
+
 
 LAYER = {
     "input_layernorm": "attn_norm",
@@ -22,16 +24,7 @@ LAYER = {
 
 def write_target(target, tokenizer, path) -> None:
     config, writer = target.config, gguf.GGUFWriter(path, "qwen3")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    add_sizes(writer, config)
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")

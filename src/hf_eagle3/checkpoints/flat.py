@@ -201,6 +201,28 @@ def flat_config(draft, refused: dict[str, bool], to: str) -> dict:
     }
 
 
+def beyond_classic(draft) -> dict[str, bool]:
+    """What engines that know the EAGLE-3 paper only would leave out, and whether the draft has it."""
+    config, layer = draft.config, draft.config.transformer_layer_config
+    return {
+        "more than one layer": config.num_hidden_layers > 1,
+        "Qwen3 layers, with q_norm and k_norm": layer.model_type != "llama",
+        "`fc_norm`": config.fc_norm,
+        "`norm_output`": config.norm_output,
+        "layers with a window": set(layer.layer_types) != {"full_attention"},
+        f"{config.num_aux_hidden_states} states in place of three": config.num_aux_hidden_states != 3,
+    }
+
+
+def check_layer_ids(draft) -> None:
+    """
+    Raises:
+        ValueError: if a draft does not say which states it reads.
+    """
+    if draft.config.eagle_aux_hidden_state_layer_ids is None:
+        raise ValueError("This draft does not say which states it reads. Pair it with its target first (`--target`).")
+
+
 class CannotExpress(ValueError):
     """What a format cannot express (`reasons`), of what a draft has."""
 
@@ -208,7 +230,7 @@ class CannotExpress(ValueError):
         self.reasons = reasons
         super().__init__(
             f"The {to} format cannot express this draft: it has {'; '.join(reasons)}. These are choices of training "
-            '(`draft_form="classic"` makes a draft that all engines take); a trained draft cannot be converted.'
+            '(`draft_form="classic"` makes a draft that most engines take); a trained draft cannot be converted.'
         )
 
 

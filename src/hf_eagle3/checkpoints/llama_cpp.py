@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from .flat import refuse
+from .flat import beyond_classic, check_layer_ids, refuse
 
 
 NAME = "gguf"
@@ -34,24 +34,18 @@ def check(draft) -> None:
     Raises:
         ValueError: naming what llama.cpp would refuse, or leave out without a word.
     """
-    config, layer = draft.config, draft.config.transformer_layer_config
+    layer = draft.config.transformer_layer_config
     rope_type = layer.rope_parameters["rope_type"]
     refuse(
         {
-            "more than one layer": config.num_hidden_layers > 1,
-            "Qwen3 layers, with q_norm and k_norm": layer.model_type != "llama",
-            "`fc_norm`": config.fc_norm,
-            "`norm_output`": config.norm_output,
-            "layers with a window": set(layer.layer_types) != {"full_attention"},
+            **beyond_classic(draft),
             "biases": layer.attention_bias or getattr(layer, "mlp_bias", False),
             f"an MLP with {layer.hidden_act}": layer.hidden_act != "silu",
-            f"{config.num_aux_hidden_states} states in place of three": config.num_aux_hidden_states != 3,
             f"rotary embeddings of the type {rope_type}": rope_type not in ("default", "linear", "llama3"),
         },
         "GGUF",
     )
-    if config.eagle_aux_hidden_state_layer_ids is None:
-        raise ValueError("This draft does not say which states it reads. Pair it with its target first (`--target`).")
+    check_layer_ids(draft)
 
 
 def write(draft, folder, target_gguf=None) -> None:
@@ -82,17 +76,8 @@ def write(draft, folder, target_gguf=None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rope = layer.rope_parameters
     writer = gguf.GGUFWriter(folder / "draft.gguf", ARCHITECTURE)
-    writer.add_block_count(1)
-    writer.add_context_length(layer.max_position_embeddings)
-    writer.add_embedding_length(layer.hidden_size)
-    writer.add_feed_forward_length(layer.intermediate_size)
-    writer.add_head_count(layer.num_attention_heads)
-    writer.add_head_count_kv(layer.num_key_value_heads)
-    writer.add_key_length(layer.head_dim)
-    writer.add_value_length(layer.head_dim)
-    writer.add_layer_norm_rms_eps(layer.rms_norm_eps)
+    add_sizes(writer, layer)
     writer.add_rope_dimension_count(layer.head_dim)
-    writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -112,23 +97,37 @@ def write(draft, folder, target_gguf=None) -> None:
     writer.close()
 
 
+def add_sizes(writer, layer_config) -> None:
+    """What GGUF wants to know of the layers of any model."""
+    writer.add_block_count(layer_config.num_hidden_layers)
+    writer.add_context_length(layer_config.max_position_embeddings)
+    writer.add_embedding_length(layer_config.hidden_size)
+    writer.add_feed_forward_length(layer_config.intermediate_size)
+    writer.add_head_count(layer_config.num_attention_heads)
+    writer.add_head_count_kv(layer_config.num_key_value_heads)
+    writer.add_key_length(layer_config.head_dim)
+    writer.add_value_length(layer_config.head_dim)
+    writer.add_layer_norm_rms_eps(layer_config.rms_norm_eps)
+    writer.add_rope_freq_base(layer_config.rope_parameters["rope_theta"])
+
+
 def read_tokenizer(gguf, draft, target_gguf) -> dict:
     """The tokenizer in a target's file: by name, values with their types."""
-    fields = gguf.GGUFReader(target_gguf).fields
-    architecture = fields["general.architecture"].contents()
-    sizes = {
-        name: fields[key].contents() if (key := f"{architecture}.{name}") in fields else None
-        for name in ("embedding_length", "block_count")
-    }
-    num_tokens, config = len(fields["tokenizer.ggml.tokens"].data), draft.config
-    if (
-        sizes["embedding_length"] != config.target_hidden_size
-        or num_tokens > config.vocab_size
-        or num_tokens <= int(draft.draft_token_ids[-1])
-    ):
+    try:
+        fields = gguf.GGUFReader(target_gguf).fields
+        architecture = fields["general.architecture"].contents()
+        width, depth = (fields[f"{architecture}.{name}"].contents() for name in ("embedding_length", "block_count"))
+        num_tokens = len(fields["tokenizer.ggml.tokens"].data)
+    except (IndexError, KeyError, ValueError) as error:
         raise ValueError(
-            f"{target_gguf} is a target of width {sizes['embedding_length']} with {num_tokens} tokens, but the draft needs one "
-            f"of width {config.target_hidden_size} with {config.vocab_size}."
+            f"{target_gguf} is no GGUF file of a model with its tokenizer, or not whole: {error!r}."
+        ) from error
+    config = draft.config
+    last_layer, last_token = max(config.eagle_aux_hidden_state_layer_ids), int(draft.draft_token_ids.max())
+    if width != config.target_hidden_size or depth <= last_layer or not last_token < num_tokens <= config.vocab_size:
+        raise ValueError(
+            f"{target_gguf} is a target of width {width} with {depth} layers and {num_tokens} tokens, but the draft needs one "
+            f"of width {config.target_hidden_size} with {config.vocab_size} tokens, of which it reads layer {last_layer}."
         )
     return {name: (field.contents(), field.types) for name, field in fields.items() if name.startswith("tokenizer.")}
 

@@ -12,7 +12,7 @@ import torch
 
 from . import sglang
 from .files import save_checkpoint
-from .flat import check_table, refuse
+from .flat import beyond_classic, check_layer_ids, check_table, refuse
 
 
 NAME = "openvino"
@@ -37,24 +37,19 @@ def check(draft) -> None:
     Raises:
         ValueError: naming what GenAI would refuse, or leave out without a word.
     """
-    config, layer = draft.config, draft.config.transformer_layer_config
+    config = draft.config
     refuse(
         {
-            "more than one layer": config.num_hidden_layers > 1,
-            "Qwen3 layers, with q_norm and k_norm": layer.model_type != "llama",
-            "`fc_norm`": config.fc_norm,
-            "`norm_output`": config.norm_output,
+            **beyond_classic(draft),
             "`norm_before_fc`": config.norm_before_fc,
             "`norm_before_residual`": config.norm_before_residual,
-            "layers with a window": set(layer.layer_types) != {"full_attention"},
-            f"{config.num_aux_hidden_states} states in place of three": config.num_aux_hidden_states != 3,
+            "the target's embedding (id 0) among its states": 0 in (config.eagle_aux_hidden_state_layer_ids or ()),
         },
         "OpenVINO",
     )
     if config.has_own_embed_tokens:
         check_table(draft, "OpenVINO")
-    if config.eagle_aux_hidden_state_layer_ids is None:
-        raise ValueError("This draft does not say which states it reads. Pair it with its target first (`--target`).")
+    check_layer_ids(draft)
 
 
 def write(draft, folder, python: str | None = None) -> None:
@@ -79,20 +74,33 @@ def write(draft, folder, python: str | None = None) -> None:
     with tempfile.TemporaryDirectory() as layout:
         layout = Path(layout, "draft")
         save_checkpoint(layout, config, tensors)
-        convert = ["-m", "optimum.commands.optimum_cli", "export", "openvino", "--model", str(layout)]
-        convert += [
-            "--task",
-            "text-generation-with-past",
-            "--trust-remote-code",
-            "--weight-format",
-            "fp32",
-            str(folder),
-        ]
+        convert(python, layout, folder)
         ids = ",".join(str(layer_id - 1) for layer_id in draft.config.eagle_aux_hidden_state_layer_ids)
-        for arguments in (convert, ["-c", WRITE_LAYER_IDS, str(folder), ids]):
-            result = subprocess.run([python, *arguments], capture_output=True, text=True)
-            if result.returncode != 0:
-                raise ValueError(
-                    f"{python} could not convert the draft. It needs optimum-intel and openvino (`--python` names the "
-                    f"interpreter of an environment that has them):\n{result.stderr[-2000:]}"
-                )
+        run(python, "-c", WRITE_LAYER_IDS, folder, ids)
+
+
+def convert(python: str, model, folder) -> None:
+    """
+    Converts a model, a target or a draft in SGLang's layout, in float32.
+
+    Args:
+        python (`str`): See [`write`].
+        model (`str` or `Path`): Its folder.
+        folder (`str` or `Path`): The new one.
+
+    Raises:
+        ValueError: if the converter fails.
+    """
+    command = ("-m", "optimum.commands.optimum_cli", "export", "openvino", "--model", model)
+    options = ("--task", "text-generation-with-past", "--trust-remote-code", "--weight-format", "fp32")
+    run(python, *command, *options, folder)
+
+
+def run(python: str, *arguments) -> None:
+    try:
+        subprocess.run([python, *map(str, arguments)], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ValueError(
+            f"{python} could not convert the model. It needs optimum-intel and openvino (`--python` names the interpreter of "
+            f"an environment that has them): {error}\n{(getattr(error, 'stderr', None) or '')[-2000:]}"
+        ) from error

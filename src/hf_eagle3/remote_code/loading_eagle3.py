@@ -80,7 +80,7 @@ def check_token_ids(config: dict[str, Any]) -> None:
             raise ValueError(f"`{name}` is {value!r}, but must be the id of a token.")
 
 
-def check_files(source: str | Path, variant: str | None = None, **hub_kwargs) -> dict:
+def check_files(source: str | Path, variant: str | None = None, **hub_kwargs) -> dict | None:
     """
     The files of a checkpoint that transformers reads, or passes over when it cannot.
 
@@ -90,7 +90,7 @@ def check_files(source: str | Path, variant: str | None = None, **hub_kwargs) ->
         hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
 
     Returns:
-        `dict`: What its `config.json` says; nothing if there is none.
+        `dict`: What its `config.json` says; `None` if there is none.
 
     Raises:
         ValueError: if one is broken, or names files outside of its folder.
@@ -108,7 +108,7 @@ def check_files(source: str | Path, variant: str | None = None, **hub_kwargs) ->
             check_whole(path)
     if (path := find("generation_config.json")) is not None:
         check_token_ids(read_json(path))
-    return {} if (path := find("config.json")) is None else read_json(path)
+    return None if (path := find("config.json")) is None else read_json(path)
 
 
 def check_tensors(tensors: dict[str, torch.Tensor], source, digest: str | None = None) -> None:

@@ -124,9 +124,9 @@ class Eagle3ForSpeculation(AssistantMixin, PreTrainedModel, GenerationMixin):
         kwargs.pop("trust_remote_code", None)
         report, path = {"format": "speculators"}, pretrained_model_name_or_path
         hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        content = {} if path is None else check_files(path, kwargs.get("variant"), **hub_kwargs)
-        digest = None if kwargs.get("variant") else content.get("weights_digest")  # which is of the others
-        if content and content.get("speculators_model_type") is None:
+        content = None if path is None else check_files(path, kwargs.get("variant"), **hub_kwargs)
+        digest = None if kwargs.get("variant") else (content or {}).get("weights_digest")  # which is of the others
+        if content is not None and content.get("speculators_model_type") is None:
             config, kwargs["state_dict"], report = read_other_format(content, path, hub_kwargs)
             kwargs["config"], path = kwargs.get("config") or config, None
         # Reported below, by name, with what else is wrong.
