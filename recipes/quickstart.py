@@ -16,7 +16,6 @@ A second run with the same settings reuses what the first one trained.
 
 import argparse
 import json
-import math
 import os
 import shlex
 import shutil
@@ -28,26 +27,17 @@ from pathlib import Path
 import torch
 from datasets import Dataset, load_dataset
 from tokenizers import ByteLevelBPETokenizer
-from tqdm.auto import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
-    PrinterCallback,
-    ProgressCallback,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    TrainerCallback,
-    set_seed,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3 import Eagle3TrainingArguments
 from hf_eagle3.environment import public_name
 from hf_eagle3.evaluation.results import what_differs
 from hf_eagle3.evaluation.tasks import standard_library
 from hf_eagle3.hub import write_records
 from hf_eagle3.making import FORMS
 from hf_eagle3.tokenizer import load_tokenizer
+from hf_eagle3.training.budget import TimeBudget, TimedEagle3Trainer, train_for
 from hf_eagle3.training.optimizer import MuonWithAdamW
 from hf_eagle3.training.record import training_record
 
@@ -57,62 +47,6 @@ PROMPT_TOKENS = 48
 EOS = "<|endoftext|>"
 # Arguments that target and draft do not depend on.
 NOT_TRAINED = ("max_new_tokens", "min_steps", "output_dir", "prompts", "repeats")
-
-
-class TimeBudget(TrainerCallback):
-    """
-    Ends training after so many minutes, lets the learning rate fall to zero on the way, and shows the way. Where that
-    is too little for `min_steps`, it takes longer, up to `LONGER` times.
-    """
-
-    LONGER = 5
-
-    def __init__(self, minutes: float, description: str, min_steps: int):
-        self.given = self.seconds = 60 * minutes
-        self.description, self.min_steps, self.share = description, min_steps, 0.0
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.start = time.monotonic()
-        self.bar = tqdm(
-            total=round(self.seconds),
-            desc=self.description,
-            bar_format="{desc} {percentage:3.0f}%|{bar}| {n}/{total}s{postfix}",
-        )
-
-    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-        elapsed = min((time.monotonic() - self.start) / self.seconds, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.5 * (1 + math.cos(math.pi * elapsed))
-
-    def on_step_end(self, args, state, control, **kwargs):
-        elapsed = time.monotonic() - self.start
-        needed = min(elapsed / state.global_step * self.min_steps, self.LONGER * self.given)
-        if state.global_step >= 5 and needed > 1.1 * self.seconds:  # the first steps take longer
-            self.seconds = self.bar.total = round(needed)
-            self.bar.write(
-                f"{self.description}: {state.global_step} steps in {elapsed:.0f} s are few for this machine: training takes "
-                f"{self.seconds} s instead of {self.given:.0f}."
-            )
-        self.share = min(elapsed / self.seconds, 1.0)
-        self.bar.update(min(int(elapsed), self.bar.total) - self.bar.n)
-        control.should_training_stop = elapsed >= self.seconds
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        shown = ("loss", "accuracy_0", "simulated_acceptance_length")
-        self.bar.set_postfix({"step": state.global_step, **{key: f"{logs[key]:.2f}" for key in shown if key in logs}})
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.bar.close()
-
-
-class TimedEagle3Trainer(Eagle3Trainer):
-    """Goes by the time, not by the number of steps."""
-
-    budget: TimeBudget
-
-    @property
-    def progress(self) -> float:
-        return self.budget.share
 
 
 def local_or_hub_dataset(name: str) -> tuple[Dataset, list]:
@@ -149,13 +83,6 @@ def common_arguments(args, batch_size: int) -> dict:
     }
 
 
-def train(trainer: SFTTrainer, budget: TimeBudget) -> None:
-    for callback in (ProgressCallback, PrinterCallback):  # which count steps; here time counts
-        trainer.remove_callback(callback)
-    trainer.add_callback(budget)
-    trainer.train()
-
-
 def train_target(folder: Path, dataset: Dataset, args) -> None:
     """A Qwen3 of 9 million parameters, and its tokenizer."""
     bpe = ByteLevelBPETokenizer()
@@ -185,7 +112,7 @@ def train_target(folder: Path, dataset: Dataset, args) -> None:
         processing_class=tokenizer,
         optimizers=(MuonWithAdamW(matrices, others, lr=6e-3), None),
     )
-    train(trainer, TimeBudget(args.target_minutes, "Target", args.min_steps))
+    train_for(trainer, TimeBudget(args.target_minutes, "Target", args.min_steps))
     save(folder, target.to(torch.bfloat16) if trainer.args.bf16 else target, tokenizer)
 
 
@@ -207,9 +134,8 @@ def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None
         train_dataset=dataset,
         processing_class=tokenizer,
     )
-    trainer.budget = budget
     trainer.dataset_names = [args.dataset or "the sources of Python's standard library"]
-    train(trainer, budget)
+    train_for(trainer, budget)
     draft = trainer.draft.to(target.dtype)
     command = shlex.join(["python", "recipes/quickstart.py", *map(public_name, sys.argv[1:])])
     save(folder, draft, training=training_record(trainer, draft.state_dict()) | {"command": command})

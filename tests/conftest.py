@@ -258,6 +258,22 @@ def make_oracle(target, text, seed=0, padding=0):
     return draft
 
 
+def make_baseline(method, target):
+    """A draft of another method, with random weights: see `hf_eagle3.baselines`."""
+    from hf_eagle3.baselines import BASELINES
+
+    torch.manual_seed(0)
+    if method == "p-eagle":
+        draft = Eagle3ForSpeculation.from_target(target, mask_token_id="pad")
+    elif method == "eagle-2":
+        draft = BASELINES["eagle"].draft_class.from_target(target, static_tree=None)
+    else:
+        draft = BASELINES[method].draft_class.from_target(target)
+    for parameter in draft.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.1
+    return draft.eval()
+
+
 @contextmanager
 def lookups_of(text, seed: int = 0, wrong: int = 3):
     """

@@ -11,12 +11,23 @@ import re
 
 import pytest
 import torch
-from conftest import CONVOLUTIONAL, FAMILIES, RECURRENT, VOCAB_SIZE, lookups_of, make_batch, make_oracle, make_target
+from conftest import (
+    CONVOLUTIONAL,
+    FAMILIES,
+    RECURRENT,
+    VOCAB_SIZE,
+    lookups_of,
+    make_baseline,
+    make_batch,
+    make_oracle,
+    make_target,
+)
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from transformers import StoppingCriteria
 
 from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.baselines import BASELINES
 
 
 NUM_EXAMPLES = int(os.environ.get("HF_EAGLE3_EXAMPLES", 0))
@@ -97,12 +108,12 @@ def calls(draw):
         }
     ),
     cache=st.sampled_from([{}, {"cache_implementation": "static"}]),
-    knows_the_text=st.booleans(),
+    method=st.sampled_from(["eagle3", "knows the text", *BASELINES, "eagle-2", "p-eagle"]),
     looks_up=st.booleans(),
     waits=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_any_settings(family, lengths, kwargs, tree, cache, knows_the_text, looks_up, waits, seed):
+def test_any_settings(family, lengths, kwargs, tree, cache, method, looks_up, waits, seed):
     target, batch = cached_target(family), make_batch(lengths, seed)
     if family not in FAMILIES:  # which are refused otherwise
         cache = {}
@@ -113,7 +124,9 @@ def test_any_settings(family, lengths, kwargs, tree, cache, knows_the_text, look
         expected = target.generate(**batch, **kwargs)
     except (RuntimeError, ValueError) as error:  # settings that contradict each other, or leave nothing to sample from
         expected, message = None, str(error)
-    if knows_the_text and expected is not None:
+    if method not in ("eagle3", "knows the text"):
+        draft = make_baseline(method, target)
+    elif method == "knows the text" and expected is not None:
         draft = make_oracle(target, expected, seed, padding=(1 - batch["attention_mask"]).sum(dim=1, keepdim=True))
     else:
         torch.manual_seed(seed)

@@ -20,6 +20,7 @@ TRAVELLING = (
     "checks_eagle3.py",
     "configuration_eagle3.py",
     "decoding_eagle3.py",
+    "draft_eagle3.py",
     "drafter_eagle3.py",
     "layers_eagle3.py",
     "loading_eagle3.py",
@@ -196,7 +197,7 @@ REACHING = {
     ("modeling_eagle3.py", "save_pretrained", "mkdir"),
     ("modeling_eagle3.py", "save_pretrained", "write_text"),
     ("cache_eagle3.py", "compiled", "compile"),  # torch's
-    ("modeling_eagle3.py", "installed", "import_module"),  # the package itself
+    ("draft_eagle3.py", "installed", "import_module"),  # the package itself
 }
 
 

@@ -50,7 +50,8 @@ def draft_config(name_or_path, trust_remote_code=None, code_revision=None, **kwa
     """What `AutoConfig.from_pretrained` returns of a draft: an [`Eagle3Config`], and `None` if it is none."""
     from .checkpoints import read
     from .remote_code.configuration_eagle3 import Eagle3Config
-    from .remote_code.modeling_eagle3 import HUB_ARGUMENTS, Eagle3ForSpeculation
+    from .remote_code.draft_eagle3 import HUB_ARGUMENTS
+    from .remote_code.modeling_eagle3 import Eagle3ForSpeculation
 
     hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
     content, kwargs = PreTrainedConfig.get_config_dict(name_or_path, **kwargs)
@@ -58,7 +59,7 @@ def draft_config(name_or_path, trust_remote_code=None, code_revision=None, **kwa
         if "model_type" not in content:
             return None
         content = read(content, name_or_path, **hub_kwargs)[0].to_dict()
-    elif content["speculators_model_type"] != Eagle3Config.speculators_model_type:
+    elif content["speculators_model_type"] not in ("eagle3", "peagle"):
         return None
     for auto_class in (AutoModel, AutoModelForCausalLM):
         auto_class.register(Eagle3Config, Eagle3ForSpeculation, exist_ok=True)

@@ -18,10 +18,12 @@ from .remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS
 PORTABLE_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 # What a fresh draft may be: EAGLE-3.1's (https://huggingface.co/papers/2605.09992), with norms around what it reads
-# and hands on, or that of the EAGLE-3 paper, which is all that some engines take.
+# and hands on; that of the EAGLE-3 paper, which is all that some engines take; or one that drafts all tokens in one
+# pass (P-EAGLE, https://huggingface.co/papers/2602.01469).
 FORMS = {
     "eagle3.1": {},
     "classic": {"fc_norm": False, "norm_output": False, "model_type": "llama"},
+    "p-eagle": {"mask_token_id": "pad"},
 }
 
 
@@ -48,12 +50,14 @@ def from_target(
         overrides (*optional*):
             Fields of [`Eagle3Config`], or of its `transformer_layer_config` (`model_type="qwen3"`,
             `intermediate_size=...`). `fc_norm` and `norm_output` are on by default (EAGLE-3.1);
-            `fc_norm=False, norm_output=False` is the draft of the EAGLE-3 paper.
+            `fc_norm=False, norm_output=False` is the draft of the EAGLE-3 paper, and `mask_token_id="pad"`, or any token,
+            makes a parallel one (P-EAGLE).
 
     Raises:
         ValueError: if no draft can be made for the target, or an override or a token id does not exist.
     """
-    config = config_for_target(target, num_hidden_layers, **overrides)
+    overrides = cls.overrides_for(target, overrides)
+    config = config_for_target(target, num_hidden_layers, cls.config_class, **overrides)
     embedding = target.get_input_embeddings()
     with embedding.weight.device:
         draft = cls(config).to(dtype=target.dtype)
@@ -79,7 +83,7 @@ def set_draft_vocabulary(draft, draft_token_ids: Sequence[int] | torch.Tensor | 
     Raises:
         ValueError: if there are no ids, or some that the target has no output embedding for.
     """
-    device, vocab_size = draft.lm_head.weight.device, draft.config.vocab_size
+    device, vocab_size = draft.get_output_embeddings().weight.device, draft.config.vocab_size
     target_head = whole(target.get_output_embeddings().weight.detach())
     num_ids = min(vocab_size, len(target_head))  # a head may have fewer rows than the vocabulary, or more
     token_ids = range(num_ids) if draft_token_ids is None else draft_token_ids
@@ -90,14 +94,14 @@ def set_draft_vocabulary(draft, draft_token_ids: Sequence[int] | torch.Tensor | 
         )
     token_ids = token_ids.to(device)
     draft.config.draft_vocab_size = len(token_ids)
-    draft.lm_head = nn.Linear(
-        draft.config.hidden_size, len(token_ids), bias=False, device=device, dtype=draft.lm_head.weight.dtype
-    )
+    dtype = draft.get_output_embeddings().weight.dtype
+    head = nn.Linear(draft.config.hidden_size, len(token_ids), bias=False, device=device, dtype=dtype)
     if target_head.shape[-1] == draft.config.hidden_size:
         with torch.no_grad():
-            draft.lm_head.weight.copy_(target_head[token_ids.to(target_head.device)])
+            head.weight.copy_(target_head[token_ids.to(target_head.device)])
     else:
-        draft._init_weights(draft.lm_head)
+        draft._init_weights(head)
+    draft.set_output_embeddings(head)
     for name in ("d2t", "t2d"):
         draft.__dict__.pop(name, None)
         draft._buffers.pop(name, None)
@@ -118,10 +122,12 @@ def pair_with(draft, target: PreTrainedModel) -> None:
     draft.validate_target(target)
     draft.config.eagle_aux_hidden_state_layer_ids = draft.resolve_aux_layer_ids(target)
     draft.config.verifier_fingerprint = fingerprint(target.get_input_embeddings().weight)
-    draft.config.speculators_config = speculators_config_for(target)
+    draft.config.speculators_config = speculators_config_for(target, draft.config.speculators_model_type)
 
 
-def config_for_target(target: PreTrainedModel, num_hidden_layers: int, **overrides: Any) -> Eagle3Config:
+def config_for_target(
+    target: PreTrainedModel, num_hidden_layers: int, config_class: type[Eagle3Config] = Eagle3Config, **overrides: Any
+) -> Eagle3Config:
     """
     The configuration of a fresh draft. See [`from_target`].
 
@@ -135,13 +141,13 @@ def config_for_target(target: PreTrainedModel, num_hidden_layers: int, **overrid
             "with input and output embeddings."
         )
     text_config = target.config.get_text_config(decoder=True)
-    config_fields = {field.name for field in fields(Eagle3Config)} - {"transformer_layer_config"}
+    config_fields = {field.name for field in fields(config_class)} - {"transformer_layer_config"}
     config_overrides = {name: overrides.pop(name) for name in list(overrides) if name in config_fields}
     layer_config = {**layer_config_for(text_config, num_hidden_layers), **overrides}
     known = AutoConfig.for_model(layer_config["model_type"]).to_dict()
     if unknown := sorted(set(overrides) - set(known)):
         raise ValueError(
-            f"Unknown overrides {unknown}: neither Eagle3Config nor the {layer_config['model_type']} layer "
+            f"Unknown overrides {unknown}: neither {config_class.__name__} nor the {layer_config['model_type']} layer "
             "configuration has such a field."
         )
     # Of six layers the usual ids, which readers assume where a checkpoint has none, are [2, 3, 3].
@@ -152,29 +158,32 @@ def config_for_target(target: PreTrainedModel, num_hidden_layers: int, **overrid
             f"A draft for {type(target).__name__} is {embedding.weight.shape[-1]} wide, as the embeddings that it takes from it, "
             f"not {layer_config['hidden_size']}."
         )
-    return Eagle3Config(
+    tokens = {
+        key: getattr(target.generation_config or text_config, key, None)
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
+    if config_overrides.get("mask_token_id") == "pad":
+        config_overrides["mask_token_id"] = tokens["pad_token_id"] or 0
+    return config_class(
         **{
             "transformer_layer_config": layer_config,
             "draft_vocab_size": text_config.vocab_size,
             "eagle_aux_hidden_state_layer_ids": layer_ids,
             "target_hidden_size": text_config.hidden_size,
-            "fc_norm": not config_overrides.get("norm_before_fc", False),
-            "norm_output": True,
             "verifier_fingerprint": None if embedding.weight.is_meta else fingerprint(embedding.weight),
-            **{
-                key: getattr(target.generation_config or text_config, key, None)
-                for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-            },
-            "speculators_config": speculators_config_for(target),
+            **tokens,
+            "speculators_config": speculators_config_for(
+                target, "eagle3" if config_overrides.get("mask_token_id") is None else "peagle"
+            ),
             **config_overrides,
         }
     )
 
 
-def speculators_config_for(target: PreTrainedModel) -> dict[str, Any]:
+def speculators_config_for(target: PreTrainedModel, algorithm: str) -> dict[str, Any]:
     """How to propose, and for whom, in the form that vLLM requires."""
     return {
-        "algorithm": "eagle3",
+        "algorithm": algorithm,
         "default_proposal_method": "greedy",
         "proposal_methods": [
             {

@@ -11,7 +11,7 @@ from make_fixtures import LENGTH, STEPS, VARIANTS, make, run
 from safetensors.torch import load_file
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.training.ttt import TTTBatch, ttt_states
+from hf_eagle3.training.ttt import TTTBatch, ttt_unroll
 
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -33,7 +33,7 @@ def assert_same_logits(folder, expected):
         position_ids=torch.arange(LENGTH)[None],
         **dict.fromkeys(("target_logits", "target_mass", "target_tokens", "labels")),
     )
-    for step, states in enumerate(ttt_states(draft, batch, STEPS)):
+    for step, (states, *_) in enumerate(ttt_unroll(draft, batch, STEPS)):
         rows = LENGTH - 1 - step
         ours, theirs = draft.lm_head(states)[0, :rows], expected["logits"][step, :rows]
         torch.testing.assert_close(

@@ -45,7 +45,8 @@ def models():
     folder.mkdir(parents=True, exist_ok=True)
     documents, _ = standard_library(20)
     texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
-    for form, of_target in (("classic", []), ("eagle3.1", ["--target", target, "--dataset", texts])):
+    on_target = ["--target", target, "--dataset", texts]
+    for form, of_target in (("classic", []), ("eagle3.1", on_target), ("p-eagle", on_target)):
         if (folder / form / "draft").exists():
             continue
         command = [sys.executable, RECIPES / "quickstart.py", "--output_dir", folder / form, "--draft_form", form]

@@ -42,17 +42,19 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("depth", [3, 6])
-@pytest.mark.parametrize("form", ["classic", "eagle3.1"])
+@pytest.mark.parametrize("form", ["classic", "eagle3.1", "p-eagle"])
 def test_vllm(models, target, prompts, python_of, tmp_path, form, depth):
     draft = models / form / "draft"
     job = {"target": models / "classic" / "target", "draft": draft, "prompts": prompts, "num_draft_tokens": depth}
+    job["is_parallel"] = form == "p-eagle"
     assert dict(describe_engines(Eagle3ForSpeculation.from_pretrained(draft)))["vLLM"].startswith("takes it as it is")
     expected = ours(target, draft, prompts, **tree(depth))
     assert_same(run_engine(python_of("vllm"), "vllm", max_new_tokens=MAX_NEW_TOKENS, **job), expected)
 
 
-def test_vllm_with_the_bare_folder(models, target, prompts, python_of, tmp_path):
-    draft = models / "classic" / "draft"
+@pytest.mark.parametrize("form", ["classic", "p-eagle"])
+def test_vllm_with_the_bare_folder(models, target, prompts, python_of, tmp_path, form):
+    draft = models / form / "draft"
     (method,) = Eagle3Config.from_pretrained(draft).speculators_config["proposal_methods"]
     expected = ours(target, draft, prompts, **tree(method["speculative_tokens"]))
     job = {"draft": draft, "bare": True, "prompts": prompts, "max_new_tokens": MAX_NEW_TOKENS}

@@ -14,7 +14,7 @@ from hf_eagle3.training.ttt import (
     documents_of,
     merged_attention,
     ttt_loss,
-    ttt_states,
+    ttt_unroll,
 )
 
 
@@ -105,7 +105,7 @@ def test_unroll_equals_drafting_token_by_token(overrides):
     draft = make_draft(target, **overrides)
     batch = make_batch(target, draft, make_prompt(12, batch_size=2))
     expected = naive_unroll(draft, batch, STEPS)
-    for step, states in enumerate(ttt_states(draft, batch, STEPS)):
+    for step, (states, *_) in enumerate(ttt_unroll(draft, batch, STEPS)):
         logits, rows = draft.lm_head(states), 12 - 1 - step
         torch.testing.assert_close(logits[:, :rows], expected[:, :rows, step], atol=1e-4, rtol=1e-4)
         if step == 0:

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
 from .memory import peak_memory, reset_peak_memory
-from .results import METHODS, BenchmarkResults
+from .results import BASELINES, METHODS, OURS, BenchmarkResults
 
 
 logger = logging.get_logger(__name__)
 
 # Transformers' own methods take one sequence a call.
-IN_BATCHES = ("plain", "eagle3-chain", "eagle3-no-lookup", "eagle3")
+IN_BATCHES = ("plain", *BASELINES, *OURS)
 
 
 def run_benchmark(
@@ -39,6 +39,7 @@ def run_benchmark(
     call: dict | None = None,
     assistant: PreTrainedModel | None = None,
     dflash: PreTrainedModel | None = None,
+    drafts: Mapping[str, PreTrainedModel] | None = None,
     results: BenchmarkResults | None = None,
     save: Callable[[BenchmarkResults], None] = lambda results: None,
 ) -> BenchmarkResults:
@@ -62,13 +63,16 @@ def run_benchmark(
             Further arguments of `generate`, of all methods: `{"cache_implementation": "static"}`.
         assistant (`PreTrainedModel`, *optional*): A small model, for `assistant`.
         dflash (`PreTrainedModel`, *optional*): A DFlash draft, for `dflash`.
+        drafts (`Mapping[str, PreTrainedModel]`, *optional*):
+            Other drafts than `draft`, by method: those of `hf_eagle3.baselines`, for example.
         results (`BenchmarkResults`, *optional*): Of a run that was interrupted; what it has is not measured again.
         save (`Callable`, *optional*): Called with the results after each repeat.
 
     Returns:
         `BenchmarkResults`
     """
-    methods = check_methods(methods, draft, assistant, dflash)
+    drafts = {method: draft for method in OURS if draft is not None} | dict(drafts or {})
+    methods = check_methods(methods, drafts, assistant, dflash)
     results = results or BenchmarkResults({})
     left_out = results.run.setdefault("left_out", {})
     if tokenizer.pad_token_id is None:
@@ -79,12 +83,13 @@ def run_benchmark(
         "assistant": {"assistant_model": assistant},
         "mtp": {"use_mtp": True},
         "dflash": {"assistant_model": dflash, "speculation_type": "dflash"},
-        "eagle3-chain": {"assistant_model": draft, "prompt_lookup_num_tokens": 0},
-        "eagle3-no-lookup": {"assistant_model": draft, "prompt_lookup_num_tokens": 0},
-        "eagle3": {"assistant_model": draft},
     }
+    for method, each in drafts.items():
+        assistance[method] = {"assistant_model": each} | (
+            {} if method == "eagle3" else {"prompt_lookup_num_tokens": 0}
+        )
     settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id, **(call or {})}
-    generate = TimedGeneration(target, draft, settings, sampling or {}, assistance)
+    generate = TimedGeneration(target, settings, sampling or {}, assistance)
     done = whole_repeats(results, methods)
     calls = sum(math.ceil(len(prompts) / size) for prompts in tasks.values() for size in batch_sizes)
     progress = tqdm(total=calls * len(temperatures) * len(methods) * repeats, desc="Benchmark")
@@ -133,7 +138,6 @@ class TimedGeneration:
     """One call of `generate` by one method, with what it took."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel | None
     settings: dict
     sampling: dict
     assistance: dict[str, dict]  # arguments of `generate`, by method
@@ -143,11 +147,12 @@ class TimedGeneration:
         mode = {"do_sample": False}
         if temperature != 0:
             mode = {"do_sample": True, "temperature": temperature, **self.sampling}
-        device, is_ours = self.target.device, method.startswith("eagle3")
+        device, draft = self.target.device, self.assistance[method].get("assistant_model")
+        is_ours = hasattr(draft, "assisted_decoding")
         set_seed(seed)
         with (
-            as_chain(self.draft, method == "eagle3-chain"),
-            timing_drafter(self.draft if is_ours else None) as drafting,
+            as_chain(draft, method == "eagle3-chain"),
+            timing_drafter(draft if is_ours else None) as drafting,
             counting_forwards(self.target) as num_forwards,
         ):
             counts_memory = reset_peak_memory(device)
@@ -156,7 +161,7 @@ class TimedGeneration:
             sequences = self.target.generate(**inputs, **self.settings, **mode, **self.assistance[method])
             synchronize(device)
             seconds = time.perf_counter() - start
-        stats = self.draft.last_generation if is_ours else None
+        stats = draft.last_generation if is_ours else None
         facts = {
             "seconds": seconds,
             "draft_seconds": drafting[0],
@@ -206,7 +211,7 @@ def measure_repeat(
     return list(measured.values())
 
 
-def check_methods(methods, draft, assistant, dflash) -> list[str]:
+def check_methods(methods, drafts, assistant, dflash) -> list[str]:
     """
     The methods in their usual order, plain generation first.
 
@@ -217,9 +222,11 @@ def check_methods(methods, draft, assistant, dflash) -> list[str]:
         raise ValueError("`methods` must include 'plain': speed-ups are ratios to it.")
     if unknown := sorted(set(methods) - set(METHODS)):
         raise ValueError(f"Unknown methods {unknown}; choose from {METHODS}.")
-    if any(method.startswith("eagle3") for method in methods) and not hasattr(draft, "assisted_decoding"):
-        name = getattr(getattr(draft, "config", None), "_name_or_path", None) or type(draft).__name__
-        raise ValueError(f"{name} is not an EAGLE-3 draft.")
+    for method in set(methods) & {*OURS, *BASELINES}:
+        draft = drafts.get(method)
+        if not hasattr(draft, "assisted_decoding"):
+            name = getattr(getattr(draft, "config", None), "_name_or_path", None) or type(draft).__name__
+            raise ValueError(f"{name} is no draft for the method {method!r}.")
     for method, model in (("assistant", assistant), ("dflash", dflash)):
         if method in methods and model is None:
             raise ValueError(f"The method {method!r} needs a model: pass `{method}`.")
@@ -293,6 +300,19 @@ def timing_drafter(draft):
         return timed_propose
 
     with ExitStack() as stack:
+        own_draft = draft.get_base_model() if hasattr(draft, "get_base_model") else draft
+        if hasattr(own_draft, "proposer"):
+            proposer = own_draft.proposer
+
+            def timed_proposer(call):
+                made = proposer(call)
+                made.propose = timed(made.propose)
+                return made
+
+            own_draft.proposer = timed_proposer
+            stack.callback(delattr, own_draft, "proposer")
+            yield seconds
+            return
         for module, name in (("drafter_eagle3", "Drafter"), ("static_eagle3", "StaticDrafter")):
             with suppress(ModuleNotFoundError):  # code that an older draft came with
                 drafter = getattr(own_module(draft, module), name)

@@ -39,7 +39,7 @@ def check_pairing(draft, target) -> None:
             )
     depth = text_config.num_hidden_layers
     layer_ids = draft.resolve_aux_layer_ids(target)
-    if not all(0 <= layer_id < depth for layer_id in layer_ids):
+    if not all(0 <= layer_id < depth + draft.reads_last_state for layer_id in layer_ids):
         raise ValueError(
             f"{draft_name} reads the states entering layers {layer_ids}, but {target_name} has layers 0 to "
             f"{depth - 1}. Pair each draft with the target it was trained for."
@@ -65,7 +65,7 @@ def check_draft(draft, target) -> None:
     Raises:
         ValueError: if a draft cannot be used beside the target as they are now.
     """
-    devices = target.device, draft.lm_head.weight.device
+    devices = target.device, draft.get_output_embeddings().weight.device
     if "meta" not in (kinds := {device.type for device in devices}) and len(kinds) > 1:
         logger.warning_once(
             f"The target is on {devices[0]} and the draft on {devices[1]}: drafting may take so long that it does not pay. "

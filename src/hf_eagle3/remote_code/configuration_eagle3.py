@@ -60,6 +60,7 @@ DIGESTED = (
     *FLAGS,
     "draft_vocab_size",
     "eagle_aux_hidden_state_layer_ids",
+    "mask_token_id",
     "speculators_model_type",
     "target_hidden_size",
     "transformer_layer_config",
@@ -98,6 +99,9 @@ class Eagle3Config(PreTrainedConfig):
             Whether the next drafting step is fed the final norm's output (EAGLE-3.1) instead of its input.
         has_own_embed_tokens (`bool`, *optional*, defaults to `False`):
             Whether the checkpoint stores an embedding table. Without one the draft uses the target's.
+        mask_token_id (`int`, *optional*):
+            Makes a parallel draft (P-EAGLE, https://huggingface.co/papers/2602.01469), which drafts all tokens in one
+            pass: what it reads in place of tokens that are not known yet. Any token of the target's does.
         verifier_fingerprint (`str`, *optional*):
             A few entries of the target's embedding table, by which a draft recognises the target it was made for
             (base64 of float16 values).
@@ -127,6 +131,7 @@ class Eagle3Config(PreTrainedConfig):
     fc_norm: bool = False
     norm_output: bool = False
     has_own_embed_tokens: bool = False
+    mask_token_id: int | None = None
     verifier_fingerprint: str | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -169,8 +174,17 @@ class Eagle3Config(PreTrainedConfig):
             self.target_hidden_size = layer_config.hidden_size
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("`fc_norm` and `norm_before_fc` exclude each other; set at most one of them.")
-        if self.speculators_model_type != "eagle3":
-            raise ValueError(f"`speculators_model_type` is {self.speculators_model_type!r}, expected 'eagle3'.")
+        if self.is_parallel and self.speculators_model_type == "eagle3":  # the default
+            self.speculators_model_type = "peagle"
+        if self.speculators_model_type != ("peagle" if self.is_parallel else "eagle3"):
+            raise ValueError(
+                f"`speculators_model_type` is {self.speculators_model_type!r}, expected 'eagle3', or 'peagle' with a "
+                "`mask_token_id`."
+            )
+        if self.is_parallel and not 0 <= self.mask_token_id < layer_config.vocab_size:
+            raise ValueError(
+                f"`mask_token_id` is {self.mask_token_id}, but the target has {layer_config.vocab_size} tokens."
+            )
         check_sizes({"draft_vocab_size": self.draft_vocab_size, "target_hidden_size": self.target_hidden_size})
         self._check_verifier()
         kwargs.pop("model_type", None)
@@ -190,6 +204,11 @@ class Eagle3Config(PreTrainedConfig):
             is_fingerprint = False
         if not is_fingerprint:
             raise ValueError(f"`verifier_fingerprint` is {self.verifier_fingerprint!r}, which is none. Remove it.")
+
+    @classmethod
+    def recognises(cls, content: dict[str, Any], source) -> bool:
+        """Whether the content of a `config.json` is in this schema."""
+        return content.get("speculators_model_type") is not None
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
@@ -236,6 +255,11 @@ class Eagle3Config(PreTrainedConfig):
             raise ValueError(f"This config.json cannot be read. {error}") from error
 
     @property
+    def is_parallel(self) -> bool:
+        """Whether all tokens are drafted in one pass."""
+        return self.mask_token_id is not None
+
+    @property
     def vocab_size(self) -> int:
         """The target's vocabulary size: `generate` compares it with the target's own."""
         return self.transformer_layer_config.vocab_size
@@ -272,8 +296,7 @@ class Eagle3Config(PreTrainedConfig):
         output = self._as_speculators(output)
         return {**output, "config_digest": config_digest(output)}
 
-    @staticmethod
-    def _as_speculators(output: dict[str, Any]) -> dict[str, Any]:
+    def _as_speculators(self, output: dict[str, Any]) -> dict[str, Any]:
         # vLLM does not recognise a speculators checkpoint that has a top-level `model_type`.
         output.pop("model_type", None)
         output["architectures"] = ["Eagle3DraftModel"]

@@ -9,7 +9,7 @@ from .cache_eagle3 import compiled
 from .noise_eagle3 import sample_scores
 from .proposer_eagle3 import Call, Proposer
 from .ragged_eagle3 import flat_indices, right_index, stack_right, take_rows
-from .tree_eagle3 import DraftTree, Plan, grow_tree
+from .tree_eagle3 import DraftTree, Plan
 
 
 class Slots:
@@ -44,7 +44,7 @@ class Slots:
         return masks
 
 
-def read(draft, embedding, keys, values, longest, tokens, features, positions, counts, lengths):
+def read(draft, embedding, keys, values, longest, tokens, features, positions, counts, lengths, num_masks=0):
     """
     Reads the newest tokens of each row.
 
@@ -58,23 +58,33 @@ def read(draft, embedding, keys, values, longest, tokens, features, positions, c
         positions (`torch.LongTensor` of shape `(B, R)`): Those positions.
         counts (`torch.LongTensor` of shape `(B,)`): How many of them, at the right, are to be read.
         lengths (`torch.LongTensor` of shape `(B,)`): How many each row has read before.
+        num_masks (`int`, *optional*, defaults to 0): How many places behind them a parallel draft reads, too.
 
     Returns:
-        [`Eagle3Output`], of the last token of each row.
+        [`Eagle3Output`], of the last token of each row, and of the places behind it.
     """
     index = right_index(counts, tokens.shape[1])  # (B, R)
-    num_visible = keys[0].shape[2] if longest is None else longest + tokens.shape[1]
+    inputs_embeds, hidden_states = draft.embed(tokens, embedding), draft.combine_hidden_states(features)
+    if num_masks > 0:
+        ahead = torch.arange(num_masks, device=tokens.device)
+        index = torch.cat([index, counts[:, None] + ahead], dim=1)
+        positions = torch.cat([positions, positions[:, -1:] + 1 + ahead], dim=1)
+        inputs_embeds, hidden_states = (
+            torch.cat([read, mask.expand(len(tokens), -1, -1)], dim=1)
+            for read, mask in zip((inputs_embeds, hidden_states), draft.mask_inputs(num_masks, embedding))
+        )
+    num_visible = keys[0].shape[2] if longest is None else longest + index.shape[1]
     # Padding goes to free slots behind the row's text.
-    indices = (lengths[:, None] + index % tokens.shape[1]).clamp(max=keys[0].shape[2] - 1)
+    indices = (lengths[:, None] + index % index.shape[1]).clamp(max=keys[0].shape[2] - 1)
     slots = Slots(keys, values, indices, num_visible)
     distances = (lengths[:, None] + index.clamp(min=0))[..., None] - torch.arange(num_visible, device=tokens.device)
     return draft(
-        inputs_embeds=draft.embed(tokens, embedding),
-        hidden_states=draft.combine_hidden_states(features),
+        inputs_embeds=inputs_embeds,
+        hidden_states=hidden_states,
         position_ids=positions,
         attention_mask=slots.masks(draft.config.transformer_layer_config, distances >= 0, distances),
         past_key_values=slots,
-        logits_to_keep=1,
+        logits_to_keep=1 + num_masks,
     )
 
 
@@ -82,18 +92,23 @@ def read_and_grow(
     draft, embedding, keys, values, longest, tokens, features, positions, counts, lengths, plan, *settings
 ) -> DraftTree:
     """
-    Reads the newest tokens of each row and grows a tree below them, which it forgets again.
+    Reads the newest tokens of each row and grows a tree below them, which it forgets again. A parallel draft is asked
+    once: what it says of a token does not depend on those before it that are not known yet.
 
     Args:
         draft, embedding, keys, values, longest, tokens, features, positions, counts, lengths: See [`read`].
         plan (`Plan`), settings: See [`~tree_eagle3.grow_tree`]: from `threshold` on.
     """
-    outputs = read(draft, embedding, keys, values, longest, tokens, features, positions, counts, lengths)
+    num_masks = plan.depth - 1 if draft.config.is_parallel else 0
+    newest = read(draft, embedding, keys, values, longest, tokens, features, positions, counts, lengths, num_masks)
+    logits, hidden_states = newest.logits[:, -1 - num_masks], newest.last_hidden_state[:, -1 - num_masks]
     lengths, num_read = (lengths + counts)[:, None], tokens.shape[1]  # (B, 1)
     depths, all_slots = tokens[:, :0], torch.arange(keys[0].shape[2], device=tokens.device).expand(len(tokens), -1)
 
     def advance(tokens, hidden_states, level, visible):
         nonlocal depths
+        if draft.config.is_parallel:
+            return newest.logits[:, level - 1 - num_masks, None].expand(-1, tokens.shape[1], -1), hidden_states
         depths = torch.cat([depths, torch.full_like(tokens, level)], dim=1)  # (B, T) of all nodes so far
         width, nodes = tokens.shape[1], lengths + torch.arange(depths.shape[1], device=tokens.device)
         past = all_slots if longest is None else all_slots[:, : longest + num_read + depths.shape[1]]
@@ -112,10 +127,10 @@ def read_and_grow(
         return outputs.logits, outputs.last_hidden_state
 
     token_ids = None if draft.d2t is None else draft.draft_token_ids
-    logits, hidden_states = outputs.logits[:, -1], outputs.last_hidden_state[:, -1]
-    tree = grow_tree(tokens[:, -1:], logits, hidden_states, advance, token_ids, plan, *settings)
+    tree = draft.grow_tree(tokens[:, -1:], logits, hidden_states, advance, token_ids, plan, *settings)
     # What it leaves may be no numbers, and no mask keeps those from the next step.
-    indices = flat_indices(lengths + torch.arange(depths.shape[1], device=tokens.device), keys[0].shape)
+    num_left = depths.shape[1] + num_masks
+    indices = flat_indices(lengths + torch.arange(num_left, device=tokens.device), keys[0].shape)
     for states in (*keys, *values):
         states.view(-1, states.shape[3]).index_fill_(0, indices, 0)
     return tree
@@ -215,7 +230,7 @@ class Drafter(Proposer):
         """What [`read_and_grow_fixed`] takes."""
         if sampler is None:
             return None, None
-        like, token_ids = self.draft.lm_head.weight.T, self.token_ids  # as wide as logits
+        like, token_ids = self.draft.get_output_embeddings().weight.T, self.token_ids  # as wide as logits
         noise = [sampler.noise_ahead(level, token_ids, like) for level in range(self.whole.depth)]
         return torch.stack(noise, dim=1), torch.tensor(sampler.temperature, device=like.device)
 
@@ -235,7 +250,7 @@ class Drafter(Proposer):
             tokens, positions = tokens.gather(1, index), positions.gather(1, index.to(positions.device))
             states = take_rows(states, index.to(states.device))
         self.unread = []
-        parameter = self.draft.lm_head.weight
+        parameter = self.draft.get_output_embeddings().weight
         return tokens.to(parameter.device), states.to(parameter), positions.to(parameter.device), counts
 
     def read_all_but_newest(self):
@@ -276,7 +291,7 @@ class Drafter(Proposer):
 
     def reserve(self, num_slots: int) -> None:
         """Makes room for so many tokens in each row."""
-        config, parameter = self.draft.config.transformer_layer_config, self.draft.lm_head.weight
+        config, parameter = self.draft.config.transformer_layer_config, self.draft.get_output_embeddings().weight
         if self.has_fixed_shapes:
             num_slots = self.call.capacity + self.spare
         if not self.keys:

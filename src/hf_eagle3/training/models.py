@@ -6,7 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..making import FORMS
-from ..remote_code.modeling_eagle3 import HUB_ARGUMENTS, Eagle3ForSpeculation
+from ..remote_code.draft_eagle3 import HUB_ARGUMENTS
+from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
 from ..tokenizer import load_tokenizer
 from .arguments import Eagle3TrainingArguments
 

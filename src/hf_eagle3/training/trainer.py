@@ -13,6 +13,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -36,7 +37,7 @@ from ..data import (
 )
 from ..hub import card_on_hub, is_edited, render_card, repo_name, write_records
 from ..remote_code.checks_eagle3 import is_sharded
-from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
+from ..remote_code.draft_eagle3 import DraftModel
 from .arguments import Eagle3TrainingArguments
 from .checkpoint import last_whole_checkpoint, list_files, what_is_broken
 from .console import show_few
@@ -44,7 +45,7 @@ from .features import FeatureCollator, FeatureStore, TargetStates, describe, ext
 from .models import draft_to_train, load_target
 from .optimizer import MuonWithAdamW
 from .record import check_resumption, training_record
-from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, ttt_loss
+from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, draft_loss
 
 
 logger = get_logger(__name__)
@@ -95,12 +96,12 @@ class Eagle3Trainer(SFTTrainer):
 
     def __init__(
         self,
-        model: str | Eagle3ForSpeculation | None,
+        model: str | DraftModel | None,
         target_model: str | PreTrainedModel,
         args: Eagle3TrainingArguments | None = None,
         **kwargs,
     ):
-        if isinstance(target_model, Eagle3ForSpeculation) or not (
+        if isinstance(target_model, DraftModel) or not (
             isinstance(target_model, str) or hasattr(target_model, "config")
         ):
             raise TypeError(
@@ -237,7 +238,7 @@ class Eagle3Trainer(SFTTrainer):
         logger.info(message)
 
     @property
-    def draft(self) -> Eagle3ForSpeculation:
+    def draft(self) -> DraftModel:
         """The draft itself, without PEFT's or accelerate's wrappers."""
         model = self.accelerator.unwrap_model(self.model)
         return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -337,7 +338,7 @@ class Eagle3Trainer(SFTTrainer):
             positions = position_ids
         return TTTBatch(
             input_ids=input_ids,
-            aux_hidden_states=aux.to(self.draft.fc.weight.dtype),
+            aux_hidden_states=aux.to(self.draft.get_output_embeddings().weight.dtype),
             target_logits=target_logits,
             target_mass=target_mass,
             target_tokens=target_tokens,
@@ -389,7 +390,7 @@ class Eagle3Trainer(SFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         batch, steps = self.target_features(inputs), self.num_ttt_steps if model.training else self.args.ttt_steps
-        outputs: TTTOutput = model(unroll=lambda draft: ttt_loss(draft, batch, steps, self.args.loss_type))
+        outputs: TTTOutput = model(unroll=lambda draft: draft_loss(draft, batch, steps, self.args.loss_type))
         num_rows = outputs.num_rows if num_items_in_batch is None else num_items_in_batch
         weights = self.args.ttt_step_decay ** torch.arange(steps, device=num_rows.device)
         loss = (weights * outputs.loss_sums / num_rows.clamp(min=1)).sum()
@@ -538,7 +539,7 @@ class Eagle3Trainer(SFTTrainer):
             lengths = draft.last_generation.accepted_lengths
             accepted += torch.tensor([sum(lengths), len(lengths)], device=accepted.device)
 
-    def _whole_draft(self) -> Eagle3ForSpeculation:
+    def _whole_draft(self) -> DraftModel:
         """A draft that can generate: where its parameters are sharded among processes, a copy of it."""
         if not self.is_fsdp_enabled:
             return self.draft
@@ -547,8 +548,9 @@ class Eagle3Trainer(SFTTrainer):
         draft.borrow_embeddings(self.target_model)
         return draft
 
-    def _copy_of_draft(self, state_dict: dict[str, torch.Tensor]) -> Eagle3ForSpeculation:
-        draft = Eagle3ForSpeculation(copy.deepcopy(self.draft.config))
+    def _copy_of_draft(self, state_dict: dict[str, torch.Tensor]) -> DraftModel:
+        own_class = next(each for each in type(self.draft).__mro__ if not issubclass(each, FSDPModule))
+        draft = own_class(copy.deepcopy(self.draft.config))
         draft.generation_config = copy.deepcopy(self.draft.generation_config)
         draft.load_state_dict({name.removeprefix("_orig_mod."): value for name, value in state_dict.items()})
         return draft

@@ -6,11 +6,14 @@ Row `t` starts from the target's states at position `t`. At step `s` it reads th
 position `t + s`, and predicts the target's distribution at `t + 1 + s`, which is over the token at `t + 2 + s`. It
 attends to what it would attend to when drafting after position `t`: the step-0 keys of rows up to `t`, and its own
 keys of the later steps.
+
+A parallel draft (P-EAGLE, https://huggingface.co/papers/2602.01469) reads its mask at all later steps instead.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -218,31 +221,91 @@ def counted_rows(labels, documents, step: int) -> torch.BoolTensor:
     return (labels[:, predicted] != -100) & same_document & (documents[:, rows] >= 0)
 
 
-def ttt_states(draft, batch: TTTBatch, steps: int) -> Iterator[torch.FloatTensor]:
+class UnrollStep(NamedTuple):
     """
-    Unrolls the draft; yields what each step gives to `lm_head`, `(B, L, H)`. Rows near the end have no token left.
+    A step of an unroll, of which row `t` predicts the token at `t + 2 + step`.
+
+    Args:
+        states (`torch.FloatTensor` of shape `(B, L, H)`): What its head reads. Rows near the end have no token left.
+        head (`nn.Module`): Its head, which returns logits `(..., draft_vocab_size)`.
+        row_losses (`torch.FloatTensor` of shape `(B, L)`, *optional*): What rows lose besides, that count.
     """
+
+    states: torch.FloatTensor
+    head: Callable
+    row_losses: torch.FloatTensor | None = None
+
+
+class RowTargets(NamedTuple):
+    """
+    What rows of a step are about.
+
+    Args:
+        probs (`torch.FloatTensor` of shape `(B, R, draft_vocab_size)`): The target's, of the draft's tokens, renormalized.
+        mass (`torch.FloatTensor` of shape `(B, R)`): What these sum to in the target's whole vocabulary.
+        entropy (`torch.FloatTensor` of shape `(B, R)`): The entropy of `probs`.
+        best (`torch.LongTensor` of shape `(B, R)`): The target's most probable tokens.
+        actual (`torch.LongTensor` of shape `(B, R)`): The tokens of the text.
+    """
+
+    probs: torch.FloatTensor
+    mass: torch.FloatTensor
+    entropy: torch.FloatTensor
+    best: torch.LongTensor
+    actual: torch.LongTensor
+
+
+def ttt_unroll(draft, batch: TTTBatch, steps: int) -> Iterator[UnrollStep]:
+    """Unrolls the draft."""
     length = batch.input_ids.shape[1]
     hidden_states = draft.combine_hidden_states(batch.aux_hidden_states)
     cache = TTTCache(batch.documents)
     masks = dict.fromkeys(draft.config.transformer_layer_config.layer_types)  # the cache knows who sees whom
     for step in range(steps):
+        inputs_embeds = draft.embed(F.pad(batch.input_ids[:, 1 + step :], (0, min(1 + step, length))))
+        if draft.config.is_parallel and step > 0:
+            inputs_embeds, hidden_states = (each.expand_as(hidden_states) for each in draft.mask_inputs(length))
         normed, hidden_states, _ = draft.step(
-            input_ids=F.pad(batch.input_ids[:, 1 + step :], (0, min(1 + step, length))),
+            inputs_embeds=inputs_embeds,
             hidden_states=hidden_states,
             attention_mask=masks,
             position_ids=batch.position_ids + step,
             past_key_values=cache,
         )
-        yield normed
+        yield UnrollStep(normed, draft.lm_head)
+
+
+def draft_loss(draft, batch: TTTBatch, steps: int, loss_type: LossType = "kl") -> TTTOutput:
+    """The loss of a draft's own kind: its `training_loss(batch, steps)`, or else that of [`ttt_loss`]."""
+    own = getattr(draft, "training_loss", None)
+    return ttt_loss(draft, batch, steps, loss_type) if own is None else own(batch, steps)
 
 
 def ttt_loss(draft, batch: TTTBatch, steps: int, loss_type: LossType = "kl", max_logits: int = 2**25) -> TTTOutput:
     """
-    The loss of each step, and what it says about drafting.
+    The loss of training-time test.
 
     Args:
         loss_type (`str`, *optional*, defaults to `"kl"`): See [`DraftLoss`].
+        max_logits (`int`, *optional*): See [`unroll_loss`].
+    """
+
+    def row_loss(logits, targets):
+        return DraftLoss.apply(logits, targets.probs, targets.mass, targets.entropy, loss_type)
+
+    return unroll_loss(draft, batch, ttt_unroll(draft, batch, steps), row_loss, max_logits)
+
+
+def unroll_loss(
+    draft, batch: TTTBatch, unroll: Iterable[UnrollStep], row_loss: Callable, max_logits: int = 2**25
+) -> TTTOutput:
+    """
+    The loss of each step, and what it says about drafting.
+
+    Args:
+        unroll (`Iterable[UnrollStep]`): The steps.
+        row_loss (`Callable`):
+            `row_loss(logits (B, R, draft_vocab_size), targets: RowTargets) -> losses (B, R), acceptance rates (B, R)`.
         max_logits (`int`, *optional*):
             How many of the draft's logits may stand in memory: where a step has more, they are computed in pieces, and
             again in backward.
@@ -251,25 +314,28 @@ def ttt_loss(draft, batch: TTTBatch, steps: int, loss_type: LossType = "kl", max
     batch_size, _, vocab_size = target_probs.shape
     piece = max(max_logits // (batch_size * vocab_size), 1)
 
-    def score(states, probs, mass, entropy, tokens, rows):
-        logits = draft.lm_head(states)
-        loss, acceptance = DraftLoss.apply(logits, probs, mass, entropy, loss_type)
+    def score(head, states, rows, *targets):
+        logits, targets = head(states), RowTargets(*targets)
+        loss, acceptance = row_loss(logits, targets)
         best = draft.draft_token_ids[logits.detach().max(dim=-1).indices]
-        return (loss * rows).sum(), (acceptance * rows).sum(), best == tokens
+        return (loss * rows).sum(), (acceptance * rows).sum(), best == targets.best
 
     outputs, reached = [], None
-    for step, states in enumerate(ttt_states(draft, batch, steps)):
+    for step, (states, head, row_losses) in enumerate(unroll):
         rows = counted_rows(batch.labels, batch.documents, step)
         num = rows.shape[1]
-        # Row t of the draft is about the target's row t + 1 + step.
+        # Row t of the draft is about the target's row t + 1 + step, which is about the token after it.
         about = slice(1 + step, 1 + step + num)
-        target = (target_probs, batch.target_mass, entropy, batch.target_tokens)
-        whole = (states[:, :num], *(tensor[:, about] for tensor in target), rows)
+        targets = [each[:, about] for each in (target_probs, batch.target_mass, entropy, batch.target_tokens)]
+        targets.append(batch.input_ids[:, 2 + step : 2 + step + num])
+        whole = (states[:, :num], rows, *targets)
         if num <= piece:
-            scores = [score(*whole)]
+            scores = [score(head, *whole)]
         else:
             pieces = zip(*(tensor.split(piece, dim=1) for tensor in whole))
-            scores = [checkpoint(score, *tensors, use_reentrant=False) for tensors in pieces]
+            scores = [checkpoint(score, head, *tensors, use_reentrant=False) for tensors in pieces]
+        if row_losses is not None:
+            scores.append(((row_losses[:, :num] * rows).sum(), 0, rows[:, :0]))
         losses, acceptances, correct = zip(*scores)
         correct = torch.cat(correct, dim=1)
         reached = rows if reached is None else rows & reached[:, :num]

@@ -1,0 +1,247 @@
+# /// script
+# dependencies = ["hf-eagle3[train]"]
+# ///
+"""
+The table of the EAGLE-3 paper on a model of your own: a draft of each method, trained for the same time on the same
+data by one trainer, and verified by one loop on the same prompts, taking turns.
+
+    python recipes/measurements/paper_table.py --target Qwen/Qwen3-0.6B --dataset texts.jsonl --prompts prompts.jsonl \
+        --minutes 10 --output_dir outputs/paper_table
+
+Methods: see `hf_eagle3.baselines`; `eagle3-classic` is EAGLE-3 as in its paper, `eagle3-no-lookup` our draft with a whole tree in every step, as the others
+have, and `eagle3` the same draft as users get it (`tree_policy="auto"`, with lookup). `--assistant` adds speculative
+sampling with a small model. Each method has its paper's loss and the number of training steps ahead that it is made
+for; learning rate, optimizer, data and the number of nodes that are verified are the same for all, and so is how
+samples are guessed (docs/decoding.md), which the other papers do not have. Drafts other than ours and P-EAGLE's have
+the target's whole vocabulary, as in their papers. Static trees are those that are best by the accuracies of the
+trained draft on training data.
+
+A draft that is trained, and what was measured, stays in the folder: interrupted, the same command goes on.
+"""
+
+import argparse
+import hashlib
+import json
+from itertools import islice
+from pathlib import Path
+
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM
+
+from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
+from hf_eagle3.baselines import BASELINES, best_static_tree, measure_accuracies
+from hf_eagle3.environment import environment
+from hf_eagle3.evaluation import BenchmarkResults, load_prompts, plot_all, run_benchmark
+from hf_eagle3.evaluation.results import what_differs
+from hf_eagle3.evaluation.tasks import task_name
+from hf_eagle3.tokenizer import load_tokenizer
+from hf_eagle3.training.budget import TimeBudget, TimedEagle3Trainer, train_for
+
+
+# The folder of each method's draft: several may be of the same weights.
+DRAFTS = {
+    "medusa": "medusa",
+    "hydra": "hydra",
+    "eagle": "eagle",
+    "eagle-2": "eagle",
+    "hass": "hass",
+    "p-eagle": "p-eagle",
+    "eagle3-classic": "classic",
+    "eagle3-no-lookup": "eagle3",
+    "eagle3": "eagle3",
+}
+# Arguments that say where things are, not what is measured.
+NOT_MEASURED = ("output_dir", "methods", "repeats")
+
+
+def train(name: str, folder: Path, target, tokenizer, dataset, args) -> None:
+    """Trains a draft and saves it with `facts.json`."""
+    baseline = BASELINES.get(name)
+    draft, settings = None, {"ttt_steps": args.ttt_steps, "ttt_warmup": 0.8, "draft_vocab_size": args.draft_vocab_size}
+    if baseline is not None:
+        torch.manual_seed(args.seed)
+        draft, settings = baseline.draft_class.from_target(target), baseline.training
+    else:
+        layer_type = {} if args.layer_type is None else {"model_type": args.layer_type}
+        settings |= {"draft_form": "eagle3.1" if name == "eagle3" else name, "model_init_kwargs": layer_type}
+    if name == "classic":  # as in the EAGLE-3 paper
+        settings |= {"ttt_warmup": 0.0, "model_init_kwargs": {}}
+    trainer = TimedEagle3Trainer(
+        model=draft,
+        target_model=target,
+        args=Eagle3TrainingArguments(
+            str(folder) + "-run",
+            learning_rate=args.learning_rate,
+            max_length=args.max_length,
+            packing=True,
+            packing_strategy="wrapped",
+            per_device_train_batch_size=args.batch_size,
+            max_steps=1_000_000,  # the time ends it
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=20,
+            bf16=args.bf16,
+            use_cpu=not torch.cuda.is_available(),
+            logging_steps=50,
+            save_strategy="no",
+            report_to="none",
+            seed=args.seed,
+            **settings,
+        ),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+    )
+    train_for(trainer, TimeBudget(args.minutes, name))
+    draft = trainer.draft
+    if getattr(draft.config, "static_tree", None) is not None:
+        depth = len(draft.heads) if hasattr(draft, "heads") else args.tree_depth
+        loaded = islice(trainer.get_train_dataloader(), 16)
+        batches = (trainer.target_features(trainer._prepare_inputs(inputs)) for inputs in loaded)
+        draft.config.static_tree = best_static_tree(measure_accuracies(draft, batches, depth))
+    draft.to(target.dtype).save_pretrained(folder)
+    steps = trainer.state.global_step
+    facts = {
+        "steps": steps,
+        "tokens": steps * args.batch_size * args.max_length,
+        "trained_parameters": sum(each.numel() for each in draft.parameters() if each.requires_grad),
+    }
+    (folder / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")  # the last: only a whole draft has it
+
+
+def load(method: str, folder: Path, target, args):
+    draft_class = BASELINES[DRAFTS[method]].draft_class if DRAFTS[method] in BASELINES else Eagle3ForSpeculation
+    draft = draft_class.from_pretrained(folder, dtype=target.dtype).to(target.device).eval()
+    if method == "eagle-2":
+        draft.config.static_tree = None
+    draft.generation_config.update(
+        tree_depth=args.tree_depth,
+        num_assistant_tokens=args.num_assistant_tokens,
+        assistant_confidence_threshold=draft.generation_config.assistant_confidence_threshold
+        if method == "eagle3"
+        else 0.0,
+        tree_policy="auto" if method == "eagle3" else "static",
+    )
+    return draft
+
+
+def tables(results: BenchmarkResults, facts: dict[str, dict]) -> str:
+    """
+    Of each task, a table with a line for each method: its speed-up, acceptance length and identical texts at each
+    temperature.
+    """
+    temperatures = sorted({row.temperature for row in results.rows})
+    columns = [
+        f"{name}, T={each:g}" for each in temperatures for name in ("speed-up", "acceptance length", "same text")
+    ]
+    names, parts = ["method", "trained parameters", "training tokens", *columns], []
+    for task in dict.fromkeys(row.task for row in results.rows):
+        lines = ["| " + " | ".join(names) + " |", "| " + " | ".join("---" for _ in names) + " |"]
+        rows = [row for row in results.rows if row.task == task]
+        for method in dict.fromkeys(row.method for row in rows):
+            known = facts.get(DRAFTS.get(method), {})
+            cells = [method, *(f"{known[name]:,}" if known else "-" for name in ("trained_parameters", "tokens"))]
+            by_temperature = {row.temperature: row for row in rows if row.method == method}
+            for row in map(by_temperature.get, temperatures):
+                cells += ["-"] * 3 if row is None else cells_of(row)
+            lines.append("| " + " | ".join(cells) + " |")
+        parts.append(f"{task}:\n\n" + "\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def cells_of(row) -> list[str]:
+    spread = f" ({min(row.speedups):.2f}-{max(row.speedups):.2f})" if len(row.speedups) > 1 else ""
+    length = "-" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
+    same = "-" if row.method == "plain" else f"{row.num_identical}/{row.num_prompts}"
+    return [f"{row.median_speedup:.2f}" + spread * (row.method != "plain"), length, same]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="Folder or Hub id")
+    parser.add_argument("--dataset", required=True, help='JSON Lines file of {"text": "..."}, or Hub id, to train on')
+    parser.add_argument("--prompts", "--tasks", nargs="+", required=True, help="See recipes/benchmark.py")
+    parser.add_argument("--output_dir", default="outputs/paper_table")
+    parser.add_argument("--methods", nargs="+", choices=DRAFTS, default=list(DRAFTS))
+    parser.add_argument("--assistant", help="A small model for speculative sampling: folder or Hub id")
+    parser.add_argument("--minutes", type=float, default=10, help="Time to train each draft")
+    parser.add_argument("--draft_vocab_size", type=int, default=4096, help="Of EAGLE-3's and P-EAGLE's drafts")
+    parser.add_argument("--layer_type", choices=["llama", "qwen3"], help="Of EAGLE-3's and P-EAGLE's drafts")
+    parser.add_argument("--learning_rate", type=float, default=5e-3, help="Tried with small targets only")
+    parser.add_argument("--ttt_steps", type=int, default=5, help="Drafting steps unrolled for EAGLE-3 and P-EAGLE")
+    parser.add_argument("--max_length", type=int, default=256)
+    parser.add_argument("--batch_size", type=int, default=4)
+    parser.add_argument("--tree_depth", type=int, default=6)
+    parser.add_argument("--num_assistant_tokens", type=int, default=24, help="Nodes to verify")
+    parser.add_argument("--num_prompts", type=int, help="Only the first so many prompts of each task")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="auto", help="Dtype of the target and of what is measured")
+    parser.add_argument("--bf16", action="store_true", help="Train in mixed precision")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = {name: value for name, value in vars(args).items() if name not in NOT_MEASURED}
+    settings = folder / "arguments.json"
+    if settings.exists() and (difference := what_differs(json.loads(settings.read_text()), arguments)):
+        raise SystemExit(f"{folder} holds a table of other arguments: {difference}. Choose another folder.")
+    settings.write_text(json.dumps(arguments, indent=2) + "\n")
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(device)
+    tokenizer = load_tokenizer(args.target)
+    names, facts, dataset = dict.fromkeys(DRAFTS[method] for method in args.methods), {}, None
+    for name in names:
+        if not (folder / name / "facts.json").exists():
+            if dataset is None:
+                is_file = Path(args.dataset).is_file()
+                dataset = load_dataset("json", data_files=args.dataset) if is_file else load_dataset(args.dataset)
+            train(name, folder / name, target, tokenizer, dataset["train"], args)
+        facts[name] = json.loads((folder / name / "facts.json").read_text())
+
+    tasks = {task_name(name): load_prompts(name, tokenizer, args.num_prompts) for name in args.prompts}
+    path = folder / "results.jsonl"
+    run = {
+        "arguments": arguments,
+        "environment": environment(device),
+        "prompts": {name: hashlib.sha256(repr(prompts).encode()).hexdigest() for name, prompts in tasks.items()},
+        "facts": facts,
+        "missing_tasks": {},
+    }
+    results = BenchmarkResults.read(path) if path.exists() else BenchmarkResults(run)
+    if results.run["prompts"] != run["prompts"]:
+        raise SystemExit(f"{path} holds a table of other prompts. Choose another folder.")
+    results.run["facts"] = facts
+    with_assistant = ["assistant"] if args.assistant else []
+    run_benchmark(
+        target,
+        tokenizer,
+        None,
+        tasks,
+        ["plain", "prompt-lookup", *with_assistant, *args.methods],
+        args.temperatures,
+        max_new_tokens=args.max_new_tokens,
+        repeats=args.repeats,
+        sampling={"top_k": 0, "top_p": 1.0},
+        assistant=AutoModelForCausalLM.from_pretrained(args.assistant, dtype=args.dtype).to(device)
+        if args.assistant
+        else None,
+        drafts={method: load(method, folder / DRAFTS[method], target, args) for method in args.methods},
+        results=results,
+        save=lambda results: results.write(path),
+    )
+    lines = tables(results, facts)
+    (folder / "table.md").write_text(lines + "\n")
+    print(lines)
+    print(
+        f"{results.run['environment']}. Wrote {', '.join(map(str, [folder / 'table.md', *plot_all(results, folder)]))}."
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None

@@ -1,0 +1,91 @@
+"""What the drafts of other methods have in common."""
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedModel
+
+from ..remote_code.configuration_eagle3 import Eagle3Config
+from ..remote_code.draft_eagle3 import DraftModel
+from .static_tree import best_static_tree, grow_static_tree, guessed_accuracies
+
+
+@strict
+class BaselineConfig(Eagle3Config):
+    """
+    Of the draft of another method. It is [`Eagle3Config`]'s, of which flags that the method does not know are off, and
+    is not saved in the `speculators` schema, which has no such drafts.
+
+    Args:
+        static_tree (`list[list[int]]`, *optional*):
+            The nodes of the tree that is verified in every step, by the ranks of the children on the path to each, the
+            most promising first: [`~static_tree.best_static_tree`]. `None` grows a tree by the draft's confidence in
+            each step (EAGLE-2, https://huggingface.co/papers/2406.16858).
+    """
+
+    _auto_class = None  # its code is not saved with it
+    static_tree: list[list[int]] | None = None
+
+    @classmethod
+    def recognises(cls, content: dict[str, Any], source) -> bool:
+        """
+        Raises:
+            ValueError: if it is the `config.json` of something else.
+        """
+        if content.get("model_type") != cls.model_type:
+            name = content.get("model_type") or content.get("speculators_model_type")
+            raise ValueError(f"{source} is no {cls.model_type} draft: its config.json is of {name!r}.")
+        return True
+
+    def _as_speculators(self, output: dict[str, Any]) -> dict[str, Any]:
+        output = super()._as_speculators(output)
+        for name in ("auto_map", "speculators_model_type", "speculators_version"):
+            output.pop(name, None)
+        return output | {"model_type": self.model_type, "architectures": None}
+
+
+class BaselineDraft(DraftModel):
+    """
+    A draft that reads what the target's head reads, at the newest position, and has a tree of fixed form.
+
+    A subclass is trained by its `training_loss(batch, steps)`, on the steps of its `unroll(batch, steps)`.
+    """
+
+    config_class = BaselineConfig
+    reads_last_state = True
+    _auto_class = None
+
+    @classmethod
+    def overrides_for(cls, target: PreTrainedModel, overrides: dict[str, Any]) -> dict[str, Any]:
+        depth = target.config.get_text_config(decoder=True).num_hidden_layers
+        tree = best_static_tree(guessed_accuracies())
+        return {"eagle_aux_hidden_state_layer_ids": [depth], "static_tree": tree} | overrides
+
+    def grow_tree(
+        self, root, logits, hidden_states, advance, token_ids, plan, threshold=0.0, calibration=None, guess=None
+    ):
+        """The static tree, or that of [`~tree_eagle3.grow_tree`]."""
+        arguments = root, logits, hidden_states, advance, token_ids, plan
+        if self.config.static_tree is None:
+            return DraftModel.grow_tree(*arguments, threshold, calibration, guess)
+        return grow_static_tree(*arguments, self.config.static_tree, guess)
+
+    def save_pretrained(self, *args, **kwargs):
+        """See [`~transformers.PreTrainedModel.save_pretrained`]. No code is saved: it is this package's."""
+        DraftModel.save_pretrained(self, *args, **kwargs)
+
+    def push_to_hub(self, repo_id: str, **kwargs):
+        """See [`~transformers.utils.PushToHubMixin.push_to_hub`]. There are no cards for such drafts."""
+        return PreTrainedModel.push_to_hub(self, repo_id, **kwargs)
+
+
+def check_steps(draft, steps: int, most: int) -> None:
+    """
+    Raises:
+        ValueError: if a draft cannot be trained so many steps deep.
+    """
+    if steps > most:
+        raise ValueError(
+            f"A {draft.config.model_type} draft is trained {most} steps deep, not {steps}: pass `ttt_steps={most}` (or less), "
+            "which has no other meaning for it."
+        )

@@ -1,0 +1,84 @@
+"""Training that goes by the time, not by the number of steps."""
+
+import math
+import time
+
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from trl import SFTTrainer
+
+from .trainer import Eagle3Trainer
+
+
+class TimeBudget(TrainerCallback):
+    """
+    Ends training after so many minutes, lets the learning rate fall to zero on the way, and shows the way. Where that
+    is too little for `min_steps`, it takes longer, up to `LONGER` times. See [`train_for`].
+
+    Args:
+        minutes (`float`): Time for training.
+        description (`str`): What is shown beside the way.
+        min_steps (`int`, *optional*, defaults to 0): Optimizer steps.
+    """
+
+    LONGER = 5
+
+    def __init__(self, minutes: float, description: str, min_steps: int = 0):
+        self.given = self.seconds = 60 * minutes
+        self.description, self.min_steps, self.share = description, min_steps, 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.start = time.monotonic()
+        self.bar = tqdm(
+            total=round(self.seconds),
+            desc=self.description,
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {n}/{total}s{postfix}",
+        )
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        elapsed = min((time.monotonic() - self.start) / self.seconds, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5 * (1 + math.cos(math.pi * elapsed))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        elapsed = time.monotonic() - self.start
+        needed = min(elapsed / state.global_step * self.min_steps, self.LONGER * self.given)
+        if state.global_step >= 5 and needed > 1.1 * self.seconds:  # the first steps take longer
+            self.seconds = self.bar.total = round(needed)
+            self.bar.write(
+                f"{self.description}: {state.global_step} steps in {elapsed:.0f} s are few for this machine: training takes "
+                f"{self.seconds} s instead of {self.given:.0f}."
+            )
+        self.share = min(elapsed / self.seconds, 1.0)
+        self.bar.update(min(int(elapsed), self.bar.total) - self.bar.n)
+        control.should_training_stop = elapsed >= self.seconds
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        shown = ("loss", "accuracy_0", "simulated_acceptance_length")
+        self.bar.set_postfix({"step": state.global_step, **{key: f"{logs[key]:.2f}" for key in shown if key in logs}})
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.bar.close()
+
+
+class TimedEagle3Trainer(Eagle3Trainer):
+    """Goes by the time, not by the number of steps."""
+
+    budget: TimeBudget
+
+    @property
+    def progress(self) -> float:
+        return self.budget.share
+
+
+def train_for(trainer: SFTTrainer, budget: TimeBudget) -> None:
+    """
+    Trains as long as the budget allows. Its arguments should have a `max_steps` that is never reached, and a constant
+    learning rate.
+    """
+    for callback in (ProgressCallback, PrinterCallback):  # which count steps; here time counts
+        trainer.remove_callback(callback)
+    trainer.add_callback(budget)
+    if isinstance(trainer, TimedEagle3Trainer):
+        trainer.budget = budget
+    trainer.train()

@@ -1,0 +1,358 @@
+"""Drafts of other methods: what they propose is what they were trained to, and the text is the target's."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import FAMILIES, VOCAB_SIZE, make_baseline, make_batch, make_prompt, make_target
+from datasets import Dataset
+from transformers import AutoModel
+
+from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.baselines import BASELINES, best_static_tree, measure_accuracies
+from hf_eagle3.baselines.static_tree import grow_static_tree, part_of_tree
+from hf_eagle3.remote_code.proposer_eagle3 import Call
+from hf_eagle3.remote_code.tree_eagle3 import Plan
+from hf_eagle3.training.features import TargetStates
+from hf_eagle3.training.ttt import TTTBatch, documents_of, ttt_unroll
+
+
+METHODS = [*BASELINES, "eagle-2", "p-eagle"]
+DEPTH = 4
+TEXTS = Dataset.from_dict({"text": [f"the {i} of {i * 7}, and so on to {i * i} in the end" for i in range(40)]})
+
+
+@torch.no_grad()
+def features_of(target, draft, input_ids):
+    aux, last = TargetStates(target, draft.resolve_aux_layer_ids(target))({"input_ids": input_ids})
+    logits = target.lm_head(last)
+    return TTTBatch(
+        input_ids=input_ids,
+        aux_hidden_states=aux,
+        target_logits=logits[..., draft.draft_token_ids],
+        target_mass=logits.softmax(-1)[..., draft.draft_token_ids].sum(-1),
+        target_tokens=logits.argmax(-1),
+        labels=input_ids,
+        documents=documents_of(input_ids),
+        position_ids=torch.arange(input_ids.shape[1]).expand_as(input_ids),
+    )
+
+
+def unroll_of(draft, batch, steps):
+    return draft.unroll(batch, steps) if hasattr(draft, "unroll") else ttt_unroll(draft, batch, steps)
+
+
+class Observed:
+    """What a proposer is told of a prompt of which the first new token is known."""
+
+    def __init__(self, tokens, aux):
+        self.tokens, self.states, self.counts = tokens[:, 1:], aux, [aux.shape[1]] * len(aux)
+        self.positions = torch.arange(aux.shape[1]).expand(len(aux), -1)
+
+
+def propose(target, draft, tokens, plan):
+    """The tree below the last of some tokens `(B, L)`."""
+    aux, _ = TargetStates(target, draft.resolve_aux_layer_ids(target))({"input_ids": tokens[:, :-1]})
+    proposer = draft.proposer(Call(target, target.get_input_embeddings(), plan, 0.0, None, None, None))
+    proposer.observe(Observed(tokens, aux))
+    return proposer.propose(plan, tokens[:, -1:])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_drafting_is_what_training_unrolls(method):
+    """Along the draft's own chain: the tokens of each step are the best of the unroll's row at the prompt's end."""
+    target, tokens = make_target("llama"), make_prompt(9, batch_size=2)
+    draft = make_baseline(method, target)
+    tree = propose(target, draft, tokens, Plan("draft", DEPTH, DEPTH))
+    assert tree.tokens.shape == (2, 1 + DEPTH)
+    text = torch.cat([tokens, tree.tokens[:, 1:]], dim=1)
+    batch = features_of(target, draft, text)
+    chosen = []
+    for states, head, *_ in unroll_of(draft, batch, DEPTH):
+        chosen.append(draft.draft_token_ids[head(states)[:, tokens.shape[1] - 2].argmax(-1)])
+    assert torch.equal(torch.stack(chosen, dim=1), tree.tokens[:, 1:])
+    assert len(set(map(tuple, tree.tokens[:, 1:].tolist()))) == 2  # not the same whatever was read
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra", "eagle"])
+@torch.no_grad()
+def test_static_trees_are_those_of_the_ranks_on_each_path(method):
+    """Each path of the tree, drafted alone."""
+    target, tokens = make_target("llama"), make_prompt(9, batch_size=2)
+    draft = make_baseline(method, target)
+    paths = [(0,), (1,), (0, 0), (2,), (0, 1), (2, 0), (0, 1, 0), (0, 1, 1)]
+    draft.config.static_tree = [list(path) for path in paths]
+    tree = propose(target, draft, tokens, Plan("draft", 3, 8, branching_factor=3))
+    assert tree.parents.tolist() == [[0, 0, 0, 0, 1, 1, 3, 5, 5]] * 2 and tree.max_depth == 3
+    order = sorted(paths, key=len)
+    for node, path in enumerate(order, start=1):
+        text = tokens
+        for rank in path:
+            batch = features_of(target, draft, torch.cat([text, text[:, :1]], dim=1))
+            step = text.shape[1] - tokens.shape[1]
+            *_, (states, head, *_) = draft.unroll(batch, 1 + step)
+            best = head(states)[:, tokens.shape[1] - 2].topk(3).indices[:, rank]
+            text = torch.cat([text, draft.draft_token_ids[best][:, None]], dim=1)
+        assert torch.equal(tree.tokens[:, node], text[:, -1]), path
+
+
+def test_parts_of_static_trees():
+    tree = best_static_tree(torch.tensor([[0.6, 0.3, 0.05], [0.5, 0.2, 0.1], [0.4, 0.3, 0.2]]), num_nodes=20)
+    for depth, num_nodes, width in itertools.product((1, 2, 3), (1, 4, 20), (1, 2, 3)):
+        paths = part_of_tree(tree, Plan("draft", depth, num_nodes, width))
+        assert all(path[:-1] in {(), *paths} for path in paths) and len(paths) <= num_nodes
+        assert all(len(path) <= depth and max(path) < width for path in paths)
+        assert paths == sorted(paths, key=len)
+        if width == 1:
+            assert paths == [(0,) * n for n in range(1, len(paths) + 1)]
+
+
+def test_the_best_static_tree_is_the_best_of_all():
+    generator = torch.Generator().manual_seed(0)
+
+    def value(tree, accuracies):
+        return sum(torch.stack([accuracies[i, rank] for i, rank in enumerate(path)]).prod().item() for path in tree)
+
+    for _ in range(5):
+        accuracies = torch.rand(3, 3, generator=generator).sort(dim=1, descending=True).values
+        accuracies /= accuracies.sum(dim=1, keepdim=True)
+
+        nodes = [path for length in (1, 2, 3) for path in itertools.product(range(3), repeat=length)]
+        closed = [tree for tree in itertools.combinations(nodes, 4) if all(path[:-1] in {(), *tree} for path in tree)]
+        best = max(value(tree, accuracies) for tree in closed)
+        assert value(best_static_tree(accuracies, 4), accuracies) == pytest.approx(best)
+
+
+def test_static_trees_with_fewer_tokens_than_ranks():
+    logits = torch.tensor([[0.1, 0.9]])
+    tree = grow_static_tree(torch.tensor([[5]]), logits, logits, None, None, Plan("draft", 1, 3, 3), [[0], [1], [2]])
+    assert tree.tokens.tolist() == [[5, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle"])
+def test_measured_accuracies_are_shares_of_rows(method):
+    target = make_target("llama")
+    draft = make_baseline(method, target)
+    batches = [features_of(target, draft, make_prompt(12, batch_size=2, seed=seed)) for seed in (0, 1)]
+    measured = measure_accuracies(draft, batches, depth=2, width=3)
+    hits, rows = torch.zeros(2, 3), torch.zeros(2)
+    for batch in batches:
+        for step, (states, head, *_) in enumerate(draft.unroll(batch, 2)):
+            for row, t in itertools.product(range(2), range(12 - 2 - step)):
+                ranked = draft.draft_token_ids[head(states)[row, t].argsort(descending=True)[:3]]
+                hits[step] += ranked == batch.target_tokens[row, t + 1 + step]
+                rows[step] += 1
+    torch.testing.assert_close(measured.float(), hits / rows[:, None])
+    assert hits.sum() > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"do_sample": True, "temperature": 0.8},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        {"cache_implementation": "static"},
+        {"return_dict_in_generate": True, "output_scores": True},
+    ],
+    ids=["greedy", "sampling", "processors", "static", "returned"],
+)
+@pytest.mark.parametrize("lengths", [[9], [12, 5, 17]], ids=["one", "batch"])
+def test_the_text_is_that_of_plain_generate(method, settings, lengths):
+    target, batch = make_target("llama"), make_batch(lengths)
+    draft = make_baseline(method, target)
+    for policy in ("static", "auto"):
+        draft.generation_config.tree_policy = policy
+        texts = []
+        for call in ({}, {"assistant_model": draft}):
+            torch.manual_seed(3)
+            output = target.generate(
+                **batch, **{"do_sample": False, "max_new_tokens": 16, "eos_token_id": [7], "pad_token_id": 0, **settings}, **call
+            )  # fmt: skip
+            texts.append((getattr(output, "sequences", output).tolist(), torch.get_rng_state().tolist()))
+        assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "cohere2", "llama4", "gpt_oss", "lfm2", "qwen3_5"])
+@pytest.mark.parametrize("method", ["hydra", "eagle-2", "p-eagle"])
+def test_other_families(family, method):
+    target, batch = make_target(family), make_batch([9, 20])
+    draft = make_baseline(method, target)
+    settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    expected = target.generate(**batch, **settings)
+    assert torch.equal(target.generate(**batch, **settings, assistant_model=draft), expected)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@torch.no_grad()
+def test_the_state_that_is_read_is_what_the_head_reads(family):
+    target, tokens = make_target(family), make_prompt(8)
+    depth = target.config.get_text_config().num_hidden_layers
+    aux, last = TargetStates(target, [depth])({"input_ids": tokens})
+    assert torch.equal(aux, last)
+    fed = []
+    handle = target.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0]))
+    target(tokens)
+    handle.remove()
+    torch.testing.assert_close(fed[0], aux)
+
+
+def naive_losses(method, draft, batch, step, states, head):
+    """Of each row that has a token left, by the papers' formulas."""
+    num = batch.input_ids.shape[1] - 2 - step
+    logits, expected = head(states)[:, :num], batch.aux_hidden_states[:, 1 + step : 1 + step + num]
+    p, q = batch.target_logits[:, 1 + step : 1 + step + num].softmax(-1), logits.softmax(-1)
+    if method in ("medusa", "hydra"):
+        return -q.gather(-1, batch.input_ids[:, 2 + step :, None]).log()[..., 0]
+    difference = (states[:, :num] - expected).abs()
+    regression = torch.where(difference < 1, difference**2 / 2, difference - 0.5).mean(-1)
+    losses = regression + 0.1 * (p * (p / q).log()).sum(-1)
+    if method == "hass":
+        best, tokens = p.topk(10)
+        losses = losses - (best * q.gather(-1, tokens).log()).sum(-1)
+    return losses
+
+
+@pytest.mark.parametrize("method", list(BASELINES))
+def test_losses_are_those_of_the_papers(method):
+    target = make_target("llama")
+    draft = make_baseline(method, target)
+    batch = features_of(target, draft, make_prompt(11, batch_size=2))
+    steps = BASELINES[method].training["ttt_steps"]
+    outputs = draft.training_loss(batch, steps)
+    for step, (states, head, *_) in enumerate(draft.unroll(batch, steps)):
+        torch.testing.assert_close(
+            outputs.loss_sums[step], naive_losses(method, draft, batch, step, states, head).sum()
+        )
+    assert outputs.num_rows.tolist() == [2 * (11 - 2 - step) for step in range(steps)]
+    draft.train()
+    noisy = draft.training_loss(batch, steps).loss_sums
+    assert torch.equal(noisy, outputs.loss_sums) == (method in ("medusa", "hydra"))
+
+
+def make_trainer(tmp_path, tokenizer, method, dataset=TEXTS, **arguments):
+    target = make_target("llama")
+    if method == "p-eagle":
+        draft, training = None, {"draft_form": "p-eagle", "ttt_steps": 3, "ttt_warmup": 0.0}
+    else:
+        torch.manual_seed(0)
+        draft, training = BASELINES[method].draft_class.from_target(target), BASELINES[method].training
+    args = Eagle3TrainingArguments(
+        str(tmp_path),
+        **{
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "use_cpu": True,
+            "bf16": False,
+            "per_device_train_batch_size": 4,
+            "warmup_steps": 0,
+            "max_steps": 12,
+            **training,
+            **arguments,
+        },
+    )
+    return Eagle3Trainer(draft, target, args, train_dataset=dataset, processing_class=copy.deepcopy(tokenizer))
+
+
+@pytest.mark.parametrize("method", [*BASELINES, "p-eagle"])
+def test_training_saving_and_loading(tmp_path, tokenizer, method):
+    trainer = make_trainer(tmp_path, tokenizer, method, packing=True, max_length=64)
+    draft = trainer.draft
+    before = {name: value.clone() for name, value in draft.named_parameters()}
+    trainer.train()
+    frozen = {name for name, value in draft.named_parameters() if torch.equal(before[name], value)}
+    assert frozen == ({"lm_head.weight"} if method in ("eagle", "hass") else set())
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    trainer.save_model(str(tmp_path / "draft"))
+    loaded = AutoModel.from_pretrained(tmp_path / "draft", trust_remote_code=method == "p-eagle").eval()
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in draft.state_dict().items())
+    for name in ("static_tree", "num_heads", "mask_token_id", "eagle_aux_hidden_state_layer_ids"):
+        assert getattr(loaded.config, name, None) == getattr(draft.config, name, None)
+    target, prompt = trainer.target_model, make_prompt(9)
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(
+        target.generate(prompt, **settings, assistant_model=loaded), target.generate(prompt, **settings)
+    )
+    if method != "p-eagle":
+        with pytest.raises(ValueError, match="in no known EAGLE-3 format"):
+            Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
+        other = next(each for each in BASELINES if each != method)
+        with pytest.raises(ValueError, match=f"is no {other} draft: its config.json is of '{method}'"):
+            BASELINES[other].draft_class.from_pretrained(tmp_path / "draft")
+        assert not list((tmp_path / "draft").rglob("*.py"))
+
+
+@pytest.mark.parametrize("method", ["medusa", "hass"])
+def test_stored_features_train_the_same_draft(tmp_path, tokenizer, method):
+    store = make_trainer(tmp_path / "a", tokenizer, method).extract_features(tmp_path / "features")
+    online, offline = (
+        make_trainer(tmp_path / name, tokenizer, method, dataset=data) for name, data in (("b", TEXTS), ("c", store))
+    )
+    for trainer in (online, offline):
+        torch.manual_seed(0)  # of the noise that HASS trains with
+        trainer.train()
+    for (name, ours), (_, theirs) in zip(online.draft.named_parameters(), offline.draft.named_parameters()):
+        torch.testing.assert_close(ours, theirs, msg=name)
+
+
+@pytest.mark.parametrize(("method", "most"), [("medusa", 5), ("eagle", 1), ("hass", 3)])
+def test_too_many_steps_are_refused(tmp_path, tokenizer, method, most):
+    trainer = make_trainer(tmp_path, tokenizer, method, ttt_steps=most + 1)
+    with pytest.raises(ValueError, match=f"trained {most} steps deep, not {most + 1}"):
+        trainer.train()
+
+
+def test_parallel_drafts():
+    target = make_target("llama")
+    draft = Eagle3ForSpeculation.from_target(target, mask_token_id="pad")
+    assert draft.config.mask_token_id == 0 and draft.config.speculators_model_type == "peagle"
+    assert draft.config.speculators_config["algorithm"] == "peagle" and not draft.config.fc_norm
+    for overrides, message in (
+        ({"mask_token_id": VOCAB_SIZE}, "the target has 96 tokens"),
+        ({"mask_token_id": 3, "speculators_model_type": "dflash"}, "expected 'eagle3', or 'peagle'"),
+        ({"speculators_model_type": "peagle"}, "expected 'eagle3', or 'peagle'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Eagle3ForSpeculation.from_target(target, **overrides)
+
+
+def test_a_parallel_draft_reads_once_a_step(monkeypatch):
+    target, prompt = make_target("llama"), make_prompt(9)
+    draft, calls = make_baseline("p-eagle", target), []
+    draft.generation_config.tree_policy = "static"
+    draft.register_forward_hook(lambda *args: calls.append(1))
+    target.generate(prompt, max_new_tokens=20, do_sample=False, assistant_model=draft)
+    assert len(calls) == draft.last_generation.target_forwards - 1 - draft.last_generation.plain_steps
+
+
+def test_rows_that_wait_keep_their_state():
+    target = make_target("llama")
+    proposer = make_baseline("medusa", target).proposer(None)
+    first, second = torch.randn(2, 3, 4), torch.randn(2, 2, 4)
+
+    class Step:
+        def __init__(self, states, counts):
+            self.states, self.counts = states, counts
+
+    proposer.observe(Step(first, [3, 3]))
+    proposer.observe(Step(second, [2, 0]))
+    assert torch.equal(proposer.states, torch.stack([second[0, -1], first[1, -1]]))
+    proposer.select([1])
+    assert torch.equal(proposer.states, first[1:, -1])
+
+
+def test_smooth_l1_is_by_row():
+    """The loss of a row does not depend on the others."""
+    target = make_target("llama")
+    draft = make_baseline("eagle", target)
+    batch = features_of(target, draft, make_prompt(11, batch_size=2))
+    ((states, _, row_losses),) = draft.unroll(batch, 1)
+    expected = F.smooth_l1_loss(states[1, 3], batch.aux_hidden_states[1, 4])
+    torch.testing.assert_close(row_losses[1, 3], expected)
