@@ -22,14 +22,15 @@ A draft that is trained, and what was measured, stays in the folder: interrupted
 import argparse
 import hashlib
 import json
+import time
 from itertools import islice
 from pathlib import Path
 
 import torch
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM
 
-from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
+from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.baselines import BASELINES, best_static_tree, measure_accuracies
 from hf_eagle3.environment import environment
 from hf_eagle3.evaluation import BenchmarkResults, load_prompts, plot_all, run_benchmark
@@ -55,19 +56,63 @@ DRAFTS = {
 NOT_MEASURED = ("output_dir", "methods", "repeats")
 
 
-def train(name: str, folder: Path, target, tokenizer, dataset, args) -> None:
-    """Trains a draft and saves it with `facts.json`."""
+def texts_of(name: str) -> Dataset:
+    """A JSON Lines file, or a data set of the Hub."""
+    if Path(name).is_file():
+        return load_dataset("json", data_files=name, split="train")
+    return load_dataset(name, split="train")
+
+
+def add_arguments(parser) -> None:
+    """Of training and of trees."""
+    parser.add_argument("--draft_vocab_size", type=int, default=4096, help="Of EAGLE-3's and P-EAGLE's drafts")
+    parser.add_argument("--layer_type", choices=["llama", "qwen3"], help="Of EAGLE-3's and P-EAGLE's drafts")
+    parser.add_argument("--learning_rate", type=float, default=5e-3, help="Tried with small targets only")
+    parser.add_argument("--ttt_steps", type=int, default=5, help="Drafting steps unrolled for EAGLE-3 and P-EAGLE")
+    parser.add_argument("--max_length", type=int, default=256)
+    parser.add_argument("--batch_size", type=int, default=4)
+    parser.add_argument("--tree_depth", type=int, default=6)
+    parser.add_argument("--num_assistant_tokens", type=int, default=24, help="Nodes to verify")
+    parser.add_argument("--num_prompts", type=int, help="Only the first so many prompts of each task")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="auto", help="Dtype of the target and of what is measured")
+    parser.add_argument("--bf16", action="store_true", help="Train in mixed precision")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def settle_arguments(folder: Path, arguments: dict) -> dict:
+    """
+    Raises:
+        SystemExit: if a folder was made with others.
+    """
+    path = folder / "arguments.json"
+    if path.exists() and (difference := what_differs(json.loads(path.read_text()), arguments)):
+        raise SystemExit(f"{folder} was made with other arguments: {difference}. Choose another folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(arguments, indent=2) + "\n")
+    return arguments
+
+
+def train(name, folder: Path, target, tokenizer, dataset, args, minutes=None, tokens=None) -> None:
+    """Trains a draft for some minutes or tokens, or once over the data, and saves it with `facts.json`."""
     baseline = BASELINES.get(name)
     draft, settings = None, {"ttt_steps": args.ttt_steps, "ttt_warmup": 0.8, "draft_vocab_size": args.draft_vocab_size}
     if baseline is not None:
         torch.manual_seed(args.seed)
-        draft, settings = baseline.draft_class.from_target(target), baseline.training
+        draft, settings = baseline.draft_class.from_target(target), dict(baseline.training)
+    elif name == "classic":  # as in the EAGLE-3 paper
+        settings |= {"draft_form": name, "ttt_warmup": 0.0}
     else:
         layer_type = {} if args.layer_type is None else {"model_type": args.layer_type}
         settings |= {"draft_form": "eagle3.1" if name == "eagle3" else name, "model_init_kwargs": layer_type}
-    if name == "classic":  # as in the EAGLE-3 paper
-        settings |= {"ttt_warmup": 0.0, "model_init_kwargs": {}}
-    trainer = TimedEagle3Trainer(
+    if tokens is not None:
+        settings |= {"max_steps": max(tokens // (args.batch_size * args.max_length), 1)}
+    elif minutes is None:
+        settings |= {"num_train_epochs": 1}
+    else:  # the time ends it
+        settings |= {"max_steps": 1_000_000, "lr_scheduler_type": "constant_with_warmup"}
+    trainer = (Eagle3Trainer if minutes is None else TimedEagle3Trainer)(
         model=draft,
         target_model=target,
         args=Eagle3TrainingArguments(
@@ -77,8 +122,6 @@ def train(name: str, folder: Path, target, tokenizer, dataset, args) -> None:
             packing=True,
             packing_strategy="wrapped",
             per_device_train_batch_size=args.batch_size,
-            max_steps=1_000_000,  # the time ends it
-            lr_scheduler_type="constant_with_warmup",
             warmup_steps=20,
             bf16=args.bf16,
             use_cpu=not torch.cuda.is_available(),
@@ -91,8 +134,12 @@ def train(name: str, folder: Path, target, tokenizer, dataset, args) -> None:
         train_dataset=dataset,
         processing_class=tokenizer,
     )
-    train_for(trainer, TimeBudget(args.minutes, name))
-    draft = trainer.draft
+    start = time.monotonic()
+    if minutes is None:
+        trainer.train()
+    else:
+        train_for(trainer, TimeBudget(minutes, name))
+    seconds, draft = time.monotonic() - start, trainer.draft
     if getattr(draft.config, "static_tree", None) is not None:
         depth = len(draft.heads) if hasattr(draft, "heads") else args.tree_depth
         loaded = islice(trainer.get_train_dataloader(), 16)
@@ -103,6 +150,7 @@ def train(name: str, folder: Path, target, tokenizer, dataset, args) -> None:
     facts = {
         "steps": steps,
         "tokens": steps * args.batch_size * args.max_length,
+        "seconds": round(seconds, 1),
         "trained_parameters": sum(each.numel() for each in draft.parameters() if each.requires_grad),
     }
     (folder / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")  # the last: only a whole draft has it
@@ -163,31 +211,15 @@ def main():
     parser.add_argument("--output_dir", default="outputs/paper_table")
     parser.add_argument("--methods", nargs="+", choices=DRAFTS, default=list(DRAFTS))
     parser.add_argument("--assistant", help="A small model for speculative sampling: folder or Hub id")
-    parser.add_argument("--minutes", type=float, default=10, help="Time to train each draft")
-    parser.add_argument("--draft_vocab_size", type=int, default=4096, help="Of EAGLE-3's and P-EAGLE's drafts")
-    parser.add_argument("--layer_type", choices=["llama", "qwen3"], help="Of EAGLE-3's and P-EAGLE's drafts")
-    parser.add_argument("--learning_rate", type=float, default=5e-3, help="Tried with small targets only")
-    parser.add_argument("--ttt_steps", type=int, default=5, help="Drafting steps unrolled for EAGLE-3 and P-EAGLE")
-    parser.add_argument("--max_length", type=int, default=256)
-    parser.add_argument("--batch_size", type=int, default=4)
-    parser.add_argument("--tree_depth", type=int, default=6)
-    parser.add_argument("--num_assistant_tokens", type=int, default=24, help="Nodes to verify")
-    parser.add_argument("--num_prompts", type=int, help="Only the first so many prompts of each task")
-    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--minutes", type=float, help="How long to train each draft")
+    length.add_argument("--tokens", type=int, help="How many tokens to train each draft on")
     parser.add_argument("--max_new_tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtype", default="auto", help="Dtype of the target and of what is measured")
-    parser.add_argument("--bf16", action="store_true", help="Train in mixed precision")
-    parser.add_argument("--seed", type=int, default=0)
+    add_arguments(parser)
     args = parser.parse_args()
 
     folder = Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    arguments = {name: value for name, value in vars(args).items() if name not in NOT_MEASURED}
-    settings = folder / "arguments.json"
-    if settings.exists() and (difference := what_differs(json.loads(settings.read_text()), arguments)):
-        raise SystemExit(f"{folder} holds a table of other arguments: {difference}. Choose another folder.")
-    settings.write_text(json.dumps(arguments, indent=2) + "\n")
+    arguments = settle_arguments(folder, {name: each for name, each in vars(args).items() if name not in NOT_MEASURED})
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(device)
@@ -196,9 +228,8 @@ def main():
     for name in names:
         if not (folder / name / "facts.json").exists():
             if dataset is None:
-                is_file = Path(args.dataset).is_file()
-                dataset = load_dataset("json", data_files=args.dataset) if is_file else load_dataset(args.dataset)
-            train(name, folder / name, target, tokenizer, dataset["train"], args)
+                dataset = texts_of(args.dataset)
+            train(name, folder / name, target, tokenizer, dataset, args, args.minutes, args.tokens)
         facts[name] = json.loads((folder / name / "facts.json").read_text())
 
     tasks = {task_name(name): load_prompts(name, tokenizer, args.num_prompts) for name in args.prompts}

@@ -2,6 +2,10 @@
 
 import copy
 import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -356,3 +360,30 @@ def test_smooth_l1_is_by_row():
     ((states, _, row_losses),) = draft.unroll(batch, 1)
     expected = F.smooth_l1_loss(states[1, 3], batch.aux_hidden_states[1, 4])
     torch.testing.assert_close(row_losses[1, 3], expected)
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = sys.argv[2:4]
+from conftest import make_tokenizer
+from test_baselines import make_trainer
+
+trainer = make_trainer(sys.argv[1], make_tokenizer(), "hydra", per_device_train_batch_size=int(sys.argv[4]), max_steps=3)
+trainer.train()
+if trainer.is_world_process_zero():
+    print("losses", [entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+"""
+
+
+def test_two_processes_give_the_losses_of_one(tmp_path):
+    here = Path(__file__).parent
+    (tmp_path / "train.py").write_text(SCRIPT)
+    losses = []
+    for num_processes, batch_size in ((1, 4), (2, 2)):
+        command = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc_per_node", num_processes]
+        command += [tmp_path / "train.py", tmp_path / str(num_processes), here.parent, here, batch_size]
+        result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr[-3000:]
+        (line,) = (line for line in result.stdout.splitlines() if line.startswith("losses"))
+        losses.append(json.loads(line.removeprefix("losses")))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -23,8 +23,13 @@ class Engine(NamedTuple):
     check: object = lambda draft: None
 
 
+def check_vllm(draft) -> None:
+    if draft.config.is_parallel and draft.config.fc_norm:  # vLLM does not hand the flag to the layers of such drafts
+        raise CannotExpress("speculators", ["`fc_norm` in a parallel draft"])
+
+
 ENGINES = (
-    Engine("vLLM", "speculators", "0.32.0"),
+    Engine("vLLM", "speculators", "0.32.0", check_vllm),
     Engine("SGLang", sglang.NAME, None, sglang.write),
     Engine("llama.cpp", llama_cpp.NAME, "xllamacpp 2026.10.11549", llama_cpp.check),
     Engine("OpenVINO GenAI", openvino.NAME, "2026.4.1", openvino.check),

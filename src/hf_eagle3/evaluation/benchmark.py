@@ -226,7 +226,8 @@ def check_methods(methods, drafts, assistant, dflash) -> list[str]:
         draft = drafts.get(method)
         if not hasattr(draft, "assisted_decoding"):
             name = getattr(getattr(draft, "config", None), "_name_or_path", None) or type(draft).__name__
-            raise ValueError(f"{name} is no draft for the method {method!r}.")
+            kind = "an EAGLE-3 draft" if method in OURS else f"a draft for the method {method!r}"
+            raise ValueError(f"{name} is not {kind}.")
     for method, model in (("assistant", assistant), ("dflash", dflash)):
         if method in methods and model is None:
             raise ValueError(f"The method {method!r} needs a model: pass `{method}`.")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import ModelOutput
@@ -42,7 +42,7 @@ class Eagle3Output(ModelOutput):
     past_key_values: Cache | None = None
 
 
-class Eagle3ForSpeculation(DraftModel):
+class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transformers asks direct bases
     r"""
     An EAGLE-3 draft. Pass it to the target's `generate` as `assistant_model` and the text stays what it was:
 

@@ -1,0 +1,76 @@
+"""The paper's table and the scaling curve, on a tiny target."""
+
+import json
+
+import pytest
+from conftest import make_target
+
+
+@pytest.fixture
+def files(tmp_path, tokenizer):
+    target = make_target("llama")
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    texts = [f"the {i} of {i * 7}, and so on to {i * i} in the end of all that is" for i in range(40)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts[:2]))
+    return tmp_path
+
+
+def arguments_of(files, **settings):
+    settings = {
+        "target": files / "target",
+        "dataset": files / "texts.jsonl",
+        "prompts": files / "prompts.jsonl",
+        "output_dir": files / "out",
+        "draft_vocab_size": 24,
+        "max_length": 32,
+        "max_new_tokens": 8,
+        "repeats": 1,
+        **settings,
+    }
+    return [part for name, value in settings.items() for part in (f"--{name}", value)]
+
+
+def test_the_table(files, run_recipe):
+    methods = ["medusa", "eagle", "eagle-2", "p-eagle", "eagle3-no-lookup", "eagle3"]
+    command = ("measurements/paper_table.py", *arguments_of(files, tokens=256), "--methods", *methods)
+    result = run_recipe(*command)
+    assert result.returncode == 0, result.stderr[-3000:]
+    lines = (files / "out" / "table.md").read_text().splitlines()
+    cells = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in lines if " | " in line}
+    assert {"plain", "prompt-lookup", *methods} <= cells.keys()
+    for method in methods:
+        # Tokens, and the texts at both temperatures.
+        assert cells[method][2] == "256" and (cells[method][5], cells[method][8]) == ("2/2", "2/2")
+    assert cells["eagle"][1] == cells["eagle-2"][1] != cells["eagle3"][1]
+    tree = json.loads((files / "out" / "medusa" / "config.json").read_text())["static_tree"]
+    assert (
+        max(map(len, tree)) <= 5
+        and tree != json.loads((files / "out" / "eagle" / "config.json").read_text())["static_tree"]
+    )
+    measured = (files / "out" / "results.jsonl").read_text()
+    weights = (files / "out" / "medusa" / "model.safetensors").stat().st_mtime_ns
+
+    result = run_recipe(*command)  # nothing is left to do
+    assert result.returncode == 0 and (files / "out" / "table.md").read_text().splitlines() == lines
+    assert (files / "out" / "results.jsonl").read_text() == measured
+    assert (files / "out" / "medusa" / "model.safetensors").stat().st_mtime_ns == weights
+    result = run_recipe("measurements/paper_table.py", *arguments_of(files, tokens=512), "--methods", *methods)
+    assert result.returncode != 0 and "made with other arguments: tokens was 256 before, 512 after" in result.stderr
+
+
+def test_scaling(files, run_recipe):
+    settings = {"rows": 4, "prompt_tokens": 8, "sampled_tokens": 16, "sampled_at_once": 4}
+    command = ("measurements/scaling.py", *arguments_of(files, **settings), "--shares", 1, 2)
+    result = run_recipe(*command)
+    assert result.returncode == 0, result.stderr[-3000:]
+    points = json.loads((files / "out" / "points.json").read_text())
+    assert len(points) == 2 * 2 * 2 and {point["share"] for point in points} == {1, 2}
+    tokens = {(point["method"], point["share"]): point["tokens"] for point in points}
+    assert tokens["eagle-2", 2] >= tokens["eagle-2", 1] > 0
+    assert (files / "out" / "scaling.png").stat().st_size > 1000
+    rows = [json.loads(line) for line in (files / "out" / "samples" / "rows-00000.jsonl").read_text().splitlines()]
+    assert len({row["prompt"] for row in rows}) == len(rows) == 8
+    again = run_recipe(*command)
+    assert again.returncode == 0 and json.loads((files / "out" / "points.json").read_text()) == points
