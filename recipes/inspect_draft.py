@@ -49,7 +49,14 @@ def describe(draft, info) -> list[tuple[str, str]]:
         ("embedding", "its own" if config.has_own_embed_tokens else "the target's"),
         (
             "flags",
-            ", ".join(flag for flag in flags if getattr(config, flag)) or "none (the form of the EAGLE-3 paper)",
+            ", ".join(flag for flag in flags if getattr(config, flag))
+            or ("none" if config.is_parallel else "none (the form of the EAGLE-3 paper)"),
+        ),
+        (
+            "drafting",
+            f"all tokens in one pass (P-EAGLE), token {config.mask_token_id} for those not known yet"
+            if config.is_parallel
+            else "one token after the other",
         ),
         ("size", f"{num_parameters / 1e6:.1f} M parameters, {num_bytes / 2**20:.1f} MiB in {draft.dtype}"),
     ]

@@ -36,6 +36,7 @@ from hf_eagle3.environment import environment
 from hf_eagle3.evaluation import BenchmarkResults, load_prompts, plot_all, run_benchmark
 from hf_eagle3.evaluation.results import what_differs
 from hf_eagle3.evaluation.tasks import task_name
+from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training.budget import TimeBudget, TimedEagle3Trainer, train_for
 
@@ -151,6 +152,7 @@ def train(name, folder: Path, target, tokenizer, dataset, args, minutes=None, to
         "steps": steps,
         "tokens": steps * args.batch_size * args.max_length,
         "seconds": round(seconds, 1),
+        "weights": weights_digest(draft.state_dict()),
         "trained_parameters": sum(each.numel() for each in draft.parameters() if each.requires_grad),
     }
     (folder / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")  # the last: only a whole draft has it
@@ -244,7 +246,10 @@ def main():
     results = BenchmarkResults.read(path) if path.exists() else BenchmarkResults(run)
     if results.run["prompts"] != run["prompts"]:
         raise SystemExit(f"{path} holds a table of other prompts. Choose another folder.")
-    results.run["facts"] = facts
+    known = results.run["facts"]
+    renewed = {name for name in facts if known.get(name, {}).get("weights") != facts[name].get("weights")}
+    results.measurements[:] = [each for each in results.measurements if DRAFTS.get(each["method"]) not in renewed]
+    results.run["facts"] = known | facts
     with_assistant = ["assistant"] if args.assistant else []
     run_benchmark(
         target,
@@ -263,7 +268,7 @@ def main():
         results=results,
         save=lambda results: results.write(path),
     )
-    lines = tables(results, facts)
+    lines = tables(results, results.run["facts"])
     (folder / "table.md").write_text(lines + "\n")
     print(lines)
     print(

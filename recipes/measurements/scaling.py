@@ -23,7 +23,7 @@ from datasets import Dataset
 from paper_table import add_arguments, load, settle_arguments, texts_of, train
 from transformers import AutoModelForCausalLM
 
-from hf_eagle3.data.regeneration import Output, conversations, regenerate_locally
+from hf_eagle3.data.regeneration import Output, complete_lines, conversations, regenerate_locally
 from hf_eagle3.environment import environment
 from hf_eagle3.evaluation import BenchmarkResults, load_prompts, run_benchmark
 from hf_eagle3.evaluation.tasks import task_name
@@ -31,7 +31,7 @@ from hf_eagle3.tokenizer import load_tokenizer
 
 
 METHODS = {"eagle3-no-lookup": "eagle3", "eagle-2": "eagle"}
-NOT_MEASURED = ("output_dir", "shares", "repeats")
+NOT_MEASURED = ("output_dir", "repeats")
 
 
 def pieces_of(dataset: Dataset, tokenizer, num_rows: int, num_tokens: int, seed: int) -> list[dict]:
@@ -56,7 +56,7 @@ def samples(folder: Path, target, tokenizer, args) -> Dataset:
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": args.sampled_tokens}
     pending = conversations(pieces, set(output.done))
     regenerate_locally(target, tokenizer, pending, output, args.sampled_at_once, **sampling)
-    rows = [json.loads(line) for part in folder.glob("*.jsonl") for line in part.read_text().splitlines()]
+    rows = [json.loads(line) for part in folder.glob("*.jsonl") for line in complete_lines(part)]
     rows.sort(key=lambda row: row["row"])  # a share is the beginning of the next one
     return Dataset.from_dict({"text": [row["prompt"] + row["completion"] for row in rows]})
 

@@ -163,7 +163,8 @@ def config_for_target(
         for key in ("bos_token_id", "eos_token_id", "pad_token_id")
     }
     if config_overrides.get("mask_token_id") == "pad":
-        config_overrides["mask_token_id"] = tokens["pad_token_id"] or 0
+        pad = tokens["pad_token_id"]
+        config_overrides["mask_token_id"] = pad if pad is not None and 0 <= pad < text_config.vocab_size else 0
     return config_class(
         **{
             "transformer_layer_config": layer_config,

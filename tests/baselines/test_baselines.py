@@ -17,9 +17,12 @@ from transformers import AutoModel
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.baselines import BASELINES, best_static_tree, measure_accuracies
 from hf_eagle3.baselines.static_tree import grow_static_tree, part_of_tree
+from hf_eagle3.checkpoints import describe_engines
+from hf_eagle3.hub import render_card
 from hf_eagle3.remote_code.proposer_eagle3 import Call
 from hf_eagle3.remote_code.tree_eagle3 import Plan
 from hf_eagle3.training.features import TargetStates
+from hf_eagle3.training.models import draft_to_train
 from hf_eagle3.training.ttt import TTTBatch, documents_of, ttt_unroll
 
 
@@ -279,6 +282,10 @@ def test_training_saving_and_loading(tmp_path, tokenizer, method):
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in draft.state_dict().items())
     for name in ("static_tree", "num_heads", "mask_token_id", "eagle_aux_hidden_state_layer_ids"):
         assert getattr(loaded.config, name, None) == getattr(draft.config, name, None)
+    if method != "p-eagle":
+        again = draft_to_train(loaded, trainer.target_model, trainer.args)
+        trained = {name for name, weight in again.named_parameters() if weight.requires_grad}
+        assert before.keys() - trained == frozen
     target, prompt = trainer.target_model, make_prompt(9)
     settings = {"max_new_tokens": 12, "do_sample": False}
     assert torch.equal(
@@ -306,10 +313,52 @@ def test_stored_features_train_the_same_draft(tmp_path, tokenizer, method):
         torch.testing.assert_close(ours, theirs, msg=name)
 
 
+def test_a_training_goes_on(tmp_path, tokenizer):
+    whole = make_trainer(tmp_path / "whole", tokenizer, "hydra", max_steps=4)
+    parts = make_trainer(tmp_path / "parts", tokenizer, "hydra", max_steps=4, save_strategy="steps", save_steps=2)
+    whole.train()
+    parts.train()
+    resumed = make_trainer(tmp_path / "parts", tokenizer, "hydra", max_steps=4, save_strategy="steps", save_steps=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-2"))
+    assert resumed.state.global_step == 4 and not list((tmp_path / "parts").rglob("README.md"))
+    for (name, ours), (_, theirs) in zip(whole.draft.named_parameters(), resumed.draft.named_parameters()):
+        torch.testing.assert_close(ours, theirs, msg=name)
+
+
+@pytest.mark.parametrize("family", ["llama", "cohere2"])
+@torch.no_grad()
+def test_fresh_drafts_say_what_the_target_says(family):
+    """Heads begin as the target's own, with the factors that it applies."""
+    target, tokens = make_target(family), make_prompt(6)
+    expected = target(tokens).logits
+    medusa = BASELINES["hydra"].draft_class.from_target(target)
+    batch = features_of(target, medusa, tokens)
+    for states, head, *_ in medusa.unroll(batch, 5):
+        torch.testing.assert_close(head(states) * getattr(target.config, "logit_scale", 1.0), expected)
+    eagle = BASELINES["eagle"].draft_class.from_target(target)
+    torch.testing.assert_close(eagle.lm_head(batch.aux_hidden_states), expected)
+
+
+def test_what_other_methods_have_not():
+    target = make_target("llama")
+    for method, overrides, message in (
+        ("medusa", {"fc_norm": True}, "has no .*fc_norm"),
+        ("eagle", {"mask_token_id": 3}, "has no .*mask_token_id"),
+        ("medusa", {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "reads one state"),
+        ("eagle", {"static_tree": [[0, 0], [0]]}, "before its parent"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            BASELINES[method].draft_class.from_target(target, **overrides)
+    draft = BASELINES["eagle"].draft_class.from_target(target)
+    for use in (describe_engines, lambda draft: render_card("me/tiny", draft)):
+        with pytest.raises(ValueError, match="This is a eagle draft"):
+            use(draft)
+
+
 @pytest.mark.parametrize(("method", "most"), [("medusa", 5), ("eagle", 1), ("hass", 3)])
 def test_too_many_steps_are_refused(tmp_path, tokenizer, method, most):
     trainer = make_trainer(tmp_path, tokenizer, method, ttt_steps=most + 1)
-    with pytest.raises(ValueError, match=f"trained {most} steps deep, not {most + 1}"):
+    with pytest.raises(ValueError, match=f"at most {most} steps deep, not {most + 1}"):
         trainer.train()
 
 
@@ -325,6 +374,18 @@ def test_parallel_drafts():
     ):
         with pytest.raises(ValueError, match=message):
             Eagle3ForSpeculation.from_target(target, **overrides)
+
+
+def test_what_cards_and_engines_say_of_a_parallel_draft():
+    draft = Eagle3ForSpeculation.from_target(make_target("llama"), mask_token_id=5)
+    text = str(render_card("me/Tiny-speculator.eagle3", draft))
+    assert "drafting all tokens in one pass (P-EAGLE)" in text and '"parallel_drafting": true}' in text
+    assert "the form of the EAGLE-3 paper" not in text
+    engines = dict(describe_engines(draft))
+    assert engines.pop("vLLM").startswith("takes it as it is")
+    assert all("parallel drafting" in said for said in engines.values())
+    normed = Eagle3ForSpeculation.from_target(make_target("llama"), mask_token_id=5, fc_norm=True)
+    assert dict(describe_engines(normed))["vLLM"] == "cannot take it: `fc_norm` in a parallel draft"
 
 
 def test_a_parallel_draft_reads_once_a_step(monkeypatch):

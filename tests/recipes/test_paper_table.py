@@ -1,9 +1,12 @@
 """The paper's table and the scaling curve, on a tiny target."""
 
 import json
+import runpy
 
 import pytest
-from conftest import make_target
+import torch
+from conftest import RECIPES, make_draft, make_prompt, make_target
+from transformers import AutoModelForCausalLM
 
 
 @pytest.fixture
@@ -74,3 +77,31 @@ def test_scaling(files, run_recipe):
     assert len({row["prompt"] for row in rows}) == len(rows) == 8
     again = run_recipe(*command)
     assert again.returncode == 0 and json.loads((files / "out" / "points.json").read_text()) == points
+
+
+def test_selection(files, run_recipe):
+    target = AutoModelForCausalLM.from_pretrained(files / "target")
+    make_draft(target, [make_prompt(5)]).save_pretrained(files / "draft")
+    settings = {"pieces": 4, "prompt_tokens": 8, "max_new_tokens": 12, "candidates": 20, "json": files / "out.json"}
+    settings |= {"target": files / "target", "drafts": files / "draft", "epochs": 1}
+    settings |= {"dataset": files / "texts.jsonl", "prompts": files / "prompts.jsonl"}
+    command = ["measurements/selection.py", *(part for name, each in settings.items() for part in (f"--{name}", each))]
+    result = run_recipe(*command, "--budgets", 1, 4, 20)
+    assert result.returncode == 0, result.stderr[-3000:]
+    results = json.loads((files / "out.json").read_text())
+    assert {each["T"] for each in results} == {0.0, 1.0}
+    for each in results:
+        lengths = list(each["lengths"].values())
+        assert len(lengths) == 3 and all(way["1"] <= way["4"] <= way["20"] for way in lengths)
+        assert len({way["20"] for way in lengths}) == 1 and lengths[0]["20"] > 1  # with all nodes there is no choice
+
+
+def test_what_is_accepted_with_fewer_nodes(run_recipe, monkeypatch):
+    monkeypatch.syspath_prepend(RECIPES / "measurements")
+    selection = runpy.run_path(str(RECIPES / "measurements" / "selection.py"))
+    # root -> 1 (0.6) -> 3 (0.55), 4 (0.4); root -> 2 (0.3) -> 5 (0.9)
+    log_probs = torch.tensor([0.6, 0.3, 0.55, 0.4, 0.9]).log()
+    step = selection["Candidates"]([0, 0, 1, 1, 2], log_probs, None, None, None, [2, 5])
+    expected = {1: 1, 2: 1, 3: 2, 4: 3, 5: 3}  # in the order 1, 3, 2, 5, 4
+    for budget, length in expected.items():
+        assert selection["accepted_with"]([step], [log_probs], budget) == length

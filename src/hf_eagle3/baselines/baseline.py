@@ -26,6 +26,22 @@ class BaselineConfig(Eagle3Config):
     _auto_class = None  # its code is not saved with it
     static_tree: list[list[int]] | None = None
 
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        on = [name for name in flags if getattr(self, name)] + ["mask_token_id"] * self.is_parallel
+        if on:
+            raise ValueError(f"A {self.model_type} draft has no {on}, which are of EAGLE-3's.")
+        if self.num_aux_hidden_states != 1 and self.eagle_aux_hidden_state_layer_ids is not None:
+            raise ValueError(
+                f"A {self.model_type} draft reads one state, not {self.eagle_aux_hidden_state_layer_ids}."
+            )
+        known = {()}
+        for path in map(tuple, self.static_tree or ()):
+            if path[:-1] not in known or not path or min(path) < 0:
+                raise ValueError(f"`static_tree` has {list(path)} before its parent.")
+            known.add(path)
+
     @classmethod
     def recognises(cls, content: dict[str, Any], source) -> bool:
         """
@@ -75,7 +91,7 @@ class BaselineDraft(DraftModel):
         DraftModel.save_pretrained(self, *args, **kwargs)
 
     def push_to_hub(self, repo_id: str, **kwargs):
-        """See [`~transformers.utils.PushToHubMixin.push_to_hub`]. There are no cards for such drafts."""
+        """See [`~transformers.utils.PushToHubMixin.push_to_hub`]. There are no cards of ours for such drafts."""
         return PreTrainedModel.push_to_hub(self, repo_id, **kwargs)
 
 
@@ -86,6 +102,5 @@ def check_steps(draft, steps: int, most: int) -> None:
     """
     if steps > most:
         raise ValueError(
-            f"A {draft.config.model_type} draft is trained {most} steps deep, not {steps}: pass `ttt_steps={most}` (or less), "
-            "which has no other meaning for it."
+            f"A {draft.config.model_type} draft is trained at most {most} steps deep, not {steps}: pass `ttt_steps={most}`."
         )

@@ -55,6 +55,8 @@ class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
     """
 
     config_class = EagleConfig
+    _no_split_modules = ["EagleDecoderLayer"]
+    frozen = ("embed_tokens", "lm_head")
     # Weights of the losses (section 4.2), and the noise that states are trained with.
     CLASSIFICATION_WEIGHT, NOISE = 0.1, 0.1
     TRAINING_STEPS = 1
@@ -68,6 +70,14 @@ class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
         self.rotary_emb = LlamaRotaryEmbedding(layer_config)
         self.set_output_embeddings(nn.Linear(layer_config.hidden_size, config.draft_vocab_size, bias=False))
         self.post_init()
+
+    @classmethod
+    def from_target(cls, target, *args, **kwargs):
+        """See [`~draft_eagle3.DraftModel.from_target`]. Factors of the target's logits become part of the copied head."""
+        draft, config = super().from_target(target, *args, **kwargs), target.config.get_text_config(decoder=True)
+        factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        draft.lm_head.weight.data *= factor
+        return draft
 
     def set_output_embeddings(self, head: nn.Linear) -> None:
         self.lm_head = head.requires_grad_(False)

@@ -30,11 +30,8 @@ class HydraForSpeculation(MedusaForSpeculation):
     def input_size(config, k: int) -> int:
         return (2 + k) * config.hidden_size
 
-    def begin(self, state, root_embeds):
-        return torch.cat([state, root_embeds], dim=-1)
-
-    def go_on(self, hidden_states, embeds):
-        return torch.cat([hidden_states, embeds], dim=-1)
+    def inputs_after(self, hidden_states, tokens, embedding):
+        return torch.cat([hidden_states, self.embed(tokens, embedding)], dim=-1)
 
     def unroll(self, batch: TTTBatch, steps: int) -> Iterator[UnrollStep]:
         states, embeds = batch.aux_hidden_states, self.embed(batch.input_ids)

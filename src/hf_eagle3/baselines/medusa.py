@@ -53,23 +53,21 @@ class MedusaForSpeculation(BaselineDraft):
     """
 
     config_class = MedusaConfig
+    _no_split_modules = ["MedusaHead"]
 
     def __init__(self, config: MedusaConfig):
         super().__init__(config)
         self.heads = nn.ModuleList(MedusaHead(config, self.input_size(config, k)) for k in range(config.num_heads))
         self.post_init()
+        with torch.no_grad():  # which draws them at random
+            for head in self.heads:
+                head.linear.weight.zero_()
+                head.linear.bias.zero_()
 
     @staticmethod
     def input_size(config, k: int) -> int:
         """How wide what head `k` reads is."""
         return config.hidden_size
-
-    @torch.no_grad()
-    def _init_weights(self, module):
-        super()._init_weights(module)
-        if isinstance(module, MedusaHead):
-            nn.init.zeros_(module.linear.weight)
-            nn.init.zeros_(module.linear.bias)
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.heads[0].lm_head
@@ -80,13 +78,12 @@ class MedusaForSpeculation(BaselineDraft):
 
     # Proposing ----------------------------------------------------------------------------------------------------
 
-    def begin(self, state: torch.FloatTensor, root_embeds: torch.FloatTensor) -> torch.FloatTensor:
-        """What the first head reads `(B, n)`, of the target's newest state `(B, H)` and the token that it told."""
-        return state
-
-    def go_on(self, hidden_states: torch.FloatTensor, embeds: torch.FloatTensor) -> torch.FloatTensor:
-        """What the next head reads `(B, K, n)`, below the nodes of some tokens."""
-        return hidden_states
+    def inputs_after(self, hidden_states: torch.FloatTensor, tokens: torch.LongTensor, embedding) -> torch.FloatTensor:
+        """
+        What a head reads below some nodes, `(B, K, n)`, or `(B, 1, n)` if it is the same for all: of what the head
+        before read there, or the target's newest state, and their tokens `(B, K)`.
+        """
+        return hidden_states[:, :1]
 
     def proposer(self, call: Call) -> "HeadsProposer":
         return HeadsProposer(self, call)
@@ -138,11 +135,12 @@ class HeadsProposer(Proposer):
         draft, heads, embedding = self.draft, self.draft.heads, self.call.embedding
         parameter = draft.get_output_embeddings().weight
         root_tokens, states = root_tokens.to(parameter.device), self.states.to(parameter)
-        hidden_states = draft.begin(states, draft.embed(root_tokens, embedding)[:, 0])
+        hidden_states = draft.inputs_after(states[:, None], root_tokens, embedding)[:, 0]
 
         def advance(tokens, hidden_states, level, visible):
-            hidden_states = draft.go_on(hidden_states, draft.embed(tokens, embedding))
-            return heads[level](hidden_states), hidden_states
+            hidden_states = draft.inputs_after(hidden_states, tokens, embedding)
+            logits = heads[level](hidden_states)
+            return tuple(each.expand(-1, tokens.shape[1], -1) for each in (logits, hidden_states))
 
         def guess(logits, level):
             return sampler.guess(logits, level, token_ids)

@@ -74,8 +74,8 @@ def grow_static_tree(root_tokens, logits, hidden_states, advance, token_ids, pla
         scores = logits if guess is None else guess(logits, level)
         place = [frontier.index(path[:-1]) for path in nodes]
         # Ranks that a small vocabulary does not have repeat its last token, which is then verified twice.
-        ranks = torch.tensor([path[-1] for path in nodes], device=device).clamp(max=scores.shape[-1] - 1)
-        children = scores.topk(int(ranks.max()) + 1, dim=-1).indices[:, place, ranks]  # (B, N)
+        ranks = [min(path[-1], scores.shape[-1] - 1) for path in nodes]
+        children = scores.topk(max(ranks) + 1, dim=-1).indices[:, place, ranks]  # (B, N)
         children = children if token_ids is None else token_ids.take(children)
         tokens.append(children)
         expanded = [i for i, path in enumerate(nodes) if path in has_children]
@@ -103,9 +103,11 @@ def measure_accuracies(draft, batches: Iterable[TTTBatch], depth: int, width: in
         for step, (states, head, *_) in enumerate(draft.unroll(batch, depth)):
             rows = counted_rows(batch.labels, batch.documents, step)
             num = rows.shape[1]
-            best = draft.draft_token_ids[head(states[:, :num]).topk(width, dim=-1).indices]  # (B, R, width)
+            logits = head(states[:, :num])
+            width = min(width, logits.shape[-1])
+            best = draft.draft_token_ids[logits.topk(width, dim=-1).indices]  # (B, R, width)
             is_hit = best == batch.target_tokens[:, 1 + step : 1 + step + num, None]
-            hits[step] += (is_hit & rows[..., None]).sum(dim=(0, 1)).cpu()
+            hits[step, :width] += (is_hit & rows[..., None]).sum(dim=(0, 1)).cpu()
             num_rows[step] += rows.sum().cpu()
     draft.train(was_training)
     return hits / num_rows.clamp(min=1)

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from huggingface_hub.errors import StrictDataclassError
 
 from . import llama_cpp, modelopt, openvino, safeailab, sglang
-from .engines import ENGINES, describe_engines
+from .engines import ENGINES, check_is_eagle3, describe_engines
 from .files import check_new_folder, read_tensors, save_checkpoint
 from .target import load_ends
 
@@ -102,6 +102,7 @@ def export(draft, folder, to: str, **options) -> None:
     """
     if to not in WRITABLE:
         raise ValueError(f"Drafts are exported to {WRITABLE}, not to {to!r}.")
+    check_is_eagle3(draft)
     check_new_folder(folder)
     folder = Path(folder).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,9 @@ class Engine(NamedTuple):
 
 
 def check_vllm(draft) -> None:
-    if draft.config.is_parallel and draft.config.fc_norm:  # vLLM does not hand the flag to the layers of such drafts
+    if (
+        getattr(draft.config, "is_parallel", False) and draft.config.fc_norm
+    ):  # vLLM does not hand the flag to the layers of such drafts
         raise CannotExpress("speculators", ["`fc_norm` in a parallel draft"])
 
 
@@ -45,7 +47,19 @@ def describe_engines(draft, format: str = "speculators") -> list[tuple[str, str]
         draft ([`Eagle3ForSpeculation`])
         format (`str`, *optional*): That it was read from.
     """
+    check_is_eagle3(draft)
     return [(engine.name, describe(engine, draft, format)) for engine in ENGINES]
+
+
+def check_is_eagle3(draft) -> None:
+    """
+    Raises:
+        ValueError: if it is the draft of another method.
+    """
+    if draft.config.model_type != "eagle3":
+        raise ValueError(
+            f"This is a {draft.config.model_type} draft, to compare with; engines and cards are for EAGLE-3's."
+        )
 
 
 def describe(engine: Engine, draft, format: str) -> str:

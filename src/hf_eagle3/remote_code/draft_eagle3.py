@@ -36,6 +36,8 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
     grow_tree = staticmethod(grow_tree)
     # Whether it may read what the target's head reads, which transformers counts as one more layer's state.
     reads_last_state = False
+    # What is a copy of the target's, and is not trained.
+    frozen = ("embed_tokens",)
 
     def __init__(self, config):
         super().__init__(config)

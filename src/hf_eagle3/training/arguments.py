@@ -28,7 +28,8 @@ class Eagle3TrainingArguments(SFTConfig):
             (`model=None`).
         draft_form (`str`, *optional*, defaults to `"eagle3.1"`):
             Of the draft that the trainer makes itself: `"eagle3.1"`, or `"classic"` for that of the EAGLE-3 paper, which
-            accepts less and is what most engines take. `model_init_kwargs` come on top.
+            accepts less and is what most engines take, or `"p-eagle"`, which drafts all tokens in one pass.
+            `model_init_kwargs` come on top.
         draft_vocab_size (`int`, *optional*):
             Size of the draft vocabulary that the trainer takes from the training data when it makes the draft itself
             (`model=None`). Defaults to the target's whole vocabulary.

@@ -28,6 +28,10 @@ class TimeBudget(TrainerCallback):
         self.description, self.min_steps, self.share = description, min_steps, 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
+        if args.world_size > 1:
+            raise ValueError(
+                "Several processes would not agree on the time. Train by `max_steps` or `num_train_epochs`."
+            )
         self.start = time.monotonic()
         self.bar = tqdm(
             total=round(self.seconds),

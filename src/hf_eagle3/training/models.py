@@ -72,6 +72,8 @@ def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_conf
             "`Eagle3Trainer` trains drafts with full attention; this one has layers "
             f"{model.config.transformer_layer_config.layer_types}, whose window training-time test would ignore."
         )
-    if model.config.has_own_embed_tokens and not hasattr(model, "peft_config"):
-        model.embed_tokens.requires_grad_(False)  # as upstream: a copy of the target's table, which knows its tokens
+    if not hasattr(model, "peft_config"):
+        for name in getattr(model, "frozen", ("embed_tokens",)):
+            if hasattr(model, name):
+                getattr(model, name).requires_grad_(False)
     return model.float()

@@ -37,6 +37,7 @@ from ..data import (
 )
 from ..hub import card_on_hub, is_edited, render_card, repo_name, write_records
 from ..remote_code.checks_eagle3 import is_sharded
+from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.draft_eagle3 import DraftModel
 from .arguments import Eagle3TrainingArguments
 from .checkpoint import last_whole_checkpoint, list_files, what_is_broken
@@ -138,8 +139,9 @@ class Eagle3Trainer(SFTTrainer):
         self.dataset_names: list[str] = []  # for the card, and settings of a script that are none of `args`
         self.script_settings: dict = {}
         self.is_resumed = False
-        # An adapter has a repo of its own; that of this name is for whole drafts.
-        if args.push_to_hub and args.hub_model_id is None and kwargs.get("peft_config") is None:
+        # Adapters and other methods' drafts have repos of their own; that of this name is for whole drafts of EAGLE-3.
+        is_ours = getattr(getattr(model, "config", None), "model_type", "eagle3") == Eagle3Config.model_type
+        if args.push_to_hub and args.hub_model_id is None and kwargs.get("peft_config") is None and is_ours:
             args.hub_model_id = repo_name(target_name or "draft")
         takes_vocabulary_from_data = model is None and args.draft_vocab_size is not None
         model = draft_to_train(model, target_model, args, kwargs.get("peft_config"))
@@ -601,8 +603,8 @@ class Eagle3Trainer(SFTTrainer):
 
     def create_model_card(self, model_name=None, dataset_name: str | list[str] | None = None, tags=None):
         """Writes README.md to the output folder; see [`render_card`]. `dataset_name` is what it says about the data."""
-        if not self.is_world_process_zero():
-            return
+        if not self.is_world_process_zero() or self.draft.config.model_type != Eagle3Config.model_type:
+            return  # there are no cards for other methods' drafts
         self._name_datasets(dataset_name)
         card_file = Path(self.args.output_dir, "README.md")
         if self.hub_model_id is not None:

@@ -263,7 +263,7 @@ def ttt_unroll(draft, batch: TTTBatch, steps: int) -> Iterator[UnrollStep]:
     masks = dict.fromkeys(draft.config.transformer_layer_config.layer_types)  # the cache knows who sees whom
     for step in range(steps):
         inputs_embeds = draft.embed(F.pad(batch.input_ids[:, 1 + step :], (0, min(1 + step, length))))
-        if draft.config.is_parallel and step > 0:
+        if getattr(draft.config, "is_parallel", False) and step > 0:
             inputs_embeds, hidden_states = (each.expand_as(hidden_states) for each in draft.mask_inputs(length))
         normed, hidden_states, _ = draft.step(
             inputs_embeds=inputs_embeds,
