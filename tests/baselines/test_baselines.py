@@ -59,10 +59,10 @@ class Observed:
         self.positions = torch.arange(aux.shape[1]).expand(len(aux), -1)
 
 
-def propose(target, draft, tokens, plan):
+def propose(target, draft, tokens, plan, calibration=None):
     """The tree below the last of some tokens `(B, L)`."""
     aux, _ = TargetStates(target, draft.resolve_aux_layer_ids(target))({"input_ids": tokens[:, :-1]})
-    proposer = draft.proposer(Call(target, target.get_input_embeddings(), plan, 0.0, None, None, None))
+    proposer = draft.proposer(Call(target, target.get_input_embeddings(), plan, 0.0, calibration, None, None))
     proposer.observe(Observed(tokens, aux))
     return proposer.propose(plan, tokens[:, -1:])
 
@@ -73,13 +73,16 @@ def test_drafting_is_what_training_unrolls(method):
     """Along the draft's own chain: the tokens of each step are the best of the unroll's row at the prompt's end."""
     target, tokens = make_target("llama"), make_prompt(9, batch_size=2)
     draft = make_baseline(method, target)
-    tree = propose(target, draft, tokens, Plan("draft", DEPTH, DEPTH))
+    draft.config.static_tree = None  # one that follows confidences tells them
+    tree = propose(target, draft, tokens, Plan("draft", DEPTH, DEPTH), calibration=lambda confidences: confidences)
     assert tree.tokens.shape == (2, 1 + DEPTH)
     text = torch.cat([tokens, tree.tokens[:, 1:]], dim=1)
     batch = features_of(target, draft, text)
     chosen = []
-    for states, head, *_ in unroll_of(draft, batch, DEPTH):
-        chosen.append(draft.draft_token_ids[head(states)[:, tokens.shape[1] - 2].argmax(-1)])
+    for step, (states, head, *_) in enumerate(unroll_of(draft, batch, DEPTH)):
+        log_probs, best = head(states)[:, tokens.shape[1] - 2].log_softmax(-1).max(-1)
+        chosen.append(draft.draft_token_ids[best])
+        torch.testing.assert_close(tree.confidences[:, step], log_probs, atol=1e-4, rtol=1e-4)
     assert torch.equal(torch.stack(chosen, dim=1), tree.tokens[:, 1:])
     assert len(set(map(tuple, tree.tokens[:, 1:].tolist()))) == 2  # not the same whatever was read
 
@@ -351,7 +354,7 @@ def test_what_other_methods_have_not():
             BASELINES[method].draft_class.from_target(target, **overrides)
     draft = BASELINES["eagle"].draft_class.from_target(target)
     for use in (describe_engines, lambda draft: render_card("me/tiny", draft)):
-        with pytest.raises(ValueError, match="This is a eagle draft"):
+        with pytest.raises(ValueError, match="This draft is of eagle"):
             use(draft)
 
 

@@ -58,7 +58,7 @@ def check_is_eagle3(draft) -> None:
     """
     if draft.config.model_type != "eagle3":
         raise ValueError(
-            f"This is a {draft.config.model_type} draft, to compare with; engines and cards are for EAGLE-3's."
+            f"This draft is of {draft.config.model_type}, to compare with; engines and cards are for EAGLE-3's."
         )
 
 
