@@ -47,7 +47,7 @@ from hf_eagle3.evaluation import (
 from hf_eagle3.evaluation.benchmark import IN_BATCHES
 from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft
 from hf_eagle3.evaluation.profile import format_profile, profile_steps
-from hf_eagle3.evaluation.results import BASELINES, what_differs
+from hf_eagle3.evaluation.results import OTHER_DRAFTS, what_differs
 from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
@@ -71,7 +71,7 @@ def parse_arguments():
     parser.add_argument(
         "--methods",
         nargs="+",
-        choices=[method for method in METHODS if method not in BASELINES],
+        choices=[method for method in METHODS if method not in OTHER_DRAFTS],
         help="By default plain, those there is a model for and, at batch size 1, prompt-lookup",
     )
     parser.add_argument("--batch_size", "--batch_sizes", type=int, nargs="+", default=[1], dest="batch_sizes")

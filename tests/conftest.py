@@ -4,6 +4,7 @@ import json
 import os
 import random
 import runpy
+import socket
 import string
 import subprocess
 import sys
@@ -19,7 +20,15 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # noqa: E402
 from tokenizers.decoders import Fuse  # noqa: E402
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from transformers import (  # noqa: E402
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.integrations.sdpa_attention import repeat_kv  # noqa: E402
+from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask  # noqa: E402
 
 from hf_eagle3 import Eagle3ForSpeculation  # noqa: E402
 from hf_eagle3.remote_code.lookup_eagle3 import PromptLookup  # noqa: E402
@@ -172,6 +181,26 @@ def make_target(family: str, seed: int = 0, **changes):
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
+def causal_only(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs):
+    """As flash attention: causal from the right, with padding by a mask of two dimensions or none; no tree."""
+    assert attention_mask is None or attention_mask.dim() == 2
+    causal_only.seen.append(query.shape[2])
+    key, value = (repeat_kv(states, module.num_key_value_groups) for states in (key, value))
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    distance = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)
+    allowed = (distance >= 0) & (distance < (sliding_window or num_keys + 1))
+    if attention_mask is not None:
+        allowed = allowed & attention_mask[:, None, None, -num_keys:].bool()
+    allowed = allowed | (distance == 0)  # rows of padding
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, allowed, scale=scaling)
+    return output.transpose(1, 2), None
+
+
+causal_only.seen = []  # how many queries each forward of a layer had
+AttentionInterface.register("causal_only", causal_only)
+AttentionMaskInterface.register("causal_only", flash_attention_mask)
+
+
 def make_prompt(length: int, seed: int = 0, batch_size: int = 1) -> torch.LongTensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, VOCAB_SIZE, (batch_size, length), generator=generator)
@@ -258,17 +287,17 @@ def make_oracle(target, text, seed=0, padding=0):
     return draft
 
 
-def make_baseline(method, target):
+def make_baseline(method, target, **overrides):
     """A draft of another method, with random weights: see `hf_eagle3.baselines`."""
     from hf_eagle3.baselines import BASELINES
 
     torch.manual_seed(0)
     if method == "p-eagle":
-        draft = Eagle3ForSpeculation.from_target(target, mask_token_id="pad")
+        draft = Eagle3ForSpeculation.from_target(target, mask_token_id="pad", **overrides)
     elif method == "eagle-2":
-        draft = BASELINES["eagle"].draft_class.from_target(target, static_tree=None)
+        draft = BASELINES["eagle"].draft_class.from_target(target, static_tree=None, **overrides)
     else:
-        draft = BASELINES[method].draft_class.from_target(target)
+        draft = BASELINES[method].draft_class.from_target(target, **overrides)
     for parameter in draft.parameters():
         parameter.data += torch.randn_like(parameter) * 0.1
     return draft.eval()
@@ -368,6 +397,22 @@ def chat_server(reply):
     finally:
         server.shutdown()
         server.server_close()
+
+
+def two_processes(kind: str, folder) -> list:
+    """The command before a script that runs it in two processes, by `"ddp"` or with its model sharded by `"fsdp2"`."""
+    programs = Path(sys.executable).parent
+    if kind == "ddp":
+        return [programs / "torchrun", "--standalone", "--nproc_per_node", 2]
+    config = (
+        (RECIPES / "accelerate_configs" / "fsdp2.yaml").read_text().replace("num_processes: 8", "num_processes: 2")
+    )
+    (folder / "fsdp2.yaml").write_text(config + "use_cpu: true\n")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = [programs / "accelerate", "launch", "--config_file", folder / "fsdp2.yaml", "--main_process_port", port]
+    return [*launch, Path(__file__).with_name("fsdp_on_cpu.py")]
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ tokenizer = functools.cache(make_tokenizer)
 REFUSALS = "|".join(
     (
         "requires `use_cache=True`",
+        "cannot tell the free slots of a static cache",
         "cannot roll back",
         "does not offload a static cache",
         "`assistant_ensemble_weight` changes the text",
@@ -455,6 +456,9 @@ def run(rng: random.Random, folder) -> tuple[int, str | None]:
     if target.config._attn_implementation in ("eager", "sdpa") and rng.random() < 0.25:
         target = copy.deepcopy(target)
         target.set_attn_implementation("eager")
+    elif family in ("llama", "qwen3", "qwen3_moe", "mistral-window") and rng.random() < 0.5:
+        target = copy.deepcopy(target)
+        target.set_attn_implementation("causal_only")
     if is_poisoned := rng.random() < 0.06:
         target = poisoned(rng, target)
     lengths = [rng.randint(1, 40) for _ in range(rng.choice([1, 1, 1, 2, 3, 4, 5]))]
@@ -478,6 +482,9 @@ def run(rng: random.Random, folder) -> tuple[int, str | None]:
 
 def run_call(rng, target, lengths, seed, folder):
     kwargs, assisted = draw_fields(rng)
+    takes_masks = target.config._attn_implementation != "causal_only"  # over the empty slots of a static cache, too
+    if not takes_masks:
+        kwargs.pop("cache_implementation", None)
     batch = make_batch(lengths, seed)
     if "token_healing" in kwargs:  # by texts of as many tokens
         batch["input_ids"] = batch["input_ids"] % 35 + 3
@@ -491,7 +498,7 @@ def run_call(rng, target, lengths, seed, folder):
     if rng.random() < 0.1 and "cache_implementation" not in kwargs:
         kwargs["past_key_values"] = (
             DynamicCache(config=target.config)
-            if rng.random() < 0.7
+            if rng.random() < 0.7 or not takes_masks
             else StaticCache(config=target.config, max_cache_len=rng.randint(72, 160))
         )
     kwargs |= batch
@@ -589,7 +596,7 @@ def go_on_after(target, draft, kwargs, seed, plain) -> str | None:
 def run_threads(rng, target, lengths, seed, folder):
     """Several threads use one target and one draft."""
     kwargs = {"max_new_tokens": rng.randint(4, 24), "do_sample": False, "pad_token_id": 0}
-    if rng.random() < 0.3:
+    if rng.random() < 0.3 and target.config._attn_implementation != "causal_only":
         kwargs["cache_implementation"] = "static"
     calls = [{**kwargs, "input_ids": make_prompt(length, seed + i)} for i, length in enumerate((lengths * 3)[:3])]
     plain = [generate(target, {**call, "cache_implementation": None}, seed) for call in calls]

@@ -224,12 +224,6 @@ def test_overridden_inputs_are_refused(target, draft):
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        (
-            "gpt_neo",
-            {"num_layers": 6, "num_heads": 4, "attention_types": [[["global", "local"], 3]]},
-            "tells distances",
-        ),
-        ("falcon", {"num_hidden_layers": 6, "num_attention_heads": 4, "alibi": True}, "tells distances"),
         ("openai-gpt", {"n_embd": 32, "n_layer": 6, "n_head": 4}, "returns `past_key_values`"),
         ("minimax", {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}, "roll back"),
     ],

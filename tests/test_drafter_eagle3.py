@@ -26,6 +26,14 @@ class Row:
         """Log-probability of the last of some tokens after the text, by forwards over all that stands before it."""
         tokens = torch.tensor([self.tokens])
         hidden_states = draft.combine_hidden_states(torch.stack(self.states)[None])
+        if draft.config.is_parallel:  # masks stand for all tokens of the path but the last
+            table = target.get_input_embeddings()
+            masks = draft.mask_inputs(len(path) - 1, table)
+            text = draft.embed(tokens, table), hidden_states
+            embeddings, hidden_states = (torch.cat(parts, dim=1) for parts in zip(text, masks))
+            positions = self.first_position + torch.arange(embeddings.shape[1])[None]
+            outputs = draft(inputs_embeds=embeddings, hidden_states=hidden_states, position_ids=positions)
+            return outputs.logits[0, -1].log_softmax(dim=-1)[path[-1]]
         for token in path:
             positions = self.first_position + torch.arange(tokens.shape[1])[None]
             embeddings = draft.embed(tokens, target.get_input_embeddings())
@@ -44,8 +52,9 @@ class Row:
 
 @pytest.mark.parametrize("layer_types", [["full_attention"], ["sliding_attention", "full_attention"]], ids=str)
 @pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("mask_token_id", [None, 5], ids=["level by level", "in one pass"])
 @torch.no_grad()
-def test_confidences_of_a_tree(layer_types, batch_size):
+def test_confidences_of_a_tree(layer_types, batch_size, mask_token_id):
     """However many tokens a row accepts in a step, whichever rows stay, and whether or not each step is drafted."""
     random_, target = random.Random(batch_size), make_target("llama")
     torch.manual_seed(0)
@@ -56,6 +65,7 @@ def test_confidences_of_a_tree(layer_types, batch_size):
         layer_types=layer_types,
         use_sliding_window=True,
         sliding_window=6,
+        mask_token_id=mask_token_id,
     ).eval()
     growing, fixed = (
         Drafter(draft, Call(target, target.get_input_embeddings(), WHOLE, 0.0, calibration, capacity, None))

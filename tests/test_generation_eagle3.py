@@ -93,7 +93,7 @@ def test_samples_follow_the_targets_distribution():
     probs = log_probs.sum(dim=(1, 2)).exp()
     assert abs(probs.sum() - 1) < 1e-4
 
-    num_draws, counts, accepted = 1500, torch.zeros(len(triples)), []
+    num_draws, counts, accepted = 1000, torch.zeros(len(triples)), []
     settings = {"max_new_tokens": 5, "do_sample": True, "top_k": 0, "eos_token_id": None}
     torch.manual_seed(0)
     for num_rows in (1, 49) * (num_draws // 50):
@@ -532,19 +532,6 @@ def test_calls_a_tree_cannot_serve(target, draft):
         generate(target, prompt, assistant_model=draft, dola_layers="low")
 
 
-@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
-@pytest.mark.parametrize("is_part", [False, True])
-def test_attention_that_takes_no_mask_is_refused(target, draft, attention, is_part, monkeypatch):
-    other = copy.copy(target)
-    other.config = copy.deepcopy(target.config)
-    other.config._attn_implementation_internal = attention
-    if is_part:  # of a model that has several: what the whole one says is not the text model's
-        text_config, other.config = other.config, copy.deepcopy(target.config)
-        monkeypatch.setattr(other.config, "get_text_config", lambda **kwargs: text_config, raising=False)
-    with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
-        generate(other, make_prompt(5), assistant_model=draft)
-
-
 def test_beams_ignore_the_assistant_as_transformers_does(target, draft):
     prompt = make_prompt(5)
     expected = generate(target, prompt, num_beams=3)
@@ -570,8 +557,7 @@ def test_targets_that_cannot_be_verified_in_a_tree(draft):
         )
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize(("family", "bad"), [("llama", math.nan), ("llama", math.inf), ("qwen3_5", math.nan)])
 def test_drafted_tokens_whose_states_are_no_numbers(family, bad):
     """No mask keeps them from the other nodes: 0 * NaN. Plain decoding never reads them."""
     target, batch, unsaid = make_target(family), make_batch([5, 24]), range(70, VOCAB_SIZE)
@@ -585,7 +571,7 @@ def test_drafted_tokens_whose_states_are_no_numbers(family, bad):
         {"do_sample": False, "return_dict_in_generate": True, "output_logits": True},
     ]
     if family != "qwen3_5":
-        calls += [{**call, "cache_implementation": "static"} for call in calls[:3]]
+        calls += [{**calls[0], "cache_implementation": "static"}]
     prompts = [{"input_ids": batch["input_ids"][1:]}, batch]
     texts = []
     for prompt, call in itertools.product(prompts, calls):

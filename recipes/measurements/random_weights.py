@@ -1,5 +1,5 @@
 # /// script
-# dependencies = ["hf-eagle3"]
+# dependencies = ["hf-eagle3[train]"]
 # ///
 """
 Correctness in low precision, and the time of a step and its parts, at real size without weights: nothing is

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_prompt, make_target
+from conftest import RECIPES, make_prompt, make_target, two_processes
 from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -22,10 +22,6 @@ from transformers import AutoModelForCausalLM
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.training.console import EaglePrinterCallback
-
-
-RECIPES = Path(__file__).parents[2] / "recipes"
-BIN = Path(sys.executable).parent
 
 
 @pytest.fixture(scope="module")
@@ -158,15 +154,7 @@ def test_an_interrupted_run_says_how_to_go_on(files, tmp_path, monkeypatch, run_
 @pytest.mark.parametrize("kind", ["ddp, tensor-parallel target", "fsdp2, target by FSDP2"])
 def test_two_processes_give_the_losses_of_one(files, evaluated_run, whole_run, kind, tmp_path):
     target = {"ddp, tensor-parallel target": ("--tp_plan", "auto"), "fsdp2, target by FSDP2": ("--fsdp_size", 2)}
-    if kind.startswith("ddp"):
-        launcher = (BIN / "torchrun", "--standalone", "--nproc_per_node", 2)
-    else:
-        config = (
-            (RECIPES / "accelerate_configs" / "fsdp2.yaml").read_text().replace("num_processes: 8", "num_processes: 2")
-        )
-        (tmp_path / "fsdp2.yaml").write_text(config + "use_cpu: true\n")
-        launcher = (BIN / "accelerate", "launch", "--config_file", tmp_path / "fsdp2.yaml")
-        launcher += ("--main_process_port", 29512, Path(__file__).with_name("fsdp_on_cpu.py"))
+    launcher = two_processes(kind.split(",")[0], tmp_path)
     settings = (*FRESH, *EVALUATES, "--per_device_train_batch_size", 2, *target.get(kind, ()))
     result = train(files, tmp_path / "out", *settings, launcher=launcher)
     # Muon orthogonalizes in bfloat16, which turns a rounding difference into one of a few thousandths.

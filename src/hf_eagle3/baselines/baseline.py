@@ -53,8 +53,8 @@ class BaselineConfig(Eagle3Config):
             raise ValueError(f"{source} is no {cls.model_type} draft: its config.json is of {name!r}.")
         return True
 
-    def _as_speculators(self, output: dict[str, Any]) -> dict[str, Any]:
-        output = super()._as_speculators(output)
+    def _saved_form(self, output: dict[str, Any]) -> dict[str, Any]:
+        output = super()._saved_form(output)
         for name in ("auto_map", "speculators_model_type", "speculators_version"):
             output.pop(name, None)
         return output | {"model_type": self.model_type, "architectures": None}

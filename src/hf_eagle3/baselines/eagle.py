@@ -22,7 +22,7 @@ from .baseline import BaselineConfig, BaselineDraft, check_steps
 
 @strict
 class EagleConfig(BaselineConfig):
-    """See [`BaselineConfig`]. With `static_tree=None` it is EAGLE-2, with the same weights."""
+    """Of the draft of EAGLE. See [`BaselineConfig`]. With `static_tree=None` it is EAGLE-2, with the same weights."""
 
     model_type = "eagle"
 
@@ -52,6 +52,9 @@ class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
     Reads what the target's head reads at position `t` with the token at `t + 1`, and predicts what the head would read
     at `t + 1`. Each drafting step takes what the one before predicted. The head is a copy of the target's, and is not
     trained.
+
+    Args:
+        config ([`EagleConfig`]): Of the network.
     """
 
     config_class = EagleConfig

@@ -12,7 +12,7 @@ from .eagle import EagleConfig, EagleForSpeculation
 
 @strict
 class HassConfig(EagleConfig):
-    """See [`EagleConfig`]. The paper decodes with EAGLE-2's tree: `static_tree=None`, which is the default."""
+    """Of the draft of HASS. See [`EagleConfig`]. The paper decodes with EAGLE-2's tree: `static_tree=None`, which is the default."""
 
     model_type = "hass"
 
@@ -22,6 +22,9 @@ class HassForSpeculation(EagleForSpeculation):
     Harmonized context alignment (section 3.2): later steps of training read what earlier ones predicted, and attend to
     what they would attend to when drafting, which is what EAGLE-3 came to call training-time test. Gradients go through
     all steps. Harmonized objective distillation (section 3.1): a loss on the target's `TOP_K` most probable tokens.
+
+    Args:
+        config ([`HassConfig`]): Of the network.
     """
 
     config_class = HassConfig

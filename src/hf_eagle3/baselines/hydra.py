@@ -12,7 +12,7 @@ from .medusa import MedusaConfig, MedusaForSpeculation
 
 @strict
 class HydraConfig(MedusaConfig):
-    """See [`MedusaConfig`]."""
+    """Of the draft of Hydra. See [`MedusaConfig`]."""
 
     model_type = "hydra"
 
@@ -22,6 +22,9 @@ class HydraForSpeculation(MedusaForSpeculation):
     Head `k` reads the target's state at position `t`, and the embeddings of the tokens from `t + 1` to `t + 1 + k`
     (section 3): what it predicts depends on the path. The heads are those of the paper's first form, one layer each, and
     learn as Medusa's do.
+
+    Args:
+        config ([`HydraConfig`]): Of the heads.
     """
 
     config_class = HydraConfig

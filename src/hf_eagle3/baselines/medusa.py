@@ -18,8 +18,10 @@ from .baseline import BaselineConfig, BaselineDraft, check_steps
 @strict
 class MedusaConfig(BaselineConfig):
     """
+    Of the draft of Medusa. See [`BaselineConfig`].
+
     Args:
-        num_heads (`int`, *optional*, defaults to 5): How many tokens ahead the heads look (section 2.1.1).
+        num_heads (`int`, *optional*, defaults to `5`): How many tokens ahead the heads look (section 2.1.1).
     """
 
     model_type = "medusa"
@@ -50,10 +52,13 @@ class MedusaForSpeculation(BaselineDraft):
     """
     Medusa-1: the target stays as it is. Head `k` reads the target's state at position `t`, of which the target's own
     head has told the token at `t + 1`, and predicts the token at `t + 2 + k`, whatever those between are.
+
+    Args:
+        config ([`MedusaConfig`]): Of the heads.
     """
 
     config_class = MedusaConfig
-    _no_split_modules = ["MedusaHead"]
+    _no_split_modules = ["Linear"]  # FSDP2 in accelerate shards the output embedding, a part of a head, by itself
 
     def __init__(self, config: MedusaConfig):
         super().__init__(config)

@@ -25,6 +25,7 @@ def best_static_tree(accuracies: torch.Tensor, num_nodes: int = MOST_NODES) -> l
 
     Args:
         accuracies (`torch.Tensor` of shape `(depth, width)`): How often the child of each rank is right, at each depth.
+        num_nodes (`int`, *optional*, defaults to `64`): How many nodes, at most.
 
     Returns:
         `list[list[int]]`: The path to each node, as the ranks of children. Its first `n` entries are the best tree of
@@ -91,10 +92,18 @@ def grow_static_tree(root_tokens, logits, hidden_states, advance, token_ids, pla
 
 
 @torch.no_grad()
-def measure_accuracies(draft, batches: Iterable[TTTBatch], depth: int, width: int = 8) -> torch.Tensor:
+def measure_accuracies(
+    draft, batches: Iterable[TTTBatch], depth: int, width: int = 8, max_logits: int = 2**25
+) -> torch.Tensor:
     """
     How often the target's most probable token is the draft's of each rank, `depth` steps deep, on text: `(depth,
     width)`, for [`best_static_tree`].
+
+    Args:
+        draft (`PreTrainedModel`): The draft.
+        batches (`Iterable[TTTBatch]`): Texts, with the target's states.
+        depth, width (`int`): Of the tree, at most.
+        max_logits (`int`, *optional*, defaults to `2**25`): How many logits stand in memory at a time, at most.
     """
     hits, num_rows = torch.zeros(depth, width, dtype=torch.float64), torch.zeros(depth, 1, dtype=torch.float64)
     was_training = draft.training
@@ -103,9 +112,10 @@ def measure_accuracies(draft, batches: Iterable[TTTBatch], depth: int, width: in
         for step, (states, head, *_) in enumerate(draft.unroll(batch, depth)):
             rows = counted_rows(batch.labels, batch.documents, step)
             num = rows.shape[1]
-            logits = head(states[:, :num])
-            width = min(width, logits.shape[-1])
-            best = draft.draft_token_ids[logits.topk(width, dim=-1).indices]  # (B, R, width)
+            width = min(width, draft.config.draft_vocab_size)
+            piece = max(max_logits // (len(states) * draft.config.draft_vocab_size), 1)
+            best = [head(rows).topk(width, dim=-1).indices for rows in states[:, :num].split(piece, dim=1)]
+            best = draft.draft_token_ids[torch.cat(best, dim=1)]  # (B, R, width)
             is_hit = best == batch.target_tokens[:, 1 + step : 1 + step + num, None]
             hits[step, :width] += (is_hit & rows[..., None]).sum(dim=(0, 1)).cpu()
             num_rows[step] += rows.sum().cpu()

@@ -36,6 +36,10 @@ def recognise(config: dict, source) -> str:
     """
     The name of the format that a `config.json` is in.
 
+    Args:
+        config (`dict`): What it says.
+        source (`str` or `Path`): Folder or Hub id, for messages.
+
     Raises:
         ValueError: if it is none that can be read.
     """
@@ -92,7 +96,7 @@ def export(draft, folder, to: str, **options) -> None:
     Writes a draft in another format.
 
     Args:
-        draft ([`Eagle3ForSpeculation`])
+        draft ([`Eagle3ForSpeculation`]): The draft.
         folder (`str` or `Path`): A new or empty folder.
         to (`str`): One of `WRITABLE`.
         options (*optional*): `target_gguf` for `"gguf"`, `python` for `"openvino"`.

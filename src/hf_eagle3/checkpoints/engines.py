@@ -44,7 +44,7 @@ def describe_engines(draft, format: str = "speculators") -> list[tuple[str, str]
     For each engine whether it takes this very draft: as it is, by which export, or why not.
 
     Args:
-        draft ([`Eagle3ForSpeculation`])
+        draft ([`Eagle3ForSpeculation`]): The draft.
         format (`str`, *optional*): That it was read from.
     """
     check_is_eagle3(draft)

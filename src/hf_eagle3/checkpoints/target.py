@@ -10,6 +10,7 @@ def load_ends(name, revision: str | None = None, **kwargs) -> PreTrainedModel:
 
     Args:
         name (`str` or `Path`): Folder or Hub id.
+        revision (`str`, *optional*): Branch, tag or commit.
         kwargs (*optional*): For `from_pretrained`.
 
     Raises:

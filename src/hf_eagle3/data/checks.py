@@ -20,6 +20,13 @@ COLUMNS = ("messages", "conversations", "prompt", "input_ids")  # besides `datas
 
 def check_columns(dataset: Dataset | IterableDataset, args: SFTConfig, name: str) -> None:
     """
+    Checks that there is something to train on.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): The data.
+        args (`SFTConfig`): Names the column of texts.
+        name (`str`): `"train"` or `"eval"`, for messages.
+
     Raises:
         ValueError: if the data has no rows, or no column that can be trained on.
     """
@@ -41,6 +48,9 @@ def without_prompt_column(dataset: Dataset | IterableDataset) -> Dataset | Itera
     """
     Conversations that also come with their first prompt in a column of its own (ultrachat_200k) as conversations: TRL
     would take a `prompt` without a `completion` for half of a pair.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): The data.
     """
     first = next(iter(dataset), {})
     if "prompt" in first and "messages" in first and "completion" not in first:
@@ -49,7 +59,12 @@ def without_prompt_column(dataset: Dataset | IterableDataset) -> Dataset | Itera
 
 
 def has_messages(dataset: Dataset | IterableDataset) -> bool:
-    """Whether the first row is a conversation."""
+    """
+    Whether the first row is a conversation.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): The data.
+    """
     first = next(iter(dataset), {})
     return any(isinstance(first.get(name), list) for name in ("messages", "conversations", "prompt"))
 
@@ -57,6 +72,11 @@ def has_messages(dataset: Dataset | IterableDataset) -> bool:
 def check_rows(dataset: Dataset | IterableDataset, args: SFTConfig, name: str) -> Dataset | IterableDataset:
     """
     Checks that each row has something to train on; a stream's rows when they come.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): The data.
+        args (`SFTConfig`): Names the column of texts.
+        name (`str`): `"train"` or `"eval"`, for messages.
 
     Returns:
         The data set, unchanged, or the stream with the check built in.
@@ -109,6 +129,11 @@ def check_tokens(dataset: Dataset | IterableDataset, vocab_size: int, name: str)
     """
     Checks that tokenized rows have tokens of the target; a stream's rows when they come.
 
+    Args:
+        dataset (`Dataset` or `IterableDataset`): With `input_ids`.
+        vocab_size (`int`): The target's vocabulary size.
+        name (`str`): `"train"` or `"eval"`, for messages.
+
     Returns:
         The data set, unchanged, or the stream with the check built in.
 
@@ -140,6 +165,12 @@ class TokenCheck:
 
 def check_lengths(dataset: Dataset | IterableDataset, name: str) -> None:
     """
+    Checks that a tokenized row is long enough; those of a stream are not known.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): With `input_ids`.
+        name (`str`): `"train"` or `"eval"`, for messages.
+
     Raises:
         ValueError: if no tokenized row has three tokens: one whose state is read, the next, and what these predict.
     """
@@ -149,6 +180,13 @@ def check_lengths(dataset: Dataset | IterableDataset, name: str) -> None:
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only_loss: bool, is_chat: bool) -> None:
     """
+    Checks that a chat template does what the data and the loss need.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): Has the template.
+        assistant_only_loss (`bool`): Whether only what the assistant says is to be learned.
+        is_chat (`bool`): Whether the data are conversations.
+
     Raises:
         ValueError: if there are conversations and no chat template, or if only what the assistant says is to be
             learned, and the template does not say, and TRL does not know, what that is.
@@ -178,6 +216,12 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only_loss:
 
 def check_assistant_turns(dataset: Dataset, name: str) -> None:
     """
+    Checks that the assistant says something in each conversation.
+
+    Args:
+        dataset (`Dataset`): With `messages`.
+        name (`str`): `"train"` or `"eval"`, for messages.
+
     Raises:
         ValueError: if conversations have no assistant turn.
     """
@@ -202,6 +246,12 @@ def report_long_rows(
     Logs a warning of how many tokenized rows are longer than `max_length`, and what becomes of them; without one, of
     rows that take very long. For a stream, whose rows are not known in advance, at the first row that is longer, the
     second, the fourth, and so on.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): With `input_ids`.
+        max_length (`int`, *optional*): Rows are cut, split or dropped beyond it; `None` keeps them whole.
+        fate (`str`): What becomes of the tokens beyond it, for the message.
+        name (`str`): `"train"` or `"eval"`, for messages.
 
     Returns:
         The data set, unchanged, or the stream with the warning built in.

@@ -4,7 +4,12 @@ import torch
 
 
 def prompt_of_row(row: dict[str, list[int]]) -> torch.LongTensor:
-    """A prompt `(1, L)` of a row's first document: what is not learned at its beginning, or else its first half."""
+    """
+    A prompt `(1, L)` of a row's first document: what is not learned at its beginning, or else its first half.
+
+    Args:
+        row (`dict[str, list[int]]`): With `input_ids` and, if it has them, `labels` and `seq_lengths`.
+    """
     length = row["seq_lengths"][0] if "seq_lengths" in row else len(row["input_ids"])
     learned = [label != -100 for label in row.get("labels", row["input_ids"])[:length]]
     num_tokens = learned.index(True) if True in learned else 0

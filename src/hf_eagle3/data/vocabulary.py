@@ -45,11 +45,23 @@ def count_tokens(
 
 
 def most_frequent_tokens(counts: np.ndarray, size: int) -> list[int]:
-    """The ids of the `size` most frequent tokens, ascending (EAGLE-3 drafts for large vocabularies propose only those)."""
+    """
+    The ids of the `size` most frequent tokens, ascending (EAGLE-3 drafts for large vocabularies propose only those).
+
+    Args:
+        counts (`np.ndarray`): How often each token occurs: see [`count_tokens`].
+        size (`int`): How many.
+    """
     # Ties go to the lower id, so that the same data gives the same vocabulary everywhere.
     return np.sort(np.argsort(-counts, kind="stable")[:size]).tolist()
 
 
 def coverage(counts: np.ndarray, token_ids: Sequence[int]) -> float:
-    """The share of the counted tokens that `token_ids` make up."""
+    """
+    The share of the counted tokens that some make up.
+
+    Args:
+        counts (`np.ndarray`): How often each token occurs: see [`count_tokens`].
+        token_ids (`Sequence[int]`): Which.
+    """
     return float(counts[token_ids].sum() / counts.sum())

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
 from .memory import peak_memory, reset_peak_memory
-from .results import BASELINES, METHODS, OURS, BenchmarkResults
+from .results import METHODS, OTHER_DRAFTS, OURS, BenchmarkResults
 
 
 logger = logging.get_logger(__name__)
 
 # Transformers' own methods take one sequence a call.
-IN_BATCHES = ("plain", *BASELINES, *OURS)
+IN_BATCHES = ("plain", *OTHER_DRAFTS, *OURS)
 
 
 def run_benchmark(
@@ -59,6 +59,12 @@ def run_benchmark(
         methods (`Sequence[str]`):
             Some of `METHODS`. `mtp` needs a target with such layers; a method that the target does not take is left
             out, with the reason in `results.run["left_out"]`.
+        temperatures (`Sequence[float]`, *optional*): 0 is greedy.
+        batch_sizes (`Sequence[int]`, *optional*): Transformers' own methods take one prompt a call.
+        max_new_tokens (`int`, *optional*, defaults to `128`): For each prompt.
+        repeats (`int`, *optional*, defaults to `3`): Of everything, each with seeds of its own.
+        seed (`int`, *optional*, defaults to `0`): Of the first prompt in the first repeat.
+        sampling (`dict`, *optional*): `top_k`, `top_p` and the like: see above.
         call (`dict`, *optional*):
             Further arguments of `generate`, of all methods: `{"cache_implementation": "static"}`.
         assistant (`PreTrainedModel`, *optional*): A small model, for `assistant`.
@@ -222,7 +228,7 @@ def check_methods(methods, drafts, assistant, dflash) -> list[str]:
         raise ValueError("`methods` must include 'plain': speed-ups are ratios to it.")
     if unknown := sorted(set(methods) - set(METHODS)):
         raise ValueError(f"Unknown methods {unknown}; choose from {METHODS}.")
-    for method in set(methods) & {*OURS, *BASELINES}:
+    for method in set(methods) & {*OURS, *OTHER_DRAFTS}:
         draft = drafts.get(method)
         if not hasattr(draft, "assisted_decoding"):
             name = getattr(getattr(draft, "config", None), "_name_or_path", None) or type(draft).__name__

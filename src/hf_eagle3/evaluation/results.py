@@ -16,8 +16,8 @@ from ..environment import public_name
 
 # Our own draft's methods, and those of hf_eagle3.baselines.
 OURS = ("eagle3-chain", "eagle3-no-lookup", "eagle3")
-BASELINES = ("medusa", "hydra", "eagle", "eagle-2", "hass", "p-eagle", "eagle3-classic")
-METHODS = ("plain", "prompt-lookup", "assistant", "mtp", "dflash", *BASELINES, *OURS)
+OTHER_DRAFTS = ("medusa", "hydra", "eagle", "eagle-2", "hass", "p-eagle", "eagle3-classic")
+METHODS = ("plain", "prompt-lookup", "assistant", "mtp", "dflash", *OTHER_DRAFTS, *OURS)
 PLOTS = ("speedup.png", "acceptance.png", "batch_size.png")
 COLORS = dict(
     zip(
@@ -77,10 +77,12 @@ class BenchmarkRow:
 
     @property
     def median_tokens_per_second(self) -> float:
+        """Of the repeats."""
         return statistics.median(self.tokens_per_second)
 
     @property
     def median_speedup(self) -> float:
+        """Of the repeats."""
         return statistics.median(self.speedups)
 
     @property
@@ -134,6 +136,9 @@ class BenchmarkResults:
         """
         Reads JSON Lines. A last line that is cut off, by an interruption, is passed over.
 
+        Args:
+            path (`str` or `Path`): The file.
+
         Raises:
             ValueError: if they are no results of a benchmark.
         """
@@ -151,7 +156,12 @@ class BenchmarkResults:
         return cls(entries[0], entries[1:])
 
     def write(self, path: str | Path) -> None:
-        """Writes JSON Lines, all or nothing."""
+        """
+        Writes JSON Lines, all or nothing.
+
+        Args:
+            path (`str` or `Path`): The file.
+        """
         lines = [json.dumps(entry, ensure_ascii=False) for entry in (self.run, *self.measurements)]
         unfinished = Path(f"{path}.unfinished")
         unfinished.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
@@ -159,6 +169,7 @@ class BenchmarkResults:
 
     @property
     def rows(self) -> list[BenchmarkRow]:
+        """The measurements, summed up: one for each task, batch size, temperature and method."""
         groups: dict[tuple, list[dict]] = {}
         for measured in self.measurements:
             key = (measured["task"], measured["batch_size"], measured["temperature"], measured["method"])
@@ -233,14 +244,25 @@ def columns_of(rows: Sequence[BenchmarkRow]) -> tuple[list[str], list[list[str]]
 
 
 def format_table(rows: Sequence[BenchmarkRow]) -> str:
-    """The rows as a Markdown table, which README and model card take as it is."""
+    """
+    The rows as a Markdown table, which README and model card take as it is.
+
+    Args:
+        rows (`Sequence[BenchmarkRow]`): The rows.
+    """
     header, table = columns_of(rows)
     lines = [header, ["---"] * len(header), *table]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def print_table(rows: Sequence[BenchmarkRow], title: str) -> None:
-    """The rows as a table in the terminal, or as Markdown if nobody is looking."""
+    """
+    The rows as a table in the terminal, or as Markdown if nobody is looking.
+
+    Args:
+        rows (`Sequence[BenchmarkRow]`): The rows.
+        title (`str`): Above the table.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -282,8 +304,11 @@ def chance(before: Sequence[float], after: Sequence[float]) -> float:
 def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
     """
     What changed from one run to another, as a Markdown table, and whether it exceeds the noise: whether the repeats of
-    two runs of one thing would differ so much in less than one of 20 cases ([`chance`]). Fewer than five repeats
+    two runs of one thing would differ so much in less than one of 20 cases (`chance`). Fewer than five repeats
     cannot tell. Speed-ups are compared, not tokens per second, which a busy machine changes for all methods.
+
+    Args:
+        before, after ([`BenchmarkResults`]): The runs.
     """
     lines = [
         "| task | batch size | T | method | speed-up before | after | change | exceeds the noise |",
@@ -333,7 +358,16 @@ def plot_names(rows: Sequence[BenchmarkRow]) -> list[str]:
 
 
 def plot_all(results: BenchmarkResults, folder: str | Path) -> list[Path]:
-    """Saves the plots of `plot_names`."""
+    """
+    Saves the plots that there are figures for: speed-up by task, acceptance by position, speed-up against batch size.
+
+    Args:
+        results ([`BenchmarkResults`]): What was measured.
+        folder (`str` or `Path`): Where to; made if it is not there.
+
+    Returns:
+        `list[Path]`: The files.
+    """
     Path(folder).mkdir(parents=True, exist_ok=True)
     draw = {"speedup.png": plot_speedups, "acceptance.png": plot_acceptance, "batch_size.png": plot_batch_sizes}
     paths = [Path(folder, name) for name in plot_names(results.rows)]

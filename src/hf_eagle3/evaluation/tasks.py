@@ -144,7 +144,16 @@ def load_prompts(
 
 
 def read_prompts(path: str | Path, num_prompts: int | None = None) -> list[str | list[dict]]:
-    """Prompts of a JSON Lines file, one `{"prompt": "..."}` or `{"messages": [...]}` a line."""
+    """
+    Prompts of a JSON Lines file, one `{"prompt": "..."}` or `{"messages": [...]}` a line.
+
+    Args:
+        path (`str` or `Path`): The file.
+        num_prompts (`int`, *optional*): Only the first so many.
+
+    Raises:
+        ValueError: if a line is something else, or there is none.
+    """
     prompts = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():

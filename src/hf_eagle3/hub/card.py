@@ -233,7 +233,12 @@ def card_digest(card: ModelCard) -> str:
 
 
 def is_edited(card: ModelCard) -> bool:
-    """Whether somebody wrote or changed this card by hand. One without text, with a licence at most, counts as unwritten."""
+    """
+    Whether somebody wrote or changed this card by hand. One without text, with a licence at most, counts as unwritten.
+
+    Args:
+        card (`ModelCard`): The card.
+    """
     if not card.text.strip() and set(card.data.to_dict()) <= {"license"}:
         return False
     found = RENDERED.search(card.text)

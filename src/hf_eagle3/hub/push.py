@@ -31,7 +31,12 @@ logger = logging.get_logger(__name__)
 
 
 def repo_name(verifier: str) -> str:
-    """`<target>-speculator.eagle3`, without the target's owner."""
+    """
+    `<target>-speculator.eagle3`, without the target's owner.
+
+    Args:
+        verifier (`str`): Name or path of the target.
+    """
     return f"{Path(verifier).name}-speculator.eagle3"
 
 
@@ -132,7 +137,13 @@ def write_draft(
     max_shard_size: int | str = "50GB",
 ) -> ModelCard:
     """
-    Writes what [`push_draft`] pushes to a new or empty folder: see there.
+    Writes what [`push_draft`] pushes to a new or empty folder.
+
+    Args:
+        draft ([`Eagle3ForSpeculation`]): The draft.
+        folder (`str` or `Path`): A new or empty folder.
+        repo_id (`str`): `<owner>/<name>`, for the card.
+        training, benchmark, published, license, tags, max_shard_size (*optional*): See there.
 
     Returns:
         `ModelCard`: The card, which is the folder's README.md.
@@ -212,12 +223,26 @@ def weights_of(record: dict | BenchmarkResults | None) -> str | None:
 
 
 def read_record(path: Path) -> dict | BenchmarkResults | None:
+    """
+    A record of training or of a benchmark, or `None` if there is no such file.
+
+    Args:
+        path (`Path`): [`BenchmarkResults`], if its name ends in `.jsonl`.
+    """
     if not path.is_file():
         return None
     return BenchmarkResults.read(path) if path.suffix == ".jsonl" else json.loads(path.read_text(encoding="utf-8"))
 
 
 def write_records(folder: Path, training: dict | None, benchmark: BenchmarkResults | None) -> None:
+    """
+    Writes records of a draft beside its weights, and the benchmark's plots.
+
+    Args:
+        folder (`Path`): The draft's.
+        training (`dict`, *optional*): How it was trained.
+        benchmark ([`BenchmarkResults`], *optional*): What was measured with it.
+    """
     if training is not None:
         (folder / TRAINING_RECORD).write_text(json.dumps(training, indent=2) + "\n", encoding="utf-8")
     if benchmark is not None:
@@ -226,7 +251,14 @@ def write_records(folder: Path, training: dict | None, benchmark: BenchmarkResul
 
 
 def card_on_hub(repo_id: str, revision: str | None = None, token: bool | str | None = None) -> ModelCard | None:
-    """The card that a repo has, if it has one."""
+    """
+    The card that a repo has, if it has one.
+
+    Args:
+        repo_id (`str`): The repo.
+        revision (`str`, *optional*): Branch, tag or commit.
+        token (`bool` or `str`, *optional*): To read it with.
+    """
     try:
         path = HfApi().hf_hub_download(repo_id, "README.md", revision=revision, token=token)
     except LocalEntryNotFoundError:  # not known to be missing: the Hub was not reached
@@ -280,7 +312,14 @@ def refresh_card(
 
 
 def card_of_records(repo_id: str, folder: Path, **kwargs) -> ModelCard:
-    """The card of a draft's configurations and records in a folder, where its weights need not be."""
+    """
+    The card of a draft's configurations and records in a folder, where its weights need not be.
+
+    Args:
+        repo_id (`str`): The draft's repo.
+        folder (`Path`): The folder.
+        kwargs (*optional*): Of [`render_card`].
+    """
     config = Eagle3Config.from_pretrained(folder)
     with torch.device("meta"):
         draft = Eagle3ForSpeculation(config)

@@ -24,23 +24,41 @@ class AssistantMixin:
     generation_config: GenerationConfig | None = None
 
     def proposer(self, call: Call) -> Proposer:
-        """A proposer for one call of `generate`."""
+        """
+        A proposer for one call of `generate`.
+
+        Args:
+            call ([`Call`]): The call.
+        """
         raise NotImplementedError
 
     def validate_target(self, target) -> None:
         """
         Called before anything else.
 
+        Args:
+            target (`PreTrainedModel`): The target.
+
         Raises:
             ValueError: if this is no assistant for `target`.
         """
 
     def resolve_aux_layer_ids(self, target) -> list[int]:
-        """Which of the target's `hidden_states` its proposers read: id `k` is the state entering layer `k`."""
+        """
+        Which of the target's `hidden_states` its proposers read: id `k` is the state entering layer `k`.
+
+        Args:
+            target (`PreTrainedModel`): The target.
+        """
         return []
 
     def may_replay(self, target) -> bool:
-        """Whether recurrent states of the target read several tokens at once as they read them one by one."""
+        """
+        Whether recurrent states of the target read several tokens at once as they read them one by one.
+
+        Args:
+            target (`PreTrainedModel`): The target.
+        """
         return may_replay(target)
 
     @torch.no_grad()
@@ -62,6 +80,11 @@ class AssistantMixin:
         What `target.generate(..., assistant_model=self)` calls, with the arguments and the return value of
         `GenerationMixin._assisted_decoding`. Leaves [`Eagle3GenerationStats`] in `last_generation`.
 
+        Args:
+            target (`PreTrainedModel`): The target.
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer: As there.
+            inputs_tensor, tokenizer, assistant_tokenizer, model_kwargs: As there.
+
         Raises:
             ValueError: if this is no assistant for `target`, or the call asks for what a tree cannot do.
         """
@@ -71,14 +94,16 @@ class AssistantMixin:
         decoding = TreeDecoding(
             self, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
         )
-        result = decoding.decode()
         calls = _LAST_CALLS.setdefault(self, LastCalls())
         calls.of_thread.stats = calls.of_any = decoding.stats
-        return result
+        return decoding.decode()
 
     @property
     def last_generation(self) -> Eagle3GenerationStats | None:
-        """How the last call of `generate` with this assistant went: this thread's, or any thread's if this one made none."""
+        """
+        How the last call of `generate` with this assistant went, or goes so far: this thread's, or any thread's if this
+        one made none.
+        """
         calls = _LAST_CALLS.get(self)
         return calls and getattr(calls.of_thread, "stats", calls.of_any)
 

@@ -86,12 +86,14 @@ class TreeCache:
         cache (`Cache`): As the prefill left it.
         path_length (`int`): The most nodes that a path may have.
         may_replay (`bool`): Whether recurrent states of the target may be rolled back, by [`ReplayCache`].
+        takes_trees (`bool`): Whether the target can read more than chains.
     """
 
     num_replayed = 0  # tokens that the next forward reads again
 
-    def __init__(self, cache, path_length: int, may_replay: bool = False):
+    def __init__(self, cache, path_length: int, may_replay: bool = False, takes_trees: bool = True):
         self.path_length, self.may_replay, self.keep_path = path_length, may_replay, keep_path
+        self.takes_trees = takes_trees
         check_cache(cache, may_replay)
         self.cache = None
         self.track(cache, num_new=0)
@@ -108,7 +110,8 @@ class TreeCache:
         self.cache = cache
         self.length = int(cache.get_seq_length()) - num_new  # on the host: a static cache counts on its device
         # States that each token updates can be rolled back to along one path only.
-        self.is_chain = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+        is_linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+        self.is_chain = is_linear or not self.takes_trees
         self.is_static = is_static(cache)
         self.layers = [layer for layer in cache.layers if layer not in recurrent_layers(cache)]
         self.recording_layers = [layer for layer in self.layers if hasattr(layer, "record_past")]

@@ -8,7 +8,7 @@ import math
 import torch
 from transformers.utils import logging
 
-from .cache_eagle3 import check_cache, is_unused_static
+from .cache_eagle3 import check_cache, is_static, is_unused_static
 from .text_eagle3 import max_length_of
 
 
@@ -139,22 +139,10 @@ def check_call(target, input_ids, generation_config, model_kwargs, replays):
             "EAGLE-3 decoding returns no attentions: those of a tree are not those of the text. Leave `output_attentions` or "
             "the draft out."
         )
-    config = target.config.get_text_config(decoder=True)
-    if (attention := config._attn_implementation) not in ("eager", "sdpa"):  # flash attention, flex attention
-        raise ValueError(
-            f"A tree needs attention that takes a mask of its own, 'sdpa' or 'eager', but that of {type(target).__name__} is "
-            f"{attention!r}. Load it with attn_implementation='sdpa', or call target.set_attn_implementation('sdpa')."
-        )
     if any(type(module).__module__.startswith("torch.ao.nn.quantized.") for module in target.modules()):
         raise ValueError(
             f"{type(target).__name__} is quantized with one scale for all tokens of a forward, so that what it says of a "
             "token depends on the others in the tree. Quantize weights only, or activations token by token (torchao)."
-        )
-    config = target.config.get_text_config(decoder=True)
-    if "local" in (getattr(config, "attention_layers", None) or ()) or getattr(config, "alibi", False):
-        raise ValueError(
-            f"{type(target).__name__} tells distances by indices in its cache (local or ALiBi attention), at which the "
-            "nodes of a tree do not stand in the order of the text. EAGLE-3 decoding needs a target with explicit positions."
         )
     prepare_inputs = getattr(target.prepare_inputs_for_generation, "__func__", None)
     if prepare_inputs is not type(target).prepare_inputs_for_generation:
@@ -183,8 +171,36 @@ def check_call(target, input_ids, generation_config, model_kwargs, replays):
     cache = model_kwargs.get("past_key_values")
     if cache is None:
         return
+    attention = target.config.get_text_config(decoder=True)._attn_implementation
+    if attention not in TAKE_MASKS and is_static(cache):
+        raise ValueError(
+            f"Attention {attention!r} cannot tell the free slots of a static cache from the text. Use a dynamic cache, or "
+            "attn_implementation='sdpa'."
+        )
     if not is_unused_static(cache):
         check_cache(cache, replays)
+
+
+# Attention that takes any mask.
+TAKE_MASKS = ("eager", "sdpa")
+
+
+def takes_trees(target) -> bool:
+    """
+    Whether the target can read trees, or chains only: flash and flex attention take no mask of a caller's, and local
+    (GPT-Neo) and ALiBi attention tell distances by indices in the cache, at which the nodes of a tree do not stand in
+    the order of the text.
+    """
+    config = target.config.get_text_config(decoder=True)
+    if "local" in (getattr(config, "attention_layers", None) or ()) or getattr(config, "alibi", False):
+        return False
+    if config._attn_implementation in TAKE_MASKS:
+        return True
+    logger.warning_once(
+        f"{config._attn_implementation!r} takes no mask of a tree, so that chains are verified. Trees, of which more is "
+        "accepted, need attn_implementation='sdpa' (or target.set_attn_implementation('sdpa'))."
+    )
+    return False
 
 
 # Targets with recurrent states that go on from these over several tokens as over one after another (tested). In

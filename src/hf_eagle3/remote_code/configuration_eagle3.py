@@ -105,13 +105,18 @@ class Eagle3Config(PreTrainedConfig):
         verifier_fingerprint (`str`, *optional*):
             A few entries of the target's embedding table, by which a draft recognises the target it was made for
             (base64 of float16 values).
-        bos_token_id (`int`, *optional*), eos_token_id (`int` or `list[int]`, *optional*), pad_token_id (`int`,
-        *optional*):
+        bos_token_id (`int`, *optional*), pad_token_id (`int`, *optional*):
             The target's special tokens.
+        eos_token_id (`int` or `list[int]`, *optional*):
+            Those of them that end a text.
+        speculators_model_type (`str`, *optional*, defaults to `"eagle3"`):
+            `"peagle"` for a parallel draft. What `speculators` calls it.
+        speculators_version (`str`, *optional*, defaults to `"0.9.0"`):
+            Of the schema.
         speculators_config (`dict`, *optional*):
             Proposal methods, and the target (there `verifier`), as `speculators` defines them.
         weights_digest (`str`, *optional*):
-            Of the weights in a checkpoint ([`~loading_eagle3.weights_digest`]): written when they are saved, checked
+            Of the weights in a checkpoint (`loading_eagle3.weights_digest`): written when they are saved, checked
             when they are loaded, and not kept. Beside it a `config_digest` tells whether a file is what was saved.
 
     Raises:
@@ -285,7 +290,7 @@ class Eagle3Config(PreTrainedConfig):
         return verifier.get("name_or_path") or "an unnamed target"
 
     def to_dict(self) -> dict[str, Any]:
-        return self._as_speculators(super().to_dict())
+        return self._saved_form(super().to_dict())
 
     def to_diff_dict(self) -> dict[str, Any]:
         output = super().to_diff_dict()
@@ -293,10 +298,10 @@ class Eagle3Config(PreTrainedConfig):
         output["transformer_layer_config"] = {**layer_config.to_diff_dict(), "model_type": layer_config.model_type}
         for name in FLAGS:
             output[name] = getattr(self, name)
-        output = self._as_speculators(output)
+        output = self._saved_form(output)
         return {**output, "config_digest": config_digest(output)}
 
-    def _as_speculators(self, output: dict[str, Any]) -> dict[str, Any]:
+    def _saved_form(self, output: dict[str, Any]) -> dict[str, Any]:
         # vLLM does not recognise a speculators checkpoint that has a top-level `model_type`.
         output.pop("model_type", None)
         output["architectures"] = ["Eagle3DraftModel"]

@@ -18,6 +18,28 @@ from .tree_eagle3 import DraftTree, Plan
 from .verify_eagle3 import INPUTS_BY_TOKEN, Outputs, Verifier
 
 
+@dataclass
+class Eagle3Step:
+    """
+    A step, of which each list has an entry for each row that was still in the batch.
+
+    Args:
+        source (`str`): What proposed: `"draft"`, `"lookup"`, or `"target"` if nothing was there to verify.
+        rows (`list[int]`): Which rows of the call these are.
+        tokens (`list[list[int]]`): The tree's tokens. The first is the root: the last token that was already written.
+        parents (`list[list[int]]`): Index of each node's parent; the root's is 0.
+        accepted (`list[list[int]]`): The nodes below the root whose tokens were written, from the root downwards.
+        new_tokens (`list[list[int]]`): What was written: the accepted tokens, and the target's own after them.
+    """
+
+    source: str
+    rows: list[int]
+    tokens: list[list[int]]
+    parents: list[list[int]]
+    accepted: list[list[int]]
+    new_tokens: list[list[int]]
+
+
 @dataclass(repr=False)
 class Eagle3GenerationStats:
     """
@@ -35,6 +57,9 @@ class Eagle3GenerationStats:
         plain_steps (`int`): How many of those forwards had no token to verify, because drafting did not pay.
         lookup_steps (`int`): How many of them verified tokens that were looked up in the text instead of drafted.
         drafted_lengths (`list[int]`): Which of `accepted_lengths` are of trees: not of plain steps, nor looked up.
+        steps (`list[Eagle3Step]`):
+            Each step, the prompt's first, if the generation config of the call or of the assistant has
+            `output_steps=True`. The list grows while the call goes on.
     """
 
     new_tokens: int = 0
@@ -43,6 +68,7 @@ class Eagle3GenerationStats:
     plain_steps: int = 0
     lookup_steps: int = 0
     drafted_lengths: list[int] = field(default_factory=list)
+    steps: list[Eagle3Step] = field(default_factory=list)
 
     def __repr__(self):
         return (
@@ -55,6 +81,23 @@ class Eagle3GenerationStats:
     def acceptance_length(self) -> float:
         """τ: tokens emitted per verification forward and row; 0 if there was none."""
         return sum(self.accepted_lengths) / len(self.accepted_lengths) if self.accepted_lengths else 0.0
+
+    def origins(self, row: int = 0) -> list[tuple[str, int]]:
+        """
+        Where each new token of a row came from, by `steps`: `("draft", 2)` was drafted at the second level of a tree,
+        `("lookup", 5)` was the fifth that was looked up, and `("target", 0)` is the target's own.
+
+        Args:
+            row (`int`, *optional*, defaults to `0`): Of the call.
+        """
+        origins = []
+        for step in self.steps:
+            if row in step.rows:
+                i = step.rows.index(row)
+                num_accepted = len(step.accepted[i])
+                origins += [(step.source, depth) for depth in range(1, 1 + num_accepted)]
+                origins += [("target", 0)] * (len(step.new_tokens[i]) - num_accepted)
+        return origins
 
 
 class TreeDecoding:
@@ -90,7 +133,9 @@ class TreeDecoding:
         streamer,
         model_kwargs,
     ):
-        settings = tree_settings(getattr(assistant, "generation_config", None), generation_config)
+        own_config = getattr(assistant, "generation_config", None)
+        settings = tree_settings(own_config, generation_config)
+        self.outputs_steps = any(getattr(config, "output_steps", False) for config in (generation_config, own_config))
         may_replay = assistant.may_replay(target)
         check_call(target, input_ids, generation_config, model_kwargs, may_replay)
         self.target, self.streamer, self.stats = target, streamer, Eagle3GenerationStats()
@@ -187,6 +232,10 @@ class TreeDecoding:
             proposer.observe(prompt)
         self.last_outputs = outputs
         self.stats.new_tokens += text.batch_size
+        self.stats.target_forwards = verifier.num_forwards
+        if self.outputs_steps:
+            last = slice(max(text.prompt_length - 1, 0), text.prompt_length)  # none, if the prompt is embeddings
+            self.note("target", DraftTree.root_only(text.ids[:, last]), first)
 
     def decode(self):
         """Decodes until all rows are finished. Returns what `generate` does."""
@@ -262,9 +311,19 @@ class TreeDecoding:
         emitted = [count for count, done in zip(accepted.counts, accepted.was_finished) if count and not done]
         self.stats.new_tokens += sum(emitted)
         self.stats.accepted_lengths += emitted
+        self.stats.target_forwards = self.verifier.num_forwards
+        if self.outputs_steps:
+            self.note("target" if tree.num_nodes == 1 else plan.proposer, tree, accepted)
         if tree.num_nodes == 1:
             self.stats.plain_steps += 1
         elif plan.proposer == "lookup":
             self.stats.lookup_steps += 1
         else:
             self.stats.drafted_lengths += emitted
+
+    def note(self, source: str, tree: DraftTree, accepted: Accepted) -> None:
+        """Keeps a step, for whoever asked."""
+        new_tokens = [tokens[len(tokens) - count :] for tokens, count in zip(accepted.new_tokens, accepted.counts)]
+        below_root = [[node for node in nodes if node > 0] for nodes in accepted.nodes]
+        trees = tree.tokens.tolist(), tree.parents.tolist()
+        self.stats.steps.append(Eagle3Step(source, list(self.text.rows), *trees, below_root, new_tokens))

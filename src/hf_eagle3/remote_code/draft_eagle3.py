@@ -70,6 +70,10 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         `output_loading_info=True` the second result also has the `format`, and what was `renamed`, `ignored` and
         `assumed`.
 
+        Args:
+            pretrained_model_name_or_path (`str` or `Path`): Folder or Hub id.
+            args, kwargs (*optional*): As there.
+
         Raises:
             ValueError: if a file is broken, a tensor is missing, unexpected, of another shape or not finite, the
                 vocabulary mapping is broken, or configuration or weights are not what was saved.
@@ -117,21 +121,46 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, *args: Any, **kwargs: Any) -> "DraftModel":
-        """Makes an untrained draft for a loaded target. See `hf_eagle3.making.from_target`."""
+        """
+        Makes an untrained draft for a loaded target. See `hf_eagle3.making.from_target`.
+
+        Args:
+            target (`PreTrainedModel`): The target.
+            args, kwargs (*optional*): `draft_token_ids`, the target's tokens that it can propose;
+                `num_hidden_layers`; and fields of [`Eagle3Config`], or of its `transformer_layer_config`.
+
+        Raises:
+            ValueError: if no draft can be made for the target, or a field or a token id does not exist.
+        """
         return installed("making", "A new draft").from_target(cls, target, *args, **kwargs)
 
     def set_draft_vocabulary(self, draft_token_ids: Sequence[int] | torch.Tensor | None, target: PreTrainedModel):
-        """Replaces the draft vocabulary and `lm_head`. See `hf_eagle3.making.set_draft_vocabulary`."""
+        """
+        Replaces the draft vocabulary, and `lm_head` by the target's rows for it.
+
+        Args:
+            draft_token_ids (`Sequence[int]` or `torch.Tensor`, *optional*): Target token ids; `None` stands for all.
+            target (`PreTrainedModel`): The target.
+        """
         installed("making", "Another vocabulary").set_draft_vocabulary(self, draft_token_ids, target)
 
     def pair_with(self, target: PreTrainedModel) -> None:
-        """Writes down which target this draft is for. See `hf_eagle3.making.pair_with`."""
+        """
+        Writes down which target this draft is for: for drafts of formats that do not say so.
+
+        Args:
+            target (`PreTrainedModel`): The target.
+        """
         installed("making", "Pairing").pair_with(self, target)
 
     def push_to_hub(self, repo_id: str, **kwargs):
         """
         Pushes the draft, its code and a card in one commit; see `hf_eagle3.hub.push_draft`. Where hf-eagle3 is not
         installed, [`~transformers.utils.PushToHubMixin.push_to_hub`] with transformers' own card.
+
+        Args:
+            repo_id (`str`): `<owner>/<name>`.
+            kwargs (*optional*): As there.
         """
         if importlib.util.find_spec("hf_eagle3") is None:
             return super().push_to_hub(repo_id, **kwargs)
@@ -204,6 +233,9 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         """
         Checks that this draft was made for `target`.
 
+        Args:
+            target (`PreTrainedModel`): The target.
+
         Raises:
             ValueError: naming both sides, if the target is of another kind, size or vocabulary, or another model of
                 the same sizes.
@@ -211,7 +243,12 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         check_pairing(self, target)
 
     def resolve_aux_layer_ids(self, target: PreTrainedModel) -> list[int]:
-        """The ids of the target's `hidden_states` that this draft reads."""
+        """
+        The ids of the target's `hidden_states` that this draft reads.
+
+        Args:
+            target (`PreTrainedModel`): The target.
+        """
         ids = self.config.eagle_aux_hidden_state_layer_ids
         if ids is None:
             ids = default_aux_layer_ids(target.config.get_text_config(decoder=True).num_hidden_layers)

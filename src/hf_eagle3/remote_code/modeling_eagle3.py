@@ -53,6 +53,10 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
 
     Row `t` of a draft's input pairs the target's states at position `t` with the token at `t + 1`, sits at rotary
     position `t`, and predicts the token at `t + 2`.
+
+    Args:
+        config ([`Eagle3Config`]): Of the network, whose weights are random. A draft for a target is made by
+            [`~Eagle3ForSpeculation.from_target`].
     """
 
     _no_split_modules = ["Eagle3DecoderLayer"]
@@ -164,6 +168,11 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
                 In place of `input_ids`.
             logits_to_keep (`int`, *optional*, defaults to `0`):
                 Return the last so many rows only. 0 stands for all.
+            kwargs (*optional*):
+                Not used.
+
+        Returns:
+            [`Eagle3Output`]
         """
         normed, last_hidden_state, past_key_values = self.step(
             input_ids,
@@ -251,6 +260,10 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
 
         The folder also serves as `custom_generate`:
         `target.generate(..., custom_generate=folder, assistant_model=draft, trust_remote_code=True)`.
+
+        Args:
+            save_directory (`str` or `Path`): The folder.
+            args, kwargs (*optional*): As there.
         """
         super().save_pretrained(save_directory, *args, **kwargs)
         folder = Path(save_directory) / "custom_generate"

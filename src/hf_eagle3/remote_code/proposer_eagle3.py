@@ -39,7 +39,12 @@ class Proposer:
     """
 
     def observe(self, accepted: Accepted) -> None:
-        """Takes what a step wrote; at first the prompt, with the first new token. Called before each [`propose`]."""
+        """
+        Takes what a step wrote; at first the prompt, with the first new token. Called before each [`propose`].
+
+        Args:
+            accepted ([`Accepted`]): What was written.
+        """
 
     def propose(self, plan: Plan, root_tokens: torch.LongTensor, sampler: Sampler | None = None) -> DraftTree:
         """
@@ -57,4 +62,9 @@ class Proposer:
         raise NotImplementedError
 
     def select(self, rows: list[int]) -> None:
-        """Forgets all rows of the batch but these: the others are finished."""
+        """
+        Forgets all rows of the batch but these: the others are finished.
+
+        Args:
+            rows (`list[int]`): By their places in the batch so far.
+        """

@@ -73,6 +73,7 @@ class DraftTree:
 
     @property
     def num_nodes(self) -> int:
+        """With the root."""
         return self.tokens.shape[1]
 
     @classmethod
@@ -84,8 +85,12 @@ class DraftTree:
         depth: int | None = None,
     ) -> "DraftTree":
         """
-        Works out depths and ancestors; `parents[b, i] < i` for every node but the root, and none is deeper than
-        `depth`, if that is known.
+        Works out depths and ancestors.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(batch_size, num_nodes)`): Target token ids, the root's first.
+            parents (`torch.LongTensor` of shape `(batch_size, num_nodes)`): `parents[b, i] < i`, but for the root.
+            confidences, depth (*optional*): As [`DraftTree`] has them.
         """
         batch_size, num_nodes = tokens.shape
         ancestors = torch.eye(num_nodes, dtype=torch.bool, device=tokens.device).repeat(batch_size, 1, 1)
@@ -98,14 +103,24 @@ class DraftTree:
 
     @classmethod
     def root_only(cls, root_tokens: torch.LongTensor) -> "DraftTree":
-        """The tree of nothing but the root; `root_tokens` has shape `(batch_size, 1)`."""
+        """
+        The tree of nothing but the root.
+
+        Args:
+            root_tokens (`torch.LongTensor` of shape `(batch_size, 1)`): The root's tokens.
+        """
         nothing = torch.zeros_like(root_tokens)
         ancestors = torch.ones_like(nothing, dtype=torch.bool)[..., None]
         return cls(root_tokens, nothing, nothing, ancestors, depth=0)
 
     @classmethod
     def chain(cls, tokens: torch.LongTensor) -> "DraftTree":
-        """The tree of one path; `tokens` has shape `(batch_size, num_nodes)`, the root's first."""
+        """
+        The tree of one path.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(batch_size, num_nodes)`): Target token ids, the root's first.
+        """
         num_nodes = tokens.shape[1]
         depths = torch.arange(num_nodes, device=tokens.device).expand_as(tokens)
         ancestors = torch.ones(num_nodes, num_nodes, dtype=torch.bool, device=tokens.device).tril()

@@ -15,7 +15,7 @@ from .cache_eagle3 import (
     tree_attention_mask,
     with_room,
 )
-from .checks_eagle3 import position_table, rotary_switches, text_positions
+from .checks_eagle3 import position_table, rotary_switches, takes_trees, text_positions
 from .outputs_eagle3 import ReturnedOutputs, aux_hidden_states, without_first
 from .ragged_eagle3 import align_right
 from .text_eagle3 import Text
@@ -86,7 +86,8 @@ class Verifier:
         self.num_forwards += 1
         cache = getattr(of_target, "past_key_values", None)
         is_recurrent = cache is not None and bool(recurrent_layers(cache))
-        self.cache = (ReplayCache if is_recurrent else TreeCache)(cache, 1 + self.num_nodes, self.may_replay)
+        cache_class = ReplayCache if is_recurrent else TreeCache
+        self.cache = cache_class(cache, 1 + self.num_nodes, self.may_replay, takes_trees(self.target))
         self.prompt_length = self.cache.length
         if len(input_ids) > 1 and self.inputs.get("attention_mask") is None:  # there will be padding
             self.inputs["attention_mask"] = input_ids.new_ones(len(input_ids), self.cache.length)

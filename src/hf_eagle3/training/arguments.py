@@ -47,7 +47,7 @@ class Eagle3TrainingArguments(SFTConfig):
         ttt_step_decay (`float`, *optional*, defaults to `0.8`):
             Weight of step `s` in the loss is `ttt_step_decay ** s`.
         loss_type (`str`, *optional*, defaults to `"kl"`):
-            `"kl"` (forward KL), `"ce"`, `"lk_alpha"` or `"lk_lambda"`: see [`DraftLoss`].
+            `"kl"` (forward KL), `"ce"`, `"lk_alpha"` or `"lk_lambda"`: see `hf_eagle3.training.losses`.
         num_eval_prompts (`int`, *optional*, defaults to `16`):
             With how many beginnings of evaluation rows `evaluate` decodes, to measure the acceptance length itself. 0
             for none.
@@ -59,6 +59,14 @@ class Eagle3TrainingArguments(SFTConfig):
         adamw_learning_rate (`float`, *optional*):
             Learning rate of what AdamW trains beside Muon. Defaults to a fifth of `learning_rate`: the head begins as
             the target's own, and large steps make it forget that.
+        learning_rate (`float`, *optional*, defaults to `1e-3`):
+            The peak learning rate.
+        lr_scheduler_type (`str`, *optional*, defaults to `"cosine"`):
+            Its schedule.
+        adam_beta2 (`float`, *optional*, defaults to `0.95`), max_grad_norm (`float`, *optional*, defaults to `0.5`):
+            The second beta of AdamW, and the norm that gradients are clipped to.
+        gradient_checkpointing (`bool`, *optional*):
+            Not supported: the unroll keeps the keys of every step.
     """
 
     _VALID_DICT_FIELDS = SFTConfig._VALID_DICT_FIELDS + ["target_model_init_kwargs"]

@@ -217,7 +217,7 @@ class FeatureStore:
       `(T, n_aux + 1)`.
 
     Args:
-        folder (`str` or `Path`)
+        folder (`str` or `Path`): The folder.
 
     Raises:
         FileNotFoundError: if there is no such store.
@@ -247,6 +247,7 @@ class FeatureStore:
 
     @property
     def num_shards(self) -> int:
+        """How many files the states are in."""
         return -(-self.index["num_rows"] // self.index["rows_per_shard"])
 
     def dataset(self) -> Dataset:
@@ -268,6 +269,11 @@ class FeatureStore:
 
     def check(self, description: dict) -> None:
         """
+        Checks what the features belong to.
+
+        Args:
+            description (`dict`): The target, tokenizer and layers that they are to be used with.
+
         Raises:
             ValueError: if the features belong to another target, tokenizer or choice of layers.
         """

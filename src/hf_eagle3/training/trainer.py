@@ -284,6 +284,10 @@ class Eagle3Trainer(SFTTrainer):
         See [`~transformers.Trainer.train`]. With `resume_from_checkpoint=True` checkpoints are passed over of which a
         file is cut off, gone or broken.
 
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*): A checkpoint, or whether to go on from the last.
+            kwargs (*optional*): As there.
+
         Raises:
             ValueError: if there is no whole checkpoint, or that training is finished, or was begun with other data or
                 settings.
@@ -602,7 +606,14 @@ class Eagle3Trainer(SFTTrainer):
         return hasattr(self.accelerator.unwrap_model(self.model), "peft_config")
 
     def create_model_card(self, model_name=None, dataset_name: str | list[str] | None = None, tags=None):
-        """Writes README.md to the output folder; see [`render_card`]. `dataset_name` is what it says about the data."""
+        """
+        Writes README.md to the output folder; see [`render_card`].
+
+        Args:
+            model_name (`str`, *optional*): By default the Hub id, or else the folder's name.
+            dataset_name (`str` or `list[str]`, *optional*): What it says about the data.
+            tags (`str` or `list[str]`, *optional*): Tags besides those that every draft has.
+        """
         if not self.is_world_process_zero() or self.draft.config.model_type != Eagle3Config.model_type:
             return  # there are no cards for other methods' drafts
         self._name_datasets(dataset_name)
@@ -624,7 +635,13 @@ class Eagle3Trainer(SFTTrainer):
         card.save(card_file)
 
     def push_to_hub(self, *args, dataset_name: str | list[str] | None = None, **kwargs):
-        """See [`~trl.SFTTrainer.push_to_hub`]. What is pushed, in one commit, is a draft with its card and `training.json`."""
+        """
+        See [`~trl.SFTTrainer.push_to_hub`]. What is pushed, in one commit, is a draft with its card and `training.json`.
+
+        Args:
+            dataset_name (`str` or `list[str]`, *optional*): What the card says about the data.
+            args, kwargs (*optional*): As there.
+        """
         self._name_datasets(dataset_name)
         return super().push_to_hub(*args, **kwargs)
 

@@ -262,9 +262,10 @@ def ttt_unroll(draft, batch: TTTBatch, steps: int) -> Iterator[UnrollStep]:
     cache = TTTCache(batch.documents)
     masks = dict.fromkeys(draft.config.transformer_layer_config.layer_types)  # the cache knows who sees whom
     for step in range(steps):
-        inputs_embeds = draft.embed(F.pad(batch.input_ids[:, 1 + step :], (0, min(1 + step, length))))
-        if getattr(draft.config, "is_parallel", False) and step > 0:
+        if step > 0 and getattr(draft.config, "is_parallel", False):
             inputs_embeds, hidden_states = (each.expand_as(hidden_states) for each in draft.mask_inputs(length))
+        else:
+            inputs_embeds = draft.embed(F.pad(batch.input_ids[:, 1 + step :], (0, min(1 + step, length))))
         normed, hidden_states, _ = draft.step(
             inputs_embeds=inputs_embeds,
             hidden_states=hidden_states,

@@ -1,0 +1,98 @@
+"""A draft for calls of `generate` that somebody else writes."""
+
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers import GenerationMixin, PreTrainedModel
+
+
+# The drafts of each target for which a `with` is open, the innermost last.
+_DRAFTS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
+# A call with one of these goes another way, which is the caller's choice.
+OTHER_WAYS = (
+    "assistant_early_exit",
+    "assistant_model",
+    "custom_generate",
+    "prompt_lookup_num_tokens",
+    "synced_gpus",
+    "use_mtp",
+)
+
+
+@contextmanager
+def assist(target: PreTrainedModel, draft) -> Iterator[None]:
+    """
+    Within it each call of `target.generate` is assisted by a draft, whoever makes it, in whichever thread: a pipeline,
+    an evaluation, a trainer's rollouts. The text is what it would be.
+
+    ```py
+    with assist(target, draft):
+        results = lm_eval.simple_evaluate(HFLM(pretrained=target), tasks=["gsm8k"])
+    ```
+
+    Calls that are decoded in another way (by beams, without a cache, by another assistant) are left as they are.
+    Inside another `assist` of the same target the inner draft is used. Nothing on the target is changed.
+
+    Args:
+        target (`PreTrainedModel`): The target, or an adapted one (`PeftModel`).
+        draft ([`Eagle3ForSpeculation`]): Or any other assistant that brings its own decoding.
+
+    Raises:
+        ValueError: if the draft is not for this target.
+    """
+    model = target.get_base_model() if hasattr(target, "get_base_model") else target
+    draft.validate_target(model)
+    _install()
+    entry = object()
+    with _LOCK:
+        _DRAFTS.setdefault(model, {})[entry] = draft
+    try:
+        yield
+    finally:
+        with _LOCK:
+            del _DRAFTS[model][entry]
+
+
+def draft_for(model) -> object | None:
+    """The draft that assists a model now."""
+    with _LOCK:
+        drafts = _DRAFTS.get(model)
+        return list(drafts.values())[-1] if drafts else None
+
+
+def goes_another_way(model, generation_config=None, **kwargs) -> bool:
+    """Whether a call of `generate` with these arguments asks for what a draft does not do."""
+    # As `generate` does: what a call leaves open, its configuration says, and else the model's.
+    configs = [vars(config) for config in (generation_config, model.generation_config) if config is not None]
+
+    def asked(name):
+        return next((each[name] for each in (kwargs, *configs) if each.get(name) is not None), None)
+
+    return (asked("num_beams") or 1) > 1 or asked("use_cache") is False or any(map(asked, OTHER_WAYS))
+
+
+def _install() -> None:
+    """Lets `generate` look for a draft. Installing twice changes nothing."""
+    generate = GenerationMixin.generate
+    if getattr(generate, "_looks_for_drafts", False):
+        return
+
+    _, *names = inspect.signature(generate).parameters
+
+    @functools.wraps(generate)
+    def generate_with_drafts(self, *args, **kwargs):
+        draft = draft_for(self)
+        if draft is None:
+            return generate(self, *args, **kwargs)
+        kwargs |= zip(names, args)
+        if not goes_another_way(self, **kwargs):
+            kwargs["assistant_model"] = draft
+        return generate(self, **kwargs)
+
+    generate_with_drafts._looks_for_drafts = True
+    GenerationMixin.generate = generate_with_drafts

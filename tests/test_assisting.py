@@ -1,0 +1,157 @@
+"""`assist`: calls of `generate` that somebody else writes."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from conftest import make_draft, make_prompt, make_target
+from peft import LoraConfig, get_peft_model
+from transformers import GenerationConfig, GenerationMixin, pipeline
+
+from hf_eagle3 import assist
+
+
+SETTINGS = {"max_new_tokens": 20, "do_sample": False}
+
+
+def num_forwards(target, function):
+    """What it returns, and how many forwards of the target that took."""
+    forwards = []
+    handle = target.register_forward_pre_hook(lambda *args: forwards.append(1))
+    result = function()
+    handle.remove()
+    return result, len(forwards)
+
+
+@pytest.fixture
+def pair():
+    target, prompt = make_target("llama"), make_prompt(9)
+    draft = make_draft(target, [prompt])
+    draft.generation_config.tree_policy = "static"
+    return target, draft, prompt
+
+
+def test_calls_are_assisted_within_it_and_not_after(pair):
+    target, draft, prompt = pair
+    attributes = dict(vars(target))
+    expected, plain = num_forwards(target, lambda: target.generate(prompt, **SETTINGS))
+    with assist(target, draft):
+        text, assisted = num_forwards(target, lambda: target.generate(prompt, **SETTINGS))
+        assert torch.equal(text, expected) and assisted < plain == 20
+    with pytest.raises(KeyboardInterrupt), assist(target, draft):
+        raise KeyboardInterrupt
+    assert num_forwards(target, lambda: target.generate(prompt, **SETTINGS))[1] == plain
+    assert vars(target).keys() == attributes.keys() and "generate" not in vars(target)
+
+
+def test_sampling_and_configurations_of_the_caller(pair):
+    target, draft, prompt = pair
+    config = GenerationConfig(max_new_tokens=20, do_sample=True, temperature=0.7)
+    texts = []
+    for context in (torch.no_grad(), assist(target, draft)):
+        with context:
+            torch.manual_seed(0)
+            texts.append(target.generate(prompt, config))  # by position
+    assert torch.equal(*texts)
+    assert draft.last_generation.new_tokens == 20 and "assistant_model" not in vars(config)
+
+
+def test_the_innermost_draft_is_used(pair):
+    target, draft, prompt = pair
+    other = copy.deepcopy(draft)
+    with assist(target, draft):
+        with assist(target, other):
+            target.generate(prompt, **SETTINGS)
+            assert other.last_generation is not None and draft.last_generation is None
+        target.generate(prompt, **SETTINGS)
+    assert draft.last_generation.new_tokens == 20
+
+
+def test_two_targets(pair):
+    target, draft, prompt = pair
+    second = make_target("llama", seed=1)
+    second_draft = make_draft(second, [prompt])
+    with assist(target, draft), assist(second, second_draft):
+        target.generate(prompt, **SETTINGS)
+        second.generate(prompt, max_new_tokens=7, do_sample=False)
+        copy.deepcopy(target).generate(prompt, max_new_tokens=3, do_sample=False)  # another model, of no draft
+    assert (draft.last_generation.new_tokens, second_draft.last_generation.new_tokens) == (20, 7)
+    with pytest.raises(ValueError, match="trained for another model"), assist(target, second_draft):
+        pass
+
+
+def test_threads(pair):
+    """A call in another thread is assisted while it is open; contexts of threads may end in any order."""
+    target, draft, prompt = pair
+    second, opened, may_close = copy.deepcopy(draft), threading.Event(), threading.Event()
+
+    def hold():
+        with assist(target, second):
+            opened.set()
+            may_close.wait(60)
+
+    thread = threading.Thread(target=hold)
+    with assist(target, draft):
+        thread.start()
+        opened.wait(60)
+    target.generate(prompt, **SETTINGS)  # the other thread's is open
+    assert second.last_generation.new_tokens == 20
+    may_close.set()
+    thread.join()
+    assert num_forwards(target, lambda: target.generate(prompt, **SETTINGS))[1] == 20
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 2},
+        {"use_cache": False},
+        {"prompt_lookup_num_tokens": 3},
+        {"generation_config": GenerationConfig(num_beams=2)},
+    ],
+    ids=["beams", "no cache", "lookup", "config"],
+)
+@pytest.mark.parametrize("is_model_s", [False, True])
+def test_other_ways_are_left_as_they_are(pair, settings, is_model_s):
+    target, draft, prompt = pair
+    if is_model_s:  # what the call leaves open
+        config = settings.get("generation_config") or GenerationConfig(**settings)
+        target.generation_config, settings = config, {"generation_config": GenerationConfig()}
+    expected = target.generate(prompt, **{**SETTINGS, **settings})
+    with assist(target, draft):
+        assert torch.equal(target.generate(prompt, **{**SETTINGS, **settings}), expected)
+    assert draft.last_generation is None
+
+
+def test_an_assistant_of_the_call_s_own(pair):
+    target, draft, prompt = pair
+    own = copy.deepcopy(draft)
+    with assist(target, draft):
+        target.generate(prompt, assistant_model=own, **SETTINGS)
+    assert own.last_generation is not None and draft.last_generation is None
+
+
+def test_a_pipeline_and_an_adapted_target(pair, tokenizer):
+    target, draft, prompt = pair
+    generate = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    chat = [{"role": "user", "content": "what is 3"}]
+    expected = generate(chat, **SETTINGS)
+    with assist(target, draft):
+        assert generate(chat, **SETTINGS) == expected
+    assert draft.last_generation.new_tokens > 0
+
+    adapted = get_peft_model(make_target("llama"), LoraConfig(target_modules=["q_proj"])).eval()
+    expected = adapted.generate(prompt, **SETTINGS)
+    second = copy.deepcopy(draft)
+    with assist(adapted, second):
+        assert torch.equal(adapted.generate(prompt, **SETTINGS), expected)
+    assert second.last_generation.new_tokens == 20
+
+
+def test_installed_once(pair):
+    target, draft, _ = pair
+    with assist(target, draft):
+        generate = GenerationMixin.generate
+        with assist(target, draft):
+            assert GenerationMixin.generate is generate

@@ -1,0 +1,84 @@
+"""Targets that can read chains only: their attention takes no mask of a tree, or tells distances by indices."""
+
+import pytest
+import torch
+from conftest import causal_only, make_batch, make_oracle, make_target
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.remote_code import checks_eagle3
+
+
+SETTINGS = {"max_new_tokens": 24, "pad_token_id": 0}
+
+
+def assert_same_text(target, draft, batch, policy="static", **settings):
+    draft.generation_config.tree_policy = policy
+    settings = {"do_sample": False, **SETTINGS, **settings}
+    texts = []
+    for call in ({}, {"assistant_model": draft}):
+        torch.manual_seed(0)
+        texts.append(target.generate(**batch, **settings, **call))
+    assert texts[0].tolist() == texts[1].tolist()
+
+
+def oracle_of(target, batch):
+    text = target.generate(**batch, **SETTINGS, do_sample=False)
+    return make_oracle(target, text, padding=(1 - batch["attention_mask"]).sum(dim=1, keepdim=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-window", "qwen3_moe"])
+@pytest.mark.parametrize("lengths", [[9], [20, 9, 33]], ids=["one", "batch"])
+def test_attention_that_takes_causal_masks_only(family, lengths, monkeypatch):
+    hints = []
+    monkeypatch.setattr(checks_eagle3.logger, "warning_once", hints.append)
+    target = make_target(family, attn_implementation="causal_only")
+    batch = make_batch(lengths)
+    draft = oracle_of(target, batch)
+    for policy in ("static", "auto"):
+        assert_same_text(target, draft, batch, policy)
+        assert_same_text(target, draft, batch, policy, do_sample=True, temperature=0.7)
+    assert hints and "attn_implementation='sdpa'" in hints[0]
+    causal_only.seen.clear()
+    assert_same_text(target, draft, batch)
+    stats = draft.last_generation
+    assert stats.target_forwards < 18 and stats.acceptance_length > 1.5
+    # Prompts, single tokens of plain decoding, and chains.
+    assert 1 + draft.generation_config.tree_depth == max(set(causal_only.seen) - {max(lengths)})
+
+
+def test_a_static_cache_needs_masks():
+    target, batch = make_target("llama", attn_implementation="causal_only"), make_batch([9])
+    draft = oracle_of(target, batch)
+    with pytest.raises(ValueError, match="'causal_only' cannot tell the free slots of a static cache"):
+        target.generate(**batch, assistant_model=draft, cache_implementation="static", **SETTINGS)
+
+
+def test_flex_attention_on_a_cpu():
+    target = make_target("llama", attn_implementation="flex_attention")
+    batch = make_batch([9])
+    draft = oracle_of(target, batch)
+    assert_same_text(target, draft, batch)
+    assert draft.last_generation.target_forwards < 18
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        (
+            "gpt_neo",
+            {"num_layers": 6, "num_heads": 4, "attention_types": [[["global", "local"], 3]], "window_size": 8},
+        ),
+        ("falcon", {"num_hidden_layers": 6, "num_attention_heads": 4, "alibi": True}),
+    ],
+)
+@pytest.mark.parametrize("lengths", [[9], [20, 9, 33]], ids=["one", "batch"])
+def test_distances_by_indices(model_type, changes, lengths):
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**sizes, **changes})
+    target = AutoModelForCausalLM.from_config(config).eval()
+    draft = Eagle3ForSpeculation.from_target(target).eval()
+    for policy in ("static", "auto"):
+        assert_same_text(target, draft, make_batch(lengths), policy)
+        assert_same_text(target, draft, make_batch(lengths), policy, do_sample=True)

@@ -1,0 +1,94 @@
+"""What each step verified and wrote, for users' own analysis."""
+
+import pytest
+import torch
+from conftest import make_batch, make_draft, make_oracle, make_prompt, make_target
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+
+SETTINGS = {"max_new_tokens": 24, "pad_token_id": 0}
+
+
+def check_steps(stats, texts, prompt_length):
+    """They tell the whole text of each row, and how it came about."""
+    written = {row: [] for row in range(len(texts))}
+    for step in stats.steps:
+        for i, row in enumerate(step.rows):
+            tokens, parents, path = step.tokens[i], step.parents[i], step.accepted[i]
+            assert tokens[0] == [*texts[row][:prompt_length], *written[row]][-1]
+            assert [tokens[node] for node in path] == step.new_tokens[i][: len(path)]
+            assert [parents[node] for node in path] == [0, *path][: len(path)]
+            assert len(step.new_tokens[i]) - len(path) in (0, 1) and (step.source == "target") <= (path == [])
+            written[row] += step.new_tokens[i]
+    for row, tokens in written.items():
+        assert tokens == texts[row][prompt_length : prompt_length + len(tokens)]
+        assert len(stats.origins(row)) == len(tokens)
+    return written
+
+
+@pytest.mark.parametrize("settings", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7}], ids=["T=0", "T"])
+@pytest.mark.parametrize("policy", ["static", "auto"])
+def test_steps_of_one_row(settings, policy):
+    target, prompt = make_target("llama"), make_prompt(9)
+    torch.manual_seed(0)
+    text = target.generate(prompt, **SETTINGS, **settings)
+    draft = make_oracle(target, text)
+    draft.generation_config.tree_policy, draft.generation_config.output_steps = policy, True
+    torch.manual_seed(0)
+    assert torch.equal(target.generate(prompt, assistant_model=draft, **SETTINGS, **settings), text)
+    stats = draft.last_generation
+    check_steps(stats, text.tolist(), 9)
+    assert len(stats.steps) == stats.target_forwards and stats.steps[0].source == "target"
+    assert stats.origins()[0] == ("target", 0) and len(stats.origins()) == stats.new_tokens == 24
+    if policy == "static":
+        assert ("draft", 2) in stats.origins()
+        assert sum(source == "draft" for source, _ in stats.origins()) == sum(len(s.accepted[0]) for s in stats.steps)
+
+
+@pytest.mark.parametrize("eos", [None, [7, 12, 30, 44]], ids=["long", "ends"])
+def test_steps_of_rows_that_leave(eos):
+    target, batch = make_target("llama"), make_batch([12, 5, 17])
+    config = GenerationConfig(**SETTINGS, do_sample=False, eos_token_id=eos)
+    texts = target.generate(**batch, generation_config=config)
+    draft = make_draft(target, [make_prompt(12)])
+    target.generate(**batch, generation_config=config, assistant_model=draft)
+    assert draft.last_generation.steps == [] == draft.last_generation.origins()  # nobody asked
+    config.output_steps = True
+    assert torch.equal(target.generate(**batch, generation_config=config, assistant_model=draft), texts)
+    written = check_steps(draft.last_generation, texts.tolist(), 17)
+    for row, tokens in written.items():
+        rest = texts[row, 17 + len(tokens) :].tolist()
+        assert not rest or (set(rest) == {0} and tokens[-1] in eos)
+
+
+def test_looked_up_tokens():
+    target, prompt = make_target("llama"), make_prompt(6).repeat(1, 6)
+    text = target.generate(prompt, do_sample=False, **{**SETTINGS, "max_new_tokens": 60})
+    draft = make_draft(target, [prompt])
+    draft.generation_config.tree_policy, draft.generation_config.output_steps = "auto", True
+    target.generate(prompt, assistant_model=draft, do_sample=False, max_new_tokens=60)
+    check_steps(draft.last_generation, text.tolist(), 36)
+    stats = draft.last_generation
+    assert sum(step.source == "lookup" for step in stats.steps) == stats.lookup_steps
+
+
+def test_steps_can_be_watched():
+    """Those so far, while the call goes on, and of a call that was interrupted."""
+    target, prompt, seen = make_target("llama"), make_prompt(9), []
+    draft = make_draft(target, [prompt])
+    draft.generation_config.output_steps = True
+
+    class Watcher(BaseStreamer):
+        def put(self, value):
+            seen.append(len(draft.last_generation.steps) if draft.last_generation else None)
+            if len(seen) == 12:
+                raise InterruptedError
+
+        def end(self):
+            pass
+
+    with pytest.raises(InterruptedError):
+        target.generate(prompt, assistant_model=draft, do_sample=False, streamer=Watcher(), **SETTINGS)
+    assert seen[-1] > 1 and seen == sorted(seen, key=lambda n: n or 0)
+    assert draft.last_generation.target_forwards == len(draft.last_generation.steps)
