@@ -1,0 +1,82 @@
+# /// script
+# dependencies = ["hf-eagle3", "lm_eval"]
+# ///
+"""
+Evaluates a target on tasks of lm-evaluation-harness that generate, with and without a draft: the same results, and the
+time that each took.
+
+    python recipes/evaluate.py --target Qwen/Qwen3-8B --draft RedHatAI/Qwen3-8B-speculator.eagle3 --tasks gsm8k --limit 100
+
+Scores of tasks that only read (multiple choice) take as long with a draft as without.
+"""
+
+import argparse
+import json
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_eagle3 import Eagle3ForSpeculation, assist
+from hf_eagle3.environment import environment
+from hf_eagle3.tokenizer import load_tokenizer
+
+
+def evaluate(target, tokenizer, context, args) -> tuple[dict, list, float]:
+    """Metrics of each task, what the target said, and seconds."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    client = HFLM(pretrained=target, tokenizer=tokenizer, batch_size=args.batch_size, device=str(target.device))
+    manager = TaskManager(include_path=args.include_path)
+    start = time.perf_counter()
+    with context:
+        results = lm_eval.simple_evaluate(
+            client, tasks=args.tasks, limit=args.limit, task_manager=manager, log_samples=True, bootstrap_iters=0
+        )
+    seconds = time.perf_counter() - start
+    answers = [sample["resps"] for samples in results["samples"].values() for sample in samples]
+    return results["results"], answers, seconds
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="Folder or Hub id")
+    parser.add_argument("--draft", required=True, help="Folder or Hub id")
+    parser.add_argument("--tasks", nargs="+", required=True, help="Of lm_eval, or of `--include_path`")
+    parser.add_argument("--include_path", help="Folder of tasks of your own, as lm_eval takes it")
+    parser.add_argument("--limit", type=int, help="Only the first so many questions of each task")
+    parser.add_argument("--batch_size", type=int, default=1)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--json", help="Where results go")
+    args = parser.parse_args()
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(device).eval()
+    draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=target.dtype).to(device).eval()
+    tokenizer = load_tokenizer(args.target)
+    plain, answers, plain_seconds = evaluate(target, tokenizer, nullcontext(), args)
+    assisted, same, seconds = evaluate(target, tokenizer, assist(target, draft), args)
+    num_same = sum(ours == theirs for ours, theirs in zip(same, answers, strict=True))
+    summary = {
+        "results": plain,
+        "with the draft": assisted,
+        "same answers": f"{num_same}/{len(answers)}",
+        "seconds": round(plain_seconds, 1),
+        "seconds with the draft": round(seconds, 1),
+        "speed-up": round(plain_seconds / seconds, 2),
+        "environment": environment(device),
+    }
+    print(json.dumps(summary, indent=2, default=str))
+    if args.json:
+        Path(args.json).write_text(json.dumps(summary, indent=2, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ModuleNotFoundError, OSError, ValueError) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None

@@ -1,0 +1,57 @@
+# /// script
+# dependencies = ["hf-eagle3", "transformers[serving]"]
+# ///
+"""
+`transformers serve` (chat completions, completions and responses in OpenAI's format) with a draft.
+
+    python recipes/serve.py --target Qwen/Qwen3-8B --draft RedHatAI/Qwen3-8B-speculator.eagle3 --port 8000
+    curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" \
+        -d '{"model": "Qwen/Qwen3-8B", "messages": [{"role": "user", "content": "Hello"}]}'
+
+It answers one request after the other. For many at once take an engine that batches them as they come, such as vLLM,
+which loads the same draft.
+"""
+
+import argparse
+
+from transformers.cli.serve import Serve
+
+from hf_eagle3 import Eagle3ForSpeculation, assist
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="Folder or Hub id; also the name that requests call it by")
+    parser.add_argument("--draft", required=True, help="Folder or Hub id")
+    parser.add_argument("--dtype", default="auto", help="Of both")
+    parser.add_argument("--device", default="auto", help="Where both are: cpu, cuda:0, ...")
+    parser.add_argument("--host", default="localhost")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--log_level", default="warning")
+    args = parser.parse_args()
+
+    draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=args.dtype).eval()
+    server = Serve(
+        force_model=args.target,
+        dtype=args.dtype,
+        device=args.device,
+        host=args.host,
+        port=args.port,
+        log_level=args.log_level,
+        non_blocking=True,
+    )
+    (loaded,) = server._model_manager.loaded_models.values()  # there is no other way to the model that it serves
+    try:
+        with assist(loaded.model, draft.to(loaded.model.device)):
+            print(f"Serving {args.target} with {args.draft} on {args.host}:{args.port}", flush=True)
+            server._thread.join()
+    except BaseException:
+        server.kill_server()
+        raise
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ImportError, OSError, ValueError) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None

@@ -1,0 +1,114 @@
+"""Rollouts of TRL's `GRPOTrainer`, assisted by a draft."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from conftest import make_draft, make_prompt, make_target
+from datasets import Dataset
+from transformers import set_seed
+from trl import GRPOConfig, GRPOTrainer
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.training import assist_rollouts
+
+
+PROMPTS = Dataset.from_dict({"prompt": [f"the {i} of {i * 7}" for i in range(16)]})
+TIMES = ("runtime", "per_second", "time")
+
+
+def share_of_vowels(completions, **kwargs):
+    return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in completions]
+
+
+def make_trainer(tmp_path, tokenizer, **settings):
+    settings = {"max_steps": 4, "learning_rate": 1e-2, "steps_per_generation": 2, **settings}
+    args = GRPOConfig(
+        str(tmp_path),
+        **{
+            "per_device_train_batch_size": 4,
+            "num_generations": 4,
+            "max_completion_length": 12,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "use_cpu": True,
+            "bf16": False,
+            "disable_tqdm": True,
+            **settings,
+        },
+    )
+    return GRPOTrainer(make_target("llama"), share_of_vowels, args, PROMPTS, processing_class=copy.deepcopy(tokenizer))
+
+
+def history(trainer):
+    """What was logged, but for what others may measure otherwise."""
+    own = ("acceptance_length", "draft_loss")
+    return [
+        {name: value for name, value in entry.items() if name not in own and not any(t in name for t in TIMES)}
+        for entry in trainer.state.log_history
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, tokenizer):
+    trainer = make_trainer(tmp_path_factory.mktemp("plain"), tokenizer)
+    set_seed(5)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("learning_rate", [None, 1e-2], ids=["as it is", "follows"])
+def test_rollouts_are_what_they_would_be(tmp_path, tokenizer, plain, learning_rate):
+    trainer, reported = make_trainer(tmp_path, tokenizer), []
+    make_draft(trainer.model, [make_prompt(9)]).save_pretrained(tmp_path / "draft")
+    draft = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft").eval()
+    before = copy.deepcopy(draft.state_dict())
+    callbacks = list(trainer.callback_handler.callbacks)
+    num_hooks = len(trainer.model.model._forward_hooks)
+    trainer.callback_handler.callbacks[-1].on_log = lambda *args, logs, **kwargs: reported.append(dict(logs))
+    with assist_rollouts(trainer, draft, learning_rate):
+        set_seed(5)
+        trainer.train()
+    assert history(trainer) == history(plain) and len(history(plain)) >= 4
+    for ours, theirs in itertools.zip_longest(trainer.model.parameters(), plain.model.parameters()):
+        assert torch.equal(ours, theirs)
+    lengths = [entry["acceptance_length"] for entry in trainer.state.log_history if "acceptance_length" in entry]
+    assert len(lengths) == 2 and min(lengths) >= 1  # each rollout is learned from twice
+    assert [entry["acceptance_length"] for entry in reported if "acceptance_length" in entry] == lengths
+    changed = {name for name, weight in draft.state_dict().items() if not torch.equal(weight, before[name])}
+    losses = [entry["draft_loss"] for entry in trainer.state.log_history if "draft_loss" in entry]
+    assert (len(changed) > 5, len(losses)) == ((False, 0) if learning_rate is None else (True, 4))
+    assert not draft.training and trainer.callback_handler.callbacks == callbacks
+    assert len(trainer.model.model._forward_hooks) == num_hooks  # and nothing listens any more
+    calls = draft.last_generation
+    trainer.model.generate(make_prompt(3), max_new_tokens=2)
+    assert draft.last_generation is calls
+
+
+def test_a_draft_that_follows_learns(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=30, learning_rate=0.0, steps_per_generation=1)
+    torch.manual_seed(0)
+    draft = Eagle3ForSpeculation.from_target(trainer.model).eval()
+    with assist_rollouts(trainer, draft, 1e-2):
+        trainer.train()
+    losses = [entry["draft_loss"] for entry in trainer.state.log_history if "draft_loss" in entry]
+    assert len(losses) == 30 and sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+def test_nothing_is_left_after_an_exception(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer)
+    draft = make_draft(trainer.model, [make_prompt(9)])
+    callbacks = list(trainer.callback_handler.callbacks)
+    with pytest.raises(KeyboardInterrupt), assist_rollouts(trainer, draft, 1e-3):
+        raise KeyboardInterrupt
+    assert trainer.callback_handler.callbacks == callbacks and not trainer.model.model._forward_pre_hooks
+    trainer.args.use_vllm = True
+    with pytest.raises(ValueError, match="`use_vllm=True`"), assist_rollouts(trainer, draft):
+        pass
+    trainer.args.use_vllm = False
+    other = make_draft(make_target("llama", seed=1), [make_prompt(9)])
+    with pytest.raises(ValueError, match="trained for another model"), assist_rollouts(trainer, other):
+        pass
+    assert trainer.callback_handler.callbacks == callbacks
