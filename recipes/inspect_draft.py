@@ -7,15 +7,23 @@ it.
 
     python recipes/inspect_draft.py RedHatAI/Qwen3-8B-speculator.eagle3
     python recipes/inspect_draft.py path/to/draft --target Qwen/Qwen3-8B
+    python recipes/inspect_draft.py path/to/draft --target Qwen/Qwen3-8B --prompt "def main(argv):"
 
-With `--target` the draft is also checked against that model; only its configuration and embedding are read.
+With `--target` the draft is also checked against that model; only its configuration and embedding are read. With
+`--prompt` the whole model is, and goes on from the prompt: printed are the trees of the first steps, as the tree policy
+`static` makes them, greedily, with a tick at each token that was accepted.
 """
 
 import argparse
 
+from transformers import AutoModelForCausalLM
+
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import describe_engines, load_ends
+from hf_eagle3.demo import describe_step, encode, tree_text
 from hf_eagle3.environment import is_path
+from hf_eagle3.remote_code.policy_eagle3 import tree_settings
+from hf_eagle3.tokenizer import load_tokenizer
 
 
 NOT_TO_PUBLISH = (
@@ -68,12 +76,32 @@ def describe(draft, info) -> list[tuple[str, str]]:
     return rows
 
 
+def print_trees(draft, name: str, prompt: str, num_steps: int) -> None:
+    """The trees of the first steps after a prompt, of the whole target."""
+    tokenizer = load_tokenizer(name)
+    target = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
+    inputs = encode(tokenizer, prompt, is_chat=tokenizer.chat_template is not None)
+    draft.generation_config.tree_policy, draft.generation_config.output_steps = "static", True
+    most = 1 + tree_settings(draft.generation_config)["tree_depth"]  # tokens that a step writes
+    # Trees get shorter where the text ends: that is after the steps that are shown.
+    target.generate(**inputs, assistant_model=draft.eval(), do_sample=False, max_new_tokens=(1 + num_steps) * most)
+    first, *steps = draft.last_generation.steps
+    first_token = tokenizer.decode(first.new_tokens[0])
+    print(f"\nAfter {prompt!r} the target writes {first_token!r}, the root of the first tree.")
+    for number, step in enumerate(steps[:num_steps], start=1):
+        print(f"\nStep {number}: {describe_step(step)}\n{tree_text(step, tokenizer)}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("draft", help="Folder or Hub id")
     parser.add_argument("--revision", help="Revision on the Hub")
     parser.add_argument("--target", help="Folder or Hub id of a model to check the draft against")
+    parser.add_argument("--prompt", help="Print trees that follow this; by the target's chat template, if it has one")
+    parser.add_argument("--steps", type=int, default=3, help="Of how many steps, with --prompt")
     args = parser.parse_args()
+    if args.prompt is not None and args.target is None:
+        parser.error("--prompt needs a model to go on from it: pass --target")
     draft, info = Eagle3ForSpeculation.from_pretrained(args.draft, revision=args.revision, output_loading_info=True)
     rows, fits = [*describe(draft, info), ("transformers", "generate(assistant_model=draft)")], []
     if args.target:
@@ -87,6 +115,8 @@ def main():
     print("\n".join(f"{name:<{width}}  {text}" for name, text in rows))
     if any(text.startswith("does not fit") for _, text in rows):
         raise SystemExit(1)
+    if args.prompt is not None:
+        print_trees(draft, args.target, args.prompt, args.steps)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ USER = "me"
 class Hub:
     """
     Repositories by id: `repos["me/draft"]["main"]` is a list of commits, each a dictionary from file names to
-    contents. `cut` has the kinds of requests that are answered by closing the connection, each once.
+    contents; a Space is `repos["spaces/me/page"]`. `cut` has the kinds of requests that are answered by closing the connection, each once.
     """
 
     def __init__(self):
@@ -100,6 +100,10 @@ def create_repo(self, body):
     repo = f"{request.get('organization') or USER}/{request['name']}"
     if not repo.startswith(f"{USER}/"):
         return self.error(403, "Forbidden", f"You may not create {repo}.")
+    if request.get("type") == "space":
+        if "sdk" not in request:
+            return self.error(400, "BadRequest", "A Space needs an SDK.")
+        repo = f"spaces/{repo}"
     if repo in self.hub.repos:
         return self.answer({"url": f"{self.hub.url}/{repo}", "error": "exists"}, 409)
     self.hub.repos[repo] = {"main": [{}]}
@@ -170,7 +174,7 @@ def add_collection_item(self, body, slug):
 
 
 def preupload(self, body, repo, revision):
-    if not repo.startswith(f"{USER}/"):
+    if not repo.removeprefix("spaces/").startswith(f"{USER}/"):
         return self.error(403, "Forbidden", f"You may not write to {repo}.")
     files = json.loads(body)["files"]
     self.answer(
@@ -257,6 +261,7 @@ def resolve(self, body, repo, revision, name):
 
 SLUG = r"(?P<slug>[^/]+/[^/]+)"
 REPO, REVISION = r"(?P<repo>[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
+SPACE = r"(?P<repo>spaces/[^/]+/[^/]+)"
 ROUTES = (
     ("GET", "/api/whoami-v2", whoami),
     ("POST", "/api/repos/create", create_repo),
@@ -268,6 +273,8 @@ ROUTES = (
     ("POST", f"/api/models/{REPO}/branch/{REVISION}", create_branch),
     ("POST", f"/api/models/{REPO}/preupload/{REVISION}", preupload),
     ("POST", f"/api/models/{REPO}/commit/{REVISION}", commit),
+    ("POST", f"/api/{SPACE}/preupload/{REVISION}", preupload),
+    ("POST", f"/api/{SPACE}/commit/{REVISION}", commit),
     ("GET", f"/api/models/{REPO}/revision/{REVISION}", model_info),
     ("GET", f"/api/models/{REPO}/tree/{REVISION}", tree),
     ("GET", f"/api/models/{REPO}", model_info),

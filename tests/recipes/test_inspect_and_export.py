@@ -8,9 +8,11 @@ import sys
 import torch
 from conftest import RECIPES, make_draft, make_prompt, make_target
 from loopback_hub import serve_hub
+from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import export
+from hf_eagle3.demo import encode
 from hf_eagle3.making import FORMS
 
 
@@ -68,6 +70,34 @@ def test_inspect_and_export(tmp_path, run_recipe):
     assert theirs["speculators_config"]["proposal_methods"] == ours["speculators_config"]["proposal_methods"]
     result = run_recipe("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "other")
     assert result.returncode == 1 and "does not fit" in result.stdout and "trained for another model" in result.stdout
+
+
+def test_the_first_trees(tmp_path, tokenizer, run_recipe):
+    make_target("llama").save_pretrained(tmp_path / "target")
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    inputs = encode(tokenizer, "what is up", is_chat=True)
+    make_draft(target, [inputs["input_ids"]]).save_pretrained(tmp_path / "draft")
+    result = run_recipe("inspect_draft.py", tmp_path / "draft", "--prompt", "a")
+    assert result.returncode == 2 and "pass --target" in result.stderr
+    arguments = ("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "target", "--prompt", "what is up")
+    result = run_recipe(*arguments)
+    assert result.returncode == 1 and "has no tokenizer" in result.stderr
+    tokenizer.save_pretrained(tmp_path / "target")
+    result = run_recipe(*arguments, "--steps", 4)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+    draft = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft").eval()
+    draft.generation_config.update(tree_policy="static", output_steps=True)
+    target.generate(**inputs, assistant_model=draft, do_sample=False, max_new_tokens=60)
+    facts, *trees = result.stdout.split("\n\n")
+    assert (
+        facts.startswith("format") and len(trees) == 5 and trees[0].startswith("After 'what is up' the target writes")
+    )
+    assert sum("✓" in tree for tree in trees) > 0
+    for number, (step, printed) in enumerate(zip(draft.last_generation.steps[1:], trees[1:]), start=1):
+        assert printed.startswith(f"Step {number}: {len(step.tokens[0]) - 1} tokens drafted")
+        assert printed.count("✓") == len(step.accepted[0]) and printed.count("the target's own") == 1
+        assert len(printed.strip().splitlines()) == 1 + len(step.tokens[0]) + 1
 
 
 def test_engines_are_named_for_the_target_that_is_given(tmp_path, run_recipe):

@@ -1,0 +1,48 @@
+"""The page of `recipes/demo.py` as a Space, on a Hub on this machine."""
+
+import huggingface_hub.constants
+import pytest
+from huggingface_hub import SpaceCard
+from loopback_hub import serve_hub
+
+from hf_eagle3 import demo
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    with serve_hub() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_test")
+        monkeypatch.setattr(demo, "version", lambda package: {"gradio": "6.1.2"}[package])
+        hub.repos["org/target"] = hub.repos["me/draft"] = {"main": [{}]}
+        yield hub
+
+
+def test_a_space(hub, run_recipe):
+    arguments = ("--target", "org/target", "--draft", "me/draft", "--push_to", "me/page")
+    result = run_recipe("demo.py", *arguments, "--private")
+    assert result.returncode == 0 and f"{hub.url}/spaces/me/page/commit/" in result.stdout
+    commits = hub.repos["spaces/me/page"]["main"]
+    assert len(commits) == 2 and "spaces/me/page" in hub.private  # the empty repo's, and ours
+    files = {name: content.decode() for name, content in commits[-1].items()}
+    assert files.keys() == {"app.py", "requirements.txt", "README.md"}
+    assert files["requirements.txt"] == "hf-eagle3[demo]\n"
+    compile(files["app.py"], "app.py", "exec")
+    assert "from_pretrained('org/target', 'me/draft')" in files["app.py"]
+    card = SpaceCard(files["README.md"])
+    assert (card.data.sdk, card.data.sdk_version, card.data.app_file) == ("gradio", "6.1.2", "app.py")
+    assert card.data.models == ["org/target", "me/draft"] and card.data.title == "page"
+    assert "me/draft" in card.text
+
+    # Once more, with the package from elsewhere.
+    result = run_recipe("demo.py", *arguments, "--package", "hf-eagle3[demo] @ git+https://example.org/hf-eagle3")
+    assert result.returncode == 0 and len(commits) == 3
+    assert commits[-1]["requirements.txt"] == b"hf-eagle3[demo] @ git+https://example.org/hf-eagle3\n"
+
+
+def test_models_must_be_on_the_hub(hub, tmp_path, run_recipe):
+    for draft, message in ((tmp_path, "is no id of the Hub"), ("me/other", "me/other not found")):
+        result = run_recipe("demo.py", "--target", "org/target", "--draft", draft, "--push_to", "me/page")
+        assert result.returncode == 1 and message in result.stderr
+    assert not any(repo.startswith("spaces/") for repo in hub.repos)
