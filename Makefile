@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test test-engines style clean
+.PHONY: install quickstart test test-engines test-clients docs style clean
 
 install: $(VENV)/.installed
 
@@ -31,6 +31,20 @@ test: $(VENV)/.tested
 # One draft in vLLM, llama.cpp and OpenVINO, each in an environment of its own: some 6 GB, half an hour at first.
 test-engines: install
 	HF_EAGLE3_ENGINES=outputs/engines $(BIN)/python -m pytest tests/engines -v -rs
+
+# Other people's programs that call `generate`: lm-evaluation-harness, LangChain, `transformers serve`.
+test-clients:
+	$(MAKE) install VENV=outputs/clients
+	outputs/clients/bin/python -m pip install --quiet lm_eval langchain-huggingface "transformers[serving]"
+	outputs/clients/bin/python -m pytest tests/clients -v -rs
+
+# The site with the API reference, into outputs/site. A link that leads nowhere fails.
+docs: $(VENV)/.documented
+	$(BIN)/python -m mkdocs build --strict
+
+$(VENV)/.documented: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[dev,docs]"
+	touch $@
 
 style: install
 	$(BIN)/python -m ruff check --fix src tests recipes
