@@ -82,11 +82,15 @@ def add_arguments(parser) -> None:
     parser.add_argument("--seed", type=int, default=0)
 
 
-def settle_arguments(folder: Path, arguments: dict) -> dict:
+def settle_arguments(folder: Path, args, tasks: dict[str, list]) -> dict:
     """
+    What is measured, which is kept in the folder.
+
     Raises:
         SystemExit: if a folder was made with others.
     """
+    arguments = {name: each for name, each in vars(args).items() if name not in NOT_MEASURED}
+    arguments["prompts_sha256"] = hashlib.sha256(repr(tasks).encode()).hexdigest()
     path = folder / "arguments.json"
     if path.exists() and (difference := what_differs(json.loads(path.read_text()), arguments)):
         raise SystemExit(f"{folder} was made with other arguments: {difference}. Choose another folder.")
@@ -221,11 +225,12 @@ def main():
     args = parser.parse_args()
 
     folder = Path(args.output_dir)
-    arguments = settle_arguments(folder, {name: each for name, each in vars(args).items() if name not in NOT_MEASURED})
+    tokenizer = load_tokenizer(args.target)
+    tasks = {task_name(name): load_prompts(name, tokenizer, args.num_prompts) for name in args.prompts}
+    arguments = settle_arguments(folder, args, tasks)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(device)
-    tokenizer = load_tokenizer(args.target)
     names, facts, dataset = dict.fromkeys(DRAFTS[method] for method in args.methods), {}, None
     for name in names:
         if not (folder / name / "facts.json").exists():
@@ -234,18 +239,14 @@ def main():
             train(name, folder / name, target, tokenizer, dataset, args, args.minutes, args.tokens)
         facts[name] = json.loads((folder / name / "facts.json").read_text())
 
-    tasks = {task_name(name): load_prompts(name, tokenizer, args.num_prompts) for name in args.prompts}
     path = folder / "results.jsonl"
     run = {
         "arguments": arguments,
         "environment": environment(device),
-        "prompts": {name: hashlib.sha256(repr(prompts).encode()).hexdigest() for name, prompts in tasks.items()},
         "facts": facts,
         "missing_tasks": {},
     }
     results = BenchmarkResults.read(path) if path.exists() else BenchmarkResults(run)
-    if results.run["prompts"] != run["prompts"]:
-        raise SystemExit(f"{path} holds a table of other prompts. Choose another folder.")
     known = results.run["facts"]
     renewed = {name for name in facts if known.get(name, {}).get("weights") != facts[name].get("weights")}
     results.measurements[:] = [each for each in results.measurements if DRAFTS.get(each["method"]) not in renewed]

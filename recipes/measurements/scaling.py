@@ -31,7 +31,6 @@ from hf_eagle3.tokenizer import load_tokenizer
 
 
 METHODS = {"eagle3-no-lookup": "eagle3", "eagle-2": "eagle"}
-NOT_MEASURED = ("output_dir", "repeats")
 
 
 def pieces_of(dataset: Dataset, tokenizer, num_rows: int, num_tokens: int, seed: int) -> list[dict]:
@@ -121,21 +120,22 @@ def main():
     args = parser.parse_args()
 
     folder = Path(args.output_dir)
-    settle_arguments(folder, {name: each for name, each in vars(args).items() if name not in NOT_MEASURED})
+    tokenizer = load_tokenizer(args.target)
+    tasks = {task_name(name): load_prompts(name, tokenizer, args.num_prompts) for name in args.prompts}
+    settle_arguments(folder, args, tasks)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(device)
-    tokenizer = load_tokenizer(args.target)
     dataset = samples(folder / "samples", target, tokenizer, args)
-    tasks = {task_name(name): load_prompts(name, tokenizer, args.num_prompts) for name in args.prompts}
+    folders = {
+        (share, method): folder / f"{METHODS[method]}-{share}x" for share in sorted(args.shares) for method in METHODS
+    }
+    for (share, method), of_draft in folders.items():
+        if not (of_draft / "facts.json").exists():
+            train(METHODS[method], of_draft, target, tokenizer, dataset.select(range(share * args.rows)), args)
     points = []
     for share in sorted(args.shares):
-        drafts, facts = {}, {}
-        for method, name in METHODS.items():
-            of_draft = folder / f"{name}-{share}x"
-            if not (of_draft / "facts.json").exists():
-                train(name, of_draft, target, tokenizer, dataset.select(range(share * args.rows)), args)
-            drafts[method] = load(method, of_draft, target, args)
-            facts[method] = json.loads((of_draft / "facts.json").read_text())
+        drafts = {method: load(method, folders[share, method], target, args) for method in METHODS}
+        facts = {method: json.loads((folders[share, method] / "facts.json").read_text()) for method in METHODS}
         results = measure(target, tokenizer, tasks, folder / f"results-{share}x.jsonl", drafts, args)
         for row in (row for row in results.rows if row.method != "plain"):
             point = {"share": share, "task": row.task, "method": row.method, "T": row.temperature}
