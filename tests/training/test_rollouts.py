@@ -104,6 +104,9 @@ def test_nothing_is_left_after_an_exception(tmp_path, tokenizer):
     with pytest.raises(KeyboardInterrupt), assist_rollouts(trainer, draft, 1e-3):
         raise KeyboardInterrupt
     assert trainer.callback_handler.callbacks == callbacks and not trainer.model.model._forward_pre_hooks
+    embeds = trainer.model.get_input_embeddings()(make_prompt(5))
+    with assist_rollouts(trainer, draft, 1e-3), pytest.raises(ValueError, match="embeddings in place of `input_ids`"):
+        trainer.model(inputs_embeds=embeds)
     trainer.args.use_vllm = True
     with pytest.raises(ValueError, match="`use_vllm=True`"), assist_rollouts(trainer, draft):
         pass

@@ -127,11 +127,17 @@ class DraftLearner:
                 handle.remove()
 
     def ask_for_states(self, module, args, kwargs):
-        if torch.is_grad_enabled() and kwargs.get("input_ids") is not None:
-            return args, kwargs | {"output_hidden_states": select_hidden_states(self.layer_ids)}
+        if not torch.is_grad_enabled():
+            return None
+        if kwargs.get("input_ids") is None:
+            raise ValueError(
+                "The trainer reads embeddings in place of `input_ids`, from which a draft cannot learn: leave "
+                "`learning_rate` out."
+            )
+        return args, kwargs | {"output_hidden_states": select_hidden_states(self.layer_ids)}
 
     def learn(self, module, args, kwargs, outputs):
-        if not torch.is_grad_enabled() or kwargs.get("input_ids") is None:
+        if not torch.is_grad_enabled():
             return
         batch = self.batch_of(kwargs, outputs)
         self.draft.train()
@@ -161,6 +167,6 @@ class DraftLearner:
             target_mass=mass,
             target_tokens=tokens,
             labels=input_ids if mask is None else input_ids.masked_fill(mask == 0, -100),
-            documents=documents_of(input_ids, mask),
+            documents=documents_of(input_ids, mask, inputs.get("position_ids")),
             position_ids=positions,
         )
