@@ -5,6 +5,7 @@ from conftest import VOCAB_SIZE, make_prompt, make_target
 from transformers import DynamicCache
 
 from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.training import ttt
 from hf_eagle3.training.ttt import (
     TTTBatch,
     attend_by_flex,
@@ -132,7 +133,8 @@ def test_loss_and_gradients_equal_the_naive_ones():
         assert our.abs().max() > 0, name
 
 
-def test_counts_equal_the_naive_ones():
+def test_counts_equal_the_naive_ones(monkeypatch):
+    monkeypatch.setattr(ttt, "ONE_IN", 1)
     target = make_target("llama")
     draft = make_draft(target)
     input_ids = make_prompt(15, batch_size=3)
@@ -160,12 +162,14 @@ def test_counts_equal_the_naive_ones():
                 p *= batch.target_mass[b, predicted - 1]
                 q = torch.zeros(VOCAB_SIZE)
                 q[draft.draft_token_ids] = logits[b, t, step].softmax(-1)
-                acceptance[step] += torch.minimum(p, q).sum()
+                of_others = torch.maximum(p / p[:, None], q / q[:, None]).nan_to_num(0, posinf=torch.inf)
+                acceptance[step] += (1 / (of_others.sum(-1) + (1 - p.sum()) / p))[(p > 0) & (q > 0)].sum()
             is_reached = is_reached and counts
             reached[step] += is_reached
             is_reached = is_reached and is_correct
             accepted[step] += is_reached
             correct[step] += is_correct
+    assert torch.equal(outputs.num_sampled, outputs.num_rows)
     torch.testing.assert_close(outputs.acceptance_sums, acceptance, atol=1e-4, rtol=1e-4)
     assert outputs.num_reached.tolist() == reached.tolist()
     assert outputs.num_accepted.tolist() == accepted.tolist()

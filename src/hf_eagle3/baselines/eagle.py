@@ -106,5 +106,6 @@ class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
 
     def row_loss(self, logits, targets):
         # Cross-entropy is the divergence and what does not depend on the draft.
-        loss, acceptance = DraftLoss.apply(logits, targets.probs, targets.mass, targets.entropy, "kl")
-        return self.CLASSIFICATION_WEIGHT * loss, acceptance
+        return self.CLASSIFICATION_WEIGHT * DraftLoss.apply(
+            logits, targets.probs, targets.mass, targets.entropy, "kl"
+        )

@@ -36,8 +36,8 @@ class HassForSpeculation(EagleForSpeculation):
         return super().overrides_for(target, {"static_tree": None} | overrides)
 
     def row_loss(self, logits, targets):
-        loss, acceptance = DraftLoss.apply(logits, targets.probs, targets.mass, targets.entropy, "kl")
+        loss = DraftLoss.apply(logits, targets.probs, targets.mass, targets.entropy, "kl")
         probs, tokens = targets.probs.topk(min(self.TOP_K, targets.probs.shape[-1]), dim=-1)
         log_probs = logits.float().gather(-1, tokens) - torch.logsumexp(logits.float(), dim=-1, keepdim=True)
         top_k_loss = -(probs * log_probs).sum(dim=-1)
-        return self.CLASSIFICATION_WEIGHT * loss + self.TOP_K_WEIGHT * top_k_loss, acceptance
+        return self.CLASSIFICATION_WEIGHT * loss + self.TOP_K_WEIGHT * top_k_loss

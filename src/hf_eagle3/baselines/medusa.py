@@ -10,7 +10,6 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 
 from ..remote_code.proposer_eagle3 import Call, Proposer
-from ..training.losses import DraftLoss
 from ..training.ttt import TTTBatch, TTTOutput, UnrollStep, unroll_loss
 from .baseline import BaselineConfig, BaselineDraft, check_steps
 
@@ -106,11 +105,10 @@ class MedusaForSpeculation(BaselineDraft):
         return unroll_loss(self, batch, self.unroll(batch, steps), self.row_loss)
 
     def row_loss(self, logits, targets):
-        _, acceptance = DraftLoss.apply(logits.detach(), targets.probs, targets.mass, targets.entropy, "kl")
         labels = torch.full((self.config.vocab_size,), -100, device=logits.device)
         labels[self.draft_token_ids] = torch.arange(self.config.draft_vocab_size, device=logits.device)
         labels = labels[targets.actual]  # what the draft's vocabulary has not, it cannot learn
-        return F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none"), acceptance
+        return F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none")
 
 
 class HeadsProposer(Proposer):

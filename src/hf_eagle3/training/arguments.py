@@ -47,7 +47,7 @@ class Eagle3TrainingArguments(SFTConfig):
         ttt_step_decay (`float`, *optional*, defaults to `0.8`):
             Weight of step `s` in the loss is `ttt_step_decay ** s`.
         loss_type (`str`, *optional*, defaults to `"kl"`):
-            `"kl"` (forward KL), `"ce"`, `"lk_alpha"` or `"lk_lambda"`: see `hf_eagle3.training.losses`.
+            `"kl"` (forward KL), `"ce"`, `"lk_alpha"`, `"lk_lambda"` or `"race"`: see `hf_eagle3.training.losses`.
         num_eval_prompts (`int`, *optional*, defaults to `16`):
             With how many beginnings of evaluation rows `evaluate` decodes, to measure the acceptance length itself. 0
             for none.
@@ -115,7 +115,7 @@ class Eagle3TrainingArguments(SFTConfig):
     )
     loss_type: LossType = field(
         default="kl",
-        metadata={"help": "`kl`, `ce`, `lk_alpha` or `lk_lambda`.", "choices": list(LOSS_TYPES)},
+        metadata={"help": "`kl`, `ce`, `lk_alpha`, `lk_lambda` or `race`.", "choices": list(LOSS_TYPES)},
     )
     use_muon: bool = field(
         default=True,

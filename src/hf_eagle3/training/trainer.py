@@ -460,11 +460,12 @@ class Eagle3Trainer(SFTTrainer):
         counts = self._counts.pop(mode, None)
         if counts is None:
             return {}
-        num_rows, num_correct, acceptance_sums, num_reached, num_accepted = self.accelerator.reduce(counts, "sum")
+        counts = self.accelerator.reduce(counts, "sum")
+        num_rows, num_correct, num_sampled, acceptance_sums, num_reached, num_accepted = counts
         conditional = num_accepted / num_reached.clamp(min=1)
         by_step = {
             "accuracy": num_correct / num_rows.clamp(min=1),
-            "acceptance_rate": acceptance_sums / num_rows.clamp(min=1),
+            "acceptance_rate": acceptance_sums / num_sampled.clamp(min=1),
             "conditional_acceptance": conditional,
             # Not `num_accepted / num_rows[0]`: a draft that reaches the end of the data was not rejected there.
             "joint_acceptance": conditional.cumprod(dim=0),

@@ -20,8 +20,11 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from .losses import DraftLoss, LossType, probabilities
+from .losses import DraftLoss, LossType, acceptance_rates, probabilities
 
+
+# Acceptance rates are computed in one of so many rows: sorting a vocabulary takes longer than its loss.
+ONE_IN = 16
 
 try:
     from torch.nn.attention.flex_attention import AuxRequest
@@ -64,7 +67,8 @@ class TTTOutput:
         loss_sums (`torch.FloatTensor` of shape `(steps,)`): The loss of the rows that count.
         num_rows (`torch.LongTensor` of shape `(steps,)`): How many do.
         num_correct (`torch.LongTensor` of shape `(steps,)`): In how many the draft's best token is the target's.
-        acceptance_sums (`torch.FloatTensor` of shape `(steps,)`): Their acceptance rates, `Σ min(p, q)`.
+        num_sampled (`torch.LongTensor` of shape `(steps,)`): Of how many acceptance rates are computed.
+        acceptance_sums (`torch.FloatTensor` of shape `(steps,)`): These, by [`acceptance_rates`].
         num_reached (`torch.LongTensor` of shape `(steps,)`):
             How many count at this and all earlier steps, and were correct at the earlier ones.
         num_accepted (`torch.LongTensor` of shape `(steps,)`): How many of those are correct at this step, too.
@@ -73,6 +77,7 @@ class TTTOutput:
     loss_sums: torch.FloatTensor
     num_rows: torch.LongTensor
     num_correct: torch.LongTensor
+    num_sampled: torch.LongTensor
     acceptance_sums: torch.FloatTensor
     num_reached: torch.LongTensor
     num_accepted: torch.LongTensor
@@ -306,7 +311,7 @@ def unroll_loss(
     Args:
         unroll (`Iterable[UnrollStep]`): The steps.
         row_loss (`Callable`):
-            `row_loss(logits (B, R, draft_vocab_size), targets: RowTargets) -> losses (B, R), acceptance rates (B, R)`.
+            `row_loss(logits (B, R, draft_vocab_size), targets: RowTargets) -> losses (B, R)`.
         max_logits (`int`, *optional*):
             How many of the draft's logits may stand in memory: where a step has more, they are computed in pieces, and
             again in backward.
@@ -317,9 +322,12 @@ def unroll_loss(
 
     def score(head, states, rows, *targets):
         logits, targets = head(states), RowTargets(*targets)
-        loss, acceptance = row_loss(logits, targets)
         best = draft.draft_token_ids[logits.detach().max(dim=-1).indices]
-        return (loss * rows).sum(), (acceptance * rows).sum(), best == targets.best
+        some = slice(None, None, ONE_IN)
+        sampled = rows[:, some]
+        rates = acceptance_rates(logits[:, some], targets.probs[:, some], targets.mass[:, some])
+        sums = (row_loss(logits, targets) * rows).sum(), sampled.sum(), (rates * sampled).sum()
+        return *sums, best == targets.best
 
     outputs, reached = [], None
     for step, (states, head, row_losses) in enumerate(unroll):
@@ -336,11 +344,11 @@ def unroll_loss(
             pieces = zip(*(tensor.split(piece, dim=1) for tensor in whole))
             scores = [checkpoint(score, head, *tensors, use_reentrant=False) for tensors in pieces]
         if row_losses is not None:
-            scores.append(((row_losses[:, :num] * rows).sum(), 0, rows[:, :0]))
-        losses, acceptances, correct = zip(*scores)
+            scores.append(((row_losses[:, :num] * rows).sum(), 0, 0, rows[:, :0]))
+        losses, num_sampled, acceptances, correct = zip(*scores)
         correct = torch.cat(correct, dim=1)
         reached = rows if reached is None else rows & reached[:, :num]
-        counts = (rows.sum(), (correct & rows).sum(), sum(acceptances), reached.sum())
+        counts = (rows.sum(), (correct & rows).sum(), sum(num_sampled), sum(acceptances), reached.sum())
         reached = reached & correct
         outputs.append((sum(losses), *counts, reached.sum()))
     return TTTOutput(*map(torch.stack, zip(*outputs)))
