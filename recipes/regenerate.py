@@ -14,9 +14,10 @@ By a server with an OpenAI-compatible API (vLLM, SGLang), which is faster:
     python recipes/regenerate.py --model_name_or_path Qwen/Qwen3-8B --base_url http://localhost:8000/v1 --concurrency 128 \
         --dataset_name HuggingFaceH4/ultrachat_200k --dataset_train_split train_sft --output_dir ultrachat-qwen3-8b
 
-Every turn of the assistant is replaced, the later ones in answer to a conversation of the new ones. A finished row is
-written at once; the same command goes on where it was stopped, and tries rows again that failed. Then train on the
-folder: `recipes/train.py --dataset_name ultrachat-qwen3-8b ...`.
+Every turn of the assistant is replaced, the later ones in answer to a conversation of the new ones. Prompts that are
+texts are continued, and of rows with a `text` the first `--prompt_tokens`: that takes no chat template. A finished row
+is written at once; the same command goes on where it was stopped, and tries rows again that failed. Then train on the
+folder: `recipes/train.py --dataset_name ultrachat-qwen3-8b ...`, or on what `--push_to_hub me/ultrachat-qwen3-8b` made of it.
 """
 
 import asyncio
@@ -27,7 +28,14 @@ from train import TargetConfig, TrainScriptArguments, load_data, load_target
 from transformers import AutoModel
 from trl import DatasetMixtureConfig
 
-from hf_eagle3.data.regeneration import Output, conversations, regenerate_by_server, regenerate_locally
+from hf_eagle3.data.regeneration import (
+    Output,
+    beginnings,
+    conversations,
+    push_dataset,
+    regenerate_by_server,
+    regenerate_locally,
+)
 from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training.parser import Eagle3Parser
 
@@ -54,12 +62,17 @@ class RegenerationArguments:
         default=None, metadata={"help": "By default as the target is configured; 0 is greedy."}
     )
     top_p: float | None = field(default=None, metadata={"help": "By default as the target is configured."})
+    prompt_tokens: int = field(default=32, metadata={"help": "Of rows that are texts: how much of each is kept."})
     batch_size: int = field(default=16, metadata={"help": "Conversations at a time in each process."})
     base_url: str | None = field(default=None, metadata={"help": "Server to ask, instead of loading the target."})
     api_key: str | None = field(default=None, metadata={"help": "Its key, if it wants one."})
     concurrency: int = field(default=64, metadata={"help": "Conversations at a time that the server gets."})
     max_retries: int = field(default=5, metadata={"help": "How often a request that failed is sent again."})
     timeout: float = field(default=600.0, metadata={"help": "Seconds to wait for an answer of the server."})
+    push_to_hub: str | None = field(
+        default=None, metadata={"help": "Data set of the Hub, `<owner>/<name>`, that all rows are pushed to at the end."}
+    )
+    private: bool = field(default=False, metadata={"help": "Make it a private one."})
 
 
 def main():
@@ -67,6 +80,9 @@ def main():
     script_args, args, target_config, mixture = parser.parse_args_and_config()
     state = PartialState()
     dataset = load_data(script_args, mixture)[script_args.dataset_train_split]
+    if args.base_url is None:
+        tokenizer = load_tokenizer(target_config.model_name_or_path, revision=target_config.model_revision)
+        dataset = beginnings(dataset, tokenizer, args.prompt_tokens)
     sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
     settings = {
         "model": target_config.model_name_or_path,
@@ -75,6 +91,7 @@ def main():
         "dataset": script_args.dataset_name,
         "config": script_args.dataset_config,
         "split": script_args.dataset_train_split,
+        **({"prompt_tokens": args.prompt_tokens} if args.prompt_tokens != 32 else {}),
         **sampling,
     }
     with state.main_process_first():
@@ -108,13 +125,15 @@ def main():
         draft = None
         if script_args.draft_name_or_path is not None:
             draft = AutoModel.from_pretrained(script_args.draft_name_or_path, trust_remote_code=True).to(state.device)
-        tokenizer = load_tokenizer(target_config.model_name_or_path, revision=target_config.model_revision)
         regenerate_locally(target.eval(), tokenizer, pending, output, args.batch_size, draft, **sampling)
     print(
         f"{len(output.done) - num_done} rows written to {args.output_dir}, {num_done} were there, {num_failed} failed."
     )
     if num_failed:
         raise SystemExit(1)
+    state.wait_for_everyone()
+    if args.push_to_hub is not None and state.is_main_process:
+        print(f"Pushed to {push_dataset(args.output_dir, args.push_to_hub, args.private or None).commit_url}.")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ USER = "me"
 class Hub:
     """
     Repositories by id: `repos["me/draft"]["main"]` is a list of commits, each a dictionary from file names to
-    contents; a Space is `repos["spaces/me/page"]`. `cut` has the kinds of requests that are answered by closing the connection, each once.
+    contents; a Space is `repos["spaces/me/page"]`, a data set `repos["datasets/me/rows"]`. `cut` has the kinds of requests that are answered by closing the connection, each once.
     """
 
     def __init__(self):
@@ -104,6 +104,8 @@ def create_repo(self, body):
         if "sdk" not in request:
             return self.error(400, "BadRequest", "A Space needs an SDK.")
         repo = f"spaces/{repo}"
+    if request.get("type") == "dataset":
+        repo = f"datasets/{repo}"
     if repo in self.hub.repos:
         return self.answer({"url": f"{self.hub.url}/{repo}", "error": "exists"}, 409)
     self.hub.repos[repo] = {"main": [{}]}
@@ -174,7 +176,7 @@ def add_collection_item(self, body, slug):
 
 
 def preupload(self, body, repo, revision):
-    if not repo.removeprefix("spaces/").startswith(f"{USER}/"):
+    if not repo.removeprefix("spaces/").removeprefix("datasets/").startswith(f"{USER}/"):
         return self.error(403, "Forbidden", f"You may not write to {repo}.")
     files = json.loads(body)["files"]
     self.answer(
@@ -261,7 +263,7 @@ def resolve(self, body, repo, revision, name):
 
 SLUG = r"(?P<slug>[^/]+/[^/]+)"
 REPO, REVISION = r"(?P<repo>[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
-SPACE = r"(?P<repo>spaces/[^/]+/[^/]+)"
+OTHER = r"(?P<repo>(?:spaces|datasets)/[^/]+/[^/]+)"
 ROUTES = (
     ("GET", "/api/whoami-v2", whoami),
     ("POST", "/api/repos/create", create_repo),
@@ -273,8 +275,9 @@ ROUTES = (
     ("POST", f"/api/models/{REPO}/branch/{REVISION}", create_branch),
     ("POST", f"/api/models/{REPO}/preupload/{REVISION}", preupload),
     ("POST", f"/api/models/{REPO}/commit/{REVISION}", commit),
-    ("POST", f"/api/{SPACE}/preupload/{REVISION}", preupload),
-    ("POST", f"/api/{SPACE}/commit/{REVISION}", commit),
+    ("POST", f"/api/{OTHER}/preupload/{REVISION}", preupload),
+    ("POST", f"/api/{OTHER}/commit/{REVISION}", commit),
+    ("GET", f"/api/{OTHER}/tree/{REVISION}", tree),
     ("GET", f"/api/models/{REPO}/revision/{REVISION}", model_info),
     ("GET", f"/api/models/{REPO}/tree/{REVISION}", tree),
     ("GET", f"/api/models/{REPO}", model_info),

@@ -1,5 +1,6 @@
 """`recipes/regenerate.py` as users call it, and as they interrupt it."""
 
+import copy
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import chat_server, make_target
 from datasets import load_dataset
+from huggingface_hub import DatasetCard, constants
+from loopback_hub import serve_hub
 
 
 SCRIPT = Path(__file__).parents[2] / "recipes" / "regenerate.py"
@@ -71,3 +74,35 @@ def test_a_target_in_the_process(tmp_path, data, tokenizer, run_recipe, caplog):
     assert written + caplog.text.count("is left out: its answer has the special tokens") == NUM_ROWS
     with pytest.raises((SystemExit, ValueError), match=r"'max_new_tokens': \(5, 6\)"):
         run_recipe("regenerate.py", *command, "--max_new_tokens", 6, "--temperature", 0)
+
+
+def test_texts_are_continued_and_pushed(tmp_path, tokenizer, run_recipe, monkeypatch):
+    make_target("llama").save_pretrained(tmp_path / "target")
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "target")
+    texts = [f"{i} times two is {2 * i}, and so on." for i in range(4)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    command = ("--model_name_or_path", tmp_path / "target", "--dataset_name", tmp_path / "texts.jsonl")
+    command += ("--output_dir", tmp_path / "out", "--prompt_tokens", 6, "--max_new_tokens", 5, "--temperature", 0)
+    with serve_hub() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_test")
+        result = run_recipe("regenerate.py", *command, "--push_to_hub", "me/own", "--private")
+        assert result.returncode == 0, result.stderr[-3000:]
+        assert f"{hub.url}/datasets/me/own/commit/" in result.stdout and "datasets/me/own" in hub.private
+        files = hub.repos["datasets/me/own"]["main"][-1]
+        assert files.keys() == {"rows-00000.jsonl", "README.md"}
+        rows = [json.loads(line) for line in files["rows-00000.jsonl"].splitlines()]
+        assert [row["row"] for row in rows] == [0, 1, 2, 3]
+        for row, text in zip(rows, texts):
+            assert row["prompt"] == tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"][:6])
+            assert row["completion"] and row["finish_reasons"] in (["stop"], ["length"])
+        card = DatasetCard(files["README.md"].decode())
+        assert card.data.configs[0]["data_files"] == [{"split": "train", "path": "rows-*.jsonl"}]
+        assert "4 rows of texts.jsonl" in card.text and str(tmp_path) not in card.text
+        # A card that someone has written stays.
+        hub.repos["datasets/me/own"]["main"].append({**files, "README.md": b"mine"})
+        result = run_recipe("regenerate.py", *command, "--push_to_hub", "me/own")
+        assert result.returncode == 0 and hub.repos["datasets/me/own"]["main"][-1]["README.md"] == b"mine"

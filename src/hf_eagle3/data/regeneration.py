@@ -14,9 +14,12 @@ from pathlib import Path
 
 import aiohttp
 import torch
+from huggingface_hub import CommitInfo, CommitOperationAdd, DatasetCard, DatasetCardData, HfApi
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.chat_template_utils import add_response_schema
+
+from ..environment import without_paths
 
 
 logger = logging.getLogger(__name__)
@@ -24,6 +27,28 @@ logger = logging.getLogger(__name__)
 ROLES = {"system", "developer", "user", "assistant"}
 # Worth another try: timeouts, conflicts, rate limits. All other 4xx say that the request itself is wrong.
 PASSING_STATUS = {408, 409, 425, 429}
+
+
+CARD = """---
+{metadata}
+---
+
+# {title}
+
+{num_rows} rows of {dataset}, in which the answers are those of {model} itself: data to train its
+[EAGLE-3](https://huggingface.co/papers/2503.01840) draft on, which has to predict what {model} says. Made by
+`recipes/regenerate.py` of hf-eagle3 with
+
+```json
+{settings}
+```
+
+`row` is the number of the row in the source, `finish_reasons` has `stop` or `length` for each answer.
+
+```bash
+accelerate launch recipes/train.py --model_name_or_path {model} --dataset_name {repo_id} --eval_strategy no
+```
+"""
 
 
 class Output:
@@ -80,6 +105,55 @@ def drop_unfinished_line(path: Path) -> None:
     content = path.read_bytes()
     with path.open("r+b") as file:
         file.truncate(content.rfind(b"\n") + 1)
+
+
+def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) -> CommitInfo:
+    """
+    Pushes the rows of an [`Output`] to a data set of the Hub, in one commit, with a card that says what they are. A
+    card that is there stays.
+
+    Args:
+        folder (`str` or `Path`)
+        repo_id (`str`): `<owner>/<name>`; made if it is not there.
+        private (`bool`, *optional*): Whether it is private, if it is not there yet.
+
+    Raises:
+        ValueError: if there are no rows.
+    """
+    folder, api = Path(folder), HfApi()
+    settings = without_paths(json.loads((folder / ".settings.json").read_text(encoding="utf-8")))
+    files = [path for path in sorted(folder.glob("rows-*.jsonl")) if path.stat().st_size > 0]
+    if not files:
+        raise ValueError(f"{folder} has no rows to push.")
+    operations = [CommitOperationAdd(path.name, path) for path in files]
+    repo_id = api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True).repo_id
+    if "README.md" not in api.list_repo_files(repo_id, repo_type="dataset"):
+        source = settings["dataset"] or ", ".join(str(each["path"]) for each in settings["mixture"])
+        metadata = DatasetCardData(
+            task_categories=["text-generation"],
+            tags=["eagle3", "speculative-decoding"],
+            configs=[{"config_name": "default", "data_files": [{"split": "train", "path": "rows-*.jsonl"}]}],
+        )
+        facts = {"title": repo_id.split("/")[-1], "repo_id": repo_id, "model": settings["model"], "dataset": source}
+        num_rows = sum(1 for path in files for _ in complete_lines(path))
+        shown = json.dumps({name: value for name, value in settings.items() if value not in (None, [])}, indent=2)
+        card = DatasetCard(CARD.format(metadata=metadata.to_yaml(), num_rows=num_rows, settings=shown, **facts))
+        operations.append(CommitOperationAdd("README.md", str(card).encode()))
+    message = "Add answers of the target's own"
+    return api.create_commit(repo_id, operations, commit_message=message, repo_type="dataset")
+
+
+def beginnings(dataset, tokenizer: PreTrainedTokenizerBase, num_tokens: int):
+    """Where a data set (`Dataset` or `IterableDataset`) has texts, their first tokens as prompts; others as they are."""
+    columns = dataset.column_names or ()
+    if "text" not in columns or {"prompt", "messages"} & set(columns):
+        return dataset
+
+    def first(example):
+        tokens = tokenizer(example["text"], add_special_tokens=False, truncation=True, max_length=num_tokens)
+        return {"prompt": tokenizer.decode(tokens["input_ids"])}
+
+    return dataset.map(first, remove_columns=columns)
 
 
 class Conversation:
