@@ -70,7 +70,8 @@ class RegenerationArguments:
     max_retries: int = field(default=5, metadata={"help": "How often a request that failed is sent again."})
     timeout: float = field(default=600.0, metadata={"help": "Seconds to wait for an answer of the server."})
     push_to_hub: str | None = field(
-        default=None, metadata={"help": "Data set of the Hub, `<owner>/<name>`, that all rows are pushed to at the end."}
+        default=None,
+        metadata={"help": "Data set of the Hub, `<owner>/<name>`, that all rows are pushed to at the end."},
     )
     private: bool = field(default=False, metadata={"help": "Make it a private one."})
 

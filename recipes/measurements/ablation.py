@@ -18,6 +18,7 @@ done is kept in the JSON file; the same command goes on from there. Choices:
     ttt_warmup    an unroll that grows over the first 80% of the steps
     adamw         AdamW for everything
     same_lr       AdamW's part beside Muon at Muon's learning rate
+    race          another loss
 """
 
 import argparse
@@ -45,6 +46,7 @@ CHOICES = {
     "ttt_warmup": {"ttt_warmup": 0.8},
     "adamw": {"use_muon": False},
     "same_lr": {"adamw_learning_rate": "learning_rate"},
+    "race": {"loss_type": "race"},
 }
 
 

@@ -77,7 +77,11 @@ def test_a_draft_that_shares_nothing_has_finite_losses(loss_type):
     probs = torch.tensor([[0.0, 1, 0]])
     loss = DraftLoss.apply(logits, probs, torch.ones(1), torch.zeros(1), loss_type)
     loss.sum().backward()
-    assert acceptance_rates(logits, probs, torch.ones(1)) == 0 and torch.isfinite(loss).all() and torch.isfinite(logits.grad).all()
+    assert (
+        acceptance_rates(logits, probs, torch.ones(1)) == 0
+        and torch.isfinite(loss).all()
+        and torch.isfinite(logits.grad).all()
+    )
 
 
 @pytest.mark.parametrize("length", [0, 1, 7])

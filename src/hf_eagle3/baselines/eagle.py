@@ -106,6 +106,4 @@ class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
 
     def row_loss(self, logits, targets):
         # Cross-entropy is the divergence and what does not depend on the draft.
-        return self.CLASSIFICATION_WEIGHT * DraftLoss.apply(
-            logits, targets.probs, targets.mass, targets.entropy, "kl"
-        )
+        return self.CLASSIFICATION_WEIGHT * DraftLoss.apply(logits, targets.probs, targets.mass, targets.entropy, "kl")

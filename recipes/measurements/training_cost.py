@@ -1,0 +1,80 @@
+# /// script
+# dependencies = ["hf-eagle3[train]"]
+# ///
+"""
+What training a draft will take, computed from the sizes of the models: nothing is measured here.
+
+    python recipes/measurements/training_cost.py --target Qwen/Qwen3-8B --draft_vocab_size 32000 --tokens 5e8 \
+        --tflops 989 --utilization 0.4
+
+Arithmetic is counted as two operations a weight that a token passes in forward, and four more in backward where it is trained;
+attention to other tokens, the optimizer and the data are left out. `--tflops` is what a GPU is said to reach (989 of an
+H100 SXM in bfloat16, by its data sheet), `--utilization` the share of it that one hopes for.
+"""
+
+import argparse
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
+
+
+def matrices(module) -> int:
+    """Weights of matrices, embeddings aside."""
+    tables = {id(each.weight) for each in module.modules() if isinstance(each, torch.nn.Embedding)}
+    return sum(each.numel() for each in module.parameters() if each.dim() == 2 and id(each) not in tables)
+
+
+def mean_steps(steps: int, warmup: float) -> float:
+    """Drafting steps of an unroll, averaged over a training in which it grows."""
+    return warmup * (1 + steps - 1) / 2 + (1 - warmup) * steps if steps > 1 else 1.0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="Folder or Hub id, of which only the configuration is read")
+    parser.add_argument("--draft_vocab_size", type=int, default=32000)
+    parser.add_argument("--layer_type", choices=["llama", "qwen3"], default="llama")
+    parser.add_argument("--tokens", type=float, default=5e8, help="Tokens of the training")
+    parser.add_argument("--ttt_steps", type=int, default=Eagle3TrainingArguments.ttt_steps)
+    parser.add_argument("--ttt_warmup", type=float, default=Eagle3TrainingArguments.ttt_warmup)
+    parser.add_argument("--tflops", type=float, required=True, help="Of one GPU, in the precision of training")
+    parser.add_argument("--utilization", type=float, default=0.4)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 8])
+    args = parser.parse_args()
+
+    config = AutoConfig.from_pretrained(args.target)
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    ids = torch.arange(args.draft_vocab_size)
+    draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=ids, model_type=args.layer_type)
+    # A head that is tied to the embeddings works like any other.
+    head = target.get_output_embeddings().weight
+    of_target = 2 * (matrices(target.base_model) + head.numel())
+    fusing, step = draft.fc.weight.numel(), matrices(draft.layers) + draft.lm_head.weight.numel()
+    steps = mean_steps(args.ttt_steps, args.ttt_warmup)
+    of_draft = 6 * (fusing + step * steps)
+    trained = sum(each.numel() for each in draft.parameters() if each.requires_grad)
+    print(f"target: {target.num_parameters():,} parameters, {of_target / 1e9:.1f} GFLOP a token")
+    print(
+        f"draft: {trained:,} trained parameters, {of_draft / 1e9:.1f} GFLOP a token in {steps:.2f} drafting steps on average"
+    )
+    states = (draft.config.num_aux_hidden_states + 1) * draft.config.target_hidden_size
+    for name, size in (("bfloat16", 2), ("float8_e4m3fn", 1)):
+        print(
+            f"stored features, {name}: {states * size / 1024:.0f} KiB a token, {states * size * args.tokens / 1e12:.2f} TB"
+        )
+    memory = target.num_parameters() * 2 + trained * 4 * 4  # weights, gradients and two moments in float32, at most
+    print(
+        f"weights, gradients and optimizer of one process: {memory / 2**30:.0f} GiB at most, and activations besides"
+    )
+    print("\n| GPUs | tokens/s | hours | GPU hours |\n| --- | --- | --- | --- |")
+    for num_gpus in args.gpus:
+        rate = num_gpus * args.tflops * 1e12 * args.utilization / (of_target + of_draft)
+        hours = args.tokens / rate / 3600
+        print(f"| {num_gpus} | {rate:,.0f} | {hours:.1f} | {hours * num_gpus:.1f} |")
+
+
+if __name__ == "__main__":
+    main()
