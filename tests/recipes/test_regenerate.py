@@ -14,6 +14,8 @@ from datasets import load_dataset
 from huggingface_hub import DatasetCard, constants
 from loopback_hub import serve_hub
 
+from hf_eagle3.data.regeneration import push_dataset
+
 
 SCRIPT = Path(__file__).parents[2] / "recipes" / "regenerate.py"
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -106,3 +108,9 @@ def test_texts_are_continued_and_pushed(tmp_path, tokenizer, run_recipe, monkeyp
         hub.repos["datasets/me/own"]["main"].append({**files, "README.md": b"mine"})
         result = run_recipe("regenerate.py", *command, "--push_to_hub", "me/own")
         assert result.returncode == 0 and hub.repos["datasets/me/own"]["main"][-1]["README.md"] == b"mine"
+        # Rows of something else are neither overwritten nor mixed with these.
+        commits = hub.repos["datasets/me/own"]["main"]
+        commits.append({**files, "rows-00001.jsonl": b"{}"})
+        with pytest.raises(ValueError, match=r"me/own has rows-00001\.jsonl"):
+            push_dataset(tmp_path / "out", "me/own")
+        assert commits[-1]["rows-00001.jsonl"] == b"{}"

@@ -118,7 +118,7 @@ def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) 
         private (`bool`, *optional*): Whether it is private, if it is not there yet.
 
     Raises:
-        ValueError: if there are no rows.
+        ValueError: if there are no rows, or the data set has files of others, which would be mixed with them.
     """
     folder, api = Path(folder), HfApi()
     settings = without_paths(json.loads((folder / ".settings.json").read_text(encoding="utf-8")))
@@ -127,7 +127,12 @@ def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) 
         raise ValueError(f"{folder} has no rows to push.")
     operations = [CommitOperationAdd(path.name, path) for path in files]
     repo_id = api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True).repo_id
-    if "README.md" not in api.list_repo_files(repo_id, repo_type="dataset"):
+    there = set(api.list_repo_files(repo_id, repo_type="dataset"))
+    if others := sorted(there - {path.name for path in files} - {"README.md", ".gitattributes"}):
+        raise ValueError(
+            f"{repo_id} has {others[0]}, which is not of {folder}. Push to another data set, or delete it."
+        )
+    if "README.md" not in there:
         source = settings["dataset"] or ", ".join(str(each["path"]) for each in settings["mixture"])
         metadata = DatasetCardData(
             task_categories=["text-generation"],
