@@ -24,7 +24,7 @@ from .losses import DraftLoss, LossType, acceptance_rates, probabilities
 
 
 # Acceptance rates are computed in one of so many rows: sorting a vocabulary takes longer than its loss.
-ONE_IN = 16
+ONE_IN = 64
 
 try:
     from torch.nn.attention.flex_attention import AuxRequest
