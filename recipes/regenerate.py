@@ -32,6 +32,7 @@ from hf_eagle3.data.regeneration import (
     Output,
     beginnings,
     conversations,
+    has_texts,
     push_dataset,
     regenerate_by_server,
     regenerate_locally,
@@ -73,7 +74,7 @@ class RegenerationArguments:
         default=None,
         metadata={"help": "Data set of the Hub, `<owner>/<name>`, that all rows are pushed to at the end."},
     )
-    private: bool = field(default=False, metadata={"help": "Make it a private one."})
+    private: bool = field(default=False, metadata={"help": "Make it a private one, if it is not there yet."})
 
 
 def main():
@@ -81,8 +82,10 @@ def main():
     script_args, args, target_config, mixture = parser.parse_args_and_config()
     state = PartialState()
     dataset = load_data(script_args, mixture)[script_args.dataset_train_split]
+    is_continued = args.base_url is None and has_texts(dataset)
     if args.base_url is None:
         tokenizer = load_tokenizer(target_config.model_name_or_path, revision=target_config.model_revision)
+    if is_continued:
         dataset = beginnings(dataset, tokenizer, args.prompt_tokens)
     sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
     settings = {
@@ -92,7 +95,7 @@ def main():
         "dataset": script_args.dataset_name,
         "config": script_args.dataset_config,
         "split": script_args.dataset_train_split,
-        **({"prompt_tokens": args.prompt_tokens} if args.prompt_tokens != 32 else {}),
+        **({"prompt_tokens": args.prompt_tokens} if is_continued else {}),
         **sampling,
     }
     with state.main_process_first():

@@ -284,6 +284,7 @@ ROUTES = (
     ("POST", r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", lfs_batch),
     ("PUT", "/lfs/(?P<oid>[0-9a-f]+)", lfs_put),
     ("GET", f"/{REPO}/resolve/{REVISION}/(?P<name>.+)", resolve),
+    ("GET", f"/{OTHER}/resolve/{REVISION}/(?P<name>.+)", resolve),
 )
 
 

@@ -11,14 +11,13 @@ Compute is tokens times drafting steps, so that a draft trained without training
 done is kept in the JSON file; the same command goes on from there. Choices:
 
     baseline      forward KL, EAGLE-3.1's norms, three states of the target, Muon for the matrices, the whole unroll from the beginning
-    ce, lk_alpha, lk_lambda                     other losses
+    ce, lk_alpha, lk_lambda, race               other losses
     classic       without `fc_norm` and `norm_output`: the EAGLE-3 paper's form
     top_features  only the state that enters the target's last layer
     no_ttt        without training-time test
     ttt_warmup    an unroll that grows over the first 80% of the steps
     adamw         AdamW for everything
     same_lr       AdamW's part beside Muon at Muon's learning rate
-    race          another loss
 """
 
 import argparse

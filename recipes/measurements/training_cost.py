@@ -28,7 +28,7 @@ def matrices(module) -> int:
 
 def mean_steps(steps: int, warmup: float) -> float:
     """Drafting steps of an unroll, averaged over a training in which it grows."""
-    return warmup * (1 + steps - 1) / 2 + (1 - warmup) * steps if steps > 1 else 1.0
+    return steps * (1 - warmup / 2) if steps > 1 else 1.0  # 1, 2, ..., `steps - 1`, for equally many steps each
 
 
 def main():
@@ -69,6 +69,7 @@ def main():
     print(
         f"weights, gradients and optimizer of one process: {memory / 2**30:.0f} GiB at most, and activations besides"
     )
+    print(f"a checkpoint: {trained * 3 * 4 / 1e9:.1f} GB at most")
     print("\n| GPUs | tokens/s | hours | GPU hours |\n| --- | --- | --- | --- |")
     for num_gpus in args.gpus:
         rate = num_gpus * args.tflops * 1e12 * args.utilization / (of_target + of_draft)

@@ -84,18 +84,22 @@ def test_texts_are_continued_and_pushed(tmp_path, tokenizer, run_recipe, monkeyp
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "target")
     texts = [f"{i} times two is {2 * i}, and so on." for i in range(4)]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    lines = [json.dumps({"text": text}) + "\n" for text in (*texts, "")]  # a blank one has nothing to continue
+    (tmp_path / "texts.jsonl").write_text("".join(lines))
     command = ("--model_name_or_path", tmp_path / "target", "--dataset_name", tmp_path / "texts.jsonl")
     command += ("--output_dir", tmp_path / "out", "--prompt_tokens", 6, "--max_new_tokens", 5, "--temperature", 0)
     with serve_hub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_TOKEN", "hf_test")
         result = run_recipe("regenerate.py", *command, "--push_to_hub", "me/own", "--private")
         assert result.returncode == 0, result.stderr[-3000:]
         assert f"{hub.url}/datasets/me/own/commit/" in result.stdout and "datasets/me/own" in hub.private
         files = hub.repos["datasets/me/own"]["main"][-1]
-        assert files.keys() == {"rows-00000.jsonl", "README.md"}
+        assert files.keys() == {"rows-00000.jsonl", "README.md", ".settings.json"}
         rows = [json.loads(line) for line in files["rows-00000.jsonl"].splitlines()]
         assert [row["row"] for row in rows] == [0, 1, 2, 3]
         for row, text in zip(rows, texts):
@@ -113,4 +117,8 @@ def test_texts_are_continued_and_pushed(tmp_path, tokenizer, run_recipe, monkeyp
         commits.append({**files, "rows-00001.jsonl": b"{}"})
         with pytest.raises(ValueError, match=r"me/own has rows-00001\.jsonl"):
             push_dataset(tmp_path / "out", "me/own")
+        for settings in ({}, {".settings.json": b'{"model": "another"}'}):
+            hub.repos["datasets/me/other"] = {"main": [{"rows-00000.jsonl": b"{}", **settings}]}
+            with pytest.raises(ValueError, match=r"me/other has rows-00000\.jsonl"):
+                push_dataset(tmp_path / "out", "me/other")
         assert commits[-1]["rows-00001.jsonl"] == b"{}"

@@ -29,6 +29,7 @@ ROLES = {"system", "developer", "user", "assistant"}
 PASSING_STATUS = {408, 409, 425, 429}
 
 
+SETTINGS = ".settings.json"  # hidden: `load_dataset` takes it for no data
 CARD = """---
 {metadata}
 ---
@@ -67,7 +68,7 @@ class Output:
     def __init__(self, folder: str | Path, settings: dict, process_index: int = 0):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        kept = folder / ".settings.json"  # hidden: `load_dataset` takes it for no data
+        kept = folder / SETTINGS
         if kept.exists():
             known = json.loads(kept.read_text(encoding="utf-8"))
             if not any(part.stat().st_size for part in folder.glob("rows-*.jsonl")):
@@ -118,20 +119,26 @@ def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) 
         private (`bool`, *optional*): Whether it is private, if it is not there yet.
 
     Raises:
-        ValueError: if there are no rows, or the data set has files of others, which would be mixed with them.
+        ValueError: if there are no rows, or the data set has others, made with other settings.
     """
     folder, api = Path(folder), HfApi()
-    settings = without_paths(json.loads((folder / ".settings.json").read_text(encoding="utf-8")))
+    settings = without_paths(json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
     files = [path for path in sorted(folder.glob("rows-*.jsonl")) if path.stat().st_size > 0]
     if not files:
         raise ValueError(f"{folder} has no rows to push.")
     operations = [CommitOperationAdd(path.name, path) for path in files]
     repo_id = api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True).repo_id
     there = set(api.list_repo_files(repo_id, repo_type="dataset"))
-    if others := sorted(there - {path.name for path in files} - {"README.md", ".gitattributes"}):
-        raise ValueError(
-            f"{repo_id} has {others[0]}, which is not of {folder}. Push to another data set, or delete it."
-        )
+    others = sorted(there - {path.name for path in files} - {"README.md", ".gitattributes", SETTINGS})
+    if not others and there & {path.name for path in files}:  # of this folder, at an earlier time?
+        known = None
+        if SETTINGS in there:
+            path = api.hf_hub_download(repo_id, SETTINGS, repo_type="dataset")
+            known = json.loads(Path(path).read_text(encoding="utf-8"))
+        others = [] if known == settings else [files[0].name]
+    if others:
+        raise ValueError(f"{repo_id} has {others[0]}, but not of {folder}. Push to another data set, or delete it.")
+    operations.append(CommitOperationAdd(SETTINGS, json.dumps(settings, indent=2).encode()))
     if "README.md" not in there:
         source = settings["dataset"] or ", ".join(str(each["path"]) for each in settings["mixture"])
         metadata = DatasetCardData(
@@ -148,17 +155,20 @@ def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) 
     return api.create_commit(repo_id, operations, commit_message=message, repo_type="dataset")
 
 
+def has_texts(dataset) -> bool:
+    """Whether the rows of a `Dataset` or `IterableDataset` are texts, with nothing in them to answer."""
+    columns = set(dataset.column_names or ())
+    return "text" in columns and not columns & {"prompt", "messages"}
+
+
 def beginnings(dataset, tokenizer: PreTrainedTokenizerBase, num_tokens: int):
-    """Where a data set (`Dataset` or `IterableDataset`) has texts, their first tokens as prompts; others as they are."""
-    columns = dataset.column_names or ()
-    if "text" not in columns or {"prompt", "messages"} & set(columns):
-        return dataset
+    """The first tokens of texts, as prompts."""
 
     def first(example):
         tokens = tokenizer(example["text"], add_special_tokens=False, truncation=True, max_length=num_tokens)
         return {"prompt": tokenizer.decode(tokens["input_ids"])}
 
-    return dataset.map(first, remove_columns=columns)
+    return dataset.map(first, remove_columns=dataset.column_names)
 
 
 class Conversation:
@@ -177,6 +187,8 @@ class Conversation:
         self.row, self.text, self.finish_reasons = row, None, []
         if not example.get("messages") and isinstance(example.get("prompt"), str):
             self.text = example["prompt"]
+            if not self.text:
+                raise ValueError("has an empty prompt")
             return
         messages = example.get("messages") or example.get("prompt")
         if not messages:

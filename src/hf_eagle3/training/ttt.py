@@ -322,12 +322,12 @@ def unroll_loss(
 
     def score(head, states, rows, *targets):
         logits, targets = head(states), RowTargets(*targets)
-        best = draft.draft_token_ids[logits.detach().max(dim=-1).indices]
+        loss, logits = (row_loss(logits, targets) * rows).sum(), logits.detach()
+        best = draft.draft_token_ids[logits.max(dim=-1).indices]
         some = slice(None, None, ONE_IN)
         sampled = rows[:, some]
         rates = acceptance_rates(logits[:, some], targets.probs[:, some], targets.mass[:, some])
-        sums = (row_loss(logits, targets) * rows).sum(), sampled.sum(), (rates * sampled).sum()
-        return *sums, best == targets.best
+        return loss, sampled.sum(), (rates * sampled).sum(), best == targets.best
 
     outputs, reached = [], None
     for step, (states, head, row_losses) in enumerate(unroll):
