@@ -18,6 +18,10 @@ done is kept in the JSON file; the same command goes on from there. Choices:
     ttt_warmup    an unroll that grows over the first 80% of the steps
     adamw         AdamW for everything
     same_lr       AdamW's part beside Muon at Muon's learning rate
+    batch_1, batch_2, batch_4      an unroll that grows, and so many sequences a step
+
+With `--minutes` each is trained for the same time instead. What runs beside it takes some of that time, so that all
+should run alone, or all beside the same.
 """
 
 import argparse
@@ -32,6 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, s
 
 from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.evaluation import load_prompts
+from hf_eagle3.training.budget import TimeBudget, TimedEagle3Trainer, train_for
 
 
 CHOICES = {
@@ -46,6 +51,7 @@ CHOICES = {
     "adamw": {"use_muon": False},
     "same_lr": {"adamw_learning_rate": "learning_rate"},
     "race": {"loss_type": "race"},
+    **{f"batch_{size}": {"ttt_warmup": 0.8, "per_device_train_batch_size": size} for size in (1, 2, 4)},
 }
 
 
@@ -57,14 +63,25 @@ def max_steps(compute: int, ttt_steps: int, ttt_warmup: float = 0.0, **_) -> int
 
 def train(target, tokenizer, dataset, choice: dict, seed: int, args):
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-    settings = {"ttt_steps": args.ttt_steps, "ttt_warmup": 0.0, "learning_rate": args.learning_rate, **choice}
+    settings = {
+        "ttt_steps": args.ttt_steps,
+        "ttt_warmup": 0.0,
+        "learning_rate": args.learning_rate,
+        "per_device_train_batch_size": args.batch_size,
+        **choice,
+    }
     if settings.get("adamw_learning_rate") == "learning_rate":
         settings["adamw_learning_rate"] = args.learning_rate
     init = {"model_type": "qwen3", **settings.pop("model_init_kwargs", {})}
     if init.get("eagle_aux_hidden_state_layer_ids") == "last":
         init["eagle_aux_hidden_state_layer_ids"] = [num_layers - 1]
+    tokens_per_step = settings["per_device_train_batch_size"] * args.max_length
+    if args.minutes is None:
+        settings["max_steps"] = max_steps(args.compute // tokens_per_step, **settings)
+    else:  # the time ends it
+        settings |= {"max_steps": 1_000_000, "lr_scheduler_type": "constant_with_warmup"}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Eagle3Trainer(
+        trainer = (Eagle3Trainer if args.minutes is None else TimedEagle3Trainer)(
             model=None,
             target_model=target,
             args=Eagle3TrainingArguments(
@@ -74,8 +91,6 @@ def train(target, tokenizer, dataset, choice: dict, seed: int, args):
                 max_length=args.max_length,
                 packing=True,
                 packing_strategy="wrapped",
-                per_device_train_batch_size=args.batch_size,
-                max_steps=max_steps(args.compute // (args.batch_size * args.max_length), **settings),
                 warmup_steps=20,
                 bf16=args.bf16,
                 use_cpu=not torch.cuda.is_available(),
@@ -88,9 +103,12 @@ def train(target, tokenizer, dataset, choice: dict, seed: int, args):
             train_dataset=dataset,
             processing_class=tokenizer,
         )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    return trainer.draft.to(target.dtype), trainer.state.global_step
+        if args.minutes is None:
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
+        else:
+            train_for(trainer, TimeBudget(args.minutes, "Draft"))
+    return trainer.draft.to(target.dtype), trainer.state.global_step * tokens_per_step
 
 
 def acceptance_length(target, draft, prompts: list[list[int]], temperature: float, max_new_tokens: int) -> float:
@@ -125,7 +143,8 @@ def table(results: list[dict]) -> str:
             f"{statistics.mean(values):.2f} ({min(values):.2f}-{max(values):.2f})"
             for values in ([run[key] for run in runs] for key in ("acceptance_length_0", "acceptance_length_1"))
         ]
-        lines.append(f"| {choice} | {len(runs)} | {runs[0]['tokens']} | {columns[0]} | {columns[1]} |")
+        tokens = round(statistics.mean(run["tokens"] for run in runs))
+        lines.append(f"| {choice} | {len(runs)} | {tokens:,} | {columns[0]} | {columns[1]} |")
     return "\n".join(lines)
 
 
@@ -138,6 +157,7 @@ def main():
     parser.add_argument("--choices", nargs="+", choices=CHOICES, default=list(CHOICES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--compute", type=int, default=450_000, help="Tokens times drafting steps of each training")
+    parser.add_argument("--minutes", type=float, help="Trains for so long instead, whatever the compute")
     parser.add_argument("--ttt_steps", type=int, default=3)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--draft_vocab_size", type=int, default=2048)
@@ -160,8 +180,8 @@ def main():
         for choice in args.choices:
             if (choice, seed) in done:
                 continue
-            draft, num_steps = train(target, tokenizer, dataset, CHOICES[choice], seed, args)
-            run = {"choice": choice, "seed": seed, "tokens": num_steps * args.batch_size * args.max_length}
+            draft, num_tokens = train(target, tokenizer, dataset, CHOICES[choice], seed, args)
+            run = {"choice": choice, "seed": seed, "tokens": num_tokens}
             for temperature in (0, 1):
                 run[f"acceptance_length_{temperature}"] = acceptance_length(
                     target, draft.eval(), prompts, temperature, args.max_new_tokens

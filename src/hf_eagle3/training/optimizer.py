@@ -1,8 +1,56 @@
 """Muon for a draft's matrices, AdamW for the rest."""
 
+import math
 from collections.abc import Iterable
 
 import torch
+
+
+def orthogonalized(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float):
+    """
+    The Newton-Schulz iteration of Muon (https://kellerjordan.github.io/posts/muon/), `X <- aX + bGX + cGGX` with
+    `G = XX'`, in float32. Its factors are polynomials of the first `G`, so that they are multiplied with each other, which
+    are small, and with `X` only in the end.
+
+    Args:
+        matrix (`torch.Tensor` of shape `(M, N)`)
+        coefficients (`tuple[float, float, float]`): `a`, `b` and `c`.
+        steps (`int`), eps (`float`): As of [`torch.optim.Muon`].
+    """
+    a, b, c = coefficients
+    wide = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T
+    wide = wide / wide.norm().clamp(min=eps)
+    gram, rest, factor = wide @ wide.T, None, 1.0
+    for step in range(steps):
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        # The product of all factors `a + polynomial` so far is `factor + rest`.
+        rest = polynomial if rest is None else torch.addmm(a * rest + factor * polynomial, polynomial, rest)
+        factor *= a
+        if step < steps - 1:
+            gram = torch.addmm(gram, polynomial, gram, beta=a)
+            gram = torch.addmm(gram, gram, polynomial, beta=a)
+    wide = torch.addmm(wide, rest, wide, beta=factor)
+    return wide if matrix.shape[0] <= matrix.shape[1] else wide.T
+
+
+class Float32Muon(torch.optim.Muon if hasattr(torch.optim, "Muon") else object):
+    """
+    [`torch.optim.Muon`], which orthogonalizes in bfloat16, in float32: for processors that multiply bfloat16 in software
+    only, tens of times as slow. With `adjust_lr_fn="match_rms_adamw"`.
+    """
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in (weight for weight in group["params"] if weight.grad is not None):
+                state = self.state[weight]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(weight.grad)
+                average = state["momentum_buffer"].lerp_(weight.grad, 1 - group["momentum"])
+                update = weight.grad.lerp(average, group["momentum"]) if group["nesterov"] else average
+                update = orthogonalized(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(weight.shape)))
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -31,9 +79,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
     ):
         matrices, others, self.parts = list(matrices), list(others), []
         if matrices:
-            self.parts.append(
-                torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-            )
+            is_emulated = matrices[0].device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
+            muon = Float32Muon if is_emulated else torch.optim.Muon
+            self.parts.append(muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
         if others:  # none, if only LoRA's matrices are trained
             adamw_lr = lr if adamw_lr is None else adamw_lr
             self.parts.append(torch.optim.AdamW(others, lr=adamw_lr, weight_decay=weight_decay, betas=betas, eps=eps))
