@@ -224,7 +224,7 @@ def test_overridden_inputs_are_refused(target, draft):
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("openai-gpt", {"n_embd": 32, "n_layer": 6, "n_head": 4}, "returns `past_key_values`"),
+        ("openai-gpt", {"n_embd": 32, "n_layer": 6, "n_head": 4}, "returns a cache"),
         ("minimax", {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}, "roll back"),
     ],
 )

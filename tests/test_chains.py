@@ -57,6 +57,9 @@ def test_a_static_cache_needs_masks():
 def test_flex_attention_on_a_cpu():
     target = make_target("llama", attn_implementation="flex_attention")
     batch = make_batch([9])
+    texts = [each.generate(**batch, **SETTINGS, do_sample=False) for each in (target, make_target("llama"))]
+    if not torch.equal(*texts):
+        pytest.skip("On this processor torch's flex attention gives wrong results, and each time others.")
     draft = oracle_of(target, batch)
     assert_same_text(target, draft, batch)
     assert draft.last_generation.target_forwards < 18

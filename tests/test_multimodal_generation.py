@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from conftest import BASE, DELTA_RULE, VOCAB_SIZE, lookups_of, make_draft, make_oracle, make_prompt
 from transformers import (
     Gemma3Config,
@@ -133,6 +134,13 @@ def make(family, num_images):
         inputs |= {name: torch.cat([value] * num_images) for name, value in image.items()}
     if type_name is not None:
         inputs[type_name] = (input_ids == IMAGE).long()
+    if family is llama4:
+        try:
+            target(**inputs)
+        except AttributeError as error:
+            pytest.skip(
+                f"Llama 4 does not run in transformers {transformers.__version__} by itself, as in 5.24.0: {error}"
+            )
     return target, inputs
 
 

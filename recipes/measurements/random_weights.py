@@ -132,12 +132,12 @@ def time_parts(target, draft, args) -> dict:
 
     def draft_once(num_rows):
         inputs = {"hidden_states": hidden_states[:, :1].expand(-1, num_rows, -1)}
-        draft(inputs_embeds=inputs["hidden_states"], past_key_values=draft_cache, logits_to_keep=1, **inputs)
+        draft(inputs_embeds=inputs["hidden_states"], cache=draft_cache, logits_to_keep=1, **inputs)
 
     draft_once(args.context)
 
     def level():
-        draft(inputs_embeds=hidden_states, hidden_states=hidden_states, past_key_values=draft_cache)
+        draft(inputs_embeds=hidden_states, hidden_states=hidden_states, cache=draft_cache)
         draft_cache.crop(args.context - draft_cache.get_seq_length())
 
     weights = (*target.parameters(), *draft.parameters())

@@ -54,9 +54,7 @@ def naive_unroll(draft, batch, steps):
         fused = draft.combine_hidden_states(batch.aux_hidden_states[b : b + 1])
         for t in range(length - 1):
             cache = DynamicCache()
-            outputs = draft(
-                batch.input_ids[b : b + 1, 1 : t + 2], fused[:, : t + 1], past_key_values=cache, use_cache=True
-            )
+            outputs = draft(batch.input_ids[b : b + 1, 1 : t + 2], fused[:, : t + 1], cache=cache, use_cache=True)
             for step in range(steps):
                 result[b, t, step] = outputs.logits[0, -1]
                 if t + 2 + step >= length:
@@ -64,7 +62,7 @@ def naive_unroll(draft, batch, steps):
                 outputs = draft(
                     batch.input_ids[b : b + 1, t + 2 + step : t + 3 + step],
                     outputs.last_hidden_state[:, -1:],
-                    past_key_values=cache,
+                    cache=cache,
                     position_ids=torch.tensor([[t + 1 + step]]),
                 )
     return result

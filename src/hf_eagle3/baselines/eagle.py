@@ -94,7 +94,7 @@ class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
         states = batch.aux_hidden_states
         if self.training:  # against states that are a little off when drafting
             batch = replace(batch, aux_hidden_states=states + (2 * torch.rand_like(states) - 1) * self.NOISE)
-        for step, (predicted, head, _) in enumerate(ttt_unroll(self, batch, steps)):
+        for step, (predicted, head, *_) in enumerate(ttt_unroll(self, batch, steps)):
             ahead = min(1 + step, states.shape[1])
             expected = F.pad(states[:, ahead:], (0, 0, 0, ahead))
             yield UnrollStep(predicted, head, F.smooth_l1_loss(predicted, expected, reduction="none").mean(dim=-1))

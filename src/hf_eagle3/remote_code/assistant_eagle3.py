@@ -22,6 +22,8 @@ class AssistantMixin:
 
     # With settings of the tree (`tree_depth`, `num_assistant_tokens`, ...), which a call may override.
     generation_config: GenerationConfig | None = None
+    # What decodes a call.
+    decoding_class = TreeDecoding
 
     def proposer(self, call: Call) -> Proposer:
         """
@@ -91,7 +93,7 @@ class AssistantMixin:
         self.validate_target(target)
         if synced_gpus:
             raise ValueError("EAGLE-3 decoding does not support `synced_gpus=True` (ZeRO-3 and FSDP sharded targets).")
-        decoding = TreeDecoding(
+        decoding = self.decoding_class(
             self, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
         )
         calls = _LAST_CALLS.setdefault(self, LastCalls())

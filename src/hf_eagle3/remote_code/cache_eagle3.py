@@ -421,7 +421,7 @@ def select_rows(cache, rows: list[int], length: int, excess: int) -> None:
 def check_cache(cache, may_replay: bool) -> None:
     """Refuses caches from which the nodes of a tree, or of a chain, cannot be taken out again (see [`TreeCache`])."""
     if cache is None:
-        raise ValueError("EAGLE-3 decoding needs a target that returns `past_key_values`.")
+        raise ValueError("EAGLE-3 decoding needs a target that returns a cache.")
     if getattr(type(cache), "crop", None) is not Cache.crop:
         raise ValueError(
             f"EAGLE-3 decoding cannot roll back a {type(cache).__name__}. Use the default `DynamicCache`."

@@ -9,6 +9,7 @@ import torch
 from transformers.utils import logging
 
 from .cache_eagle3 import check_cache, is_static, is_unused_static
+from .outputs_eagle3 import CACHE
 from .text_eagle3 import max_length_of
 
 
@@ -168,7 +169,7 @@ def check_call(target, input_ids, generation_config, model_kwargs, replays):
             f"The prompt has {input_ids.shape[1]} tokens, but its `attention_mask` {attention_mask.shape[-1]}: `token_healing` has "
             "lengthened it. Heal the prompt before the call, or leave `assistant_model` out."
         )
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE)
     if cache is None:
         return
     attention = target.config.get_text_config(decoder=True)._attn_implementation
@@ -257,7 +258,7 @@ def may_select_rows(target, cache, model_kwargs, per_token) -> bool:
         return False
     if target.config.get_text_config(decoder=True) is not target.config:  # images, and positions kept on the model
         return False
-    known = (*per_token, "past_key_values", "output_hidden_states")
+    known = (*per_token, CACHE, "output_hidden_states")
     others = [value for name, value in model_kwargs.items() if name not in known]
     if not all(value is None or isinstance(value, (bool, int, float, str)) for value in others):
         return False

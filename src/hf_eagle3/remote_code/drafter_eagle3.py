@@ -83,7 +83,7 @@ def read(draft, embedding, keys, values, longest, tokens, features, positions, c
         hidden_states=hidden_states,
         position_ids=positions,
         attention_mask=slots.masks(draft.config.transformer_layer_config, distances >= 0, distances),
-        past_key_values=slots,
+        cache=slots,
         logits_to_keep=1 + num_masks,
     )
 
@@ -122,7 +122,7 @@ def read_and_grow(
             hidden_states=hidden_states,
             position_ids=(positions[:, -1:] + level).expand(-1, width),
             attention_mask=slots.masks(draft.config.transformer_layer_config, allowed, distances[:, None]),
-            past_key_values=slots,
+            cache=slots,
         )
         return outputs.logits, outputs.last_hidden_state
 
@@ -281,7 +281,7 @@ class Drafter(Proposer):
             hidden_states=self.draft.combine_hidden_states(states),
             position_ids=positions,
             attention_mask=(index >= 0).long() if len(counts) > 1 else None,
-            past_key_values=cache,
+            cache=cache,
             only_last=True,
         )
         slots = Slots(self.keys, self.values, index % num_rows, num_rows)

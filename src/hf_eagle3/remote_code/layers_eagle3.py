@@ -47,7 +47,7 @@ class Eagle3Attention(LlamaAttention):
         hidden_states,
         position_embeddings,
         attention_mask=None,
-        past_key_values=None,
+        cache=None,
         only_last=False,
         **kwargs,
     ):
@@ -60,11 +60,11 @@ class Eagle3Attention(LlamaAttention):
         query, key = _rotate(query, cos[:, :, rows], sin[:, :, rows]), _rotate(key, cos, sin)
         if only_last and attention_mask is not None:
             attention_mask = attention_mask[..., rows, :]
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
 
         # A cache may bring its own attention: training-time test attends to some keys on the diagonal only.
-        attention = getattr(past_key_values, "attention_forward", None)
+        attention = getattr(cache, "attention_forward", None)
         if attention is None:
             attention = ALL_ATTENTION_FUNCTIONS.get_interface(
                 self.config._attn_implementation, eager_attention_forward

@@ -18,6 +18,7 @@ from .configuration_eagle3 import Eagle3Config
 from .draft_eagle3 import DraftModel
 from .drafter_eagle3 import Drafter
 from .layers_eagle3 import Eagle3DecoderLayer, Eagle3RMSNorm
+from .outputs_eagle3 import CACHE
 from .proposer_eagle3 import Call
 
 
@@ -33,13 +34,13 @@ class Eagle3Output(ModelOutput):
         last_hidden_state (`torch.FloatTensor` of shape `(batch_size, sequence_length, hidden_size)`):
             What the next drafting step takes as `hidden_states` (before or after the final norm, see `norm_output`).
             As many rows.
-        past_key_values (`Cache`, *optional*):
+        cache (`Cache`, *optional*):
             The draft's own cache.
     """
 
     logits: torch.FloatTensor | None = None
     last_hidden_state: torch.FloatTensor | None = None
-    past_key_values: Cache | None = None
+    cache: Cache | None = None
 
 
 class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transformers asks direct bases
@@ -60,7 +61,7 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
     """
 
     _no_split_modules = ["Eagle3DecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["cache"]
     _supports_sdpa = True
     _supports_attention_backend = True
 
@@ -139,7 +140,7 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
         hidden_states: torch.FloatTensor | None = None,
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         use_cache: bool | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         logits_to_keep: int = 0,
@@ -160,7 +161,7 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
                 type.
             position_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
                 Rotary positions. Counted on from the cache by default.
-            past_key_values (`Cache`, *optional*):
+            cache (`Cache`, *optional*):
                 The draft's cache, extended in place.
             use_cache (`bool`, *optional*, defaults to `False`):
                 Whether to make a cache if none is passed.
@@ -174,12 +175,12 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
         Returns:
             [`Eagle3Output`]
         """
-        normed, last_hidden_state, past_key_values = self.step(
+        normed, last_hidden_state, cache = self.step(
             input_ids,
             hidden_states,
             attention_mask,
             position_ids,
-            past_key_values,
+            cache,
             use_cache,
             inputs_embeds,
             only_last=logits_to_keep == 1,
@@ -187,7 +188,7 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
         return Eagle3Output(
             logits=self.lm_head(normed[:, -logits_to_keep:]),
             last_hidden_state=last_hidden_state[:, -logits_to_keep:],
-            past_key_values=past_key_values,
+            cache=cache,
         )
 
     def step(
@@ -196,7 +197,7 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
         hidden_states=None,
         attention_mask=None,
         position_ids=None,
-        past_key_values=None,
+        cache=None,
         use_cache=None,
         inputs_embeds=None,
         only_last=False,
@@ -214,12 +215,12 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
                 f"Embeddings of shape {tuple(inputs_embeds.shape)} do not match `hidden_states` of shape "
                 f"{tuple(hidden_states.shape)}. `hidden_states` must be fused by `combine_hidden_states` first."
             )
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
+        if use_cache and cache is None:
+            cache = DynamicCache()
         if position_ids is None:
-            past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+            past_length = 0 if cache is None else cache.get_seq_length()
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None] + past_length
-        masks = self._masks_by_layer_type(attention_mask, inputs_embeds, past_key_values, position_ids)
+        masks = self._masks_by_layer_type(attention_mask, inputs_embeds, cache, position_ids)
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for layer, layer_type in zip(self.layers, self.config.transformer_layer_config.layer_types, strict=True):
             hidden_states = layer(
@@ -227,13 +228,13 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
                 inputs_embeds,
                 position_embeddings=position_embeddings,
                 attention_mask=masks[layer_type],
-                past_key_values=past_key_values,
+                cache=cache,
                 only_last=only_last and layer is self.layers[-1],  # the layers before it feed its keys and values
             )
         normed = self.norm(hidden_states)
-        return normed, normed if self.config.norm_output else hidden_states, past_key_values
+        return normed, normed if self.config.norm_output else hidden_states, cache
 
-    def _masks_by_layer_type(self, attention_mask, inputs_embeds, past_key_values, position_ids):
+    def _masks_by_layer_type(self, attention_mask, inputs_embeds, cache, position_ids):
         layer_types = set(self.config.transformer_layer_config.layer_types)
         if isinstance(attention_mask, dict):
             return attention_mask
@@ -248,8 +249,8 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
                 config=self.config.transformer_layer_config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
                 position_ids=position_ids,
+                **{CACHE: cache},
             )
             for layer_type in layer_types
         }

@@ -6,6 +6,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import output_capturing
 
 
+# What transformers calls the cache among arguments and outputs: before 5.24, and since.
+CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+
 # Before 5.23 a list passed as `output_hidden_states` counts from the first layer's output, and nothing tells it from
 # the list that counts from the embeddings but a draft that is off by one layer: there, everything is captured.
 CAN_SELECT_HIDDEN_STATES = hasattr(output_capturing, "resolve_hidden_states_indices")
@@ -105,7 +108,7 @@ class ReturnedOutputs:
                 states = [state if index in wanted else None for index, state in enumerate(states)]
             self.hidden_states[row].append(tuple(None if state is None else state[rows, nodes] for state in states))
 
-    def finish(self, sequences, past_key_values):
+    def finish(self, sequences, cache):
         if not self.wants_dict:
             return sequences
 
@@ -117,7 +120,7 @@ class ReturnedOutputs:
             scores=by_token(self.scores),
             logits=by_token(self.logits),
             hidden_states=by_token(self.hidden_states),
-            past_key_values=past_key_values,
+            **{CACHE: cache},
         )
 
 

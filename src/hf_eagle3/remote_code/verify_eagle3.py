@@ -16,7 +16,7 @@ from .cache_eagle3 import (
     with_room,
 )
 from .checks_eagle3 import position_table, rotary_switches, takes_trees, text_positions
-from .outputs_eagle3 import ReturnedOutputs, aux_hidden_states, without_first
+from .outputs_eagle3 import CACHE, ReturnedOutputs, aux_hidden_states, without_first
 from .ragged_eagle3 import align_right
 from .text_eagle3 import Text
 from .tree_eagle3 import DraftTree, Plan
@@ -67,12 +67,12 @@ class Verifier:
         self.config = target.config.get_text_config(decoder=True)
         self.layer_ids, self.num_nodes, self.may_replay, self.num_forwards = layer_ids, num_nodes, may_replay, 0
         self.inputs["output_hidden_states"] = returned.hidden_states_with(layer_ids)
-        self.unused_cache, given_cache = None, model_kwargs.get("past_key_values")
+        self.unused_cache, given_cache = None, model_kwargs.get(CACHE)
         if given_cache is not None and is_unused_static(given_cache):
             self.unused_cache = given_cache
             # As long as the longest so far, so that what was compiled for it fits.
             max_length = max(generation_config.max_length - 1, getattr(target, "_previous_max_cache_length", 0))
-            self.inputs["past_key_values"] = with_room(given_cache, max_length, num_nodes)
+            self.inputs[CACHE] = with_room(given_cache, max_length, num_nodes)
 
     def prefill(self, input_ids: torch.LongTensor) -> tuple[Outputs, torch.LongTensor, torch.FloatTensor | None]:
         """
@@ -84,7 +84,7 @@ class Verifier:
         """
         of_target = self.target._prefill(input_ids, self.generation_config, self.inputs)
         self.num_forwards += 1
-        cache = getattr(of_target, "past_key_values", None)
+        cache = getattr(of_target, CACHE, None)
         is_recurrent = cache is not None and bool(recurrent_layers(cache))
         cache_class = ReplayCache if is_recurrent else TreeCache
         self.cache = cache_class(cache, 1 + self.num_nodes, self.may_replay, takes_trees(self.target))
@@ -142,7 +142,7 @@ class Verifier:
         self.num_forwards += 1
         if num_replayed > 0:
             of_target = without_first(of_target, num_replayed)
-        self.cache.track(of_target.past_key_values, tree.num_nodes)
+        self.cache.track(of_target[CACHE], tree.num_nodes)
         states = self._states_of(of_target)
         return Outputs(
             of_target.logits[:, -tree.num_nodes :],
@@ -178,7 +178,7 @@ class Verifier:
         if isinstance(attention_mask, dict):  # which it passes on for dynamic caches only
             tree_inputs["attention_mask"] = next(iter(attention_mask.values()))
         prepared = target.prepare_inputs_for_generation(tokens, **tree_inputs)
-        prepared["past_key_values"] = cache.cache
+        prepared[CACHE] = cache.cache
         if isinstance(attention_mask, dict) and prepared.get("attention_mask") is not None:
             prepared["attention_mask"] = attention_mask
         if "logits_to_keep" in prepared:
@@ -213,7 +213,7 @@ class Verifier:
             num_replayed = self.cache.num_replayed
             self.cache.finish(self.target, self.forward, self.inputs)
             self.num_forwards += num_replayed > 0
-        cache = of_target.past_key_values
+        cache = of_target[CACHE]
         if returned.wants_dict and self.unused_cache is not None:  # as large as plain `generate`'s
             copy_into(self.unused_cache, cache, self.prompt_length, self.cache.length)
             cache = self.unused_cache

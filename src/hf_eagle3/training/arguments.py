@@ -48,6 +48,21 @@ class Eagle3TrainingArguments(SFTConfig):
             Weight of step `s` in the loss is `ttt_step_decay ** s`.
         loss_type (`str`, *optional*, defaults to `"kl"`):
             `"kl"` (forward KL), `"ce"`, `"lk_alpha"`, `"lk_lambda"` or `"race"`: see `hf_eagle3.training.losses`.
+        rollout_share (`float`, *optional*, defaults to `0.0`):
+            Share of the batches, from `rollout_start` on, that are not data but rollouts: beginnings of the training data,
+            continued by the target with the draft as it is then. The draft learns from them as from data, and from what
+            the target says about nodes of the trees that it rejected (Draft-OPD,
+            https://huggingface.co/papers/2605.29343).
+        rollout_start (`float`, *optional*, defaults to `0.5`):
+            Share of training after which rollouts begin.
+        rollout_interval (`int`, *optional*, defaults to `16`):
+            Optimizer steps for which batches are rolled out at once. More are written faster, and by an older draft.
+        rollout_temperature (`float`, *optional*, defaults to `1.0`):
+            Of sampling in rollouts; 0 for greedy texts.
+        rollout_max_new_tokens (`int`, *optional*, defaults to `128`):
+            Tokens that each continuation has. Prompts are cut to what `max_length` leaves.
+        rollout_rejected_weight (`float`, *optional*, defaults to `1.0`):
+            What rejected nodes count, times the target's probability of the path to them; 0 leaves them out.
         num_eval_prompts (`int`, *optional*, defaults to `16`):
             With how many beginnings of evaluation rows `evaluate` decodes, to measure the acceptance length itself. 0
             for none.
@@ -127,6 +142,23 @@ class Eagle3TrainingArguments(SFTConfig):
         metadata={"help": "Learning rate of what AdamW trains beside Muon; by default a fifth of `learning_rate`."},
     )
 
+    # Parameters that control on-policy distillation
+    rollout_share: float = field(
+        default=0.0, metadata={"help": "Share of the batches that the target and the draft write themselves."}
+    )
+    rollout_start: float = field(default=0.5, metadata={"help": "Share of training after which these rollouts begin."})
+    rollout_interval: int = field(
+        default=16, metadata={"help": "Optimizer steps for which batches are rolled out at once."}
+    )
+    rollout_temperature: float = field(default=1.0, metadata={"help": "Of sampling in rollouts; 0 for greedy texts."})
+    rollout_max_new_tokens: int = field(
+        default=128, metadata={"help": "Tokens that each continuation in a rollout has."}
+    )
+    rollout_rejected_weight: float = field(
+        default=1.0,
+        metadata={"help": "What rejected nodes count, times the target's probability of the path to them."},
+    )
+
     # Parameters that control evaluation
     num_eval_prompts: int = field(
         default=16, metadata={"help": "Prompts decoded by `evaluate` to measure the acceptance length; 0 for none."}
@@ -156,6 +188,8 @@ class Eagle3TrainingArguments(SFTConfig):
             ("max_length", 3),  # a token whose state is read, the next, and what these predict
             ("num_eval_prompts", 0),
             ("eval_max_new_tokens", 1),
+            ("rollout_interval", 1),
+            ("rollout_max_new_tokens", 1),
         ):
             value = getattr(self, name)
             may_be_none = name in ("draft_vocab_size", "max_length")
@@ -164,8 +198,17 @@ class Eagle3TrainingArguments(SFTConfig):
         threshold = self.assistant_confidence_threshold
         if threshold is not None and not 0 <= threshold < 1:
             raise ValueError(f"`assistant_confidence_threshold` must be in [0, 1), got {threshold}.")
-        if not 0 <= self.ttt_warmup <= 1:
-            raise ValueError(f"`ttt_warmup` must be in [0, 1], got {self.ttt_warmup}.")
+        for name in ("ttt_warmup", "rollout_share", "rollout_start"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"`{name}` must be in [0, 1], got {getattr(self, name)}.")
+        for name in ("rollout_temperature", "rollout_rejected_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}` must not be negative, got {getattr(self, name)}.")
+        if self.rollout_share > 0 and self.max_length is not None and self.rollout_max_new_tokens >= self.max_length:
+            raise ValueError(
+                f"`rollout_max_new_tokens` is {self.rollout_max_new_tokens}, which leaves no room for prompts within "
+                f"`max_length={self.max_length}`."
+            )
         if not 0 < self.ttt_step_decay <= 1:
             raise ValueError(f"`ttt_step_decay` must be in (0, 1], got {self.ttt_step_decay}.")
         if self.draft_form not in FORMS:

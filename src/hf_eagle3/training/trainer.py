@@ -44,9 +44,10 @@ from .checkpoint import last_whole_checkpoint, list_files, what_is_broken
 from .console import show_few
 from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, start_store
 from .models import draft_to_train, load_target
+from .on_policy import Rollouts
 from .optimizer import MuonWithAdamW
 from .record import check_resumption, training_record
-from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, draft_loss
+from .ttt import TreeLevel, TTTBatch, TTTOutput, counted_rows, documents_of, draft_loss
 
 
 logger = get_logger(__name__)
@@ -146,6 +147,7 @@ class Eagle3Trainer(SFTTrainer):
         takes_vocabulary_from_data = model is None and args.draft_vocab_size is not None
         model = draft_to_train(model, target_model, args, kwargs.get("peft_config"))
         target_model.eval().requires_grad_(False)
+        self._check_rollouts(args, target_model, **kwargs)
         store = kwargs["train_dataset"] if isinstance(kwargs.get("train_dataset"), FeatureStore) else None
         if store is not None:
             kwargs["train_dataset"] = self._settle_by_store(store, args)
@@ -188,6 +190,7 @@ class Eagle3Trainer(SFTTrainer):
         # forward. Replaces the fused loss that `SFTTrainer` puts in the same place.
         draft.forward = MethodType(_forward_or_unroll, draft)
         self._counts: dict[str, torch.Tensor] = {}
+        self.rollouts = Rollouts(self) if args.rollout_share > 0 else None
         show_few(self)
 
     def _settle_by_store(self, store: FeatureStore, args: Eagle3TrainingArguments) -> Dataset:
@@ -199,6 +202,20 @@ class Eagle3Trainer(SFTTrainer):
         if "seq_lengths" in store.rows.column_names:
             args.padding_free, args.max_length = True, None
         return store.dataset()
+
+    def _check_rollouts(self, args, target_model, train_dataset=None, **_) -> None:
+        """Whether a target can write what is to be learned from."""
+        if args.rollout_share == 0:
+            return
+        reason = None
+        if isinstance(train_dataset, FeatureStore):
+            reason = "training from stored features does not run the target"
+        elif train_dataset is not None and not isinstance(train_dataset, Dataset):
+            reason = "prompts are chosen by their numbers, which rows of a stream do not have"
+        elif is_sharded(target_model):
+            reason = "each process writes texts of its own, which a target that they share cannot do"
+        if reason is not None:
+            raise ValueError(f"`rollout_share` is {args.rollout_share}, but {reason}. Leave it out.")
 
     @staticmethod
     def _check_before_preparation(args, processing_class, train_dataset=None, formatting_func=None, **_):
@@ -312,6 +329,8 @@ class Eagle3Trainer(SFTTrainer):
         self.is_resumed = bool(resume_from_checkpoint)
         if self.is_resumed:
             check_resumption(self, resume_from_checkpoint)
+            if self.rollouts is not None:
+                self.rollouts.load(resume_from_checkpoint)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     @property
@@ -342,6 +361,11 @@ class Eagle3Trainer(SFTTrainer):
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         else:
             positions = position_ids
+        tree_levels = []
+        for level in inputs.get("tree_levels", ())[: self.num_ttt_steps - 1]:
+            logits, mass, _ = self.target_states.distributions(level["states"], self.draft.draft_token_ids)
+            weights = level["weights"] * self.args.rollout_rejected_weight
+            tree_levels.append(TreeLevel(level["tokens"], level["parents"], level["roots"], weights, logits, mass))
         return TTTBatch(
             input_ids=input_ids,
             aux_hidden_states=aux.to(self.draft.get_output_embeddings().weight.dtype),
@@ -351,6 +375,7 @@ class Eagle3Trainer(SFTTrainer):
             labels=inputs["labels"],
             documents=documents_of(input_ids, inputs.get("attention_mask"), position_ids),
             position_ids=positions,
+            tree_levels=tree_levels,
         )
 
     def extract_features(
@@ -436,6 +461,13 @@ class Eagle3Trainer(SFTTrainer):
         )
         return self.optimizer
 
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batches, num_rows = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.rollouts is None or self.progress < self.args.rollout_start:
+            return batches, num_rows
+        batches = self.rollouts.in_place_of_some(batches)
+        return batches, self._get_num_items_in_batch(batches, device)
+
     def _get_num_items_in_batch(self, batch_samples, device):
         """The rows that count at each TTT step, over all batches of an optimizer step and all processes: `(steps,)`."""
         num_rows = torch.zeros(self.num_ttt_steps, dtype=torch.long)
@@ -490,6 +522,7 @@ class Eagle3Trainer(SFTTrainer):
                 "loss_per_step": self._per_step(logs["loss"], num_steps),
                 "ttt_steps": num_steps,
                 **metrics,
+                **({} if self.rollouts is None else self.rollouts.pop_metrics()),
             }
         super().log(logs, start_time)
 
@@ -565,6 +598,8 @@ class Eagle3Trainer(SFTTrainer):
     def _save_rng_state(self, output_dir):
         """The last that all processes write to a checkpoint; after it comes the state of the trainer, by one."""
         super()._save_rng_state(output_dir)
+        if self.rollouts is not None:
+            self.rollouts.save(output_dir)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             list_files(output_dir)

@@ -8,10 +8,13 @@ attends to what it would attend to when drafting after position `t`: the step-0 
 keys of the later steps.
 
 A parallel draft (P-EAGLE, https://huggingface.co/papers/2602.01469) reads its mask at all later steps instead.
+
+Beside the text, step `s` may go down a level of trees that were drafted in rollouts ([`TreeLevel`]): there it reads the
+tokens of nodes, and attends to the step-0 keys up to the root's row, those of the nodes above, and its own.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +23,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from ..remote_code.ragged_eagle3 import flat_indices, take_rows
 from .losses import DraftLoss, LossType, acceptance_rates, probabilities
 
 
@@ -30,6 +34,27 @@ try:
     from torch.nn.attention.flex_attention import AuxRequest
 except ImportError:
     AuxRequest = None
+
+
+class TreeLevel(NamedTuple):
+    """
+    Nodes at one depth of trees that were drafted in rollouts; below row `t` hang those of which the root is the token at `t + 1`.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(B, M)`)
+        parents (`torch.LongTensor` of shape `(B, M)`): Places in the level above; of the first level, rows of the text.
+        roots (`torch.LongTensor` of shape `(B, M)`): Rows of the text.
+        weights (`torch.FloatTensor` of shape `(B, M)`): What their losses count; 0 where there is no node.
+        target_logits (`torch.FloatTensor` of shape `(B, M, draft_vocab_size)`): The target's, on the draft vocabulary.
+        target_mass (`torch.FloatTensor` of shape `(B, M)`): The target's probability of the draft vocabulary.
+    """
+
+    tokens: torch.LongTensor
+    parents: torch.LongTensor
+    roots: torch.LongTensor
+    weights: torch.FloatTensor
+    target_logits: torch.FloatTensor
+    target_mass: torch.FloatTensor
 
 
 @dataclass
@@ -46,6 +71,7 @@ class TTTBatch:
         labels (`torch.LongTensor` of shape `(B, L)`): -100 where the token is not to be learned.
         documents (`torch.LongTensor` of shape `(B, L)`): Number of each token's document; -1 on padding.
         position_ids (`torch.LongTensor` of shape `(B, L)`)
+        tree_levels (sequence of `TreeLevel`, *optional*): Of trees that were drafted, from the first level on.
     """
 
     input_ids: torch.LongTensor
@@ -56,6 +82,7 @@ class TTTBatch:
     labels: torch.LongTensor
     documents: torch.LongTensor
     position_ids: torch.LongTensor
+    tree_levels: Sequence[TreeLevel] = ()
 
 
 @dataclass
@@ -64,7 +91,7 @@ class TTTOutput:
     Sums over rows, one entry a step.
 
     Args:
-        loss_sums (`torch.FloatTensor` of shape `(steps,)`): The loss of the rows that count.
+        loss_sums (`torch.FloatTensor` of shape `(steps,)`): The loss of the rows that count, and of nodes of trees.
         num_rows (`torch.LongTensor` of shape `(steps,)`): How many do.
         num_correct (`torch.LongTensor` of shape `(steps,)`): In how many the draft's best token is the target's.
         num_sampled (`torch.LongTensor` of shape `(steps,)`): Of how many acceptance rates are computed.
@@ -109,6 +136,37 @@ class TTTCache:
         return output.transpose(1, 2), None
 
 
+class TreeTTTCache:
+    """
+    [`TTTCache`] of the nodes of trees.
+
+    Args:
+        of_text (`TTTCache`): That of the text.
+    """
+
+    def __init__(self, of_text: TTTCache):
+        self.of_text, self.level = of_text, None
+        self.paths: dict[
+            int, list[torch.Tensor]
+        ] = {}  # layer: keys and values of nodes and above (B, H_kv, M, depth, D)
+
+    def update(self, keys, values, layer_idx):
+        paths = [keys.unsqueeze(3), values.unsqueeze(3)]
+        if (above := self.paths.get(layer_idx)) is not None:
+            index = flat_indices(self.level.parents, above[0].shape)
+            shape = (*keys.shape[:3], *above[0].shape[3:])
+            above = (each.flatten(0, 2).index_select(0, index).view(shape) for each in above)
+            paths = [torch.cat(each, dim=3) for each in zip(above, paths)]
+        self.paths[layer_idx] = paths
+        return keys, values
+
+    def attention_forward(self, module, query, key, value, attention_mask, scaling, **kwargs):
+        keys, values = self.of_text.steps[module.layer_idx][0]
+        own = (each for states in self.paths[module.layer_idx] for each in states.unbind(3))
+        block = (query, keys, values, self.of_text.documents, self.level.roots, scaling, *own)
+        return checkpoint(block_attention, *block, use_reentrant=False).transpose(1, 2), None
+
+
 def blockwise_attention(query, keys, values, documents, scaling, block_size=512):
     """
     Attention of one step: within the document, causally to the keys of step 0, and on the diagonal to those of every
@@ -127,8 +185,10 @@ def blockwise_attention(query, keys, values, documents, scaling, block_size=512)
     outputs = []
     for start in range(0, query.shape[2], block_size):
         end = min(start + block_size, query.shape[2])
+        rows = torch.arange(start, end, device=query.device).expand(len(query), -1)
         own = [states[:, :, start:end] for states in (*keys[1:], *values[1:])]
-        block = (query[:, :, start:end], keys[0][:, :, :end], values[0][:, :, :end], documents[:, :end], scaling, *own)
+        seen = (keys[0][:, :, :end], values[0][:, :, :end], documents[:, :end])
+        block = (query[:, :, start:end], *seen, rows, scaling, *own)
         if len(keys) > 1 and query.shape[2] > block_size:
             outputs.append(checkpoint(block_attention, *block, use_reentrant=False))
         else:
@@ -136,12 +196,11 @@ def blockwise_attention(query, keys, values, documents, scaling, block_size=512)
     return torch.cat(outputs, dim=2)
 
 
-def block_attention(query, keys, values, documents, scaling, *own):
-    """[`blockwise_attention`] of the last rows; `own` are their later keys and then their later values."""
-    num_rows, num_keys, groups = query.shape[2], keys.shape[2], query.shape[1] // keys.shape[1]
-    rows = torch.arange(num_keys - num_rows, num_keys, device=query.device)
-    allowed = documents[:, rows, None] == documents[:, None]
-    allowed &= rows[:, None] >= torch.arange(num_keys, device=query.device)  # (B, Q, K)
+def block_attention(query, keys, values, documents, rows, scaling, *own):
+    """[`blockwise_attention`] of some `rows` `(B, Q)`; `own` are their later keys and then their later values."""
+    num_keys, groups = keys.shape[2], query.shape[1] // keys.shape[1]
+    allowed = documents.gather(1, rows)[..., None] == documents[:, None]
+    allowed &= rows[..., None] >= torch.arange(num_keys, device=query.device)  # (B, Q, K)
     mask = torch.zeros(allowed.shape, dtype=query.dtype, device=query.device)
     mask = mask.masked_fill_(~allowed, torch.finfo(query.dtype).min)[:, None]
     if not own:
@@ -234,11 +293,13 @@ class UnrollStep(NamedTuple):
         states (`torch.FloatTensor` of shape `(B, L, H)`): What its head reads. Rows near the end have no token left.
         head (`nn.Module`): Its head, which returns logits `(..., draft_vocab_size)`.
         row_losses (`torch.FloatTensor` of shape `(B, L)`, *optional*): What rows lose besides, that count.
+        nodes (`tuple[torch.FloatTensor, TreeLevel]`, *optional*): What the head reads of nodes `(B, M, H)`, and these.
     """
 
     states: torch.FloatTensor
     head: Callable
     row_losses: torch.FloatTensor | None = None
+    nodes: tuple[torch.FloatTensor, TreeLevel] | None = None
 
 
 class RowTargets(NamedTuple):
@@ -265,8 +326,21 @@ def ttt_unroll(draft, batch: TTTBatch, steps: int) -> Iterator[UnrollStep]:
     length = batch.input_ids.shape[1]
     hidden_states = draft.combine_hidden_states(batch.aux_hidden_states)
     cache = TTTCache(batch.documents)
+    tree_cache, above = TreeTTTCache(cache), None
     masks = dict.fromkeys(draft.config.transformer_layer_config.layer_types)  # the cache knows who sees whom
     for step in range(steps):
+        nodes = None
+        if 0 < step <= len(batch.tree_levels):
+            tree_cache.level = level = batch.tree_levels[step - 1]
+            above = hidden_states if step == 1 else above
+            normed_nodes, above, _ = draft.step(
+                inputs_embeds=draft.embed(level.tokens),
+                hidden_states=take_rows(above, level.parents),
+                attention_mask=masks,
+                position_ids=batch.position_ids.gather(1, level.roots) + step,
+                cache=tree_cache,
+            )
+            nodes = normed_nodes, level
         if step > 0 and getattr(draft.config, "is_parallel", False):
             inputs_embeds, hidden_states = (each.expand_as(hidden_states) for each in draft.mask_inputs(length))
         else:
@@ -276,9 +350,9 @@ def ttt_unroll(draft, batch: TTTBatch, steps: int) -> Iterator[UnrollStep]:
             hidden_states=hidden_states,
             attention_mask=masks,
             position_ids=batch.position_ids + step,
-            past_key_values=cache,
+            cache=cache,
         )
-        yield UnrollStep(normed, draft.lm_head)
+        yield UnrollStep(normed, draft.lm_head, nodes=nodes)
 
 
 def draft_loss(draft, batch: TTTBatch, steps: int, loss_type: LossType = "kl") -> TTTOutput:
@@ -329,22 +403,31 @@ def unroll_loss(
         rates = acceptance_rates(logits[:, some], targets.probs[:, some], targets.mass[:, some])
         return loss, sampled.sum(), (rates * sampled).sum(), best == targets.best
 
+    def score_nodes(head, states, weights, *targets):
+        return (row_loss(head(states), RowTargets(*targets, best=None, actual=None)) * weights).sum()
+
+    def by_piece(score, head, *tensors):
+        if tensors[0].shape[1] <= piece:
+            return [score(head, *tensors)]
+        pieces = zip(*(tensor.split(piece, dim=1) for tensor in tensors))
+        return [checkpoint(score, head, *each, use_reentrant=False) for each in pieces]
+
     outputs, reached = [], None
-    for step, (states, head, row_losses) in enumerate(unroll):
+    for step, (states, head, row_losses, nodes) in enumerate(unroll):
         rows = counted_rows(batch.labels, batch.documents, step)
         num = rows.shape[1]
         # Row t of the draft is about the target's row t + 1 + step, which is about the token after it.
         about = slice(1 + step, 1 + step + num)
         targets = [each[:, about] for each in (target_probs, batch.target_mass, entropy, batch.target_tokens)]
         targets.append(batch.input_ids[:, 2 + step : 2 + step + num])
-        whole = (states[:, :num], rows, *targets)
-        if num <= piece:
-            scores = [score(head, *whole)]
-        else:
-            pieces = zip(*(tensor.split(piece, dim=1) for tensor in whole))
-            scores = [checkpoint(score, head, *tensors, use_reentrant=False) for tensors in pieces]
+        scores = by_piece(score, head, states[:, :num], rows, *targets)
         if row_losses is not None:
             scores.append(((row_losses[:, :num] * rows).sum(), 0, 0, rows[:, :0]))
+        if nodes is not None:
+            node_states, level = nodes
+            node_probs, node_entropy = probabilities(level.target_logits)
+            lost = by_piece(score_nodes, head, node_states, level.weights, node_probs, level.target_mass, node_entropy)
+            scores.append((sum(lost), 0, 0, rows[:, :0]))
         losses, num_sampled, acceptances, correct = zip(*scores)
         correct = torch.cat(correct, dim=1)
         reached = rows if reached is None else rows & reached[:, :num]
