@@ -19,6 +19,8 @@ done is kept in the JSON file; the same command goes on from there. Choices:
     adamw         AdamW for everything
     same_lr       AdamW's part beside Muon at Muon's learning rate
     batch_1, batch_2, batch_4      an unroll that grows, and so many sequences a step
+    rollouts      besides the unroll that grows, in the second half a quarter of the batches is written by target and draft
+    rollouts_without_rejected, rollouts_greedy   the same without rejected nodes, and of greedy texts
 
 With `--minutes` each is trained for the same time instead. What runs beside it takes some of that time, so that all
 should run alone, or all beside the same.
@@ -39,6 +41,7 @@ from hf_eagle3.evaluation import load_prompts
 from hf_eagle3.training.budget import TimeBudget, TimedEagle3Trainer, train_for
 
 
+ROLLOUTS = {"ttt_warmup": 0.8, "rollout_share": 0.25, "rollout_start": 0.5, "rollout_interval": 64}
 CHOICES = {
     "baseline": {},
     "ce": {"loss_type": "ce"},
@@ -52,6 +55,9 @@ CHOICES = {
     "same_lr": {"adamw_learning_rate": "learning_rate"},
     "race": {"loss_type": "race"},
     **{f"batch_{size}": {"ttt_warmup": 0.8, "per_device_train_batch_size": size} for size in (1, 2, 4)},
+    "rollouts": ROLLOUTS,
+    "rollouts_without_rejected": {**ROLLOUTS, "rollout_rejected_weight": 0.0},
+    "rollouts_greedy": {**ROLLOUTS, "rollout_temperature": 0.0},
 }
 
 
