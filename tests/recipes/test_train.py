@@ -178,6 +178,23 @@ def test_two_processes_give_the_losses_of_one(files, evaluated_run, whole_run, k
         assert resumed == losses(result)[2:]
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes_roll_out(files, kind, tmp_path):
+    """Each from prompts of its own, with a draft that they share; and each goes on with what it rolled out."""
+    launcher = two_processes(kind, tmp_path)
+    rollouts = {"share": 0.5, "start": 0, "interval": 8, "max_new_tokens": 8}
+    settings = (*FRESH, "--per_device_train_batch_size", 2)
+    settings += tuple(part for name, value in rollouts.items() for part in (f"--rollout_{name}", value))
+    whole = train(files, tmp_path / "out", *settings, launcher=launcher)
+    assert len(losses(whole)) == 4 and losses(whole, "rollout_acceptance_length")[0] >= 1
+    first, second = (torch.load(tmp_path / "out" / "checkpoint-2" / f"rollouts_{process}.pt") for process in (0, 1))
+    assert len(first) == len(second) == 3  # of four for eight steps
+    assert first[0]["input_ids"].tolist() != second[0]["input_ids"].tolist()
+    checkpoint = ("--resume_from_checkpoint", tmp_path / "out" / "checkpoint-2")
+    resumed = train(files, tmp_path / "out", *settings, *checkpoint, launcher=launcher)
+    assert losses(resumed) == losses(whole)[2:]
+
+
 def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path, run_recipe):
     config = tmp_path / "config.yaml"
     config.write_text(

@@ -9,6 +9,7 @@ SHOWN = (
     "ttt_steps",
     "accuracy_0",
     "simulated_acceptance_length",
+    "rollout_acceptance_length",
     "learning_rate",
     "epoch",
     "eval_loss_per_step",
