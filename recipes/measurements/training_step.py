@@ -5,7 +5,8 @@ What a step of training-time test takes, in time and memory, for sequences of se
         --lengths 512 1024 2048 4096
 
 Each length runs in a process of its own, forward and backward over one sequence of random tokens and random target
-states: the target itself does not run. Memory is the peak beyond what the draft and the inputs take.
+states: the target itself does not run. Memory is the peak beyond what the draft and the inputs take. Then a step of
+Muon, by torch, which orthogonalizes in bfloat16, and in float32.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.training.optimizer import Float32Muon
 from hf_eagle3.training.ttt import TTTBatch, ttt_loss
 
 
@@ -59,6 +61,24 @@ def measure(args, length: int, results) -> None:
     results.put((statistics.median(seconds), (peak - before) / 2**20))
 
 
+def seconds_of(muon: type[torch.optim.Optimizer], args) -> float:
+    """The median time of a step of Muon."""
+    target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.target))
+    draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(args.draft_vocab_size)).float()
+    named = draft.to(args.device).named_parameters()
+    matrices = [weight for name, weight in named if weight.dim() == 2 and "lm_head" not in name]
+    optimizer, seconds = muon(matrices, adjust_lr_fn="match_rms_adamw"), []
+    for weight in matrices:
+        weight.grad = torch.randn_like(weight)
+    for _ in range(args.repeats + 1):
+        start = time.perf_counter()
+        optimizer.step()
+        if args.device != "cpu":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="Folder or Hub id; only its configuration is read")
@@ -83,6 +103,8 @@ def main():
             raise SystemExit(f"Length {length} failed.")
         seconds, peak = results.get()
         print(f"| {length} | {seconds:.2f} | {length / seconds:.0f} | {peak:.0f} |", flush=True)
+    for name, muon in (("torch, in bfloat16", torch.optim.Muon), ("in float32", Float32Muon)):
+        print(f"Muon's step, {name}: {seconds_of(muon, args):.3f} s, {torch.get_num_threads()} threads", flush=True)
 
 
 if __name__ == "__main__":

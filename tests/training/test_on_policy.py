@@ -180,6 +180,16 @@ def test_only_answers_of_chats_are_learned(tmp_path, tokenizer):
         assert torch.equal(labels[first : first + 3], tokens[first : first + 3])
 
 
+def test_a_parallel_draft_learns_from_texts_alone(tmp_path, tokenizer):
+    """At one depth it says the same at all nodes."""
+    trainer = make_trainer(tmp_path, tokenizer, draft_form="p-eagle", **ROLLOUTS)
+    features, learn = [], trainer.target_features
+    trainer.target_features = lambda inputs: features.append(learn(inputs)) or features[-1]
+    trainer.train()
+    assert len(features) == 3 and all(len(batch.tree_levels) == 0 for batch in features)
+    assert trainer.rollouts.accepted.sum() == 0  # logged
+
+
 def test_rejected_nodes_are_learned_from(tmp_path, tokenizer):
     def gradient(weight):
         trainer = make_trainer(tmp_path, tokenizer, **ROLLOUTS, ttt_warmup=0.0, rollout_rejected_weight=weight)

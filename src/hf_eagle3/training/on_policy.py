@@ -57,10 +57,9 @@ class RecordingAssistant(AssistantMixin):
 
     Args:
         draft ([`DraftModel`]): What proposes, a whole tree in every step.
-        target (`PreTrainedModel`): What verifies.
     """
 
-    def __init__(self, draft: DraftModel, target: PreTrainedModel):
+    def __init__(self, draft: DraftModel):
         self.draft, self.steps, self.num_nodes = draft, [], 0
         self.generation_config = copy.deepcopy(draft.generation_config)
         self.generation_config.update(tree_policy="static", assistant_confidence_threshold=0.0)
@@ -87,14 +86,16 @@ class RecordedDecoding(TreeDecoding):
         tree, accepted = super().verify(tree)
         if tree.num_nodes == 1:
             return tree, accepted
-        outputs, tree, rows = self.last_outputs, tree.to(self.last_outputs.logits.device), self.text.rows
-        logits, states = outputs.logits, outputs.of_target.hidden_states[-1][:, -tree.num_nodes :]
+        outputs, rows = self.last_outputs, torch.tensor(self.text.rows)[:, None]
+        logits, device = outputs.logits, outputs.logits.device
+        tree, states = tree.to(device), outputs.of_target.hidden_states[-1][:, -tree.num_nodes :].to(device)
+        # What the target says of each node at its parent.
         parents, tokens = tree.parents, tree.tokens.clamp(max=logits.shape[-1] - 1)
-        log_probs = logits.gather(1, parents[..., None].expand_as(logits)).gather(2, tokens[..., None]).squeeze(2)
-        log_probs = log_probs.float() - log_sum_exp(logits).gather(1, parents)
+        log_probs = logits[torch.arange(len(logits), device=device)[:, None], parents, tokens].float()
+        log_probs -= log_sum_exp(logits).gather(1, parents)
         log_probs[:, 0] = 0.0
         weights = (tree.ancestors.float() @ log_probs[..., None]).squeeze(2).exp()  # of paths from the root
-        positions = outputs.positions.to(weights.device).expand_as(weights)
+        positions = outputs.positions.to(device).expand_as(weights)
         # Where the text may not become longer, nodes are at wrong positions, for nothing.
         kept = (weights >= LEAST_PROBABILITY) & (positions == positions[:, :1] + tree.depths)
         kept[:, 0] = False
@@ -102,12 +103,9 @@ class RecordedDecoding(TreeDecoding):
         for row, nodes in enumerate(accepted.nodes):
             weights[row, nodes] = 0.0
         places = torch.full_like(parents, -1)
-        places[kept] = torch.arange(int(kept.sum()), device=kept.device) + self.assistant.num_nodes
+        places[kept] = torch.arange(int(kept.sum()), device=device) + self.assistant.num_nodes
         self.assistant.num_nodes += int(kept.sum())
-        of_rows = (
-            torch.tensor(rows, device=kept.device)[:, None].expand_as(kept),
-            (positions[:, :1] - 1).expand_as(kept),
-        )
+        of_rows = (each.to(device).expand_as(kept) for each in (rows, positions[:, :1] - 1))
         whole = (*of_rows, tree.depths, places.gather(1, parents), tree.tokens, weights, states)
         self.assistant.steps.append([each[kept] for each in whole])
         return tree, accepted
@@ -137,7 +135,7 @@ def roll_out(
     Returns:
         `tuple`: The texts, of different lengths; the nodes; and how many tokens each verification emitted in each row.
     """
-    recorder, sampling = RecordingAssistant(draft, target), {"do_sample": False}
+    recorder, sampling = RecordingAssistant(draft), {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     input_ids = pad_sequence(prompts, batch_first=True, padding_value=pad_token_id, padding_side="left")

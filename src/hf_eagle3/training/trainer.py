@@ -345,6 +345,12 @@ class Eagle3Trainer(SFTTrainer):
             return self.args.ttt_steps
         return 1 + int(self.progress / self.args.ttt_warmup * (self.args.ttt_steps - 1))
 
+    @property
+    def learns_from_trees(self) -> bool:
+        """Whether the draft unrolls by tokens, so that it can be unrolled down a tree."""
+        by_tokens = not getattr(self.draft.config, "is_parallel", False) and not hasattr(self.draft, "training_loss")
+        return by_tokens and self.args.rollout_rejected_weight > 0
+
     def _set_signature_columns_if_needed(self):
         super()._set_signature_columns_if_needed()
         if "feature_row" not in self._signature_columns:
@@ -361,8 +367,8 @@ class Eagle3Trainer(SFTTrainer):
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         else:
             positions = position_ids
-        tree_levels = []
-        for level in inputs.get("tree_levels", ())[: self.num_ttt_steps - 1]:
+        tree_levels, of_rollout = [], inputs.get("tree_levels", ()) if self.learns_from_trees else ()
+        for level in of_rollout[: self.num_ttt_steps - 1]:
             logits, mass, _ = self.target_states.distributions(level["states"], self.draft.draft_token_ids)
             weights = level["weights"] * self.args.rollout_rejected_weight
             tree_levels.append(TreeLevel(level["tokens"], level["parents"], level["roots"], weights, logits, mass))

@@ -146,9 +146,8 @@ class TreeTTTCache:
 
     def __init__(self, of_text: TTTCache):
         self.of_text, self.level = of_text, None
-        self.paths: dict[
-            int, list[torch.Tensor]
-        ] = {}  # layer: keys and values of nodes and above (B, H_kv, M, depth, D)
+        # Of each layer the keys and values of nodes and those above them (B, H_kv, M, depth, D).
+        self.paths: dict[int, list[torch.Tensor]] = {}
 
     def update(self, keys, values, layer_idx):
         paths = [keys.unsqueeze(3), values.unsqueeze(3)]
