@@ -105,3 +105,38 @@ def test_what_is_accepted_with_fewer_nodes(run_recipe, monkeypatch):
     expected = {1: 1, 2: 1, 3: 2, 4: 3, 5: 3}  # in the order 1, 3, 2, 5, 4
     for budget, length in expected.items():
         assert selection["accepted_with"]([step], [log_probs], budget) == length
+
+
+def test_ablation_by_time(files, run_recipe):
+    settings = {"target": files / "target", "dataset": files / "texts.jsonl", "prompts": files / "prompts.jsonl"}
+    settings |= {"json": files / "out.json", "minutes": 0.03, "max_length": 160, "draft_vocab_size": 24}
+    settings |= {"max_new_tokens": 8, "seeds": 0}
+    arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
+    result = run_recipe("measurements/ablation.py", *arguments, "--choices", "batch_1", "rollouts")
+    assert result.returncode == 0, result.stderr[-3000:]
+    results = {run["choice"]: run for run in json.loads((files / "out.json").read_text())}
+    assert results["batch_1"]["tokens"] % 160 == 0 == results["rollouts"]["tokens"] % 640
+    assert all(run["acceptance_length_0"] >= 1 and run["tokens"] > 0 for run in results.values())
+
+
+def test_training_as_others_do(files, run_recipe):
+    """But for the speculators package, which takes older transformers only."""
+    texts = (files / "texts.jsonl").read_text()
+    (files / "texts.jsonl").write_text(texts * 3)
+    settings = {"target": files / "target", "dataset": files / "texts.jsonl", "prompts": files / "prompts.jsonl"}
+    settings |= {"output_dir": files / "out", "minutes": 0.03, "draft_vocab_size": 24, "max_new_tokens": 8}
+    command = [
+        "measurements/train_against.py",
+        *(part for name, each in settings.items() for part in (f"--{name}", each)),
+    ]
+    command += ["--max_length", 32, "--methods", "hf-eagle3", "specforge"]
+    result = run_recipe(*command)
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = [line.strip("| ").split(" | ") for line in result.stdout.splitlines() if line.startswith("| ")][2:]
+    assert [row[0] for row in rows] == ["hf-eagle3", "specforge"] and all(float(row[3]) >= 1 for row in rows)
+    draft = json.loads((files / "out" / "specforge" / "config.json").read_text())
+    assert not draft["fc_norm"] and not draft["norm_output"]
+    again = run_recipe(*command)  # nothing is left to train
+    assert [line for line in again.stdout.splitlines() if line.startswith("| ")][2:] == [
+        line for line in result.stdout.splitlines() if line.startswith("| ")
+    ][2:]
