@@ -119,7 +119,8 @@ def train(target, tokenizer, dataset, choice: dict, seed: int, args):
 
 def acceptance_length(target, draft, prompts: list[list[int]], temperature: float, max_new_tokens: int) -> float:
     """Pooled, with the whole tree in every step; sampling from all tokens."""
-    draft.generation_config.update(tree_policy="static", assistant_confidence_threshold=0.0)
+    # Not by `update`, which leaves out what a draft of others does not have.
+    draft.generation_config.tree_policy, draft.generation_config.assistant_confidence_threshold = "static", 0.0
     sampling = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}

@@ -62,7 +62,7 @@ class RecordingAssistant(AssistantMixin):
     def __init__(self, draft: DraftModel):
         self.draft, self.steps, self.num_nodes = draft, [], 0
         self.generation_config = copy.deepcopy(draft.generation_config)
-        self.generation_config.update(tree_policy="static", assistant_confidence_threshold=0.0)
+        self.generation_config.tree_policy, self.generation_config.assistant_confidence_threshold = "static", 0.0
         self.proposer, self.resolve_aux_layer_ids = draft.proposer, draft.resolve_aux_layer_ids
         self.validate_target, self.may_replay = draft.validate_target, draft.may_replay
         self.decoding_class = RecordedDecoding
