@@ -23,13 +23,15 @@ done is kept in the JSON file; the same command goes on from there. Choices:
     rollouts_without_rejected, rollouts_greedy   the same without rejected nodes, and of greedy texts
 
 With `--minutes` each is trained for the same time instead. What runs beside it takes some of that time, so that all
-should run alone, or all beside the same.
+should run alone, or all beside the same; or in one thread (`OMP_NUM_THREADS=1`) on a CPU, where processor time is
+counted, and so only what slows memory down counts.
 """
 
 import argparse
 import json
 import statistics
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -113,7 +115,9 @@ def train(target, tokenizer, dataset, choice: dict, seed: int, args):
             trainer.remove_callback(PrinterCallback)
             trainer.train()
         else:
-            train_for(trainer, TimeBudget(args.minutes, "Draft"))
+            one_thread = torch.get_num_threads() == 1 and not torch.cuda.is_available()
+            clock = time.process_time if one_thread else time.monotonic
+            train_for(trainer, TimeBudget(args.minutes, "Draft", clock=clock))
     return trainer.draft.to(target.dtype), trainer.state.global_step * tokens_per_step
 
 

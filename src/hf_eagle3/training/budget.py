@@ -19,20 +19,21 @@ class TimeBudget(TrainerCallback):
         minutes (`float`): Time for training.
         description (`str`): What is shown beside the way.
         min_steps (`int`, *optional*, defaults to 0): Optimizer steps.
+        clock (`Callable`, *optional*): Gives seconds. By default wall time.
     """
 
     LONGER = 5
 
-    def __init__(self, minutes: float, description: str, min_steps: int = 0):
+    def __init__(self, minutes: float, description: str, min_steps: int = 0, clock=time.monotonic):
         self.given = self.seconds = 60 * minutes
-        self.description, self.min_steps, self.share = description, min_steps, 0.0
+        self.description, self.min_steps, self.clock, self.share = description, min_steps, clock, 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
         if args.world_size > 1:
             raise ValueError(
                 "Several processes would not agree on the time. Train by `max_steps` or `num_train_epochs`."
             )
-        self.start = time.monotonic()
+        self.start = self.clock()
         self.bar = tqdm(
             total=round(self.seconds),
             desc=self.description,
@@ -40,12 +41,12 @@ class TimeBudget(TrainerCallback):
         )
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-        elapsed = min((time.monotonic() - self.start) / self.seconds, 1.0)
+        elapsed = min((self.clock() - self.start) / self.seconds, 1.0)
         for group in optimizer.param_groups:
             group["lr"] *= 0.5 * (1 + math.cos(math.pi * elapsed))
 
     def on_step_end(self, args, state, control, **kwargs):
-        elapsed = time.monotonic() - self.start
+        elapsed = self.clock() - self.start
         needed = min(elapsed / state.global_step * self.min_steps, self.LONGER * self.given)
         if state.global_step >= 5 and needed > 1.1 * self.seconds:  # the first steps take longer
             self.seconds = self.bar.total = round(needed)
