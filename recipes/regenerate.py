@@ -15,8 +15,8 @@ By a server with an OpenAI-compatible API (vLLM, SGLang), which is faster:
         --dataset_name HuggingFaceH4/ultrachat_200k --dataset_train_split train_sft --output_dir ultrachat-qwen3-8b
 
 Every turn of the assistant is replaced, the later ones in answer to a conversation of the new ones. Prompts that are
-texts are continued, and of rows with a `text` the first `--prompt_tokens`: that takes no chat template. A finished row
-is written at once; the same command goes on where it was stopped, and tries rows again that failed. Then train on the
+texts are continued, and of rows with a `text` pieces of `--prompt_tokens`, one for as many tokens as piece and answer have:
+that takes no chat template. A finished row is written at once; the same command goes on where it was stopped, and tries rows again that failed. Then train on the
 folder: `recipes/train.py --dataset_name ultrachat-qwen3-8b ...`, or on what `--push_to_hub me/ultrachat-qwen3-8b` made of it.
 """
 
@@ -63,7 +63,9 @@ class RegenerationArguments:
         default=None, metadata={"help": "By default as the target is configured; 0 is greedy."}
     )
     top_p: float | None = field(default=None, metadata={"help": "By default as the target is configured."})
-    prompt_tokens: int = field(default=32, metadata={"help": "Of rows that are texts: how much of each is kept."})
+    prompt_tokens: int = field(
+        default=32, metadata={"help": "Of rows that are texts: how long the pieces are that are continued."}
+    )
     batch_size: int = field(default=16, metadata={"help": "Conversations at a time in each process."})
     base_url: str | None = field(default=None, metadata={"help": "Server to ask, instead of loading the target."})
     api_key: str | None = field(default=None, metadata={"help": "Its key, if it wants one."})
@@ -86,7 +88,7 @@ def main():
     if args.base_url is None:
         tokenizer = load_tokenizer(target_config.model_name_or_path, revision=target_config.model_revision)
     if is_continued:
-        dataset = beginnings(dataset, tokenizer, args.prompt_tokens)
+        dataset = beginnings(dataset, tokenizer, args.prompt_tokens, args.max_new_tokens)
     sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
     settings = {
         "model": target_config.model_name_or_path,
@@ -95,7 +97,7 @@ def main():
         "dataset": script_args.dataset_name,
         "config": script_args.dataset_config,
         "split": script_args.dataset_train_split,
-        **({"prompt_tokens": args.prompt_tokens} if is_continued else {}),
+        **({"prompt_tokens": args.prompt_tokens, "whole_texts": True} if is_continued else {}),
         **sampling,
     }
     with state.main_process_first():

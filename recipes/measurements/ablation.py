@@ -18,6 +18,7 @@ done is kept in the JSON file; the same command goes on from there. Choices:
     ttt_warmup    an unroll that grows over the first 80% of the steps
     adamw         AdamW for everything
     same_lr       AdamW's part beside Muon at Muon's learning rate
+    rows_60, rows_40               the same, and each drafting step goes on with so many percent of the rows of the one before
     batch_1, batch_2, batch_4      an unroll that grows, and so many sequences a step
     rollouts      besides the unroll that grows, in the second half a quarter of the batches is written by target and draft
     rollouts_without_rejected, rollouts_greedy   the same without rejected nodes, and of greedy texts
@@ -53,6 +54,7 @@ CHOICES = {
     "top_features": {"model_init_kwargs": {"eagle_aux_hidden_state_layer_ids": "last"}},
     "no_ttt": {"ttt_steps": 1},
     "ttt_warmup": {"ttt_warmup": 0.8},
+    **{f"rows_{share}": {"ttt_warmup": 0.8, "ttt_row_share": share / 100} for share in (60, 40)},
     "adamw": {"use_muon": False},
     "same_lr": {"adamw_learning_rate": "learning_rate"},
     "race": {"loss_type": "race"},

@@ -381,6 +381,11 @@ def test_too_many_steps_are_refused(tmp_path, tokenizer, method, most):
         trainer.train()
 
 
+def test_a_share_of_the_rows_is_refused(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match="Eagle.* learns from all rows in each step"):
+        make_trainer(tmp_path, tokenizer, "eagle", ttt_row_share=0.5)
+
+
 def test_parallel_drafts():
     target = make_target("llama")
     draft = Eagle3ForSpeculation.from_target(target, mask_token_id="pad")

@@ -101,13 +101,18 @@ def test_texts_are_continued_and_pushed(tmp_path, tokenizer, run_recipe, monkeyp
         files = hub.repos["datasets/me/own"]["main"][-1]
         assert files.keys() == {"rows-00000.jsonl", "README.md", ".settings.json"}
         rows = [json.loads(line) for line in files["rows-00000.jsonl"].splitlines()]
-        assert [row["row"] for row in rows] == [0, 1, 2, 3]
-        for row, text in zip(rows, texts):
-            assert row["prompt"] == tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"][:6])
+        prompts = []
+        for text in texts:
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+            prompts += [tokenizer.decode(tokens[i : i + 6]) for i in range(0, len(tokens) - 5, 6 + 5)]
+        assert len(prompts) > len(texts)
+        assert [row["row"] for row in rows] == list(range(len(prompts)))
+        for row, prompt in zip(rows, prompts):
+            assert row["prompt"] == prompt
             assert row["completion"] and row["finish_reasons"] in (["stop"], ["length"])
         card = DatasetCard(files["README.md"].decode())
         assert card.data.configs[0]["data_files"] == [{"split": "train", "path": "rows-*.jsonl"}]
-        assert "4 rows of texts.jsonl" in card.text and str(tmp_path) not in card.text
+        assert f"{len(prompts)} rows of texts.jsonl" in card.text and str(tmp_path) not in card.text
         # A card that someone has written stays.
         hub.repos["datasets/me/own"]["main"].append({**files, "README.md": b"mine"})
         result = run_recipe("regenerate.py", *command, "--push_to_hub", "me/own")

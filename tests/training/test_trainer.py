@@ -196,6 +196,24 @@ def test_the_unroll_grows(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, ttt_warmup=2)
 
 
+def test_a_share_of_the_rows(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer, ttt_row_share=0.5, ttt_warmup=0.0, max_steps=2, logging_steps=1)
+    trainer.train()
+    logs = next(log for log in trainer.state.log_history if "loss" in log)
+    assert logs["ttt_steps"] == trainer.args.ttt_steps
+    inputs = next(iter(trainer.get_train_dataloader()))
+    losses = {}
+    for mode in ("train", "eval"):
+        trainer.model.train(mode == "train")
+        with torch.no_grad():
+            losses[mode] = [trainer.compute_loss(trainer.model, inputs).item() for _ in range(4)]
+    assert len(set(losses["train"])) > 1  # other rows each time
+    assert len(set(losses["eval"])) == 1  # all rows
+    for wrong in (0.0, 1.5):
+        with pytest.raises(ValueError, match=r"`ttt_row_share` must be in \(0, 1\]"):
+            make_trainer(tmp_path, tokenizer, ttt_row_share=wrong)
+
+
 def test_training_learns(tmp_path, tokenizer):
     # With an unroll that grows the loss has ever more terms.
     trainer = make_trainer(tmp_path, tokenizer, ttt_warmup=0, max_steps=60, learning_rate=2e-2)

@@ -320,6 +320,61 @@ def test_counted_rows():
     assert counted_rows(labels, documents, 6).shape == (1, 0)
 
 
+@pytest.mark.parametrize("overrides", [{}, {"num_hidden_layers": 2, "model_type": "qwen3"}, {"mask_token_id": "pad"}])
+def test_rows_are_the_same_where_others_are_left_out(monkeypatch, overrides):
+    monkeypatch.setattr(ttt, "BLOCK_SIZE", 4)
+    target = make_target("llama")
+    draft = make_draft(target, **overrides)
+    documents = torch.cat([torch.arange(9), torch.arange(7)]).expand(2, -1)
+    batch = make_batch(target, draft, make_prompt(16, batch_size=2), position_ids=documents)
+    drawn = []
+    for whole, some in zip(ttt_unroll(draft, batch, STEPS), ttt_unroll(draft, batch, STEPS, row_share=0.6)):
+        if some.rows is not None:
+            drawn.append(some.rows)
+            assert (some.rows.diff(dim=1) > 0).all()
+            expected = whole.states.gather(1, some.rows[..., None].expand(-1, -1, whole.states.shape[-1]))
+            torch.testing.assert_close(some.states, expected, atol=1e-5, rtol=1e-5)
+    assert [rows.shape[1] for rows in drawn] == [10, 6, 4, 3, 2, 1]
+    assert drawn[0].tolist()[0] != drawn[0].tolist()[1]  # each sequence has its own
+    for before, after in zip(drawn, drawn[1:]):
+        assert all(set(new) <= set(old) for old, new in zip(before.tolist(), after.tolist()))
+
+
+def test_the_loss_of_some_rows_stands_for_all(monkeypatch):
+    monkeypatch.setattr(ttt, "ONE_IN", 1)
+    target = make_target("llama")
+    draft = make_draft(target)
+    input_ids = make_prompt(16, batch_size=2)
+    labels = input_ids.clone()
+    labels[0, :9] = -100
+    batch = make_batch(target, draft, input_ids, labels)
+    torch.manual_seed(5)
+    drawn = [step.rows for step in ttt_unroll(draft, batch, 4, row_share=0.7)][1:]
+    torch.manual_seed(5)
+    outputs = ttt_loss(draft, batch, 4, row_share=0.7)
+    logits = naive_unroll(draft, batch, 4)
+    reached = torch.ones_like(input_ids, dtype=torch.bool)
+    for step, rows in enumerate([torch.arange(16).expand(2, -1), *drawn]):
+        loss, counts, correct_before, survivors = 0, [0, 0, 0, 0], reached, torch.zeros_like(reached)
+        for b, row in [(b, row) for b, of_text in enumerate(rows.tolist()) for row in of_text]:
+            predicted = row + 2 + step
+            if predicted >= 16 or labels[b, predicted] == -100:
+                continue
+            p, q = batch.target_logits[b, predicted - 1].softmax(-1), logits[b, row, step].softmax(-1)
+            loss = loss + (p * (p / q).log()).sum()
+            correct = draft.draft_token_ids[q.argmax()] == batch.target_tokens[b, predicted - 1]
+            survivors[b, row] = correct_before[b, row] & correct
+            for i, counted in enumerate((True, correct, correct_before[b, row], survivors[b, row])):
+                counts[i] += int(counted)
+        reached = survivors
+        torch.testing.assert_close(outputs.loss_sums[step], loss * 16 / rows.shape[1], atol=1e-3, rtol=1e-4)
+        names = ("num_rows", "num_correct", "num_reached", "num_accepted")
+        assert [getattr(outputs, name)[step].item() for name in names] == counts
+        assert outputs.num_sampled[step] == counts[0]
+    ours = torch.autograd.grad(outputs.loss_sums.sum(), list(draft.parameters()))
+    assert all(gradient.abs().max() > 0 for gradient in ours)
+
+
 def test_sequences_shorter_than_the_unroll():
     target = make_target("llama")
     draft = make_draft(target)

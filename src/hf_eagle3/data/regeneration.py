@@ -161,14 +161,21 @@ def has_texts(dataset) -> bool:
     return "text" in columns and not columns & {"prompt", "messages"}
 
 
-def beginnings(dataset, tokenizer: PreTrainedTokenizerBase, num_tokens: int):
-    """The first tokens of texts, as prompts."""
+def beginnings(dataset, tokenizer: PreTrainedTokenizerBase, num_tokens: int, num_new_tokens: int):
+    """
+    Prompts of `num_tokens` tokens out of texts, one for each `num_tokens + num_new_tokens` tokens of a text: continued,
+    they are as long as it was. A text has one at least, however short it is.
+    """
+    apart = num_tokens + num_new_tokens
 
-    def first(example):
-        tokens = tokenizer(example["text"], add_special_tokens=False, truncation=True, max_length=num_tokens)
-        return {"prompt": tokenizer.decode(tokens["input_ids"])}
+    def of_rows(rows):
+        prompts = []
+        for tokens in tokenizer(rows["text"], add_special_tokens=False)["input_ids"]:
+            starts = [0, *range(apart, len(tokens) - num_tokens + 1, apart)]
+            prompts += [tokenizer.decode(tokens[start : start + num_tokens]) for start in starts]
+        return {"prompt": prompts}
 
-    return dataset.map(first, remove_columns=dataset.column_names)
+    return dataset.map(of_rows, batched=True, remove_columns=dataset.column_names)
 
 
 class Conversation:

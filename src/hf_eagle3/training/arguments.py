@@ -46,6 +46,10 @@ class Eagle3TrainingArguments(SFTConfig):
             steps, tell how it goes. 0 unrolls all steps from the beginning, as the EAGLE-3 paper does.
         ttt_step_decay (`float`, *optional*, defaults to `0.8`):
             Weight of step `s` in the loss is `ttt_step_decay ** s`.
+        ttt_row_share (`float`, *optional*, defaults to `1.0`):
+            Share of the rows of each drafting step that the next one goes on with, drawn at random: step `s` computes
+            `ttt_row_share ** s` of them, and its loss stands for all. Below 1 training sees more tokens in the same time,
+            and less of the later steps.
         loss_type (`str`, *optional*, defaults to `"kl"`):
             `"kl"` (forward KL), `"ce"`, `"lk_alpha"`, `"lk_lambda"` or `"race"`: see `hf_eagle3.training.losses`.
         rollout_share (`float`, *optional*, defaults to `0.0`):
@@ -128,6 +132,9 @@ class Eagle3TrainingArguments(SFTConfig):
     ttt_step_decay: float = field(
         default=0.8, metadata={"help": "Weight of step `s` in the loss is `ttt_step_decay ** s`."}
     )
+    ttt_row_share: float = field(
+        default=1.0, metadata={"help": "Share of the rows of each drafting step that the next one goes on with."}
+    )
     loss_type: LossType = field(
         default="kl",
         metadata={"help": "`kl`, `ce`, `lk_alpha`, `lk_lambda` or `race`.", "choices": list(LOSS_TYPES)},
@@ -209,8 +216,9 @@ class Eagle3TrainingArguments(SFTConfig):
                 f"`rollout_max_new_tokens` is {self.rollout_max_new_tokens}, which leaves no room for prompts within "
                 f"`max_length={self.max_length}`."
             )
-        if not 0 < self.ttt_step_decay <= 1:
-            raise ValueError(f"`ttt_step_decay` must be in (0, 1], got {self.ttt_step_decay}.")
+        for name in ("ttt_step_decay", "ttt_row_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"`{name}` must be in (0, 1], got {getattr(self, name)}.")
         if self.draft_form not in FORMS:
             raise ValueError(f"`draft_form` must be one of {list(FORMS)}, got {self.draft_form!r}.")
         if self.loss_type not in LOSS_TYPES:

@@ -81,6 +81,7 @@ OF_ONE_TRAINING = (
     "rollout_start",
     "rollout_temperature",
     "seed",
+    "ttt_row_share",
     "ttt_step_decay",
     "ttt_steps",
     "ttt_warmup",

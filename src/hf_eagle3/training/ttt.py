@@ -11,9 +11,13 @@ A parallel draft (P-EAGLE, https://huggingface.co/papers/2602.01469) reads its m
 
 Beside the text, step `s` may go down a level of trees that were drafted in rollouts ([`TreeLevel`]): there it reads the
 tokens of nodes, and attends to the step-0 keys up to the root's row, those of the nodes above, and its own.
+
+Rows need nothing of each other's later steps, so that each step can go on with some of them only (`row_share`): a text is
+then a tree of which the rows that are kept are the nodes.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,6 +33,8 @@ from .losses import DraftLoss, LossType, acceptance_rates, probabilities
 
 # Acceptance rates are computed in one of so many rows: sorting a vocabulary takes longer than its loss.
 ONE_IN = 64
+# Scores of so many queries stand in memory at once.
+BLOCK_SIZE = 512
 
 try:
     from torch.nn.attention.flex_attention import AuxRequest
@@ -91,7 +97,9 @@ class TTTOutput:
     Sums over rows, one entry a step.
 
     Args:
-        loss_sums (`torch.FloatTensor` of shape `(steps,)`): The loss of the rows that count, and of nodes of trees.
+        loss_sums (`torch.FloatTensor` of shape `(steps,)`):
+            The loss of the rows that count, and of nodes of trees. Where a step has some of the rows, what all would lose,
+            estimated by these; all else is of these.
         num_rows (`torch.LongTensor` of shape `(steps,)`): How many do.
         num_correct (`torch.LongTensor` of shape `(steps,)`): In how many the draft's best token is the target's.
         num_sampled (`torch.LongTensor` of shape `(steps,)`): Of how many acceptance rates are computed.
@@ -145,14 +153,18 @@ class TreeTTTCache:
     """
 
     def __init__(self, of_text: TTTCache):
-        self.of_text, self.level = of_text, None
+        self.of_text, self.parents, self.roots = of_text, None, None
         # Of each layer the keys and values of nodes and those above them (B, H_kv, M, depth, D).
         self.paths: dict[int, list[torch.Tensor]] = {}
+
+    def descend(self, parents: torch.LongTensor, roots: torch.LongTensor):
+        """Goes on with nodes that have these parents and roots, as in [`TreeLevel`]."""
+        self.parents, self.roots = parents, roots
 
     def update(self, keys, values, layer_idx):
         paths = [keys.unsqueeze(3), values.unsqueeze(3)]
         if (above := self.paths.get(layer_idx)) is not None:
-            index = flat_indices(self.level.parents, above[0].shape)
+            index = flat_indices(self.parents, above[0].shape)
             shape = (*keys.shape[:3], *above[0].shape[3:])
             above = (each.flatten(0, 2).index_select(0, index).view(shape) for each in above)
             paths = [torch.cat(each, dim=3) for each in zip(above, paths)]
@@ -161,12 +173,17 @@ class TreeTTTCache:
 
     def attention_forward(self, module, query, key, value, attention_mask, scaling, **kwargs):
         keys, values = self.of_text.steps[module.layer_idx][0]
-        own = (each for states in self.paths[module.layer_idx] for each in states.unbind(3))
-        block = (query, keys, values, self.of_text.documents, self.level.roots, scaling, *own)
-        return checkpoint(block_attention, *block, use_reentrant=False).transpose(1, 2), None
+        own = [each for states in self.paths[module.layer_idx] for each in states.unbind(3)]
+        outputs = []
+        for nodes in torch.arange(query.shape[2], device=query.device).split(BLOCK_SIZE):
+            nodes = slice(int(nodes[0]), int(nodes[-1]) + 1)
+            block = (query[:, :, nodes], keys, values, self.of_text.documents, self.roots[:, nodes], scaling)
+            block += tuple(states[:, :, nodes] for states in own)
+            outputs.append(checkpoint(block_attention, *block, use_reentrant=False))
+        return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
-def blockwise_attention(query, keys, values, documents, scaling, block_size=512):
+def blockwise_attention(query, keys, values, documents, scaling, block_size=BLOCK_SIZE):
     """
     Attention of one step: within the document, causally to the keys of step 0, and on the diagonal to those of every
     later step. Scores stand in memory for `block_size` queries at a time; backward computes them again.
@@ -293,12 +310,15 @@ class UnrollStep(NamedTuple):
         head (`nn.Module`): Its head, which returns logits `(..., draft_vocab_size)`.
         row_losses (`torch.FloatTensor` of shape `(B, L)`, *optional*): What rows lose besides, that count.
         nodes (`tuple[torch.FloatTensor, TreeLevel]`, *optional*): What the head reads of nodes `(B, M, H)`, and these.
+        rows (`torch.LongTensor` of shape `(B, K)`, *optional*):
+            Which rows `states` `(B, K, H)` has, where it does not have all.
     """
 
     states: torch.FloatTensor
     head: Callable
     row_losses: torch.FloatTensor | None = None
     nodes: tuple[torch.FloatTensor, TreeLevel] | None = None
+    rows: torch.LongTensor | None = None
 
 
 class RowTargets(NamedTuple):
@@ -320,17 +340,25 @@ class RowTargets(NamedTuple):
     actual: torch.LongTensor
 
 
-def ttt_unroll(draft, batch: TTTBatch, steps: int) -> Iterator[UnrollStep]:
-    """Unrolls the draft."""
+def ttt_unroll(draft, batch: TTTBatch, steps: int, row_share: float = 1.0) -> Iterator[UnrollStep]:
+    """
+    Unrolls the draft.
+
+    Args:
+        row_share (`float`, *optional*, defaults to 1.0):
+            The share of each step's rows that the next one goes on with, drawn at random.
+    """
     length = batch.input_ids.shape[1]
     hidden_states = draft.combine_hidden_states(batch.aux_hidden_states)
     cache = TTTCache(batch.documents)
     tree_cache, above = TreeTTTCache(cache), None
+    text_cache, rows = cache, None
     masks = dict.fromkeys(draft.config.transformer_layer_config.layer_types)  # the cache knows who sees whom
     for step in range(steps):
         nodes = None
         if 0 < step <= len(batch.tree_levels):
-            tree_cache.level = level = batch.tree_levels[step - 1]
+            level = batch.tree_levels[step - 1]
+            tree_cache.descend(level.parents, level.roots)
             above = hidden_states if step == 1 else above
             normed_nodes, above, _ = draft.step(
                 inputs_embeds=draft.embed(level.tokens),
@@ -340,39 +368,61 @@ def ttt_unroll(draft, batch: TTTBatch, steps: int) -> Iterator[UnrollStep]:
                 cache=tree_cache,
             )
             nodes = normed_nodes, level
+        tokens, position_ids = F.pad(batch.input_ids[:, 1 + step :], (0, min(1 + step, length))), batch.position_ids
+        if step > 0 and row_share < 1:
+            kept = some_of(hidden_states, math.ceil(row_share**step * length))
+            rows = kept if rows is None else rows.gather(1, kept)
+            text_cache = TreeTTTCache(cache) if step == 1 else text_cache
+            text_cache.descend(kept, rows)
+            hidden_states = take_rows(hidden_states, kept)
+            tokens, position_ids = tokens.gather(1, rows), position_ids.gather(1, rows)
         if step > 0 and getattr(draft.config, "is_parallel", False):
-            inputs_embeds, hidden_states = (each.expand_as(hidden_states) for each in draft.mask_inputs(length))
+            mask_inputs = draft.mask_inputs(hidden_states.shape[1])
+            inputs_embeds, hidden_states = (each.expand_as(hidden_states) for each in mask_inputs)
         else:
-            inputs_embeds = draft.embed(F.pad(batch.input_ids[:, 1 + step :], (0, min(1 + step, length))))
+            inputs_embeds = draft.embed(tokens)
         normed, hidden_states, _ = draft.step(
             inputs_embeds=inputs_embeds,
             hidden_states=hidden_states,
             attention_mask=masks,
-            position_ids=batch.position_ids + step,
-            cache=cache,
+            position_ids=position_ids + step,
+            cache=text_cache,
         )
-        yield UnrollStep(normed, draft.lm_head, nodes=nodes)
+        yield UnrollStep(normed, draft.lm_head, nodes=nodes, rows=rows)
 
 
-def draft_loss(draft, batch: TTTBatch, steps: int, loss_type: LossType = "kl") -> TTTOutput:
+def some_of(states: torch.Tensor, num: int) -> torch.LongTensor:
+    """`num` of the rows of `states` `(B, L, H)`, at random and in their order: `(B, num)`."""
+    return torch.rand(states.shape[:2], device=states.device).topk(num, dim=1).indices.sort(dim=1).values
+
+
+def draft_loss(draft, batch: TTTBatch, steps: int, loss_type: LossType = "kl", row_share: float = 1.0) -> TTTOutput:
     """The loss of a draft's own kind: its `training_loss(batch, steps)`, or else that of [`ttt_loss`]."""
     own = getattr(draft, "training_loss", None)
-    return ttt_loss(draft, batch, steps, loss_type) if own is None else own(batch, steps)
+    return ttt_loss(draft, batch, steps, loss_type, row_share) if own is None else own(batch, steps)
 
 
-def ttt_loss(draft, batch: TTTBatch, steps: int, loss_type: LossType = "kl", max_logits: int = 2**25) -> TTTOutput:
+def ttt_loss(
+    draft,
+    batch: TTTBatch,
+    steps: int,
+    loss_type: LossType = "kl",
+    row_share: float = 1.0,
+    max_logits: int = 2**25,
+) -> TTTOutput:
     """
     The loss of training-time test.
 
     Args:
         loss_type (`str`, *optional*, defaults to `"kl"`): See [`DraftLoss`].
+        row_share (`float`, *optional*, defaults to 1.0): See [`ttt_unroll`].
         max_logits (`int`, *optional*): See [`unroll_loss`].
     """
 
     def row_loss(logits, targets):
         return DraftLoss.apply(logits, targets.probs, targets.mass, targets.entropy, loss_type)
 
-    return unroll_loss(draft, batch, ttt_unroll(draft, batch, steps), row_loss, max_logits)
+    return unroll_loss(draft, batch, ttt_unroll(draft, batch, steps, row_share), row_loss, max_logits)
 
 
 def unroll_loss(
@@ -390,7 +440,7 @@ def unroll_loss(
             again in backward.
     """
     target_probs, entropy = probabilities(batch.target_logits)  # (B, L, V_draft), (B, L)
-    batch_size, _, vocab_size = target_probs.shape
+    batch_size, length, vocab_size = target_probs.shape
     piece = max(max_logits // (batch_size * vocab_size), 1)
 
     def score(head, states, rows, *targets):
@@ -411,15 +461,25 @@ def unroll_loss(
         pieces = zip(*(tensor.split(piece, dim=1) for tensor in tensors))
         return [checkpoint(score, head, *each, use_reentrant=False) for each in pieces]
 
-    outputs, reached = [], None
-    for step, (states, head, row_losses, nodes) in enumerate(unroll):
+    outputs, reached = [], torch.ones_like(batch.input_ids, dtype=torch.bool)
+    for step, (states, head, row_losses, nodes, kept) in enumerate(unroll):
         rows = counted_rows(batch.labels, batch.documents, step)
-        num = rows.shape[1]
+        num, all_targets = rows.shape[1], (target_probs, batch.target_mass, entropy, batch.target_tokens)
         # Row t of the draft is about the target's row t + 1 + step, which is about the token after it.
-        about = slice(1 + step, 1 + step + num)
-        targets = [each[:, about] for each in (target_probs, batch.target_mass, entropy, batch.target_tokens)]
-        targets.append(batch.input_ids[:, 2 + step : 2 + step + num])
+        if kept is None:
+            targets = [each[:, 1 + step : 1 + step + num] for each in all_targets]
+            targets.append(batch.input_ids[:, 2 + step : 2 + step + num])
+            kept = torch.arange(num, device=rows.device).expand(len(rows), -1)
+            weight = 1
+        else:
+            rows = F.pad(rows, (0, length - num)).gather(1, kept)
+            about = (kept + 1 + step).clamp(max=length - 1)  # those beyond the text do not count
+            targets = [take_rows(each.view(*about.shape[:1], length, -1), about) for each in all_targets]
+            targets[1:] = (each.squeeze(-1) for each in targets[1:])
+            targets.append(batch.input_ids.gather(1, (kept + 2 + step).clamp(max=length - 1)))
+            num, weight = rows.shape[1], length / rows.shape[1]
         scores = by_piece(score, head, states[:, :num], rows, *targets)
+        scores = [(weight * loss, *others) for loss, *others in scores]
         if row_losses is not None:
             scores.append(((row_losses[:, :num] * rows).sum(), 0, 0, rows[:, :0]))
         if nodes is not None:
@@ -429,8 +489,9 @@ def unroll_loss(
             scores.append((sum(lost), 0, 0, rows[:, :0]))
         losses, num_sampled, acceptances, correct = zip(*scores)
         correct = torch.cat(correct, dim=1)
-        reached = rows if reached is None else rows & reached[:, :num]
-        counts = (rows.sum(), (correct & rows).sum(), sum(num_sampled), sum(acceptances), reached.sum())
-        reached = reached & correct
-        outputs.append((sum(losses), *counts, reached.sum()))
+        now = rows & reached.gather(1, kept)
+        accepted = now & correct
+        reached = torch.zeros_like(reached).scatter(1, kept, accepted)
+        counts = (rows.sum(), (correct & rows).sum(), sum(num_sampled), sum(acceptances), now.sum(), accepted.sum())
+        outputs.append((sum(losses), *counts))
     return TTTOutput(*map(torch.stack, zip(*outputs)))
