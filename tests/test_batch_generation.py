@@ -53,7 +53,7 @@ def assert_same_texts(target, batch, seed=0, **kwargs):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_of_every_family(family):
     target, batch = make_target(family), make_batch(LENGTHS)
-    for settings in ({}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}):
+    for settings in ({}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}):
         stats = assert_same_texts(target, batch, **settings)
         # Rows went apart, or this would prove nothing.
         assert max(stats.accepted_lengths) >= 4 and len(set(stats.accepted_lengths)) >= 3

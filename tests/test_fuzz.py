@@ -1,11 +1,8 @@
 """A short run of `tests/fuzz.py`, which see; and that it finds what is there to be found."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import fuzz
 import pytest
+from forked import run_forked
 from fuzz_calls import unknown_fields
 
 from hf_eagle3.remote_code import cache_eagle3, draft_eagle3
@@ -28,8 +25,7 @@ def test_checkpoints(part):
 
 def test_kills():
     """In a process that has trained nothing before: others cannot be forked from."""
-    command = [sys.executable, Path(fuzz.__file__), "--kinds", "kills", "--case", "0"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = run_forked(fuzz.__file__, "--kinds", "kills", "--case", "0")
     assert result.returncode == 0 and result.stdout.endswith("nothing found\n"), result.stdout[-2000:]
 
 

@@ -396,11 +396,11 @@ def test_coarse_clocks_and_clocks_that_stand_still(monkeypatch, resolution, sett
     target = make_target("llama")
     for batch in (make_batch([5]), make_batch([5, 9, 7])):
         torch.manual_seed(0)
-        expected = target.generate(**batch, **{**settings, "cache_implementation": None}, max_new_tokens=64)
+        expected = target.generate(**batch, **{**settings, "cache_implementation": None}, max_new_tokens=40)
         draft = make_oracle(target, expected, padding=(1 - batch["attention_mask"]).sum(dim=1, keepdim=True))
         draft.generation_config.tree_policy = "auto"
         for _ in range(3):
             torch.manual_seed(0)
             assert torch.equal(
-                target.generate(**batch, **settings, max_new_tokens=64, assistant_model=draft), expected
+                target.generate(**batch, **settings, max_new_tokens=40, assistant_model=draft), expected
             )

@@ -54,7 +54,7 @@ def test_rows_that_are_finished_leave_the_batch(family, verified_rows):
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.5, "repetition_penalty": 1.1}], ids=["at once", "visited"])
 def test_rows_that_leave_leave_the_sample_of_the_others(target, verified_rows, policy, settings):
     batch = make_batch([5, 9, 17, 3])
-    for seed in range(5):
+    for seed in range(3):
         kwargs = {"do_sample": True, "max_new_tokens": 40, "pad_token_id": 0, **settings}
         kwargs["eos_token_id"] = end_token(batch, generate(target, batch, seed, **kwargs))
         expected = generate(target, batch, seed, **kwargs)

@@ -1,12 +1,8 @@
 """Targets whose weights processes share: `torchrun`, on CPUs."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import torch
 from conftest import make_draft, make_prompt, make_target
+from forked import run_in_two
 
 
 SCRIPT = """
@@ -46,18 +42,5 @@ def test_text_of_a_target_that_two_processes_share(tmp_path):
     make_draft(target, [prompt]).save_pretrained(tmp_path / "draft")
     torch.save(prompt, tmp_path / "prompt.pt")
     (tmp_path / "script.py").write_text(SCRIPT)
-    result = subprocess.run(
-        [
-            Path(sys.executable).parent / "torchrun",
-            "--standalone",
-            "--nproc_per_node",
-            "2",
-            "script.py",
-            tmp_path,
-        ],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    result = run_in_two(tmp_path / "script.py", tmp_path)
     assert result.returncode == 0 and "equal" in result.stdout, result.stderr[-3000:]

@@ -158,7 +158,7 @@ def test_what_a_long_plain_text_leaves_to_read_is_bounded(monkeypatch, target, c
         num_unread.append(len(self.unread))
 
     monkeypatch.setattr(Drafter, "observe", noting)
-    batch, settings = make_batch(lengths), {"max_new_tokens": 60, "do_sample": False}
+    batch, settings = make_batch(lengths), {"max_new_tokens": 45, "do_sample": False}
     expected = target.generate(**batch, **settings)
     draft = make_draft(target, [batch["input_ids"][:1]])
     draft.generation_config.update(tree_depth=3, branching_factor=2, num_assistant_tokens=5)
@@ -252,7 +252,7 @@ def test_nothing_is_compiled_twice(target, policy):
     # A plain step, a verification, a tree and what is kept of it; samples are drafted by a function of their own.
     assert graphs <= 5 and not counters["graph_break"]
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for length in (2, 11, 40):
+        for length in (2, 40):
             generate(make_prompt(length, seed=length))
             generate(make_prompt(length, seed=length), seed=length, temperature=1 + 1 / length)
     assert counters["stats"]["unique_graphs"] <= 5
@@ -320,7 +320,7 @@ def test_walks_at_once_in_batches(waiting_host, target, eos, do_sample):
     batch = make_batch([5, 40, 17, 23])
     draft = make_draft(target, PROMPTS)
     settings = {"max_new_tokens": 50, "do_sample": do_sample, "eos_token_id": eos, "pad_token_id": 0}
-    for seed in range(4):
+    for seed in range(4 if do_sample else 1):
         torch.manual_seed(seed)
         expected, state = target.generate(**batch, **settings), torch.get_rng_state()
         torch.manual_seed(seed)

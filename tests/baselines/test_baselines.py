@@ -3,13 +3,12 @@
 import copy
 import itertools
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import FAMILIES, VOCAB_SIZE, make_baseline, make_batch, make_prompt, make_target, two_processes
+from conftest import FAMILIES, VOCAB_SIZE, make_baseline, make_batch, make_prompt, make_target, run_in_two_processes
 from datasets import Dataset
 from transformers import AutoModel
 
@@ -478,8 +477,7 @@ def train_two(folder, tokenizer, batch_size):
 def test_two_processes_give_the_losses_of_one(tmp_path, tokenizer, kind):
     here = Path(__file__).parent
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [*two_processes(kind, tmp_path), tmp_path / "train.py", tmp_path, here.parent, here, 2]
-    result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    result = run_in_two_processes(kind, tmp_path, tmp_path / "train.py", tmp_path, here.parent, here, 2)
     assert result.returncode == 0, result.stderr[-3000:]
     expected = train_two(tmp_path / "one", tokenizer, 4)
     for ours, theirs in zip(json.loads((tmp_path / "losses.json").read_text()), expected, strict=True):

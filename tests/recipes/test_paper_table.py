@@ -109,7 +109,7 @@ def test_what_is_accepted_with_fewer_nodes(run_recipe, monkeypatch):
 
 def test_ablation_by_time(files, run_recipe):
     settings = {"target": files / "target", "dataset": files / "texts.jsonl", "prompts": files / "prompts.jsonl"}
-    settings |= {"json": files / "out.json", "minutes": 0.03, "max_length": 160, "draft_vocab_size": 24}
+    settings |= {"json": files / "out.json", "minutes": 0.01, "max_length": 160, "draft_vocab_size": 24}
     settings |= {"max_new_tokens": 8, "seeds": 0}
     arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
     result = run_recipe("measurements/ablation.py", *arguments, "--choices", "batch_1", "rollouts")
@@ -124,7 +124,7 @@ def test_training_as_others_do(files, run_recipe):
     texts = (files / "texts.jsonl").read_text()
     (files / "texts.jsonl").write_text(texts * 3)
     settings = {"target": files / "target", "dataset": files / "texts.jsonl", "prompts": files / "prompts.jsonl"}
-    settings |= {"output_dir": files / "out", "minutes": 0.03, "draft_vocab_size": 24, "max_new_tokens": 8}
+    settings |= {"output_dir": files / "out", "minutes": 0.01, "draft_vocab_size": 24, "max_new_tokens": 8}
     command = [
         "measurements/train_against.py",
         *(part for name, each in settings.items() for part in (f"--{name}", each)),

@@ -10,7 +10,7 @@ from hf_eagle3.evaluation import BenchmarkResults, tasks
 
 FAST = [
     "--draft_minutes",
-    "0.03",
+    "0.01",
     "--min_steps",
     "1",
     "--max_new_tokens",
@@ -32,7 +32,7 @@ def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe, monkeypatch):
     documents, held_out = tasks.standard_library()
     monkeypatch.setattr(tasks, "standard_library", lambda number: (documents[:100], held_out[:number]))
     # In bfloat16 a tree and a single token round differently, and a target that knows nothing is full of near ties.
-    arguments = ["--output_dir", tmp_path, "--target_minutes", "0.03", "--no-bf16", *FAST]
+    arguments = ["--output_dir", tmp_path, "--target_minutes", "0.01", "--no-bf16", *FAST]
     first = run_recipe("quickstart.py", *arguments)
     assert first.returncode == 0, first.stderr[-3000:]
     results = BenchmarkResults.read(tmp_path / "results.jsonl")
@@ -56,7 +56,6 @@ def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe, monkeypatch):
     third = run_recipe("quickstart.py", *arguments[:2], "--seed", 0, *arguments[2:], "--min_steps", 10_000)
     assert third.returncode == 0 and "is older than its target: it is trained anew" in third.stdout
     assert "these figures mean little" in third.stdout and "To publish" not in third.stdout
-    assert "are few for this machine" in third.stdout + third.stderr
 
     for changed in (["--target", "somewhere", "--dataset", "else"], ["--draft_form", "classic"]):
         other = run_recipe("quickstart.py", *arguments, *changed)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import chat_server, make_target
 from datasets import load_dataset
+from forked import run_forked
 from huggingface_hub import DatasetCard, constants
 from loopback_hub import serve_hub
 
@@ -55,9 +56,8 @@ def test_a_killed_run_loses_nothing_that_was_finished(tmp_path, data):
         process.wait()
         first = len((tmp_path / "out" / "rows-00000.jsonl").read_text().splitlines())
         assert 6 <= first < NUM_ROWS
-        process = start(*command)
-        stdout, stderr = process.communicate()
-        assert process.returncode == 0, stderr[-3000:]
+        result = run_forked(SCRIPT, *command)
+        assert result.returncode == 0, result.stderr[-3000:]
         assert len(requests) <= NUM_ROWS + 6  # in flight, or written half
     rows = load_dataset("json", data_files=str(tmp_path / "out" / "*.jsonl"), split="train")
     assert sorted(rows["row"]) == list(range(NUM_ROWS))

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import RECIPES, make_prompt, make_target, two_processes
+from conftest import RECIPES, make_prompt, make_target, run_in_two_processes, two_processes
+from forked import run_forked
 from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -72,6 +73,12 @@ def train(files, output_dir, *arguments, launcher=(sys.executable,), **settings)
     return run(*launcher, RECIPES / "train.py", *arguments_of(files, output_dir, **settings), *arguments)
 
 
+def train_in_two(kind, files, folder, *arguments):
+    return run_in_two_processes(
+        kind, folder, RECIPES / "train.py", *arguments_of(files, folder / "out"), *map(str, arguments)
+    )
+
+
 def losses(result, name="loss_per_step"):
     assert result.returncode == 0, result.stderr[-3000:]
     return [float(value) for value in re.findall(rf"'{name}': '?([\d.]+)", result.stdout)]
@@ -126,7 +133,7 @@ def test_a_killed_run_goes_on_to_the_same_losses(files, whole_run, tmp_path):
             break
     process.wait()
     assert process.returncode == -signal.SIGKILL and not (tmp_path / "killed" / "model.safetensors").exists()
-    resumed = losses(train(files, tmp_path / "killed", *settings, "--resume_from_checkpoint", "true"))
+    resumed = losses(run_forked(*command[2:], "--resume_from_checkpoint", "true"))
     assert 4 - last_step <= len(resumed) < 4, last_step
     assert resumed == whole_run[-len(resumed) :], last_step
     ours, theirs = (
@@ -174,18 +181,16 @@ def test_two_processes_give_the_losses_of_one(files, evaluated_run, whole_run, k
     assert names == {path.name for path in (files / "whole").glob("*.py")} and "modeling_eagle3.py" in names
     if kind.startswith("fsdp2"):  # whose optimizer is saved by parts
         checkpoint = ("--resume_from_checkpoint", tmp_path / "out" / "checkpoint-2")
-        resumed = losses(train(files, tmp_path / "out", *settings, *checkpoint, launcher=launcher))
-        assert resumed == losses(result)[2:]
+        assert losses(train_in_two("fsdp2", files, tmp_path, *settings, *checkpoint)) == losses(result)[2:]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes_roll_out(files, kind, tmp_path):
     """Each from prompts of its own, with a draft that they share; and each goes on with what it rolled out."""
-    launcher = two_processes(kind, tmp_path)
     rollouts = {"share": 0.5, "start": 0, "interval": 8, "max_new_tokens": 8}
     settings = (*FRESH, "--per_device_train_batch_size", 2)
     settings += tuple(part for name, value in rollouts.items() for part in (f"--rollout_{name}", value))
-    whole = train(files, tmp_path / "out", *settings, launcher=launcher)
+    whole = train_in_two(kind, files, tmp_path, *settings)
     assert len(losses(whole)) == 4 and losses(whole, "rollout_acceptance_length")[0] >= 1
     first, second = (torch.load(tmp_path / "out" / "checkpoint-2" / f"rollouts_{process}.pt") for process in (0, 1))
     assert len(first) == len(second) == 3  # of four for eight steps
@@ -193,8 +198,7 @@ def test_two_processes_roll_out(files, kind, tmp_path):
     if kind == "fsdp2":  # whose draft rolls out as a copy; the rest is the same
         return
     checkpoint = ("--resume_from_checkpoint", tmp_path / "out" / "checkpoint-2")
-    resumed = train(files, tmp_path / "out", *settings, *checkpoint, launcher=launcher)
-    assert losses(resumed) == losses(whole)[2:]
+    assert losses(train_in_two(kind, files, tmp_path, *settings, *checkpoint)) == losses(whole)[2:]
 
 
 def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path, run_recipe):

@@ -56,7 +56,8 @@ class TimeBudget(TrainerCallback):
             )
         self.share = min(elapsed / self.seconds, 1.0)
         self.bar.update(min(int(elapsed), self.bar.total) - self.bar.n)
-        control.should_training_stop = elapsed >= self.seconds
+        is_measured = state.global_step >= min(5, self.min_steps)
+        control.should_training_stop = elapsed >= (self.seconds if is_measured else self.LONGER * self.given)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         shown = ("loss", "accuracy_0", "simulated_acceptance_length")

@@ -1,0 +1,33 @@
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from hf_eagle3.training.budget import TimeBudget
+
+
+@pytest.mark.parametrize(
+    ("seconds_a_step", "min_steps", "expected"),
+    [
+        (6, 0, 10),  # as long as it was given, a minute
+        (6, 8, 10),
+        (6, 30, 30),  # as long as that takes
+        (6, 1000, 50),  # at most five times as long
+        (18, 100, 17),  # a machine so slow that the minute is over before it is known
+        (400, 100, 1),
+    ],
+)
+def test_how_long_it_takes(seconds_a_step, min_steps, expected):
+    now, state, control = 0.0, SimpleNamespace(global_step=0), SimpleNamespace()
+    budget = TimeBudget(1.0, "Draft", min_steps, clock=lambda: now)
+    budget.on_train_begin(SimpleNamespace(world_size=1), state, control)
+    for state.global_step in itertools.count(1):
+        optimizer = SimpleNamespace(param_groups=[{"lr": 1.0}])
+        budget.on_pre_optimizer_step(None, state, control, optimizer)
+        assert 0 <= optimizer.param_groups[0]["lr"] <= 1
+        now += seconds_a_step
+        budget.on_step_end(None, state, control)
+        if control.should_training_stop:
+            break
+    assert state.global_step == expected
+    budget.on_train_end(None, state, control)
