@@ -158,7 +158,7 @@ def test_what_a_long_plain_text_leaves_to_read_is_bounded(monkeypatch, target, c
         num_unread.append(len(self.unread))
 
     monkeypatch.setattr(Drafter, "observe", noting)
-    batch, settings = make_batch(lengths), {"max_new_tokens": 45, "do_sample": False}
+    batch, settings = make_batch(lengths), {"max_new_tokens": 60, "do_sample": False}
     expected = target.generate(**batch, **settings)
     draft = make_draft(target, [batch["input_ids"][:1]])
     draft.generation_config.update(tree_depth=3, branching_factor=2, num_assistant_tokens=5)
