@@ -41,7 +41,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, s
 
 from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.evaluation import load_prompts
-from hf_eagle3.training.budget import TimeBudget, TimedEagle3Trainer, train_for
+from hf_eagle3.training.budget import BY_TIME, TimeBudget, TimedEagle3Trainer, train_for
 
 
 ROLLOUTS = {"ttt_warmup": 0.8, "rollout_share": 0.25, "rollout_start": 0.5, "rollout_interval": 64}
@@ -89,7 +89,7 @@ def train(target, tokenizer, dataset, choice: dict, seed: int, args):
     if args.minutes is None:
         settings["max_steps"] = max_steps(args.compute // tokens_per_step, **settings)
     else:  # the time ends it
-        settings |= {"max_steps": 1_000_000, "lr_scheduler_type": "constant_with_warmup"}
+        settings |= BY_TIME
     with tempfile.TemporaryDirectory() as folder:
         trainer = (Eagle3Trainer if args.minutes is None else TimedEagle3Trainer)(
             model=None,

@@ -38,7 +38,7 @@ from hf_eagle3.evaluation.results import what_differs
 from hf_eagle3.evaluation.tasks import task_name
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.tokenizer import load_tokenizer
-from hf_eagle3.training.budget import TimeBudget, TimedEagle3Trainer, train_for
+from hf_eagle3.training.budget import BY_TIME, TimeBudget, TimedEagle3Trainer, train_for
 
 
 # The folder of each method's draft: several may be of the same weights.
@@ -116,7 +116,7 @@ def train(name, folder: Path, target, tokenizer, dataset, args, minutes=None, to
     elif minutes is None:
         settings |= {"num_train_epochs": 1}
     else:  # the time ends it
-        settings |= {"max_steps": 1_000_000, "lr_scheduler_type": "constant_with_warmup"}
+        settings |= BY_TIME
     trainer = (Eagle3Trainer if minutes is None else TimedEagle3Trainer)(
         model=draft,
         target_model=target,

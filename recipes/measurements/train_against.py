@@ -37,7 +37,7 @@ from hf_eagle3.environment import environment
 from hf_eagle3.evaluation import load_prompts
 from hf_eagle3.remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
 from hf_eagle3.tokenizer import load_tokenizer
-from hf_eagle3.training.budget import TimeBudget, TimedEagle3Trainer, train_for
+from hf_eagle3.training.budget import BY_TIME, TimeBudget, TimedEagle3Trainer, train_for
 from hf_eagle3.training.optimizer import MuonWithAdamW
 
 
@@ -51,14 +51,13 @@ def make_trainer(target, tokenizer, dataset, args, cls=TimedEagle3Trainer, **set
             draft_vocab_size=args.draft_vocab_size,
             packing=True,
             packing_strategy="wrapped",
-            max_steps=1_000_000,  # the time ends it
-            lr_scheduler_type="constant_with_warmup",
             bf16=args.bf16,
             use_cpu=not torch.cuda.is_available(),
             logging_steps=50,
             save_strategy="no",
             report_to="none",
             seed=args.seed,
+            **BY_TIME,
             **settings,
         ),
         train_dataset=dataset,

@@ -10,6 +10,10 @@ from trl import SFTTrainer
 from .trainer import Eagle3Trainer
 
 
+# Arguments of a training that is ended by the time.
+BY_TIME = {"max_steps": 1_000_000, "lr_scheduler_type": "constant_with_warmup"}
+
+
 class TimeBudget(TrainerCallback):
     """
     Ends training after so many minutes, lets the learning rate fall to zero on the way, and shows the way. Where that
@@ -79,8 +83,7 @@ class TimedEagle3Trainer(Eagle3Trainer):
 
 def train_for(trainer: SFTTrainer, budget: TimeBudget) -> None:
     """
-    Trains as long as the budget allows. Its arguments should have a `max_steps` that is never reached, and a constant
-    learning rate.
+    Trains as long as the budget allows. Its arguments should be those of `BY_TIME`, and others beside them.
     """
     for callback in (ProgressCallback, PrinterCallback):  # which count steps; here time counts
         trainer.remove_callback(callback)
