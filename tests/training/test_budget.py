@@ -17,7 +17,7 @@ from hf_eagle3.training.budget import TimeBudget
         (400, 100, 1),
     ],
 )
-def test_how_long_it_takes(seconds_a_step, min_steps, expected):
+def test_how_long_it_takes(capsys, seconds_a_step, min_steps, expected):
     now, state, control = 0.0, SimpleNamespace(global_step=0), SimpleNamespace()
     budget = TimeBudget(1.0, "Draft", min_steps, clock=lambda: now)
     budget.on_train_begin(SimpleNamespace(world_size=1), state, control)
@@ -31,3 +31,5 @@ def test_how_long_it_takes(seconds_a_step, min_steps, expected):
             break
     assert state.global_step == expected
     budget.on_train_end(None, state, control)
+    # Whoever waits longer than they asked for is told why.
+    assert ("are few for this machine" in capsys.readouterr().out) == (expected in (30, 50, 17))
