@@ -12,11 +12,11 @@ of another format); others want their own:
     python recipes/export.py my-draft --to gguf --target_gguf Qwen3-8B.gguf --output_dir draft-gguf
     python recipes/export.py my-draft --to openvino --python openvino/bin/python --output_dir draft-openvino
 
-`--revision sglang` pushes it as a branch of the draft's Hub repo, so that
-one repo serves all:
+`--push_to` pushes it to a branch of the draft's Hub repo, by default of the format's name (`--revision`), so that one repo
+serves all:
 
     python recipes/export.py me/Qwen3-8B-speculator.eagle3 --to sglang --output_dir Qwen3-8B-eagle3-sglang \
-        --push_to me/Qwen3-8B-speculator.eagle3 --revision sglang
+        --push_to me/Qwen3-8B-speculator.eagle3
 """
 
 import argparse

@@ -6,9 +6,9 @@ Runs the target once over the training data and keeps what a draft learns from, 
 trained without running the target again.
 
     accelerate launch recipes/extract_features.py --features_dir features-qwen3-8b --config recipes/qwen3_8b.yaml
-    accelerate launch recipes/train.py --features_dir features-qwen3-8b --config recipes/qwen3_8b.yaml
+    accelerate launch recipes/train.py --features_dir features-qwen3-8b --config recipes/qwen3_8b.yaml --eval_strategy no
 
-Arguments are those of `recipes/train.py`: data, chat template, packing and layers are settled here. A folder takes
+(with evaluation the whole target is loaded, too). Arguments are those of `recipes/train.py`: data, chat template, packing and layers are settled here. A folder takes
 `(n_aux + 1) * hidden_size` numbers a token: for Qwen3-8B 32 kB in bfloat16, half of that with
 `--feature_dtype float8_e4m3fn`. Stopped, it goes on with the shards that are missing.
 """

@@ -84,7 +84,12 @@ def main():
     script_args, args, target_config, mixture = parser.parse_args_and_config()
     state = PartialState()
     dataset = load_data(script_args, mixture)[script_args.dataset_train_split]
-    is_continued = args.base_url is None and has_texts(dataset)
+    is_continued = has_texts(dataset)
+    if is_continued and args.base_url is not None:
+        raise ValueError(
+            "A server is asked for answers to messages, and this data has texts. Leave `--base_url` out: the target in this "
+            "process continues them."
+        )
     if args.base_url is None:
         tokenizer = load_tokenizer(target_config.model_name_or_path, revision=target_config.model_revision)
     if is_continued:

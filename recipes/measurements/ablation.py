@@ -18,7 +18,7 @@ done is kept in the JSON file; the same command goes on from there. Choices:
     ttt_warmup    an unroll that grows over the first 80% of the steps
     adamw         AdamW for everything
     same_lr       AdamW's part beside Muon at Muon's learning rate
-    rows_60, rows_40               the same, and each drafting step goes on with so many percent of the rows of the one before
+    rows_60, rows_40               an unroll that grows, and of which each step goes on with so many percent of the rows of the one before
     batch_1, batch_2, batch_4      an unroll that grows, and so many sequences a step
     rollouts      besides the unroll that grows, in the second half a quarter of the batches is written by target and draft
     rollouts_without_rejected, rollouts_greedy   the same without rejected nodes, and of greedy texts

@@ -181,9 +181,9 @@ def test_records_beside_a_draft_are_its_own(hub, draft, tmp_path, caplog):
     assert "benchmark.jsonl" not in files_of(hub)
 
 
-def make_trainer(tmp_path, tokenizer, model=None, peft_config=None, **settings):
+def make_trainer(tmp_path, tokenizer, model=None, peft_config=None, target_name="big/Model-8B", **settings):
     target = make_target("llama")
-    target.config._name_or_path = "big/Model-8B"
+    target.config._name_or_path = target_name
     settings = {"max_steps": 2, "save_strategy": "no", **settings}
     return Eagle3Trainer(
         model=model,
@@ -223,6 +223,18 @@ def test_trainer(hub, tokenizer, tmp_path):
     files_of(hub, repo)["README.md"] = edited
     trainer.push_to_hub()
     assert files_of(hub, repo)["README.md"] == edited and len(hub.repos[repo]["main"]) == 3
+
+
+def test_a_trainer_keeps_paths_of_this_machine_to_itself(hub, tokenizer, tmp_path):
+    name = str(tmp_path / "secret-folder" / "target")
+    trainer = make_trainer(tmp_path, tokenizer, target_name=name, save_strategy="steps", save_steps=1)
+    trainer.train()
+    trainer.push_to_hub()
+    repo = "me/target-speculator.eagle3"
+    ours = {name: content for name, content in files_of(hub, repo).items() if name != "training_args.bin"}
+    assert len(ours) > 5 and not any(b"secret-folder" in content for content in ours.values())
+    assert Eagle3ForSpeculation.from_pretrained(repo).config.verifier == "target"
+    assert trainer.draft.config.verifier == name
 
 
 def test_checkpoints_that_are_pushed_are_whole(hub, tokenizer, tmp_path):

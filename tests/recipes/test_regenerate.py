@@ -88,6 +88,8 @@ def test_texts_are_continued_and_pushed(tmp_path, tokenizer, run_recipe, monkeyp
     (tmp_path / "texts.jsonl").write_text("".join(lines))
     command = ("--model_name_or_path", tmp_path / "target", "--dataset_name", tmp_path / "texts.jsonl")
     command += ("--output_dir", tmp_path / "out", "--prompt_tokens", 6, "--max_new_tokens", 5, "--temperature", 0)
+    with pytest.raises(ValueError, match="this data has texts. Leave `--base_url` out"):
+        run_recipe("regenerate.py", *command, "--base_url", "http://localhost:1/v1")
     with serve_hub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"

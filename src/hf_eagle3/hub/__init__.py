@@ -8,6 +8,7 @@ from .push import (
     read_record,
     refresh_card,
     repo_name,
+    verifier_without_path,
     write_draft,
     write_records,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "refresh_card",
     "render_card",
     "repo_name",
+    "verifier_without_path",
     "write_draft",
     "write_records",
 ]

@@ -106,7 +106,8 @@ class Eagle3TrainingArguments(SFTConfig):
     draft_form: str = field(
         default="eagle3.1",
         metadata={
-            "help": "Form of a fresh draft: `eagle3.1`, or `classic`, which accepts less and is what most engines take.",
+            "help": "Form of a fresh draft: `eagle3.1`, `classic`, which accepts less and is what most engines take, or `p-eagle`, "
+            "which drafts all tokens in one pass.",
             "choices": list(FORMS),
         },
     )

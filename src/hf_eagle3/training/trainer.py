@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from contextlib import nullcontext
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
@@ -35,7 +36,7 @@ from ..data import (
     report_long_rows,
     without_prompt_column,
 )
-from ..hub import card_on_hub, is_edited, render_card, repo_name, write_records
+from ..hub import card_on_hub, is_edited, render_card, repo_name, verifier_without_path, write_records
 from ..remote_code.checks_eagle3 import is_sharded
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.draft_eagle3 import DraftModel
@@ -634,8 +635,11 @@ class Eagle3Trainer(SFTTrainer):
         if is_cast or self.is_fsdp_enabled:
             self.model = self._copy_of_draft(self.draft.state_dict() if state_dict is None else state_dict)
             self.model, state_dict = self.model.to(dtype) if is_cast else self.model, None
+        # What goes to the Hub does not say where on this machine the target lies.
+        is_published = self.hub_model_id is not None
         try:
-            super()._save(output_dir, state_dict)
+            with verifier_without_path(self.accelerator.unwrap_model(self.model)) if is_published else nullcontext():
+                super()._save(output_dir, state_dict)
             weights = self.model.state_dict() if state_dict is None else state_dict
         finally:
             self.model = trained
