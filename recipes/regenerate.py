@@ -84,6 +84,11 @@ def main():
     script_args, args, target_config, mixture = parser.parse_args_and_config()
     state = PartialState()
     dataset = load_data(script_args, mixture)[script_args.dataset_train_split]
+    if args.base_url is None and (target_config.tp_plan is not None or target_config.fsdp_size is not None):
+        raise ValueError(
+            "Processes that share a target compute one batch together, but each would answer rows of its own. Spread the target "
+            "by `--device_map auto` in one process, or let a server do it (`--base_url`)."
+        )
     is_continued = has_texts(dataset)
     if is_continued and args.base_url is not None:
         raise ValueError(

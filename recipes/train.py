@@ -232,10 +232,20 @@ def main():
         target_config.model_name_or_path,
         trainer.hub_model_id if training_args.push_to_hub else str(folder),
     )
+    merge, saved = "", "draft"
+    if target_config.use_peft:  # engines and scripts take whole drafts
+        merge = (
+            f"    base = Eagle3ForSpeculation.from_pretrained({script_args.draft_name_or_path!r})\n"
+            f"    draft = PeftModel.from_pretrained(base, {draft!r}).merge_and_unload()\n"
+            f"    draft.save_pretrained({f'{folder}-merged'!r})\n\n"
+        )
+        folder, saved = Path(f"{folder}-merged"), "adapter"
+        draft = str(folder)
     measure = ["python", "recipes/benchmark.py", "--target", target, "--draft", draft, "--json", "results.jsonl"]
     trainer.accelerator.print(
-        f"Saved the draft to {folder}. To use it:\n\n"
-        f"    draft = AutoModel.from_pretrained({draft!r}, trust_remote_code=True)\n"
+        f"Saved the {saved} to {training_args.output_dir}. "
+        + (f"To merge it:\n\n{merge}Then, to use it:\n\n" if merge else "To use it:\n\n")
+        + f"    draft = AutoModel.from_pretrained({draft!r}, trust_remote_code=True)\n"
         "    target.generate(**inputs, assistant_model=draft)\n\n"
         f"To measure it:\n\n    {shlex.join(measure)}\n\n"
         "To push it, with a card that has what was measured:\n\n"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import make_draft, make_prompt, make_target
 from datasets import Dataset
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import LocalEntryNotFoundError
 from loopback_hub import serve_hub
 from peft import LoraConfig
@@ -223,6 +223,35 @@ def test_trainer(hub, tokenizer, tmp_path):
     files_of(hub, repo)["README.md"] = edited
     trainer.push_to_hub()
     assert files_of(hub, repo)["README.md"] == edited and len(hub.repos[repo]["main"]) == 3
+
+
+def test_training_goes_on_without_the_hub(hub, tokenizer, tmp_path, monkeypatch):
+    """Which is asked for its card before each checkpoint."""
+
+    def is_down(*args, **kwargs):
+        raise LocalEntryNotFoundError("no connection")
+
+    trainer = make_trainer(tmp_path, tokenizer, save_strategy="steps", save_steps=1, hub_strategy="end")
+    monkeypatch.setattr(HfApi, "hf_hub_download", is_down)
+    trainer.train()
+    assert trainer.state.global_step == 2 and (tmp_path / "run" / "checkpoint-2" / "model.safetensors").exists()
+    assert not (tmp_path / "run" / "README.md").exists()  # which might replace one that was edited
+
+
+def test_notes_in_the_folder_stay(hub, tokenizer, tmp_path):
+    (tmp_path / "run").mkdir()
+    notes = tmp_path / "run" / "README.md"
+    notes.write_text("# my own notes\n")
+    trainer = make_trainer(tmp_path, tokenizer, save_strategy="steps", save_steps=1)
+    trainer.train()
+    assert notes.read_text() == "# my own notes\n"
+    notes.unlink()
+    trainer.create_model_card()
+    rendered = notes.read_text()
+    trainer.create_model_card()  # over its own
+    notes.write_text(rendered.replace("## Limits", "## Limits, and what I think of it"))
+    trainer.create_model_card()
+    assert "what I think of it" in notes.read_text()
 
 
 def test_a_trainer_keeps_paths_of_this_machine_to_itself(hub, tokenizer, tmp_path):

@@ -90,6 +90,8 @@ def test_texts_are_continued_and_pushed(tmp_path, tokenizer, run_recipe, monkeyp
     command += ("--output_dir", tmp_path / "out", "--prompt_tokens", 6, "--max_new_tokens", 5, "--temperature", 0)
     with pytest.raises(ValueError, match="this data has texts. Leave `--base_url` out"):
         run_recipe("regenerate.py", *command, "--base_url", "http://localhost:1/v1")
+    with pytest.raises(ValueError, match="each would answer rows of its own"):
+        run_recipe("regenerate.py", *command, "--tp_plan", "auto")
     with serve_hub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"

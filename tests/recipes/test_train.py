@@ -18,9 +18,10 @@ from conftest import RECIPES, make_prompt, make_target, run_in_two_processes, tw
 from forked import run_forked
 from huggingface_hub import ModelCard
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.hub import write_draft
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.training.console import EaglePrinterCallback
 
@@ -210,13 +211,26 @@ def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path, run_reci
     options = ("--config", config, "--learning_rate", 0.01, "--assistant_only_loss")
     result = run_recipe("train.py", *arguments_of(files, tmp_path / "adapter"), *options)
     assert len(losses(result)) == 4 and "'learning_rate': '0.01'" in result.stdout
+    commands = result.stdout[result.stdout.index("To merge it:") :].split("Then, to use it:")[0].splitlines()[1:]
+    exec(
+        "\n".join(line.strip() for line in commands),
+        {"PeftModel": PeftModel, "Eagle3ForSpeculation": Eagle3ForSpeculation},
+    )
+    merged = Eagle3ForSpeculation.from_pretrained(tmp_path / "adapter-merged")
+    assert f"push.py {tmp_path / 'adapter-merged'}" in result.stdout
     draft = Eagle3ForSpeculation.from_pretrained(files / "whole")
     before = {name: weight.clone() for name, weight in draft.state_dict().items()}
     adapter = PeftModel.from_pretrained(draft, tmp_path / "adapter").eval()
     target = AutoModelForCausalLM.from_pretrained(files / "target")
     prompt, settings = make_prompt(9), {"max_new_tokens": 12, "do_sample": False}
     assert target.generate(prompt, assistant_model=adapter, **settings).equal(target.generate(prompt, **settings))
+    loaded = AutoModel.from_pretrained(tmp_path / "adapter", trust_remote_code=True)  # by transformers' own means
+    assert loaded._hf_peft_config_loaded
+    with pytest.raises(ValueError, match="an adapter beside its weights"):
+        write_draft(loaded, tmp_path / "pushed", "me/draft")
     adapted = adapter.merge_and_unload()
+    for name, weight in adapted.state_dict().items():
+        assert torch.equal(weight, merged.state_dict()[name]), name
     changed = {name for name, weight in adapted.state_dict().items() if not torch.equal(weight, before[name])}
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj"}
     card = ModelCard.load(tmp_path / "adapter" / "README.md")

@@ -142,6 +142,16 @@ def test_evaluation_runs_the_target(tmp_path, tokenizer, packing):
     assert trainer.evaluate(chats.select(range(3)))["eval_loss"] > 0
 
 
+def test_evaluation_learns_completions_where_training_did(tmp_path, tokenizer):
+    """Packed rows do not say that they were prompts and completions."""
+    pairs = Dataset.from_dict({"prompt": ["the end of 7 "] * 12, "completion": [f"is {i}" for i in range(12)]})
+    online = make_trainer(tmp_path, tokenizer, make_target("llama"), pairs, pairs, packing=True, eval_packing=False)
+    store = online.extract_features(tmp_path / "features")
+    offline = make_trainer(tmp_path, tokenizer, make_target("llama"), store, pairs)
+    labels = [trainer.data_collator(list(trainer.eval_dataset))["labels"] for trainer in (online, offline)]
+    assert torch.equal(*labels) and 0 < (labels[0] != -100).sum() < labels[0].numel() / 2
+
+
 def test_an_interrupted_extraction_goes_on(tmp_path, tokenizer):
     target = make_target("llama")
     trainer = make_trainer(tmp_path, tokenizer, target)

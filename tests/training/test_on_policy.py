@@ -7,6 +7,7 @@ from test_trainer import CHATS, TEXTS, make_trainer
 from test_ttt import make_batch
 from transformers import DynamicCache
 
+from hf_eagle3.data import documents_of_row, prompt_of
 from hf_eagle3.training import on_policy
 from hf_eagle3.training.checkpoint import last_whole_checkpoint
 from hf_eagle3.training.on_policy import roll_out, rollout_batch
@@ -166,6 +167,63 @@ def test_some_batches_are_rollouts(tmp_path, tokenizer, arguments):
     logged = [entry for entry in trainer.state.log_history if "rollout_acceptance_length" in entry]
     assert logged and all(entry["rollout_acceptance_length"] >= 1 for entry in logged)
     assert all(entry["step"] > 4 for entry in logged)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_texts_are_rolled_out_some_at_a_time(tmp_path, tokenizer, packing):
+    """Which does not show in what is learned."""
+
+    def pending(rollout_batch_size):
+        settings = {
+            **ROLLOUTS,
+            "rollout_temperature": 0.0,
+            "rollout_interval": 4,
+            "packing": packing,
+            "max_length": 48,
+        }
+        trainer = make_trainer(tmp_path, tokenizer, **settings, rollout_batch_size=rollout_batch_size)
+        calls, generate = [], trainer.target_model.generate
+
+        def counted(input_ids, **kwargs):
+            calls.append(len(input_ids))
+            return generate(input_ids, **kwargs)
+
+        trainer.target_model.generate = counted
+        trainer.rollouts.roll_out(90)
+        return trainer.rollouts.pending, calls
+
+    (together, one_call), (apart, calls) = pending(100), pending(3)
+    assert len(one_call) == 1 and sum(calls) == one_call[0] > 3 == max(calls)
+    assert len(together) == len(apart) == 2
+    for batch, other in zip(together, apart):
+        for name in ("input_ids", "attention_mask", "labels"):
+            assert torch.equal(batch[name], other[name])
+        assert len(batch["tree_levels"]) == len(other["tree_levels"]) > 0
+        for level, other_level in zip(batch["tree_levels"], other["tree_levels"]):
+            for name in ("tokens", "parents", "roots"):
+                assert torch.equal(level[name], other_level[name])
+            for name in ("weights", "states"):
+                torch.testing.assert_close(level[name], other_level[name], atol=1e-4, rtol=1e-3)
+
+
+def test_all_documents_of_packed_rows_are_rolled_out(tmp_path, tokenizer, monkeypatch):
+    prompts = []
+
+    def only_prompts(target, draft, new_prompts, *args, **kwargs):
+        prompts.extend(map(tuple, (prompt.tolist() for prompt in new_prompts)))
+        return new_prompts, None, [1]
+
+    monkeypatch.setattr(on_policy, "roll_out", only_prompts)
+    settings = {**ROLLOUTS, "packing": True, "max_length": 120, "rollout_max_new_tokens": 2}
+    trainer = make_trainer(tmp_path, tokenizer, **settings)
+    trainer.rollouts.roll_out(2000)
+    documents = [documents_of_row(row) for row in trainer.train_dataset]
+    firsts, all_of_them = (
+        {tuple(prompt_of(document)[0].tolist()) for of_row in documents for document in of_row[:most]}
+        for most in (1, None)
+    )
+    assert len(all_of_them) > len(firsts)
+    assert set(prompts) - firsts and set(prompts) <= all_of_them
 
 
 def test_only_answers_of_chats_are_learned(tmp_path, tokenizer):

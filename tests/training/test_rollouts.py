@@ -97,6 +97,18 @@ def test_a_draft_that_follows_learns(tmp_path, tokenizer):
     assert len(losses) == 30 and sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
+def test_a_draft_in_half_precision_learns_small_steps(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=6)
+    draft = Eagle3ForSpeculation.from_target(trainer.model).bfloat16()
+    before = {name: weight.clone() for name, weight in draft.named_parameters()}
+    with assist_rollouts(trainer, draft, learning_rate=1e-3):
+        trainer.train()
+    assert all(weight.dtype == torch.bfloat16 and weight.grad is None for weight in draft.parameters())
+    # Norms, where bfloat16 has no number between 1 and 1.0078: six steps of 1e-3 at once, none of them by itself.
+    norms = [name for name in before if name.endswith("norm.weight")]
+    assert any(not torch.equal(before[name], draft.get_parameter(name)) for name in norms)
+
+
 def test_nothing_is_left_after_an_exception(tmp_path, tokenizer):
     trainer = make_trainer(tmp_path, tokenizer)
     draft = make_draft(trainer.model, [make_prompt(9)])

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModel, AutoTokenizer
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
-from hf_eagle3.data import prompt_of_row
+from hf_eagle3.data import documents_of_row, prompt_of
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.training import models
 from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
@@ -162,10 +162,16 @@ def test_evaluation_decodes(tmp_path, tokenizer, packing):
 
 def test_what_evaluation_decodes_from():
     text = {"input_ids": [5, 6, 7, 8, 9], "labels": [5, 6, 7, 8, 9]}
-    assert prompt_of_row(text).tolist() == [[5, 6, 7]]
-    assert prompt_of_row({**text, "labels": [-100, -100, 7, -100, 9]}).tolist() == [[5, 6]]
-    assert prompt_of_row({**text, "labels": [-100] * 5}).tolist() == [[5, 6, 7]]
-    assert prompt_of_row({**text, "seq_lengths": [2, 3]}).tolist() == [[5]]
+    assert prompt_of(text).tolist() == [[5, 6, 7]]
+    assert prompt_of({**text, "labels": [-100, -100, 7, -100, 9]}).tolist() == [[5, 6]]
+    assert prompt_of({**text, "labels": [-100] * 5}).tolist() == [[5, 6, 7]]
+    assert documents_of_row(text) == [text]
+    packed = {**text, "labels": [-100, 6, -100, -100, 9], "seq_lengths": [2, 3]}
+    assert [prompt_of(document).tolist() for document in documents_of_row(packed)] == [[[5]], [[7, 8]]]
+    assert documents_of_row({"input_ids": [5, 6, 7], "seq_lengths": [1, 2]})[1] == {
+        "input_ids": [6, 7],
+        "labels": [6, 7],
+    }
 
 
 @pytest.mark.parametrize("loss_type", ["ce", "lk_alpha", "lk_lambda"])
@@ -417,6 +423,9 @@ def test_wrong_arguments(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="`optim` has no effect"):
         make_trainer(tmp_path, tokenizer, optim="adafactor")
     make_trainer(tmp_path, tokenizer, optim="adafactor", use_muon=False)
+    for name, value in (("label_smoothing_factor", 0.1), ("neftune_noise_alpha", 5.0), ("optim_args", "a=1")):
+        with pytest.raises(ValueError, match=f"`{name}` has no effect"):
+            make_trainer(tmp_path, tokenizer, **{name: value})
     with pytest.raises(ValueError, match="torch_compile"):
         make_trainer(tmp_path, tokenizer, model=torch.compile(draft), target=target)
     with pytest.raises(ValueError, match="gradient_checkpointing"):
@@ -450,13 +459,14 @@ def test_wrong_arguments(tmp_path, tokenizer):
     without_template.chat_template = None
     with pytest.raises(ValueError, match="no chat template: pass one as `chat_template_path`"):
         make_trainer(tmp_path, without_template, dataset=chats)
-    with pytest.raises(ValueError, match="never be called"):
-        Eagle3Trainer(
-            model=None,
-            target_model=target,
-            args=Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False),
-            compute_metrics=len,
-        )
+    for name in ("compute_metrics", "compute_loss_func"):
+        with pytest.raises(ValueError, match=f"`{name}` would never be called"):
+            Eagle3Trainer(
+                model=None,
+                target_model=target,
+                args=Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False),
+                **{name: len},
+            )
     with pytest.raises(ValueError, match="processing_class"):
         Eagle3Trainer(
             model=None,
@@ -464,6 +474,27 @@ def test_wrong_arguments(tmp_path, tokenizer):
             args=Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False),
             train_dataset=TEXTS,
         )
+
+
+def test_resuming_what_was_begun_otherwise(tmp_path, tokenizer):
+    settings = {"num_train_epochs": 0.5, "max_steps": -1, "save_strategy": "steps", "save_steps": 2}
+    make_trainer(tmp_path, tokenizer, **settings).train()
+    for changed, match in (
+        ({"dataset": TEXTS.select(range(20))}, "rows was 40 before, 20 after"),
+        ({"per_device_train_batch_size": 2}, "sequences_per_step was 4 before, 2 after"),
+        ({"gradient_accumulation_steps": 2}, "sequences_per_step was 4 before, 8 after"),
+        ({"adam_beta2": 0.5}, "adam_beta2 was 0.95 before, 0.5 after"),
+        ({"warmup_steps": 2}, "warmup_steps was 0 before, 2 after"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm was 0.5 before, 1.0 after"),
+        ({"target": make_target("llama", seed=1)}, "of a draft for another target"),
+        ({"num_train_epochs": 0.5}, "the end of a finished training"),
+    ):
+        arguments = {**settings, "num_train_epochs": 1.0, **changed}
+        with pytest.raises(ValueError, match=match):
+            make_trainer(tmp_path, tokenizer, **arguments).train(resume_from_checkpoint=True)
+    longer = make_trainer(tmp_path, tokenizer, **{**settings, "num_train_epochs": 1.0})
+    longer.train(resume_from_checkpoint=True)
+    assert longer.state.global_step == 10
 
 
 @pytest.mark.parametrize(("own", "argument", "expected"), [(0.0, None, 0.02), (0.1, None, 0.1), (0.1, 0.0, 0.0)])

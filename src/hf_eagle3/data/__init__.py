@@ -11,7 +11,7 @@ from .checks import (
     report_long_rows,
     without_prompt_column,
 )
-from .prompts import prompt_of_row
+from .prompts import documents_of_row, prompt_of
 from .vocabulary import count_tokens, coverage, most_frequent_tokens
 
 
@@ -24,9 +24,10 @@ __all__ = [
     "check_tokens",
     "count_tokens",
     "coverage",
+    "documents_of_row",
     "has_messages",
     "most_frequent_tokens",
-    "prompt_of_row",
+    "prompt_of",
     "report_long_rows",
     "without_prompt_column",
 ]

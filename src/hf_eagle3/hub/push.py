@@ -151,6 +151,11 @@ def write_draft(
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty. Choose another folder.")
+    if getattr(draft, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            "This draft has an adapter beside its weights, which engines do not read. Load its base, merge the adapter into it "
+            "(`PeftModel.from_pretrained(base, adapter).merge_and_unload()`), and push that."
+        )
     training, benchmark = records_of(draft, training, benchmark)
     if benchmark is not None:
         benchmark = BenchmarkResults(without_paths(benchmark.run), benchmark.measurements)

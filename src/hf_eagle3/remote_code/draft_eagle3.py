@@ -109,8 +109,9 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         model._check_draft_vocabulary(pretrained_model_name_or_path)
         tree_settings(model.generation_config)
         if not hasattr(model, "hf_quantizer"):
-            # What float16 makes of other dtypes cannot be told from other weights.
-            digest = None if model.dtype == torch.float16 or kwargs.get("state_dict") is not None else digest
+            # What float16 makes of other dtypes, and adapters beside them, cannot be told from other weights.
+            is_changed = model.dtype == torch.float16 or getattr(model, "_hf_peft_config_loaded", False)
+            digest = None if is_changed or kwargs.get("state_dict") is not None else digest
             check_tensors(model.state_dict(), pretrained_model_name_or_path, digest)
         if report["format"] != "speculators":
             model.name_or_path = model.config.name_or_path = str(pretrained_model_name_or_path)

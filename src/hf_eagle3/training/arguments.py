@@ -61,6 +61,8 @@ class Eagle3TrainingArguments(SFTConfig):
             Share of training after which rollouts begin.
         rollout_interval (`int`, *optional*, defaults to `16`):
             Optimizer steps for which batches are rolled out at once. More are written faster, and by an older draft.
+        rollout_batch_size (`int`, *optional*, defaults to `64`):
+            Texts that are rolled out in one call of `generate`, at most: as many as memory has room for.
         rollout_temperature (`float`, *optional*, defaults to `1.0`):
             Of sampling in rollouts; 0 for greedy texts.
         rollout_max_new_tokens (`int`, *optional*, defaults to `128`):
@@ -158,6 +160,9 @@ class Eagle3TrainingArguments(SFTConfig):
     rollout_interval: int = field(
         default=16, metadata={"help": "Optimizer steps for which batches are rolled out at once."}
     )
+    rollout_batch_size: int = field(
+        default=64, metadata={"help": "Texts that are rolled out in one call of `generate`, at most."}
+    )
     rollout_temperature: float = field(default=1.0, metadata={"help": "Of sampling in rollouts; 0 for greedy texts."})
     rollout_max_new_tokens: int = field(
         default=128, metadata={"help": "Tokens that each continuation in a rollout has."}
@@ -196,6 +201,7 @@ class Eagle3TrainingArguments(SFTConfig):
             ("max_length", 3),  # a token whose state is read, the next, and what these predict
             ("num_eval_prompts", 0),
             ("eval_max_new_tokens", 1),
+            ("rollout_batch_size", 1),
             ("rollout_interval", 1),
             ("rollout_max_new_tokens", 1),
         ):
@@ -234,6 +240,11 @@ class Eagle3TrainingArguments(SFTConfig):
             raise ValueError(
                 "`adamw_learning_rate` is for what AdamW trains beside Muon. Without Muon pass `learning_rate`."
             )
+        for name, default in (("label_smoothing_factor", 0), ("neftune_noise_alpha", None)):
+            if getattr(self, name) != default:
+                raise ValueError(f"`{name}` has no effect on training-time test. Leave it out.")
+        if self.use_muon and self.optim_args:
+            raise ValueError("`optim_args` has no effect where Muon and AdamW train. Pass `use_muon=False` with it.")
         if self.gradient_checkpointing:
             raise ValueError(
                 "`gradient_checkpointing=True` is not supported: training-time test keeps the keys of every step, which "

@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from ..data import prompt_of_row
+from ..data import documents_of_row, prompt_of
 from ..remote_code.assistant_eagle3 import AssistantMixin
 from ..remote_code.decoding_eagle3 import TreeDecoding
 from ..remote_code.draft_eagle3 import DraftModel
@@ -165,6 +165,17 @@ def roll_out(
     return texts, recorder.nodes(), recorder.last_generation.accepted_lengths
 
 
+def joined(groups: Sequence[tuple[list[int], TreeNodes]]) -> TreeNodes | None:
+    """The nodes of several calls of [`roll_out`], each with the numbers that its rows have among all."""
+    parts, num_nodes = [], 0
+    for rows, nodes in groups:
+        numbers = torch.tensor(rows, device=nodes.rows.device)
+        parents = torch.where(nodes.parents < 0, -1, nodes.parents + num_nodes)
+        parts.append(nodes._replace(rows=numbers[nodes.rows], parents=parents))
+        num_nodes += len(nodes.rows)
+    return TreeNodes(*map(torch.cat, zip(*parts))) if parts else None
+
+
 def rollout_batch(rows: Sequence[int], texts, labels, nodes: TreeNodes | None, pad_token_id: int) -> dict:
     """
     Some texts of a rollout as a batch to learn from.
@@ -247,9 +258,10 @@ class Rollouts:
         for _ in range(num_batches):
             num_tokens, rows = 0, []
             while num_tokens < batch_tokens:
-                row = trainer.train_dataset[choose.randrange(len(trainer.train_dataset))]
-                prompt = prompt_of_row(row)[0].to(trainer.target_model.device)
-                known = prompt.new_tensor(row.get("labels", row["input_ids"])[: len(prompt)])
+                documents = documents_of_row(trainer.train_dataset[choose.randrange(len(trainer.train_dataset))])
+                document = documents[choose.randrange(len(documents))]
+                prompt = prompt_of(document)[0].to(trainer.target_model.device)
+                known = prompt.new_tensor(document["labels"][: len(prompt)])
                 room = len(prompt) if args.max_length is None else args.max_length - args.rollout_max_new_tokens
                 rows.append(len(prompts))
                 prompts.append(prompt[-room:])  # what is to be continued is at the end
@@ -258,18 +270,27 @@ class Rollouts:
             batches.append(rows)
         tokenizer = trainer.processing_class
         pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        texts, nodes, accepted_lengths = roll_out(
-            trainer.target_model,
-            trainer._whole_draft(),
-            prompts,
-            pad_token_id,
-            args.rollout_max_new_tokens,
-            args.rollout_temperature,
-            seed=choose.randrange(2**32),
-        )
+        texts, nodes, draft = [None] * len(prompts), [], trainer._whole_draft()
+        # Alike in length, so that there is little padding.
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        for start in range(0, len(order), args.rollout_batch_size):
+            group = order[start : start + args.rollout_batch_size]
+            of_group, nodes_of_group, accepted_lengths = roll_out(
+                trainer.target_model,
+                draft,
+                [prompts[index] for index in group],
+                pad_token_id,
+                args.rollout_max_new_tokens,
+                args.rollout_temperature,
+                seed=choose.randrange(2**32),
+            )
+            for index, text in zip(group, of_group):
+                texts[index] = text
+            nodes += [] if nodes_of_group is None else [(group, nodes_of_group)]
+            self.accepted += torch.tensor([sum(accepted_lengths), len(accepted_lengths)])
         labels = [torch.cat([known, text[len(known) :]]) for known, text in zip(labels, texts)]
+        nodes = joined(nodes)
         self.pending += [rollout_batch(rows, texts, labels, nodes, pad_token_id) for rows in batches]
-        self.accepted += torch.tensor([sum(accepted_lengths), len(accepted_lengths)])
 
     def pop_metrics(self) -> dict[str, float]:
         """The acceptance length of rollouts since it was last asked for, over all processes."""

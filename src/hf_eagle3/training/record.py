@@ -5,8 +5,10 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import CONFIG_NAME
 
 from ..environment import environment, public_name, without_paths
 from ..evaluation.results import what_differs
@@ -61,17 +63,24 @@ def non_defaults(arguments, values: dict | None = None) -> dict:
 
 # Arguments that a training that goes on cannot change: it takes them from the checkpoint, or would be of two minds.
 OF_ONE_TRAINING = (
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
     "adamw_learning_rate",
     "assistant_only_loss",
     "completion_only_loss",
     "dataset_config",
     "dataset_name",
+    "dataset_train_split",
     "draft_form",
+    "draft_vocab_size",
     "learning_rate",
     "loss_type",
     "lr_scheduler_type",
+    "max_grad_norm",
     "max_length",
     "optim",
+    "optim_args",
     "packing",
     "packing_strategy",
     "rollout_interval",
@@ -86,6 +95,7 @@ OF_ONE_TRAINING = (
     "ttt_steps",
     "ttt_warmup",
     "use_muon",
+    "warmup_steps",
     "weight_decay",
 )
 
@@ -99,22 +109,31 @@ def check_resumption(trainer, checkpoint: str) -> None:
     if not state_file.exists():  # weights alone
         return
     state = TrainerState.load_from_json(str(state_file))
-    is_longer = (
-        args.max_steps > state.max_steps if args.max_steps > 0 else args.num_train_epochs > state.num_train_epochs
+    record, config = (
+        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        for path in (Path(checkpoint, TRAINING_RECORD), Path(checkpoint, CONFIG_NAME))
     )
+    defaults = {field.name: field.default for field in fields(trainer.args)}
+    then, now = record.get("arguments", {}), training_record(trainer)
+    if args.max_steps > 0:
+        is_longer = args.max_steps > state.max_steps
+    else:  # the state has whole ones
+        num_epochs = then.get("num_train_epochs", defaults["num_train_epochs"]) if record else state.num_train_epochs
+        is_longer = args.num_train_epochs > num_epochs
     if state.global_step >= state.max_steps and not is_longer:
         raise ValueError(
             f"{checkpoint} is the end of a finished training, of {state.global_step} steps. Its draft is there; to train it "
             "further, raise `max_steps` or `num_train_epochs`."
         )
-    record = Path(checkpoint, TRAINING_RECORD)
-    if not record.exists():
+    fingerprint = config.get("verifier_fingerprint")
+    if fingerprint is not None and fingerprint != trainer.draft.config.verifier_fingerprint:
+        raise ValueError(f"{checkpoint} is of a draft for another target than {trainer.draft.config.verifier}.")
+    if not record:
         return
-    then, now = json.loads(record.read_text(encoding="utf-8"))["arguments"], training_record(trainer)["arguments"]
-    then, now = ({name: each[name] for name in OF_ONE_TRAINING if name in each} for each in (then, now))
-    defaults = {field.name: field.default for field in fields(trainer.args)}
+    facts = {name: now[name] for name in ("rows", "sequences_per_step") if record.get(name) is not None}
+    then, now = ({name: each[name] for name in OF_ONE_TRAINING if name in each} for each in (then, now["arguments"]))
     then, now = ({name: each.get(name, defaults.get(name)) for name in {**then, **now}} for each in (then, now))
-    if difference := what_differs(then, now):
+    if difference := what_differs(then | {name: record[name] for name in facts}, now | facts):
         raise ValueError(
             f"{checkpoint} is of a training with other settings: {difference}. Go on with those it was "
             "begun with, or begin a new training with its draft (`model`, or `--draft_name_or_path`)."
@@ -149,6 +168,7 @@ def training_record(trainer, state_dict: dict[str, torch.Tensor] | None = None) 
     return {
         "draft_weights": None if state_dict is None else weights_digest(state_dict),
         "datasets": datasets,
+        "rows": len(trainer.train_dataset) if isinstance(trainer.train_dataset, Dataset) else None,  # prepared
         # A script of the user's own is not known.
         "command": "accelerate launch recipes/train.py --config training.yaml" if trainer.script_settings else None,
         "arguments": without_paths(json.loads(json.dumps(arguments, default=str))),

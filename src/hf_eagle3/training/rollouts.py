@@ -109,7 +109,12 @@ class DraftLearner:
         self.layer_ids = draft.resolve_aux_layer_ids(target)
         self.target_states = TargetStates(target, self.layer_ids)
         self.weights = [weight for weight in draft.parameters() if weight.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.weights, lr=learning_rate, weight_decay=0.0)
+        # What is trained: half precision would swallow small updates.
+        self.masters = [
+            weight if weight.dtype == torch.float else weight.detach().float().requires_grad_()
+            for weight in self.weights
+        ]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=learning_rate, weight_decay=0.0)
         self.losses: list[float] = []
 
     @contextmanager
@@ -146,8 +151,14 @@ class DraftLearner:
         loss = (weights * result.loss_sums / result.num_rows.clamp(min=1)).sum()
         loss.backward(inputs=self.weights)  # none for the target, whose table of embeddings the draft reads
         torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
+        halves = [pair for pair in zip(self.weights, self.masters) if pair[0] is not pair[1]]
+        for weight, master in halves:
+            master.grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
         self.optimizer.step()
         self.optimizer.zero_grad()
+        with torch.no_grad():
+            for weight, master in halves:
+                weight.copy_(master)
         self.draft.eval()
         self.losses.append(loss.item())
 

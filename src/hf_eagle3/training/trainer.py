@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
+from huggingface_hub import ModelCard
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -30,9 +31,10 @@ from ..data import (
     check_tokens,
     count_tokens,
     coverage,
+    documents_of_row,
     has_messages,
     most_frequent_tokens,
-    prompt_of_row,
+    prompt_of,
     report_long_rows,
     without_prompt_column,
 )
@@ -124,6 +126,10 @@ class Eagle3Trainer(SFTTrainer):
                 "`compute_metrics` would never be called: there are no predictions to hand it. `evaluate` reports the loss, the "
                 "accuracy of each drafting step and the acceptance length."
             )
+        if kwargs.get("compute_loss_func") is not None:
+            raise ValueError(
+                "`compute_loss_func` would never be called: the loss is that of training-time test (`loss_type`)."
+            )
         args = copy.copy(args)  # whatever is settled here, the caller's are for other trainers, too
         if args.n_gpu > 1:  # `nn.DataParallel` cannot share out a batch that the target has read
             logger.warning(
@@ -171,13 +177,8 @@ class Eagle3Trainer(SFTTrainer):
             )
         draft = self.draft
         self._settle_vocabulary(draft, target_model, takes_vocabulary_from_data)
-        if getattr(target_model, "hf_device_map", None) is None and not is_sharded(target_model):
-            if store is None or self.eval_dataset is not None:
-                target_model.to(self.accelerator.device)
-            else:  # its layers have done their work
-                target_model.get_input_embeddings().to(self.accelerator.device)
-                target_model.get_output_embeddings().to(self.accelerator.device)
         self.target_model = target_model
+        self._move_target(only_ends=store is not None and self.eval_dataset is None)
         draft.borrow_embeddings(target_model)
         if (threshold := args.assistant_confidence_threshold) is None:
             threshold = draft.generation_config.assistant_confidence_threshold or 0.02
@@ -195,6 +196,13 @@ class Eagle3Trainer(SFTTrainer):
         self._counts: dict[str, torch.Tensor] = {}
         self.rollouts = Rollouts(self) if args.rollout_share > 0 else None
         show_few(self)
+
+    def _move_target(self, only_ends: bool = False) -> None:
+        """To the device, if it is not spread over several; or only its embeddings and head."""
+        if getattr(self.target_model, "hf_device_map", None) is None and not is_sharded(self.target_model):
+            ends = self.target_model.get_input_embeddings(), self.target_model.get_output_embeddings()
+            for module in ends if only_ends else [self.target_model]:
+                module.to(self.accelerator.device)
 
     def _settle_by_store(self, store: FeatureStore, args: Eagle3TrainingArguments) -> Dataset:
         """What was settled when features were extracted is settled for training; evaluation goes by the arguments."""
@@ -276,6 +284,9 @@ class Eagle3Trainer(SFTTrainer):
             args = copy.copy(args)
             for name, value in self._for_evaluation.items():
                 setattr(args, name, value)
+            # `SFTTrainer` tells it from rows that may have no such columns any more.
+            if args.completion_only_loss is None:
+                self.completion_only_loss = {"prompt", "completion"} <= set(dataset.column_names or ())
             if args.assistant_only_loss and not has_generation_markers(processing_class.chat_template):
                 self.chat_template = get_training_chat_template(processing_class)
         if args.assistant_only_loss and isinstance(dataset, Dataset) and "messages" in dataset.column_names:
@@ -449,9 +460,9 @@ class Eagle3Trainer(SFTTrainer):
                 "instead of `fp16`."
             )
         mode = "train" if model.training else "eval"
-        counts = (getattr(outputs, count.name).double() for count in fields(TTTOutput) if count.name != "loss_sums")
+        counts = (getattr(outputs, count.name) for count in fields(TTTOutput) if count.name != "loss_sums")
         # Later steps, if these were fewer, count no rows.
-        counts = F.pad(torch.stack(list(counts)), (0, self.args.ttt_steps - steps))
+        counts = F.pad(torch.stack([each.to(self._sum_dtype) for each in counts]), (0, self.args.ttt_steps - steps))
         self._counts[mode] = self._counts.get(mode, 0) + counts
         return (loss, {"loss": loss}) if return_outputs else loss
 
@@ -498,6 +509,10 @@ class Eagle3Trainer(SFTTrainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
         return loss.detach(), None, None
+
+    @property
+    def _sum_dtype(self) -> torch.dtype:
+        return torch.float if self.accelerator.device.type == "mps" else torch.double  # which Apple's GPUs lack
 
     def _pop_metrics(self, mode: str) -> dict[str, float]:
         """What was counted since it was last asked for, over all processes, one entry a TTT step."""
@@ -546,6 +561,7 @@ class Eagle3Trainer(SFTTrainer):
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         """Adds the same about `dataloader`, and the acceptance length of decoding with the draft."""
+        self._move_target()  # of which training from stored features needs the ends only
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         metrics = self._pop_metrics("eval") | self._decode(dataloader.dataset)
         if (loss := output.metrics.get(f"{metric_key_prefix}_loss")) is not None:
@@ -566,7 +582,7 @@ class Eagle3Trainer(SFTTrainer):
         process, num_processes = self.accelerator.process_index, self.accelerator.num_processes
         if is_sharded(self.target_model):  # which all must run together
             process, num_processes = 0, 1
-        accepted = torch.zeros(2, dtype=torch.double, device=self.accelerator.device)
+        accepted = torch.zeros(2, dtype=self._sum_dtype, device=self.accelerator.device)
         was_training = draft.training
         draft.eval()
         try:
@@ -579,7 +595,7 @@ class Eagle3Trainer(SFTTrainer):
 
     def _continue_beginnings(self, dataset, draft, accepted, process, num_processes):
         for row in islice(dataset, process, self.args.num_eval_prompts, num_processes):
-            prompt = prompt_of_row(row).to(self.target_model.device)
+            prompt = prompt_of(documents_of_row(row)[0]).to(self.target_model.device)
             self.target_model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
@@ -669,10 +685,19 @@ class Eagle3Trainer(SFTTrainer):
             return  # there are no cards for other methods' drafts
         self._name_datasets(dataset_name)
         card_file = Path(self.args.output_dir, "README.md")
+        # Beside an adapter peft has written a card of its own.
+        is_there = card_file.exists() and not self._is_adapter
+        if is_there and is_edited(ModelCard.load(card_file, ignore_metadata_errors=True)):
+            logger.warning(f"{card_file} is not what was rendered for a draft, and stays as it is.")
+            return
         if self.hub_model_id is not None:
-            there = card_on_hub(self.hub_model_id, self.args.hub_revision, self.args.hub_token)
-            if there is not None and is_edited(there):
-                logger.warning(f"The card of {self.hub_model_id} was edited, and stays as it is.")
+            try:
+                there = card_on_hub(self.hub_model_id, self.args.hub_revision, self.args.hub_token)
+                reason = "was edited" if there is not None and is_edited(there) else None
+            except OSError as error:  # which is no reason to stop training
+                reason = f"cannot be read now ({error})"
+            if reason is not None:
+                logger.warning(f"The card of {self.hub_model_id} {reason}, and stays as it is.")
                 card_file.unlink(missing_ok=True)
                 return
         card = render_card(
