@@ -1,5 +1,5 @@
 # /// script
-# dependencies = ["hf-eagle3", "lm_eval"]
+# dependencies = ["hf-eagle3", "lm_eval[hf]"]
 # ///
 """
 Evaluates a target on tasks of lm-evaluation-harness that generate, with and without a draft: the same results, and the
@@ -24,7 +24,7 @@ from hf_eagle3.environment import environment
 from hf_eagle3.tokenizer import load_tokenizer
 
 
-def evaluate(target, tokenizer, context, args) -> tuple[dict, list, float]:
+def evaluate(target, tokenizer, context, args, limit: int | None) -> tuple[dict, list, float]:
     """Metrics of each task, what the target said, and seconds."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
@@ -35,7 +35,7 @@ def evaluate(target, tokenizer, context, args) -> tuple[dict, list, float]:
     start = time.perf_counter()
     with context:
         results = lm_eval.simple_evaluate(
-            client, tasks=args.tasks, limit=args.limit, task_manager=manager, log_samples=True, bootstrap_iters=0
+            client, tasks=args.tasks, limit=limit, task_manager=manager, log_samples=True, bootstrap_iters=0
         )
     seconds = time.perf_counter() - start
     answers = [sample["resps"] for samples in results["samples"].values() for sample in samples]
@@ -58,8 +58,10 @@ def main():
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(device).eval()
     draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=target.dtype).to(device).eval()
     tokenizer = load_tokenizer(args.target)
-    plain, answers, plain_seconds = evaluate(target, tokenizer, nullcontext(), args)
-    assisted, same, seconds = evaluate(target, tokenizer, assist(target, draft), args)
+    for context in (nullcontext(), assist(target, draft)):  # downloads data, and warms up
+        evaluate(target, tokenizer, context, args, limit=1)
+    plain, answers, plain_seconds = evaluate(target, tokenizer, nullcontext(), args, args.limit)
+    assisted, same, seconds = evaluate(target, tokenizer, assist(target, draft), args, args.limit)
     num_same = sum(ours == theirs for ours, theirs in zip(same, answers, strict=True))
     summary = {
         "results": plain,

@@ -25,9 +25,9 @@ from dataclasses import asdict, dataclass, field
 
 from accelerate import PartialState
 from train import TargetConfig, TrainScriptArguments, load_data, load_target
-from transformers import AutoModel
 from trl import DatasetMixtureConfig
 
+from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.data.regeneration import (
     Output,
     beginnings,
@@ -140,7 +140,8 @@ def main():
             target = target.to(state.device)
         draft = None
         if script_args.draft_name_or_path is not None:
-            draft = AutoModel.from_pretrained(script_args.draft_name_or_path, trust_remote_code=True).to(state.device)
+            draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path, dtype=target.dtype)
+            draft = draft.to(target.device)
         regenerate_locally(target.eval(), tokenizer, pending, output, args.batch_size, draft, **sampling)
     print(
         f"{len(output.done) - num_done} rows written to {args.output_dir}, {num_done} were there, {num_failed} failed."

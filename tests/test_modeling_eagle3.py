@@ -11,8 +11,10 @@ from torch import nn
 from transformers import AutoModel, DynamicCache
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
+from hf_eagle3.baselines import BASELINES
 from hf_eagle3.checkpoints import export
 from hf_eagle3.remote_code.layers_eagle3 import Eagle3RMSNorm
+from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS
 
 
 LAYER = {
@@ -488,3 +490,37 @@ def test_a_file_of_weights_that_was_cut_off_is_named(draft, tmp_path):
 def test_a_draft_without_weights_is_refused(target, draft):
     with pytest.raises(ValueError, match="on the meta device"):
         target.generate(make_prompt(5), assistant_model=copy.deepcopy(draft).to("meta"), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("cast", ["bfloat16", "half", "to"])
+def test_rotary_frequencies_are_never_rounded(cast, tmp_path):
+    """As those of a fresh draft for a target in bfloat16 would be, while it is trained."""
+    target = make_target("llama")
+    exact = dict(Eagle3ForSpeculation.from_target(target).rotary_emb.named_buffers())
+    draft = Eagle3ForSpeculation.from_target(make_target("llama").bfloat16()).float()
+    for changed in (
+        draft,
+        draft.to("meta").to_empty(device="cpu"),
+        BASELINES["eagle"].draft_class.from_target(target),
+    ):
+        changed = changed.to(torch.bfloat16) if cast == "to" else getattr(changed, cast)()
+        assert changed.lm_head.weight.dtype in (torch.bfloat16, torch.float16)
+        assert {name: table.dtype for name, table in changed.rotary_emb.named_buffers()} == dict.fromkeys(
+            exact, torch.float
+        )
+    draft = Eagle3ForSpeculation.from_target(target)
+    draft.save_pretrained(tmp_path)
+    loaded = Eagle3ForSpeculation.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for changed in (loaded, draft.to(torch.bfloat16), draft.float()):
+        for name, table in changed.rotary_emb.named_buffers():
+            assert torch.equal(table, exact[name])
+
+
+def test_settings_of_a_draft_that_has_none(tmp_path):
+    """As those of others have none: each can be set, and left out of a call."""
+    Eagle3ForSpeculation.from_target(make_target("llama")).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{}")
+    draft = Eagle3ForSpeculation.from_pretrained(tmp_path)
+    assert {name: getattr(draft.generation_config, name) for name in DEFAULT_TREE_SETTINGS} == DEFAULT_TREE_SETTINGS
+    draft.generation_config.update(tree_policy="static", tree_depth=2)
+    assert draft.generation_config.tree_depth == 2 and draft.generation_config.tree_policy == "static"

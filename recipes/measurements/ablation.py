@@ -41,6 +41,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, s
 
 from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.evaluation import load_prompts
+from hf_eagle3.evaluation.results import what_differs
 from hf_eagle3.training.budget import BY_TIME, TimeBudget, TimedEagle3Trainer, train_for
 
 
@@ -125,7 +126,6 @@ def train(target, tokenizer, dataset, choice: dict, seed: int, args):
 
 def acceptance_length(target, draft, prompts: list[list[int]], temperature: float, max_new_tokens: int) -> float:
     """Pooled, with the whole tree in every step; sampling from all tokens."""
-    # Not by `update`, which leaves out what a draft of others does not have.
     draft.generation_config.tree_policy, draft.generation_config.assistant_confidence_threshold = "static", 0.0
     sampling = {"do_sample": False}
     if temperature > 0:
@@ -188,13 +188,17 @@ def main():
     prompts = load_prompts(args.prompts, tokenizer, args.num_prompts)
     path = Path(args.json)
     results = json.loads(path.read_text()) if path.exists() else []
+    settings = {name: value for name, value in vars(args).items() if name not in ("json", "choices", "seeds")}
+    for result in results:
+        if difference := what_differs(result.get("settings"), settings):
+            raise SystemExit(f"{path} has results of other settings: {difference}. Choose another file.")
     done = {(result["choice"], result["seed"]) for result in results}
     for seed in args.seeds:
         for choice in args.choices:
             if (choice, seed) in done:
                 continue
             draft, num_tokens = train(target, tokenizer, dataset, CHOICES[choice], seed, args)
-            run = {"choice": choice, "seed": seed, "tokens": num_tokens}
+            run = {"choice": choice, "seed": seed, "tokens": num_tokens, "settings": settings}
             for temperature in (0, 1):
                 run[f"acceptance_length_{temperature}"] = acceptance_length(
                     target, draft.eval(), prompts, temperature, args.max_new_tokens

@@ -35,7 +35,7 @@ from hf_eagle3.baselines import BASELINES, best_static_tree, measure_accuracies
 from hf_eagle3.environment import environment
 from hf_eagle3.evaluation import BenchmarkResults, load_prompts, plot_all, run_benchmark
 from hf_eagle3.evaluation.results import what_differs
-from hf_eagle3.evaluation.tasks import task_name
+from hf_eagle3.evaluation.tasks import expand, task_name
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training.budget import BY_TIME, TimeBudget, TimedEagle3Trainer, train_for
@@ -80,6 +80,19 @@ def add_arguments(parser) -> None:
     parser.add_argument("--dtype", default="auto", help="Dtype of the target and of what is measured")
     parser.add_argument("--bf16", action="store_true", help="Train in mixed precision")
     parser.add_argument("--seed", type=int, default=0)
+
+
+def prompts_by_task(names: list[str], tokenizer, num_prompts: int | None) -> dict[str, list[list[int]]]:
+    """
+    Raises:
+        ValueError: if a task is not known, or two have one name.
+    """
+    tasks = {}
+    for name in expand(names):
+        if task_name(name) in tasks:
+            raise ValueError(f"There are two tasks of the name {task_name(name)}. Rename one of the files.")
+        tasks[task_name(name)] = load_prompts(name, tokenizer, num_prompts)
+    return tasks
 
 
 def settle_arguments(folder: Path, args, tasks: dict[str, list]) -> dict:
@@ -226,7 +239,7 @@ def main():
 
     folder = Path(args.output_dir)
     tokenizer = load_tokenizer(args.target)
-    tasks = {task_name(name): load_prompts(name, tokenizer, args.num_prompts) for name in args.prompts}
+    tasks = prompts_by_task(args.prompts, tokenizer, args.num_prompts)
     arguments = settle_arguments(folder, args, tasks)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -247,6 +260,8 @@ def main():
         "missing_tasks": {},
     }
     results = BenchmarkResults.read(path) if path.exists() else BenchmarkResults(run)
+    if difference := what_differs(results.run["environment"], run["environment"]):
+        raise SystemExit(f"{path} was measured elsewhere: {difference}. Choose another folder.")
     known = results.run["facts"]
     renewed = {name for name in facts if known.get(name, {}).get("weights") != facts[name].get("weights")}
     results.measurements[:] = [each for each in results.measurements if DRAFTS.get(each["method"]) not in renewed]

@@ -20,13 +20,13 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from paper_table import add_arguments, load, settle_arguments, texts_of, train
+from paper_table import add_arguments, load, prompts_by_task, settle_arguments, texts_of, train
 from transformers import AutoModelForCausalLM
 
 from hf_eagle3.data.regeneration import Output, complete_lines, conversations, regenerate_locally
 from hf_eagle3.environment import environment
-from hf_eagle3.evaluation import BenchmarkResults, load_prompts, run_benchmark
-from hf_eagle3.evaluation.tasks import task_name
+from hf_eagle3.evaluation import BenchmarkResults, run_benchmark
+from hf_eagle3.evaluation.results import what_differs
 from hf_eagle3.tokenizer import load_tokenizer
 
 
@@ -60,10 +60,17 @@ def samples(folder: Path, target, tokenizer, args) -> Dataset:
     return Dataset.from_dict({"text": [row["prompt"] + row["completion"] for row in rows]})
 
 
-def measure(target, tokenizer, tasks, path: Path, drafts: dict, args) -> BenchmarkResults:
-    results = (
-        BenchmarkResults.read(path) if path.exists() else BenchmarkResults({"environment": environment(target.device)})
-    )
+def measure(target, tokenizer, tasks, path: Path, drafts: dict, facts: dict, args) -> BenchmarkResults:
+    run = {
+        "environment": environment(target.device),
+        "weights": {name: each["weights"] for name, each in facts.items()},
+    }
+    results = BenchmarkResults.read(path) if path.exists() else BenchmarkResults(run)
+    for name in run:
+        if difference := what_differs(results.run.get(name, {}), run[name]):
+            raise SystemExit(
+                f"{path} was measured with other {name}: {difference}. Delete it, or choose another folder."
+            )
     return run_benchmark(
         target,
         tokenizer,
@@ -121,7 +128,7 @@ def main():
 
     folder = Path(args.output_dir)
     tokenizer = load_tokenizer(args.target)
-    tasks = {task_name(name): load_prompts(name, tokenizer, args.num_prompts) for name in args.prompts}
+    tasks = prompts_by_task(args.prompts, tokenizer, args.num_prompts)
     settle_arguments(folder, args, tasks)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(device)
@@ -136,7 +143,7 @@ def main():
     for share in sorted(args.shares):
         drafts = {method: load(method, folders[share, method], target, args) for method in METHODS}
         facts = {method: json.loads((folders[share, method] / "facts.json").read_text()) for method in METHODS}
-        results = measure(target, tokenizer, tasks, folder / f"results-{share}x.jsonl", drafts, args)
+        results = measure(target, tokenizer, tasks, folder / f"results-{share}x.jsonl", drafts, facts, args)
         for row in (row for row in results.rows if row.method != "plain"):
             point = {"share": share, "task": row.task, "method": row.method, "T": row.temperature}
             point |= {"tokens": facts[row.method]["tokens"], "speed-up": row.median_speedup}

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from ablation import acceptance_length
 from datasets import Dataset
-from paper_table import texts_of
+from paper_table import settle_arguments, texts_of
 from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
@@ -204,6 +204,7 @@ def main():
 
     tokenizer, dataset = load_tokenizer(args.target), texts_of(args.dataset)
     prompts = load_prompts(args.prompts, tokenizer, args.num_prompts)
+    settle_arguments(Path(args.output_dir), args, {"prompts": prompts})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     lines = ["| trained as | steps | tokens | acceptance length, T=0 | T=1 |", "| --- | --- | --- | --- | --- |"]
     for method in args.methods:

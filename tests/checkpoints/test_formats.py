@@ -111,7 +111,7 @@ def sglang(draft, **changes):
 @pytest.mark.parametrize("kind", ["bin", "safetensors", "sharded"])
 def test_safeailab(tmp_path, target, kind):
     reference = make_reference(target, LLAMA3)
-    config = safeailab(reference, rope_scaling=LLAMA3, head_dim=4)  # its code ignores head_dim
+    config = safeailab(reference, rope_scaling=LLAMA3, head_dim=4)  # older versions of its code ignore head_dim
     folder = write(tmp_path / "draft", config, midlayer(reference), kind)
     draft, info = Eagle3ForSpeculation.from_pretrained(folder, output_loading_info=True)
     assert (
@@ -142,10 +142,21 @@ def test_sglang(tmp_path, target, names):
     assert_same(draft, reference, target)
 
 
+def test_what_specforge_writes_for_qwen3(tmp_path, target):
+    reference = make_reference(target)
+    keys = {"max_window_layers": 28, "sliding_window": None, "use_sliding_window": False}
+    folder = write(tmp_path / "draft", sglang(reference, **keys), midlayer(reference))
+    assert_same(Eagle3ForSpeculation.from_pretrained(folder), reference, target)
+    write(folder, sglang(reference, **keys | {"sliding_window": 512, "use_sliding_window": True}), midlayer(reference))
+    with pytest.raises(ValueError, match="has a `sliding_window`"):
+        Eagle3ForSpeculation.from_pretrained(folder)
+
+
 def test_modelopt(tmp_path, target):
     reference = make_reference(target, YARN, norm_before_fc=True)
     eagle_config = {"norm_before_fc": True, "use_last_layernorm": True, "parallel_draft_step": 1}
     eagle_config |= {"use_input_layernorm_in_first_layer": True, "use_mtp_layernorm": False}
+    eagle_config |= {"parallel_draft_heads_num_layers": 1, "something_new": None}  # as it writes them
     config = sglang(reference, rope_parameters={**YARN, "rope_theta": 5000.0}, eagle_config=eagle_config)
     folder = write(tmp_path / "draft", config, midlayer(reference))
     draft, info = Eagle3ForSpeculation.from_pretrained(folder, output_loading_info=True)
@@ -195,7 +206,7 @@ def test_qwen3_layers(tmp_path, target):
 @pytest.mark.parametrize("kind", ["default", "layers", "own embedding", "scaled"])
 def test_exports_come_back(tmp_path, target, to, kind):
     overrides = {"fc_norm": True, "norm_output": True} if to == "sglang" else {}
-    rope = LLAMA3 if kind == "scaled" else None
+    rope = LLAMA3 if kind == "scaled" and to == "sglang" else None
     if kind == "layers" and to == "sglang":
         overrides["eagle_aux_hidden_state_layer_ids"] = [1, 2, 3, 5]
     reference = make_reference(target, rope, own_embedding=kind == "own embedding", **overrides)
@@ -268,6 +279,9 @@ def test_what_sglang_checks_of_what_we_export(tmp_path, target):
         ({"fc_norm": True}, "safeailab", "fc_norm"),
         ({"head_dim": 4}, "safeailab", "head_dim"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "safeailab", "default three"),
+        ({"rope": LLAMA3}, "safeailab", "scaled rotary"),
+        ({"attention_bias": True}, "safeailab", "biases"),
+        ({"attention_bias": True}, "sglang", "biases"),
         ({}, "onnx", "exported to"),
     ],
 )

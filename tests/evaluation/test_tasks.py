@@ -61,13 +61,16 @@ def test_a_task_that_is_too_short(tokenizer, monkeypatch):
         load_prompts("gsm8k", tokenizer)
 
 
-def test_names(tmp_path):
+def test_names(tmp_path, monkeypatch):
     for name in ("b", "a"):
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "x"}\n')
     assert expand(["paper", str(tmp_path)]) == [*GROUPS["paper"], str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
     assert len(expand(["spec_bench"])) == 6 and task_name(str(tmp_path / "a.jsonl")) == "a"
     with pytest.raises(ValueError, match=r"Unknown tasks \['gsm9k'\]"):
         expand(["gsm9k"])
+    (tmp_path / "python").mkdir()  # a folder is no reason to take another task than the one of that name
+    monkeypatch.chdir(tmp_path)
+    assert expand([OFFLINE]) == [OFFLINE]
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(ValueError, match="no JSON Lines files"):

@@ -61,6 +61,21 @@ def test_the_table(files, run_recipe):
     assert (files / "out" / "medusa" / "model.safetensors").stat().st_mtime_ns == weights
     result = run_recipe("measurements/paper_table.py", *arguments_of(files, tokens=512), "--methods", *methods)
     assert result.returncode != 0 and "made with other arguments: tokens was 256 before, 512 after" in result.stderr
+    facts = json.loads(measured.splitlines()[0])
+    facts["environment"]["threads"] += 1
+    (files / "out" / "results.jsonl").write_text("\n".join([json.dumps(facts), *measured.splitlines()[1:]]) + "\n")
+    result = run_recipe(*command)
+    assert result.returncode != 0 and "was measured elsewhere: threads was" in result.stderr
+
+
+def test_prompts_by_task(files, tokenizer):
+    prompts_by_task = runpy.run_path(str(RECIPES / "measurements" / "paper_table.py"))["prompts_by_task"]
+    other = files / "other"
+    other.mkdir()
+    (other / "prompts.jsonl").write_text((files / "prompts.jsonl").read_text())
+    assert list(prompts_by_task([str(other)], tokenizer, 1)) == ["prompts"]
+    with pytest.raises(ValueError, match="two tasks of the name prompts"):
+        prompts_by_task([str(files / "prompts.jsonl"), str(other)], tokenizer, 1)
 
 
 def test_scaling(files, run_recipe):
@@ -117,6 +132,8 @@ def test_ablation_by_time(files, run_recipe):
     results = {run["choice"]: run for run in json.loads((files / "out.json").read_text())}
     assert results["batch_1"]["tokens"] % 160 == 0 == results["rollouts"]["tokens"] % 640
     assert all(run["acceptance_length_0"] >= 1 and run["tokens"] > 0 for run in results.values())
+    result = run_recipe("measurements/ablation.py", *arguments, "--choices", "batch_1", "--minutes", 0.02)
+    assert result.returncode != 0 and "minutes was 0.01 before, 0.02 after" in result.stderr
 
 
 def test_training_as_others_do(files, run_recipe):

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ..remote_code.draft_eagle3 import DraftModel
-from ..remote_code.layers_eagle3 import Eagle3Attention, Eagle3RMSNorm
+from ..remote_code.layers_eagle3 import Eagle3Attention, Eagle3RMSNorm, Eagle3RotaryEmbedding
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
 from ..training.losses import DraftLoss
 from ..training.ttt import TTTBatch, TTTOutput, UnrollStep, ttt_unroll, unroll_loss
@@ -70,7 +70,7 @@ class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
         layer_config._attn_implementation = self.config._attn_implementation
         self.layers = nn.ModuleList(EagleDecoderLayer(config, i) for i in range(layer_config.num_hidden_layers))
         self.norm = nn.Identity()
-        self.rotary_emb = LlamaRotaryEmbedding(layer_config)
+        self.rotary_emb = Eagle3RotaryEmbedding(layer_config)
         self.set_output_embeddings(nn.Linear(layer_config.hidden_size, config.draft_vocab_size, bias=False))
         self.post_init()
 

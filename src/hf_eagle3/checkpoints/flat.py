@@ -35,6 +35,7 @@ NEUTRAL_KEYS = {
     "auto_map",
     "draft_vocab_size",
     "dtype",
+    "max_window_layers",
     "model_type",
     "pretraining_tp",
     "rope_parameters",
@@ -45,6 +46,7 @@ NEUTRAL_KEYS = {
     "torch_dtype",
     "transformers_version",
     "use_cache",
+    "use_sliding_window",
 }
 # Tables that are computed, not learned.
 COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -137,7 +139,7 @@ def check_eagle_config(eagle_config: dict, known_keys: set[str]) -> None:
     Raises:
         ValueError: if it has flags that nobody here understands, or says that this is no EAGLE-3 draft.
     """
-    if unknown := sorted(eagle_config.keys() - known_keys):
+    if unknown := sorted(key for key in eagle_config.keys() - known_keys if eagle_config[key] is not None):
         raise ValueError(f"`eagle_config` has flags that this reader does not know: {unknown}.")
     if eagle_config.get("use_aux_hidden_state") is False:
         raise ValueError(
@@ -182,6 +184,7 @@ def flat_config(draft, refused: dict[str, bool], to: str) -> dict:
         "`norm_before_fc`": config.norm_before_fc,
         "layers with a window": set(layer_config.layer_types) != {"full_attention"},
         "parallel drafting": getattr(config, "is_parallel", False),
+        "biases": layer_config.attention_bias or getattr(layer_config, "mlp_bias", False),
         **refused,
     }
     refuse(refused, to)

@@ -25,7 +25,8 @@ def read(config: dict, tensors: dict):
     layer_config = layer_config_of(config, tensors, KEYS)
     ours, report = tensors_of(tensors, config)
     eagle_config = config["eagle_config"]
-    check_eagle_config(eagle_config, {*EAGLE_KEYS, *EXPECTED, "norm_before_fc"})
+    # How deep the heads are that are not there where each step drafts one token.
+    check_eagle_config(eagle_config, {*EAGLE_KEYS, *EXPECTED, "norm_before_fc", "parallel_draft_heads_num_layers"})
     for flag, expected in EXPECTED.items():
         if eagle_config.get(flag, expected) not in (expected, None):
             raise ValueError(f"`{flag}` is {eagle_config[flag]}; only drafts with {expected} are supported.")

@@ -21,8 +21,10 @@ def matches(config: dict) -> bool:
 
 def read(config: dict, tensors: dict):
     layer_config = layer_config_of(config, tensors, {"eagle_config"})
-    # Its code derives the size of a head, whatever the config says.
-    layer_config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    # Whether its code derives the size of a head or takes the config's depends on its version.
+    for name, tensor in tensors.items():
+        if name.endswith("self_attn.q_proj.weight"):
+            layer_config["head_dim"] = len(tensor) // config["num_attention_heads"]
     ours, report = tensors_of(tensors, config)
     eagle_config = config.get("eagle_config") or {}
     check_eagle_config(eagle_config, EAGLE_KEYS)
@@ -44,6 +46,7 @@ def write(draft):
             "`fc_norm`": config.fc_norm,
             "`norm_output`": config.norm_output,
             "a `head_dim` other than hidden_size / num_attention_heads": heads_fill_width != config.hidden_size,
+            "scaled rotary embeddings": config.transformer_layer_config.rope_parameters["rope_type"] != "default",
             "states of another width than its own": config.target_hidden_size != config.hidden_size,
             "states other than the default three": ids is not None
             and (len(ids) != 3 or ids[0] != 2 or ids[1] != (ids[2] + 3) // 2),

@@ -68,7 +68,7 @@ def expand(names: list[str]) -> list[str]:
     """Groups by their tasks, and a folder by its JSON Lines files."""
     expanded = []
     for name in names:
-        if Path(name).is_dir():
+        if name not in {*TASKS, *GROUPS, OFFLINE} and Path(name).is_dir():
             files = sorted(map(str, Path(name).glob("*.jsonl")))
             if not files:
                 raise ValueError(f"There are no JSON Lines files (*.jsonl) in {name}.")

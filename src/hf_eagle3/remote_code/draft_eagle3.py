@@ -108,6 +108,9 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             )
         model._check_draft_vocabulary(pretrained_model_name_or_path)
         tree_settings(model.generation_config)
+        for name, value in DEFAULT_TREE_SETTINGS.items():  # which drafts of others do not have
+            if getattr(model.generation_config, name, None) is None:
+                setattr(model.generation_config, name, value)
         if not hasattr(model, "hf_quantizer"):
             # What float16 makes of other dtypes, and adapters beside them, cannot be told from other weights.
             is_changed = model.dtype == torch.float16 or getattr(model, "_hf_peft_config_loaded", False)

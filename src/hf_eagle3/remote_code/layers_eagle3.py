@@ -8,6 +8,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaMLP,
     LlamaRMSNorm,
+    LlamaRotaryEmbedding,
     eager_attention_forward,
     rotate_half,
 )
@@ -23,6 +24,21 @@ class Eagle3RMSNorm(LlamaRMSNorm):
         weight = self.weight.to(hidden_states.dtype)  # they differ under autocast, on GPUs the result's dtype, too
         normed = nn.functional.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
         return normed.to(hidden_states.dtype)
+
+
+class Eagle3RotaryEmbedding(LlamaRotaryEmbedding):
+    """
+    Llama's, whose frequencies stay in float32 when the draft is cast: rounded to bfloat16 they are those of other
+    positions, by a whole radian after a thousand tokens.
+    """
+
+    def _apply(self, fn, recurse=True):
+        tables = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, table in tables.items():
+            if table is not None and self._buffers[name].dtype != table.dtype:
+                self._buffers[name] = table.to(self._buffers[name].device)
+        return self
 
 
 class Eagle3Attention(LlamaAttention):

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import ModelOutput
 
 from .assistant_eagle3 import CUSTOM_GENERATE, install_generation_hook
 from .configuration_eagle3 import Eagle3Config
 from .draft_eagle3 import DraftModel
 from .drafter_eagle3 import Drafter
-from .layers_eagle3 import Eagle3DecoderLayer, Eagle3RMSNorm
+from .layers_eagle3 import Eagle3DecoderLayer, Eagle3RMSNorm, Eagle3RotaryEmbedding
 from .outputs_eagle3 import CACHE
 from .proposer_eagle3 import Call
 
@@ -81,7 +80,7 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
         self.layers = nn.ModuleList(Eagle3DecoderLayer(config, i) for i in range(layer_config.num_hidden_layers))
         self.norm = Eagle3RMSNorm(hidden_size, eps=eps)
         self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False)
-        self.rotary_emb = LlamaRotaryEmbedding(layer_config)
+        self.rotary_emb = Eagle3RotaryEmbedding(layer_config)
         if config.is_parallel:
             self.mask_hidden = nn.Parameter(torch.randn(1, 1, aux_size))
         self.post_init()
