@@ -8,7 +8,6 @@ from .push import (
     read_record,
     refresh_card,
     repo_name,
-    verifier_without_path,
     write_draft,
     write_records,
 )
@@ -25,7 +24,6 @@ __all__ = [
     "refresh_card",
     "render_card",
     "repo_name",
-    "verifier_without_path",
     "write_draft",
     "write_records",
 ]

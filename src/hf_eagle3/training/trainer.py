@@ -38,7 +38,8 @@ from ..data import (
     report_long_rows,
     without_prompt_column,
 )
-from ..hub import card_on_hub, is_edited, render_card, repo_name, verifier_without_path, write_records
+from ..hub import card_on_hub, is_edited, render_card, repo_name, write_records
+from ..hub.push import verifier_without_path
 from ..remote_code.checks_eagle3 import is_sharded
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.draft_eagle3 import DraftModel
