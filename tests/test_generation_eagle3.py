@@ -593,3 +593,52 @@ def test_drafted_tokens_whose_states_are_no_numbers(family, bad):
                 torch.testing.assert_close(actual.logits, expected.logits, atol=1e-3, rtol=1e-3)
             if vocabulary is not None:
                 assert draft.last_generation.plain_steps > 5  # trees were taken back
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_criterion_that_the_prompt_has_met_already(num_rows):
+    """Each row takes one token all the same, as in plain `generate`."""
+    target, prompt = make_target("llama"), make_prompt(8, batch_size=num_rows)
+    draft = Eagle3ForSpeculation.from_target(target)
+    settings = {"max_new_tokens": 12, "do_sample": False, "stopping_criteria": [MaxLengthCriteria(max_length=8)]}
+    plain = target.generate(prompt, **settings)
+    assert plain.shape[1] == 9 and target.generate(prompt, assistant_model=draft, **settings).equal(plain)
+
+
+class LaterThanThat(MaxLengthCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return super().__call__(input_ids, scores, **kwargs) & (input_ids[:, -1] % 37 == 0)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_length_that_somebody_derived_may_be_passed(cache, seed):
+    target, prompt = make_target("llama"), make_prompt(8, seed=seed)
+    settings = {"max_new_tokens": 40, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    draft = make_oracle(target, target.generate(prompt, max_new_tokens=48, do_sample=False))
+    plain = target.generate(prompt, stopping_criteria=[LaterThanThat(max_length=12)], **settings)
+    ours = target.generate(prompt, stopping_criteria=[LaterThanThat(max_length=12)], assistant_model=draft, **settings)
+    assert ours.equal(plain)
+
+
+def test_hidden_states_are_those_of_the_text_alone():
+    target, prompt = make_target("llama"), make_prompt(8)
+    settings = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_hidden_states": True,
+    }
+    outputs = target.generate(prompt, assistant_model=Eagle3ForSpeculation.from_target(target), **settings)
+    for states in outputs.hidden_states[1:]:
+        assert all(state.untyped_storage().nbytes() == state.numel() * state.element_size() for state in states)
+
+
+@pytest.mark.parametrize("name", ["hidden_dropout", "router_jitter_noise"])
+def test_other_names_for_what_draws_in_training_mode(name):
+    target = make_target("llama")
+    draft = Eagle3ForSpeculation.from_target(target)
+    setattr(target.model.layers[0], name, 0.2)
+    with pytest.raises(ValueError, match="drops out at random"):
+        target.train().generate(make_prompt(5), assistant_model=draft, max_new_tokens=3)
+    assert target.eval().generate(make_prompt(5), assistant_model=draft, max_new_tokens=3).shape[1] <= 8

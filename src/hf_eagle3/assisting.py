@@ -36,7 +36,8 @@ def assist(target: PreTrainedModel, draft) -> Iterator[None]:
     ```
 
     Calls that are decoded in another way (by beams, without a cache, by another assistant) are left as they are.
-    Inside another `assist` of the same target the inner draft is used. Nothing on the target is changed.
+    Inside another `assist` of the same target the inner draft is used. Nothing on the target is changed, but for
+    transformers' own hooks for hidden states, which stay.
 
     Args:
         target (`PreTrainedModel`): The target, or an adapted one (`PeftModel`).

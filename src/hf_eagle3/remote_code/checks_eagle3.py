@@ -298,11 +298,9 @@ def rotary_switches(config) -> list[tuple[str, int]]:
 
 
 def _drops_out(model) -> bool:
-    rates = [
-        getattr(model.config.get_text_config(decoder=True), name, 0) for name in ("attention_dropout", "attn_pdrop")
-    ]
+    holders = [model.config.get_text_config(decoder=True), *model.modules()]
+    rates = [rate for each in holders for name, rate in vars(each).items() if "drop" in name or "jitter" in name]
     rates += [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
-    rates += [module.attention_dropout for module in model.modules() if hasattr(module, "attention_dropout")]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 

@@ -106,7 +106,11 @@ class ReturnedOutputs:
             if self.wants_hidden_states is not True:
                 wanted = {index % len(states) for index in self.wants_hidden_states}
                 states = [state if index in wanted else None for index, state in enumerate(states)]
-            self.hidden_states[row].append(tuple(None if state is None else state[rows, nodes] for state in states))
+            # A view would keep the states of the whole tree.
+            states = (None if state is None else state[rows, nodes] for state in states)
+            self.hidden_states[row].append(
+                tuple(state if state is None or is_plain else state.clone() for state in states)
+            )
 
     def finish(self, sequences, cache):
         if not self.wants_dict:

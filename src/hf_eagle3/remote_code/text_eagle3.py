@@ -35,11 +35,12 @@ class Text:
         self.lengths = [self.prompt_length] * self.num_rows
         self.unwritten: list[list[int]] = [[] for _ in self.rows]  # the last tokens, not yet in `_ids`
         self.is_finished = [False] * self.num_rows
-        self.max_length = max_length_of(stopping_criteria)
+        # A criterion of the caller's may have been met before; each row takes a token in any case.
+        self.max_length = max(max_length_of(stopping_criteria), self.prompt_length + 1)
         self.pad_token = None if (pad := generation_config._pad_token_tensor) is None else int(pad)
         self.pads_finished_rows = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
         # What follows a finished row is padding, or nothing at all.
-        pads = self.pads_finished_rows or all(isinstance(each, MaxLengthCriteria) for each in stopping_criteria)
+        pads = self.pads_finished_rows or all(type(each) is MaxLengthCriteria for each in stopping_criteria)
         self.may_retire = may_retire and pads and not in_step
         # A greedy row that will leave may as well hurry: nothing is kept for the rows in between.
         hurries = self.num_rows == 1 or (self.may_retire and not generation_config.do_sample)
@@ -159,6 +160,6 @@ class Text:
 
 
 def max_length_of(stopping_criteria) -> int:
-    """The length at which the first of them ends every row."""
-    lengths = [criteria.max_length for criteria in stopping_criteria if isinstance(criteria, MaxLengthCriteria)]
+    """The length at which the first of them ends every row. One that somebody derived may go on."""
+    lengths = [criteria.max_length for criteria in stopping_criteria if type(criteria) is MaxLengthCriteria]
     return min(lengths, default=torch.iinfo(torch.long).max)
