@@ -176,6 +176,59 @@ def test_the_cache_that_a_raising_streamer_leaves(target, do_sample):
     assert torch.equal(found[0][1], found[1][1])
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_batch_that_is_broken_off_and_tried_again(target, do_sample):
+    """With a cache of the caller's, who crops it to the prompt: no row of it may have run ahead."""
+    batch, calls_left = make_batch([5, 12, 9]), [0]
+    settings = {"max_new_tokens": 40, "do_sample": do_sample}
+    text = generate(target, batch, **settings)
+    oracle = make_row_oracle(target, batch, text)
+
+    def fail(module, inputs, output):
+        calls_left[0] -= 1
+        if calls_left[0] == 0:
+            raise KeyboardInterrupt
+
+    for num_forwards in (3, 5, 8):
+        cache, calls_left[0] = DynamicCache(config=target.config), num_forwards
+        handle = target.register_forward_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            generate(target, batch, past_key_values=cache, assistant_model=oracle, **settings)
+        handle.remove()
+        cache.crop(11 - cache.get_seq_length())
+        assert generate(target, batch, past_key_values=cache, **settings).tolist() == text.tolist()
+
+
+def test_a_padded_batch_that_is_wholly_in_the_cache(target, draft):
+    batch, cache = make_batch([9, 5]), DynamicCache(config=target.config)
+    positions = (batch["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+    with torch.no_grad():
+        target(**batch, past_key_values=cache, position_ids=positions)
+    with pytest.raises(ValueError, match=r"has all 9 tokens of the prompt already. Crop it by one"):
+        generate(target, batch, past_key_values=cache, assistant_model=draft)
+    cache.crop(-1)
+    expected = generate(target, batch)
+    assert generate(target, batch, past_key_values=cache, assistant_model=draft).tolist() == expected.tolist()
+
+
+def test_scores_that_criteria_see_are_put_together_once(target):
+    seen = []
+
+    class See(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            assert len(scores) == input_ids.shape[1] - 12
+            seen.append(scores[0])
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    batch = make_batch([5, 12, 9])
+    text = generate(target, batch)
+    settings = {"output_scores": True, "return_dict_in_generate": True}
+    output = generate(
+        target, batch, stopping_criteria=[See()], assistant_model=make_row_oracle(target, batch, text), **settings
+    )
+    assert len(seen) == 24 and all(scores is seen[0] is output.scores[0] for scores in seen)
+
+
 def test_one_row_runs_far_ahead(target):
     batch = make_batch([5, 9])
     expected = generate(target, batch, max_new_tokens=120)

@@ -173,6 +173,51 @@ def test_the_cache_that_is_left_when_something_raises(family, length, make_setti
     assert found[0][1] == found[1][1] == target.generate(longer, **SETTINGS).tolist()
 
 
+@pytest.mark.parametrize("family", ["gemma3", "lfm2", "qwen3_5"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_what_raises_at_the_first_token(family, do_sample):
+    """The cache does not go on recording, and the generator is as plain `generate` leaves it."""
+    target, prompt, found = make_target(family), make_prompt(20), []
+    draft = make_draft(target, [prompt])
+    for assistant in ({}, {"assistant_model": draft}):
+        cache = DynamicCache(config=target.config)
+        torch.manual_seed(0)
+        with pytest.raises(Interrupt):
+            target.generate(
+                prompt, past_key_values=cache, stopping_criteria=[Raise(21)], do_sample=do_sample, **assistant
+            )
+        found.append(torch.get_rng_state())
+        assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
+    assert torch.equal(*found)
+
+
+def test_scores_that_are_no_numbers_from_the_first(target, draft):
+    """What was drawn ahead to sample from them is given back."""
+    prompt, found = make_prompt(9, batch_size=2), []
+
+    def spoil(module, inputs, output):
+        output.logits[:] = torch.nan
+
+    handle = target.register_forward_hook(spoil)
+    for assistant in ({}, {"assistant_model": draft}):
+        torch.manual_seed(0)
+        with pytest.raises(RuntimeError, match="probability tensor contains"):
+            target.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=True, **assistant)
+        found.append(torch.get_rng_state())
+    handle.remove()
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("family", ["mistral-window", "lfm2", "qwen3_5"])
+def test_caches_that_record_their_past_are_refused(family):
+    target, prompt = make_target(family), make_prompt(9)
+    draft, cache = make_draft(target, [prompt]), DynamicCache(config=target.config)
+    cache.activate_past_recording()
+    with pytest.raises(ValueError, match="The cache records its past"):
+        target.generate(prompt, past_key_values=cache, assistant_model=draft, **SETTINGS)
+    assert cache.get_seq_length() == 0
+
+
 @pytest.mark.parametrize(
     ("make_broken", "message"),
     [

@@ -62,6 +62,7 @@ def filled(cache, batch_size, length, num_new, readers=(0, 1), is_tracked=True):
     for i in range(2):
         cache.update(states[..., :length, :], -states[..., :length, :], i)
     tree_cache = TreeCache(cache, path_length=6)
+    tree_cache.record()
     for i in readers:
         cache.update(states[..., length:, :], -states[..., length:, :], i)
     if is_tracked:

@@ -107,7 +107,7 @@ class TreeCache:
         if cache is self.cache:
             return
         check_cache(cache, self.may_replay)
-        self.cache = cache
+        is_exchanged, self.cache = self.cache is not None, cache
         self.length = int(cache.get_seq_length()) - num_new  # on the host: a static cache counts on its device
         # States that each token updates can be rolled back to along one path only.
         is_linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
@@ -115,8 +115,11 @@ class TreeCache:
         self.is_static = is_static(cache)
         self.layers = [layer for layer in cache.layers if layer not in recurrent_layers(cache)]
         self.recording_layers = [layer for layer in self.layers if hasattr(layer, "record_past")]
-        self.were_recording = [layer.record_past for layer in self.recording_layers]
-        # From here on sliding layers and convolutions keep what a step may have to roll back to.
+        if is_exchanged:
+            self.record()
+
+    def record(self) -> None:
+        """From here on sliding layers and convolutions keep what a step may have to roll back to."""
         for layer in self.recording_layers:
             layer.activate_past_recording()
         if not self.is_static:
@@ -197,8 +200,8 @@ class TreeCache:
 
     def release(self) -> None:
         """Leaves the cache as plain `generate` does."""
-        for layer, was_recording in zip(self.recording_layers, self.were_recording):
-            layer.record_past = was_recording
+        for layer in self.recording_layers:
+            layer.record_past = False
 
 
 class ReplayCache(TreeCache):

@@ -180,6 +180,16 @@ def check_call(target, input_ids, generation_config, model_kwargs, replays):
         )
     if not is_unused_static(cache):
         check_cache(cache, replays)
+    if any(getattr(layer, "record_past", False) for layer in cache.layers):
+        raise ValueError(
+            "The cache records its past (`activate_past_recording`), of which EAGLE-3 decoding keeps no more than a step needs. "
+            "Pass a cache that does not, or leave `assistant_model` out."
+        )
+    if attention_mask is not None and cache.get_seq_length() >= attention_mask.shape[-1] and not attention_mask.all():
+        raise ValueError(
+            f"The cache has all {attention_mask.shape[-1]} tokens of the prompt already. Crop it by one (`cache.crop(-1)`), since "
+            "what follows is said at the last."
+        )
 
 
 # Attention that takes any mask.

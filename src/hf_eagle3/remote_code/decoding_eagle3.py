@@ -159,6 +159,7 @@ class TreeDecoding:
             or may_be_edited
             or not self.can_read_padding
             or cache.is_chain
+            or getattr(cache.cache, "_is_user_defined", False)  # who may catch what broke a call off, and crop it
             or depends_on_length(target, input_ids, cache, model_kwargs, stopping_criteria)
         )
         may_retire = not self.returned.wants_dict and may_select_rows(target, cache, model_kwargs, INPUTS_BY_TOKEN)
@@ -203,7 +204,11 @@ class TreeDecoding:
         }
         if self.measured is not None and num_looked_up > 0:
             self.proposers["lookup"] = PromptLookup(num_looked_up, self.policy.matches, len(embedding.weight))
-        self.read_prompt(outputs, positions, states)
+        try:
+            self.read_prompt(outputs, positions, states)
+        except BaseException:
+            self.sampler.noise.give_back(self.text.length)
+            raise
 
     def read_prompt(self, outputs: Outputs, positions: torch.LongTensor, states: torch.FloatTensor | None) -> None:
         """Picks the first token, below the root of a tree that has no other nodes. Proposers observe the prompt."""
@@ -241,6 +246,7 @@ class TreeDecoding:
         """Decodes until all rows are finished. Returns what `generate` does."""
         text, verifier, policy = self.text, self.verifier, self.policy
         try:
+            verifier.cache.record()
             with self.target._optimize_model_for_decode():
                 while not text.is_complete:
                     self.retire()

@@ -60,6 +60,7 @@ class ReturnedOutputs:
 
         self.scores, self.logits = collect(config.output_scores), collect(config.output_logits)
         self.hidden_states = collect(self.wants_hidden_states)
+        self.scores_of_batch = []  # the same, of all rows together
 
         if isinstance(self.wants_hidden_states, int) and not isinstance(self.wants_hidden_states, bool):
             self.wants_hidden_states = [self.wants_hidden_states]
@@ -85,8 +86,14 @@ class ReturnedOutputs:
         return select_hidden_states([*(self.wants_hidden_states or []), *layer_ids])
 
     def all_scores(self):
-        """The scores that stopping criteria get: an entry `(B, vocab_size)` a token."""
-        return None if self.scores is None else tuple(stack(entries) for entries in zip(*self.scores))
+        """The scores that stopping criteria get, and the caller: an entry `(B, vocab_size)` a token."""
+        if self.scores is None:
+            return None
+        for i in range(len(self.scores_of_batch), len(self.scores[0])):
+            self.scores_of_batch.append(stack([entries[i] for entries in self.scores]))
+            for row, entries in enumerate(self.scores):  # kept once
+                entries[i] = self.scores_of_batch[i][row : row + 1]
+        return tuple(self.scores_of_batch)
 
     def add(self, row, outputs, logits, scores, node):
         """
@@ -121,7 +128,7 @@ class ReturnedOutputs:
 
         return GenerateDecoderOnlyOutput(
             sequences=sequences,
-            scores=by_token(self.scores),
+            scores=self.all_scores(),
             logits=by_token(self.logits),
             hidden_states=by_token(self.hidden_states),
             **{CACHE: cache},
