@@ -138,8 +138,8 @@ class TargetStates:
         pieces, device, num_rows = [], last_hidden_state.device, last_hidden_state.shape[:2].numel()
         if is_sharded(self.target):  # all processes take part in each forward of the head: the same number of them
             rows_at_a_time = num_rows
-        for states in last_hidden_state.reshape(1, num_rows, -1).split(rows_at_a_time, dim=1):
-            logits = self.logits(states).to(device)
+        for states in last_hidden_state.flatten(0, 1).split(rows_at_a_time):
+            logits = self.logits(states[None]).to(device)  # strides of a slice would make a CPU copy the head's weight
             if len(draft_token_ids) == logits.shape[-1]:
                 draft_logits, mass = logits, torch.ones(logits.shape[:2], device=device)
             else:

@@ -11,7 +11,7 @@ LOSS_TYPES = get_args(LossType)
 # How fast `lk_lambda` goes from KL to the acceptance rate (https://huggingface.co/papers/2602.23881: 3 was best).
 LAMBDA_DECAY = 3.0
 # How many probabilities are computed at once: on a CPU what fits into its cache, elsewhere what keeps the device busy.
-PIECE_ON_CPU, PIECE_ELSEWHERE = 2**19, 2**25
+PIECE_ON_CPU, PIECE_ELSEWHERE = 2**17, 2**25
 
 
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -87,17 +87,19 @@ class DraftLoss(torch.autograd.Function):
 
 def loss_and_gradient(logits, probs, mass, entropy, loss_type: LossType):
     """[`DraftLoss`], and its gradient with respect to the logits."""
-    q = logits.softmax(dim=-1, dtype=torch.float32)
+    log_q = logits.log_softmax(dim=-1, dtype=torch.float32)
     if loss_type == "ce":
         best = probs.argmax(dim=-1, keepdim=True)
-        loss = -q.gather(-1, best).clamp_(min=torch.finfo(q.dtype).tiny).log().squeeze(-1)
-        return loss, q.scatter_add(-1, best, -torch.ones_like(q[..., :1]))
+        loss = -log_q.gather(-1, best).squeeze(-1)
+        return loss, log_q.exp_().scatter_add_(-1, best, -torch.ones_like(log_q[..., :1]))
+    kl = -dot(log_q, probs) - entropy
+    q = log_q.exp_()
     if loss_type == "kl":
-        return cross_entropy(logits, q, probs) - entropy, q - probs
+        return kl, q.sub_(probs)
     if loss_type == "race":
         rate, gradient = race(probs * mass[..., None], q, mass)
         gradient = q * (gradient - dot(q, gradient)[..., None])
-        return cross_entropy(logits, q, probs) - entropy + 1 - rate, q - probs - gradient
+        return kl + 1 - rate, q - probs - gradient
     shared = torch.minimum(probs * mass[..., None], q)
     alpha = shared.sum(dim=-1)
     # Raising the probability of a token helps where q is the smaller one. d α / d logits:
@@ -109,7 +111,7 @@ def loss_and_gradient(logits, probs, mass, entropy, loss_type: LossType):
     if loss_type != "lk_lambda":
         raise ValueError(f"There is no loss {loss_type!r}.")
     weight = (-LAMBDA_DECAY * alpha).exp()
-    loss = weight * (cross_entropy(logits, q, probs) - entropy) + (1 - weight) * (1 - alpha)
+    loss = weight * kl + (1 - weight) * (1 - alpha)
     return loss, weight[..., None] * (q - probs) - (1 - weight)[..., None] * gradient
 
 
@@ -148,13 +150,6 @@ def race(p, q, mass):
     by_others = (p / total).square() * q
     gradient = (p / total).square() * below - (by_others.cumsum(dim=-1) - by_others)
     return (p * q / total).sum(dim=-1), torch.empty_like(gradient).scatter_(-1, order, gradient)
-
-
-def cross_entropy(logits, q, probs):
-    """`-Σ probs log q`, with `q` the softmax of `logits`."""
-    peak, best = logits.max(dim=-1, keepdim=True)
-    log_normalizer = peak.float() - q.gather(-1, best).log()
-    return log_normalizer.squeeze(-1) - dot(logits.float(), probs)
 
 
 def dot(a: torch.FloatTensor, b: torch.FloatTensor) -> torch.FloatTensor:
