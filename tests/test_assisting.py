@@ -124,6 +124,22 @@ def test_other_ways_are_left_as_they_are(pair, settings, is_model_s):
     assert draft.last_generation is None
 
 
+def test_attentions_are_left_to_plain_decoding(pair):
+    target, draft, prompt = pair
+    target.set_attn_implementation("eager")
+    with assist(target, draft):
+        output = target.generate(prompt, return_dict_in_generate=True, output_attentions=True, **SETTINGS)
+        assert len(output.attentions) == 20 and draft.last_generation is None
+        target.generate(prompt, return_dict_in_generate=True, **SETTINGS)
+    assert draft.last_generation.new_tokens == 20
+
+
+def test_an_argument_that_is_given_twice(pair):
+    target, draft, prompt = pair
+    with pytest.raises(TypeError, match="multiple values for argument 'inputs'"), assist(target, draft):
+        target.generate(prompt, inputs=prompt, **SETTINGS)
+
+
 def test_an_assistant_of_the_call_s_own(pair):
     target, draft, prompt = pair
     own = copy.deepcopy(draft)

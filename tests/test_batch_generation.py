@@ -199,6 +199,27 @@ def test_a_batch_that_is_broken_off_and_tried_again(target, do_sample):
         assert generate(target, batch, past_key_values=cache, **settings).tolist() == text.tolist()
 
 
+@pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"repetition_penalty": 1.2}], ids=["all", "top-k", "penalty"])
+@pytest.mark.parametrize(("row", "length"), [(0, 7), (1, 0), (1, 7)])
+def test_the_generator_after_scores_that_are_no_numbers(target, settings, row, length):
+    """Of a row that may be ahead of the others: the generator is where plain `generate` leaves it."""
+    batch, states = make_batch([9, 5]), []
+    oracle = make_row_oracle(target, batch, generate(target, batch, do_sample=True))
+    position = [9, 5][row] + length - 1
+
+    def spoil(module, args, kwargs, output):
+        is_there = kwargs["position_ids"][row, -output.logits.shape[1] :] == position
+        output.logits[row, is_there] = torch.nan
+
+    handle = target.register_forward_hook(spoil, with_kwargs=True)
+    for assistant in ({}, {"assistant_model": oracle}):
+        with pytest.raises(RuntimeError, match="probability tensor contains"):
+            generate(target, batch, do_sample=True, **settings, **assistant)
+        states.append(torch.get_rng_state())
+    handle.remove()
+    assert torch.equal(*states)
+
+
 def test_a_padded_batch_that_is_wholly_in_the_cache(target, draft):
     batch, cache = make_batch([9, 5]), DynamicCache(config=target.config)
     positions = (batch["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)

@@ -18,6 +18,7 @@ OTHER_WAYS = (
     "assistant_early_exit",
     "assistant_model",
     "custom_generate",
+    "dola_layers",
     "prompt_lookup_num_tokens",
     "synced_gpus",
     "use_mtp",
@@ -35,7 +36,8 @@ def assist(target: PreTrainedModel, draft) -> Iterator[None]:
         results = lm_eval.simple_evaluate(HFLM(pretrained=target), tasks=["gsm8k"])
     ```
 
-    Calls that are decoded in another way (by beams, without a cache, by another assistant) are left as they are.
+    Calls that are decoded in another way (by beams, without a cache, by another assistant), or ask for attentions, are
+    left as they are.
     Inside another `assist` of the same target the inner draft is used. Nothing on the target is changed, but for
     transformers' own hooks for hidden states, which stay.
 
@@ -74,7 +76,9 @@ def goes_another_way(model, generation_config=None, **kwargs) -> bool:
     def asked(name):
         return next((each[name] for each in (kwargs, *configs) if each.get(name) is not None), None)
 
-    return (asked("num_beams") or 1) > 1 or asked("use_cache") is False or any(map(asked, OTHER_WAYS))
+    wants_attentions = asked("return_dict_in_generate") and asked("output_attentions")
+    is_other = (asked("num_beams") or 1) > 1 or asked("use_cache") is False or any(map(asked, OTHER_WAYS))
+    return bool(is_other or wants_attentions)
 
 
 def _install() -> None:
@@ -83,13 +87,15 @@ def _install() -> None:
     if getattr(generate, "_looks_for_drafts", False):
         return
 
-    _, *names = inspect.signature(generate).parameters
+    signature = inspect.signature(generate)
+    _, *names = signature.parameters
 
     @functools.wraps(generate)
     def generate_with_drafts(self, *args, **kwargs):
         draft = draft_for(self)
         if draft is None:
             return generate(self, *args, **kwargs)
+        signature.bind(self, *args, **kwargs)  # raises where `generate` would: an argument that is given twice
         kwargs |= zip(names, args)
         if not goes_another_way(self, **kwargs):
             kwargs["assistant_model"] = draft

@@ -4,6 +4,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from transformers import LogitsProcessorList
@@ -160,12 +161,12 @@ class Sampler:
                 if self.text.is_finished[row] and self.text.pads_finished_rows:
                     token = self.text.pad_token
                 if is_token_broken:
-                    raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+                    self._raise_broken([row])
                 self.text.append(row, token)
                 picked.append(token)
             self._end(rows, picked)
             if self.streamer is not None:
-                self.streamer.put(torch.tensor(picked))
+                self.streamer.put(torch.tensor(picked, device="cpu"))
             return picked
 
         return children, pick
@@ -266,13 +267,18 @@ class Sampler:
         else:
             # What `torch.multinomial` does, with the noise it would have drawn for all rows at this position.
             probs = torch.softmax(scores, dim=-1)
-            if not _are_probabilities(probs).all():
-                raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+            if not (are_fine := _are_probabilities(probs)).all():
+                self._raise_broken([row for row, is_fine in zip(rows, are_fine.tolist()) if not is_fine])
             next_tokens = torch.argmax(probs / self._noise_of_rows(0, rows), dim=-1)
         if text.pads_finished_rows and any(text.is_finished):
             finished = torch.tensor([text.is_finished[row] for row in rows], device=next_tokens.device)
             next_tokens = next_tokens.masked_fill(finished, text.pad_token)
         return next_tokens
+
+    def _raise_broken(self, rows: list[int]) -> NoReturn:
+        """As `torch.multinomial` does, at the next tokens of these rows, before it draws anything for them."""
+        self.noise.give_back(min(self.text.lengths[row] for row in rows))
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
 
     def _processor_of(self, rows: list[int]):
         """The logits processors for some rows. One of transformers' has an entry for each row of the batch."""

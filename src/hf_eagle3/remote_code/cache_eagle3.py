@@ -383,8 +383,9 @@ def keep_rows(cache, kept: list[list[int]], num_new: int, growth: int, length: i
     numbers: all end at the cache's right, like a batch that is padded on the left. The cache becomes longer by
     `growth`, which is what its longest row does, and has `length` positions then.
     """
-    counts, most = torch.tensor([len(indices) for indices in kept]), max(map(len, kept))
-    table = torch.tensor([indices + [0] * (most - len(indices)) for indices in kept], dtype=torch.long)
+    counts, most = torch.tensor([len(indices) for indices in kept], device="cpu"), max(map(len, kept))
+    table = [indices + [0] * (most - len(indices)) for indices in kept]
+    table = torch.tensor(table, dtype=torch.long, device="cpu")
     indices_of = {}
     for layer in cache.layers:
         if getattr(layer, "keys", None) is None:
@@ -395,7 +396,7 @@ def keep_rows(cache, kept: list[list[int]], num_new: int, growth: int, length: i
         for states in (layer.keys, layer.values):
             key = num_past, *states.shape[:3], states.device
             if key not in indices_of:  # the past of each row, and what it keeps after that
-                past = torch.arange(num_past).expand(len(kept), -1)
+                past = torch.arange(num_past, device="cpu").expand(len(kept), -1)
                 source = torch.cat([past, num_past + table], dim=1)
                 source = align_right(source, num_past + counts, min(length, num_past + most))
                 indices_of[key] = flat_indices(source.to(states.device), states.shape)

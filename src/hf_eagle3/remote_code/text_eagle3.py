@@ -90,7 +90,8 @@ class Text:
         """
         if self.max_length - self.longest > depth:
             return None
-        return torch.tensor([[max(self.max_length - length - 1, 0)] for length in self.lengths])
+        room = [[max(self.max_length - length - 1, 0)] for length in self.lengths]
+        return torch.tensor(room, device="cpu")
 
     def append(self, row: int, token: int) -> None:
         """Goes on with a token, which is written to the device with those that follow."""
