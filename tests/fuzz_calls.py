@@ -32,7 +32,7 @@ from transformers import (
     StoppingCriteria,
     WatermarkingConfig,
 )
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from hf_eagle3 import Eagle3ForSpeculation
 
@@ -53,6 +53,7 @@ REFUSALS = "|".join(
         "takes a list as `output_hidden_states`",
         "`dola_layers`",
         "`token_healing` has lengthened it",
+        "tokens of the prompt already",
         # transformers' own, of whatever assistant
         "assisted generat",
         "assistant_model",
@@ -526,6 +527,8 @@ def run_call(rng, target, lengths, seed, folder):
                 return number, None, kwargs
             if plain.error is None:
                 return number, f"raised {ours.error!r}, plain nothing", kwargs | assisted
+            if not torch.equal(plain.state, ours.state):
+                return number, f"leaves another generator's state after {ours.error!r}", kwargs | assisted
         elif plain.error is not None:
             return number, f"plain raised {plain.error!r}, ours nothing", kwargs | assisted
         elif ours.tokens != plain.tokens:
@@ -567,7 +570,11 @@ def run_interrupted(rng, target, lengths, seed, folder):
         if handle is not None:
             handle.remove()
     what = {**kwargs, "interrupted by": kind, "calls": calls}
-    if kind == "hook":  # which leaves some layers a token behind, with a draft and without
+    if kind == "hook":  # which leaves plain `generate` some layers a token behind
+        if was_interrupted and all(type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers):
+            again = generate_again(target, kwargs, cache, seed)
+            if again != plain.tokens and not is_near_tie(target, kwargs, seed, plain.tokens, again):
+                return 2, f"from the cache cropped to the prompt {again}, from nothing {plain.tokens}", what
         return 2, go_on_after(target, draft, kwargs, seed, plain), what
     length = int(cache.get_seq_length())
     if length >= text.shape[1]:
@@ -583,6 +590,13 @@ def run_interrupted(rng, target, lengths, seed, folder):
     if actual != expected.tokens and not is_near_tie(target, go_on, seed, expected.tokens, actual):
         return 2, f"from the cache that was left {actual}, from nothing {expected.tokens}", what
     return 2, go_on_after(target, draft, kwargs, seed, plain), what
+
+
+def generate_again(target, kwargs, cache, seed) -> list[list[int]]:
+    """The same call without a draft, of which the cache has the prompt, but for its last token."""
+    cache.crop(min(kwargs["input_ids"].shape[1] - 1 - cache.get_seq_length(), 0))
+    torch.manual_seed(seed)
+    return target.generate(**kwargs, past_key_values=cache).tolist()
 
 
 def go_on_after(target, draft, kwargs, seed, plain) -> str | None:
