@@ -1,9 +1,12 @@
 """Targets that can read chains only: their attention takes no mask of a tree, or tells distances by indices."""
 
+import functools
+
 import pytest
 import torch
 from conftest import causal_only, make_batch, make_oracle, make_target
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.flex_attention import WrappedFlexAttention
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code import checks_eagle3
@@ -54,15 +57,14 @@ def test_a_static_cache_needs_masks():
         target.generate(**batch, assistant_model=draft, cache_implementation="static", **SETTINGS)
 
 
-def test_flex_attention_on_a_cpu():
-    target = make_target("llama", attn_implementation="flex_attention")
-    batch = make_batch([9])
-    texts = [each.generate(**batch, **SETTINGS, do_sample=False) for each in (target, make_target("llama"))]
-    if not torch.equal(*texts):
-        pytest.skip("On this processor torch's flex attention gives wrong results, and each time others.")
-    draft = oracle_of(target, batch)
-    assert_same_text(target, draft, batch)
-    assert draft.last_generation.target_forwards < 18
+def test_flex_attention_on_a_cpu(monkeypatch):
+    """Traced only: inductor takes a minute, and on processors without AVX-512 gives other results each time (torch 2.13)."""
+    monkeypatch.setattr(WrappedFlexAttention, "_instance", None)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    target, batch = make_target("llama", attn_implementation="flex_attention"), make_batch([9])
+    draft = oracle_of(make_target("llama"), batch)
+    assert_same_text(target, draft, batch, max_new_tokens=10)
+    assert draft.last_generation.target_forwards < 8
 
 
 @pytest.mark.parametrize(

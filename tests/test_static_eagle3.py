@@ -147,9 +147,11 @@ class DraftsLate(StaticPolicy):
         return Plan() if self.first < self.num_steps <= self.first + self.num_plain else self.whole
 
 
-@pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
-@pytest.mark.parametrize("first", [0, 3])
-@pytest.mark.parametrize("lengths", [[9], [2, 9, 5]])
+@pytest.mark.parametrize(
+    ("cache", "first", "lengths"),
+    [({}, 0, [9]), ({}, 3, [2, 9, 5]), (STATIC, 0, [2, 9, 5]), (STATIC, 3, [9])],
+    ids=["dynamic", "dynamic-batch", "static-batch", "static"],
+)
 def test_what_a_long_plain_text_leaves_to_read_is_bounded(monkeypatch, target, cache, first, lengths):
     num_unread, observe = [], Drafter.observe
 
@@ -236,7 +238,7 @@ def test_nothing_is_compiled_twice(target, policy):
     draft.generation_config.update(tree_depth=3, branching_factor=2, num_assistant_tokens=5, tree_policy=policy)
     torch._dynamo.reset()
     counters.clear()
-    settings = {"max_new_tokens": 40, "compile_config": compile_config(), **STATIC}
+    settings = {"max_new_tokens": 24, "compile_config": compile_config(), **STATIC}
 
     def generate(prompt, seed=None, **sampling):
         plain = {"max_new_tokens": settings["max_new_tokens"], "do_sample": seed is not None, **sampling}
