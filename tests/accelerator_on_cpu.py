@@ -126,7 +126,7 @@ def main(families):
             if "cache_implementation" in settings and family in RECURRENT:  # which is refused
                 continue
             accelerated_draft.generation_config.tree_policy = policy
-            batch, settings = make_batch(lengths), {"max_new_tokens": 10, "do_sample": False, **settings}
+            batch, settings = make_batch(lengths), {"max_new_tokens": 7, "do_sample": False, **settings}
             torch.manual_seed(0)
             expected = target.generate(**batch, **settings)
             with Accelerator(), torch.no_grad():
