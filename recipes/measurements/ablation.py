@@ -16,7 +16,7 @@ done is kept in the JSON file; the same command goes on from there. Choices:
     top_features  only the state that enters the target's last layer
     no_ttt        without training-time test
     ttt_warmup    an unroll that grows over the first 80% of the steps
-    adamw, adamw_1e-3              AdamW for everything, at the same learning rate and at that one
+    adamw, adamw_1e-3                           AdamW for everything, at the same learning rate and at that one
     same_lr       AdamW's part beside Muon at Muon's learning rate
     rows_60, rows_40               an unroll that grows, and of which each step goes on with so many percent of the rows of the one before
     batch_1, batch_2, batch_4      an unroll that grows, and so many sequences a step
@@ -61,13 +61,6 @@ CHOICES = {
     "same_lr": {"adamw_learning_rate": "learning_rate"},
     "race": {"loss_type": "race"},
     **{f"batch_{size}": {"ttt_warmup": 0.8, "per_device_train_batch_size": size} for size in (1, 2, 4)},
-    "vocab_6144": {"ttt_warmup": 0.8, "draft_vocab_size": 6144},
-    "vocab_whole": {"ttt_warmup": 0.8, "draft_vocab_size": None},
-    "lr_1e-2": {"ttt_warmup": 0.8, "learning_rate": 1e-2},
-    "late_layer": {"ttt_warmup": 0.8, "model_init_kwargs": {"eagle_aux_hidden_state_layer_ids": [2, 4, 7]}},
-    "late_layers": {"ttt_warmup": 0.8, "model_init_kwargs": {"eagle_aux_hidden_state_layer_ids": [3, 5, 7]}},
-    "decay_1": {"ttt_warmup": 0.8, "ttt_step_decay": 1.0},
-    "steps_7": {"ttt_warmup": 0.8, "ttt_steps": 7},
     "rollouts": ROLLOUTS,
     "rollouts_without_rejected": {**ROLLOUTS, "rollout_rejected_weight": 0.0},
     "rollouts_greedy": {**ROLLOUTS, "rollout_temperature": 0.0},
@@ -87,7 +80,6 @@ def train(target, tokenizer, dataset, choice: dict, seed: int, args):
         "ttt_warmup": args.ttt_warmup,
         "learning_rate": args.learning_rate,
         "per_device_train_batch_size": args.batch_size,
-        "draft_vocab_size": args.draft_vocab_size,
         **choice,
     }
     if settings.get("adamw_learning_rate") == "learning_rate":
@@ -107,6 +99,7 @@ def train(target, tokenizer, dataset, choice: dict, seed: int, args):
             args=Eagle3TrainingArguments(
                 folder,
                 model_init_kwargs=init,
+                draft_vocab_size=args.draft_vocab_size,
                 max_length=args.max_length,
                 packing=True,
                 packing_strategy="wrapped",
