@@ -61,7 +61,8 @@ for auto_class, folder in ((AutoModel, draft_dir), (AutoModelForCausalLM, draft_
     assert type(draft).__name__ == "Eagle3ForSpeculation" and type(draft).__module__.startswith("transformers_modules")
     actual = target.generate(prompt, assistant_model=draft, **kwargs)
     assert torch.equal(actual, expected) and max(draft.last_generation.accepted_lengths) > 1
-    draft.save_pretrained(second_dir)
+    if folder == draft_dir:
+        draft.save_pretrained(second_dir)
 print(json.dumps(sorted(name for name in BLOCKED if name in sys.modules)))
 """
 
