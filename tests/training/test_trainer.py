@@ -135,6 +135,7 @@ def test_logs(tmp_path, tokenizer):
 def test_evaluation_decodes(tmp_path, tokenizer, packing):
     target = make_target("llama")
     arguments = {"num_eval_prompts": 3, "eval_max_new_tokens": 10, "assistant_only_loss": True, "max_length": 512}
+    arguments["draft_vocab_size"] = 30
     trainer = make_trainer(
         tmp_path, tokenizer, target=target, dataset=CHATS, eval_dataset=CHATS, eval_packing=packing, **arguments
     )
@@ -144,16 +145,20 @@ def test_evaluation_decodes(tmp_path, tokenizer, packing):
     assert draft.generation_config.tree_policy == "auto"
     draft.generation_config.tree_policy = "static"
     draft.eval()
-    lengths = []
+    lengths, new = [], []
     # Packed rows have several conversations; the first is decoded.
     for row in list(trainer.eval_dataset)[:3]:
         text = tokenizer.decode(row["input_ids"])
         end = [label != -100 for label in row["labels"]].index(True)
         assert "what" in tokenizer.decode(row["input_ids"][:end]) and (text.count("what") > 1) is packing
-        target.generate(
+        sequences = target.generate(
             torch.tensor([row["input_ids"][:end]]), assistant_model=draft, max_new_tokens=10, do_sample=False
         )
+        new += sequences[0, end:].tolist()
         lengths += draft.last_generation.accepted_lengths
+    known = set(draft.draft_token_ids.tolist())
+    coverage = sum(token in known for token in new) / len(new)
+    assert 0 < coverage < 1 and metrics["eval_vocabulary_coverage"] == pytest.approx(coverage)
     assert metrics["eval_acceptance_length"] == pytest.approx(sum(lengths) / len(lengths))
     assert trainer.state.log_history[-1]["eval_acceptance_length"] == metrics["eval_acceptance_length"]
     trainer.args.num_eval_prompts = 0

@@ -16,6 +16,7 @@ SHOWN = (
     "eval_accuracy_0",
     "eval_simulated_acceptance_length",
     "eval_acceptance_length",
+    "eval_vocabulary_coverage",
     "train_runtime",
 )
 

@@ -574,7 +574,8 @@ class Eagle3Trainer(SFTTrainer):
     def _decode(self, dataset) -> dict[str, float]:
         """
         Continues the beginnings of the first rows with the whole tree, greedily. The acceptance length is pooled:
-        tokens emitted by verification forwards over the number of those forwards.
+        tokens emitted by verification forwards over the number of those forwards. The coverage is the share of the new
+        tokens that the draft's vocabulary has.
         """
         if self.args.num_eval_prompts == 0:
             return {}
@@ -583,30 +584,33 @@ class Eagle3Trainer(SFTTrainer):
         process, num_processes = self.accelerator.process_index, self.accelerator.num_processes
         if is_sharded(self.target_model):  # which all must run together
             process, num_processes = 0, 1
-        accepted = torch.zeros(2, dtype=self._sum_dtype, device=self.accelerator.device)
+        sums = torch.zeros(4, dtype=self._sum_dtype, device=self.accelerator.device)
         was_training = draft.training
         draft.eval()
         try:
-            self._continue_beginnings(dataset, draft, accepted, process, num_processes)
+            self._continue_beginnings(dataset, draft, sums, process, num_processes)
         finally:
             draft.train(was_training)
             draft.generation_config.tree_policy = policy
-        num_tokens, num_forwards = self.accelerator.reduce(accepted, "sum").tolist()
-        return {"acceptance_length": num_tokens / num_forwards} if num_forwards else {}
+        num_accepted, num_forwards, num_known, num_new = self.accelerator.reduce(sums, "sum").tolist()
+        metrics = {"acceptance_length": num_accepted / num_forwards} if num_forwards else {}
+        return metrics | ({"vocabulary_coverage": num_known / num_new} if num_new and draft.d2t is not None else {})
 
-    def _continue_beginnings(self, dataset, draft, accepted, process, num_processes):
+    def _continue_beginnings(self, dataset, draft, sums, process, num_processes):
         for row in islice(dataset, process, self.args.num_eval_prompts, num_processes):
             prompt = prompt_of(documents_of_row(row)[0]).to(self.target_model.device)
-            self.target_model.generate(
+            sequences = self.target_model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 assistant_model=draft,
                 max_new_tokens=self.args.eval_max_new_tokens,
                 do_sample=False,
+                return_dict_in_generate=False,
                 synced_gpus=False,  # where all run it together, they take the same steps
             )
-            lengths = draft.last_generation.accepted_lengths
-            accepted += torch.tensor([sum(lengths), len(lengths)], device=accepted.device)
+            new, lengths = sequences[0, prompt.shape[-1] :], draft.last_generation.accepted_lengths
+            num_known = torch.isin(new, draft.draft_token_ids.to(new.device)).sum().item()
+            sums += torch.tensor([sum(lengths), len(lengths), num_known, len(new)], device=sums.device)
 
     def _whole_draft(self) -> DraftModel:
         """A draft that can generate: where its parameters are sharded among processes, a copy of it."""
