@@ -203,7 +203,12 @@ def main():
     parser.add_argument(
         "--min_steps", type=int, default=100, help="Steps of each training, for which it may take five times as long"
     )
-    parser.add_argument("--draft_vocab_size", type=int, default=4096)
+    parser.add_argument(
+        "--draft_vocab_size",
+        type=int,
+        default=32000,
+        help="So many of the target's tokens, the most frequent ones, or all of a smaller vocabulary",
+    )
     parser.add_argument(
         "--draft_form",
         choices=list(FORMS),
