@@ -2,6 +2,7 @@
 
 import json
 import runpy
+from collections import Counter
 
 import pytest
 import torch
@@ -134,6 +135,21 @@ def test_ablation_by_time(files, run_recipe):
     assert all(run["acceptance_length_0"] >= 1 and run["tokens"] > 0 for run in results.values())
     result = run_recipe("measurements/ablation.py", *arguments, "--choices", "batch_1", "--minutes", 0.02)
     assert result.returncode != 0 and "minutes was 0.01 before, 0.02 after" in result.stderr
+
+
+def test_what_share_a_vocabulary_is(files, run_recipe, tokenizer):
+    target = AutoModelForCausalLM.from_pretrained(files / "target")
+    command = ["--target", files / "target", "--dataset", files / "texts.jsonl", "--prompts", files / "prompts.jsonl"]
+    sizes = ["--sizes", 8, target.config.vocab_size, "--max_new_tokens", 8]
+    result = run_recipe("measurements/vocabulary_coverage.py", *command, *sizes)
+    assert result.returncode == 0, result.stderr[-3000:]
+    few, all_of_them = result.stdout.strip().splitlines()[-2:]
+    texts = [json.loads(line)["text"] for line in (files / "texts.jsonl").read_text().splitlines()]
+    counts = Counter(token for text in texts for token in tokenizer(text)["input_ids"])
+    share = sum(number for _, number in counts.most_common(8)) / counts.total()
+    shares = [column.strip() for column in few.split("|")[2:-1]]
+    assert share < 1 and shares[0] == f"{share:.1%}" and all(float(each[:-1]) < 100 for each in shares)
+    assert [column.strip() for column in all_of_them.split("|")[2:-1]] == ["100.0%"] * 3
 
 
 def test_training_as_others_do(files, run_recipe):
