@@ -4,6 +4,7 @@ import subprocess
 
 import pytest
 from conftest import make_target
+from forked import run_forked
 
 from hf_eagle3.evaluation import BenchmarkResults, tasks
 
@@ -63,7 +64,8 @@ def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe, monkeypatch):
         assert changed[1] in other.stderr
 
 
-def test_given_target_and_chat_data(tmp_path, tokenizer, run_recipe):
+def test_given_target_and_chat_data(tmp_path, tokenizer, run_recipe, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda command: run_forked(*command[1:]))
     make_target("llama").save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     # Of a run that failed, nothing is left to disagree with.
