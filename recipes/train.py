@@ -29,7 +29,6 @@ import shlex
 import sys
 import tempfile
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from accelerate import PartialState
@@ -130,7 +129,7 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
 
 
 def load_target(config: TargetConfig, with_layers: bool = True) -> PreTrainedModel:
-    """The target, or only its embeddings, head and first layer: all that training from features needs."""
+    """The target, or only its embeddings and head: all that training from features needs."""
     if config.load_in_4bit and config.dtype == "auto":
         config.dtype = "bfloat16"  # what 4-bit layers compute in
     quantization_config = get_quantization_config(config)
@@ -140,7 +139,7 @@ def load_target(config: TargetConfig, with_layers: bool = True) -> PreTrainedMod
     distributed_config = None
     if config.tp_plan is not None or config.fsdp_size is not None:
         distributed_config = DistributedConfig(tp_plan=config.tp_plan, fsdp_size=config.fsdp_size)
-    load = AutoModelForCausalLM.from_pretrained if with_layers else partial(load_ends, num_layers=1)
+    load = AutoModelForCausalLM.from_pretrained if with_layers else load_ends
     return load(
         config.model_name_or_path,
         revision=config.model_revision,

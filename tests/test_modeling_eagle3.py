@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import FAMILIES, VOCAB_SIZE, make_baseline, make_prompt, make_target
+from conftest import FAMILIES, VOCAB_SIZE, make_prompt, make_target
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel, DynamicCache
@@ -13,7 +13,6 @@ from transformers import AutoModel, DynamicCache
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
 from hf_eagle3.baselines import BASELINES
 from hf_eagle3.checkpoints import export
-from hf_eagle3.making import copy_attention
 from hf_eagle3.remote_code.layers_eagle3 import Eagle3RMSNorm
 from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS
 
@@ -260,43 +259,6 @@ def test_from_target_for_every_family(family):
     assert draft.config.fc_norm and draft.config.norm_output
     input_ids, aux = make_inputs(draft)
     assert draft(input_ids, draft.combine_hidden_states(aux)).logits.shape == (2, 9, 10)
-
-
-@pytest.mark.parametrize(
-    ("family", "layer_type", "is_exact"),
-    [("llama", "llama", True), ("mistral", "llama", True), ("qwen3", "qwen3", True), ("qwen3_moe", "qwen3", True)]
-    + [("qwen3", "llama", False), ("llama", "qwen3", False)],  # norms of queries and keys that the other has not
-)
-def test_a_fresh_draft_attends_to_tokens_as_its_target(family, layer_type, is_exact):
-    target, outputs = make_target(family), {}
-    randomize(target)
-    ids = make_prompt(9)
-    for name, settings in {"as the target": {}, "at random": {"attention_from_target": False}}.items():
-        draft = Eagle3ForSpeculation.from_target(target, model_type=layer_type, **settings)
-        decoders = {"target": target.get_decoder(), name: draft}
-        for key, decoder in decoders.items():
-            attention = decoder.layers[0].self_attn
-            attention.register_forward_hook(lambda _, args, output, key=key: outputs.update({key: output}))
-        target(ids)
-        draft.step(ids, torch.zeros(1, 9, draft.config.hidden_size))  # states that say nothing
-    expected = outputs["target"][0]
-    if is_exact:
-        torch.testing.assert_close(outputs["as the target"], expected, atol=1e-4, rtol=1e-4)
-    near, far = (nn.functional.cosine_similarity(outputs[name], expected, dim=-1).mean() for name in list(outputs)[1:])
-    assert near > 0.9 and far < 0.5
-
-
-def test_attention_of_other_kinds_is_not_copied():
-    for family in ("deepseek_v3", "cohere2", "olmo3"):  # latents; norms by the mean; none before attention
-        target = make_target(family)
-        assert not copy_attention(Eagle3ForSpeculation.from_target(target), target)
-    target = make_target("llama")
-    assert not copy_attention(Eagle3ForSpeculation.from_target(target, num_key_value_heads=4), target)
-    for method in BASELINES:
-        assert not copy_attention(make_baseline(method, target), target)
-    gemma = randomize(make_target("gemma3"))
-    norm = Eagle3ForSpeculation.from_target(gemma).layers[0].input_layernorm
-    torch.testing.assert_close(norm.weight, 1 + gemma.get_decoder().layers[0].input_layernorm.weight)
 
 
 def test_unscaled_embedding_of_gemma():

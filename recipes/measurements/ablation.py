@@ -16,7 +16,6 @@ done is kept in the JSON file; the same command goes on from there. Choices:
     top_features  only the state that enters the target's last layer
     no_ttt        without training-time test
     ttt_warmup    an unroll that grows over the first 80% of the steps
-    random_attention                            a draft that begins with random weights in its attention, too
     adamw, adamw_1e-3                           AdamW for everything, at the same learning rate and at that one
     same_lr       AdamW's part beside Muon at Muon's learning rate
     rows_60, rows_40               an unroll that grows, and of which each step goes on with so many percent of the rows of the one before
@@ -57,7 +56,6 @@ CHOICES = {
     "no_ttt": {"ttt_steps": 1},
     "ttt_warmup": {"ttt_warmup": 0.8},
     **{f"rows_{share}": {"ttt_warmup": 0.8, "ttt_row_share": share / 100} for share in (60, 40)},
-    "random_attention": {"ttt_warmup": 0.8, "model_init_kwargs": {"attention_from_target": False}},
     "adamw": {"use_muon": False},
     "adamw_1e-3": {"use_muon": False, "learning_rate": 1e-3},
     "same_lr": {"adamw_learning_rate": "learning_rate"},

@@ -32,7 +32,6 @@ def from_target(
     target: PreTrainedModel,
     draft_token_ids: Sequence[int] | torch.Tensor | None = None,
     num_hidden_layers: int = 1,
-    attention_from_target: bool = True,
     **overrides: Any,
 ):
     r"""
@@ -48,9 +47,6 @@ def from_target(
             Target token ids that make up the draft vocabulary. Defaults to all that the target's head has.
         num_hidden_layers (`int`, *optional*, defaults to `1`):
             Number of decoder layers.
-        attention_from_target (`bool`, *optional*, defaults to `True`):
-            Whether the first layer begins by attending to tokens as the target's does, where that has such parts
-            ([`copy_attention`]), and not with random weights.
         overrides (*optional*):
             Fields of [`Eagle3Config`], or of its `transformer_layer_config` (`model_type="qwen3"`,
             `intermediate_size=...`). `fc_norm` and `norm_output` are on by default (EAGLE-3.1);
@@ -69,66 +65,8 @@ def from_target(
     if draft.config.has_own_embed_tokens:
         draft.embed_tokens.weight.data.copy_(whole(embedding.weight.detach()))
     set_draft_vocabulary(draft, draft_token_ids, target)
-    if attention_from_target:
-        copy_attention(draft, target)
     draft.validate_target(target)
     return draft
-
-
-@torch.no_grad()
-def copy_attention(draft, target: PreTrainedModel) -> bool:
-    """
-    Lets a fresh draft attend to tokens as its target does. The queries, keys and values of its first layer read a state
-    and a token's embedding; what they read of the latter, and the output projection, become those of the target's first
-    layer, which reads nothing else.
-
-    Returns:
-        `bool`: Whether it was done: not for drafts and targets whose layers have other parts, or of other sizes.
-    """
-    decoders = draft, target.get_decoder()
-    ours, theirs = (next(iter(getattr(decoder, "layers", ())), None) for decoder in decoders)
-    norm, theirs = getattr(theirs, "input_layernorm", None), getattr(theirs, "self_attn", None)
-    if not getattr(ours, "reads_embeddings", False) or "RMSNorm" not in type(norm).__name__:
-        return False
-    input_layernorm, ours = ours.input_layernorm, ours.self_attn
-    size, weights = draft.config.hidden_size, {}
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        projection, own = getattr(theirs, name, None), getattr(ours, name).weight
-        shape = own.shape if name == "o_proj" else own[:, :size].shape
-        # Quantized layers are of other classes, or have tensors of other classes or of eight bits.
-        if type(projection) is not nn.Linear or projection.weight.is_meta or projection.weight.shape != shape:
-            return False
-        weight = whole(projection.weight.detach())
-        if type(weight) is not torch.Tensor or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return False
-        weights[name] = weight.to(ours.o_proj.weight.device, torch.float32)
-    gain = gain_of(norm).to(ours.o_proj.weight)
-    for name in ("q", "k"):
-        # How large a head is before it is normed, as read from a norm.
-        weight = weights[f"{name}_proj"].unflatten(0, (-1, ours.head_dim))  # (heads, head_dim, H)
-        rms = (weight * gain.float()).square().sum(dim=-1).mean(dim=-1).sqrt()  # (heads,)
-        their_norm, our_norm = getattr(theirs, f"{name}_norm", None), getattr(ours, f"{name}_norm")
-        if getattr(getattr(their_norm, "weight", None), "shape", None) == (ours.head_dim,):
-            factor = gain_of(their_norm).to(rms) / rms[:, None]  # (heads, head_dim)
-        else:
-            factor = torch.ones_like(weight[..., 0])
-        if name == "q":
-            factor = factor * getattr(theirs, "scaling", ours.scaling) / ours.scaling
-        if isinstance(our_norm, nn.Identity):
-            weights[f"{name}_proj"] = (weight * factor[..., None]).flatten(0, 1)
-        else:
-            our_norm.weight.copy_((factor * rms[:, None]).mean(dim=0))
-    input_layernorm.weight.copy_(gain)
-    ours.o_proj.weight.copy_(weights["o_proj"])
-    for name in ("q_proj", "k_proj", "v_proj"):
-        getattr(ours, name).weight[:, :size].copy_(weights[name])
-    return True
-
-
-def gain_of(norm: nn.Module) -> torch.Tensor:
-    """What a norm by the root mean square multiplies by: its weight, or for some models one more."""
-    weight = whole(norm.weight.detach())
-    return torch.func.functional_call(norm, {"weight": weight}, weight.new_ones(1, 1, len(weight))).flatten()
 
 
 def set_draft_vocabulary(draft, draft_token_ids: Sequence[int] | torch.Tensor | None, target: PreTrainedModel) -> None:

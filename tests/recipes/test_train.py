@@ -162,11 +162,9 @@ def test_an_interrupted_run_says_how_to_go_on(files, tmp_path, monkeypatch, run_
 @pytest.mark.parametrize("kind", ["ddp, tensor-parallel target", "fsdp2, target by FSDP2"])
 def test_two_processes_give_the_losses_of_one(files, evaluated_run, whole_run, kind, tmp_path):
     target = {"ddp, tensor-parallel target": ("--tp_plan", "auto"), "fsdp2, target by FSDP2": ("--fsdp_size", 2)}
+    launcher = two_processes(kind.split(",")[0], tmp_path)
     settings = (*FRESH, *EVALUATES, "--per_device_train_batch_size", 2, *target.get(kind, ()))
-    if kind.startswith("ddp"):  # by the launcher itself, once
-        result = train(files, tmp_path / "out", *settings, launcher=two_processes("ddp", tmp_path))
-    else:
-        result = train_in_two("fsdp2", files, tmp_path, *settings)
+    result = train(files, tmp_path / "out", *settings, launcher=launcher)
     # Muon orthogonalizes in bfloat16, which turns a rounding difference into one of a few thousandths.
     assert losses(result) == pytest.approx(whole_run, rel=2e-3)
     for name in ("eval_loss_per_step", "eval_acceptance_length"):

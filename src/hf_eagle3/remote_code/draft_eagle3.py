@@ -131,7 +131,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         Args:
             target (`PreTrainedModel`): The target.
             args, kwargs (*optional*): `draft_token_ids`, the target's tokens that it can propose;
-                `num_hidden_layers`; `attention_from_target`; and fields of [`Eagle3Config`], or of its `transformer_layer_config`.
+                `num_hidden_layers`; and fields of [`Eagle3Config`], or of its `transformer_layer_config`.
 
         Raises:
             ValueError: if no draft can be made for the target, or a field or a token id does not exist.
