@@ -73,6 +73,9 @@ def test_packed_documents_are_read_apart(family):
         "input_ids": torch.cat(documents, dim=1),
         "position_ids": torch.cat([torch.arange(each.shape[1]) for each in documents])[None],
     }
+    # Asked with the first rows, whatever these have: processes that share a target's layers ask together.
+    states({"input_ids": documents[0], "position_ids": torch.arange(20)[None]})
+    assert states.keeps_documents_apart is not None
     aux, last = states(packed)
     for ours, theirs in zip((aux, last), zip(*(states({"input_ids": document}) for document in documents))):
         torch.testing.assert_close(ours, torch.cat(theirs, dim=1), atol=1e-3, rtol=1e-3)

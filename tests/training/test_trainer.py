@@ -1,10 +1,13 @@
 import copy
 import json
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
 from conftest import make_prompt, make_target
 from datasets import Dataset, DatasetDict
 from peft import LoraConfig, get_peft_model
@@ -203,6 +206,13 @@ def test_the_unroll_grows(tmp_path, tokenizer):
             step < entry["ttt_steps"] for step in range(4)
         ]
     assert evaluation["eval_acceptance_rate_3"] > 0
+    # Logged less often, the loss of a drafting step is that of unrolls as they were.
+    settings = {"ttt_steps": 4, "ttt_warmup": 0.75, "max_steps": 8, "logging_steps": 8}
+    seldom = make_trainer(tmp_path / "seldom", tokenizer, **settings)
+    seldom.train()
+    weights = [entry["loss"] / entry["loss_per_step"] for entry in steps]
+    expected = sum(entry["loss"] for entry in steps) / sum(weights)
+    assert seldom.state.log_history[0]["loss_per_step"] == pytest.approx(expected, rel=1e-3) and weights[-1] > 2
     with pytest.raises(ValueError, match="ttt_warmup"):
         make_trainer(tmp_path, tokenizer, ttt_warmup=2)
 
@@ -394,6 +404,28 @@ def test_an_adapter_of_whatever_is_linear(tmp_path, tokenizer):
         name.split(".lora_")[0].split(".")[-1] for name, weight in trainer.model.named_parameters() if "lora_" in name
     }
     assert {"fc", "q_proj", "down_proj"} <= adapted and "lm_head" not in adapted and lora.target_modules is None
+    # Where FSDP shares parameters out, a copy of draft and adapter generates.
+    copied, trained = (
+        each.state_dict() for each in (trainer._copy_of_draft(trainer.model.state_dict()), trainer.draft)
+    )
+    assert copied.keys() == trained.keys() and all(copied[name].equal(trained[name]) for name in trained)
+
+
+def test_models_that_fsdp_would_not_save(tmp_path, tokenizer, monkeypatch):
+    def with_fsdp(trainer):
+        create(trainer)
+        trainer.is_fsdp_enabled = True
+        monkeypatch.setitem(AcceleratorState._shared_state, "fsdp_plugin", plugin)
+
+    create = Eagle3Trainer.create_accelerator_and_postprocess
+    monkeypatch.setattr(Eagle3Trainer, "create_accelerator_and_postprocess", with_fsdp)
+    for kind, refusal in (
+        ("SHARDED_STATE_DICT", pytest.raises(ValueError, match="fsdp_state_dict_type: FULL_STATE_DICT")),
+        ("FULL_STATE_DICT", nullcontext()),
+    ):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+        with refusal:
+            make_trainer(tmp_path, tokenizer)
 
 
 def test_a_process_with_several_gpus(tmp_path, tokenizer, caplog):

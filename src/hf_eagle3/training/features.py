@@ -57,16 +57,16 @@ class TargetStates:
     @torch.no_grad()
     def __call__(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         documents = documents_of(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids"))
-        if "position_ids" in batch and documents.max() > 1:
-            if self.keeps_documents_apart is None:
+        if "position_ids" in batch:
+            if self.keeps_documents_apart is None:  # asked by all processes at once, whatever their rows have
                 self.keeps_documents_apart = self._keeps_documents_apart()
-            if not self.keeps_documents_apart:
-                if self.is_fsdp:
-                    raise ValueError(
-                        f"{type(self.target).__name__} does not keep packed documents apart. Reading each in a row of its own "
-                        "takes a number of forwards that differs between processes, which a target sharded by FSDP cannot "
-                        "do. Leave out `packing`."
-                    )
+            if self.is_fsdp and not self.keeps_documents_apart:
+                raise ValueError(
+                    f"{type(self.target).__name__} does not keep packed documents apart. Reading each in a row of its own "
+                    "takes a number of forwards that differs between processes, which a target sharded by FSDP cannot "
+                    "do. Leave out `packing`."
+                )
+            if not self.keeps_documents_apart and documents.max() > 1:
                 return self._document_by_document(batch["input_ids"], documents)
         return self._forward(
             **{key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}

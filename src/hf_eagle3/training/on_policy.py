@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from accelerate.utils import gather_object
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -295,7 +296,8 @@ class Rollouts:
     def pop_metrics(self) -> dict[str, float]:
         """The acceptance length of rollouts since it was last asked for, over all processes."""
         accelerator = self.trainer.accelerator
-        num_tokens, num_verifications = accelerator.reduce(self.accepted.to(accelerator.device), "sum").tolist()
+        accepted = self.accepted.to(accelerator.device, self.trainer._sum_dtype)
+        num_tokens, num_verifications = accelerator.reduce(accepted, "sum").tolist()
         self.accepted.zero_()
         return {"rollout_acceptance_length": num_tokens / num_verifications} if num_verifications else {}
 
@@ -304,8 +306,8 @@ class Rollouts:
         torch.save(self.pending, self.file(checkpoint))
 
     def load(self, checkpoint: str | Path) -> None:
-        """Goes on with what was kept. A process that was not there then begins with nothing, and rolls out."""
-        if self.file(checkpoint).exists():
+        """Goes on with what was kept; if a process was not there then, all begin with nothing, and roll out together."""
+        if all(gather_object([self.file(checkpoint).exists()])):
             self.pending = torch.load(self.file(checkpoint), map_location="cpu", weights_only=True)
 
     def file(self, checkpoint: str | Path) -> Path:

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import statistics
 from contextlib import nullcontext
 from dataclasses import fields
 from itertools import islice
@@ -14,13 +15,15 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from huggingface_hub import ModelCard
+from peft import get_peft_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from trl import SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.data_utils import get_dataset_column_names
 
 from ..data import (
     check_assistant_turns,
@@ -44,7 +47,7 @@ from ..remote_code.checks_eagle3 import is_sharded
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.draft_eagle3 import DraftModel
 from .arguments import Eagle3TrainingArguments
-from .checkpoint import last_whole_checkpoint, list_files, what_is_broken
+from .checkpoint import CHECKPOINT_FILES, last_whole_checkpoint, list_files, what_is_broken
 from .console import show_few
 from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, start_store
 from .models import draft_to_train, load_target
@@ -176,6 +179,11 @@ class Eagle3Trainer(SFTTrainer):
                 "DeepSpeed shares parameters out in flat pieces, and Muon needs whole matrices. Pass `use_muon=False`, or share "
                 "them out by FSDP2."
             )
+        if self.is_fsdp_enabled and "FULL" not in str(self.accelerator.state.fsdp_plugin.state_dict_type):
+            raise ValueError(
+                "`Trainer` saves no model that FSDP keeps in parts. Set `fsdp_state_dict_type: FULL_STATE_DICT` in accelerate's "
+                "configuration, as in recipes/accelerate_configs/fsdp2.yaml."
+            )
         draft = self.draft
         self._settle_vocabulary(draft, target_model, takes_vocabulary_from_data)
         self.target_model = target_model
@@ -195,6 +203,7 @@ class Eagle3Trainer(SFTTrainer):
         # forward. Replaces the fused loss that `SFTTrainer` puts in the same place.
         draft.forward = MethodType(_forward_or_unroll, draft)
         self._counts: dict[str, torch.Tensor] = {}
+        self._loss_weights: dict[str, list[float]] = {"train": [], "eval": []}
         self.rollouts = Rollouts(self) if args.rollout_share > 0 else None
         show_few(self)
 
@@ -287,7 +296,7 @@ class Eagle3Trainer(SFTTrainer):
                 setattr(args, name, value)
             # `SFTTrainer` tells it from rows that may have no such columns any more.
             if args.completion_only_loss is None:
-                self.completion_only_loss = {"prompt", "completion"} <= set(dataset.column_names or ())
+                self.completion_only_loss = {"prompt", "completion"} <= set(get_dataset_column_names(dataset))
             if args.assistant_only_loss and not has_generation_markers(processing_class.chat_template):
                 self.chat_template = get_training_chat_template(processing_class)
         if args.assistant_only_loss and isinstance(dataset, Dataset) and "messages" in dataset.column_names:
@@ -465,6 +474,7 @@ class Eagle3Trainer(SFTTrainer):
         # Later steps, if these were fewer, count no rows.
         counts = F.pad(torch.stack([each.to(self._sum_dtype) for each in counts]), (0, self.args.ttt_steps - steps))
         self._counts[mode] = self._counts.get(mode, 0) + counts
+        self._loss_weights[mode].append(sum(self.args.ttt_step_decay**step for step in range(steps)))
         return (loss, {"loss": loss}) if return_outputs else loss
 
     def create_optimizer(self, *args, **kwargs):
@@ -547,16 +557,20 @@ class Eagle3Trainer(SFTTrainer):
             num_steps = sum(name.startswith("accuracy_") for name in metrics)
             logs = {
                 **logs,
-                "loss_per_step": self._per_step(logs["loss"], num_steps),
+                "loss_per_step": self._per_step(logs["loss"], "train"),
                 "ttt_steps": num_steps,
                 **metrics,
                 **({} if self.rollouts is None else self.rollouts.pop_metrics()),
             }
         super().log(logs, start_time)
 
-    def _per_step(self, loss: float, num_steps: int) -> float:
-        """The mean loss of a drafting step, by the weights of `ttt_step_decay`: comparable while the unroll grows."""
-        return loss / sum(self.args.ttt_step_decay**step for step in range(max(num_steps, 1)))
+    def _per_step(self, loss: float, mode: str) -> float:
+        """
+        The mean loss of a drafting step, by the weights of `ttt_step_decay`: comparable while the unroll grows. `loss` is the
+        mean since it was last asked for.
+        """
+        weights, self._loss_weights[mode] = self._loss_weights[mode], []
+        return loss / statistics.mean(weights)
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
@@ -566,7 +580,7 @@ class Eagle3Trainer(SFTTrainer):
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         metrics = self._pop_metrics("eval") | self._decode(dataloader.dataset)
         if (loss := output.metrics.get(f"{metric_key_prefix}_loss")) is not None:
-            metrics["loss_per_step"] = self._per_step(loss, sum(name.startswith("accuracy_") for name in metrics))
+            metrics["loss_per_step"] = self._per_step(loss, "eval")
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
@@ -625,7 +639,10 @@ class Eagle3Trainer(SFTTrainer):
         own_class = next(each for each in type(self.draft).__mro__ if not issubclass(each, FSDPModule))
         draft = own_class(copy.deepcopy(self.draft.config))
         draft.generation_config = copy.deepcopy(self.draft.generation_config)
-        draft.load_state_dict({name.removeprefix("_orig_mod."): value for name, value in state_dict.items()})
+        model, trained = draft, self.accelerator.unwrap_model(self.model)
+        if self._is_adapter:  # which is put into the draft itself
+            model = get_peft_model(draft, copy.deepcopy(trained.active_peft_config), trained.active_adapter)
+        model.load_state_dict({name.removeprefix("_orig_mod."): value for name, value in state_dict.items()})
         return draft
 
     def _save_rng_state(self, output_dir):
@@ -668,8 +685,11 @@ class Eagle3Trainer(SFTTrainer):
 
     def _push_from_checkpoint(self, checkpoint_folder):
         """`Trainer` pushes weights and configuration of a checkpoint; a draft is also its code and its record."""
-        if self.is_world_process_zero() and not self._is_adapter:
-            patterns = shutil.ignore_patterns("*.safetensors", "*.bin", "*.pt", "*.pth", "trainer_state.json")
+        push, is_last = self.push_in_progress, self.args.hub_strategy == HubStrategy.END
+        is_skipped = is_last or (push is not None and not push.is_done() and not self.args.hub_always_push)
+        if self.is_world_process_zero() and not self._is_adapter and not is_skipped:  # nor while those are read there
+            others = ("*.safetensors", "*.bin", "*.pt", "*.pth", "optimizer*", TRAINER_STATE_NAME, CHECKPOINT_FILES)
+            patterns = shutil.ignore_patterns(*others)
             shutil.copytree(checkpoint_folder, self.args.output_dir, ignore=patterns, dirs_exist_ok=True)
         super()._push_from_checkpoint(checkpoint_folder)
 
