@@ -45,6 +45,9 @@ def main():
             parser.error("this draft's format names no target: run recipes/export.py --to speculators --target first")
         draft.config.speculators_config["verifier"]["name_or_path"] = args.target
     benchmark = BenchmarkResults.read(args.benchmark) if args.benchmark else None
+    verifier = (draft.config.speculators_config or {}).get("verifier", {})
+    if args.repo_id is None and not verifier.get("name_or_path"):
+        parser.error("this draft names no target: pass --target, or the name of its repo by --repo_id")
     name = repo_name(draft.config.verifier)
     if args.dry_run:
         write_draft(draft, args.dry_run, args.repo_id or name, benchmark=benchmark, license=args.license)

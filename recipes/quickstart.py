@@ -173,8 +173,8 @@ def write_prompts(path: Path, held_out: list, tokenizer) -> None:
             ids = tokenizer(item, add_special_tokens=False)["input_ids"][:PROMPT_TOKENS]
             prompts.append({"prompt": tokenizer.decode(ids)})
         else:
-            first_turns = item[: next(i for i, message in enumerate(item) if message["role"] == "assistant")]
-            prompts.append({"messages": first_turns})
+            answers = (i for i, message in enumerate(item) if message["role"] == "assistant" and i > 0)
+            prompts.append({"messages": item[: next(answers, len(item))]})
     path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
 
 

@@ -5,13 +5,16 @@ import logging
 import pytest
 import torch
 from conftest import chat_server, make_target
-from datasets import load_dataset
+from datasets import IterableDataset, load_dataset
+from tokenizers.processors import TemplateProcessing
 from trl.chat_template_utils import qwen3_chat_template
 
 from hf_eagle3.data.regeneration import (
     Conversation,
     Output,
+    beginnings,
     conversations,
+    has_texts,
     regenerate_by_server,
     regenerate_locally,
 )
@@ -173,6 +176,30 @@ def test_texts_are_continued(tmp_path, tokenizer):
     prompt = tokenizer("abc", return_tensors="pt")["input_ids"]
     expected = tokenizer.decode(target.generate(prompt, max_new_tokens=5, do_sample=False)[0, 3:])
     assert (read(tmp_path)[0]["prompt"], read(tmp_path)[0]["completion"]) == ("abc", expected)
+
+
+def test_special_tokens_of_a_batch_of_texts_and_chats(tmp_path, tokenizer):
+    """Are those of each row: a chat template writes its own."""
+    target, tokenizer, prompts = make_target("llama"), copy.deepcopy(tokenizer), []
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    generate = target.generate
+
+    def watched(input_ids, attention_mask, **settings):
+        prompts.extend(row[seen.bool()].tolist() for row, seen in zip(input_ids, attention_mask))
+        return generate(input_ids, attention_mask=attention_mask, **settings)
+
+    target.generate = watched
+    rows = [{"messages": [user("a")]}, {"prompt": "abc"}]
+    settings = {"batch_size": 2, "max_new_tokens": 3, "do_sample": False}
+    regenerate_locally(target, tokenizer, conversations(rows, set()), Output(tmp_path, {}), **settings)
+    chat = tokenizer.apply_chat_template([user("a")], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert prompts == [chat, [1, *tokenizer("abc", add_special_tokens=False)["input_ids"]]]
+
+
+def test_streams_that_do_not_name_their_columns(tokenizer):
+    stream = IterableDataset.from_generator(lambda: ({"text": "abcdef" * i} for i in (1, 2)))
+    assert stream.column_names is None and has_texts(stream)
+    assert [row["prompt"] for row in beginnings(stream, tokenizer, 4, 2)] == ["abcd"] * 3
 
 
 def test_known_templates_tell_reasoning_from_answers(tmp_path, tokenizer, monkeypatch):

@@ -1,6 +1,7 @@
 """Pushing to, and refreshing on, a Hub on this machine, by the real client."""
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -113,8 +114,9 @@ def test_an_edited_card_stays(hub, draft, caplog):
     push_draft(draft, REPO)
     edited = files_of(hub)["README.md"].replace(b"## Limits", b"## Limits, and what I think of it")
     files_of(hub)["README.md"] = edited
-    push_draft(draft, REPO)
-    assert files_of(hub)["README.md"] == edited
+    for name in (REPO, REPO.split("/")[1]):
+        push_draft(draft, name)
+        assert files_of(hub)["README.md"] == edited
     assert refresh_card(REPO) == "edited by hand, kept" and files_of(hub)["README.md"] == edited
     push_draft(draft, REPO, overwrite_card=True)
     assert b"what I think" not in files_of(hub)["README.md"]
@@ -279,9 +281,16 @@ def test_checkpoints_that_are_pushed_are_whole(hub, tokenizer, tmp_path):
             "training.json",
         } <= files.keys()
         assert not any(b"hf_secret" in content for content in files.values())
+        assert not {"checkpoint_files.json", "trainer_state.json"} & files.keys()
     record = json.loads(files_of(hub, repo)["training.json"])
     pushed = Eagle3ForSpeculation.from_pretrained(repo)
     assert record["draft_weights"] == weights_digest(pushed.state_dict()) and record["steps"] == 2
+    # Nothing is put in the place of what is being pushed.
+    (tmp_path / "run" / "training.json").write_text("being pushed")
+    trainer.args.hub_always_push = False
+    trainer.push_in_progress.jobs[0] = Future()
+    trainer._push_from_checkpoint(str(tmp_path / "run" / "checkpoint-1"))
+    assert (tmp_path / "run" / "training.json").read_text() == "being pushed"
 
 
 def test_an_adapter_has_a_repo_of_its_own(hub, tokenizer, tmp_path):
@@ -337,6 +346,10 @@ def test_push_recipe(hub, draft, tmp_path, run_recipe):
     }.items() <= files.items()
     pushed = Eagle3ForSpeculation.from_pretrained(repo)
     assert pushed.dtype == torch.bfloat16 and pushed.config.verifier == "big/Model-8B"
+    draft.config.speculators_config["verifier"]["name_or_path"] = None
+    draft.save_pretrained(tmp_path / "unnamed")
+    result = run_recipe("push.py", tmp_path / "unnamed")
+    assert result.returncode == 2 and "this draft names no target: pass --target" in result.stderr
 
 
 def hub_sha(hub, repo):

@@ -1,9 +1,10 @@
 import json
+import runpy
 import shutil
 import subprocess
 
 import pytest
-from conftest import make_target
+from conftest import RECIPES, make_target
 from forked import run_forked
 
 from hf_eagle3.evaluation import BenchmarkResults, tasks
@@ -62,6 +63,14 @@ def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe, monkeypatch):
         other = run_recipe("quickstart.py", *arguments, *changed)
         assert other.returncode != 0 and "Choose another --output_dir" in other.stderr
         assert changed[1] in other.stderr
+
+
+def test_conversations_without_an_answer(tmp_path, tokenizer):
+    write_prompts = runpy.run_path(str(RECIPES / "quickstart.py"))["write_prompts"]
+    asked, greeted = [{"role": "user", "content": "what"}], [{"role": "assistant", "content": "hello"}]
+    write_prompts(tmp_path / "prompts.jsonl", [asked, greeted + asked + greeted], tokenizer)
+    prompts = [json.loads(line)["messages"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert prompts == [asked, greeted + asked]
 
 
 def test_given_target_and_chat_data(tmp_path, tokenizer, run_recipe, monkeypatch):

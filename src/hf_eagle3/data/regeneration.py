@@ -17,7 +17,9 @@ import torch
 from huggingface_hub import CommitInfo, CommitOperationAdd, DatasetCard, DatasetCardData, HfApi
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 from trl.chat_template_utils import add_response_schema
+from trl.data_utils import get_dataset_column_names
 
 from ..environment import without_paths
 
@@ -157,7 +159,7 @@ def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) 
 
 def has_texts(dataset) -> bool:
     """Whether the rows of a `Dataset` or `IterableDataset` are texts, with nothing in them to answer."""
-    columns = set(dataset.column_names or ())
+    columns = set(get_dataset_column_names(dataset))
     return "text" in columns and not columns & {"prompt", "messages"}
 
 
@@ -175,7 +177,7 @@ def beginnings(dataset, tokenizer: PreTrainedTokenizerBase, num_tokens: int, num
             prompts += [tokenizer.decode(tokens[start : start + num_tokens]) for start in starts]
         return {"prompt": prompts}
 
-    return dataset.map(of_rows, batched=True, remove_columns=dataset.column_names)
+    return dataset.map(of_rows, batched=True, remove_columns=get_dataset_column_names(dataset))
 
 
 class Conversation:
@@ -285,10 +287,12 @@ def regenerate_locally(
             for conversation in active
         ]
         # A template writes the special tokens itself.
-        add_special_tokens = active[0].text is not None
-        inputs = tokenizer(
-            texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=add_special_tokens
-        ).to(target.device)
+        prompts = [
+            tokenizer(text, add_special_tokens=conversation.text is not None)
+            for text, conversation in zip(texts, active)
+        ]
+        inputs = pad_without_fast_tokenizer_warning(tokenizer, prompts, return_tensors="pt", padding_side="left")
+        inputs = inputs.to(target.device)
         sequences = target.generate(
             **inputs, assistant_model=draft, pad_token_id=tokenizer.pad_token_id, **generation_kwargs
         )

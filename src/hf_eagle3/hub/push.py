@@ -65,7 +65,7 @@ def push_draft(
 
     Args:
         draft ([`Eagle3ForSpeculation`]): The draft.
-        repo_id (`str`): `<owner>/<name>`; made if it is not there.
+        repo_id (`str`): `<owner>/<name>`, or a name of yours; made if it is not there.
         training (`dict`, *optional*), benchmark ([`BenchmarkResults`], *optional*):
             Records for the card: see [`render_card`]. By default those in the folder that the draft was loaded from,
             if they are about the weights it has.
@@ -82,6 +82,7 @@ def push_draft(
     if token in (None, True) and get_token() is None:
         raise PermissionError("There is no token to push with. Log in by `hf auth login`, or set `HF_TOKEN`.")
     api = HfApi()
+    repo_id = repo_id if "/" in repo_id else f"{api.whoami(token)['name']}/{repo_id}"
     # A branch that is not there yet begins as a copy of the main one.
     there = card_on_hub(repo_id, revision, token) or card_on_hub(repo_id, None, token)
     with tempfile.TemporaryDirectory() as folder:
