@@ -37,6 +37,7 @@ from pathlib import Path
 
 import torch
 from datasets import load_dataset
+from training_cost import mean_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, set_seed
 
 from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
@@ -67,12 +68,6 @@ CHOICES = {
 }
 
 
-def max_steps(compute: int, ttt_steps: int, ttt_warmup: float = 0.0, **_) -> int:
-    """How many optimizer steps take this many drafting steps."""
-    in_warmup = (1 + ttt_steps - 1) / 2  # 1, 2, ..., `ttt_steps - 1`, for equally many steps
-    return int(compute / (ttt_warmup * in_warmup + (1 - ttt_warmup) * ttt_steps))
-
-
 def train(target, tokenizer, dataset, choice: dict, seed: int, args):
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
     settings = {
@@ -89,7 +84,8 @@ def train(target, tokenizer, dataset, choice: dict, seed: int, args):
         init["eagle_aux_hidden_state_layer_ids"] = [num_layers - 1]
     tokens_per_step = settings["per_device_train_batch_size"] * args.max_length
     if args.minutes is None:
-        settings["max_steps"] = max_steps(args.compute // tokens_per_step, **settings)
+        drafting_steps = tokens_per_step * mean_steps(settings["ttt_steps"], settings["ttt_warmup"])
+        settings["max_steps"] = int(args.compute / drafting_steps)
     else:  # the time ends it
         settings |= BY_TIME
     with tempfile.TemporaryDirectory() as folder:

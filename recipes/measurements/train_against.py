@@ -137,7 +137,7 @@ def speculators(target, tokenizer, dataset, folder, args):
     for group in optimizer.param_groups[1:]:
         group["weight_decay"] = 0.01
     before_norm = []
-    target.model.norm.register_forward_pre_hook(lambda module, inputs: before_norm.append(inputs[0]))
+    handle = target.model.norm.register_forward_pre_hook(lambda module, inputs: before_norm.append(inputs[0]))
 
     order, step = torch.Generator().manual_seed(args.seed), 0
     in_a_step, queue = max(args.seq_len // args.max_length, 1), []
@@ -174,6 +174,7 @@ def speculators(target, tokenizer, dataset, folder, args):
         step += 1
         if step % 50 == 0:
             print(f"speculators: {elapsed:.0%}, step {step}, loss {loss.item():.2f}", flush=True)
+    handle.remove()
     if not math.isfinite(loss.item()):
         raise SystemExit("speculators: the loss is no number.")
     draft.save_pretrained(folder)
