@@ -138,8 +138,6 @@ def collect_prompts(args, tokenizer, target) -> tuple[dict[str, list[list[int]]]
         return tokenizer.decode(sequences[0, len(prompt) :], skip_special_tokens=True)
 
     for name in expand(args.tasks):
-        if task_name(name) in tasks:
-            raise SystemExit(f"There are two tasks of the name {task_name(name)}. Rename one of the files.")
         try:
             tasks[task_name(name)] = load_prompts(name, tokenizer, args.num_prompts, args.chat_template_kwargs, answer)
         except (OSError, ValueError) as error:
@@ -255,15 +253,14 @@ def main():
     for row in rows:
         if row.accepted_lengths:
             shares = " ".join(f"{share:.2f}" for share in row.acceptance_by_position)
-            if not shares:  # nor do drafts say that were saved with older code
-                shares = "never" if row.drafted_lengths else "nothing is known of any tree"
+            if not shares:
+                shares = "never" if row.drafted_lengths else "there was no tree"
             where = f"{row.task}, batch size {row.batch_size}, T={row.temperature:g}, {row.method}"
-            plain, lookups = ("unknown" if each is None else each for each in (row.plain_steps, row.lookup_steps))
             alone = (
                 "" if row.tree_acceptance_length is None else f" (acceptance length {row.tree_acceptance_length:.2f})"
             )
             print(
-                f"{where}: of {row.target_forwards} forwards {plain} were plain steps, without a tree, and {lookups} verified what "
+                f"{where}: of {row.target_forwards} forwards {row.plain_steps} were plain steps, without a tree, and {row.lookup_steps} verified what "
                 f"was looked up in the text; drafting takes {row.draft_share:.0%} of the time; of the trees{alone}, the share of "
                 f"which the first, second, ... drafted token was accepted: {shares}"
             )

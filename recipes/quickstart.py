@@ -37,7 +37,7 @@ from hf_eagle3.evaluation.tasks import standard_library
 from hf_eagle3.hub import write_records
 from hf_eagle3.making import FORMS
 from hf_eagle3.tokenizer import load_tokenizer
-from hf_eagle3.training.budget import BY_TIME, TimeBudget, TimedEagle3Trainer, train_for
+from hf_eagle3.training.budget import BY_TIME, SHORT, TimeBudget, TimedEagle3Trainer, train_for
 from hf_eagle3.training.optimizer import MuonWithAdamW
 from hf_eagle3.training.record import training_record
 
@@ -68,16 +68,12 @@ def common_arguments(args, batch_size: int) -> dict:
     on_gpu = torch.cuda.is_available()
     return {
         "max_length": args.max_length,
-        "packing": True,
-        "packing_strategy": "wrapped",
         "per_device_train_batch_size": batch_size,
+        **SHORT,
         **BY_TIME,
-        "warmup_steps": 20,
         "bf16": args.bf16,
         "use_cpu": not on_gpu,
         "logging_steps": 50,
-        "save_strategy": "no",
-        "report_to": "none",
         "seed": args.seed,
     }
 

@@ -43,7 +43,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, s
 from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.evaluation import load_prompts
 from hf_eagle3.evaluation.results import what_differs
-from hf_eagle3.training.budget import BY_TIME, TimeBudget, TimedEagle3Trainer, train_for
+from hf_eagle3.training.budget import BY_TIME, SHORT, TimeBudget, TimedEagle3Trainer, train_for
 
 
 ROLLOUTS = {"ttt_warmup": 0.8, "rollout_share": 0.25, "rollout_start": 0.5, "rollout_interval": 64}
@@ -97,15 +97,11 @@ def train(target, tokenizer, dataset, choice: dict, seed: int, args):
                 model_init_kwargs=init,
                 draft_vocab_size=args.draft_vocab_size,
                 max_length=args.max_length,
-                packing=True,
-                packing_strategy="wrapped",
-                warmup_steps=20,
                 bf16=args.bf16,
                 use_cpu=not torch.cuda.is_available(),
-                save_strategy="no",
-                report_to="none",
                 disable_tqdm=True,
                 seed=seed,
+                **SHORT,
                 **settings,
             ),
             train_dataset=dataset,

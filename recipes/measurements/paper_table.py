@@ -38,7 +38,7 @@ from hf_eagle3.evaluation.results import what_differs
 from hf_eagle3.evaluation.tasks import expand, task_name
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.tokenizer import load_tokenizer
-from hf_eagle3.training.budget import BY_TIME, TimeBudget, TimedEagle3Trainer, train_for
+from hf_eagle3.training.budget import BY_TIME, SHORT, TimeBudget, TimedEagle3Trainer, train_for
 
 
 # The folder of each method's draft: several may be of the same weights.
@@ -80,19 +80,6 @@ def add_arguments(parser) -> None:
     parser.add_argument("--dtype", default="auto", help="Dtype of the target and of what is measured")
     parser.add_argument("--bf16", action="store_true", help="Train in mixed precision")
     parser.add_argument("--seed", type=int, default=0)
-
-
-def prompts_by_task(names: list[str], tokenizer, num_prompts: int | None) -> dict[str, list[list[int]]]:
-    """
-    Raises:
-        ValueError: if a task is not known, or two have one name.
-    """
-    tasks = {}
-    for name in expand(names):
-        if task_name(name) in tasks:
-            raise ValueError(f"There are two tasks of the name {task_name(name)}. Rename one of the files.")
-        tasks[task_name(name)] = load_prompts(name, tokenizer, num_prompts)
-    return tasks
 
 
 def settle_arguments(folder: Path, args, tasks: dict[str, list]) -> dict:
@@ -137,16 +124,12 @@ def train(name, folder: Path, target, tokenizer, dataset, args, minutes=None, to
             str(folder) + "-run",
             learning_rate=args.learning_rate,
             max_length=args.max_length,
-            packing=True,
-            packing_strategy="wrapped",
             per_device_train_batch_size=args.batch_size,
-            warmup_steps=20,
             bf16=args.bf16,
             use_cpu=not torch.cuda.is_available(),
             logging_steps=50,
-            save_strategy="no",
-            report_to="none",
             seed=args.seed,
+            **SHORT,
             **settings,
         ),
         train_dataset=dataset,
@@ -239,7 +222,7 @@ def main():
 
     folder = Path(args.output_dir)
     tokenizer = load_tokenizer(args.target)
-    tasks = prompts_by_task(args.prompts, tokenizer, args.num_prompts)
+    tasks = {task_name(name): load_prompts(name, tokenizer, args.num_prompts) for name in expand(args.prompts)}
     arguments = settle_arguments(folder, args, tasks)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -20,13 +20,14 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from paper_table import add_arguments, load, prompts_by_task, settle_arguments, texts_of, train
+from paper_table import add_arguments, load, settle_arguments, texts_of, train
 from transformers import AutoModelForCausalLM
 
 from hf_eagle3.data.regeneration import Output, complete_lines, conversations, regenerate_locally
 from hf_eagle3.environment import environment
 from hf_eagle3.evaluation import BenchmarkResults, run_benchmark
 from hf_eagle3.evaluation.results import what_differs
+from hf_eagle3.evaluation.tasks import expand, load_prompts, task_name
 from hf_eagle3.tokenizer import load_tokenizer
 
 
@@ -128,7 +129,7 @@ def main():
 
     folder = Path(args.output_dir)
     tokenizer = load_tokenizer(args.target)
-    tasks = prompts_by_task(args.prompts, tokenizer, args.num_prompts)
+    tasks = {task_name(name): load_prompts(name, tokenizer, args.num_prompts) for name in expand(args.prompts)}
     settle_arguments(folder, args, tasks)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(device)

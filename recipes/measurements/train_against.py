@@ -37,25 +37,21 @@ from hf_eagle3.environment import environment
 from hf_eagle3.evaluation import load_prompts
 from hf_eagle3.remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
 from hf_eagle3.tokenizer import load_tokenizer
-from hf_eagle3.training.budget import BY_TIME, TimeBudget, TimedEagle3Trainer, train_for
+from hf_eagle3.training.budget import BY_TIME, SHORT, TimeBudget, TimedEagle3Trainer, train_for
 from hf_eagle3.training.optimizer import MuonWithAdamW
 
 
 def make_trainer(target, tokenizer, dataset, args, cls=TimedEagle3Trainer, **settings) -> Eagle3Trainer:
-    settings = {"max_length": args.max_length, "warmup_steps": 20, **settings}
+    settings = {"max_length": args.max_length, **SHORT, **settings}
     return cls(
         model=None,
         target_model=target,
         args=Eagle3TrainingArguments(
             str(Path(args.output_dir) / "run"),
             draft_vocab_size=args.draft_vocab_size,
-            packing=True,
-            packing_strategy="wrapped",
             bf16=args.bf16,
             use_cpu=not torch.cuda.is_available(),
             logging_steps=50,
-            save_strategy="no",
-            report_to="none",
             seed=args.seed,
             **BY_TIME,
             **settings,

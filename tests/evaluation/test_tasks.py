@@ -77,6 +77,15 @@ def test_names(tmp_path, monkeypatch):
         expand([str(empty)])
 
 
+def test_two_files_of_one_name(tmp_path):
+    for folder in ("", "other"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "prompts.jsonl").touch()
+    assert expand([str(tmp_path / "other")]) == [str(tmp_path / "other" / "prompts.jsonl")]
+    with pytest.raises(ValueError, match="two tasks of the name prompts. Rename one"):
+        expand([str(tmp_path), str(tmp_path / "other")])
+
+
 def test_offline(tokenizer):
     prompts = load_prompts(OFFLINE, tokenizer)
     assert len(prompts) == 20 and all(0 < len(prompt) <= 48 for prompt in prompts)

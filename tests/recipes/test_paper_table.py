@@ -69,16 +69,6 @@ def test_the_table(files, run_recipe):
     assert result.returncode != 0 and "was measured elsewhere: threads was" in result.stderr
 
 
-def test_prompts_by_task(files, tokenizer):
-    prompts_by_task = runpy.run_path(str(RECIPES / "measurements" / "paper_table.py"))["prompts_by_task"]
-    other = files / "other"
-    other.mkdir()
-    (other / "prompts.jsonl").write_text((files / "prompts.jsonl").read_text())
-    assert list(prompts_by_task([str(other)], tokenizer, 1)) == ["prompts"]
-    with pytest.raises(ValueError, match="two tasks of the name prompts"):
-        prompts_by_task([str(files / "prompts.jsonl"), str(other)], tokenizer, 1)
-
-
 def test_scaling(files, run_recipe):
     settings = {"rows": 4, "prompt_tokens": 8, "sampled_tokens": 16, "sampled_at_once": 4}
     command = ("measurements/scaling.py", *arguments_of(files, **settings), "--shares", 1, 2)

@@ -4,9 +4,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import product
 
 import torch
@@ -175,9 +174,9 @@ class TimedGeneration:
             "draft_seconds": drafting[0],
             "target_forwards": num_forwards[0],
             "accepted_lengths": Counter(stats.accepted_lengths if is_ours else []),
-            "drafted_lengths": Counter(getattr(stats, "drafted_lengths", [])),  # older drafts' code has none
+            "drafted_lengths": Counter(stats.drafted_lengths if is_ours else []),
             "plain_steps": stats.plain_steps if is_ours else 0,
-            "lookup_steps": getattr(stats, "lookup_steps", 0),
+            "lookup_steps": stats.lookup_steps if is_ours else 0,
             "peak_memory": peak_memory(device) if counts_memory else None,
         }
         ends = self.target.generation_config.eos_token_id
@@ -283,13 +282,6 @@ def as_chain(draft, is_chain: bool):
         draft.generation_config.branching_factor = width
 
 
-def own_module(draft, name: str):
-    """A module of the code that a draft came with, which may be a copy of ours."""
-    if hasattr(draft, "get_base_model"):  # adapted by PEFT
-        draft = draft.get_base_model()
-    return import_module(f"{type(draft).__module__.rpartition('.')[0]}.{name}")
-
-
 @contextmanager
 def timing_drafter(draft):
     """
@@ -301,36 +293,27 @@ def timing_drafter(draft):
         yield seconds
         return
 
-    def timed(propose):
+    own_draft = draft.get_base_model() if hasattr(draft, "get_base_model") else draft
+    make_proposer = own_draft.proposer
+
+    def timed_proposer(call):
+        proposer = make_proposer(call)
+        propose = proposer.propose
+
         def timed_propose(*args, **kwargs):
             start = time.perf_counter()
             tree = propose(*args, **kwargs)
             seconds[0] += time.perf_counter() - start
             return tree
 
-        return timed_propose
+        proposer.propose = timed_propose
+        return proposer
 
-    with ExitStack() as stack:
-        own_draft = draft.get_base_model() if hasattr(draft, "get_base_model") else draft
-        if hasattr(own_draft, "proposer"):
-            proposer = own_draft.proposer
-
-            def timed_proposer(call):
-                made = proposer(call)
-                made.propose = timed(made.propose)
-                return made
-
-            own_draft.proposer = timed_proposer
-            stack.callback(delattr, own_draft, "proposer")
-            yield seconds
-            return
-        for module, name in (("drafter_eagle3", "Drafter"), ("static_eagle3", "StaticDrafter")):
-            with suppress(ModuleNotFoundError):  # code that an older draft came with
-                drafter = getattr(own_module(draft, module), name)
-                method = "propose" if hasattr(drafter, "propose") else "grow"  # older code
-                stack.callback(setattr, drafter, method, getattr(drafter, method))
-                setattr(drafter, method, timed(getattr(drafter, method)))
+    own_draft.proposer = timed_proposer
+    try:
         yield seconds
+    finally:
+        del own_draft.proposer
 
 
 @contextmanager

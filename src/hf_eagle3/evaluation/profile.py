@@ -4,11 +4,12 @@ import functools
 import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 
 import torch
 from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 
-from .benchmark import own_module, synchronize
+from .benchmark import synchronize
 
 
 PROMPT, REST = "prompt", "Python and the rest"
@@ -84,6 +85,13 @@ def profile_steps(
     order = [*dict.fromkeys(part for part, *_ in PARTS), REST]
     seconds = {part: own[part] / max(steps, 1) for part in order if own[part]}
     return {"steps": steps, "seconds": seconds, "seconds_of_calls": total, "seconds_of_prompts": prompt_seconds}
+
+
+def own_module(draft, name: str):
+    """A module of the code that a draft came with, which may be a copy of ours."""
+    if hasattr(draft, "get_base_model"):  # adapted by PEFT
+        draft = draft.get_base_model()
+    return import_module(f"{type(draft).__module__.rpartition('.')[0]}.{name}")
 
 
 @contextmanager

@@ -45,11 +45,10 @@ class BenchmarkRow:
         target_forwards (`int`): Forward passes of the target in all repeats, those of the prompts included.
         new_tokens (`int`): Tokens generated in all repeats.
         accepted_lengths (`Counter[int]`): How many verification forwards emitted 1, 2, ... tokens. EAGLE-3 only.
-        plain_steps (`int`, *optional*): How many of those drafted nothing. EAGLE-3 only; older results do not tell.
-        lookup_steps (`int`, *optional*):
-            How many of those verified what was looked up in the text. As for `plain_steps`.
+        plain_steps (`int`): How many of those drafted nothing. EAGLE-3 only.
+        lookup_steps (`int`): How many of those verified what was looked up in the text. EAGLE-3 only.
         drafted_lengths (`Counter[int]`):
-            Which of `accepted_lengths` are of trees: not of plain steps, nor looked up. Older results do not tell.
+            Which of `accepted_lengths` are of trees: not of plain steps, nor looked up.
         draft_share (`float`): Share of the time in which trees were drafted. EAGLE-3 only.
         num_identical (`int`): Prompts whose tokens are, in every repeat, those of plain generation.
         num_prompts (`int`): Of how many.
@@ -67,8 +66,8 @@ class BenchmarkRow:
     target_forwards: int = 0
     new_tokens: int = 0
     accepted_lengths: Counter[int] = field(default_factory=Counter)
-    plain_steps: int | None = None
-    lookup_steps: int | None = None
+    plain_steps: int = 0
+    lookup_steps: int = 0
     drafted_lengths: Counter[int] = field(default_factory=Counter)
     draft_share: float = 0.0
     num_identical: int = 0
@@ -178,13 +177,13 @@ class BenchmarkResults:
         for (task, batch_size, temperature, method), repeats in groups.items():
 
             def total(name, repeats=repeats):
-                return sum(repeat[name] for repeat in repeats) if all(name in repeat for repeat in repeats) else None
+                return sum(repeat[name] for repeat in repeats)
 
             differing = {index for repeat in repeats for index in repeat["differing"]}
             accepted, drafted = Counter(), Counter()
             for repeat in repeats:
                 accepted.update({int(length): count for length, count in repeat["accepted_lengths"].items()})
-                drafted.update({int(length): count for length, count in repeat.get("drafted_lengths", {}).items()})
+                drafted.update({int(length): count for length, count in repeat["drafted_lengths"].items()})
             memory = [repeat["peak_memory"] for repeat in repeats if repeat["peak_memory"] is not None]
             rows.append(
                 BenchmarkRow(
@@ -200,8 +199,7 @@ class BenchmarkResults:
                     plain_steps=total("plain_steps"),
                     lookup_steps=total("lookup_steps"),
                     drafted_lengths=drafted,
-                    draft_share=sum(repeat.get("draft_seconds", 0.0) for repeat in repeats)
-                    / sum(repeat["seconds"] for repeat in repeats),
+                    draft_share=total("draft_seconds") / total("seconds"),
                     num_identical=repeats[0]["num_prompts"] - len(differing),
                     num_prompts=repeats[0]["num_prompts"],
                     peak_memory=max(memory, default=None),

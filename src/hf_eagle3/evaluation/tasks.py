@@ -79,6 +79,9 @@ def expand(names: list[str]) -> list[str]:
     if unknown:
         known = ", ".join([*TASKS, *GROUPS, OFFLINE])
         raise ValueError(f"Unknown tasks {unknown}: neither files nor folders, nor one of {known}.")
+    names = list(map(task_name, expanded))
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"There are two tasks of the name {', '.join(sorted(twice))}. Rename one of the files.")
     return expanded
 
 

@@ -122,7 +122,7 @@ def render_card(
         image_folder=image_folder,
         prompts={row.task: row.num_prompts for row in rows},
         num_forwards=sum(row.target_forwards for row in drafted),
-        num_lookups=sum(row.lookup_steps or 0 for row in drafted),
+        num_lookups=sum(row.lookup_steps for row in drafted),
         alone=alone,
         num_positions=max((len(row.acceptance_by_position) for row in alone), default=0),
         published=published,

@@ -10,6 +10,14 @@ from trl import SFTTrainer
 from .trainer import Eagle3Trainer
 
 
+# Arguments of a training of minutes on running text, which keeps nothing but what it ends with.
+SHORT = {
+    "packing": True,
+    "packing_strategy": "wrapped",
+    "warmup_steps": 20,
+    "save_strategy": "no",
+    "report_to": "none",
+}
 # Arguments of a training that is ended by the time.
 BY_TIME = {"max_steps": 1_000_000, "lr_scheduler_type": "constant_with_warmup"}
 
