@@ -164,6 +164,16 @@ def test_depths_and_ancestors():
     assert tree.children()[0][(2, 5)] == 5 and (1, 5) not in tree.children()
 
 
+def test_padded_rows_are_as_deep_as_the_others():
+    """Not as what was planned: how long drafting took is of the levels that there are."""
+    tree = DraftTree.from_parents(torch.tensor([[5, 6, 7, 8]] * 2), torch.tensor([[0, 0, 1, 1]] * 2), depth=2)
+    padded = tree.with_padded_rows([False, True], 3, depth=6)
+    assert padded.depth == 2 and padded.parents.tolist() == [[0, 0, 1, 1], [0, 0, 1, 1]]
+    assert padded.tokens.tolist() == [[5, 6, 7, 8], [5, 3, 3, 3]] and padded.depths.tolist()[1] == [0, 1, 2, 2]
+    unknown = DraftTree.from_parents(tree.tokens, tree.parents).with_padded_rows([False, True], 3, depth=6)
+    assert unknown.depths.tolist()[1] == [0, 1, 2, 3]
+
+
 def test_long_chain_knows_all_its_ancestors():
     length = 37
     tree = DraftTree.from_parents(torch.arange(length)[None], torch.arange(length).sub(1).clamp(min=0)[None])

@@ -75,9 +75,8 @@ def accept(text: Text, sampler: "Sampler", tree: DraftTree, outputs, may_take_ba
 
     counts = list(map(len, tokens))
     unfinished = [row for row, done in enumerate(was_finished) if not done]
-    slowest = (
-        min(text.lengths[row] for row in unfinished) - min(starts[row] for row in unfinished) if unfinished else 0
-    )
+    progress = min((text.lengths[row] for row in unfinished), default=0)
+    progress -= min((starts[row] for row in unfinished), default=0)
     positions, states = outputs.positions.expand(len(nodes), -1), outputs.states
     if tree.num_nodes > 1:
         index = stack_right(nodes, device=positions.device)
@@ -85,7 +84,7 @@ def accept(text: Text, sampler: "Sampler", tree: DraftTree, outputs, may_take_ba
         states = None if states is None else take_rows(states, index.to(states.device))
     growth = text.longest - max(starts)
     return Accepted(
-        text.newest(max(counts)), counts, positions, states, tokens, nodes, growth, slowest, was_finished,
+        text.newest(max(counts)), counts, positions, states, tokens, nodes, growth, progress, was_finished,
         list(text.is_finished),
     )  # fmt: skip
 
@@ -142,17 +141,13 @@ class Sampler:
         device = self.text.ids.device
         tree, logits = tree.to(device), outputs.logits.to(device)
         choices, is_broken = self._choices(tree, logits)
-        facts = [choices, is_broken]
-        if tree.num_nodes > 1:
-            facts += [tree.tokens, tree.parents]
+        facts = [choices, is_broken, tree.tokens, tree.parents]
         if may_take_back:
             facts.append(logits[:, :1].isnan().any(dim=-1).expand_as(choices))
         facts = torch.stack(facts, dim=1).tolist()
         if may_take_back and any(is_nan[0] for *_, is_nan in facts):
             return None
-        children = [{} for _ in facts]
-        if tree.num_nodes > 1:
-            children = [tree.children_of(tokens, parents) for _, _, tokens, parents, *_ in facts]
+        children = [tree.children_of(tokens, parents) for _, _, tokens, parents, *_ in facts]
 
         def pick(rows, nodes):
             picked = []

@@ -196,7 +196,9 @@ class TreeCache:
     def select(self, rows: list[int], excess: int) -> None:
         """Forgets all rows but these, and the `excess` positions at the left that only others had."""
         self.length -= excess
-        select_rows(self.cache, rows, self.length, excess)
+        self.cache.batch_select_indices(rows)
+        if excess > 0:  # as if the newest position were new
+            keep_rows(self.cache, [[0] for _ in rows], num_new=1, growth=1 - excess, length=self.length)
 
     def release(self) -> None:
         """Leaves the cache as plain `generate` does."""
@@ -413,13 +415,6 @@ def keep_rows(cache, kept: list[list[int]], num_new: int, growth: int, length: i
             layer.cumulative_length = length
     if not is_static(cache):
         cache.crop(0)  # to what sliding layers need
-
-
-def select_rows(cache, rows: list[int], length: int, excess: int) -> None:
-    """Keeps only some rows of a dynamic cache, and of those the last `length` positions: all but `excess` of them."""
-    cache.batch_select_indices(rows)
-    if excess > 0:  # as if the newest position were new
-        keep_rows(cache, [[0] for _ in rows], num_new=1, growth=1 - excess, length=length)
 
 
 def check_cache(cache, may_replay: bool) -> None:

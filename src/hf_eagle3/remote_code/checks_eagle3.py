@@ -129,9 +129,8 @@ def check_call(target, input_ids, generation_config, model_kwargs, replays):
         raise ValueError("EAGLE-3 decoding requires `use_cache=True`.")
     if getattr(generation_config, "assistant_ensemble_weight", None) is not None:
         raise ValueError("`assistant_ensemble_weight` changes the text; EAGLE-3 decoding is lossless. Leave it unset.")
-    if (
-        getattr(generation_config, "dola_layers", None) is not None
-    ):  # which transformers would fetch code from the Hub for
+    # Transformers would fetch code from the Hub for it.
+    if getattr(generation_config, "dola_layers", None) is not None:
         raise ValueError(
             "`dola_layers` contrasts layers of plain decoding; no assistant does. Leave it or the draft out."
         )

@@ -38,7 +38,6 @@ NEUTRAL_KEYS = {
 NEUTRAL_LAYER_KEYS = {
     *NEUTRAL_KEYS,
     *vars(GenerationConfig()),
-    *GenerationConfig._get_default_generation_params(),
     "attn_implementation",
     "layer_types",
     "max_window_layers",

@@ -2,7 +2,7 @@
 """Lossless tree decoding behind `target.generate(..., assistant_model=draft)`: the loop."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -221,17 +221,13 @@ class TreeDecoding:
         counts = [num_read] * text.batch_size
         if mask is not None:
             counts = mask[:, -num_read:].bool().sum(dim=1).clamp(min=1).tolist()
-        prompt = Accepted(
+        prompt = replace(
+            first,
             tokens=text.newest(num_read),
             counts=counts,
             positions=positions[:, -num_read:].expand(text.batch_size, -1),
             states=None if states is None else states[:, -num_read:],
             new_tokens=text.read(list(range(text.batch_size)), text.longest).tolist(),
-            nodes=first.nodes,
-            growth=first.growth,
-            progress=first.progress,
-            was_finished=first.was_finished,
-            is_finished=first.is_finished,
         )
         for proposer in self.proposers.values():
             proposer.observe(prompt)

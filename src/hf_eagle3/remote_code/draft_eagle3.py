@@ -30,8 +30,6 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
     """
 
     config_class = Eagle3Config
-    base_model_prefix = ""
-    main_input_name = "input_ids"
     # How a draft grows its tree: with the arguments of [`~tree_eagle3.grow_tree`].
     grow_tree = staticmethod(grow_tree)
     # Whether it may read what the target's head reads, which transformers counts as one more layer's state.
@@ -90,13 +88,12 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             kwargs["config"], path = kwargs.get("config") or config, None
         # Reported below, by name, with what else is wrong.
         kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)
-        reload_kwargs = dict(kwargs)
         model, info = super().from_pretrained(path, *args, **kwargs)
         if info["unexpected_keys"] == {"embed_tokens.weight"} and not model.config.has_own_embed_tokens:
             # The speculators schema does not say whether a table is stored; the file does.
             model.config.has_own_embed_tokens = True
-            reload_kwargs["config"] = model.config
-            model, info = super().from_pretrained(path, *args, **reload_kwargs)
+            kwargs["config"] = model.config
+            model, info = super().from_pretrained(path, *args, **kwargs)
         missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
         mismatched = sorted(str(entry) for entry in info["mismatched_keys"])
         if missing or unexpected or mismatched:
@@ -107,10 +104,8 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
                 "draft_vocab_size, num_hidden_layers, ...) or download the checkpoint again."
             )
         model._check_draft_vocabulary(pretrained_model_name_or_path)
-        tree_settings(model.generation_config)
-        for name, value in DEFAULT_TREE_SETTINGS.items():  # which drafts of others do not have
-            if getattr(model.generation_config, name, None) is None:
-                setattr(model.generation_config, name, value)
+        for name, value in tree_settings(model.generation_config).items():  # which drafts of others do not have
+            setattr(model.generation_config, name, value)
         if not hasattr(model, "hf_quantizer"):
             # What float16 makes of other dtypes, and adapters beside them, cannot be told from other weights.
             is_changed = model.dtype == torch.float16 or getattr(model, "_hf_peft_config_loaded", False)
@@ -190,12 +185,6 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Embedding | None:
         """The draft's own table, if it has one: the target's is not the draft's to resize or to shard."""
         return self.embed_tokens if self.config.has_own_embed_tokens else None
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.lm_head
-
-    def set_output_embeddings(self, head: nn.Linear) -> None:
-        self.lm_head = head
 
     def borrow_embeddings(self, target: PreTrainedModel) -> None:
         """Lets `forward` look tokens up in the target's table, for drafts that store none of their own."""

@@ -58,15 +58,7 @@ class Eagle3Attention(LlamaAttention):
         is_sliding = config.layer_types[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if is_sliding else None
 
-    def forward(
-        self,
-        hidden_states,
-        position_embeddings,
-        attention_mask=None,
-        cache=None,
-        only_last=False,
-        **kwargs,
-    ):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, cache=None, only_last=False, **kwargs):
         rows = slice(-1, None) if only_last else slice(None)
         query_input = hidden_states[:, rows]
         query = self.q_norm(self._by_head(self.q_proj(query_input))).transpose(1, 2)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import ModelOutput
 
 from .assistant_eagle3 import CUSTOM_GENERATE, install_generation_hook
@@ -219,9 +219,13 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
         if position_ids is None:
             past_length = 0 if cache is None else cache.get_seq_length()
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None] + past_length
-        masks = self._masks_by_layer_type(attention_mask, inputs_embeds, cache, position_ids)
+        layer_config, masks = self.config.transformer_layer_config, attention_mask
+        if not isinstance(masks, dict):
+            masks = create_masks_for_generate(
+                layer_config, inputs_embeds, attention_mask, position_ids=position_ids, **{CACHE: cache}
+            )
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        for layer, layer_type in zip(self.layers, self.config.transformer_layer_config.layer_types, strict=True):
+        for layer, layer_type in zip(self.layers, layer_config.layer_types, strict=True):
             hidden_states = layer(
                 hidden_states,
                 inputs_embeds,
@@ -232,27 +236,6 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
             )
         normed = self.norm(hidden_states)
         return normed, normed if self.config.norm_output else hidden_states, cache
-
-    def _masks_by_layer_type(self, attention_mask, inputs_embeds, cache, position_ids):
-        layer_types = set(self.config.transformer_layer_config.layer_types)
-        if isinstance(attention_mask, dict):
-            return attention_mask
-        if attention_mask is not None and attention_mask.dim() == 4:
-            return dict.fromkeys(layer_types, attention_mask)
-        functions = {
-            "full_attention": create_causal_mask,
-            "sliding_attention": create_sliding_window_causal_mask,
-        }
-        return {
-            layer_type: functions[layer_type](
-                config=self.config.transformer_layer_config,
-                inputs_embeds=inputs_embeds,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                **{CACHE: cache},
-            )
-            for layer_type in layer_types
-        }
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """

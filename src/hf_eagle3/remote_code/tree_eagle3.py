@@ -109,9 +109,7 @@ class DraftTree:
         Args:
             root_tokens (`torch.LongTensor` of shape `(batch_size, 1)`): The root's tokens.
         """
-        nothing = torch.zeros_like(root_tokens)
-        ancestors = torch.ones_like(nothing, dtype=torch.bool)[..., None]
-        return cls(root_tokens, nothing, nothing, ancestors, depth=0)
+        return cls.chain(root_tokens)
 
     @classmethod
     def chain(cls, tokens: torch.LongTensor) -> "DraftTree":
@@ -154,9 +152,11 @@ class DraftTree:
         return {(parents[node], tokens[node]): node for node in range(1, len(tokens))}
 
     def with_padded_rows(self, rows: list[bool], pad_token: int, depth: int) -> "DraftTree":
-        """Replaces the trees of some rows, whose next tokens are known to be padding, by chains of that."""
+        """Replaces the trees of some rows, whose next tokens are known to be padding, by chains of that: of `depth`, or as
+        deep as the others."""
         if self.num_nodes == 1 or not any(rows):
             return self
+        depth = depth if self.depth is None else self.depth
         tokens, parents = self.tokens.clone(), self.parents.clone()
         tokens[rows, 1:] = pad_token
         parents[rows, 1:] = torch.arange(self.num_nodes - 1, device=parents.device).clamp(max=depth - 1)

@@ -58,12 +58,8 @@ class Verifier:
     """
 
     def __init__(self, target, generation_config, model_kwargs, layer_ids, returned, num_nodes, may_replay):
-        self.target, self.generation_config, self.inputs, self.forward = (
-            target,
-            generation_config,
-            model_kwargs,
-            target,
-        )
+        self.target = self.forward = target
+        self.generation_config, self.inputs = generation_config, model_kwargs
         self.config = target.config.get_text_config(decoder=True)
         self.layer_ids, self.num_nodes, self.may_replay, self.num_forwards = layer_ids, num_nodes, may_replay, 0
         self.inputs["output_hidden_states"] = returned.hidden_states_with(layer_ids)
@@ -180,13 +176,15 @@ class Verifier:
         prepared = target.prepare_inputs_for_generation(tokens, **tree_inputs)
         prepared[CACHE] = cache.cache
         if isinstance(attention_mask, dict) and prepared.get("attention_mask") is not None:
-            prepared["attention_mask"] = attention_mask
+            device = prepared["attention_mask"].device  # newer transformers (5.24) takes a prompt of another device
+            prepared["attention_mask"] = {kind: mask.to(device) for kind, mask in attention_mask.items()}
         if "logits_to_keep" in prepared:
             prepared["logits_to_keep"] = 0  # all
         passed = prepared.get("position_ids")
+        positions = positions if passed is None else positions.to(passed.device)
         if (
             passed is None
-            or not (_is_view_of(passed, positions) or torch.equal(passed, positions))
+            or not (passed.is_set_to(positions) or torch.equal(passed, positions))
             or (attention_mask is not None and prepared.get("attention_mask") is None)
         ):
             raise ValueError(
@@ -242,8 +240,3 @@ def extended_inputs(target, of_target, inputs: dict, counts: list[int], growth: 
             ends = length - most + torch.tensor(counts, device=entries.device)
             inputs[name] = align_right(entries, ends, length - most + growth)
     return inputs
-
-
-def _is_view_of(tensor, other) -> bool:
-    """Whether a tensor is all of another one: to be told without reading either."""
-    return tensor.data_ptr() == other.data_ptr() and tensor.shape == other.shape and tensor.stride() == other.stride()
