@@ -86,6 +86,9 @@ def parse_arguments():
     )
     parser.add_argument("--num_prompts", type=int, help="Only the first so many prompts of each task")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--chat_template_path", help="Jinja file, in place of the chat template of the target's tokenizer"
+    )
     parser.add_argument("--chat_template_kwargs", type=json.loads, help="Such as '{\"enable_thinking\": false}'")
     parser.add_argument("--dtype", default="auto", help="Dtype of target and draft")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -189,9 +192,11 @@ def main():
     def load(auto_class, name, **kwargs):
         return auto_class.from_pretrained(name, dtype=args.dtype, **kwargs).to(args.device).eval() if name else None
 
+    tokenizer = load_tokenizer(args.target)
+    if args.chat_template_path is not None:
+        tokenizer.chat_template = Path(args.chat_template_path).read_text()
     target, draft, tree, weights = load(AutoModelForCausalLM, args.target), None, {}, None
     facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
-    tokenizer = load_tokenizer(args.target)
     if args.eos_token_id is not None:
         target.generation_config.eos_token_id = args.eos_token_id
     tasks, missing = collect_prompts(args, tokenizer, target)

@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -54,6 +55,8 @@ def main():
     parser.add_argument("--json", help="Where results go")
     args = parser.parse_args()
 
+    if find_spec("lm_eval") is None:
+        parser.error("this needs lm-evaluation-harness: pip install 'lm_eval[hf]'")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(device).eval()
     draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=target.dtype).to(device).eval()

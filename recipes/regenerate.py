@@ -22,12 +22,14 @@ folder: `recipes/train.py --dataset_name ultrachat-qwen3-8b ...`, or on what `--
 
 import asyncio
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from accelerate import PartialState
 from train import TargetConfig, TrainScriptArguments, load_data, load_target
 from trl import DatasetMixtureConfig
 
 from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.data import check_chat_template, has_messages
 from hf_eagle3.data.regeneration import (
     Output,
     beginnings,
@@ -63,6 +65,9 @@ class RegenerationArguments:
         default=None, metadata={"help": "By default as the target is configured; 0 is greedy."}
     )
     top_p: float | None = field(default=None, metadata={"help": "By default as the target is configured."})
+    chat_template_path: str | None = field(
+        default=None, metadata={"help": "Jinja file, in place of the chat template of the target's tokenizer."}
+    )
     prompt_tokens: int = field(
         default=32, metadata={"help": "Of rows that are texts: how long the pieces are that are continued."}
     )
@@ -97,6 +102,9 @@ def main():
         )
     if args.base_url is None:
         tokenizer = load_tokenizer(target_config.model_name_or_path, revision=target_config.model_revision)
+        if args.chat_template_path is not None:
+            tokenizer.chat_template = Path(args.chat_template_path).read_text()
+        check_chat_template(tokenizer, False, has_messages(dataset))
     if is_continued:
         dataset = beginnings(dataset, tokenizer, args.prompt_tokens, args.max_new_tokens)
     sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
@@ -108,6 +116,7 @@ def main():
         "config": script_args.dataset_config,
         "split": script_args.dataset_train_split,
         **({"prompt_tokens": args.prompt_tokens, "whole_texts": True} if is_continued else {}),
+        **({} if args.chat_template_path is None else {"chat_template_path": args.chat_template_path}),
         **sampling,
     }
     with state.main_process_first():

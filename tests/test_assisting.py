@@ -45,6 +45,13 @@ def test_calls_are_assisted_within_it_and_not_after(pair):
     assert vars(target).keys() == attributes.keys() and "generate" not in vars(target)
 
 
+def test_what_is_no_draft(pair):
+    target, draft, _ = pair
+    for wrong in ("folder", target):
+        with pytest.raises(TypeError, match="takes a draft that is loaded"), assist(draft, wrong):
+            pass
+
+
 def test_sampling_and_configurations_of_the_caller(pair):
     target, draft, prompt = pair
     config = GenerationConfig(max_new_tokens=20, do_sample=True, temperature=0.7)

@@ -46,8 +46,13 @@ def assist(target: PreTrainedModel, draft) -> Iterator[None]:
         draft ([`Eagle3ForSpeculation`]): Or any other assistant that brings its own decoding.
 
     Raises:
+        TypeError: if it is no draft, but its name or another model.
         ValueError: if the draft is not for this target.
     """
+    if not hasattr(draft, "validate_target"):
+        raise TypeError(
+            f"`assist(target, draft)` takes a draft that is loaded, by `AutoModel.from_pretrained`; this is {type(draft).__name__}."
+        )
     model = target.get_base_model() if hasattr(target, "get_base_model") else target
     draft.validate_target(model)
     _install()

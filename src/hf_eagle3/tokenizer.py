@@ -2,7 +2,26 @@
 
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedConfig
+
+
+# What only drafts have in their config.json: ours and those of `speculators`, and those of other projects.
+OF_DRAFTS = {"speculators_model_type", "draft_vocab_size", "eagle_config"}
+
+
+def check_is_target(name: str | Path, **kwargs) -> None:
+    """
+    Says that a draft is no target, before anything else does.
+
+    Raises:
+        ValueError: if it is a draft.
+    """
+    try:
+        content, _ = PreTrainedConfig.get_config_dict(name, **kwargs)
+    except OSError:  # whoever loads it says what it lacks
+        return
+    if OF_DRAFTS & content.keys():
+        raise ValueError(f"{name} is a draft, not a target. Pass the model that it was made for as the target.")
 
 
 def load_tokenizer(name: str | Path, **kwargs):
@@ -11,7 +30,9 @@ def load_tokenizer(name: str | Path, **kwargs):
 
     Raises:
         FileNotFoundError: if it has none.
+        ValueError: if it is a draft.
     """
+    check_is_target(name, **kwargs)
     if Path(name).is_dir():
         files = [path.name for path in Path(name).iterdir()]
         if not any("token" in file or "vocab" in file or file.endswith((".model", ".tiktoken")) for file in files):

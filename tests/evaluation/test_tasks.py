@@ -94,7 +94,7 @@ def test_offline(tokenizer):
     assert not any(text[:500] in document for text in held_out[:3] for document in documents)
 
 
-def test_files(tmp_path, tokenizer, monkeypatch):
+def test_files(tmp_path, tokenizer, monkeypatch, caplog):
     path = tmp_path / "prompts.jsonl"
     chat = [{"role": "user", "content": "b"}]
     path.write_text('{"prompt": "a"}\n\n' + json.dumps({"messages": chat}) + "\n")
@@ -102,6 +102,10 @@ def test_files(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     chatted = tokenizer("<user>b>", add_special_tokens=False)["input_ids"]
     assert load_prompts(str(path), tokenizer) == [tokenizer("a")["input_ids"], chatted]
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    tasks.logger.warning_once.cache_clear()
+    assert load_prompts(str(path), tokenizer) == [tokenizer(text)["input_ids"] for text in "ab"]
+    assert "has no chat template" in caplog.text
     path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
     with pytest.raises(ValueError, match="line 2: expected"):
         read_prompts(path)

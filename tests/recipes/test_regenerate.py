@@ -66,8 +66,15 @@ def test_a_killed_run_loses_nothing_that_was_finished(tmp_path, data):
 
 def test_a_target_in_the_process(tmp_path, data, tokenizer, run_recipe, caplog):
     make_target("llama").save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path / "target")
     command = ("--model_name_or_path", tmp_path / "target", "--dataset_name", data, "--output_dir", tmp_path / "out")
+    with pytest.raises(ValueError, match="no chat template: pass one as `chat_template_path`"):
+        run_recipe("regenerate.py", *command)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "chat.jinja").write_text(tokenizer.chat_template)
+    command += ("--chat_template_path", tmp_path / "chat.jinja")
     result = run_recipe("regenerate.py", *command, "--max_new_tokens", 5, "--temperature", 0, "--batch_size", 8)
     assert result.returncode == 0, result.stderr[-3000:]
     written = len(load_dataset("json", data_files=str(tmp_path / "out" / "*.jsonl"), split="train"))

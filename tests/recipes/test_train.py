@@ -309,6 +309,11 @@ def test_what_fails_before_the_work(files, tmp_path, run_recipe):
     arguments = arguments_of(files, tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="target has no tokenizer. Save the target's there"):
         run_recipe("train.py", *arguments, "--model_name_or_path", tmp_path / "target")
+    Eagle3ForSpeculation.from_target(make_target("llama")).save_pretrained(tmp_path / "draft")
+    for swapped in ("train.py", "--model_name_or_path"), ("benchmark.py", "--target"):
+        others = arguments if swapped[0] == "train.py" else ()
+        with pytest.raises(ValueError, match="draft is a draft, not a target"):
+            run_recipe(swapped[0], *others, swapped[1], tmp_path / "draft")
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot be written to.*Choose another `--output_dir`"):
         run_recipe("train.py", *arguments, "--output_dir", tmp_path / "file" / "out")

@@ -445,6 +445,11 @@ def test_torch_without_muon(tmp_path, monkeypatch):
 def test_wrong_arguments(tmp_path, tokenizer):
     target, other = make_target("llama"), make_target("llama", seed=1)
     draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(10))
+    with pytest.raises(TypeError, match="`model` is LlamaForCausalLM"):
+        make_trainer(tmp_path, tokenizer, model=other, target=target)
+    draft.save_pretrained(tmp_path / "draft")
+    with pytest.raises(ValueError, match="draft is a draft, not a target"):
+        make_trainer(tmp_path, tokenizer, target=str(tmp_path / "draft"))
     with pytest.raises(ValueError, match="trained for another model"):
         make_trainer(tmp_path, tokenizer, model=draft, target=other)
     with pytest.raises(ValueError, match="vocabulary of 10"):

@@ -9,6 +9,10 @@ from typing import Any
 
 from datasets import load_dataset
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,9 @@ def load_prompts(
 
     def chat(messages: list[dict]) -> list[int]:
         if tokenizer.chat_template is None:
+            logger.warning_once(
+                "The tokenizer has no chat template: what is said in a chat is put together as plain text."
+            )
             return tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
         text = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False, **(chat_template_kwargs or {})

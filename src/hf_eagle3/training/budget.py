@@ -67,8 +67,10 @@ class TimeBudget(TrainerCallback):
                 f"{self.seconds} s instead of {self.given:.0f}."
             )
         self.share = min(elapsed / self.seconds, 1.0)
-        self.bar.update(min(int(elapsed), self.bar.total) - self.bar.n)
         is_measured = state.global_step >= min(5, self.min_steps)
+        if elapsed >= self.seconds and not is_measured:  # it is not known yet how long it will take
+            self.bar.total = round(self.LONGER * self.given)
+        self.bar.update(min(int(elapsed), self.bar.total) - self.bar.n)
         control.should_training_stop = elapsed >= (self.seconds if is_measured else self.LONGER * self.given)
 
     def on_log(self, args, state, control, logs=None, **kwargs):

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..making import FORMS
 from ..remote_code.draft_eagle3 import HUB_ARGUMENTS
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
-from ..tokenizer import load_tokenizer
+from ..tokenizer import check_is_target, load_tokenizer
 from .arguments import Eagle3TrainingArguments
 
 
@@ -17,7 +17,7 @@ def load_target(target: str | PreTrainedModel, init_kwargs: dict[str, Any] | Non
     The target, and its tokenizer as `processing_class`, both loaded if they are not given.
 
     Raises:
-        ValueError: if it is not known what to load.
+        ValueError: if it is not known what to load, or it is a draft.
     """
     init_kwargs = init_kwargs or {}
     if not isinstance(target, str) and init_kwargs:
@@ -26,6 +26,7 @@ def load_target(target: str | PreTrainedModel, init_kwargs: dict[str, Any] | Non
     if processing_class is None and not name:
         raise ValueError("`Eagle3Trainer` needs the target's tokenizer as `processing_class`.")
     if isinstance(target, str):
+        check_is_target(name)
         target = AutoModelForCausalLM.from_pretrained(name, **{"dtype": "auto", **init_kwargs})
     if processing_class is None:
         shared = (*HUB_ARGUMENTS, "code_revision", "trust_remote_code")
@@ -40,6 +41,7 @@ def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_conf
     in it all the same.
 
     Raises:
+        TypeError: if `model` is no draft.
         ValueError: if arguments contradict each other or the draft, or it cannot be trained for this target.
     """
     if hasattr(model, "_orig_mod"):
@@ -48,6 +50,11 @@ def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_conf
         )
     if isinstance(model, str):
         model = Eagle3ForSpeculation.from_pretrained(model)
+    if model is not None and not hasattr(model, "validate_target"):
+        raise TypeError(
+            "`model` must be the draft, its name, or `None` for a fresh one, and the target is `target_model`; `model` is "
+            f"{type(model).__name__}."
+        )
     if model is None and peft_config is not None:
         raise ValueError(
             "LoRA adapts a draft that there is; an adapter of a fresh one would be saved without it. Pass the draft as `model` "
