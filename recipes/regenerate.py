@@ -51,7 +51,7 @@ WITHOUT = (
     "lora_",
     "use_rslora",
     "use_dora",
-    "gradient_checkpointing",
+    "ignore_bias_buffers",
 )
 
 

@@ -1,5 +1,6 @@
 """Which engines take a draft: what tests/engines has run, and what is known of the others."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from . import llama_cpp, openvino, safeailab, sglang
@@ -20,13 +21,11 @@ class Engine(NamedTuple):
     name: str
     format: str
     version: str | None
-    check: object = lambda draft: None
+    check: Callable
 
 
 def check_vllm(draft) -> None:
-    if (
-        getattr(draft.config, "is_parallel", False) and draft.config.fc_norm
-    ):  # vLLM does not hand the flag to the layers of such drafts
+    if draft.config.is_parallel and draft.config.fc_norm:  # vLLM does not hand the flag to the layers of such drafts
         raise CannotExpress("speculators", ["`fc_norm` in a parallel draft"])
 
 

@@ -183,7 +183,7 @@ def flat_config(draft, refused: dict[str, bool], to: str) -> dict:
         "`norm_before_residual`": config.norm_before_residual,
         "`norm_before_fc`": config.norm_before_fc,
         "layers with a window": set(layer_config.layer_types) != {"full_attention"},
-        "parallel drafting": getattr(config, "is_parallel", False),
+        "parallel drafting": config.is_parallel,
         "biases": layer_config.attention_bias or getattr(layer_config, "mlp_bias", False),
         **refused,
     }
@@ -214,7 +214,7 @@ def beyond_classic(draft) -> dict[str, bool]:
         "`fc_norm`": config.fc_norm,
         "`norm_output`": config.norm_output,
         "layers with a window": set(layer.layer_types) != {"full_attention"},
-        "parallel drafting": getattr(config, "is_parallel", False),
+        "parallel drafting": config.is_parallel,
         f"{config.num_aux_hidden_states} states in place of three": config.num_aux_hidden_states != 3,
     }
 

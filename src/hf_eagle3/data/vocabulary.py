@@ -6,16 +6,13 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 
-def count_tokens(
-    dataset: Dataset | IterableDataset, vocab_size: int, column: str = "labels", max_streamed_rows: int = 100_000
-) -> np.ndarray:
+def count_tokens(dataset: Dataset | IterableDataset, vocab_size: int, max_streamed_rows: int = 100_000) -> np.ndarray:
     """
     How often each token occurs in a tokenized data set.
 
     Args:
-        dataset (`Dataset` or `IterableDataset`): With a column of token ids; negative ones are not counted.
+        dataset (`Dataset` or `IterableDataset`): With `labels`, of which negative ones are not counted, or `input_ids`.
         vocab_size (`int`): The target's vocabulary size.
-        column (`str`, *optional*, defaults to `"labels"`): The column to count.
         max_streamed_rows (`int`, *optional*, defaults to 100000): How many rows of a stream are read.
 
     Returns:
@@ -28,7 +25,7 @@ def count_tokens(
         dataset = dataset.take(max_streamed_rows)
     counts = np.zeros(vocab_size, dtype=np.int64)
     for batch in dataset.iter(batch_size=1000):
-        rows = batch[column if column in batch else "input_ids"]  # without labels every token is learned
+        rows = batch["labels" if "labels" in batch else "input_ids"]  # without labels every token is learned
         ids = np.concatenate([np.asarray(row, dtype=np.int64) for row in rows])
         ids = ids[ids >= 0]
         if len(ids) and ids.max() >= vocab_size:
@@ -38,9 +35,7 @@ def count_tokens(
             )
         counts += np.bincount(ids, minlength=vocab_size)
     if counts.sum() == 0:
-        raise ValueError(
-            f"No token of column {column!r} is supervised, so there is no draft vocabulary to take from it."
-        )
+        raise ValueError("No token of the data is supervised, so there is no draft vocabulary to take from it.")
     return counts
 
 

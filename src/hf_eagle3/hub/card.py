@@ -109,9 +109,7 @@ def render_card(
         adapter_of=public_name(adapter_of),
         cannot_export=cannot_export,
         engines=None if draft is None else describe_engines(draft),
-        parallel=', "parallel_drafting": true'
-        if draft is not None and getattr(draft.config, "is_parallel", False)
-        else "",
+        parallel=', "parallel_drafting": true' if draft is not None and draft.config.is_parallel else "",
         engines_run=", ".join(f"{each.name} {each.version}" for each in ENGINES if each.version is not None),
         training=training,
         training_arguments=None if training is None else training_yaml(training),
@@ -152,14 +150,8 @@ def form(draft) -> str:
         f"{layers} of width {layer.hidden_size}, {num_parameters:,} parameters of its own, a draft vocabulary of "
         f"{config.draft_vocab_size} of {config.vocab_size} tokens, reading the states that enter layers "
         f"{config.eagle_aux_hidden_state_layer_ids} of the target"
-        + (
-            f" (`{'`, `'.join(flags)}`)"
-            if flags
-            else ""
-            if getattr(config, "is_parallel", False)
-            else " (the form of the EAGLE-3 paper)"
-        )
-        + (", and drafting all tokens in one pass (P-EAGLE)" if getattr(config, "is_parallel", False) else "")
+        + (f" (`{'`, `'.join(flags)}`)" if flags else "" if config.is_parallel else " (the form of the EAGLE-3 paper)")
+        + (", and drafting all tokens in one pass (P-EAGLE)" if config.is_parallel else "")
     )
 
 

@@ -50,9 +50,7 @@ def what_is_broken(folder: str | Path) -> str | None:
         try:
             content[name] = json.loads((folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            other = (
-                ", as those of `save_only_model` and of older versions have none" if name == CHECKPOINT_FILES else ""
-            )
+            other = ", as those of `save_only_model` have none" if name == CHECKPOINT_FILES else ""
             return f"it has no {name}{other}"
         except ValueError:
             return f"its {name} is cut off"

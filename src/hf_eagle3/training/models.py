@@ -80,7 +80,7 @@ def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_conf
             f"{model.config.transformer_layer_config.layer_types}, whose window training-time test would ignore."
         )
     if not hasattr(model, "peft_config"):
-        for name in getattr(model, "frozen", ("embed_tokens",)):
+        for name in model.frozen:
             if hasattr(model, name):
                 getattr(model, name).requires_grad_(False)
     return model.float()

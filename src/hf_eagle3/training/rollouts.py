@@ -10,7 +10,7 @@ from ..assisting import assist
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
 from .features import TargetStates
 from .losses import LossType
-from .ttt import TTTBatch, documents_of, draft_loss
+from .ttt import TTTBatch, draft_loss
 
 
 @contextmanager
@@ -168,16 +168,6 @@ class DraftLearner:
         input_ids, mask = inputs["input_ids"], inputs.get("attention_mask")
         head = self.draft.get_output_embeddings().weight
         aux = aux_hidden_states(outputs, self.layer_ids, self.target_states.num_layers)
-        logits, mass, tokens = self.target_states.distributions(outputs.last_hidden_state, self.draft.draft_token_ids)
-        if (positions := inputs.get("position_ids")) is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        return TTTBatch(
-            input_ids=input_ids,
-            aux_hidden_states=aux.to(head),
-            target_logits=logits,
-            target_mass=mass,
-            target_tokens=tokens,
-            labels=input_ids if mask is None else input_ids.masked_fill(mask == 0, -100),
-            documents=documents_of(input_ids, mask, inputs.get("position_ids")),
-            position_ids=positions,
-        )
+        distributions = self.target_states.distributions(outputs.last_hidden_state, self.draft.draft_token_ids)
+        labels = input_ids if mask is None else input_ids.masked_fill(mask == 0, -100)
+        return TTTBatch.of(inputs, aux.to(head), distributions, labels)

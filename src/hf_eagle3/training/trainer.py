@@ -372,7 +372,7 @@ class Eagle3Trainer(SFTTrainer):
     @property
     def learns_from_trees(self) -> bool:
         """Whether the draft unrolls by tokens, so that it can be unrolled down a tree."""
-        by_tokens = not getattr(self.draft.config, "is_parallel", False) and not hasattr(self.draft, "training_loss")
+        by_tokens = not self.draft.config.is_parallel and not hasattr(self.draft, "training_loss")
         return by_tokens and self.args.rollout_rejected_weight > 0
 
     def _set_signature_columns_if_needed(self):
@@ -383,30 +383,14 @@ class Eagle3Trainer(SFTTrainer):
     @torch.no_grad()
     def target_features(self, inputs: dict[str, torch.Tensor]) -> TTTBatch:
         """What the target says about a collated batch, or what is stored about it."""
-        input_ids, position_ids = inputs["input_ids"], inputs.get("position_ids")
-        aux, target_logits, target_mass, target_tokens = self.target_states.features(
-            inputs, self.draft.draft_token_ids
-        )
-        if position_ids is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        else:
-            positions = position_ids
+        aux, *distributions = self.target_states.features(inputs, self.draft.draft_token_ids)
         tree_levels, of_rollout = [], inputs.get("tree_levels", ()) if self.learns_from_trees else ()
         for level in of_rollout[: self.num_ttt_steps - 1]:
             logits, mass, _ = self.target_states.distributions(level["states"], self.draft.draft_token_ids)
             weights = level["weights"] * self.args.rollout_rejected_weight
             tree_levels.append(TreeLevel(level["tokens"], level["parents"], level["roots"], weights, logits, mass))
-        return TTTBatch(
-            input_ids=input_ids,
-            aux_hidden_states=aux.to(self.draft.get_output_embeddings().weight.dtype),
-            target_logits=target_logits,
-            target_mass=target_mass,
-            target_tokens=target_tokens,
-            labels=inputs["labels"],
-            documents=documents_of(input_ids, inputs.get("attention_mask"), position_ids),
-            position_ids=positions,
-            tree_levels=tree_levels,
-        )
+        aux = aux.to(self.draft.get_output_embeddings().weight.dtype)
+        return TTTBatch.of(inputs, aux, distributions, inputs["labels"], tree_levels)
 
     def extract_features(
         self, folder: str | Path, rows_per_shard: int = 1024, dtype: torch.dtype | str | None = None

@@ -90,6 +90,15 @@ class TTTBatch:
     position_ids: torch.LongTensor
     tree_levels: Sequence[TreeLevel] = ()
 
+    @classmethod
+    def of(cls, inputs, aux_hidden_states, distributions, labels, tree_levels=()) -> "TTTBatch":
+        """Of a collated batch, and what the target says about it ([`~TargetStates.distributions`])."""
+        input_ids, positions = inputs["input_ids"], inputs.get("position_ids")
+        documents = documents_of(input_ids, inputs.get("attention_mask"), positions)
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        return cls(input_ids, aux_hidden_states, *distributions, labels, documents, positions, tree_levels)
+
 
 @dataclass
 class TTTOutput:
@@ -376,7 +385,7 @@ def ttt_unroll(draft, batch: TTTBatch, steps: int, row_share: float = 1.0) -> It
             text_cache.descend(kept, rows)
             hidden_states = take_rows(hidden_states, kept)
             tokens, position_ids = tokens.gather(1, rows), position_ids.gather(1, rows)
-        if step > 0 and getattr(draft.config, "is_parallel", False):
+        if step > 0 and draft.config.is_parallel:
             mask_inputs = draft.mask_inputs(hidden_states.shape[1])
             inputs_embeds, hidden_states = (each.expand_as(hidden_states) for each in mask_inputs)
         else:
