@@ -1,5 +1,6 @@
 """Tiny random targets of every family, and drafts that get tokens accepted without training."""
 
+import gc
 import json
 import os
 import random
@@ -34,6 +35,10 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 from hf_eagle3 import Eagle3ForSpeculation  # noqa: E402
 from hf_eagle3.remote_code.lookup_eagle3 import PromptLookup  # noqa: E402
 from hf_eagle3.remote_code.policy_eagle3 import Policy  # noqa: E402
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what is imported stays: collections need not look at it again and again
 
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -412,20 +417,17 @@ def fsdp2_config(folder) -> Path:
 FSDP_ON_CPU = Path(__file__).with_name("fsdp_on_cpu.py")
 
 
-def two_processes(kind: str, folder) -> list:
-    """The command before a script that runs it in two processes, by `"ddp"` or with its model sharded by `"fsdp2"`."""
-    programs = Path(sys.executable).parent
-    if kind == "ddp":
-        return [programs / "torchrun", "--standalone", "--nproc_per_node", 2]
+def accelerate_launch(folder) -> list:
+    """The command before a script that runs it in two processes, with its model sharded by FSDP2."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launch = [programs / "accelerate", "launch", "--config_file", fsdp2_config(folder), "--main_process_port", port]
-    return [*launch, FSDP_ON_CPU]
+    program = Path(sys.executable).with_name("accelerate")
+    return [program, "launch", "--config_file", fsdp2_config(folder), "--main_process_port", port, FSDP_ON_CPU]
 
 
 def run_in_two_processes(kind: str, folder, *command) -> subprocess.CompletedProcess:
-    """The same of a script and its arguments, quicker: forked, without the programs themselves."""
+    """A script and its arguments, by `"ddp"` or with its model sharded by `"fsdp2"`: forked, quicker than by the programs."""
     if kind == "ddp":
         return run_in_two(*command)
     return run_in_two(FSDP_ON_CPU, *command, config=fsdp2_config(folder))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import RECIPES, make_prompt, make_target, run_in_two_processes, two_processes
+from conftest import RECIPES, accelerate_launch, make_prompt, make_target, run_in_two_processes
 from forked import run_forked
 from huggingface_hub import ModelCard
 from peft import PeftModel
@@ -162,9 +162,11 @@ def test_an_interrupted_run_says_how_to_go_on(files, tmp_path, monkeypatch, run_
 @pytest.mark.parametrize("kind", ["ddp, tensor-parallel target", "fsdp2, target by FSDP2"])
 def test_two_processes_give_the_losses_of_one(files, evaluated_run, whole_run, kind, tmp_path):
     target = {"ddp, tensor-parallel target": ("--tp_plan", "auto"), "fsdp2, target by FSDP2": ("--fsdp_size", 2)}
-    launcher = two_processes(kind.split(",")[0], tmp_path)
-    settings = (*FRESH, *EVALUATES, "--per_device_train_batch_size", 2, *target.get(kind, ()))
-    result = train(files, tmp_path / "out", *settings, launcher=launcher)
+    settings = (*FRESH, *EVALUATES, "--per_device_train_batch_size", 2, *target[kind])
+    if kind.startswith("ddp"):
+        result = train_in_two("ddp", files, tmp_path, *settings)
+    else:  # by the program itself
+        result = train(files, tmp_path / "out", *settings, launcher=accelerate_launch(tmp_path))
     # Muon orthogonalizes in bfloat16, which turns a rounding difference into one of a few thousandths.
     assert losses(result) == pytest.approx(whole_run, rel=2e-3)
     for name in ("eval_loss_per_step", "eval_acceptance_length"):
