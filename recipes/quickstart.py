@@ -217,7 +217,7 @@ def main():
         help="qwen3, the default but for classic drafts, norms queries and keys; llama does not",
     )
     # In minutes on a CPU new tokens teach more than later TTT steps: those come when the first one is learned.
-    parser.add_argument("--learning_rate", type=float, default=5e-3, help="Tried with small targets only")
+    parser.add_argument("--learning_rate", type=float, default=1e-2, help="Tried with small targets only")
     parser.add_argument("--ttt_steps", type=int, default=5, help="Drafting steps unrolled in training")
     parser.add_argument("--ttt_warmup", type=float, default=0.8, help="Share of the time in which they grow from one")
     parser.add_argument("--max_length", type=int, default=256)
