@@ -411,6 +411,12 @@ def test_an_adapter_of_whatever_is_linear(tmp_path, tokenizer):
     assert copied.keys() == trained.keys() and all(copied[name].equal(trained[name]) for name in trained)
 
 
+def test_a_loss_that_somebody_else_logs(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer)
+    trainer.log({"loss": 2.0})
+    assert trainer.state.log_history[-1]["loss_per_step"] == 2.0
+
+
 def test_models_that_fsdp_would_not_save(tmp_path, tokenizer, monkeypatch):
     def with_fsdp(trainer):
         create(trainer)

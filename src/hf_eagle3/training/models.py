@@ -25,12 +25,12 @@ def load_target(target: str | PreTrainedModel, init_kwargs: dict[str, Any] | Non
     name = target if isinstance(target, str) else target.config._name_or_path
     if processing_class is None and not name:
         raise ValueError("`Eagle3Trainer` needs the target's tokenizer as `processing_class`.")
+    shared = (*HUB_ARGUMENTS, "code_revision", "trust_remote_code")
+    kwargs = {key: value for key, value in init_kwargs.items() if key in shared}
     if isinstance(target, str):
-        check_is_target(name)
+        check_is_target(name, **kwargs)
         target = AutoModelForCausalLM.from_pretrained(name, **{"dtype": "auto", **init_kwargs})
     if processing_class is None:
-        shared = (*HUB_ARGUMENTS, "code_revision", "trust_remote_code")
-        kwargs = {key: value for key, value in init_kwargs.items() if key in shared}
         processing_class = load_tokenizer(name, **kwargs)
     return target, processing_class
 

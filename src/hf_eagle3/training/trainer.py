@@ -179,7 +179,7 @@ class Eagle3Trainer(SFTTrainer):
                 "DeepSpeed shares parameters out in flat pieces, and Muon needs whole matrices. Pass `use_muon=False`, or share "
                 "them out by FSDP2."
             )
-        if self.is_fsdp_enabled and "FULL" not in str(self.accelerator.state.fsdp_plugin.state_dict_type):
+        if self.is_fsdp_enabled and "FULL_STATE_DICT" not in str(self.accelerator.state.fsdp_plugin.state_dict_type):
             raise ValueError(
                 "`Trainer` saves no model that FSDP keeps in parts. Set `fsdp_state_dict_type: FULL_STATE_DICT` in accelerate's "
                 "configuration, as in recipes/accelerate_configs/fsdp2.yaml."
@@ -554,7 +554,7 @@ class Eagle3Trainer(SFTTrainer):
         mean since it was last asked for.
         """
         weights, self._loss_weights[mode] = self._loss_weights[mode], []
-        return loss / statistics.mean(weights)
+        return loss / statistics.mean(weights or [1.0])  # none of a loss that somebody else logs
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
