@@ -148,13 +148,12 @@ class RaisingStreamer(Raise):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("length", [23, 26, 31])
 @pytest.mark.parametrize(
-    "make_settings",
+    ("length", "make_settings"),
     [
-        lambda length: {"stopping_criteria": [Raise(length)]},
-        lambda length: {"logits_processor": LogitsProcessorList([RaisingProcessor(length)])},
-        lambda length: {"streamer": RaisingStreamer(length)},
+        (23, lambda length: {"stopping_criteria": [Raise(length)]}),
+        (26, lambda length: {"logits_processor": LogitsProcessorList([RaisingProcessor(length)])}),
+        (31, lambda length: {"streamer": RaisingStreamer(length)}),
     ],
     ids=["criterion", "processor", "streamer"],
 )

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from conftest import causal_only, make_batch, make_oracle, make_target
+from conftest import causal_only, each_once, make_batch, make_oracle, make_target
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.flex_attention import WrappedFlexAttention
 
@@ -30,8 +30,9 @@ def oracle_of(target, batch):
     return make_oracle(target, text, padding=(1 - batch["attention_mask"]).sum(dim=1, keepdim=True))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-window", "qwen3_moe"])
-@pytest.mark.parametrize("lengths", [[9], [20, 9, 33]], ids=["one", "batch"])
+@pytest.mark.parametrize(
+    ("family", "lengths"), each_once(["llama", "qwen3", "mistral-window", "qwen3_moe"], [[9], [20, 9, 33]])
+)
 def test_attention_that_takes_causal_masks_only(family, lengths, monkeypatch):
     hints = []
     monkeypatch.setattr(checks_eagle3.logger, "warning_once", hints.append)

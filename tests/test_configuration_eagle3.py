@@ -19,7 +19,7 @@ def test_config_json_is_the_speculators_schema(tmp_path, target):
     assert saved["speculators_config"]["algorithm"] == "eagle3"
     assert saved["speculators_config"]["verifier"]["architectures"] == ["LlamaForCausalLM"]
     assert saved["draft_vocab_size"] == 10
-    assert saved["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
+    assert saved["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
     layer_config = saved["transformer_layer_config"]
     assert layer_config["model_type"] == "llama"
     assert layer_config["vocab_size"] == target.config.vocab_size
@@ -89,6 +89,7 @@ def test_contradictions_are_refused(arguments, message):
         ("llama", {"num_hidden_layers": 32}, [2, 16, 29]),
         ("qwen3", {"num_hidden_layers": 7}, [2, 3, 4]),
         ("llama", {"num_hidden_layers": 6}, [1, 3, 5]),  # the usual three would be two
+        ("llama", {"num_hidden_layers": 4}, [1, 2, 3]),
         ("llama", {"num_hidden_layers": 2}, [0, 1, 1]),
     ],
 )

@@ -78,7 +78,11 @@ def test_the_example_is_short_and_runs():
     assert len([line for line in code.splitlines() if line.strip()]) <= 40
 
 
-@pytest.mark.parametrize(("kind", "policy"), [("bigrams", "static"), ("bigrams", "auto"), ("small model", "static")])
+@pytest.mark.parametrize(
+    ("kind", "policy", "lengths"),
+    [("bigrams", "static", [12, 5, 17]), ("bigrams", "auto", [9]), ("small model", "static", [9])],
+    ids=["bigrams", "bigrams, auto", "small model"],
+)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -90,8 +94,7 @@ def test_the_example_is_short_and_runs():
     ],
     ids=["greedy", "sampling", "processors", "static", "returned"],
 )
-@pytest.mark.parametrize("lengths", [[9], [12, 5, 17]], ids=["one", "batch"])
-def test_the_text_is_that_of_plain_generate(kind, policy, settings, lengths):
+def test_the_text_is_that_of_plain_generate(kind, policy, lengths, settings):
     target, batch = make_target("llama"), make_batch(lengths)
     assistant = make_assistant(kind, target, tree_policy=policy)
     texts = []

@@ -210,7 +210,7 @@ def test_cached_steps_and_padding_change_nothing(layer_types):
         {"norm_before_fc": True, "norm_before_residual": True},
         {"num_hidden_layers": 2, "model_type": "qwen3"},
         {"has_own_embed_tokens": True},
-        {"eagle_aux_hidden_state_layer_ids": [0, 1, 2, 5]},
+        {"eagle_aux_hidden_state_layer_ids": [0, 1, 2, 3]},
         {"intermediate_size": 20},
     ],
 )

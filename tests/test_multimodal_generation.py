@@ -3,7 +3,17 @@
 import pytest
 import torch
 import transformers
-from conftest import BASE, DELTA_RULE, VOCAB_SIZE, lookups_of, make_draft, make_oracle, make_prompt
+from conftest import (
+    ALTERNATING,
+    BASE,
+    DELTA_RULE,
+    VOCAB_SIZE,
+    WINDOW,
+    lookups_of,
+    make_draft,
+    make_oracle,
+    make_prompt,
+)
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -25,13 +35,13 @@ VIDEO = VOCAB_SIZE - 2
 NUM_PIECES = 4
 VISION = {"hidden_size": 16, "intermediate_size": 32}
 TEXT = {**BASE, "initializer_range": 0.3}
-ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 16}
+SLIDING = {**ALTERNATING, "sliding_window": WINDOW}
 
 
 def gemma3():
     vision = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
     config = Gemma3Config(
-        text_config={**TEXT, **ALTERNATING, "query_pre_attn_scalar": 8},
+        text_config={**TEXT, **SLIDING, "query_pre_attn_scalar": 8},
         vision_config=vision,
         mm_tokens_per_image=NUM_PIECES,
         image_token_index=IMAGE,
@@ -44,7 +54,7 @@ def gemma4():
     config = Gemma4Config(
         text_config={
             **TEXT,
-            **ALTERNATING,
+            **SLIDING,
             "global_head_dim": 8,
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": VOCAB_SIZE,
@@ -68,7 +78,7 @@ def llama4():
             "intermediate_size_mlp": 64,
             "num_local_experts": 2,
             "attention_chunk_size": 16,
-            "no_rope_layers": [1, 1, 1, 0, 1, 1],
+            "no_rope_layers": [1, 1, 1, 0],
         },
         vision_config={
             **vision,

@@ -149,8 +149,7 @@ def test_noise_is_drawn_once(monkeypatch, lengths):
     assert 60 <= len(draws) <= 60 + draft.generation_config.tree_depth
 
 
-@pytest.mark.parametrize("share", [1.0, 0.02])
-@pytest.mark.parametrize("lengths", [[9], [5, 17, 3]], ids=["one", "batch"])
+@pytest.mark.parametrize(("lengths", "share"), [([9], 1.0), ([5, 17, 3], 0.02)], ids=["one", "batch"])
 def test_what_others_draw_is_not_taken_back(monkeypatch, lengths, share):
     """A call sets the generator back behind noise that it did not use, and another thread may have drawn in between."""
     target, batch = make_target("llama"), make_batch(lengths)

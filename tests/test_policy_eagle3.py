@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_batch, make_draft, make_oracle, make_prompt, make_target
+from conftest import each_once, make_batch, make_draft, make_oracle, make_prompt, make_target
 
 from hf_eagle3.remote_code import policy_eagle3
 from hf_eagle3.remote_code.policy_eagle3 import Calibration, Drafting, Measured, Policy, StepCosts
@@ -344,7 +344,7 @@ def test_a_batch_is_as_fast_as_its_slowest_row(monkeypatch):
         draft.generation_config.update(tree_policy="auto", tree_depth=4, branching_factor=1)
         assert target.generate(**batch, assistant_model=draft, **settings).tolist() == expected.tolist()
         shares.append(draft.last_generation.plain_steps / draft.last_generation.target_forwards)
-    assert shares[0] < 0.3 and shares[1] > 0.7
+    assert shares[0] < 0.3 and shares[1] > 0.6
 
 
 def step_of(counts, progress):
@@ -382,8 +382,10 @@ def test_rows_that_are_alike_are_not_judged_by_the_least_lucky():
     assert sum(worth[:2]) / 2 > 0.8 * rate and sum(worth) / num_steps == pytest.approx(rate, rel=0.05)
 
 
-@pytest.mark.parametrize("resolution", [0.0156, None])
-@pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}, {"do_sample": True}])
+@pytest.mark.parametrize(
+    ("settings", "resolution"),
+    each_once([{}, {"cache_implementation": "static"}, {"do_sample": True}, {}], [0.0156, None]),
+)
 def test_coarse_clocks_and_clocks_that_stand_still(monkeypatch, resolution, settings):
     now = 0.0
 

@@ -5,6 +5,7 @@ import torch
 from conftest import (
     CONVOLUTIONAL,
     RECURRENT,
+    each_once,
     lookups_of,
     make_batch,
     make_draft,
@@ -35,8 +36,7 @@ def assert_same_cache(actual, expected):
                     torch.testing.assert_close(getattr(layer, name)[i], states, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("length", [2, 40])
+@pytest.mark.parametrize(("family", "length"), each_once(FAMILIES, [2, 40]))
 def test_texts(family, length):
     target, prompt = make_target(family), make_prompt(length)
     with_hole = torch.ones_like(prompt)
@@ -54,8 +54,9 @@ def test_texts(family, length):
         assert max(lengths) >= 3 and min(lengths) < 7 and len(texts[0].unique()) > 8
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "granitemoehybrid"])
-@pytest.mark.parametrize("policy", ["static", "auto"])
+@pytest.mark.parametrize(
+    ("family", "policy"), each_once(["qwen3_5", "kimi_linear", "granitemoehybrid"], ["auto", "static"])
+)
 def test_an_untrained_draft(family, policy):
     target = make_target(family)
     draft, num_trees = make_draft(target, [make_prompt(5)], num_tokens=12), 0
@@ -106,7 +107,7 @@ def test_the_cache_after_each_number_of_tokens(family):
     target, prompt = make_target(family), make_prompt(7)
     text, num_reread = target.generate(prompt, **SETTINGS), 0
     oracle = make_oracle(target, text)
-    for token in text[0, 8:24].unique().tolist()[:6]:
+    for token in text[0, 8:24].unique().tolist()[:4]:
         settings = {**SETTINGS, "eos_token_id": token, "pad_token_id": 0, "return_dict_in_generate": True}
         expected = target.generate(prompt, **settings)
         actual = target.generate(prompt, assistant_model=oracle, **settings)
@@ -161,10 +162,12 @@ def test_an_interrupted_call_leaves_a_cache_to_go_on_from(family):
                 assistant_model=oracle,
                 **SETTINGS,
             )
-        assert length - 9 < cache.get_seq_length() < length
+        assert length - 9 <= cache.get_seq_length() < length
         known = oracle.text[:, : cache.get_seq_length() + 1]
-        expected = target.generate(known, return_dict_in_generate=True, **SETTINGS)
-        actual = target.generate(known, past_key_values=cache, return_dict_in_generate=True, **SETTINGS)
+        # The text may hold the padding token.
+        going_on = {**SETTINGS, "return_dict_in_generate": True, "attention_mask": torch.ones_like(known)}
+        expected = target.generate(known, **going_on)
+        actual = target.generate(known, past_key_values=cache, **going_on)
         assert torch.equal(actual.sequences, expected.sequences)
         assert_same_cache(actual.past_key_values, expected.past_key_values)
 

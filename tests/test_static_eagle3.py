@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from conftest import FAMILIES, make_batch, make_draft, make_oracle, make_prompt, make_target
+from conftest import FAMILIES, each_once, make_batch, make_draft, make_oracle, make_prompt, make_target
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
@@ -32,19 +32,16 @@ def oracle(target):
     return make_oracle(target, target.generate(PROMPTS[0], max_new_tokens=64, do_sample=False))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_says_what_it_says_without_a_draft(family):
+@pytest.mark.parametrize(
+    ("family", "settings"), each_once(FAMILIES, [{}, {"do_sample": True, "top_k": 20}, {"repetition_penalty": 1.3}])
+)
+def test_every_family_says_what_it_says_without_a_draft(family, settings):
     target = make_target(family)
     if family == "llama4" and not CAN_SELECT_HIDDEN_STATES:
         pytest.skip("transformers before 5.23 makes no masks for static caches of Llama 4, with or without a draft")
     draft = make_draft(target, PROMPTS)
-    accepted = []
-    for prompt, settings in (
-        (PROMPTS[0], {"repetition_penalty": 1.3}),
-        (PROMPTS[1], {}),
-        (PROMPTS[1], {"do_sample": True, "top_k": 20}),
-    ):
-        settings = {"max_new_tokens": 16, "do_sample": False, **settings}
+    accepted, settings = [], {"max_new_tokens": 16, "do_sample": False, **settings}
+    for prompt in PROMPTS:
         torch.manual_seed(1)
         expected = target.generate(prompt, **settings)
         torch.manual_seed(1)
@@ -54,8 +51,9 @@ def test_every_family_says_what_it_says_without_a_draft(family):
     assert sum(accepted) > len(accepted)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3-window", "gemma4-shared-kv"])
-@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(
+    ("family", "do_sample"), each_once(["llama", "gemma3", "phi3-window", "gemma4-shared-kv"], [False, True])
+)
 def test_batches(family, do_sample):
     target, batch = make_target(family), make_batch([5, 30, 17])
     draft = make_draft(target, [batch["input_ids"][1:2]])
@@ -316,8 +314,7 @@ def test_a_step_waits_for_the_device_once(waiting_host, target, cache, policy, s
     assert policy == "auto" or max(draft.last_generation.accepted_lengths) > 1
 
 
-@pytest.mark.parametrize("eos", [None, [7, 11, 23, 42]])
-@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(("eos", "do_sample"), [(None, False), ([7, 11, 23, 42], True)])
 def test_walks_at_once_in_batches(waiting_host, target, eos, do_sample):
     batch = make_batch([5, 40, 17, 23])
     draft = make_draft(target, PROMPTS)

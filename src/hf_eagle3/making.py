@@ -150,9 +150,10 @@ def config_for_target(
             f"Unknown overrides {unknown}: neither {config_class.__name__} nor the {layer_config['model_type']} layer "
             "configuration has such a field."
         )
-    # Of six layers the usual ids, which readers assume where a checkpoint has none, are [2, 3, 3].
+    # The usual ids, which readers assume where a checkpoint has none, are [2, 3, 3] of six layers, and of fewer begin with
+    # the embedding, which not every engine's format can name.
     depth = text_config.num_hidden_layers
-    layer_ids = [1, 3, 5] if depth == 6 else default_aux_layer_ids(depth)
+    layer_ids = [1, depth // 2, depth - 1] if 4 <= depth <= 6 else default_aux_layer_ids(depth)
     if layer_config["hidden_size"] != embedding.weight.shape[-1]:
         raise ValueError(
             f"A draft for {type(target).__name__} is {embedding.weight.shape[-1]} wide, as the embeddings that it takes from it, "

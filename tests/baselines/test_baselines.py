@@ -169,12 +169,11 @@ def test_measured_accuracies_are_shares_of_rows(method):
     ],
     ids=["greedy", "sampling", "processors", "static", "returned"],
 )
-@pytest.mark.parametrize("lengths", [[9], [12, 5, 17]], ids=["one", "batch"])
-def test_the_text_is_that_of_plain_generate(method, settings, lengths):
-    target, batch = make_target("llama"), make_batch(lengths)
+def test_the_text_is_that_of_plain_generate(method, settings):
+    target = make_target("llama")
     draft = make_baseline(method, target)
-    for policy in ("static", "auto"):
-        draft.generation_config.tree_policy = policy
+    for policy, lengths in (("static", [12, 5, 17]), ("auto", [9])):
+        draft.generation_config.tree_policy, batch = policy, make_batch(lengths)
         texts = []
         for call in ({}, {"assistant_model": draft}):
             torch.manual_seed(3)
@@ -473,15 +472,14 @@ def train_two(folder, tokenizer, batch_size):
     return losses
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_processes_give_the_losses_of_one(tmp_path, tokenizer, kind):
+def test_two_processes_give_the_losses_of_one(tmp_path, tokenizer):
     here = Path(__file__).parent
     (tmp_path / "train.py").write_text(SCRIPT)
-    result = run_in_two_processes(kind, tmp_path, tmp_path / "train.py", tmp_path, here.parent, here, 2)
+    result = run_in_two_processes("fsdp2", tmp_path, tmp_path / "train.py", tmp_path, here.parent, here, 2)
     assert result.returncode == 0, result.stderr[-3000:]
     expected = train_two(tmp_path / "one", tokenizer, 4)
     for ours, theirs in zip(json.loads((tmp_path / "losses.json").read_text()), expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4 if kind == "ddp" else 2e-3)
+        assert ours == pytest.approx(theirs, rel=2e-3)
     for method in ("hydra", "eagle"):
         ours, theirs = (AutoModel.from_pretrained(folder / method) for folder in (tmp_path, tmp_path / "one"))
         assert (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_draft, make_prompt
+from conftest import make_draft, make_prompt, make_target
 from loopback_hub import serve_hub
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -49,7 +49,8 @@ def test_of_speculators(tmp_path, monkeypatch, auto_class, kind):
 
 
 @pytest.mark.parametrize("to", ["sglang", "safeailab"])
-def test_of_other_formats(tmp_path, target, to):
+def test_of_other_formats(tmp_path, to):
+    target = make_target("llama", num_hidden_layers=6)
     draft = make_draft(
         target, [make_prompt(5)], fc_norm=False, norm_output=False, eagle_aux_hidden_state_layer_ids=[2, 3, 3]
     )

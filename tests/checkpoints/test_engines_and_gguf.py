@@ -28,7 +28,7 @@ LLAMA3 = {
 
 @pytest.fixture(scope="module")
 def target():
-    return make_target("qwen3", tie_word_embeddings=True)
+    return make_target("qwen3", tie_word_embeddings=True, num_hidden_layers=6)
 
 
 @pytest.fixture(scope="module")

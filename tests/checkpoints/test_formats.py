@@ -26,7 +26,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 @pytest.fixture(scope="module")
 def target():
-    return make_target("llama")
+    return make_target("llama", num_hidden_layers=6)
 
 
 def make_reference(target, rope=None, full=False, own_embedding=False, **overrides):

@@ -32,14 +32,14 @@ def offline(monkeypatch):
 def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe, monkeypatch):
     """Barely trained, but everything that `make quickstart` does; the text must be identical however bad the draft."""
     documents, held_out = tasks.standard_library()
-    monkeypatch.setattr(tasks, "standard_library", lambda number: (documents[:100], held_out[:number]))
+    monkeypatch.setattr(tasks, "standard_library", lambda number: (documents[:100], held_out[:4]))
     monkeypatch.setattr(subprocess, "run", lambda command: run_forked(*command[1:]))
     # In bfloat16 a tree and a single token round differently, and a target that knows nothing is full of near ties.
     arguments = ["--output_dir", tmp_path, "--target_minutes", "0.01", "--no-bf16", *FAST]
     first = run_recipe("quickstart.py", *arguments)
     assert first.returncode == 0, first.stderr[-3000:]
     results = BenchmarkResults.read(tmp_path / "results.jsonl")
-    assert [row.num_identical for row in results.rows if row.method == "eagle3"] == [20, 20]
+    assert [row.num_identical for row in results.rows if row.method == "eagle3"] == [4, 4]
     assert (tmp_path / "plots" / "speedup.png").exists()
     # Whose figures these are, and how it was trained: what a card is made of.
     training = json.loads((tmp_path / "draft" / "training.json").read_text())

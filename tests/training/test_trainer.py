@@ -1,6 +1,7 @@
 import copy
 import json
 import pickle
+import statistics
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -189,8 +190,11 @@ def test_losses(tmp_path, tokenizer, loss_type):
     assert trainer.args.loss_type == loss_type
     trainer.train()
     history = [entry for entry in trainer.state.log_history if "acceptance_rate_0" in entry]
-    assert history[-1]["loss"] < 0.9 * history[0]["loss"]
-    assert history[-1]["acceptance_rate_0"] > history[0]["acceptance_rate_0"]
+    first, last = (
+        {name: statistics.mean(entry[name] for entry in entries) for name in ("loss", "acceptance_rate_0")}
+        for entries in (history[:5], history[-5:])
+    )
+    assert last["loss"] < 0.9 * first["loss"] and last["acceptance_rate_0"] > first["acceptance_rate_0"]
 
 
 def test_the_unroll_grows(tmp_path, tokenizer):

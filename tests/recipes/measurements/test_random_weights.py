@@ -8,7 +8,7 @@ from conftest import RECIPES, make_target
 
 
 def test_correctness_and_times(tmp_path, run_recipe):
-    make_target("qwen3").config.save_pretrained(tmp_path / "target")
+    make_target("qwen3", num_hidden_layers=2).config.save_pretrained(tmp_path / "target")
     arguments = ["--target", tmp_path / "target", "--output_dir", tmp_path / "out", "--dtype", "float32"]
     arguments += ["--draft_vocab_size", 24, "--num_prompts", 2, "--prompt_length", 8, "--max_new_tokens", 12]
     arguments += ["--context", 16, "--sizes", 1, 8, "--repeats", 1, "--device", "cpu"]
