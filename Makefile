@@ -4,21 +4,26 @@ VENV ?= .venv
 # Pinned for development; the package itself takes a range.
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
+# Python compiles what it imports, which is the smaller part of what is installed.
+export PIP_NO_COMPILE = 1
 
 .PHONY: install quickstart test test-engines test-clients docs style clean
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
-$(VENV)/.tested: $(VENV)/.installed
+$(VENV)/.tested: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev,quantized]"
-	touch $@
+	touch $(VENV)/.installed $@
 
 quickstart: install
 	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=true $(BIN)/python recipes/quickstart.py

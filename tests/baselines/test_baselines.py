@@ -379,9 +379,10 @@ def test_too_many_steps_are_refused(tmp_path, tokenizer, method, most):
         trainer.train()
 
 
-def test_a_share_of_the_rows_is_refused(tmp_path, tokenizer):
-    with pytest.raises(ValueError, match="Eagle.* learns from all rows in each step"):
-        make_trainer(tmp_path, tokenizer, "eagle", ttt_row_share=0.5)
+@pytest.mark.parametrize("share", [{"ttt_row_share": 0.5}, {"sampled_vocab_size": 8}], ids=str)
+def test_a_share_of_the_rows_or_tokens_is_refused(tmp_path, tokenizer, share):
+    with pytest.raises(ValueError, match="Eagle.* learns from all rows and tokens in each step"):
+        make_trainer(tmp_path, tokenizer, "eagle", **share)
 
 
 def test_parallel_drafts():

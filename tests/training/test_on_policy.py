@@ -126,6 +126,8 @@ def test_levels_of_the_unroll_are_trees_as_they_are_drafted(overrides):
                 compared += 1
     assert compared > 10 and losses[1] > 0 and losses[2] > 0
     with_nodes = ttt_loss(draft, batch, STEPS)
+    sampled = ttt_loss(draft, batch, STEPS, num_sampled=draft.config.draft_vocab_size)  # all of it
+    torch.testing.assert_close(sampled.loss_sums, with_nodes.loss_sums)
     batch.tree_levels = ()
     texts_alone = ttt_loss(draft, batch, STEPS)
     torch.testing.assert_close(with_nodes.loss_sums - texts_alone.loss_sums, losses, atol=1e-3, rtol=1e-3)

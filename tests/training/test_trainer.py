@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoTokenizer
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.data import documents_of_row, prompt_of
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
-from hf_eagle3.training import models
+from hf_eagle3.training import models, ttt
 from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
 from hf_eagle3.training.record import training_record
 
@@ -183,12 +183,24 @@ def test_what_evaluation_decodes_from():
     }
 
 
-@pytest.mark.parametrize("loss_type", ["ce", "lk_alpha", "lk_lambda"])
-def test_losses(tmp_path, tokenizer, loss_type):
-    settings = {"loss_type": loss_type, "ttt_warmup": 0, "max_steps": 30, "learning_rate": 2e-2}
-    trainer = make_trainer(tmp_path, tokenizer, **settings)
-    assert trainer.args.loss_type == loss_type
+@pytest.mark.parametrize(
+    "loss",
+    [{"loss_type": "ce"}, {"loss_type": "lk_alpha"}, {"loss_type": "lk_lambda"}, {"sampled_vocab_size": 4}],
+    ids=str,
+)
+def test_losses(tmp_path, tokenizer, monkeypatch, loss):
+    monkeypatch.setattr(ttt, "LEAST_PROBABILITY", 0.5)  # few of so small a vocabulary
+    settings = {"ttt_warmup": 0, "max_steps": 30, "learning_rate": 2e-2, "num_eval_prompts": 0, **loss}
+    trainer = make_trainer(tmp_path, tokenizer, eval_dataset=TEXTS.select(range(4)), **settings)
+    assert trainer.args.loss_type == loss.get("loss_type", "kl")
+    sizes, of = [], ttt.SampledVocabulary.of
+    monkeypatch.setattr(
+        ttt.SampledVocabulary, "of", lambda *args: [sampled := of(*args), sizes.append(len(sampled.tokens))][0]
+    )
     trainer.train()
+    assert (len(sizes) == 30 and 4 <= max(sizes) < trainer.draft.config.draft_vocab_size) or "loss_type" in loss
+    trainer.evaluate()  # by the whole vocabulary
+    assert len(sizes) in (0, 30)
     history = [entry for entry in trainer.state.log_history if "acceptance_rate_0" in entry]
     first, last = (
         {name: statistics.mean(entry[name] for entry in entries) for name in ("loss", "acceptance_rate_0")}
@@ -237,6 +249,13 @@ def test_a_share_of_the_rows(tmp_path, tokenizer):
     for wrong in (0.0, 1.5):
         with pytest.raises(ValueError, match=r"`ttt_row_share` must be in \(0, 1\]"):
             make_trainer(tmp_path, tokenizer, ttt_row_share=wrong)
+
+
+def test_where_a_vocabulary_is_not_sampled(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match="`sampled_vocab_size` is for the loss 'kl', not 'ce'"):
+        make_trainer(tmp_path, tokenizer, loss_type="ce", sampled_vocab_size=4)
+    with pytest.raises(ValueError, match="`sampled_vocab_size` must be an integer of at least 1, got 0"):
+        make_trainer(tmp_path, tokenizer, sampled_vocab_size=0)
 
 
 def test_training_learns(tmp_path, tokenizer):

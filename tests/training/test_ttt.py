@@ -311,6 +311,68 @@ def test_the_loss_in_pieces_is_the_loss():
         torch.testing.assert_close(grads, results[0][1], atol=1e-4, rtol=1e-4)
 
 
+def sampled_vocabularies(draft, batch, num_sampled, num):
+    return [ttt.SampledVocabulary.of(batch, draft.lm_head, num_sampled) for _ in range(num)]
+
+
+def test_a_sample_of_the_vocabulary_stands_for_all(monkeypatch):
+    monkeypatch.setattr(ttt, "LEAST_PROBABILITY", 0.1)
+    target = make_target("llama")
+    draft = make_draft(target)
+    batch = make_batch(target, draft, make_prompt(9, batch_size=2))
+    probs = batch.target_logits.softmax(-1)
+    likely = (probs >= 0.1).flatten(0, 1).any(dim=0).nonzero().flatten().tolist()
+    num_others = probs.shape[-1] - len(likely)
+    assert min(len(likely), num_others) > 5
+    states = torch.randn(3, draft.lm_head.in_features)
+    of_target, of_draft, times_drawn = 0, 0, torch.zeros(probs.shape[-1])
+    vocabularies = sampled_vocabularies(draft, batch, 4, 4000)
+    for vocabulary in vocabularies:
+        times_drawn[vocabulary.tokens] += 1
+        of_target += vocabulary.of_logits(batch.target_logits).exp().sum(-1) / len(vocabularies)
+        of_draft += vocabulary.head(states).exp().sum(-1) / len(vocabularies)
+    assert {len(vocabulary.tokens) for vocabulary in vocabularies} == {len(likely) + 4}
+    assert times_drawn[likely].tolist() == [4000] * len(likely)
+    others = [token for token in range(probs.shape[-1]) if token not in likely]
+    assert times_drawn[others].min() > 0.85 * 4000 * 4 / num_others
+    # What each softmax is divided by is that of all tokens, on average.
+    torch.testing.assert_close(of_target, batch.target_logits.exp().sum(-1), rtol=0.05, atol=0)
+    torch.testing.assert_close(of_draft, draft.lm_head(states).exp().sum(-1), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("least", [0.0, 2.0], ids=["all are likely", "all are drawn"])
+def test_a_sample_of_all_tokens_is_the_vocabulary(monkeypatch, least):
+    monkeypatch.setattr(ttt, "LEAST_PROBABILITY", max(least, 1e-30))
+    target = make_target("llama")
+    draft = make_draft(target)
+    batch = make_batch(target, draft, make_prompt(17, batch_size=2))
+    results = []
+    for num_sampled in (None, VOCAB_SIZE):
+        draft.zero_grad()
+        outputs = ttt_loss(draft, batch, STEPS, num_sampled=num_sampled)
+        outputs.loss_sums.sum().backward()
+        results.append((outputs, [parameter.grad.clone() for parameter in draft.parameters()]))
+    (whole, of_whole), (sampled, of_sampled) = results
+    for ours, theirs in zip(vars(sampled).values(), vars(whole).values()):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(of_sampled, of_whole, atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_of_a_sampled_vocabulary_point_where_those_of_the_whole_do(monkeypatch):
+    monkeypatch.setattr(ttt, "LEAST_PROBABILITY", 0.1)
+    target = make_target("llama")
+    draft = make_draft(target)
+    batch = make_batch(target, draft, make_prompt(17, batch_size=2))
+
+    def gradient(num_sampled):
+        loss = ttt_loss(draft, batch, 3, num_sampled=num_sampled).loss_sums.sum()
+        return torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(draft.parameters()))])
+
+    whole = gradient(None)
+    mean = sum(gradient(4) for _ in range(40)) / 40
+    assert F.cosine_similarity(mean, whole, dim=0) > 0.97
+
+
 def test_counted_rows():
     labels = torch.tensor([[1, 1, -100, 1, 1, 1, 1, -100]])
     documents = torch.tensor([[1, 1, 1, 1, 2, 2, 2, -1]])

@@ -50,6 +50,11 @@ class Eagle3TrainingArguments(SFTConfig):
             Share of the rows of each drafting step that the next one goes on with, drawn at random: step `s` computes
             `ttt_row_share ** s` of them, and its loss stands for all. Below 1 training sees more tokens in the same time,
             and less of the later steps.
+        sampled_vocab_size (`int`, *optional*):
+            How many of the tokens that the target finds improbable everywhere in a batch (below 1%) its loss takes, drawn at
+            random, each of which stands for as many as there are beside them (sampled softmax,
+            https://huggingface.co/papers/1412.2007); beside all that are probable somewhere. With a large draft vocabulary
+            that is most of the time and memory of a drafting step. For `loss_type="kl"`. By default all tokens.
         loss_type (`str`, *optional*, defaults to `"kl"`):
             `"kl"` (forward KL), `"ce"`, `"lk_alpha"`, `"lk_lambda"` or `"race"`: see `hf_eagle3.training.losses`.
         rollout_share (`float`, *optional*, defaults to `0.0`):
@@ -138,6 +143,12 @@ class Eagle3TrainingArguments(SFTConfig):
     ttt_row_share: float = field(
         default=1.0, metadata={"help": "Share of the rows of each drafting step that the next one goes on with."}
     )
+    sampled_vocab_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "How many improbable tokens the loss takes, at random, in place of the whole draft vocabulary."
+        },
+    )
     loss_type: LossType = field(
         default="kl",
         metadata={"help": "`kl`, `ce`, `lk_alpha`, `lk_lambda` or `race`.", "choices": list(LOSS_TYPES)},
@@ -198,6 +209,7 @@ class Eagle3TrainingArguments(SFTConfig):
         for name, least in (
             ("ttt_steps", 1),
             ("draft_vocab_size", 1),
+            ("sampled_vocab_size", 1),
             ("max_length", 3),  # a token whose state is read, the next, and what these predict
             ("num_eval_prompts", 0),
             ("eval_max_new_tokens", 1),
@@ -206,7 +218,7 @@ class Eagle3TrainingArguments(SFTConfig):
             ("rollout_max_new_tokens", 1),
         ):
             value = getattr(self, name)
-            may_be_none = name in ("draft_vocab_size", "max_length")
+            may_be_none = name in ("draft_vocab_size", "sampled_vocab_size", "max_length")
             if not (value is None and may_be_none) and (type(value) is not int or value < least):
                 raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
         threshold = self.assistant_confidence_threshold
@@ -230,6 +242,8 @@ class Eagle3TrainingArguments(SFTConfig):
             raise ValueError(f"`draft_form` must be one of {list(FORMS)}, got {self.draft_form!r}.")
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(f"`loss_type` must be one of {LOSS_TYPES}, got {self.loss_type!r}.")
+        if self.sampled_vocab_size is not None and self.loss_type != "kl":
+            raise ValueError(f"`sampled_vocab_size` is for the loss 'kl', not {self.loss_type!r}.")
         if self.use_muon and self.optim != type(self).optim:
             raise ValueError("`optim` has no effect where Muon and AdamW train. Pass `use_muon=False` with it.")
         if self.use_muon and not hasattr(torch.optim, "Muon"):

@@ -89,6 +89,7 @@ OF_ONE_TRAINING = (
     "rollout_share",
     "rollout_start",
     "rollout_temperature",
+    "sampled_vocab_size",
     "seed",
     "ttt_row_share",
     "ttt_step_decay",

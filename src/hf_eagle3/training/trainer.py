@@ -197,8 +197,11 @@ class Eagle3Trainer(SFTTrainer):
         if store is not None:
             store.check(describe(target_model, self.processing_class, self.aux_layer_ids))
             self.data_collator = FeatureCollator(self.data_collator, store)
-        if args.ttt_row_share < 1 and hasattr(draft, "training_loss"):
-            raise ValueError(f"{type(draft).__name__} learns from all rows in each step. Leave `ttt_row_share` out.")
+        if hasattr(draft, "training_loss") and (args.ttt_row_share < 1 or args.sampled_vocab_size is not None):
+            raise ValueError(
+                f"{type(draft).__name__} learns from all rows and tokens in each step. Leave `ttt_row_share` and "
+                "`sampled_vocab_size` out."
+            )
         # One forward of the wrapped model is one unroll, so that DDP, FSDP and autocast do what they do around a
         # forward. Replaces the fused loss that `SFTTrainer` puts in the same place.
         draft.forward = MethodType(_forward_or_unroll, draft)
@@ -435,10 +438,10 @@ class Eagle3Trainer(SFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         batch, steps = self.target_features(inputs), self.num_ttt_steps if model.training else self.args.ttt_steps
-        row_share = self.args.ttt_row_share if model.training else 1.0
-        outputs: TTTOutput = model(
-            unroll=lambda draft: draft_loss(draft, batch, steps, self.args.loss_type, row_share)
-        )
+        shares = {}
+        if model.training:
+            shares = {"row_share": self.args.ttt_row_share, "num_sampled": self.args.sampled_vocab_size}
+        outputs: TTTOutput = model(unroll=lambda draft: draft_loss(draft, batch, steps, self.args.loss_type, **shares))
         num_rows = outputs.num_rows if num_items_in_batch is None else num_items_in_batch
         weights = self.args.ttt_step_decay ** torch.arange(steps, device=num_rows.device)
         loss = (weights * outputs.loss_sums / num_rows.clamp(min=1)).sum()

@@ -28,11 +28,13 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from ..remote_code.ragged_eagle3 import flat_indices, take_rows
-from .losses import DraftLoss, LossType, acceptance_rates, probabilities
+from .losses import DraftLoss, LossType, acceptance_rates, log_sum_exp, pieces, probabilities
 
 
 # Acceptance rates are computed in one of so many rows: sorting a vocabulary takes longer than its loss.
 ONE_IN = 64
+# Tokens to which the target gives less than that everywhere in a batch may be left out of a sampled softmax.
+LEAST_PROBABILITY = 0.01
 # Scores of so many queries stand in memory at once.
 BLOCK_SIZE = 512
 
@@ -405,10 +407,54 @@ def some_of(states: torch.Tensor, num: int) -> torch.LongTensor:
     return torch.rand(states.shape[:2], device=states.device).topk(num, dim=1).indices.sort(dim=1).values
 
 
-def draft_loss(draft, batch: TTTBatch, steps: int, loss_type: LossType = "kl", row_share: float = 1.0) -> TTTOutput:
-    """The loss of a draft's own kind: its `training_loss(batch, steps)`, or else that of [`ttt_loss`]."""
+class SampledVocabulary(NamedTuple):
+    """
+    Some tokens of the draft vocabulary, by which the softmax over all of them is estimated (sampled softmax,
+    https://huggingface.co/papers/1412.2007).
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(S,)`): Places in the draft vocabulary.
+        log_weights (`torch.FloatTensor` of shape `(S,)`): The logarithm of how many tokens each one stands for.
+        weight (`torch.FloatTensor` of shape `(S, H)`): Their rows of the head.
+    """
+
+    tokens: torch.LongTensor
+    log_weights: torch.FloatTensor
+    weight: torch.FloatTensor
+
+    @classmethod
+    def of(cls, batch: TTTBatch, head: torch.nn.Linear, num_sampled: int) -> "SampledVocabulary":
+        """All tokens that the target somewhere gives `LEAST_PROBABILITY`, and `num_sampled` of the others at random."""
+        everywhere = [batch.target_logits, *(level.target_logits for level in batch.tree_levels)]
+        best = [
+            (logits - total[..., None]).amax(dim=(0, 1))
+            for each in everywhere
+            if each.numel() > 0  # a level may have no nodes
+            for logits, total in pieces(each, log_sum_exp(each))
+        ]
+        best = torch.stack(best).amax(dim=0)
+        is_likely = best >= math.log(LEAST_PROBABILITY)
+        others = (~is_likely).nonzero().flatten()
+        log_weights = torch.zeros_like(best, dtype=torch.float32)
+        if len(others) > num_sampled:
+            others = others[torch.randperm(len(others), device=others.device)[:num_sampled]]
+            log_weights[others] = math.log((~is_likely).sum().item() / num_sampled)
+        tokens = torch.cat([is_likely.nonzero().flatten(), others]).sort().values
+        return cls(tokens, log_weights[tokens], head.weight[tokens])
+
+    def of_logits(self, logits: torch.FloatTensor) -> torch.FloatTensor:
+        """Logits `(..., S)` of the softmax that stands for that of `logits` `(..., draft_vocab_size)`."""
+        return logits[..., self.tokens] + self.log_weights
+
+    def head(self, states: torch.FloatTensor) -> torch.FloatTensor:
+        """The draft's head, with such logits `(..., S)`."""
+        return F.linear(states, self.weight, self.log_weights.to(self.weight.dtype))
+
+
+def draft_loss(draft, batch: TTTBatch, steps: int, loss_type: LossType = "kl", **kwargs) -> TTTOutput:
+    """The loss of a draft's own kind: its `training_loss(batch, steps)`, or else that of [`ttt_loss`], which takes the rest."""
     own = getattr(draft, "training_loss", None)
-    return ttt_loss(draft, batch, steps, loss_type, row_share) if own is None else own(batch, steps)
+    return ttt_loss(draft, batch, steps, loss_type, **kwargs) if own is None else own(batch, steps)
 
 
 def ttt_loss(
@@ -417,6 +463,7 @@ def ttt_loss(
     steps: int,
     loss_type: LossType = "kl",
     row_share: float = 1.0,
+    num_sampled: int | None = None,
     max_logits: int = 2**25,
 ) -> TTTOutput:
     """
@@ -425,17 +472,24 @@ def ttt_loss(
     Args:
         loss_type (`str`, *optional*, defaults to `"kl"`): See [`DraftLoss`].
         row_share (`float`, *optional*, defaults to 1.0): See [`ttt_unroll`].
+        num_sampled (`int`, *optional*): See [`SampledVocabulary`]. By default the softmax is that over all tokens.
         max_logits (`int`, *optional*): See [`unroll_loss`].
     """
+    vocabulary = None if num_sampled is None else SampledVocabulary.of(batch, draft.lm_head, num_sampled)
 
     def row_loss(logits, targets):
         return DraftLoss.apply(logits, targets.probs, targets.mass, targets.entropy, loss_type)
 
-    return unroll_loss(draft, batch, ttt_unroll(draft, batch, steps, row_share), row_loss, max_logits)
+    return unroll_loss(draft, batch, ttt_unroll(draft, batch, steps, row_share), row_loss, max_logits, vocabulary)
 
 
 def unroll_loss(
-    draft, batch: TTTBatch, unroll: Iterable[UnrollStep], row_loss: Callable, max_logits: int = 2**25
+    draft,
+    batch: TTTBatch,
+    unroll: Iterable[UnrollStep],
+    row_loss: Callable,
+    max_logits: int = 2**25,
+    vocabulary: SampledVocabulary | None = None,
 ) -> TTTOutput:
     """
     The loss of each step, and what it says about drafting.
@@ -447,15 +501,21 @@ def unroll_loss(
         max_logits (`int`, *optional*):
             How many of the draft's logits may stand in memory: where a step has more, they are computed in pieces, and
             again in backward.
+        vocabulary (`SampledVocabulary`, *optional*):
+            In place of the whole one, for steps whose head is `draft.lm_head`.
     """
-    target_probs, entropy = probabilities(batch.target_logits)  # (B, L, V_draft), (B, L)
+    target_logits, token_ids = batch.target_logits, draft.draft_token_ids
+    if vocabulary is not None:
+        target_logits, token_ids = vocabulary.of_logits(target_logits), token_ids[vocabulary.tokens]
+    target_probs, entropy = probabilities(target_logits)  # (B, L, V_draft), (B, L)
     batch_size, length, vocab_size = target_probs.shape
     piece = max(max_logits // (batch_size * vocab_size), 1)
 
     def score(head, states, rows, *targets):
         logits, targets = head(states), RowTargets(*targets)
         loss, logits = (row_loss(logits, targets) * rows).sum(), logits.detach()
-        best = draft.draft_token_ids[logits.max(dim=-1).indices]
+        unweighted = logits if vocabulary is None else logits - vocabulary.log_weights
+        best = token_ids[unweighted.max(dim=-1).indices]
         some = slice(None, None, ONE_IN)
         sampled = rows[:, some]
         rates = acceptance_rates(logits[:, some], targets.probs[:, some], targets.mass[:, some])
@@ -472,6 +532,7 @@ def unroll_loss(
 
     outputs, reached = [], torch.ones_like(batch.input_ids, dtype=torch.bool)
     for step, (states, head, row_losses, nodes, kept) in enumerate(unroll):
+        head = head if vocabulary is None else vocabulary.head
         rows = counted_rows(batch.labels, batch.documents, step)
         num, all_targets = rows.shape[1], (target_probs, batch.target_mass, entropy, batch.target_tokens)
         # Row t of the draft is about the target's row t + 1 + step, which is about the token after it.
@@ -493,7 +554,8 @@ def unroll_loss(
             scores.append(((row_losses[:, :num] * rows).sum(), 0, 0, rows[:, :0]))
         if nodes is not None:
             node_states, level = nodes
-            node_probs, node_entropy = probabilities(level.target_logits)
+            node_logits = level.target_logits if vocabulary is None else vocabulary.of_logits(level.target_logits)
+            node_probs, node_entropy = probabilities(node_logits)
             lost = by_piece(score_nodes, head, node_states, level.weights, node_probs, level.target_mass, node_entropy)
             scores.append((sum(lost), 0, 0, rows[:, :0]))
         losses, num_sampled, acceptances, correct = zip(*scores)
