@@ -121,9 +121,11 @@ def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None
             learning_rate=args.learning_rate,
             ttt_steps=args.ttt_steps,
             ttt_warmup=args.ttt_warmup,
+            ttt_row_share=args.ttt_row_share,
             draft_form=args.draft_form,
             model_init_kwargs={"model_type": args.layer_type},
             draft_vocab_size=min(args.draft_vocab_size, target.config.get_text_config().vocab_size),
+            sampled_vocab_size=args.sampled_vocab_size,
             **common_arguments(args, args.batch_size),
         ),
         train_dataset=dataset,
@@ -216,10 +218,17 @@ def main():
         choices=["llama", "qwen3"],
         help="qwen3, the default but for classic drafts, norms queries and keys; llama does not",
     )
+    parser.add_argument(
+        "--sampled_vocab_size",
+        type=int,
+        default=1024,
+        help="As many of the tokens that are improbable in a batch are in its loss; the draft vocabulary's size for all",
+    )
     # In minutes on a CPU new tokens teach more than later TTT steps: those come when the first one is learned.
     parser.add_argument("--learning_rate", type=float, default=1e-2, help="Tried with small targets only")
     parser.add_argument("--ttt_steps", type=int, default=5, help="Drafting steps unrolled in training")
     parser.add_argument("--ttt_warmup", type=float, default=0.8, help="Share of the time in which they grow from one")
+    parser.add_argument("--ttt_row_share", type=float, default=0.6, help="Share of the rows that each goes on with")
     parser.add_argument("--max_length", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=8 if torch.cuda.is_available() else 4)
     parser.add_argument("--max_new_tokens", type=int, default=48)

@@ -53,9 +53,7 @@ def measure(args, length: int, results) -> None:
     for _ in range(args.repeats):
         start = time.perf_counter()
         with torch.autocast(args.device, dtype=torch.bfloat16, enabled=args.bf16):
-            ttt_loss(
-                draft, batch, args.ttt_steps, row_share=args.row_share, num_sampled=args.num_sampled
-            ).loss_sums.sum().backward()
+            ttt_loss(draft, batch, args.ttt_steps, row_share=args.row_share).loss_sums.sum().backward()
         if on_gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
@@ -90,7 +88,6 @@ def main():
     )
     parser.add_argument("--draft_vocab_size", type=int, default=2048)
     parser.add_argument("--ttt_steps", type=int, default=7)
-    parser.add_argument("--num_sampled", type=int, help="See `sampled_vocab_size` of the trainer")
     parser.add_argument("--row_share", type=float, default=1.0, help="See `ttt_row_share` of the trainer")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--bf16", action="store_true")
