@@ -31,7 +31,7 @@ quickstart: install
 test: $(VENV)/.tested
 	$(BIN)/python -m ruff check src tests recipes
 	$(BIN)/python -m ruff format --check src tests recipes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # One draft in vLLM, llama.cpp and OpenVINO, each in an environment of its own: some 6 GB, half an hour at first.
 test-engines: install

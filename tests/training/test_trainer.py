@@ -455,6 +455,8 @@ def test_models_that_fsdp_would_not_save(tmp_path, tokenizer, monkeypatch):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
         with refusal:
             make_trainer(tmp_path, tokenizer)
+    with pytest.raises(ValueError, match="FSDP and DeepSpeed keep in parts"):
+        make_trainer(tmp_path, tokenizer, sampled_vocab_size=4)
 
 
 def test_a_process_with_several_gpus(tmp_path, tokenizer, caplog):

@@ -54,7 +54,8 @@ class Eagle3TrainingArguments(SFTConfig):
             How many of the tokens that the target finds improbable everywhere in a batch (below 1%) its loss takes, drawn at
             random, each of which stands for as many as there are beside them (sampled softmax,
             https://huggingface.co/papers/1412.2007); beside all that are probable somewhere. With a large draft vocabulary
-            that is most of the time and memory of a drafting step. For `loss_type="kl"`. By default all tokens.
+            that is most of the time and memory of a drafting step. For `loss_type="kl"`, and not under FSDP or DeepSpeed. By
+            default all tokens.
         loss_type (`str`, *optional*, defaults to `"kl"`):
             `"kl"` (forward KL), `"ce"`, `"lk_alpha"`, `"lk_lambda"` or `"race"`: see `hf_eagle3.training.losses`.
         rollout_share (`float`, *optional*, defaults to `0.0`):

@@ -184,6 +184,11 @@ class Eagle3Trainer(SFTTrainer):
                 "`Trainer` saves no model that FSDP keeps in parts. Set `fsdp_state_dict_type: FULL_STATE_DICT` in accelerate's "
                 "configuration, as in recipes/accelerate_configs/fsdp2.yaml."
             )
+        if args.sampled_vocab_size is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError(
+                "`sampled_vocab_size` takes rows of the draft's head, which FSDP and DeepSpeed keep in parts. Leave it out, or train by "
+                "DDP: a draft is small."
+            )
         draft = self.draft
         self._settle_vocabulary(draft, target_model, takes_vocabulary_from_data)
         self.target_model = target_model
