@@ -331,7 +331,7 @@ def test_a_batch_is_as_fast_as_its_slowest_row(monkeypatch):
     monkeypatch.setattr(
         StepCosts, "seconds", lambda self, part, size: 0.3 if part == "draft" else 1 + 0.01 * (size - 2)
     )
-    target, batch = make_target("llama"), make_batch([5, 9])
+    target, batch = make_target("llama"), make_batch([5, 9], seed=1)
     settings = {"max_new_tokens": 150, "do_sample": False, "pad_token_id": 0}
     expected = target.generate(**batch, **settings)
     padding = (1 - batch["attention_mask"]).sum(dim=1, keepdim=True)
@@ -344,7 +344,7 @@ def test_a_batch_is_as_fast_as_its_slowest_row(monkeypatch):
         draft.generation_config.update(tree_policy="auto", tree_depth=4, branching_factor=1)
         assert target.generate(**batch, assistant_model=draft, **settings).tolist() == expected.tolist()
         shares.append(draft.last_generation.plain_steps / draft.last_generation.target_forwards)
-    assert shares[0] < 0.3 and shares[1] > 0.6
+    assert shares[0] < 0.3 and shares[1] > 0.7
 
 
 def step_of(counts, progress):
