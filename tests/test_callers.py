@@ -239,6 +239,29 @@ def test_targets_of_which_the_draft_sees_something_else_are_refused(draft, make_
         target.generate(input_ids=make_prompt(5), assistant_model=draft, **SETTINGS)
 
 
+def test_activated_lora_is_refused():
+    """It adapts the last tokens of each forward, as many as follow its invocation."""
+    target = make_target("llama")
+    draft = Eagle3ForSpeculation.from_target(target).eval()
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[7, 8])
+    adapted, prompt = get_peft_model(target, config).eval(), torch.tensor([[5, 6, 7, 8, 9]])
+    with pytest.raises(ValueError, match="An activated LoRA"):
+        adapted.generate(input_ids=prompt, assistant_model=draft, **SETTINGS)
+    with adapted.disable_adapter():
+        assert_same_text(adapted, draft)
+
+
+def test_a_window_of_the_best_tokens_is_refused_where_it_matters():
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("doge", **sizes, **heads, keep_window_size=16, eos_token_id=None)
+    target = AutoModelForCausalLM.from_config(config).eval()
+    draft = Eagle3ForSpeculation.from_target(target).eval()
+    assert_same_text(target, draft, make_prompt(5), max_new_tokens=8)
+    with pytest.raises(ValueError, match="`keep_window_size` of 16"):
+        target.generate(make_prompt(5), assistant_model=draft, **{**SETTINGS, "max_new_tokens": 20})
+
+
 def test_draft_that_drops_out_is_refused(target):
     draft = Eagle3ForSpeculation.from_target(target, attention_dropout=0.5)  # in training mode, as a fresh one is
     with pytest.raises(ValueError, match="The draft is in training mode"):

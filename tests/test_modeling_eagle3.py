@@ -8,11 +8,12 @@ import torch
 from conftest import FAMILIES, VOCAB_SIZE, make_prompt, make_target
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModel, DynamicCache
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
 from hf_eagle3.baselines import BASELINES
 from hf_eagle3.checkpoints import export
+from hf_eagle3.making import layer_config_for
 from hf_eagle3.remote_code.layers_eagle3 import Eagle3RMSNorm
 from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS
 
@@ -259,6 +260,22 @@ def test_from_target_for_every_family(family):
     assert draft.config.fc_norm and draft.config.norm_output
     input_ids, aux = make_inputs(draft)
     assert draft(input_ids, draft.combine_hidden_states(aux)).logits.shape == (2, 9, 10)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "rwkv"])
+def test_targets_without_attention_are_refused(model_type):
+    config = AutoConfig.for_model(model_type, vocab_size=96, hidden_size=32, num_hidden_layers=4)
+    with pytest.raises(ValueError, match=f"type '{model_type}': it has no attention"):
+        Eagle3ForSpeculation.from_target(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "beam"])
+def test_layers_that_differ(model_type):
+    """In the widths of their MLPs, or in that some do not rotate."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    layer = layer_config_for(AutoConfig.for_model(model_type), 1)
+    assert layer["rope_parameters"]["rope_theta"] > 0 and isinstance(layer["intermediate_size"], int)
 
 
 def test_unscaled_embedding_of_gemma():

@@ -206,12 +206,19 @@ def layer_config_for(text_config, num_hidden_layers: int) -> dict[str, Any]:
     def get(name):  # attributes that differ by layer (Gemma 4) refuse to be read; what is stored is the common one
         return stored[name] if name in stored else getattr(text_config, name, None)
 
-    num_heads = get("num_attention_heads")
+    num_heads, intermediate_size = get("num_attention_heads"), get("intermediate_size")
+    if isinstance(intermediate_size, list):  # one a layer (Gemma 3n)
+        intermediate_size = max(intermediate_size)
+    if not num_heads:
+        raise ValueError(
+            f"No draft can be made for a target of type {text_config.model_type!r}: it has no attention (`num_attention_heads`), and "
+            "what cannot forget drafted tokens cannot verify them."
+        )
     head_dim = get("head_dim") or text_config.hidden_size // num_heads
     if get("kv_lora_rank") is not None:  # MLA's head sizes mean something else
         head_dim = text_config.hidden_size // num_heads
     rope = get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)  # Gemma 3: one set a layer type
+    rope = rope.get("full_attention", rope) or {}  # one set a layer type (Gemma 3), or none (BEAM)
     if rope.get("rope_type", "default") in PORTABLE_ROPE_TYPES:
         # Drafts rotate whole heads at one-dimensional positions.
         rope = {key: value for key, value in rope.items() if key not in ("partial_rotary_factor", "mrope_section")}
@@ -221,7 +228,7 @@ def layer_config_for(text_config, num_hidden_layers: int) -> dict[str, Any]:
         "model_type": "llama",
         "vocab_size": text_config.vocab_size,
         "hidden_size": text_config.hidden_size,
-        "intermediate_size": get("intermediate_size") or 4 * text_config.hidden_size,
+        "intermediate_size": intermediate_size or 4 * text_config.hidden_size,
         "num_hidden_layers": num_hidden_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": get("num_key_value_heads") or num_heads,

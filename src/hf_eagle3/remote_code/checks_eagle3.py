@@ -151,6 +151,23 @@ def check_call(target, input_ids, generation_config, model_kwargs, replays):
             "tuning, which put tokens before the text that EAGLE-3 decoding does not see. Use another adapter, or leave "
             "`assistant_model` out."
         )
+    adapted = (module for module in target.modules() if not getattr(module, "disable_adapters", False))
+    hooks = (hook for module in adapted for hook in module._forward_pre_hooks.values())
+    if any(
+        "alora_offsets" in (getattr(hook, "keywords", None) or {}) for hook in hooks
+    ):  # partial functions of PEFT's
+        raise ValueError(
+            "An activated LoRA (aLoRA) adapts the last tokens of each forward, so that what the target says depends on how many "
+            "tokens a tree has. Use another adapter, or leave `assistant_model` out."
+        )
+    # Doge attends to the best of so many tokens, which in transformers are others in a forward over several tokens.
+    window = getattr(target.config.get_text_config(decoder=True), "keep_window_size", None)
+    if window is not None and generation_config.max_length > window:
+        raise ValueError(
+            f"{type(target).__name__} says something else of several tokens than of one after another where a text is longer than "
+            f"its `keep_window_size` of {window}, and this one may come to {generation_config.max_length}. Leave "
+            "`assistant_model` out, or lower `max_new_tokens`."
+        )
     check_dropout("target", target)
     if "position_ids" not in inspect.signature(target.forward).parameters:
         raise ValueError(

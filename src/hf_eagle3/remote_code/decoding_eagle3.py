@@ -89,7 +89,14 @@ class Eagle3GenerationStats:
 
         Args:
             row (`int`, *optional*, defaults to `0`): Of the call.
+
+        Raises:
+            ValueError: if the call kept no steps.
         """
+        if self.new_tokens and not self.steps:
+            raise ValueError(
+                "This call kept no steps: set `output_steps=True` in its generation config, or the draft's."
+            )
         origins = []
         for step in self.steps:
             if row in step.rows:

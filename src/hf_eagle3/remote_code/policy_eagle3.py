@@ -47,8 +47,9 @@ def tree_settings(
     for config in filter(None, (draft_config, call_config)):
         for name in vars(config).keys() - known.keys() - DEFAULT_TREE_SETTINGS.keys():
             if meant := difflib.get_close_matches(name, DEFAULT_TREE_SETTINGS, n=1, cutoff=0.8):
+                whose = "draft" if config is draft_config else "call"
                 raise ValueError(
-                    f"The generation config has a setting `{name}`, which does not exist. Did you mean `{meant[0]}`?"
+                    f"The generation config of the {whose} has a setting `{name}`, which does not exist. Did you mean `{meant[0]}`?"
                 )
     settings = {}
     for name, default in DEFAULT_TREE_SETTINGS.items():
