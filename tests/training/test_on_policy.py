@@ -170,6 +170,36 @@ def test_some_batches_are_rollouts(tmp_path, tokenizer, arguments):
     assert all(entry["step"] > 4 for entry in logged)
 
 
+def test_improbable_nodes_leave_texts(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(on_policy, "LEAST_PROBABILITY", 2.0)
+    trainer = make_trainer(tmp_path, tokenizer, **ROLLOUTS)
+    batches = recording(trainer)
+    trainer.train()
+    assert [batch["tree_levels"] for batch in batches if "tree_levels" in batch] == [[]]
+
+
+def test_what_the_target_generates_by_does_not_matter(tmp_path, tokenizer):
+    def written(**own):
+        trainer = make_trainer(
+            tmp_path, tokenizer, **ROLLOUTS, eval_dataset=TEXTS, eval_strategy="steps", eval_steps=3
+        )
+        trainer.target_model.generation_config.update(**own)
+        trainer.rollouts.roll_out(60)
+        metrics = trainer.evaluate()
+        assert trainer.target_model.generation_config.to_dict().items() >= own.items()
+        return trainer.rollouts.pending[0]["input_ids"].tolist(), metrics["eval_acceptance_length"]
+
+    others = {"num_beams": 2, "num_return_sequences": 2, "return_dict_in_generate": True, "output_attentions": True}
+    others |= {
+        "repetition_penalty": 5.0,
+        "stop_strings": ["a"],
+        "use_cache": False,
+        "do_sample": True,
+        "max_time": 0.0,
+    }
+    assert written(**others) == written()
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_texts_are_rolled_out_some_at_a_time(tmp_path, tokenizer, packing):
     """Which does not show in what is learned."""

@@ -1,9 +1,11 @@
 """The two models of a training: the target, and the draft."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ..making import FORMS
 from ..remote_code.draft_eagle3 import HUB_ARGUMENTS
@@ -84,3 +86,19 @@ def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_conf
             if hasattr(model, name):
                 getattr(model, name).requires_grad_(False)
     return model.float()
+
+
+@contextmanager
+def default_generation(target: PreTrainedModel) -> Iterator[None]:
+    """
+    Within it the target generates by transformers' defaults: what else its `generation_config` says (beams, penalties, stop
+    strings, dictionaries) is for its users, but for the tokens at which texts end.
+    """
+    model = target.get_base_model() if hasattr(target, "get_base_model") else target  # of PEFT's
+    own = model.generation_config
+    tokens = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**tokens)
+    try:
+        yield
+    finally:
+        model.generation_config = own

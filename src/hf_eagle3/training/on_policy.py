@@ -23,6 +23,7 @@ from ..remote_code.decoding_eagle3 import TreeDecoding
 from ..remote_code.draft_eagle3 import DraftModel
 from ..remote_code.outputs_eagle3 import select_hidden_states
 from .losses import log_sum_exp
+from .models import default_generation
 
 
 # Nodes that are less probable are not learned from.
@@ -69,8 +70,8 @@ class RecordingAssistant(AssistantMixin):
         self.decoding_class = RecordedDecoding
 
     def nodes(self) -> TreeNodes | None:
-        """What was recorded, if anything was drafted."""
-        return TreeNodes(*map(torch.cat, zip(*self.steps))) if self.steps else None
+        """What was recorded, if anything that is worth learning from was drafted."""
+        return TreeNodes(*map(torch.cat, zip(*self.steps))) if self.num_nodes else None
 
 
 class RecordedDecoding(TreeDecoding):
@@ -126,7 +127,8 @@ def roll_out(
     Continues prompts by `target.generate`, assisted by the draft.
 
     Args:
-        target (`PreTrainedModel`), draft ([`DraftModel`]): The models.
+        target (`PreTrainedModel`), draft ([`DraftModel`]): The models; of the target's `generation_config` only the tokens
+            at which texts end count.
         prompts (sequence of `torch.LongTensor` of shape `(L,)`): Token ids.
         pad_token_id (`int`): For shorter prompts and texts.
         max_new_tokens (`int`): Length of the continuations.
@@ -144,7 +146,7 @@ def roll_out(
     mask = torch.arange(-input_ids.shape[1], 0, device=input_ids.device) >= -lengths[:, None]
     was_training = draft.training
     draft.eval()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), default_generation(target):
         torch.manual_seed(seed)
         try:
             sequences = target.generate(

@@ -50,7 +50,7 @@ from .arguments import Eagle3TrainingArguments
 from .checkpoint import CHECKPOINT_FILES, last_whole_checkpoint, list_files, what_is_broken
 from .console import show_few
 from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, start_store
-from .models import draft_to_train, load_target
+from .models import default_generation, draft_to_train, load_target
 from .on_policy import Rollouts
 from .optimizer import MuonWithAdamW
 from .record import check_resumption, training_record
@@ -594,7 +594,8 @@ class Eagle3Trainer(SFTTrainer):
         was_training = draft.training
         draft.eval()
         try:
-            self._continue_beginnings(dataset, draft, sums, process, num_processes)
+            with default_generation(self.target_model):
+                self._continue_beginnings(dataset, draft, sums, process, num_processes)
         finally:
             draft.train(was_training)
             draft.generation_config.tree_policy = policy
@@ -611,7 +612,6 @@ class Eagle3Trainer(SFTTrainer):
                 assistant_model=draft,
                 max_new_tokens=self.args.eval_max_new_tokens,
                 do_sample=False,
-                return_dict_in_generate=False,
                 synced_gpus=False,  # where all run it together, they take the same steps
             )
             new, lengths = sequences[0, prompt.shape[-1] :], draft.last_generation.accepted_lengths
