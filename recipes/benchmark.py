@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, CompileConfig
 
-from hf_eagle3.environment import environment
+from hf_eagle3.environment import environment, folder_or_hub_id
 from hf_eagle3.evaluation import (
     METHODS,
     BenchmarkResults,
@@ -60,8 +60,8 @@ NOT_MEASURED = ("json", "plots", "markdown", "compare", "profile")
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="Target: a folder or a Hub id")
-    parser.add_argument("--draft", help="Draft: a folder or a Hub id")
+    parser.add_argument("--target", type=folder_or_hub_id, help="Target: a folder or a Hub id")
+    parser.add_argument("--draft", type=folder_or_hub_id, help="Draft: a folder or a Hub id")
     parser.add_argument("--code", choices=CODES, default="installed", help=CODE_HELP)
     parser.add_argument("--assistant", help="Small model for the method `assistant`: a folder or a Hub id")
     parser.add_argument("--dflash", help="DFlash draft for the method `dflash`: a folder or a Hub id")

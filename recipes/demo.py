@@ -14,12 +14,13 @@ of each step.
 import argparse
 
 from hf_eagle3.demo import Comparison, import_gradio, make_app, push_space
+from hf_eagle3.environment import folder_or_hub_id
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="Folder or Hub id")
-    parser.add_argument("--draft", required=True, help="Folder or Hub id")
+    parser.add_argument("--target", type=folder_or_hub_id, required=True, help="Folder or Hub id")
+    parser.add_argument("--draft", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     parser.add_argument("--dtype", default="auto", help="Dtype of target and draft; float32 for identical texts")
     parser.add_argument("--device", help="By default a GPU, if there is one")
     parser.add_argument("--push_to", metavar="OWNER/NAME", help="Make it a Space on the Hub, and open nothing")

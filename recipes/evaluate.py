@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation, assist
-from hf_eagle3.environment import environment
+from hf_eagle3.environment import environment, folder_or_hub_id
 from hf_eagle3.tokenizer import load_tokenizer
 
 
@@ -45,8 +45,8 @@ def evaluate(target, tokenizer, context, args, limit: int | None) -> tuple[dict,
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="Folder or Hub id")
-    parser.add_argument("--draft", required=True, help="Folder or Hub id")
+    parser.add_argument("--target", type=folder_or_hub_id, required=True, help="Folder or Hub id")
+    parser.add_argument("--draft", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     parser.add_argument("--tasks", nargs="+", required=True, help="Of lm_eval, or of `--include_path`")
     parser.add_argument("--include_path", help="Folder of tasks of your own, as lm_eval takes it")
     parser.add_argument("--limit", type=int, help="Only the first so many questions of each task")

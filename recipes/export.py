@@ -26,13 +26,18 @@ from huggingface_hub import HfApi
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import WRITABLE, export, load_ends
 from hf_eagle3.checkpoints.files import check_new_folder
+from hf_eagle3.environment import folder_or_hub_id
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("draft", help="Folder or Hub id, in any format that can be read")
+    parser.add_argument("draft", type=folder_or_hub_id, help="Folder or Hub id, in any format that can be read")
     parser.add_argument("--to", required=True, choices=[*WRITABLE, "speculators"], help="Format to write")
-    parser.add_argument("--target", help="The draft's target, where its own format does not name it: folder or Hub id")
+    parser.add_argument(
+        "--target",
+        type=folder_or_hub_id,
+        help="The draft's target, where its own format does not name it: folder or Hub id",
+    )
     parser.add_argument("--target_gguf", help="For gguf: the target as llama.cpp has it")
     parser.add_argument(
         "--python", help="For openvino: the interpreter of an environment that has optimum-intel and openvino"

@@ -11,7 +11,8 @@ it.
 
 With `--target` the draft is also checked against that model; only its configuration and embedding are read. With
 `--prompt` the whole model is, and goes on from the prompt: printed are the trees of the first steps, as the tree policy
-`static` makes them, greedily, with a tick at each token that was accepted.
+`static` makes them, greedily, with a tick at each token that was accepted. A step without a tree is one for which the draft
+was not sure enough of any token (`assistant_confidence_threshold`).
 """
 
 import argparse
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import describe_engines, load_ends
 from hf_eagle3.demo import describe_step, encode, tree_text
-from hf_eagle3.environment import is_path
+from hf_eagle3.environment import folder_or_hub_id, is_path
 from hf_eagle3.remote_code.policy_eagle3 import tree_settings
 from hf_eagle3.tokenizer import load_tokenizer
 
@@ -94,9 +95,11 @@ def print_trees(draft, name: str, prompt: str, num_steps: int) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("draft", help="Folder or Hub id")
+    parser.add_argument("draft", type=folder_or_hub_id, help="Folder or Hub id")
     parser.add_argument("--revision", help="Revision on the Hub")
-    parser.add_argument("--target", help="Folder or Hub id of a model to check the draft against")
+    parser.add_argument(
+        "--target", type=folder_or_hub_id, help="Folder or Hub id of a model to check the draft against"
+    )
     parser.add_argument("--prompt", help="Print trees that follow this; by the target's chat template, if it has one")
     parser.add_argument("--steps", type=int, default=3, help="Of how many steps, with --prompt")
     args = parser.parse_args()

@@ -17,13 +17,14 @@ import argparse
 from huggingface_hub import whoami
 
 from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.environment import folder_or_hub_id
 from hf_eagle3.evaluation import BenchmarkResults
 from hf_eagle3.hub import push_draft, repo_name, write_draft
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("draft", help="Folder or Hub id, in any format that can be read")
+    parser.add_argument("draft", type=folder_or_hub_id, help="Folder or Hub id, in any format that can be read")
     parser.add_argument("--repo_id", help="By default <you>/<target>-speculator.eagle3")
     parser.add_argument("--benchmark", help="What `recipes/benchmark.py --json` wrote about this draft")
     parser.add_argument("--target", help="Hub id of the target, if the draft names it otherwise")

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from trl import SFTConfig, SFTTrainer
 
 from hf_eagle3 import Eagle3TrainingArguments
-from hf_eagle3.environment import public_name
+from hf_eagle3.environment import folder_or_hub_id, public_name
 from hf_eagle3.evaluation.results import what_differs
 from hf_eagle3.evaluation.tasks import standard_library
 from hf_eagle3.hub import write_records
@@ -45,8 +45,10 @@ from hf_eagle3.training.record import training_record
 NUM_PROMPTS = 20
 PROMPT_TOKENS = 48
 EOS = "<|endoftext|>"
-# Arguments that target and draft do not depend on.
+# Arguments that target and draft do not depend on, and those that only the draft does.
 NOT_TRAINED = ("max_new_tokens", "min_steps", "output_dir", "prompts", "repeats")
+OF_DRAFT = ("batch_size", "draft_form", "draft_minutes", "draft_vocab_size", "layer_type", "learning_rate")
+OF_DRAFT += ("sampled_vocab_size", "ttt_row_share", "ttt_steps", "ttt_warmup")
 
 
 def local_or_hub_dataset(name: str) -> tuple[Dataset, list]:
@@ -108,7 +110,8 @@ def train_target(folder: Path, dataset: Dataset, args) -> None:
         optimizers=(MuonWithAdamW(matrices, others, lr=6e-3), None),
     )
     train_for(trainer, TimeBudget(args.target_minutes, "Target", args.min_steps))
-    save(folder, target.to(torch.bfloat16) if trainer.args.bf16 else target, tokenizer)
+    target = target.to(torch.bfloat16) if trainer.args.bf16 else target
+    save(folder, target, tokenizer, training={"steps": trainer.state.global_step})
 
 
 def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None:
@@ -176,23 +179,26 @@ def write_prompts(path: Path, held_out: list, tokenizer) -> None:
     path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
 
 
-def settle_arguments(output_dir: Path, args) -> None:
-    """Keeps what a folder's models are trained with, or ends the run if those that are there were trained otherwise."""
-    file = output_dir / "arguments.json"
-    now = {name: value for name, value in vars(args).items() if name not in NOT_TRAINED}
-    if any((output_dir / name).exists() for name in ("target", "draft")):
+def check_arguments(file: Path, now: dict) -> None:
+    """Ends the run if the models that are beside the `file` were trained with other arguments than `now`."""
+    output_dir = file.parent
+    has_draft = (output_dir / "draft").exists()
+    if has_draft or (output_dir / "target").exists():
         then = json.loads(file.read_text())
-        if difference := what_differs(then, now):
+        free = () if has_draft else OF_DRAFT
+        if difference := what_differs(*({k: v for k, v in each.items() if k not in free} for each in (then, now))):
             raise SystemExit(
-                f"{output_dir} was trained with other settings: {difference}. Choose another --output_dir."
+                f"{output_dir} was trained with other settings: {difference}. Choose another --output_dir, or delete what is "
+                "to be trained anew: the draft, or both."
             )
         print(f"Reusing what {output_dir} has of target and draft, trained with the same settings.", flush=True)
-    file.write_text(json.dumps(now))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="Folder or Hub id of a target; by default a small one is trained")
+    parser.add_argument(
+        "--target", type=folder_or_hub_id, help="Folder or Hub id of a target; by default a small one is trained"
+    )
     parser.add_argument("--dataset", help="JSON Lines file or Hub id; by default the standard library's sources")
     parser.add_argument("--prompts", help="JSON Lines file of held-out prompts; by default the end of the data set")
     parser.add_argument("--output_dir", default="outputs/quickstart")
@@ -247,9 +253,9 @@ def main():
         parser.error("--target needs a --dataset to train its draft on")
 
     output_dir = Path(args.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    settle_arguments(output_dir, args)
-
+    arguments_file = output_dir / "arguments.json"
+    arguments = {name: value for name, value in vars(args).items() if name not in NOT_TRAINED}
+    check_arguments(arguments_file, arguments)
     set_seed(args.seed)
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(faster_number_of_threads())
@@ -260,6 +266,10 @@ def main():
         dataset = Dataset.from_dict({"text": documents})
     else:
         dataset, held_out = local_or_hub_dataset(args.dataset)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    arguments_file.write_text(
+        json.dumps(arguments)
+    )  # not before there are data: a run beside this one may need the old ones
     target_name, draft_dir = args.target or str(output_dir / "target"), output_dir / "draft"
     if args.target is None and not Path(target_name).exists():
         print(f"Training a small target on {len(dataset)} pieces of the standard library ...", flush=True)
@@ -289,11 +299,13 @@ def main():
             f"The comparison ended with exit code {code}. Target and draft are complete; to compare again, run this script "
             f"again, or {shlex.join(command)}"
         )
-    steps = json.loads((draft_dir / "training.json").read_text())["steps"]
-    if steps < args.min_steps:
+    records = {name: output_dir / name / "training.json" for name in ("target", "draft")}
+    steps = {name: json.loads(file.read_text())["steps"] for name, file in records.items() if file.exists()}
+    if few := {name: num for name, num in steps.items() if num < args.min_steps}:
+        name, num = next(iter(few.items()))  # a draft is trained anew after its target
         print(
-            f"The draft was trained for {steps} steps only, so that these figures mean little. When the cores are free, delete "
-            f"{draft_dir} and run this again, with more --draft_minutes if need be."
+            f"The {name} was trained for {num} steps only, of {args.min_steps} (--min_steps), so that these figures mean little. "
+            f"When the cores are free, delete {output_dir / name} and run this again, with more --{name}_minutes if need be."
         )
         return
     print(

@@ -157,6 +157,8 @@ def main():
     )
     if num_failed:
         raise SystemExit(1)
+    if not output.done:
+        raise SystemExit("There is nothing to train on: no row could be answered, for the reason above.")
     state.wait_for_everyone()
     if args.push_to_hub is not None and state.is_main_process:
         print(f"Pushed to {push_dataset(args.output_dir, args.push_to_hub, args.private or None).commit_url}.")

@@ -17,12 +17,18 @@ import argparse
 from transformers.cli.serve import Serve
 
 from hf_eagle3 import Eagle3ForSpeculation, assist
+from hf_eagle3.environment import folder_or_hub_id
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="Folder or Hub id; also the name that requests call it by")
-    parser.add_argument("--draft", required=True, help="Folder or Hub id")
+    parser.add_argument(
+        "--target",
+        type=folder_or_hub_id,
+        required=True,
+        help="Folder or Hub id; also the name that requests call it by",
+    )
+    parser.add_argument("--draft", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     parser.add_argument("--dtype", default="auto", help="Of both")
     parser.add_argument("--device", default="auto", help="Where both are: cpu, cuda:0, ...")
     parser.add_argument("--host", default="localhost")

@@ -47,7 +47,7 @@ def main():
     config = AutoConfig.from_pretrained(args.target)
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    ids = torch.arange(args.draft_vocab_size)
+    ids = torch.arange(min(args.draft_vocab_size, config.get_text_config().vocab_size))
     draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=ids, model_type=args.layer_type)
     # A head that is tied to the embeddings works like any other.
     head = target.get_output_embeddings().weight

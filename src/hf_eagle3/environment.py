@@ -1,7 +1,9 @@
 """What a figure was measured with."""
 
+import argparse
 import os
 import platform
+import sys
 from pathlib import Path
 
 import torch
@@ -41,6 +43,16 @@ def environment(device: torch.device | str) -> dict[str, str | int]:
 def is_path(name: str | None) -> bool:
     """Whether the name of a model is a path on this machine."""
     return bool(name) and (Path(name).is_absolute() or name.startswith((".", "~")) or Path(name).exists())
+
+
+def folder_or_hub_id(name: str) -> str:
+    """The name of a model on a command line (`type` of an argument): a mistyped path is told from an id of the Hub."""
+    if not Path(name).is_dir():
+        if is_path(name) or name.count("/") > 1:
+            raise argparse.ArgumentTypeError(f"there is no folder {name}")
+        if Path(name).parent.is_dir():
+            print(f"There is no folder {name}: it is looked for on the Hub.", file=sys.stderr)
+    return name
 
 
 def public_name(name: str | None) -> str | None:

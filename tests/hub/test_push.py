@@ -93,7 +93,7 @@ def test_everything_in_one_commit(hub, draft):
     # Other weights: what was measured with the first ones goes with them.
     with torch.no_grad():
         draft.fc.weight += 0.1
-    with pytest.raises(ValueError, match="benchmark.jsonl is about other weights"):
+    with pytest.raises(ValueError, match="benchmark record is about other weights"):
         push_draft(draft, REPO, benchmark=benchmark_of(make_draft(make_target("qwen3"), [make_prompt(5)])))
     draft.push_to_hub(REPO)
     files = files_of(hub)

@@ -60,10 +60,22 @@ def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe, monkeypatch):
     assert third.returncode == 0 and "is older than its target: it is trained anew" in third.stdout
     assert "these figures mean little" in third.stdout and "To publish" not in third.stdout
 
+    # With too few steps, it says which folder to delete; then a draft may be trained otherwise.
+    assert f"delete {tmp_path / 'target'} and run" in third.stdout and "--target_minutes" in third.stdout
+    shutil.rmtree(tmp_path / "draft")
+    fourth = run_recipe("quickstart.py", *arguments, "--draft_minutes", 0.02, "--learning_rate", 1e-3)
+    assert fourth.returncode == 0 and "Training a draft" in fourth.stdout and "a small target" not in fourth.stdout
+
     for changed in (["--target", "somewhere", "--dataset", "else"], ["--draft_form", "classic"]):
         other = run_recipe("quickstart.py", *arguments, *changed)
         assert other.returncode != 0 and "Choose another --output_dir" in other.stderr
         assert changed[1] in other.stderr
+    shutil.rmtree(tmp_path / "target")
+    shutil.rmtree(tmp_path / "draft")
+    known = (tmp_path / "arguments.json").read_text()  # of what another process may be training
+    with pytest.raises((OSError, ValueError)):
+        run_recipe("quickstart.py", *arguments, "--dataset", "none")
+    assert (tmp_path / "arguments.json").read_text() == known
 
 
 def test_conversations_without_an_answer(tmp_path, tokenizer):

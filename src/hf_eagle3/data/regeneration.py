@@ -201,7 +201,7 @@ class Conversation:
             return
         messages = example.get("messages") or example.get("prompt")
         if not messages:
-            raise ValueError(f"has neither messages nor a prompt, but {sorted(example)}")
+            raise ValueError(f"has neither messages nor a prompt or text, but {sorted(example)}")
         if unknown := {message["role"] for message in messages} - ROLES:
             raise ValueError(f"has messages of {sorted(unknown)}, which depend on the answers that are replaced")
         self.pending, before = [], []

@@ -204,7 +204,7 @@ def records_of(draft, training: dict | None, benchmark: BenchmarkResults | None)
             continue
         if records[name] is not None:
             raise ValueError(
-                f"{name} is about other weights than this draft's. Measure the draft that you push (`recipes/benchmark.py --json`)."
+                f"The {Path(name).stem} record is about other weights than this draft's. Measure the draft that you push (`recipes/benchmark.py --json`)."
             )
         logger.warning(f"{name} of {source} is about other weights than this draft's, and is left out.")
         found[name] = None
