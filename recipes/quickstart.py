@@ -278,9 +278,10 @@ def main():
             print(f"{draft_dir} is older than its target: it is trained anew.", flush=True)
             shutil.rmtree(draft_dir)
     tokenizer = load_tokenizer(target_name)
+    dtype = "auto" if args.bf16 else "float32"  # a target of others is stored in bfloat16 most often
     if not draft_dir.exists():
         print(f"Training a draft for {target_name} ...", flush=True)
-        target = AutoModelForCausalLM.from_pretrained(target_name)
+        target = AutoModelForCausalLM.from_pretrained(target_name, dtype=dtype)
         train_draft(draft_dir, target, tokenizer, dataset, args)
 
     prompts = args.prompts
@@ -292,7 +293,7 @@ def main():
     print(f"Generating in a fresh process, with {target_name} and {draft_dir} ...", flush=True)
     command = [sys.executable, str(Path(__file__).with_name("benchmark.py"))]
     command += ["--target", target_name, "--draft", str(draft_dir), "--prompts", prompts]
-    command += ["--max_new_tokens", str(args.max_new_tokens), "--repeats", str(args.repeats)]
+    command += ["--dtype", dtype, "--max_new_tokens", str(args.max_new_tokens), "--repeats", str(args.repeats)]
     command += ["--json", str(results), "--plots", str(output_dir / "plots")]
     if (code := subprocess.run(command).returncode) != 0:
         raise SystemExit(

@@ -88,7 +88,7 @@ def test_conversations_without_an_answer(tmp_path, tokenizer):
 
 def test_given_target_and_chat_data(tmp_path, tokenizer, run_recipe, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda command: run_forked(*command[1:]))
-    make_target("llama").save_pretrained(tmp_path / "target")
+    make_target("llama").bfloat16().save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     # Of a run that failed, nothing is left to disagree with.
     with pytest.raises((OSError, ValueError)):
@@ -96,7 +96,10 @@ def test_given_target_and_chat_data(tmp_path, tokenizer, run_recipe, monkeypatch
     chat = [{"role": "user", "content": "what is up"}, {"role": "assistant", "content": "this and that"}]
     (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 60)
     arguments = ("--target", tmp_path / "target", "--dataset", tmp_path / "chats.jsonl")
-    result = run_recipe("quickstart.py", "--output_dir", tmp_path / "out", *arguments, *FAST)
+    result = run_recipe("quickstart.py", "--output_dir", tmp_path / "out", *arguments, "--no-bf16", *FAST)
     assert result.returncode == 0, result.stderr[-3000:]
+    # Few processors compute in bfloat16, in which most targets are stored.
+    assert json.loads((tmp_path / "out" / "draft" / "config.json").read_text())["dtype"] == "float32"
+    assert all(row.num_identical == 20 for row in BenchmarkResults.read(tmp_path / "out" / "results.jsonl").rows if "eagle3" in row.method)
     prompts = (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()
     assert len(prompts) == 20 and json.loads(prompts[0]) == {"messages": chat[:1]}
