@@ -100,6 +100,10 @@ def test_given_target_and_chat_data(tmp_path, tokenizer, run_recipe, monkeypatch
     assert result.returncode == 0, result.stderr[-3000:]
     # Few processors compute in bfloat16, in which most targets are stored.
     assert json.loads((tmp_path / "out" / "draft" / "config.json").read_text())["dtype"] == "float32"
-    assert all(row.num_identical == 20 for row in BenchmarkResults.read(tmp_path / "out" / "results.jsonl").rows if "eagle3" in row.method)
+    assert all(
+        row.num_identical == 20
+        for row in BenchmarkResults.read(tmp_path / "out" / "results.jsonl").rows
+        if "eagle3" in row.method
+    )
     prompts = (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()
     assert len(prompts) == 20 and json.loads(prompts[0]) == {"messages": chat[:1]}

@@ -16,7 +16,7 @@ from .assistant_eagle3 import CUSTOM_GENERATE, install_generation_hook
 from .configuration_eagle3 import Eagle3Config
 from .draft_eagle3 import DraftModel
 from .drafter_eagle3 import Drafter
-from .layers_eagle3 import Eagle3DecoderLayer, Eagle3RMSNorm, Eagle3RotaryEmbedding
+from .layers_eagle3 import Eagle3DecoderLayer, Eagle3RMSNorm, Eagle3RotaryEmbedding, head_logits
 from .outputs_eagle3 import CACHE
 from .proposer_eagle3 import Call
 
@@ -185,7 +185,7 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
             only_last=logits_to_keep == 1,
         )
         return Eagle3Output(
-            logits=self.lm_head(normed[:, -logits_to_keep:]),
+            logits=head_logits(self.lm_head, normed[:, -logits_to_keep:]),
             last_hidden_state=last_hidden_state[:, -logits_to_keep:],
             cache=cache,
         )
