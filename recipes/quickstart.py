@@ -267,9 +267,8 @@ def main():
     else:
         dataset, held_out = local_or_hub_dataset(args.dataset)
     output_dir.mkdir(parents=True, exist_ok=True)
-    arguments_file.write_text(
-        json.dumps(arguments)
-    )  # not before there are data: a run beside this one may need the old ones
+    # Not before there are data: a run beside this one may need the old ones.
+    arguments_file.write_text(json.dumps(arguments))
     target_name, draft_dir = args.target or str(output_dir / "target"), output_dir / "draft"
     if args.target is None and not Path(target_name).exists():
         print(f"Training a small target on {len(dataset)} pieces of the standard library ...", flush=True)

@@ -14,7 +14,7 @@ from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
 from hf_eagle3.baselines import BASELINES
 from hf_eagle3.checkpoints import export
 from hf_eagle3.making import layer_config_for
-from hf_eagle3.remote_code.layers_eagle3 import LARGE_HEAD, Eagle3RMSNorm, head_logits
+from hf_eagle3.remote_code.layers_eagle3 import Eagle3Head, Eagle3RMSNorm
 from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS
 
 
@@ -280,13 +280,16 @@ def test_layers_that_differ(model_type):
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 8), (3, 5), (2, 40)])
 def test_logits_of_few_rows(shape):
-    head, states = torch.nn.Linear(256, 4096, bias=False), torch.randn(*shape, 256)
-    assert head.weight.numel() >= LARGE_HEAD
-    torch.testing.assert_close(head_logits(head, states), head(states))
-    biased = torch.nn.Linear(256, 4096)
-    assert torch.equal(head_logits(biased, states), biased(states))
+    head, states = Eagle3Head(256, 4096, bias=False), torch.randn(*shape, 256)
+    assert head.weight.numel() >= Eagle3Head.LARGE
+    torch.testing.assert_close(head(states), torch.nn.functional.linear(states, head.weight))
     half = copy.deepcopy(head).bfloat16()
-    assert torch.equal(head_logits(half, states.bfloat16()), half(states.bfloat16()))
+    assert torch.equal(half(states.bfloat16()), torch.nn.functional.linear(states.bfloat16(), half.weight))
+
+
+@pytest.mark.parametrize("draft_token_ids", [None, range(10)])
+def test_head_of_any_vocabulary(target, draft_token_ids):
+    assert type(Eagle3ForSpeculation.from_target(target, draft_token_ids=draft_token_ids).lm_head) is Eagle3Head
 
 
 def test_unscaled_embedding_of_gemma():

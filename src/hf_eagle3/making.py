@@ -6,7 +6,6 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from .remote_code.checks_eagle3 import fingerprint, whole
@@ -95,7 +94,9 @@ def set_draft_vocabulary(draft, draft_token_ids: Sequence[int] | torch.Tensor | 
     token_ids = token_ids.to(device)
     draft.config.draft_vocab_size = len(token_ids)
     dtype = draft.get_output_embeddings().weight.dtype
-    head = nn.Linear(draft.config.hidden_size, len(token_ids), bias=False, device=device, dtype=dtype)
+    head = type(draft.get_output_embeddings())(
+        draft.config.hidden_size, len(token_ids), bias=False, device=device, dtype=dtype
+    )
     if target_head.shape[-1] == draft.config.hidden_size:
         with torch.no_grad():
             head.weight.copy_(target_head[token_ids.to(target_head.device)])

@@ -153,9 +153,8 @@ def check_call(target, input_ids, generation_config, model_kwargs, replays):
         )
     adapted = (module for module in target.modules() if not getattr(module, "disable_adapters", False))
     hooks = (hook for module in adapted for hook in module._forward_pre_hooks.values())
-    if any(
-        "alora_offsets" in (getattr(hook, "keywords", None) or {}) for hook in hooks
-    ):  # partial functions of PEFT's
+    # PEFT passes them to each layer by a partial function.
+    if any("alora_offsets" in (getattr(hook, "keywords", None) or {}) for hook in hooks):
         raise ValueError(
             "An activated LoRA (aLoRA) adapts the last tokens of each forward, so that what the target says depends on how many "
             "tokens a tree has. Use another adapter, or leave `assistant_model` out."

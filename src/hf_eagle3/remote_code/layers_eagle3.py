@@ -26,19 +26,24 @@ class Eagle3RMSNorm(LlamaRMSNorm):
         return normed.to(hidden_states.dtype)
 
 
-# Weights of a head from which on it matters how they are multiplied.
-LARGE_HEAD = 2**20
+class Eagle3Head(nn.Linear):
+    """
+    The head `(..., H) -> (..., V)`. In drafting the rows of a level are few, and processors take less time where the larger
+    matrix is on the left.
+    """
 
+    LARGE = 2**20  # weights from which on that matters
 
-def head_logits(head: nn.Module, states: torch.FloatTensor) -> torch.FloatTensor:
-    """Logits `(..., V)` that a head gives for `states` `(..., H)`."""
-    num_rows = states.shape[:-1].numel()
-    of_processor = states.device.type == "cpu" and states.dtype == torch.float32 and 1 < num_rows <= 32
-    is_plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and head.bias is None
-    if not of_processor or not is_plain or head.weight.numel() < LARGE_HEAD:
-        return head(states)
-    # The rows of a level are few: processors take less time where the larger matrix is on the left.
-    return (head.weight @ states.flatten(0, -2).T).T.reshape(*states.shape[:-1], -1)
+    def forward(self, states):
+        of_processor = states.device.type == "cpu" and states.dtype == torch.float32
+        is_plain = (
+            type(self.weight) is nn.Parameter and self.bias is None
+        )  # neither quantized nor spread over processes
+        if not (
+            of_processor and is_plain and self.weight.numel() >= self.LARGE and 1 < states.shape[:-1].numel() <= 32
+        ):
+            return super().forward(states)
+        return (self.weight @ states.flatten(0, -2).T).T.reshape(*states.shape[:-1], -1)
 
 
 class Eagle3RotaryEmbedding(LlamaRotaryEmbedding):

@@ -16,7 +16,7 @@ from .assistant_eagle3 import CUSTOM_GENERATE, install_generation_hook
 from .configuration_eagle3 import Eagle3Config
 from .draft_eagle3 import DraftModel
 from .drafter_eagle3 import Drafter
-from .layers_eagle3 import Eagle3DecoderLayer, Eagle3RMSNorm, Eagle3RotaryEmbedding, head_logits
+from .layers_eagle3 import Eagle3DecoderLayer, Eagle3Head, Eagle3RMSNorm, Eagle3RotaryEmbedding
 from .outputs_eagle3 import CACHE
 from .proposer_eagle3 import Call
 
@@ -79,7 +79,7 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
         self.fc = nn.Linear(aux_size, hidden_size, bias=False)
         self.layers = nn.ModuleList(Eagle3DecoderLayer(config, i) for i in range(layer_config.num_hidden_layers))
         self.norm = Eagle3RMSNorm(hidden_size, eps=eps)
-        self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False)
+        self.lm_head = Eagle3Head(hidden_size, config.draft_vocab_size, bias=False)
         self.rotary_emb = Eagle3RotaryEmbedding(layer_config)
         if config.is_parallel:
             self.mask_hidden = nn.Parameter(torch.randn(1, 1, aux_size))
@@ -185,7 +185,7 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
             only_last=logits_to_keep == 1,
         )
         return Eagle3Output(
-            logits=head_logits(self.lm_head, normed[:, -logits_to_keep:]),
+            logits=self.lm_head(normed[:, -logits_to_keep:]),
             last_hidden_state=last_hidden_state[:, -logits_to_keep:],
             cache=cache,
         )
