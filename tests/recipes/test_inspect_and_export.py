@@ -16,11 +16,6 @@ from hf_eagle3.demo import encode
 from hf_eagle3.making import FORMS
 
 
-def run(script, *arguments, **environment):
-    command = list(map(str, [sys.executable, RECIPES / script, *arguments]))
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
-
-
 def test_inspect_and_export(tmp_path, run_recipe):
     target, other = make_target("llama"), make_target("llama", seed=1)
     for name, model in (("target", target), ("other", other)):
@@ -119,21 +114,30 @@ def test_engines_are_named_for_the_target_that_is_given(tmp_path, run_recipe):
 def test_a_branch_for_sglang(tmp_path):
     """From the Hub, and back to a branch of the same repo, over HTTP."""
     make_draft(make_target("llama"), [make_prompt(5)]).save_pretrained(tmp_path / "draft")
+    repo, folder = "me/tiny-speculator.eagle3", str(tmp_path / "sglang")
+    # The branch is read by its format, from the Hub.
+    commands = [
+        ["export.py", repo, "--to", "sglang", "--output_dir", folder, "--push_to", repo, "--revision", "sglang"],
+        ["inspect_draft.py", repo, "--revision", "sglang"],
+    ]
+    script = f"""
+import runpy, sys
+for sys.argv in {commands}:
+    try:
+        runpy.run_path({str(RECIPES)!r} + "/" + sys.argv[0], run_name="__main__")
+    except SystemExit as error:
+        assert not error.code, error.code
+"""
     with serve_hub() as hub:
         files = {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir() if path.is_file()}
-        hub.repos["me/tiny-speculator.eagle3"] = {"main": [files]}
-        arguments = ("me/tiny-speculator.eagle3", "--to", "sglang", "--output_dir", tmp_path / "sglang")
-        arguments += ("--push_to", "me/tiny-speculator.eagle3", "--revision", "sglang")
-        result = run("export.py", *arguments, **hub.environment(tmp_path / "cache"))
+        hub.repos[repo] = {"main": [files]}
+        environment = {**os.environ, **hub.environment(tmp_path / "cache")}
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
         assert result.returncode == 0, result.stderr[-3000:]
-        branches = hub.repos["me/tiny-speculator.eagle3"]
-        assert len(branches["main"]) == 1
-        pushed = branches["sglang"][-1]
-        assert json.loads(pushed["config.json"])["architectures"] == ["LlamaForCausalLMEagle3"]
-        assert not [name for name in pushed if name.endswith(".py")] and "generation_config.json" not in pushed
-        assert pushed["model.safetensors"] == (tmp_path / "sglang" / "model.safetensors").read_bytes()
-        # The branch is read by its format, from the Hub.
-        arguments = ("me/tiny-speculator.eagle3", "--revision", "sglang")
-        result = run("inspect_draft.py", *arguments, **hub.environment(tmp_path / "fresh-cache"))
-        assert result.returncode == 0, result.stderr[-3000:]
-        assert "format            sglang" in result.stdout
+        branches = hub.repos[repo]
+    assert len(branches["main"]) == 1
+    pushed = branches["sglang"][-1]
+    assert json.loads(pushed["config.json"])["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert not [name for name in pushed if name.endswith(".py")] and "generation_config.json" not in pushed
+    assert pushed["model.safetensors"] == (tmp_path / "sglang" / "model.safetensors").read_bytes()
+    assert "format            sglang" in result.stdout

@@ -18,6 +18,7 @@ TEXTS = Dataset.from_dict({"text": [f"the {i} of {i * 7}"[: 5 + i] for i in rang
 
 def make_trainer(tmp_path, tokenizer, target, dataset=TEXTS, eval_dataset=None, **arguments):
     arguments = {"max_steps": 4, "logging_steps": 1, "save_strategy": "no", "report_to": "none", **arguments}
+    arguments = {"num_eval_prompts": 2, "eval_max_new_tokens": 10, **arguments}
     arguments = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 4, "max_length": 64, **arguments}
     return Eagle3Trainer(
         model=None,
@@ -133,7 +134,7 @@ def test_evaluation_runs_the_target(tmp_path, tokenizer, packing):
         [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "d" * (10 + 5 * i)}] for i in range(12)
     ]
     chats = Dataset.from_dict({"messages": chats})
-    arguments = {"packing": packing, "assistant_only_loss": True, "max_length": 32, "num_eval_prompts": 2}
+    arguments = {"packing": packing, "assistant_only_loss": True, "max_length": 32}
     store = make_trainer(tmp_path, tokenizer, target, chats, **arguments).extract_features(tmp_path / "features")
     arguments["packing"] = False
     trainer = make_trainer(tmp_path, tokenizer, target, store, eval_dataset=chats, **arguments)

@@ -51,6 +51,8 @@ def make_trainer(
         "bf16": False,
         "per_device_train_batch_size": 4,
         "warmup_steps": 0,
+        "num_eval_prompts": 3,
+        "eval_max_new_tokens": 10,
         **arguments,
     }
     return Eagle3Trainer(
@@ -138,8 +140,7 @@ def test_logs(tmp_path, tokenizer):
 @pytest.mark.parametrize("packing", [True, False])
 def test_evaluation_decodes(tmp_path, tokenizer, packing):
     target = make_target("llama")
-    arguments = {"num_eval_prompts": 3, "eval_max_new_tokens": 10, "assistant_only_loss": True, "max_length": 512}
-    arguments["draft_vocab_size"] = 30
+    arguments = {"assistant_only_loss": True, "max_length": 512, "draft_vocab_size": 30}
     trainer = make_trainer(
         tmp_path, tokenizer, target=target, dataset=CHATS, eval_dataset=CHATS, eval_packing=packing, **arguments
     )
