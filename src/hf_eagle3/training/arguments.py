@@ -58,6 +58,13 @@ class Eagle3TrainingArguments(SFTConfig):
             default all tokens.
         loss_type (`str`, *optional*, defaults to `"kl"`):
             `"kl"` (forward KL), `"ce"`, `"lk_alpha"`, `"lk_lambda"` or `"race"`: see `hf_eagle3.training.losses`.
+        echo_factor (`int`, *optional*, defaults to `1`):
+            How often each batch is learned from, by states that the target computes once (data echoing,
+            https://huggingface.co/papers/1907.05550). An epoch takes so many times the steps. Where the target is large,
+            most of a step is its forward. Not for streams, stored features, and targets that processes share.
+        echo_buffer_size (`int`, *optional*, defaults to `16`):
+            How many batches come, in each process, before the first of them comes again. So long their states are kept in the
+            host's memory: as many numbers a token as [`Eagle3Trainer.extract_features`] stores.
         rollout_share (`float`, *optional*, defaults to `0.0`):
             Share of the batches, from `rollout_start` on, that are not data but rollouts: beginnings of the training data,
             continued by the target with the draft as it is then. The draft learns from them as from data, and from what
@@ -164,6 +171,15 @@ class Eagle3TrainingArguments(SFTConfig):
         metadata={"help": "Learning rate of what AdamW trains beside Muon; by default a fifth of `learning_rate`."},
     )
 
+    # Parameters that control how often the target reads
+    echo_factor: int = field(
+        default=1,
+        metadata={"help": "How often each batch is learned from, by states that the target computes once."},
+    )
+    echo_buffer_size: int = field(
+        default=16, metadata={"help": "Batches of which states are kept, until the first of them comes again."}
+    )
+
     # Parameters that control on-policy distillation
     rollout_share: float = field(
         default=0.0, metadata={"help": "Share of the batches that the target and the draft write themselves."}
@@ -214,6 +230,8 @@ class Eagle3TrainingArguments(SFTConfig):
             ("max_length", 3),  # a token whose state is read, the next, and what these predict
             ("num_eval_prompts", 0),
             ("eval_max_new_tokens", 1),
+            ("echo_factor", 1),
+            ("echo_buffer_size", 1),
             ("rollout_batch_size", 1),
             ("rollout_interval", 1),
             ("rollout_max_new_tokens", 1),
@@ -235,6 +253,10 @@ class Eagle3TrainingArguments(SFTConfig):
             raise ValueError(
                 f"`rollout_max_new_tokens` is {self.rollout_max_new_tokens}, which leaves no room for prompts within "
                 f"`max_length={self.max_length}`."
+            )
+        if self.echo_factor > 1 and self.train_sampling_strategy == "batch_rebalance":
+            raise ValueError(
+                "`train_sampling_strategy='batch_rebalance'` makes batches that do not come again (`echo_factor`)."
             )
         for name in ("ttt_step_decay", "ttt_row_share"):
             if not 0 < getattr(self, name) <= 1:

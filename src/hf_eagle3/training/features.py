@@ -311,6 +311,11 @@ class FeatureCollator:
         return {**batch, "states": padded}
 
 
+def stacked(aux: torch.FloatTensor, last: torch.FloatTensor) -> torch.FloatTensor:
+    """What [`TargetStates`] returns as `states` `(B, L, n_aux + 1, H)`, the last being what the target's head reads."""
+    return torch.cat([aux, last], dim=-1).unflatten(-1, (-1, last.shape[-1]))
+
+
 def start_store(folder: str | Path, rows: Dataset, description: dict, rows_per_shard: int, dtype: torch.dtype) -> None:
     """
     Writes rows and index of a [`FeatureStore`], or checks that those there are the same.
@@ -355,8 +360,7 @@ def write_shard(folder: Path | None, shard: int, target_states: TargetStates, ba
     """
     rows, lengths = [], [0]
     for batch, batch_lengths in batches:
-        aux, last = target_states(batch)
-        states = torch.cat([aux, last], dim=-1).unflatten(-1, (-1, last.shape[-1]))
+        states = stacked(*target_states(batch))
         if len(states) != len(batch_lengths):  # without padding, all in one row
             states = states[0].split(batch_lengths + [states.shape[1] - sum(batch_lengths)])
         rows += [each[:length].cpu() for each, length in zip(states, batch_lengths)]

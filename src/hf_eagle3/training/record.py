@@ -74,6 +74,8 @@ OF_ONE_TRAINING = (
     "dataset_train_split",
     "draft_form",
     "draft_vocab_size",
+    "echo_buffer_size",
+    "echo_factor",
     "learning_rate",
     "loss_type",
     "lr_scheduler_type",

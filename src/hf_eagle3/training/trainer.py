@@ -49,6 +49,7 @@ from ..remote_code.draft_eagle3 import DraftModel
 from .arguments import Eagle3TrainingArguments
 from .checkpoint import CHECKPOINT_FILES, last_whole_checkpoint, list_files, what_is_broken
 from .console import show_few
+from .echo import EchoBuffer, EchoSampler
 from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, start_store
 from .models import default_generation, draft_to_train, load_target
 from .on_policy import Rollouts
@@ -158,7 +159,7 @@ class Eagle3Trainer(SFTTrainer):
         takes_vocabulary_from_data = model is None and args.draft_vocab_size is not None
         model = draft_to_train(model, target_model, args, kwargs.get("peft_config"))
         target_model.eval().requires_grad_(False)
-        self._check_rollouts(args, target_model, **kwargs)
+        self._check_sources(args, target_model, **kwargs)
         store = kwargs["train_dataset"] if isinstance(kwargs.get("train_dataset"), FeatureStore) else None
         if store is not None:
             kwargs["train_dataset"] = self._settle_by_store(store, args)
@@ -213,6 +214,7 @@ class Eagle3Trainer(SFTTrainer):
         self._counts: dict[str, torch.Tensor] = {}
         self._loss_weights: dict[str, list[float]] = {"train": [], "eval": []}
         self.rollouts = Rollouts(self) if args.rollout_share > 0 else None
+        self.echo = EchoBuffer(self.target_states, args.echo_buffer_size) if args.echo_factor > 1 else None
         show_few(self)
 
     def _move_target(self, only_ends: bool = False) -> None:
@@ -232,19 +234,22 @@ class Eagle3Trainer(SFTTrainer):
             args.padding_free, args.max_length = True, None
         return store.dataset()
 
-    def _check_rollouts(self, args, target_model, train_dataset=None, **_) -> None:
-        """Whether a target can write what is to be learned from."""
-        if args.rollout_share == 0:
-            return
-        reason = None
+    def _check_sources(self, args, target_model, train_dataset=None, **_) -> None:
+        """Whether what is to be learned from can be rolled out, or come again."""
         if isinstance(train_dataset, FeatureStore):
-            reason = "training from stored features does not run the target"
+            no_rollouts = "training from stored features does not run the target"
+            no_echo = "stored features are there as often as epochs read them"
         elif train_dataset is not None and not isinstance(train_dataset, Dataset):
-            reason = "prompts are chosen by their numbers, which rows of a stream do not have"
+            no_rollouts = "prompts are chosen by their numbers, which rows of a stream do not have"
+            no_echo = "batches come again by the numbers of their rows, which those of a stream do not have"
         elif is_sharded(target_model):
-            reason = "each process writes texts of its own, which a target that they share cannot do"
-        if reason is not None:
-            raise ValueError(f"`rollout_share` is {args.rollout_share}, but {reason}. Leave it out.")
+            no_rollouts = "each process writes texts of its own, which a target that they share cannot do"
+            no_echo = "processes that share a target must run it at the same time"
+        else:
+            return
+        for name, default, reason in (("rollout_share", 0, no_rollouts), ("echo_factor", 1, no_echo)):
+            if (value := getattr(args, name)) != default:
+                raise ValueError(f"`{name}` is {value}, but {reason}. Leave it out.")
 
     @staticmethod
     def _check_before_preparation(args, processing_class, train_dataset=None, formatting_func=None, **_):
@@ -388,9 +393,19 @@ class Eagle3Trainer(SFTTrainer):
         if "feature_row" not in self._signature_columns:
             self._signature_columns.append("feature_row")
 
+    def _get_train_sampler(self, train_dataset=None):
+        sampler, args = super()._get_train_sampler(train_dataset), self.args
+        if self.echo is None:
+            return sampler
+        num_processes = 1 if args.accelerator_config.split_batches else args.world_size
+        batch_size = args.train_batch_size * num_processes
+        return EchoSampler(sampler, batch_size, args.echo_buffer_size, args.echo_factor, args.data_seed)
+
     @torch.no_grad()
     def target_features(self, inputs: dict[str, torch.Tensor]) -> TTTBatch:
         """What the target says about a collated batch, or what is stored about it."""
+        if self.echo is not None and self.draft.training and "tree_levels" not in inputs:
+            inputs = self.echo(inputs)
         aux, *distributions = self.target_states.features(inputs, self.draft.draft_token_ids)
         tree_levels, of_rollout = [], inputs.get("tree_levels", ()) if self.learns_from_trees else ()
         for level in of_rollout[: self.num_ttt_steps - 1]:
