@@ -244,7 +244,7 @@ def main():
     parser.add_argument("--ttt_steps", type=int, default=5, help="Drafting steps unrolled in training")
     parser.add_argument("--ttt_warmup", type=float, default=0.8, help="Share of the time in which they grow from one")
     parser.add_argument("--ttt_row_share", type=float, default=0.6, help="Share of the rows that each goes on with")
-    parser.add_argument("--echo_factor", type=int, default=2, help="How often each batch is learned from")
+    parser.add_argument("--echo_factor", type=int, default=1, help="How often each batch is learned from")
     parser.add_argument("--max_length", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=8 if torch.cuda.is_available() else 4)
     parser.add_argument("--max_new_tokens", type=int, default=48)

@@ -20,7 +20,7 @@ done is kept in the JSON file; the same command goes on from there. Choices:
     same_lr       AdamW's part beside Muon at Muon's learning rate
     rows_60, rows_40               an unroll that grows, and of which each step goes on with so many percent of the rows of the one before
     sampled, sampled_rows_60       an unroll that grows, and a softmax with 1,024 of the tokens that are improbable in the batch, with all rows or 60%
-    echo_2, echo_3                 sampled_rows_60, and each batch is learned from twice, or three times
+    echo_2        sampled_rows_60, and each batch is learned from twice
     batch_1, batch_2, batch_4      an unroll that grows, and so many sequences a step
     rollouts      besides the unroll that grows, in the second half a quarter of the batches is written by target and draft
     rollouts_without_rejected, rollouts_greedy   the same without rejected nodes, and of greedy texts
@@ -61,10 +61,7 @@ CHOICES = {
     **{f"rows_{share}": {"ttt_warmup": 0.8, "ttt_row_share": share / 100} for share in (60, 40)},
     "sampled": {"ttt_warmup": 0.8, "sampled_vocab_size": 1024},
     "sampled_rows_60": {"ttt_warmup": 0.8, "sampled_vocab_size": 1024, "ttt_row_share": 0.6},
-    **{
-        f"echo_{factor}": {"ttt_warmup": 0.8, "sampled_vocab_size": 1024, "ttt_row_share": 0.6, "echo_factor": factor}
-        for factor in (2, 3)
-    },
+    "echo_2": {"ttt_warmup": 0.8, "sampled_vocab_size": 1024, "ttt_row_share": 0.6, "echo_factor": 2},
     "adamw": {"use_muon": False},
     "adamw_1e-3": {"use_muon": False, "learning_rate": 1e-3},
     "same_lr": {"adamw_learning_rate": "learning_rate"},

@@ -192,7 +192,7 @@ def test_two_processes_roll_out(files, kind, tmp_path):
     """Each from prompts of its own, with a draft that they share; and each goes on with what it rolled out."""
     rollouts = {"share": 0.5, "start": 0, "interval": 8, "max_new_tokens": 8}
     settings = (*FRESH, "--per_device_train_batch_size", 2)
-    settings += ("--sampled_vocab_size", 4) if kind == "ddp" else ()
+    settings += ("--sampled_vocab_size", 4, "--echo_factor", 2, "--echo_buffer_size", 1) if kind == "ddp" else ()
     settings += tuple(part for name, value in rollouts.items() for part in (f"--rollout_{name}", value))
     whole = train_in_two(kind, files, tmp_path, *settings)
     assert len(losses(whole)) == 4 and losses(whole, "rollout_acceptance_length")[0] >= 1
