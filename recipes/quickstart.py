@@ -47,15 +47,7 @@ PROMPT_TOKENS = 48
 EOS = "<|endoftext|>"
 # Arguments that target and draft do not depend on, and those that only the draft does.
 NOT_TRAINED = ("max_new_tokens", "min_steps", "output_dir", "prompts", "repeats")
-OF_DRAFT = (
-    "batch_size",
-    "draft_form",
-    "draft_minutes",
-    "draft_vocab_size",
-    "echo_factor",
-    "layer_type",
-    "learning_rate",
-)
+OF_DRAFT = ("batch_size", "draft_form", "draft_minutes", "draft_vocab_size", "layer_type", "learning_rate")
 OF_DRAFT += ("sampled_vocab_size", "ttt_row_share", "ttt_steps", "ttt_warmup")
 
 
@@ -133,7 +125,6 @@ def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None
             ttt_steps=args.ttt_steps,
             ttt_warmup=args.ttt_warmup,
             ttt_row_share=args.ttt_row_share,
-            echo_factor=args.echo_factor,
             draft_form=args.draft_form,
             model_init_kwargs={"model_type": args.layer_type},
             draft_vocab_size=min(args.draft_vocab_size, target.config.get_text_config().vocab_size),
@@ -244,7 +235,6 @@ def main():
     parser.add_argument("--ttt_steps", type=int, default=5, help="Drafting steps unrolled in training")
     parser.add_argument("--ttt_warmup", type=float, default=0.8, help="Share of the time in which they grow from one")
     parser.add_argument("--ttt_row_share", type=float, default=0.6, help="Share of the rows that each goes on with")
-    parser.add_argument("--echo_factor", type=int, default=1, help="How often each batch is learned from")
     parser.add_argument("--max_length", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=8 if torch.cuda.is_available() else 4)
     parser.add_argument("--max_new_tokens", type=int, default=48)

@@ -81,11 +81,19 @@ def test_the_target_reads_each_batch_once(tmp_path, tokenizer, settings):
     # The rows that are left over come one after the other, in batches that do not come again.
     assert len(calls) == 2 * (whole + -(-2 * rest // 4))
     assert trainer.state.epoch == 2 and trainer.state.num_train_epochs == 2
+    assert len(trainer.echo.states) == 2
     # By a target that reads all of them anew, nothing else is learned.
     plain = make_trainer(tmp_path / "plain", tokenizer, dataset=rows, **ECHO, **settings)
     plain.echo = lambda inputs: inputs
     calls = counting(plain)
     assert losses(plain) == ours and len(calls) == 2 * (2 * whole + -(-2 * rest // 4))
+
+
+@pytest.mark.parametrize("split_batches", [False, True])
+def test_a_batch_is_that_of_all_processes(tmp_path, tokenizer, monkeypatch, split_batches):
+    trainer = make_trainer(tmp_path, tokenizer, accelerator_config={"split_batches": split_batches}, **ECHO)
+    monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    assert trainer._get_train_sampler().batch_size == (4 if split_batches else 8)
 
 
 def test_resumed_training_goes_on_as_if_uninterrupted(tmp_path, tokenizer):

@@ -63,7 +63,7 @@ class Eagle3TrainingArguments(SFTConfig):
             https://huggingface.co/papers/1907.05550). An epoch takes so many times the steps. Where the target is large,
             most of a step is its forward. Not for streams, stored features, and targets that processes share.
         echo_buffer_size (`int`, *optional*, defaults to `16`):
-            How many batches come, in each process, before the first of them comes again. So long their states are kept in the
+            How many batches come, in each process, before the first of them comes again. Until then their states are in the
             host's memory: as many numbers a token as [`Eagle3Trainer.extract_features`] stores.
         rollout_share (`float`, *optional*, defaults to `0.0`):
             Share of the batches, from `rollout_start` on, that are not data but rollouts: beginnings of the training data,

@@ -11,7 +11,8 @@ from .features import TargetStates, stacked
 
 class EchoSampler(Sampler[int]):
     """
-    The rows of another sampler, of which some batches come one after the other, and then again.
+    The rows of another sampler, of which some batches come one after the other, and then again. Unlike trl's `RepeatSampler`
+    it leaves no rows out, and tells its epochs apart, so that training can be resumed.
 
     Args:
         sampler (`Sampler`): The rows, in their order.
