@@ -9,11 +9,12 @@ from conftest import VOCAB_SIZE, make_target
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.drafter_eagle3 import Drafter
+from hf_eagle3.remote_code.policy_eagle3 import Calibration
 from hf_eagle3.remote_code.proposer_eagle3 import Call
 from hf_eagle3.remote_code.tree_eagle3 import Plan
 
 
-WHOLE = Plan("draft", depth=4, num_nodes=9, branching_factor=3)
+WHOLE, POWER = Plan("draft", depth=4, num_nodes=9, branching_factor=3), 1.5
 
 
 class Row:
@@ -33,14 +34,14 @@ class Row:
             embeddings, hidden_states = (torch.cat(parts, dim=1) for parts in zip(text, masks))
             positions = self.first_position + torch.arange(embeddings.shape[1])[None]
             outputs = draft(inputs_embeds=embeddings, hidden_states=hidden_states, position_ids=positions)
-            return outputs.logits[0, -1].log_softmax(dim=-1)[path[-1]]
+            return (POWER * outputs.logits[0, -1]).log_softmax(dim=-1)[path[-1]]
         for token in path:
             positions = self.first_position + torch.arange(tokens.shape[1])[None]
             embeddings = draft.embed(tokens, target.get_input_embeddings())
             outputs = draft(inputs_embeds=embeddings, hidden_states=hidden_states, position_ids=positions)
             tokens = torch.cat([tokens, torch.tensor([[token]])], dim=1)
             hidden_states = torch.cat([hidden_states, outputs.last_hidden_state[:, -1:]], dim=1)
-        return outputs.logits[0, -1].log_softmax(dim=-1)[path[-1]]
+        return (POWER * outputs.logits[0, -1]).log_softmax(dim=-1)[path[-1]]
 
     def confidences(self, draft, target, tokens, parents):
         for node in range(1, len(tokens)):
@@ -68,8 +69,8 @@ def test_confidences_of_a_tree(layer_types, batch_size, mask_token_id):
         mask_token_id=mask_token_id,
     ).eval()
     growing, fixed = (
-        Drafter(draft, Call(target, target.get_input_embeddings(), WHOLE, 0.0, calibration, capacity, None))
-        for calibration, capacity in ((lambda confidences: confidences, None), (None, 90))
+        Drafter(draft, Call(target, target.get_input_embeddings(), WHOLE, 0.0, Calibration(POWER), capacity, None))
+        for capacity in (None, 90)
     )
     rows, num_drafted = [Row(random_.randint(0, 3)) for _ in range(batch_size)], 0
     for step in range(10):
@@ -102,6 +103,8 @@ def test_confidences_of_a_tree(layer_types, batch_size, mask_token_id):
         assert tree.tokens[:, :1].tolist() == roots.tolist() and tree.num_nodes == 10
         for b, row in enumerate(rows):
             expected = row.confidences(draft, target, tree.tokens[b].tolist(), tree.parents[b].tolist())
-            torch.testing.assert_close(tree.confidences[b], torch.stack(list(expected)), atol=1e-4, rtol=1e-4)
+            expected = torch.stack(list(expected))
+            for confidences in (tree.confidences[b], same.confidences[b]):
+                torch.testing.assert_close(confidences, expected, atol=1e-4, rtol=1e-4)
         num_drafted += 1
     assert num_drafted == 7

@@ -209,7 +209,7 @@ def cheap_nodes(monkeypatch):
 )  # fmt: skip
 def test_a_text_that_repeats_itself(cyclic, cheap_nodes, monkeypatch, settings, waits):
     if waits:
-        for module in ("accept", "decoding"):
+        for module in ("accept", "decoding", "policy"):
             monkeypatch.setattr(f"hf_eagle3.remote_code.{module}_eagle3.looks_are_free", lambda device: False)
     draft = Eagle3ForSpeculation.from_target(cyclic).eval()
     kwargs = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, **settings}

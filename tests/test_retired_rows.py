@@ -46,7 +46,7 @@ def test_rows_that_are_finished_leave_the_batch(family, verified_rows):
     settings = {"eos_token_id": end_token(batch, generate(target, batch, max_new_tokens=40)), "pad_token_id": 0}
     assert_same_texts(target, batch, max_new_tokens=40, **settings)
     assert (
-        verified_rows[0] == 4 and verified_rows == sorted(verified_rows, reverse=True) and len(set(verified_rows)) > 2
+        verified_rows[0] == 4 and verified_rows == sorted(verified_rows, reverse=True) and len(set(verified_rows)) > 1
     )
 
 

@@ -122,14 +122,16 @@ def train(target, tokenizer, dataset, choice: dict, seed: int, args):
     return trainer.draft.to(target.dtype), trainer.state.global_step * tokens_per_step
 
 
-def acceptance_length(target, draft, prompts: list[list[int]], temperature: float, max_new_tokens: int) -> float:
+def acceptance_length(
+    target, draft, prompts: list[list[int]], temperature: float, max_new_tokens: int, seed: int = 0
+) -> float:
     """Pooled, with the whole tree in every step; sampling from all tokens."""
     draft.generation_config.tree_policy, draft.generation_config.assistant_confidence_threshold = "static", 0.0
     sampling = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     lengths = []
-    set_seed(0)
+    set_seed(seed)
     for prompt in prompts:
         inputs = torch.tensor([prompt], device=target.device)
         target.generate(

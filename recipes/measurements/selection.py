@@ -2,9 +2,9 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-Which candidates of a tree are worth verifying? Those that the draft finds the most probable, as it says itself; as it
-says by what was accepted at such probabilities (calibrated, which `tree_policy="auto"` does); or by a small head that
-learned, for each node that the target came to, which of its children it went on with (contrastive selection).
+Which candidates of a tree are worth verifying? Those that the draft finds the most probable, as it says itself, or by a
+small head that learned, for each node that the target came to, which of its children it went on with (contrastive
+selection).
 
     python recipes/measurements/selection.py --target TARGET --drafts DRAFT-1 DRAFT-2 DRAFT-3 --dataset texts.jsonl \
         --prompts prompts.jsonl --json selection.json
@@ -28,12 +28,11 @@ from transformers import AutoModelForCausalLM, set_seed
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.evaluation import load_prompts
-from hf_eagle3.remote_code.policy_eagle3 import Calibration
 from hf_eagle3.remote_code.tree_eagle3 import grow_tree
 from hf_eagle3.tokenizer import load_tokenizer
 
 
-WAYS = ("the draft's own probability", "calibrated", "a head that learned from siblings")
+WAYS = ("the draft's own probability", "a head that learned from siblings")
 
 
 @dataclass
@@ -65,7 +64,7 @@ class Recorder:
         self.steps: list[Candidates] = []
         self.open = None
 
-    def grow_tree(self, root, logits, hidden_states, advance, token_ids, plan, threshold, calibration, guess):
+    def grow_tree(self, root, logits, hidden_states, advance, token_ids, plan, threshold, power, guess):
         states, advanced = {(): hidden_states[0]}, []
 
         def recorded(tokens, hidden_states, level, visible):
@@ -75,7 +74,7 @@ class Recorder:
                 states[tuple(advanced[i] for i in seen.nonzero().flatten().tolist())] = state
             return logits, hidden_states
 
-        tree = grow_tree(root, logits, hidden_states, recorded, token_ids, plan, 0.0, lambda each: each, guess)
+        tree = grow_tree(root, logits, hidden_states, recorded, token_ids, plan, 0.0, 1.0, guess)
         parents, tokens, paths = tree.parents[0].tolist(), tree.tokens[0].tolist(), [()]
         for node in range(1, len(parents)):
             paths.append((*paths[parents[node]], tokens[node]))
@@ -147,16 +146,6 @@ def accepted_with(steps: list[Candidates], log_probs: list[torch.Tensor], num_no
             length += 1
         lengths.append(length)
     return statistics.mean(lengths)
-
-
-def calibrated(steps: list[Candidates], learned_from: list[Candidates]) -> list[torch.Tensor]:
-    """As in decoding: by the steps before."""
-    calibration, values = Calibration(), []
-    for step in (*learned_from, *steps):
-        _, sizes = torch.tensor(step.parents).unique_consecutive(return_counts=True)  # siblings, the best first
-        values.append(torch.cat([calibration(siblings) for siblings in step.log_probs.split(sizes.tolist())]))
-        calibration.record([step.log_probs.tolist()], [[0, *step.parents]], [[0, *step.accepted]])
-    return values[len(learned_from) :]
 
 
 class SiblingHead(nn.Module):
@@ -276,7 +265,7 @@ def main():
             set_seed(args.seed)
             head = SiblingHead(draft.config.hidden_size, target.get_input_embeddings().weight)
             train_head(head, learned_from, args)
-            log_probs = ([s.log_probs for s in steps], calibrated(steps, learned_from), by_head(head, steps))
+            log_probs = ([s.log_probs for s in steps], by_head(head, steps))
             lengths = {
                 way: {str(budget): accepted_with(steps, own, budget) for budget in args.budgets}
                 for way, own in zip(WAYS, log_probs)

@@ -17,6 +17,7 @@ from hf_eagle3.baselines import BASELINES, best_static_tree, measure_accuracies
 from hf_eagle3.baselines.static_tree import grow_static_tree, part_of_tree
 from hf_eagle3.checkpoints import describe_engines
 from hf_eagle3.hub import render_card
+from hf_eagle3.remote_code.policy_eagle3 import Calibration
 from hf_eagle3.remote_code.proposer_eagle3 import Call
 from hf_eagle3.remote_code.tree_eagle3 import Plan
 from hf_eagle3.training.features import TargetStates
@@ -57,10 +58,10 @@ class Observed:
         self.positions = torch.arange(aux.shape[1]).expand(len(aux), -1)
 
 
-def propose(target, draft, tokens, plan, calibration=None):
+def propose(target, draft, tokens, plan):
     """The tree below the last of some tokens `(B, L)`."""
     aux, _ = TargetStates(target, draft.resolve_aux_layer_ids(target))({"input_ids": tokens[:, :-1]})
-    proposer = draft.proposer(Call(target, target.get_input_embeddings(), plan, 0.0, calibration, None, None))
+    proposer = draft.proposer(Call(target, target.get_input_embeddings(), plan, 0.0, Calibration(1.0), None, None))
     proposer.observe(Observed(tokens, aux))
     return proposer.propose(plan, tokens[:, -1:])
 
@@ -72,7 +73,7 @@ def test_drafting_is_what_training_unrolls(method):
     target, tokens = make_target("llama"), make_prompt(9, batch_size=2)
     draft = make_baseline(method, target)
     draft.config.static_tree = None  # one that follows confidences tells them
-    tree = propose(target, draft, tokens, Plan("draft", DEPTH, DEPTH), calibration=lambda confidences: confidences)
+    tree = propose(target, draft, tokens, Plan("draft", DEPTH, DEPTH))
     assert tree.tokens.shape == (2, 1 + DEPTH)
     text = torch.cat([tokens, tree.tokens[:, 1:]], dim=1)
     batch = features_of(target, draft, text)
@@ -189,7 +190,7 @@ def test_small_vocabularies_and_half_precision(method):
     batch, settings = make_batch([12, 5]), {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
     target = make_target("llama")
     draft = make_baseline(method, target, draft_token_ids=torch.arange(3, VOCAB_SIZE, 2))
-    tree = propose(target, draft, batch["input_ids"][:1], Plan("draft", DEPTH, 12, 3), calibration=lambda each: each)
+    tree = propose(target, draft, batch["input_ids"][:1], Plan("draft", DEPTH, 12, 3))
     assert set(tree.tokens[0, 1:].tolist()) <= set(range(3, VOCAB_SIZE, 2))
     expected = target.generate(**batch, **settings)
     assert torch.equal(target.generate(**batch, **settings, assistant_model=draft), expected)

@@ -98,7 +98,7 @@ def test_selection(files, run_recipe):
     assert {each["T"] for each in results} == {0.0, 1.0}
     for each in results:
         lengths = list(each["lengths"].values())
-        assert len(lengths) == 3 and all(way["1"] <= way["4"] <= way["20"] for way in lengths)
+        assert len(lengths) == 2 and all(way["1"] <= way["4"] <= way["20"] for way in lengths)
         assert len({way["20"] for way in lengths}) == 1 and lengths[0]["20"] > 1  # with all nodes there is no choice
 
 

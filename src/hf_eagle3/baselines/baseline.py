@@ -77,13 +77,11 @@ class BaselineDraft(DraftModel):
         tree = best_static_tree(guessed_accuracies())
         return {"eagle_aux_hidden_state_layer_ids": [depth], "static_tree": tree} | overrides
 
-    def grow_tree(
-        self, root, logits, hidden_states, advance, token_ids, plan, threshold=0.0, calibration=None, guess=None
-    ):
+    def grow_tree(self, root, logits, hidden_states, advance, token_ids, plan, threshold=0.0, power=1.0, guess=None):
         """The static tree, or that of [`~tree_eagle3.grow_tree`]."""
         arguments = root, logits, hidden_states, advance, token_ids, plan
         if self.config.static_tree is None:
-            return DraftModel.grow_tree(*arguments, threshold, calibration, guess)
+            return DraftModel.grow_tree(*arguments, threshold, power, guess)
         return grow_static_tree(*arguments, self.config.static_tree, guess)
 
     def save_pretrained(self, *args, **kwargs):

@@ -149,7 +149,7 @@ class HeadsProposer(Proposer):
             return sampler.guess(logits, level, token_ids)
 
         token_ids = None if draft.d2t is None else draft.draft_token_ids
-        settings = self.call.threshold, self.call.calibration, None if sampler is None else guess
+        settings = self.call.threshold, self.call.calibration.power, None if sampler is None else guess
         plan = plan._replace(depth=min(plan.depth, len(heads)))
         return draft.grow_tree(
             root_tokens, heads[0](hidden_states), hidden_states, advance, token_ids, plan, *settings

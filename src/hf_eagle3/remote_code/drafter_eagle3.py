@@ -138,17 +138,17 @@ def read_and_grow(
 
 def read_and_grow_fixed(*args):
     """
-    [`read_and_grow`] as a function of tensors, to be compiled: the last two arguments are the noise `(B, plan.depth,
-    draft_vocab_size)` and the temperature with which the next tokens will be sampled, or `None`. Returns the fields of
-    a [`DraftTree`], but for its confidences.
+    [`read_and_grow`] as a function of tensors, to be compiled: the last three arguments are the power, and the noise
+    `(B, plan.depth, draft_vocab_size)` and the temperature with which the next tokens will be sampled, or `None`.
+    Returns the fields of a [`DraftTree`].
     """
-    *args, noise, temperature = args
+    *args, power, noise, temperature = args
 
     def guess(logits, level):
         return sample_scores(logits.float() / temperature, noise[:, level])
 
-    tree = read_and_grow(*args, 0.0, None, None if noise is None else guess)
-    return tree.tokens, tree.parents, tree.depths, tree.ancestors
+    tree = read_and_grow(*args, 0.0, power, None if noise is None else guess)
+    return tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.confidences
 
 
 class Drafter(Proposer):
@@ -212,15 +212,17 @@ class Drafter(Proposer):
             numbers = [torch.tensor(each, device=blocks[0].device) for each in (counts, past)]
             if self.has_fixed_shapes:
                 blocks = [_padded(block, self.most - num_rows) for block in blocks]
-                fields = self.fixed_tree(*arguments, *blocks, *numbers, self.whole, *self.noise_ahead(sampler))
+                power = torch.tensor(self.call.calibration.power, dtype=torch.float32, device=blocks[0].device)
+                fields = self.fixed_tree(*arguments, *blocks, *numbers, self.whole, power, *self.noise_ahead(sampler))
                 # What a CUDA graph returns is overwritten by the next one.
-                return DraftTree(*(entries.clone() for entries in fields), depth=self.whole.depth)
+                fields = (None if entries is None else entries.clone() for entries in fields)
+                return DraftTree(*fields, depth=self.whole.depth)
 
             def guess(logits, level):
                 return sampler.guess(logits, level, self.token_ids)
 
-            settings = plan, self.call.threshold, self.call.calibration, None if sampler is None else guess
-            return read_and_grow(*arguments, *blocks, *numbers, *settings)
+            settings = self.call.threshold, self.call.calibration.power, None if sampler is None else guess
+            return read_and_grow(*arguments, *blocks, *numbers, plan, *settings)
 
     @property
     def token_ids(self) -> torch.LongTensor | None:

@@ -8,9 +8,9 @@ import math
 import statistics
 import weakref
 
-import torch
 from transformers import GenerationConfig
 
+from .accept_eagle3 import looks_are_free
 from .lookup_eagle3 import MatchCalibration, PromptLookup
 from .tree_eagle3 import Plan, Prices
 
@@ -126,60 +126,58 @@ def measurable(seconds: float) -> float:
 
 class Calibration:
     """
-    How probable it is that the target accepts a node whose parent it accepts, from what the draft says of it. Nodes
-    are counted by ranges of the draft's log-probability, a parent's best child apart from its siblings: greedy targets
-    take it more often than it is probable, and the others less. In each range the draft is right about so many times
-    as often as it says.
+    To which power the draft's probabilities are to be taken, so that they say how often the target accepts its guesses
+    (temperature scaling: Guo et al., https://huggingface.co/papers/1706.04599). A draft learns to give each token its
+    share, but a greedy target always takes its best one; and a draft of another target, or of other texts, may be sure
+    of the wrong ones. Where the best children of nodes are accepted more often than that says, the power rises.
+
+    Args:
+        power (`float`): At first.
     """
 
-    # Wherever and in whatever the caller makes tensors by default.
-    KIND = {"dtype": torch.float32, "device": "cpu"}
-    BOUNDS = list(map(math.log, (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)))
-    BOUNDS_TENSOR = torch.tensor(BOUNDS, **KIND)
-    PRIOR = 1.0  # the draft is taken at its word until it was expected to be right about so often
-    MEMORY = 0.95  # a step's weight after the next
+    RATE = 0.05  # by how much its logarithm rises for each node that was accepted and not expected at all
+    LEAST, MOST = 0.1, 10.0
+    ONE_IN = 8  # trees on an accelerator, where a look makes the host wait
 
-    def __init__(self):
-        self.num_ranges = len(self.BOUNDS) + 1
-        self.expected = self.accepted = [self.PRIOR] * (2 * self.num_ranges)
-        self.factors = torch.zeros(2 * self.num_ranges, **self.KIND)  # logarithms
+    def __init__(self, power: float):
+        self.power, self.num_trees = power, 0
 
-    def __call__(self, confidences: torch.FloatTensor) -> torch.FloatTensor:
-        """Log-probabilities `(..., K)` of siblings, in descending order before and after."""
-        device = confidences.device
-        ranges = torch.bucketize(confidences, self.BOUNDS_TENSOR.to(device))
-        ranges[..., 1:] += self.num_ranges
-        return (confidences + self.factors.to(device).take(ranges)).clamp(max=0).cummin(dim=-1).values
-
-    def record(self, confidences: list[list[float]], parents: list[list[int]], paths: list[list[int]]) -> None:
-        """
-        Counts which nodes of trees were accepted, those on the `paths`, of those whose parent was. `parents` are those
-        of all nodes, as in [`DraftTree`], `confidences` are of all but the root.
-        """
-        fresh = self.PRIOR * (1 - self.MEMORY)
-        expected, accepted = (
-            [self.MEMORY * count + fresh for count in each] for each in (self.expected, self.accepted)
+    def record(self, tree, accepted) -> None:
+        """Learns from a tree of the draft, in rows that are unfinished: others may have ended before."""
+        if tree.confidences is None or tree.num_nodes == 1 or all(accepted.is_finished):
+            return
+        self.num_trees += 1
+        if not looks_are_free(tree.confidences.device) and self.num_trees % self.ONE_IN:
+            return
+        surprise, rows = (
+            0.0,
+            zip(tree.confidences.tolist(), tree.parents.tolist(), accepted.nodes, accepted.is_finished),
         )
-        for row_confidences, row_parents, path in zip(confidences, parents, map(set, paths)):
-            for node, confidence in enumerate(row_confidences, start=1):
-                if row_parents[node] in path:
-                    kind = bisect.bisect_left(self.BOUNDS, confidence)
-                    if node > 1 and row_parents[node] == row_parents[node - 1]:  # the best child is the first
-                        kind += self.num_ranges
-                    expected[kind] += math.exp(confidence)
-                    accepted[kind] += node in path
-        # Not in place: other threads read them.
-        self.expected, self.accepted = expected, accepted
-        self.factors = torch.tensor([math.log(a / b) for a, b in zip(accepted, expected)], **self.KIND)
+        for confidences, parents, path, is_finished in rows:
+            if is_finished:
+                continue
+            best_children = {}
+            for node, parent in enumerate(parents[1:], start=1):
+                best_children.setdefault(parent, node)  # siblings stand in order
+            for child in filter(None, map(best_children.get, path)):
+                surprise += (child in path) - math.exp(confidences[child - 1])
+        surprise /= accepted.is_finished.count(False)
+        self.power = min(max(self.power * math.exp(self.RATE * surprise), self.LEAST), self.MOST)
 
 
 class StaticPolicy:
-    """The whole tree in every step."""
+    """
+    The whole tree in every step.
 
-    calibration, matches = None, None
+    Args:
+        whole (`Plan`): The largest tree.
+        do_sample (`bool`, *optional*, defaults to `False`): Whether the target samples.
+    """
 
-    def __init__(self, whole: Plan):
-        self.whole = whole
+    matches = None
+
+    def __init__(self, whole: Plan, do_sample: bool = False):
+        self.whole, self.calibration = whole, Calibration(1.0 if do_sample else 2.0)
 
     def plan(self, behind: list[bool], lookup: PromptLookup | None = None) -> Plan:
         """Plans a step, given the rows of the batch that hold it up (none if all texts are finished)."""
@@ -187,6 +185,7 @@ class StaticPolicy:
 
     def record(self, plan: Plan, tree, accepted, behind, draft_seconds, verify_seconds, num_replayed=0) -> None:
         """Learns from a step: how long proposing and verifying took, with `num_replayed` tokens beside the tree's."""
+        self.calibration.record(tree, accepted)
 
 
 class Drafting:
@@ -270,17 +269,24 @@ class Policy(StaticPolicy):
         reads_draft (`bool`): Whether the host reads the draft's confidences at no cost.
         has_one_shape (`bool`): Whether a tree is drafted as a whole or not at all.
         may_retire (`bool`): Whether rows leave the batch when they are finished.
+        do_sample (`bool`): Whether the target samples.
     """
 
     HORIZON = 16  # drafted steps that a batch is taken to have before it
     MEASURED_LOOKUP = 1.5  # tokens to expect of a step that looks up, to be worth measuring what such a step takes
     MEMORY, PRIOR = 0.95, 2.0  # a step's weight after the next; and of the depth above in what is counted at a depth
 
-    def __init__(self, whole: Plan, reads_draft: bool, has_one_shape: bool = False, may_retire: bool = False):
-        super().__init__(whole)
+    def __init__(
+        self,
+        whole: Plan,
+        reads_draft: bool,
+        has_one_shape: bool = False,
+        may_retire: bool = False,
+        do_sample: bool = False,
+    ):
+        super().__init__(whole, do_sample)
         self.reads_draft, self.has_one_shape, self.may_retire = reads_draft, has_one_shape, may_retire
         self.costs, self.matches = StepCosts(), MatchCalibration()
-        self.calibration = Calibration() if reads_draft else None
         sizes = [size for size in (*range(5), 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if size < whole.num_nodes]
         self.sizes = [whole.num_nodes] if has_one_shape else [*sizes, whole.num_nodes]
         self.drafting: dict[int, Drafting] = {}  # by the number of rows, up to a power of two
@@ -370,7 +376,8 @@ class Policy(StaticPolicy):
             return
         live = [row for row, done in enumerate(accepted.is_finished) if not done]  # others may have ended before
         if live:
-            self.count(tree, [accepted.nodes[row] for row in live], live)
+            self.count(tree, [accepted.nodes[row] for row in live])
+        self.calibration.record(tree, accepted)
         levels = max(tree.max_depth if tree.depth is None else tree.depth, 1)  # 0 of one that was taken back
         self.costs.record("draft", levels, draft_seconds)
         drafted = self.costs.seconds("draft", levels)
@@ -404,17 +411,14 @@ class Policy(StaticPolicy):
             share = min(self.plain(2 * num_rows) / self.plain(num_rows) - 1, 1.0)
         return share * sum(counts) / num_rows + (1 - share) * slowest
 
-    def count(self, tree, nodes: list[list[int]], rows: list[int]) -> None:
-        """Counts how deep, and how sure of it the draft was, some rows followed it: by their `nodes` on its tree."""
+    def count(self, tree, nodes: list[list[int]]) -> None:
+        """Counts how deep some rows followed the draft: by their `nodes` on its tree."""
         for counts in (self.asked, self.followed):
             counts[:] = [self.MEMORY * count for count in counts]
         for path in nodes:
             for level in range(min(tree.max_depth, len(self.asked))):
                 self.asked[level] += len(path) > level
                 self.followed[level] += len(path) > level + 1
-        if self.calibration is not None and tree.num_nodes > 1 and tree.confidences is not None:
-            confidences, parents = tree.confidences.tolist(), tree.parents.tolist()
-            self.calibration.record([confidences[row] for row in rows], [parents[row] for row in rows], nodes)
 
     def expected_tokens(self) -> list[float]:
         """Tokens to expect of a tree of each depth, from 1."""
@@ -440,9 +444,9 @@ class Measured:
         self.key = kind
         self.policies = _MEASURED.setdefault(target, weakref.WeakKeyDictionary()).setdefault(assistant, {})
 
-    def policy(self, *args, **kwargs) -> Policy:
+    def policy(self, kind: type[StaticPolicy], *args, **kwargs) -> StaticPolicy:
         known = self.policies.get(self.key)
-        return Policy(*args, **kwargs) if known is None else copy.deepcopy(known)
+        return kind(*args, **kwargs) if known is None else copy.deepcopy(known)
 
-    def keep(self, policy: Policy) -> None:
+    def keep(self, policy: StaticPolicy) -> None:
         self.policies[self.key] = policy

@@ -18,7 +18,7 @@ class Call(NamedTuple):
         embedding (`nn.Embedding`): Its input embedding: as a whole, where processes hold shares of it.
         whole (`Plan`): The largest tree of a step.
         threshold (`float`): Nodes that a proposer is less sure of are not worth proposing.
-        calibration (`Calibration`, *optional*): What the policy made of confidences so far.
+        calibration (`Calibration`): How sure the draft's words are.
         capacity (`int`, *optional*): How many tokens a row may come to have, if caches are static.
         compile_config (`CompileConfig`, *optional*): If the target is compiled.
     """

@@ -60,7 +60,7 @@ class DraftTree:
         ancestors (`torch.BoolTensor` of shape `(batch_size, num_nodes, num_nodes)`):
             `ancestors[b, i, j]`: node `j` is node `i` or above it, so `i` attends to `j`.
         confidences (`torch.FloatTensor` of shape `(batch_size, num_nodes - 1)`, *optional*):
-            The draft's own log-probabilities of all nodes but the root, each below its parent.
+            Log-probabilities that nodes are accepted if their parents are, by the draft: of all but the root.
         depth (`int`, *optional*): No node is deeper, if that is known.
     """
 
@@ -171,7 +171,7 @@ def grow_tree(
     draft_token_ids: torch.LongTensor | None,
     plan: Plan,
     threshold: float = 0.0,
-    calibration: Callable[[torch.FloatTensor], torch.FloatTensor] | None = None,
+    power: float | torch.FloatTensor = 1.0,
     guess: Callable[[torch.FloatTensor, int], torch.FloatTensor] | None = None,
 ) -> DraftTree:
     """
@@ -193,7 +193,7 @@ def grow_tree(
             the way of OPT-Tree (https://huggingface.co/papers/2406.17276); then the host reads each level. Without
             them all shapes are fixed, and nothing is read but for a `threshold`.
         threshold (`float`, *optional*, defaults to 0): Nodes of a lower value are not kept.
-        calibration (`Callable`, *optional*): Makes log-probabilities of acceptance of the draft's `(..., K)`.
+        power (`float`, *optional*, defaults to 1): The draft's probabilities are taken to it (see `Calibration`).
         guess (`Callable`, *optional*):
             `guess(logits (..., V), level) -> scores (..., V)`: what takes the place of the draft's logits for the
             children of nodes at depth `level`, if the target samples ([`~noise_eagle3.sample_scores`]).
@@ -202,12 +202,11 @@ def grow_tree(
     width = min(plan.branching_factor, logits.shape[-1])
     lowest = math.log(threshold) if threshold > 0 else -math.inf
 
-    def best_children(logits, level):  # (..., V) -> values below the parent, log-probabilities and ids, each (..., K)
-        scores = logits if guess is None else guess(logits, level)
-        confidences, ids = scores.log_softmax(dim=-1, dtype=torch.float32).topk(width)
+    def best_children(logits, level):  # (..., V) -> log-probabilities and ids, both (..., K)
+        scores = logits.float() if guess is None else guess(logits, level)
+        confidences, ids = (power * scores).log_softmax(dim=-1).topk(width)
         # A draft may be broken and floats round: whatever it says, no child outranks its parent.
-        confidences = confidences.nan_to_num(nan=-torch.inf).clamp(max=0)
-        return confidences if calibration is None else calibration(confidences), confidences, ids
+        return confidences.nan_to_num(nan=-torch.inf).clamp(max=0), ids
 
     def target_ids(ids):
         return ids if draft_token_ids is None else draft_token_ids.take(ids)
@@ -216,8 +215,8 @@ def grow_tree(
         return (values if all(prices.rows) else values[prices.rows]).exp().mean(dim=0).tolist()
 
     # The pool of all candidates, and the frontier: the K of them that may be expanded next.
-    values, confidences, ids = best_children(logits, 0)  # (B, K)
-    pool_values, pool_ids, pool_confidences = values, ids, [confidences]
+    values, ids = best_children(logits, 0)  # (B, K)
+    pool_values, pool_ids, pool_confidences = values, ids, [values]
     frontier = torch.arange(width, device=device).expand(batch_size, width)  # as indices into the pool
     expanded: list[torch.LongTensor] = []
     hidden_states = hidden_states[:, None].expand(-1, width, -1)  # (B, K, H)
@@ -246,8 +245,8 @@ def grow_tree(
         itself = torch.eye(ids.shape[1], dtype=torch.bool, device=device).expand(batch_size, -1, -1)
         visible = torch.cat([above, itself], dim=-1)
         logits, hidden_states = advance(target_ids(ids), hidden_states, level, visible)
-        child_values, confidences, child_ids = best_children(logits, level)  # (B, K, K)
-        child_values, child_ids = (values[..., None] + child_values).flatten(1), child_ids.flatten(1)
+        confidences, child_ids = best_children(logits, level)  # (B, K, K)
+        child_values, child_ids = (values[..., None] + confidences).flatten(1), child_ids.flatten(1)
         pool_confidences.append(confidences.flatten(1))
         values, best = child_values.topk(width)  # (B, K)
         ids, parent = child_ids.gather(1, best), best // width
@@ -275,6 +274,6 @@ def grow_tree(
     return DraftTree.from_parents(
         torch.cat([root_tokens, target_ids(pool_ids.gather(1, kept))], dim=1),
         torch.cat([torch.zeros_like(root_tokens), parents], dim=1),
-        None if calibration is None else torch.cat(pool_confidences, dim=1).gather(1, kept),
+        torch.cat(pool_confidences, dim=1).gather(1, kept),
         depth=1 + len(expanded),
     )
