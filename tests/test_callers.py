@@ -24,7 +24,6 @@ from transformers import (
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code import checks_eagle3
-from hf_eagle3.remote_code.policy_eagle3 import Calibration
 
 
 SETTINGS = {"max_new_tokens": 24, "do_sample": False}
@@ -396,9 +395,8 @@ draft.save_pretrained({str(tmp_path / "again")!r})
 
 
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
-def test_threads(target, cache, monkeypatch):
+def test_threads(target, cache):
     """Threads share target and draft, and get what they would get alone."""
-    monkeypatch.setattr(Calibration, "RATE", 0)  # calls learn from those before, whichever these are
     prompts = [make_prompt(5 + n, seed=n) for n in range(4)]
     draft = make_draft(target, prompts)
     alone = []

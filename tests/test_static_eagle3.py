@@ -85,8 +85,8 @@ def test_draws_the_same_trees(target, monkeypatch, batch_size):
 
     monkeypatch.setattr(Verifier, "verify", recorded)
     batch = make_batch([30, 9][:batch_size])
+    draft = make_draft(target, PROMPTS, num_hidden_layers=2)
     for cache in ({}, STATIC):
-        draft = make_draft(target, PROMPTS, num_hidden_layers=2)  # a new one: calls learn from those before
         trees.append([])
         target.generate(**batch, assistant_model=draft, max_new_tokens=40, do_sample=False, **cache)
     whole = [tree for tree in trees[0] if len(tree[0][0]) == 25]

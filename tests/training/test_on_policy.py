@@ -203,7 +203,7 @@ def test_what_the_target_generates_by_does_not_matter(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_texts_are_rolled_out_some_at_a_time(tmp_path, tokenizer, packing, monkeypatch):
-    """Which does not show in what is learned, but for what the texts before one tell about its trees."""
+    """Which does not show in what is learned, but for what the other texts of a call tell about a text's trees."""
     monkeypatch.setattr(Calibration, "RATE", 0)
 
     def pending(rollout_batch_size):

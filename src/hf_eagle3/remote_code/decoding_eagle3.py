@@ -11,7 +11,7 @@ from .cache_eagle3 import compiled
 from .checks_eagle3 import check_call, depends_on_length, is_sharded, may_select_rows, whole_embedding
 from .lookup_eagle3 import PromptLookup
 from .outputs_eagle3 import ReturnedOutputs
-from .policy_eagle3 import Measured, Policy, StaticPolicy, tree_settings
+from .policy_eagle3 import Measured, StaticPolicy, tree_settings
 from .proposer_eagle3 import Call
 from .text_eagle3 import Text
 from .tree_eagle3 import DraftTree, Plan
@@ -182,20 +182,20 @@ class TreeDecoding:
             verifier.forward = target.get_compiled_call(compile_config)
             cache.keep_path = compiled(cache.keep_path, assistant, compile_config)
         num_looked_up = min(settings["prompt_lookup_num_tokens"], self.whole.num_nodes)
-        kind, settings_of_kind = StaticPolicy, {"do_sample": generation_config.do_sample}
         # Processes that compute one forward together must agree on its size, and each measures other times.
+        self.measured, self.policy = None, StaticPolicy(self.whole, generation_config.do_sample)
         if settings["tree_policy"] == "auto" and not is_sharded(target):
-            kind = Policy
-            settings_of_kind |= {
+            # Of a static cache all trees have one shape. What is left to draft is harder where much is looked up.
+            looks_up = num_looked_up >= (self.whole.num_nodes if cache.is_static else 1)
+            kind = {
+                "do_sample": generation_config.do_sample,
                 "reads_draft": looks_are_free(target.device) and not cache.is_static,
                 "has_one_shape": cache.is_static,
                 "may_retire": self.text.may_retire,
             }
-        # Of a static cache all trees have one shape. What is left to draft is harder where much is looked up.
-        looks_up = kind is Policy and num_looked_up >= (self.whole.num_nodes if cache.is_static else 1)
-        kind_of_call = (len(input_ids), kind, looks_up, self.whole, *settings_of_kind.values())
-        self.measured = Measured(target, assistant, *kind_of_call)
-        self.policy = self.measured.policy(kind, self.whole, **settings_of_kind)
+            self.measured = Measured(target, assistant, len(input_ids), looks_up, self.whole, *kind.values())
+            self.policy = self.measured.policy(self.whole, **kind)
+            num_looked_up *= looks_up
         self.proposers = {
             "draft": assistant.proposer(
                 Call(
@@ -209,7 +209,7 @@ class TreeDecoding:
                 )
             )
         }
-        if looks_up:
+        if self.measured is not None and num_looked_up > 0:
             self.proposers["lookup"] = PromptLookup(num_looked_up, self.policy.matches, len(embedding.weight))
         try:
             self.read_prompt(outputs, positions, states)
@@ -273,7 +273,8 @@ class TreeDecoding:
         finally:
             verifier.cache.release()
             self.sampler.noise.give_back(text.length)
-        self.measured.keep(policy)
+        if self.measured is not None:
+            self.measured.keep(policy)
         self.stats.target_forwards = verifier.num_forwards
         if self.streamer is not None:
             self.streamer.end()

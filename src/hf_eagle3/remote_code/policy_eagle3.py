@@ -135,9 +135,9 @@ class Calibration:
         power (`float`): At first.
     """
 
-    RATE = 0.05  # by how much its logarithm rises for each node that was accepted and not expected at all
+    RATE = 0.1  # by how much its logarithm rises for each node that was accepted and not expected at all
     LEAST, MOST = 0.1, 10.0
-    ONE_IN = 8  # trees on an accelerator, where a look makes the host wait
+    ONE_IN = 4  # trees on an accelerator, where a look makes the host wait
 
     def __init__(self, power: float):
         self.power, self.num_trees = power, 0
@@ -167,7 +167,7 @@ class Calibration:
 
 class StaticPolicy:
     """
-    The whole tree in every step.
+    The whole tree in every step: the same ones in each call.
 
     Args:
         whole (`Plan`): The largest tree.
@@ -177,7 +177,7 @@ class StaticPolicy:
     matches = None
 
     def __init__(self, whole: Plan, do_sample: bool = False):
-        self.whole, self.calibration = whole, Calibration(1.0 if do_sample else 2.0)
+        self.whole, self.calibration = whole, Calibration(1.5 if do_sample else 2.0)
 
     def plan(self, behind: list[bool], lookup: PromptLookup | None = None) -> Plan:
         """Plans a step, given the rows of the batch that hold it up (none if all texts are finished)."""
@@ -444,9 +444,9 @@ class Measured:
         self.key = kind
         self.policies = _MEASURED.setdefault(target, weakref.WeakKeyDictionary()).setdefault(assistant, {})
 
-    def policy(self, kind: type[StaticPolicy], *args, **kwargs) -> StaticPolicy:
+    def policy(self, *args, **kwargs) -> Policy:
         known = self.policies.get(self.key)
-        return kind(*args, **kwargs) if known is None else copy.deepcopy(known)
+        return Policy(*args, **kwargs) if known is None else copy.deepcopy(known)
 
-    def keep(self, policy: StaticPolicy) -> None:
+    def keep(self, policy: Policy) -> None:
         self.policies[self.key] = policy
