@@ -220,7 +220,7 @@ def test_calibration_has_an_end(path, least, most):
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static cache"])
 @pytest.mark.parametrize("tree_policy", ["static", "auto"])
 def test_what_calls_learn_of_a_draft(monkeypatch, tree_policy, cache):
-    """One that is sure and often wrong is believed less and less; `static` trees are the same in each call."""
+    """One that is sure and often wrong is believed less and less; `static` begins anew in each call."""
     target, prompt, settings = make_target("llama"), make_prompt(9), {"max_new_tokens": 60, "do_sample": False}
     draft = make_oracle(target, target.generate(prompt, **settings))
     draft.generation_config.update(tree_policy=tree_policy, prompt_lookup_num_tokens=0)
@@ -233,7 +233,7 @@ def test_what_calls_learn_of_a_draft(monkeypatch, tree_policy, cache):
         target.generate(prompt, assistant_model=draft, **cache, **settings)
     first, second = powers
     assert len(first) > 5 and first[0] > 1.99 and first[-1] < 1.9
-    assert second == first if tree_policy == "static" else second[0] < 1.95
+    assert second[0] > 1.99 if tree_policy == "static" else second[0] < 1.95
 
 
 def contents(policy):
