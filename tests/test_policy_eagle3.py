@@ -215,7 +215,7 @@ def test_calibration_by_batches():
     powers = []
     for num_rows in (1, 5):
         calibration = Calibration(1.0)
-        calibrate(calibration, lambda step: [0, 1], num_steps=3, num_rows=num_rows)
+        calibrate(calibration, lambda step: [0, 1, 4], num_steps=3, num_rows=num_rows)
         powers.append(calibration.power)
     assert powers[0] == pytest.approx(powers[1]) and powers[0] > 1.02
 
