@@ -72,6 +72,9 @@ CHOICES = {
     "rollouts_greedy": {**ROLLOUTS, "rollout_temperature": 0.0},
 }
 
+# Arguments that change no result.
+UNRELATED = {"json", "output_dir", "choices", "seeds"}
+
 
 def train(target, tokenizer, dataset, choice: dict, seed: int, args):
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
@@ -167,6 +170,7 @@ def main():
     parser.add_argument("--dataset", required=True, help='JSON Lines file of {"text": "..."} to train on')
     parser.add_argument("--prompts", required=True, help='Held-out prompts, one {"prompt": "..."} a line')
     parser.add_argument("--json", required=True, help="Where results are kept")
+    parser.add_argument("--output_dir", help="Where drafts go, if they are to be kept")
     parser.add_argument("--choices", nargs="+", choices=CHOICES, default=list(CHOICES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--compute", type=int, default=450_000, help="Tokens times drafting steps of each training")
@@ -189,7 +193,7 @@ def main():
     prompts = load_prompts(args.prompts, tokenizer, args.num_prompts)
     path = Path(args.json)
     results = json.loads(path.read_text()) if path.exists() else []
-    settings = {name: value for name, value in vars(args).items() if name not in ("json", "choices", "seeds")}
+    settings = {name: value for name, value in vars(args).items() if name not in UNRELATED}
     for result in results:
         if difference := what_differs(result.get("settings"), settings):
             raise SystemExit(f"{path} has results of other settings: {difference}. Choose another file.")
@@ -199,6 +203,8 @@ def main():
             if (choice, seed) in done:
                 continue
             draft, num_tokens = train(target, tokenizer, dataset, CHOICES[choice], seed, args)
+            if args.output_dir is not None:
+                draft.save_pretrained(Path(args.output_dir) / f"{choice}-{seed}")
             run = {"choice": choice, "seed": seed, "tokens": num_tokens, "settings": settings}
             for temperature in (0, 1):
                 run[f"acceptance_length_{temperature}"] = acceptance_length(
