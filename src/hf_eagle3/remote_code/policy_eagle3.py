@@ -149,10 +149,8 @@ class Calibration:
         self.num_trees += 1
         if not looks_are_free(tree.confidences.device) and self.num_trees % self.ONE_IN:
             return
-        surprise, rows = (
-            0.0,
-            zip(tree.confidences.tolist(), tree.parents.tolist(), accepted.nodes, accepted.is_finished),
-        )
+        rows = zip(tree.confidences.tolist(), tree.parents.tolist(), accepted.nodes, accepted.is_finished)
+        surprise = 0.0  # how often more best children were accepted than that says
         for confidences, parents, path, is_finished in rows:
             if is_finished:
                 continue
