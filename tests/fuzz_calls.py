@@ -305,7 +305,7 @@ def draw_fields(rng) -> tuple[dict, dict]:
 
 def draw_tree(rng) -> dict:
     return {
-        "tree_depth": rng.randint(1, 8),
+        "tree_depth": rng.randint(1, 12),
         "branching_factor": rng.randint(1, 16),
         "num_assistant_tokens": rng.randint(1, 64),
         "assistant_confidence_threshold": rng.choice([0.0, 0.01, 0.3]),

@@ -189,7 +189,7 @@ def test_the_cache_that_a_raising_streamer_leaves(target, do_sample):
 def test_a_batch_that_is_broken_off_and_tried_again(target, do_sample):
     """With a cache of the caller's, who crops it to the prompt: no row of it may have run ahead."""
     batch, calls_left = make_batch([5, 12, 9]), [0]
-    settings = {"max_new_tokens": 40, "do_sample": do_sample}
+    settings = {"max_new_tokens": 60, "do_sample": do_sample}
     text = generate(target, batch, **settings)
     oracle = make_row_oracle(target, batch, text)
 

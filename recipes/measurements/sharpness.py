@@ -2,7 +2,7 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-To which power should a draft's probabilities be taken, to say how sure it is?
+To which power should a draft's probabilities be taken, to say how sure it is? And how deep should a tree be?
 
     python recipes/measurements/sharpness.py --target TARGET --drafts DRAFT --prompts prompts.jsonl --json sharpness.json
 
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.evaluation import load_prompts
 from hf_eagle3.remote_code import policy_eagle3
-from hf_eagle3.remote_code.policy_eagle3 import Calibration
+from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS, Calibration
 
 
 class FixedCalibration(Calibration):
@@ -35,14 +35,14 @@ class FixedCalibration(Calibration):
 
 def table(results: list[dict]) -> str:
     drafts = list(dict.fromkeys(result["draft"] for result in results))
-    lines = [f"| T | power | {' | '.join(drafts)} |", "| --- | --- |" + " --- |" * len(drafts)]
+    lines = [f"| T | depth | power | {' | '.join(drafts)} |", "| --- | --- | --- |" + " --- |" * len(drafts)]
     rows = {}
     for result in results:
-        cells = rows.setdefault((result["T"], result["power"] or "learned"), {})
+        cells = rows.setdefault((result["T"], result["depth"], result["power"] or "learned"), {})
         cells.setdefault(result["draft"], []).append(result["length"])
-    for (temperature, power), lengths in rows.items():
+    for (temperature, depth, power), lengths in rows.items():
         cells = (f"{statistics.mean(lengths[draft]):.2f}" for draft in drafts)
-        lines.append(f"| {temperature} | {power} | {' | '.join(cells)} |")
+        lines.append(f"| {temperature} | {depth} | {power} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -55,6 +55,7 @@ def main():
     parser.add_argument(
         "--powers", nargs="*", type=float, default=[1.0, 2.0, 3.0, 4.0], help="Besides the learned one"
     )
+    parser.add_argument("--tree_depths", nargs="+", type=int, default=[DEFAULT_TREE_SETTINGS["tree_depth"]])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="Of samples")
     parser.add_argument("--num_prompts", type=int)
     parser.add_argument("--max_new_tokens", type=int, default=64)
@@ -62,17 +63,17 @@ def main():
 
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
     prompts = load_prompts(args.prompts, AutoTokenizer.from_pretrained(args.target), args.num_prompts)
-    runs = [(temperature, power) for temperature in (0, 1) for power in (*args.powers, None)]
+    ways = itertools.product(args.drafts, (0, 1), args.tree_depths, (*args.powers, None))
     results = []
-    for name, (temperature, power) in itertools.product(args.drafts, runs):
+    for name, temperature, depth, power in ways:
         for seed in args.seeds if temperature else args.seeds[:1]:
             draft = Eagle3ForSpeculation.from_pretrained(name, dtype=torch.float32).eval()  # of which nothing is known
+            draft.generation_config.tree_depth = depth
             calibration = Calibration if power is None else lambda first, power=power: FixedCalibration(power)
             with mock.patch.object(policy_eagle3, "Calibration", calibration):
                 length = acceptance_length(target, draft, prompts, temperature, args.max_new_tokens, seed)
-            results.append(
-                {"draft": Path(name).name, "T": temperature, "power": power, "seed": seed, "length": length}
-            )
+            results.append({"draft": Path(name).name, "T": temperature, "depth": depth, "power": power})
+            results[-1].update(seed=seed, length=length)
             Path(args.json).write_text(json.dumps(results, indent=2) + "\n")
             print(results[-1], flush=True)
     print(table(results))

@@ -10,8 +10,9 @@ from transformers import AutoConfig, PreTrainedModel
 
 from .remote_code.checks_eagle3 import fingerprint, whole
 from .remote_code.configuration_eagle3 import Eagle3Config, default_aux_layer_ids
-from .remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS
 
+
+SPECULATIVE_TOKENS = 6  # of engines that draft chains, such as vLLM; trees go deeper
 
 # Rotary scalings whose parameters mean the same for any head size, so that the draft can take the target's.
 PORTABLE_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -191,7 +192,7 @@ def speculators_config_for(target: PreTrainedModel, algorithm: str) -> dict[str,
         "proposal_methods": [
             {
                 "proposal_type": "greedy",
-                "speculative_tokens": DEFAULT_TREE_SETTINGS["tree_depth"],
+                "speculative_tokens": SPECULATIVE_TOKENS,
                 "accept_tolerance": 0.0,
                 "verifier_accept_k": 1,
             }

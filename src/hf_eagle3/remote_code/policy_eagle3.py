@@ -21,7 +21,7 @@ from .tree_eagle3 import Plan, Prices
 # OpenVINO GenAI and transformers. They live in the draft's generation config, and a call may bring others in the
 # `GenerationConfig` given to `generate`.
 DEFAULT_TREE_SETTINGS = {
-    "tree_depth": 6,
+    "tree_depth": 8,
     "branching_factor": 8,
     "num_assistant_tokens": 24,
     "assistant_confidence_threshold": 0.0,
