@@ -31,7 +31,7 @@ def oracle_of(target, batch):
 
 
 @pytest.mark.parametrize(
-    ("family", "lengths"), each_once(["llama", "qwen3", "mistral-window", "qwen3_moe"], [[9], [20, 9, 33]])
+    ("family", "lengths"), each_once(["llama", "qwen3", "mistral-window", "qwen3_moe"], [[11], [20, 9, 33]])
 )
 def test_attention_that_takes_causal_masks_only(family, lengths, monkeypatch):
     hints = []

@@ -238,6 +238,7 @@ def test_what_calls_learn_of_a_draft(monkeypatch, tree_policy, cache):
     monkeypatch.setattr(
         Calibration, "record", lambda self, *args: (powers[-1].append(self.power), record(self, *args))
     )
+    monkeypatch.setattr(Drafting, "decodes_plainly", lambda self: False)  # whatever it measured
     for _ in range(2):
         powers.append([])
         target.generate(prompt, assistant_model=draft, **cache, **settings)
