@@ -28,6 +28,7 @@ from hf_eagle3.environment import environment
 from hf_eagle3.evaluation.benchmark import synchronize
 from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft
 from hf_eagle3.evaluation.tasks import OFFLINE, load_prompts
+from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS
 
 
 def parse_arguments():
@@ -120,7 +121,8 @@ def main():
         grid.sort(key=lambda entry: -entry[0])
         ways = {"plain": {}}
         for name, assistant in drafts.items():
-            shape = {"tree_depth": 6, "branching_factor": 8, "num_assistant_tokens": 24}
+            names = "tree_depth", "branching_factor", "num_assistant_tokens"  # which the grid has changed
+            shape = {setting: DEFAULT_TREE_SETTINGS[setting] for setting in names}
             # Its own, under which a useless draft may propose nothing at all.
             shape["assistant_confidence_threshold"] = threshold
             ways[name] = {"assistant": assistant, "tree_policy": "auto", **shape}
