@@ -4,8 +4,9 @@ VENV ?= .venv
 # Pinned for development; the package itself takes a range.
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
-# Python compiles what it imports, which is the smaller part of what is installed.
-export PIP_NO_COMPILE = 1
+# Python compiles what it imports, the smaller part of what is installed, and keeps it. (0 is how pip takes `--no-compile`.)
+export PIP_NO_COMPILE = 0
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: install quickstart test test-engines test-clients docs style clean
 

@@ -107,27 +107,20 @@ def test_the_travelling_code_imports_only_torch_and_transformers(name):
             assert top in ("torch", "transformers", "huggingface_hub") or top in sys.stdlib_module_names, module
 
 
-def test_importing_the_package_loads_nothing_heavy():
+def test_importing_the_package_loads_nothing_heavy_and_needs_nothing_but_what_it_brings():
+    """`pip install hf-eagle3` brings no trl and no datasets: what training and pushing need is named."""
     script = (
         "import sys, hf_eagle3\n"
         "print([m for m in ('trl', 'datasets', 'hf_eagle3.remote_code', 'hf_eagle3.checkpoints') if m in sys.modules])\n"
         "from hf_eagle3 import Eagle3ForSpeculation\n"
         "print([m for m in ('trl', 'hf_eagle3.training') if m in sys.modules])\n"
-    )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.stdout.splitlines() == ["[]", "[]"], result
-
-
-def test_what_training_and_pushing_need_is_named():
-    """With what `pip install hf-eagle3` brings, and no more."""
-    script = (
-        "import sys; sys.modules |= {'trl': None, 'datasets': None}\n"
-        "import hf_eagle3\n"
+        "sys.modules |= {'trl': None, 'datasets': None}\n"
         "for use in (lambda: hf_eagle3.Eagle3Trainer, lambda: hf_eagle3.Eagle3ForSpeculation.push_to_hub(None, 'me/it')):\n"
         "    try: use()\n"
         "    except ModuleNotFoundError as error: print(error)\n"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.stdout.splitlines()[:2] == ["[]", "[]"], result
     assert result.stdout.count("pip install 'hf-eagle3[train]'") == 2, result
 
 

@@ -50,10 +50,6 @@ def files(tmp_path_factory, tokenizer):
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def run(*command):
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=ENVIRONMENT)
-
-
 def arguments_of(files, output_dir, data="chats", max_steps=4):
     arguments = {
         "model_name_or_path": files / "target",
@@ -68,10 +64,6 @@ def arguments_of(files, output_dir, data="chats", max_steps=4):
         "disable_tqdm": True,
     }
     return [part for name, value in arguments.items() for part in (f"--{name}", value)]
-
-
-def train(files, output_dir, *arguments, launcher=(sys.executable,), **settings):
-    return run(*launcher, RECIPES / "train.py", *arguments_of(files, output_dir, **settings), *arguments)
 
 
 def train_in_two(kind, files, folder, *arguments):
@@ -96,7 +88,8 @@ def interrupt(*args, **kwargs):
 
 @pytest.fixture(scope="module")
 def evaluated_run(files):
-    return train(files, files / "whole", *FRESH, *EVALUATES, "--per_device_train_batch_size", 4)
+    arguments = (*arguments_of(files, files / "whole"), *FRESH, *EVALUATES, "--per_device_train_batch_size", 4)
+    return run_forked(RECIPES / "train.py", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -162,11 +155,13 @@ def test_an_interrupted_run_says_how_to_go_on(files, tmp_path, monkeypatch, run_
 @pytest.mark.parametrize("kind", ["ddp, tensor-parallel target", "fsdp2, target by FSDP2"])
 def test_two_processes_give_the_losses_of_one(files, evaluated_run, whole_run, kind, tmp_path):
     target = {"ddp, tensor-parallel target": ("--tp_plan", "auto"), "fsdp2, target by FSDP2": ("--fsdp_size", 2)}
-    settings = (*FRESH, *EVALUATES, "--per_device_train_batch_size", 2, *target[kind])
+    settings = (*FRESH, "--per_device_train_batch_size", 2, *target[kind])
     if kind.startswith("ddp"):
-        result = train_in_two("ddp", files, tmp_path, *settings)
+        result = train_in_two("ddp", files, tmp_path, *settings, *EVALUATES)
     else:  # by the program itself
-        result = train(files, tmp_path / "out", *settings, launcher=accelerate_launch(tmp_path))
+        command = (RECIPES / "train.py", *arguments_of(files, tmp_path / "out"), *settings, *EVALUATES)
+        command = map(str, (*accelerate_launch(tmp_path), *command))
+        result = subprocess.run(list(command), capture_output=True, text=True, env=ENVIRONMENT)
     # Muon orthogonalizes in bfloat16, which turns a rounding difference into one of a few thousandths.
     assert losses(result) == pytest.approx(whole_run, rel=2e-3)
     for name in ("eval_loss_per_step", "eval_acceptance_length"):
