@@ -23,6 +23,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.hub import write_draft
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
+from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 from hf_eagle3.training.console import EaglePrinterCallback
 
 
@@ -195,6 +196,8 @@ def test_two_processes_roll_out(files, kind, tmp_path):
     assert len(first) == len(second) == 3  # of four for eight steps
     assert first[0]["input_ids"].tolist() != second[0]["input_ids"].tolist()
     if kind == "fsdp2":  # whose draft rolls out as a copy; the rest is the same
+        return
+    if not CAN_SELECT_HIDDEN_STATES:  # older transformers cannot load what several processes on CPUs saved
         return
     checkpoint = ("--resume_from_checkpoint", tmp_path / "out" / "checkpoint-2")
     assert losses(train_in_two(kind, files, tmp_path, *settings, *checkpoint)) == losses(whole)[2:]

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, masking_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..remote_code.checks_eagle3 import fingerprint, is_sharded
@@ -25,6 +25,8 @@ from .ttt import documents_of
 
 FORMAT_VERSION = 1
 FP8 = torch.float8_e4m3fn
+# Older transformers (5.17) count the chunks that a row's tokens attend to from where the row begins.
+COUNTS_CHUNKS_BY_DOCUMENT = hasattr(masking_utils, "remap_positions_for_packed_sequence")
 
 
 class TargetStates:
@@ -79,10 +81,12 @@ class TargetStates:
         return aux_hidden_states(outputs, self.aux_layer_ids, self.num_layers).to(device), last.to(device)
 
     def _keeps_documents_apart(self) -> bool:
-        """Whether what a document says leaves the states of the next one as they are."""
+        """Whether a document's states are those it has alone, whatever the ones before it say."""
         length, device = 8, self.target.get_input_embeddings().weight.device
-        vocab_size = self.target.config.get_text_config(decoder=True).vocab_size
-        tokens = torch.randint(vocab_size, (3, length), generator=torch.Generator().manual_seed(0)).to(device)
+        config = self.target.config.get_text_config(decoder=True)
+        if getattr(config, "attention_chunk_size", None) is not None and not COUNTS_CHUNKS_BY_DOCUMENT:
+            return False
+        tokens = torch.randint(config.vocab_size, (3, length), generator=torch.Generator().manual_seed(0)).to(device)
         position_ids = torch.arange(length, device=device).repeat(2)[None]
         first, second = (
             self._forward(input_ids=torch.cat([before, tokens[2]])[None], position_ids=position_ids)[1][0, length:]
