@@ -111,6 +111,7 @@ def train_target(folder: Path, dataset: Dataset, args) -> None:
     )
     train_for(trainer, TimeBudget(args.target_minutes, "Target", args.min_steps))
     target = target.to(torch.bfloat16) if trainer.args.bf16 else target
+    target.config.use_cache = True  # which training turns off
     save(folder, target, tokenizer, training={"steps": trainer.state.global_step})
 
 
@@ -260,7 +261,7 @@ def main():
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(faster_number_of_threads())
         os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # of the process that generates
-        print(f"Computing with {torch.get_num_threads()} threads.", flush=True)
+        print(f"Number of threads: {torch.get_num_threads()}.", flush=True)
     if args.dataset is None:
         documents, held_out = standard_library(NUM_PROMPTS)
         dataset = Dataset.from_dict({"text": documents})

@@ -24,6 +24,7 @@ An existing draft is trained further with `--draft_name_or_path`, and adapted by
         --model_name_or_path Qwen/Qwen3-8B --dataset_name me/my-domain --output_dir my-domain-adapter
 """
 
+import argparse
 import logging
 import shlex
 import sys
@@ -47,6 +48,7 @@ from trl import (
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import load_ends
+from hf_eagle3.environment import folder_or_hub_id
 from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training import FeatureStore
 from hf_eagle3.training.parser import Eagle3Parser
@@ -175,8 +177,9 @@ def make_trainer(script_args, training_args, target_config, mixture) -> Eagle3Tr
         for split in wanted:
             if split not in dataset:
                 raise ValueError(
-                    f"There is no split {split!r}, but {sorted(dataset)}: choose by `--dataset_train_split` and, for "
-                    "evaluation, `--dataset_test_split`."
+                    f"There is no split {split!r}, but {sorted(dataset)}: choose by `--dataset_train_split` and, for evaluation, "
+                    "`--dataset_test_split`. Local data has a test split in a folder with `train.jsonl` and `test.jsonl`; "
+                    "`--eval_strategy no` needs none."
                 )
         train_dataset = train_dataset or dataset[script_args.dataset_train_split]
         eval_dataset = dataset[script_args.dataset_test_split] if evaluates else None
@@ -207,6 +210,11 @@ def main():
             "true`, or choose another `--output_dir`."
         )
     check_writable(folder)
+    for name in filter(None, (target_config.model_name_or_path, script_args.draft_name_or_path)):
+        try:
+            folder_or_hub_id(name)
+        except argparse.ArgumentTypeError as error:
+            raise SystemExit(f"train.py: error: {error}") from None
     trainer = make_trainer(script_args, training_args, target_config, mixture)
     # For the card.
     names = [dataset.path for dataset in mixture.datasets] or [script_args.dataset_name]

@@ -41,6 +41,7 @@ def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe, monkeypatch):
     results = BenchmarkResults.read(tmp_path / "results.jsonl")
     assert [row.num_identical for row in results.rows if row.method == "eagle3"] == [4, 4]
     assert (tmp_path / "plots" / "speedup.png").exists()
+    assert json.loads((tmp_path / "target" / "config.json").read_text())["use_cache"]
     # Whose figures these are, and how it was trained: what a card is made of.
     training = json.loads((tmp_path / "draft" / "training.json").read_text())
     assert training["draft_weights"] == results.run["draft_weights"] and training["steps"] > 0

@@ -253,6 +253,7 @@ def test_files(files, tmp_path, run_recipe):
     for file, content, error in (
         ("texts.csv", texts.encode(), "is not one of"),
         ("none.jsonl", b"", "is empty"),
+        ("numbers.jsonl", b'{"text": 5}\n', "must have texts, but the first row has 5"),
         ("texts.jsonl.gz", gzip.compress(texts.encode()), None),
     ):
         (tmp_path / file).write_bytes(content)
@@ -267,6 +268,13 @@ def test_a_split_that_is_not_there(files, tmp_path, run_recipe):
     with pytest.raises(ValueError, match="There is no split 'held_out'"):
         run_recipe("train.py", *arguments, "--eval_strategy", "steps", "--dataset_test_split", "held_out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_mistyped_path(files, tmp_path, run_recipe):
+    arguments = arguments_of(files, tmp_path / "out", max_steps=1)
+    arguments[arguments.index("--model_name_or_path") + 1] = path = tmp_path / "targt"
+    result = run_recipe("train.py", *arguments)
+    assert result.returncode == 1 and f"there is no folder {path}" in result.stderr
 
 
 def test_the_chat_of_the_docs(files, tmp_path, tokenizer, monkeypatch, run_recipe):

@@ -11,7 +11,8 @@ from hf_eagle3.training.budget import TimeBudget
     [
         (6, 0, 10),  # as long as it was given, a minute
         (6, 8, 10),
-        (6, 30, 30),  # as long as that takes
+        (6, 11, 11),  # as long as that takes
+        (6, 30, 30),
         (6, 1000, 50),  # at most five times as long
         (18, 100, 17),  # a machine so slow that the minute is over before it is known
         (400, 100, 1),

@@ -19,7 +19,7 @@ from hf_eagle3.data import documents_of_row, prompt_of
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.training import models, ttt
 from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
-from hf_eagle3.training.record import training_record
+from hf_eagle3.training.record import non_defaults, training_record
 
 
 TEXTS = Dataset.from_dict({"text": [f"the {i} of {i * 7}, and so on to {i * i} in the end" for i in range(40)]})
@@ -466,6 +466,17 @@ def test_a_process_with_several_gpus(tmp_path, tokenizer, caplog):
     target, settings = make_target("llama"), {"train_dataset": TEXTS, "processing_class": copy.deepcopy(tokenizer)}
     trainer = Eagle3Trainer(model=None, target_model=target, args=args, **settings)
     assert trainer.args.n_gpu == 1 and args.n_gpu == 2 and "accelerate launch" in caplog.text
+
+
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_bfloat16_on_processors(tmp_path, monkeypatch, has_bfloat16):
+    """TRL's default where they have it; by software it takes ten times as long."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bfloat16)
+    assert Eagle3TrainingArguments(str(tmp_path), use_cpu=True).bf16 is has_bfloat16
+    for asked in (True, False):
+        arguments = Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=asked)
+        assert arguments.bf16 is asked
+    assert ("bf16" in non_defaults(arguments)) and "bf16" not in non_defaults(arguments, {"bf16": True})
 
 
 def test_torch_without_muon(tmp_path, monkeypatch):

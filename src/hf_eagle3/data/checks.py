@@ -38,6 +38,11 @@ def check_columns(dataset: Dataset | IterableDataset, args: SFTConfig, name: str
             f"The {name} data has prompts, but no 'completion' to learn. Its columns are {sorted(first)}. Remove 'prompt' to learn "
             "one of the others."
         )
+    text = first.get(args.dataset_text_field)
+    if not set(COLUMNS) & set(first) and not isinstance(text, str | None):
+        raise ValueError(
+            f"The {name} data's column {args.dataset_text_field!r} must have texts, but the first row has {text!r}."
+        )
     if not {*COLUMNS, args.dataset_text_field} & set(first):
         raise ValueError(
             f"The {name} data has columns {sorted(first)}, but needs one of {sorted({*COLUMNS, args.dataset_text_field})}."

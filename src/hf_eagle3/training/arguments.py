@@ -217,6 +217,8 @@ class Eagle3TrainingArguments(SFTConfig):
         return copied
 
     def __post_init__(self):
+        if self.bf16 is None and self.use_cpu and not torch.cpu._is_avx512_bf16_supported():
+            self.bf16 = False  # elsewhere TRL's default, which such processors compute in software
         super().__post_init__()
         if secrets := [name for name in self.target_model_init_kwargs or () if name.endswith("token")]:
             raise ValueError(

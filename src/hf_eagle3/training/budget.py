@@ -60,12 +60,13 @@ class TimeBudget(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         elapsed = self.clock() - self.start
         needed = min(elapsed / state.global_step * self.min_steps, self.LONGER * self.given)
-        if state.global_step >= 5 and needed > 1.1 * self.seconds:  # the first steps take longer
-            self.seconds = self.bar.total = round(needed)
-            self.bar.write(
-                f"{self.description}: {state.global_step} steps in {elapsed:.0f} s are few for this machine: training takes "
-                f"{self.seconds} s instead of {self.given:.0f}."
-            )
+        if state.global_step >= 5 and needed > self.seconds:  # the first steps take longer
+            if needed > 1.1 * self.seconds:
+                self.bar.write(
+                    f"{self.description}: {state.global_step} steps in {elapsed:.0f} s are few for this machine: training "
+                    f"takes {needed:.0f} s instead of {self.given:.0f}."
+                )
+            self.seconds, self.bar.total = needed, round(needed)
         self.share = min(elapsed / self.seconds, 1.0)
         is_measured = state.global_step >= min(5, self.min_steps)
         if elapsed >= self.seconds and not is_measured:  # it is not known yet how long it will take

@@ -58,6 +58,8 @@ def non_defaults(arguments, values: dict | None = None) -> dict:
         item.name: item.default if item.default_factory is MISSING else item.default_factory()
         for item in fields(arguments)
     }
+    if "bf16" in defaults:
+        defaults["bf16"] = True  # what TRL makes of `None`
     return {name: value for name, value in values.items() if name in defaults and value != defaults[name]}
 
 
