@@ -470,7 +470,7 @@ def test_a_process_with_several_gpus(tmp_path, tokenizer, caplog):
 
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_bfloat16_on_processors(tmp_path, monkeypatch, has_bfloat16):
-    """TRL's default where they have it; by software it takes ten times as long."""
+    """TRL's default where they have it; by software it takes several times as long."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bfloat16)
     assert Eagle3TrainingArguments(str(tmp_path), use_cpu=True).bf16 is has_bfloat16
     for asked in (True, False):
