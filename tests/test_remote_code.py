@@ -113,7 +113,7 @@ def test_importing_the_package_loads_nothing_heavy_and_needs_nothing_but_what_it
         "import sys, hf_eagle3\n"
         "print([m for m in ('trl', 'datasets', 'hf_eagle3.remote_code', 'hf_eagle3.checkpoints') if m in sys.modules])\n"
         "from hf_eagle3 import Eagle3ForSpeculation\n"
-        "print([m for m in ('trl', 'hf_eagle3.training') if m in sys.modules])\n"
+        "print([m for m in ('trl', 'datasets', 'hf_eagle3.training') if m in sys.modules])\n"
         "sys.modules |= {'trl': None, 'datasets': None}\n"
         "for use in (lambda: hf_eagle3.Eagle3Trainer, lambda: hf_eagle3.Eagle3ForSpeculation.push_to_hub(None, 'me/it')):\n"
         "    try: use()\n"

@@ -156,11 +156,11 @@ def test_an_interrupted_run_says_how_to_go_on(files, tmp_path, monkeypatch, run_
 @pytest.mark.parametrize("kind", ["ddp, tensor-parallel target", "fsdp2, target by FSDP2"])
 def test_two_processes_give_the_losses_of_one(files, evaluated_run, whole_run, kind, tmp_path):
     target = {"ddp, tensor-parallel target": ("--tp_plan", "auto"), "fsdp2, target by FSDP2": ("--fsdp_size", 2)}
-    settings = (*FRESH, "--per_device_train_batch_size", 2, *target[kind])
+    settings = (*FRESH, *EVALUATES, "--per_device_train_batch_size", 2, *target[kind])
     if kind.startswith("ddp"):
-        result = train_in_two("ddp", files, tmp_path, *settings, *EVALUATES)
+        result = train_in_two("ddp", files, tmp_path, *settings)
     else:  # by the program itself
-        command = (RECIPES / "train.py", *arguments_of(files, tmp_path / "out"), *settings, *EVALUATES)
+        command = (RECIPES / "train.py", *arguments_of(files, tmp_path / "out"), *settings)
         command = map(str, (*accelerate_launch(tmp_path), *command))
         result = subprocess.run(list(command), capture_output=True, text=True, env=ENVIRONMENT)
     # Muon orthogonalizes in bfloat16, which turns a rounding difference into one of a few thousandths.
