@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from accelerate import PartialState
-from train import TargetConfig, TrainScriptArguments, load_data, load_target
+from train import TargetConfig, TrainScriptArguments, load_data, load_target, rows_of
 from trl import DatasetMixtureConfig
 
 from hf_eagle3 import Eagle3ForSpeculation
@@ -88,7 +88,7 @@ def main():
     parser = Eagle3Parser((TrainScriptArguments, RegenerationArguments, TargetConfig, DatasetMixtureConfig), WITHOUT)
     script_args, args, target_config, mixture = parser.parse_args_and_config()
     state = PartialState()
-    dataset = load_data(script_args, mixture)[script_args.dataset_train_split]
+    dataset = rows_of(load_data(script_args, mixture), script_args.dataset_train_split)
     if args.base_url is None and (target_config.tp_plan is not None or target_config.fsdp_size is not None):
         raise ValueError(
             "Processes that share a target compute one batch together, but each would answer rows of its own. Spread the target "

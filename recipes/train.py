@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from accelerate import PartialState
-from datasets import DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, IterableDataset, ReadInstruction, concatenate_datasets, load_dataset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import get_last_checkpoint
@@ -113,21 +113,34 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
     suffix = Path(name.removesuffix(".gz")).suffix
     if suffix in FILE_FORMATS and not Path(name).is_file():
         raise FileNotFoundError(f"There is no file {name}.")
-    if files := sorted(map(str, Path(name).glob("rows-*.jsonl"))):  # of `recipes/regenerate.py`
-        return load_dataset(
-            "json", data_files={script_args.dataset_train_split: files}, streaming=script_args.dataset_streaming
-        )
-    if Path(name).is_file():
+    files = sorted(map(str, Path(name).glob("rows-*.jsonl")))  # of `recipes/regenerate.py`
+    if not files and Path(name).is_file():
         if suffix not in FILE_FORMATS:
             raise ValueError(f"{name} is not one of {sorted(FILE_FORMATS)}.")
         if Path(name).stat().st_size == 0:
             raise ValueError(f"{name} is empty.")
+        files = [name]
+    if files:  # which are the only split, whatever it is called
+        split = script_args.dataset_train_split.partition("[")[0]
         return load_dataset(
-            FILE_FORMATS[suffix],
-            data_files={script_args.dataset_train_split: name},
-            streaming=script_args.dataset_streaming,
+            FILE_FORMATS.get(suffix, "json"), data_files={split: files}, streaming=script_args.dataset_streaming
         )
     return load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
+
+
+def rows_of(dataset: DatasetDict, split: str) -> Dataset | IterableDataset:
+    """The rows of a split, or of a part of it as `datasets` writes that: `train[:1000]`."""
+    if split in dataset:
+        return dataset[split]
+    try:
+        parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in dataset.items()})
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"There is no split {split!r}, but {sorted(dataset)}, and parts of them (`train[:1000]`) if they are not streamed. Choose "
+            "by `--dataset_train_split` and, for evaluation, `--dataset_test_split`. Local data has a test split in a folder with "
+            "`train.jsonl` and `test.jsonl`; `--eval_strategy no` needs none."
+        ) from error
+    return concatenate_datasets([dataset[part.splitname].select(range(part.from_, part.to)) for part in parts])
 
 
 def load_target(config: TargetConfig, with_layers: bool = True) -> PreTrainedModel:
@@ -172,17 +185,8 @@ def make_trainer(script_args, training_args, target_config, mixture) -> Eagle3Tr
         training_args.packing = False  # settled when they were extracted
     if train_dataset is None or evaluates:
         dataset = load_data(script_args, mixture)
-        wanted = [script_args.dataset_test_split] * evaluates
-        wanted += [script_args.dataset_train_split] * (train_dataset is None)
-        for split in wanted:
-            if split not in dataset:
-                raise ValueError(
-                    f"There is no split {split!r}, but {sorted(dataset)}: choose by `--dataset_train_split` and, for evaluation, "
-                    "`--dataset_test_split`. Local data has a test split in a folder with `train.jsonl` and `test.jsonl`; "
-                    "`--eval_strategy no` needs none."
-                )
-        train_dataset = train_dataset or dataset[script_args.dataset_train_split]
-        eval_dataset = dataset[script_args.dataset_test_split] if evaluates else None
+        eval_dataset = rows_of(dataset, script_args.dataset_test_split) if evaluates else None
+        train_dataset = train_dataset or rows_of(dataset, script_args.dataset_train_split)
     tokenizer = load_tokenizer(target_config.model_name_or_path, revision=target_config.model_revision)
     draft = None
     if script_args.draft_name_or_path is not None:

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import RECIPES, accelerate_launch, make_prompt, make_target, run_in_two_processes
+from datasets import Dataset, DatasetDict, IterableDatasetDict
 from forked import run_forked
 from huggingface_hub import ModelCard
 from peft import PeftModel
@@ -268,6 +270,22 @@ def test_a_split_that_is_not_there(files, tmp_path, run_recipe):
     with pytest.raises(ValueError, match="There is no split 'held_out'"):
         run_recipe("train.py", *arguments, "--eval_strategy", "steps", "--dataset_test_split", "held_out")
     assert not (tmp_path / "out").exists()
+
+
+def test_parts_of_splits():
+    rows_of = runpy.run_path(RECIPES / "train.py")["rows_of"]
+    dataset = DatasetDict(train=Dataset.from_dict({"row": range(10)}), test=Dataset.from_dict({"row": range(10, 14)}))
+    parts = {
+        "train[:3]": [0, 1, 2],
+        "test[50%:]": [12, 13],
+        "train[8:]+test[:1]": [8, 9, 10],
+        "test": [10, 11, 12, 13],
+    }
+    assert {part: rows_of(dataset, part)["row"][:] for part in parts} == parts
+    streams = IterableDatasetDict(train=dataset["train"].to_iterable_dataset())
+    for data, part in ((dataset, "valid[:3]"), (dataset, "train[:3"), (streams, "train[:3]")):
+        with pytest.raises(ValueError, match="There is no split"):
+            rows_of(data, part)
 
 
 def test_a_mistyped_path(files, tmp_path, run_recipe):
