@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from conftest import make_draft, make_prompt, make_target
+from conftest import make_draft, make_prompt, make_target, make_tokenizer
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig, GenerationMixin, pipeline
 
@@ -49,6 +49,20 @@ def test_what_is_no_draft(pair):
     target, draft, _ = pair
     for wrong in ("folder", target):
         with pytest.raises(TypeError, match="takes a draft that is loaded"), assist(draft, wrong):
+            pass
+
+
+def test_targets_that_are_wrapped(pair):
+    target, draft, prompt = pair
+    compiled = torch.compile(target, backend="eager")
+    with assist(compiled, draft):
+        compiled.generate(prompt, **SETTINGS)
+    assert draft.last_generation.new_tokens == 20
+    for wrong in (
+        torch.nn.DataParallel(target),
+        pipeline("text-generation", model=target, tokenizer=make_tokenizer()),
+    ):
+        with pytest.raises(TypeError, match="takes a model that generates"), assist(wrong, draft):
             pass
 
 
@@ -115,9 +129,11 @@ def test_threads(pair):
         {"num_beams": 2},
         {"use_cache": False},
         {"prompt_lookup_num_tokens": 3},
+        {"cache_implementation": "paged"},
+        {"assistant_ensemble_weight": 0.5},
         {"generation_config": GenerationConfig(num_beams=2)},
     ],
-    ids=["beams", "no cache", "lookup", "config"],
+    ids=["beams", "no cache", "lookup", "paged", "ensemble", "config"],
 )
 @pytest.mark.parametrize("is_model_s", [False, True])
 def test_other_ways_are_left_as_they_are(pair, settings, is_model_s):

@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers import (
     BitsAndBytesConfig,
     DynamicCache,
     GenerationConfig,
+    LlamaForCausalLM,
     LogitsProcessorList,
     StoppingCriteria,
     TorchAoConfig,
@@ -352,8 +354,30 @@ def test_several_sequences_a_prompt(target, do_sample):
 
 
 def test_a_name_is_no_draft(target):
-    with pytest.raises(ValueError, match=r"AutoModel.from_pretrained\('me/draft', trust_remote_code=True\)"):
-        target.generate(make_prompt(5), assistant_model="me/draft")
+    for name in ("me/draft", Path("me/draft")):
+        with pytest.raises(ValueError, match=r"AutoModel.from_pretrained\('me/draft', trust_remote_code=True\)"):
+            target.generate(make_prompt(5), assistant_model=name)
+    with pytest.raises(ValueError, match="the class Eagle3ForSpeculation, not a draft"):
+        target.generate(make_prompt(5), assistant_model=Eagle3ForSpeculation)
+
+
+class LastLogits(LlamaForCausalLM):
+    """Whose `forward` knows that `generate` needs no others."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        outputs = super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+        outputs.logits = outputs.logits[:, -1:]
+        return outputs
+
+
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.2}, {"do_sample": True}])
+def test_targets_that_return_logits_of_the_last_token(settings):
+    target, prompt = make_target("llama"), make_prompt(12)
+    draft = make_draft(target, [prompt])
+    target.__class__ = LastLogits
+    assert target.generate(prompt, **{**SETTINGS, **settings}).shape == (1, 36)
+    with pytest.raises(ValueError, match="LastLogits returned logits of 1 of the"):
+        target.generate(prompt, assistant_model=draft, **{**SETTINGS, **settings})
 
 
 def test_custom_generate(target, tmp_path):
@@ -373,13 +397,21 @@ import sys
 sys.modules["hf_eagle3"] = None
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
+class Streamer:
+    def __init__(self):
+        self.tokens, self.is_ended = [], False
+    def put(self, tokens):
+        self.tokens += tokens.flatten().tolist()
+    def end(self):
+        self.is_ended = True
 target = AutoModelForCausalLM.from_pretrained({str(tmp_path / "target")!r})
 folder = {str(tmp_path / "draft")!r}
 draft = AutoModel.from_pretrained(folder, trust_remote_code=True)
 for assistant in (draft, folder):
     text = target.generate(torch.tensor({prompt.tolist()}), custom_generate=folder, assistant_model=assistant,
-                           trust_remote_code=True, max_new_tokens=24, do_sample=False)
+                           trust_remote_code=True, max_new_tokens=24, do_sample=False, streamer=(streamer := Streamer()))
     assert text.tolist() == {expected.tolist()}, text
+    assert streamer.tokens == text[0].tolist() and streamer.is_ended
 assert draft.last_generation.new_tokens == 24
 try:
     draft.generate(torch.tensor([[5]]), assistant_model=target)

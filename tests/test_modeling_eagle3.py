@@ -8,7 +8,15 @@ import torch
 from conftest import FAMILIES, VOCAB_SIZE, make_prompt, make_target
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma3nForCausalLM,
+    MllamaForCausalLM,
+)
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
 from hf_eagle3.baselines import BASELINES
@@ -267,6 +275,18 @@ def test_targets_without_attention_are_refused(model_type):
     config = AutoConfig.for_model(model_type, vocab_size=96, hidden_size=32, num_hidden_layers=4)
     with pytest.raises(ValueError, match=f"type '{model_type}': it has no attention"):
         Eagle3ForSpeculation.from_target(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize(
+    ("model_class", "model_type"), [(Gemma3nForCausalLM, "gemma3n_text"), (MllamaForCausalLM, "mllama_text_model")]
+)
+def test_targets_whose_states_cannot_be_read(model_class, model_type):
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "cross_attention_layers": [1], "pad_token_id": 0}
+    sizes |= {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
+    target = model_class(AutoConfig.for_model(model_type, **sizes))
+    with pytest.raises(ValueError, match="which EAGLE-3 drafts cannot read"):
+        Eagle3ForSpeculation.from_target(target)
 
 
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "beam"])

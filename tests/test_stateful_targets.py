@@ -272,11 +272,10 @@ def test_prompts_that_are_longer_than_their_positions(tokenizer):
         assert expected.shape[1] > prompt.shape[1] + SETTINGS["max_new_tokens"]
         draft = Eagle3ForSpeculation.from_target(target).eval()
         draft.generation_config.tree_policy = "static"
-        if CAN_SELECT_HIDDEN_STATES:
+        try:
             assert torch.equal(target.generate(prompt, **settings, assistant_model=draft), expected)
-        else:  # before 5.23 there is a mask, which stays as it was, too
-            with pytest.raises(ValueError, match="`token_healing` has lengthened it"):
-                target.generate(prompt, **settings, assistant_model=draft)
+        except ValueError as error:  # older versions (5.17) have a mask, which stays as it was, too
+            assert not CAN_SELECT_HIDDEN_STATES and "`token_healing` has lengthened it" in str(error)
 
 
 class EditTheNewest(LogitsProcessor):

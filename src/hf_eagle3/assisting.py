@@ -16,6 +16,7 @@ _LOCK = threading.Lock()
 # A call with one of these goes another way, which is the caller's choice.
 OTHER_WAYS = (
     "assistant_early_exit",
+    "assistant_ensemble_weight",
     "assistant_model",
     "custom_generate",
     "dola_layers",
@@ -42,18 +43,21 @@ def assist(target: PreTrainedModel, draft) -> Iterator[None]:
     transformers' own hooks for hidden states, which stay.
 
     Args:
-        target (`PreTrainedModel`): The target, or an adapted one (`PeftModel`).
+        target (`PreTrainedModel`): The target, or an adapted one (`PeftModel`), or a compiled one.
         draft ([`Eagle3ForSpeculation`]): Or any other assistant that brings its own decoding.
 
     Raises:
-        TypeError: if it is no draft, but its name or another model.
+        TypeError: if the draft is none, but its name or another model, or the target does not generate.
         ValueError: if the draft is not for this target.
     """
     if not hasattr(draft, "validate_target"):
         raise TypeError(
             f"`assist(target, draft)` takes a draft that is loaded, by `AutoModel.from_pretrained`; this is {type(draft).__name__}."
         )
-    model = target.get_base_model() if hasattr(target, "get_base_model") else target
+    model = getattr(target, "_orig_mod", target)  # which `torch.compile` wraps
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(model, GenerationMixin):
+        raise TypeError(f"`assist(target, draft)` takes a model that generates; this is {type(target).__name__}.")
     draft.validate_target(model)
     _install()
     entry = object()
@@ -82,8 +86,10 @@ def goes_another_way(model, generation_config=None, **kwargs) -> bool:
         return next((each[name] for each in (kwargs, *configs) if each.get(name) is not None), None)
 
     wants_attentions = asked("return_dict_in_generate") and asked("output_attentions")
-    is_other = (asked("num_beams") or 1) > 1 or asked("use_cache") is False or any(map(asked, OTHER_WAYS))
-    return bool(is_other or wants_attentions)
+    keeps_cache = kwargs.get("use_cache", True) and asked("use_cache") is not False
+    is_paged = asked("cache_implementation") == "paged"  # continuous batching
+    is_other = (asked("num_beams") or 1) > 1 or any(map(asked, OTHER_WAYS))
+    return bool(wants_attentions or not keeps_cache or is_paged or is_other)
 
 
 def _install() -> None:

@@ -93,8 +93,8 @@ class Sampler:
     """
     Picks tokens as `_sample` does, from the target's scores.
 
-    Where no processor or criterion reads the text before a token, they are picked at all nodes of a tree at once, and
-    the host waits once; else, and where looks cost nothing but scores do, at those nodes only that the walk comes to.
+    Where no processor or criterion reads the text before a token, tokens are picked at all nodes of a tree at once, so
+    that the host waits once. Otherwise, and on a CPU if scores are to be processed, only at the nodes that the walk visits.
 
     Args:
         text (`Text`): What it picks for.
@@ -175,11 +175,9 @@ class Sampler:
         if not self.do_sample:
             choices = scores.argmax(dim=-1)
             return choices, torch.zeros_like(choices, dtype=torch.bool)
-        probs = torch.softmax(scores, dim=-1)
-        self.vocab_size = probs.shape[-1]
+        self.vocab_size = scores.shape[-1]
         noise = torch.stack([self._noise_of_rows(level) for level in range(1 + tree.max_depth)], dim=1)
-        noise = noise if num_nodes == 1 else take_rows(noise, tree.depths)
-        return (probs / noise).argmax(dim=-1), ~_are_probabilities(probs)
+        return _sample_with(scores, noise if num_nodes == 1 else take_rows(noise, tree.depths))
 
     def _noise_of_rows(self, level: int, rows: list[int] | None = None) -> torch.FloatTensor:
         """With what the token `level` after the next one of each row is sampled, `(rows, V)`."""
@@ -231,10 +229,10 @@ class Sampler:
         ids = text.read(rows, 1 if self.may_pick_at_once else length)
         scores = self._processor_of(rows)(ids, logits)
         next_tokens = self._sample(rows, scores)
-        text.write(rows, next_tokens)
-        for i, (row, node) in enumerate(zip(rows, nodes)):
-            self.returned.add(row, outputs, logits[i : i + 1], scores[i : i + 1], node)
         tokens = next_tokens.tolist()
+        for i, (row, node, token) in enumerate(zip(rows, nodes, tokens)):
+            text.append(row, token)
+            self.returned.add(row, outputs, logits[i : i + 1], scores[i : i + 1], node)
         if self.may_pick_at_once:
             self._end(rows, tokens)
         else:
@@ -260,11 +258,9 @@ class Sampler:
         elif not self.draws_ahead:
             next_tokens = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         else:
-            # What `torch.multinomial` does, with the noise it would have drawn for all rows at this position.
-            probs = torch.softmax(scores, dim=-1)
-            if not (are_fine := _are_probabilities(probs)).all():
-                self._raise_broken([row for row, is_fine in zip(rows, are_fine.tolist()) if not is_fine])
-            next_tokens = torch.argmax(probs / self._noise_of_rows(0, rows), dim=-1)
+            next_tokens, is_broken = _sample_with(scores, self._noise_of_rows(0, rows))
+            if is_broken.any():
+                self._raise_broken([row for row, broken in zip(rows, is_broken.tolist()) if broken])
         if text.pads_finished_rows and any(text.is_finished):
             finished = torch.tensor([text.is_finished[row] for row in rows], device=next_tokens.device)
             next_tokens = next_tokens.masked_fill(finished, text.pad_token)
@@ -314,11 +310,6 @@ WARP_DRAFTS = {"MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper"
 STREAMERS = {"AsyncTextIteratorStreamer", "TextIteratorStreamer", "TextStreamer"}
 
 
-def is_row_wise(processor) -> bool:
-    """Whether a logits processor or stopping criterion is known to treat each row of a batch as if it were alone."""
-    return is_one_of(processor, ROW_WISE)
-
-
 def is_one_of(processor, names: set[str]) -> bool:
     """Whether a logits processor or stopping criterion is transformers' own of one of these names."""
     return type(processor).__module__.startswith("transformers.generation.") and type(processor).__name__ in names
@@ -330,6 +321,7 @@ def _lengths_to_ignore(processor) -> torch.LongTensor | None:
     return lengths if isinstance(lengths, torch.Tensor) else None
 
 
-def _are_probabilities(probs: torch.FloatTensor) -> torch.BoolTensor:
-    """Of what `softmax` returns `(..., V)`: `(...)`. It is never infinite or negative, and one broken score breaks the sum."""
-    return torch.isfinite(probs.sum(dim=-1))
+def _sample_with(scores: torch.FloatTensor, noise: torch.FloatTensor) -> tuple[torch.LongTensor, torch.BoolTensor]:
+    """What `torch.multinomial` samples from `scores` `(..., V)` with that noise, and where it would raise: both `(...)`."""
+    probs = torch.softmax(scores, dim=-1)
+    return (probs / noise).argmax(dim=-1), ~torch.isfinite(probs.sum(dim=-1))  # one broken score breaks the sum

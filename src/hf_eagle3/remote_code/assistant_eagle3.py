@@ -3,6 +3,7 @@
 
 import copy
 import functools
+import os
 import threading
 import weakref
 
@@ -124,8 +125,7 @@ _LAST_CALLS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 # Saved with a draft as `custom_generate/generate.py`. Text, so that it travels with a draft that was loaded as remote
 # code.
 CUSTOM_GENERATE = '''"""
-What `target.generate(..., custom_generate="<this repo>", assistant_model=draft, trust_remote_code=True)` calls: EAGLE-3
-decoding with no need for transformers to know of it.
+What `target.generate(..., custom_generate="<this repo>", assistant_model=draft, trust_remote_code=True)` calls.
 """
 
 from transformers import AutoModel
@@ -143,7 +143,7 @@ def generate(*args, model, assistant_model=None, **kwargs):
             f"{type(assistant_model).__name__} is no EAGLE-3 draft. Call target.generate(..., assistant_model=draft), not the "
             "other way round."
         )
-    return model.generate(*args, **kwargs, custom_generate=assistant_model.assisted_decoding)
+    return model.generate(*args, **kwargs, assistant_model=assistant_model)
 '''
 
 
@@ -160,10 +160,13 @@ def install_generation_hook() -> None:
     @functools.wraps(validate_mode)
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         assistant = generation_mode_kwargs.get("assistant_model")
-        if isinstance(assistant, str):
+        if isinstance(assistant, (str, os.PathLike)):
+            name = os.fspath(assistant)
             raise ValueError(
-                f"`assistant_model` is a name: load it, by AutoModel.from_pretrained({assistant!r}, trust_remote_code=True)."
+                f"`assistant_model` is a name: load it, by AutoModel.from_pretrained({name!r}, trust_remote_code=True)."
             )
+        if isinstance(assistant, type):
+            raise ValueError(f"`assistant_model` is the class {assistant.__name__}, not a draft.")
         own = getattr(assistant, "validate_target", None)
         if own is not None:
             own(self)

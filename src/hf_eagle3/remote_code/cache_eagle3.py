@@ -265,8 +265,6 @@ class ReplayCache(TreeCache):
             num_read = self.num_replayed
             self.crop(-num_read - num_nodes)
             self.replayed = {name: entries[..., : num_read + growth] for name, entries in self.read.items()}
-            if num_read + growth == 0:
-                self.replayed, self.saved = {}, None
         else:
             self.crop(0)
             self.replayed, self.saved = {}, None

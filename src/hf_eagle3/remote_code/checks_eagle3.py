@@ -16,6 +16,13 @@ from .text_eagle3 import max_length_of
 logger = logging.get_logger(__name__)
 
 
+# Settings of targets for which there are no drafts.
+UNREADABLE = {
+    "altup_num_inputs": "has several states of each token",  # Gemma 3n
+    "cross_attention_layers": "attends to images by layers of their own",  # Mllama
+}
+
+
 def check_pairing(draft, target) -> None:
     """
     Checks that `draft` was made for `target`.
@@ -29,6 +36,9 @@ def check_pairing(draft, target) -> None:
     draft_name = f"The draft {config._name_or_path or '(unnamed)'}, made for {config.verifier},"
     if target.config.is_encoder_decoder:
         raise ValueError(f"{target_name} is an encoder-decoder; EAGLE-3 drafts for decoder-only models.")
+    for name, reason in UNREADABLE.items():
+        if getattr(text_config, name, None):
+            raise ValueError(f"{target_name} {reason} (`{name}`), which EAGLE-3 drafts cannot read.")
     for label, expected, actual in (
         ("a vocabulary of", config.vocab_size, text_config.vocab_size),
         ("hidden states of size", config.target_hidden_size, text_config.hidden_size),

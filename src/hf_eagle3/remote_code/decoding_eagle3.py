@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from .accept_eagle3 import Accepted, Sampler, accept, is_row_wise, looks_are_free
+from .accept_eagle3 import ROW_WISE, Accepted, Sampler, accept, is_one_of, looks_are_free
 from .cache_eagle3 import compiled
 from .checks_eagle3 import check_call, depends_on_length, is_sharded, may_select_rows, whole_embedding
 from .lookup_eagle3 import PromptLookup
@@ -157,8 +157,8 @@ class TreeDecoding:
         outputs, positions, states = verifier.prefill(input_ids)
         cache, embedding = verifier.cache, whole_embedding(target)
 
-        # Others may also change the text that they are given, or look at the batch as a whole.
-        may_be_edited = not all(map(is_row_wise, [*logits_processor, *stopping_criteria]))
+        # Processors and criteria that are not known to look at each row by itself may compare rows, or edit the text.
+        may_be_edited = not all(is_one_of(each, ROW_WISE) for each in [*logits_processor, *stopping_criteria])
         self.can_read_padding = 0 <= (generation_config.pad_token_id or 0) < len(embedding.weight)
         in_step = (
             len(input_ids) == 1
@@ -185,7 +185,8 @@ class TreeDecoding:
         # Processes that compute one forward together must agree on its size, and each measures other times.
         self.measured, self.policy = None, StaticPolicy(self.whole, generation_config.do_sample)
         if settings["tree_policy"] == "auto" and not is_sharded(target):
-            # Of a static cache all trees have one shape. What is left to draft is harder where much is looked up.
+            # Beside a static cache lookup must fill the one shape of trees. Calls that look up are measured apart, since
+            # they leave the harder steps to the draft.
             looks_up = num_looked_up >= (self.whole.num_nodes if cache.is_static else 1)
             kind = {
                 "do_sample": generation_config.do_sample,
@@ -221,7 +222,7 @@ class TreeDecoding:
         """Picks the first token, below the root of a tree that has no other nodes. Proposers observe the prompt."""
         text, verifier = self.text, self.verifier
         mask = verifier.inputs.get("attention_mask")
-        first = accept(text, self.sampler, DraftTree.root_only(text.ids.new_zeros(text.batch_size, 1)), outputs)
+        first = accept(text, self.sampler, DraftTree.chain(text.ids.new_zeros(text.batch_size, 1)), outputs)
         verifier.extend(outputs, first.counts, first.growth)
         # A prompt that was healed has positions for what it was; padding is not read at all.
         num_read = min(positions.shape[1], text.shortest, *(() if states is None else states.shape[1:2]))
@@ -243,7 +244,7 @@ class TreeDecoding:
         self.stats.target_forwards = verifier.num_forwards
         if self.outputs_steps:
             last = slice(max(text.prompt_length - 1, 0), text.prompt_length)  # none, if the prompt is embeddings
-            self.note("target", DraftTree.root_only(text.ids[:, last]), first)
+            self.note("target", DraftTree.chain(text.ids[:, last]), first)
 
     def decode(self):
         """Decodes until all rows are finished. Returns what `generate` does."""
@@ -292,7 +293,7 @@ class TreeDecoding:
         """The tree of a step: of the planned proposer, or nothing but the root."""
         text, root_tokens = self.text, self.text.newest(1)
         if plan.proposer is None:
-            return DraftTree.root_only(root_tokens)
+            return DraftTree.chain(root_tokens)
         sampler = self.sampler if self.sampler.do_sample else None
         tree = self.proposers[plan.proposer].propose(plan, root_tokens, sampler)
         if text.pads_finished_rows and self.can_read_padding:
@@ -307,7 +308,7 @@ class TreeDecoding:
         accepted = accept(text, self.sampler, tree, outputs, may_take_back)
         if accepted is None:  # as plain decoding does
             verifier.cache.take_back()
-            tree = DraftTree.root_only(text.newest(1))
+            tree = DraftTree.chain(text.newest(1))
             outputs = verifier.verify(tree, text)
             accepted = accept(text, self.sampler, tree, outputs)
         verifier.cache.keep(accepted.nodes, accepted.growth)

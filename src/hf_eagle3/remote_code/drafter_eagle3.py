@@ -161,7 +161,7 @@ class Drafter(Proposer):
         call (`Call`): The call of `generate`.
     """
 
-    # Steps that may be left to read: a text that is decoded plainly could leave the states of all of its tokens.
+    # At most so many steps wait to be read; older ones are dropped, so that plain decoding keeps no states of the whole text.
     MAX_UNREAD = 256
 
     def __init__(self, draft, call: Call):

@@ -9,8 +9,8 @@ from transformers.utils import output_capturing
 # What transformers calls the cache among arguments and outputs: before 5.24, and since.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 
-# Before 5.23 a list passed as `output_hidden_states` counts from the first layer's output, and nothing tells it from
-# the list that counts from the embeddings but a draft that is off by one layer: there, everything is captured.
+# Before 5.23 a list passed as `output_hidden_states` counted from the first layer's output instead of the embeddings.
+# What comes back looks alike, so there all states are asked for.
 CAN_SELECT_HIDDEN_STATES = hasattr(output_capturing, "resolve_hidden_states_indices")
 
 

@@ -77,20 +77,22 @@ class StepCosts:
     """
 
     LATEST = 5
-    TRUSTED = 256  # measurements after which one that was not renewed is forgotten: it may have been of shorter texts
+    TRUSTED = (
+        256  # measurements of a part after which one that was not renewed is forgotten: it may be of shorter texts
+    )
 
     def __init__(self):
         self.samples: dict[tuple[str, int], list[float]] = {}
         self.renewed: dict[tuple[str, int], int] = {}
-        self.num_recorded = 0
+        self.num_recorded: dict[str, int] = {}  # of each part
 
     def record(self, part: str, size: int, seconds: float) -> None:
-        self.num_recorded += 1
+        self.num_recorded[part] = now = self.num_recorded.get(part, 0) + 1
         if (part, size) in self.renewed:
             self.samples.setdefault((part, size), []).append(measurable(seconds))
             del self.samples[part, size][: -self.LATEST]
-        self.renewed[part, size] = self.num_recorded
-        for key in [key for key in self.samples if self.num_recorded - self.renewed[key] > self.TRUSTED]:
+        self.renewed[part, size] = now
+        for key in [key for key in self.samples if key[0] == part and now - self.renewed[key] > self.TRUSTED]:
             del self.samples[key]
 
     def known(self, part: str) -> list[tuple[int, float]]:

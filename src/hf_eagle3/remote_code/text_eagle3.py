@@ -42,7 +42,7 @@ class Text:
         # What follows a finished row is padding, or nothing at all.
         pads = self.pads_finished_rows or all(type(each) is MaxLengthCriteria for each in stopping_criteria)
         self.may_retire = may_retire and pads and not in_step
-        # A greedy row that will leave may as well hurry: nothing is kept for the rows in between.
+        # Noise is kept for the positions between the slowest and the fastest row. Greedy calls need none.
         hurries = self.num_rows == 1 or (self.may_retire and not generation_config.do_sample)
         self.max_lead = self.max_length if hurries else self.MAX_LEAD
 
@@ -83,28 +83,10 @@ class Text:
         ends = [finished_end if is_finished else unfinished_end for is_finished in self.is_finished]
         return [row for row in rows if self.lengths[row] < ends[row]]
 
-    def room_below(self, depth: int) -> torch.LongTensor | None:
-        """
-        How far below its newest token each row may still pick one, `(B, 1)`; deeper nodes need no position. `None` if
-        that is `depth` or more for all.
-        """
-        if self.max_length - self.longest > depth:
-            return None
-        room = [[max(self.max_length - length - 1, 0)] for length in self.lengths]
-        return torch.tensor(room, device="cpu")
-
     def append(self, row: int, token: int) -> None:
         """Goes on with a token, which is written to the device with those that follow."""
         self.unwritten[row].append(token)
         self.lengths[row] += 1
-
-    def write(self, rows: list[int], tokens: torch.LongTensor) -> None:
-        """Goes on with a token in each of some rows."""
-        lengths = [self.lengths[row] for row in rows]
-        self._make_room(max(lengths) + 1)
-        self._ids[rows, lengths] = tokens
-        for row in rows:
-            self.lengths[row] += 1
 
     def _make_room(self, length: int) -> None:
         if length > self._ids.shape[1]:

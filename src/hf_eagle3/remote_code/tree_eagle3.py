@@ -102,19 +102,9 @@ class DraftTree:
         return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors, confidences, depth)
 
     @classmethod
-    def root_only(cls, root_tokens: torch.LongTensor) -> "DraftTree":
-        """
-        The tree of nothing but the root.
-
-        Args:
-            root_tokens (`torch.LongTensor` of shape `(batch_size, 1)`): The root's tokens.
-        """
-        return cls.chain(root_tokens)
-
-    @classmethod
     def chain(cls, tokens: torch.LongTensor) -> "DraftTree":
         """
-        The tree of one path.
+        The tree of one path, or of nothing but the root.
 
         Args:
             tokens (`torch.LongTensor` of shape `(batch_size, num_nodes)`): Target token ids, the root's first.

@@ -136,6 +136,11 @@ class Verifier:
         num_replayed = self.cache.num_replayed
         of_target = self.forward(**inputs, return_dict=True)
         self.num_forwards += 1
+        if of_target.logits.shape[1] != num_replayed + tree.num_nodes:
+            raise ValueError(
+                f"{type(self.target).__name__} returned logits of {of_target.logits.shape[1]} of the {num_replayed + tree.num_nodes} "
+                "tokens that it was given, and a tree needs those of all. Leave `assistant_model` out, or let `forward` return them."
+            )
         if num_replayed > 0:
             of_target = without_first(of_target, num_replayed)
         self.cache.track(of_target[CACHE], tree.num_nodes)
@@ -161,9 +166,7 @@ class Verifier:
             )
         elif attention_mask is not None:  # the target's own causal mask will do
             attention_mask = F.pad(attention_mask, (0, tree.num_nodes - 1), value=1)
-        room = text.room_below(tree.max_depth)
-        depths = tree.depths if room is None else torch.minimum(tree.depths, room.to(newest.device))
-        node_positions = newest + depths
+        node_positions = newest + tree.depths
         by_token = {"input_ids": tree.tokens, "position_ids": node_positions}
         for name in TOKEN_TYPES:
             if (types := inputs.get(name)) is not None:  # nodes are of the newest token's type
@@ -229,7 +232,9 @@ def extended_inputs(target, of_target, inputs: dict, counts: list[int], growth: 
         growth (`int`): By how many the longest row did.
     """
     token_types, most = inputs.get("token_type_ids"), max(counts)
-    inputs = target._update_model_kwargs_for_generation(of_target, inputs, num_new_tokens=most)
+    inputs = target._update_model_kwargs_for_generation(
+        of_target, inputs, is_encoder_decoder=False, num_new_tokens=most
+    )
     if token_types is not None:  # token by token, the last is repeated
         inputs["token_type_ids"] = torch.cat([token_types, token_types[:, -1:].expand(-1, most)], dim=-1)
     if set(counts) == {growth}:

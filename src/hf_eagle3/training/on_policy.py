@@ -98,8 +98,7 @@ class RecordedDecoding(TreeDecoding):
         log_probs[:, 0] = 0.0
         weights = (tree.ancestors.float() @ log_probs[..., None]).squeeze(2).exp()  # of paths from the root
         positions = outputs.positions.to(device).expand_as(weights)
-        # Where the text may not become longer, nodes are at wrong positions, for nothing.
-        kept = (weights >= LEAST_PROBABILITY) & (positions == positions[:, :1] + tree.depths)
+        kept = weights >= LEAST_PROBABILITY
         kept[:, 0] = False
         kept[[row for row, done in enumerate(accepted.was_finished) if done]] = False
         for row, nodes in enumerate(accepted.nodes):
