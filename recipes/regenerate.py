@@ -29,7 +29,7 @@ from train import TargetConfig, TrainScriptArguments, load_data, load_target, ro
 from trl import DatasetMixtureConfig
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.data import check_chat_template, has_messages
+from hf_eagle3.data import as_messages, check_chat_template, has_messages
 from hf_eagle3.data.regeneration import (
     Output,
     beginnings,
@@ -81,6 +81,7 @@ class RegenerationArguments:
         default=None,
         metadata={"help": "Data set of the Hub, `<owner>/<name>`, that all rows are pushed to at the end."},
     )
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run the code that the target's repo brings."})
     private: bool = field(default=False, metadata={"help": "Make it a private one, if it is not there yet."})
 
 
@@ -88,7 +89,7 @@ def main():
     parser = Eagle3Parser((TrainScriptArguments, RegenerationArguments, TargetConfig, DatasetMixtureConfig), WITHOUT)
     script_args, args, target_config, mixture = parser.parse_args_and_config()
     state = PartialState()
-    dataset = rows_of(load_data(script_args, mixture), script_args.dataset_train_split)
+    dataset = as_messages(rows_of(load_data(script_args, mixture), script_args.dataset_train_split))
     if args.base_url is None and (target_config.tp_plan is not None or target_config.fsdp_size is not None):
         raise ValueError(
             "Processes that share a target compute one batch together, but each would answer rows of its own. Spread the target "
@@ -101,7 +102,8 @@ def main():
             "process continues them."
         )
     if args.base_url is None:
-        tokenizer = load_tokenizer(target_config.model_name_or_path, revision=target_config.model_revision)
+        trust = {"trust_remote_code": args.trust_remote_code}
+        tokenizer = load_tokenizer(target_config.model_name_or_path, revision=target_config.model_revision, **trust)
         if args.chat_template_path is not None:
             tokenizer.chat_template = Path(args.chat_template_path).read_text()
         check_chat_template(tokenizer, False, has_messages(dataset))
@@ -144,7 +146,7 @@ def main():
             sampling["do_sample"] = sampling["temperature"] > 0
             if not sampling["do_sample"]:
                 del sampling["temperature"]
-        target = load_target(target_config)
+        target = load_target(target_config, **trust)
         if target_config.device_map is None:
             target = target.to(state.device)
         draft = None

@@ -102,9 +102,14 @@ class TargetConfig(ModelConfig):
 
 def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) -> DatasetDict:
     """Data sets of the Hub, a mixture of them, or a local file."""
-    if mixture.datasets:
-        return get_dataset(mixture)
     name = script_args.dataset_name
+    if mixture.datasets:
+        if name is not None:
+            raise ValueError(
+                f"`datasets` and `dataset_name` ({name}) both say what to learn from. Leave one of them out."
+            )
+        mixture.streaming |= script_args.dataset_streaming
+        return get_dataset(mixture)
     if name is None:
         what = (
             "train on" if script_args.features_dir is None else "evaluate on, or leave it out (`--eval_strategy no`)"
@@ -143,7 +148,7 @@ def rows_of(dataset: DatasetDict, split: str) -> Dataset | IterableDataset:
     return concatenate_datasets([dataset[part.splitname].select(range(part.from_, part.to)) for part in parts])
 
 
-def load_target(config: TargetConfig, with_layers: bool = True) -> PreTrainedModel:
+def load_target(config: TargetConfig, with_layers: bool = True, trust_remote_code: bool = False) -> PreTrainedModel:
     """The target, or only its embeddings and head: all that training from features needs."""
     if config.load_in_4bit and config.dtype == "auto":
         config.dtype = "bfloat16"  # what 4-bit layers compute in
@@ -163,6 +168,7 @@ def load_target(config: TargetConfig, with_layers: bool = True) -> PreTrainedMod
         quantization_config=quantization_config,
         device_map=device_map,
         distributed_config=distributed_config,
+        trust_remote_code=trust_remote_code,
     )
 
 
@@ -187,13 +193,14 @@ def make_trainer(script_args, training_args, target_config, mixture) -> Eagle3Tr
         dataset = load_data(script_args, mixture)
         eval_dataset = rows_of(dataset, script_args.dataset_test_split) if evaluates else None
         train_dataset = train_dataset or rows_of(dataset, script_args.dataset_train_split)
-    tokenizer = load_tokenizer(target_config.model_name_or_path, revision=target_config.model_revision)
+    trust = {"trust_remote_code": training_args.trust_remote_code}
+    tokenizer = load_tokenizer(target_config.model_name_or_path, revision=target_config.model_revision, **trust)
     draft = None
     if script_args.draft_name_or_path is not None:
         draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path)
     return Eagle3Trainer(
         model=draft,
-        target_model=load_target(target_config, with_layers=script_args.features_dir is None or evaluates),
+        target_model=load_target(target_config, script_args.features_dir is None or evaluates, **trust),
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
@@ -221,9 +228,12 @@ def main():
             raise SystemExit(f"train.py: error: {error}") from None
     trainer = make_trainer(script_args, training_args, target_config, mixture)
     # For the card.
-    names = [dataset.path for dataset in mixture.datasets] or [script_args.dataset_name]
-    trainer.dataset_names = [name for name in names if name is not None]
-    trainer.script_settings = non_defaults(script_args) | non_defaults(target_config)
+    names = [each.data_files if isinstance(each.data_files, str) else each.path for each in mixture.datasets]
+    trainer.dataset_names = [name for name in names or [script_args.dataset_name] if name is not None]
+    trainer.script_settings = non_defaults(script_args) | non_defaults(target_config) | non_defaults(mixture)
+    if mixture.datasets:
+        named = [{name: value for name, value in vars(each).items() if value is not None} for each in mixture.datasets]
+        trainer.script_settings["datasets"] = named
     command = shlex.join(["accelerate", "launch", "recipes/train.py", *sys.argv[1:]])
     try:
         trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)

@@ -272,6 +272,23 @@ def test_a_split_that_is_not_there(files, tmp_path, run_recipe):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_mixture(files, tmp_path, run_recipe):
+    data = [{"path": "json", "data_files": str(files / "chats" / f"{name}.jsonl")} for name in ("train", "test")]
+    config = {"datasets": [{**each, "split": f"train[:{number}]"} for each, number in zip(data, (5, 3))]}
+    (tmp_path / "mixture.yaml").write_text(json.dumps(config))
+    arguments = arguments_of(files, tmp_path / "out", max_steps=1)
+    with pytest.raises(ValueError, match="both say what to learn from"):
+        run_recipe("train.py", *arguments, f"--config={tmp_path / 'mixture.yaml'}")
+    position = arguments.index("--dataset_name")
+    del arguments[position : position + 2]
+    result = run_recipe("train.py", *arguments, f"--config={tmp_path / 'mixture.yaml'}")
+    assert result.returncode == 0, result.stderr[-3000:]
+    record = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert record["rows"] == 8 and record["datasets"] == ["train.jsonl", "test.jsonl"]
+    assert [each["split"] for each in record["arguments"]["datasets"]] == ["train[:5]", "train[:3]"]
+    assert "dataset_name" not in record["arguments"]
+
+
 def test_parts_of_splits():
     rows_of = runpy.run_path(RECIPES / "train.py")["rows_of"]
     dataset = DatasetDict(train=Dataset.from_dict({"row": range(10)}), test=Dataset.from_dict({"row": range(10, 14)}))

@@ -12,13 +12,15 @@ from accelerate.state import AcceleratorState
 from conftest import make_prompt, make_target
 from datasets import Dataset, DatasetDict
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer, ProcessorMixin
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.checkpoints import load_ends
 from hf_eagle3.data import documents_of_row, prompt_of
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.training import models, ttt
 from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
+from hf_eagle3.training.console import shown
 from hf_eagle3.training.record import non_defaults, training_record
 
 
@@ -435,6 +437,110 @@ def test_an_adapter_of_whatever_is_linear(tmp_path, tokenizer):
     assert copied.keys() == trained.keys() and all(copied[name].equal(trained[name]) for name in trained)
 
 
+@pytest.mark.parametrize(
+    ("name", "kwargs"), [("polynomial", {}), ("cosine_with_min_lr", {"min_lr": 1e-4}), ("linear", {})]
+)
+def test_schedules(tmp_path, tokenizer, name, kwargs):
+    trainer = make_trainer(tmp_path, tokenizer, lr_scheduler_type=name, lr_scheduler_kwargs=kwargs)
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates[0] == 1e-2 and rates[-1] < rates[0]
+
+
+def test_norms_do_not_decay(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer, weight_decay=0.1)
+    optimizer = trainer.create_optimizer()
+    decays = {id(weight): group["weight_decay"] for group in optimizer.param_groups for weight in group["params"]}
+    assert {decays[id(weight)] for name, weight in trainer.draft.named_parameters() if weight.dim() > 1} == {0.1}
+    assert {decays[id(weight)] for name, weight in trainer.draft.named_parameters() if weight.dim() == 1} == {0.0}
+
+
+def test_the_best_weights_are_recorded(tmp_path, tokenizer):
+    """Of figures that rise while the draft becomes worse, the lowest loss is the best, and its record is its own."""
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_strategy": "steps", "max_steps": 4}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss_per_step"}
+    trainer = make_trainer(tmp_path, tokenizer, eval_dataset=TEXTS.select(range(4)), **settings)
+    losses = iter([3.0, 1.0, 2.0, 4.0, 5.0])
+    evaluate = trainer.evaluation_loop
+
+    def evaluation_loop(*args, **kwargs):
+        output = evaluate(*args, **kwargs)
+        output.metrics["eval_loss_per_step"] = output.metrics["eval_accuracy_0"] = next(losses)
+        return output
+
+    trainer.evaluation_loop = evaluation_loop
+    trainer.train()
+    assert trainer.state.best_global_step == 2
+    record = training_record(trainer)
+    assert (record["steps"], record["epochs"], record["evaluation"]["accuracy_0"]) == (2, 0.2, 1.0)
+    of_checkpoint = json.loads((tmp_path / "checkpoint-4" / "training.json").read_text())
+    assert (of_checkpoint["steps"], of_checkpoint["evaluation"]["accuracy_0"]) == (4, 4.0)
+    trainer.evaluate()
+    assert training_record(trainer)["evaluation"] == {**record["evaluation"], "accuracy_0": 5.0}
+    trainer.evaluation_loop = evaluate
+    trainer.train()
+    assert training_record(trainer)["steps"] in range(1, 5)
+
+
+def test_several_data_sets_to_evaluate(tmp_path, tokenizer):
+    data = {"first": TEXTS.select(range(4)), "second": TEXTS.select(range(4, 8))}
+    trainer = make_trainer(tmp_path, tokenizer, eval_dataset=data, eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    *_, entry = (entry for entry in trainer.state.log_history if "eval_first_acceptance_length" in entry)
+    assert {"eval_first_loss_per_step", "eval_first_accuracy_0"} <= shown(entry).keys()
+    evaluation = training_record(trainer)["evaluation"]
+    assert (evaluation["dataset"], evaluation["step"]) == ("first", entry["step"])
+    assert evaluation["acceptance_length"] == entry["eval_first_acceptance_length"]
+
+
+def test_an_optimizer_of_the_caller_s(tmp_path, tokenizer):
+    draft = Eagle3ForSpeculation.from_target(target := make_target("llama"))
+    trainer = Eagle3Trainer(
+        model=draft,
+        target_model=target,
+        args=make_trainer(tmp_path, tokenizer).args,
+        train_dataset=TEXTS,
+        processing_class=tokenizer,
+        optimizers=(torch.optim.SGD(draft.parameters(), lr=0.3), None),
+    )
+    trainer.train()
+    arguments = training_record(trainer)["arguments"]
+    assert arguments["optimizers"] == "SGD" and "learning_rate" not in arguments
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("names", [("from", "value"), ("role", "content")])
+def test_conversations_are_messages(tmp_path, tokenizer, names, is_stream):
+    roles = {"user": "human", "assistant": "gpt"} if names[0] == "from" else {"user": "user", "assistant": "assistant"}
+    rows = [
+        {"conversations": [{names[0]: roles[turn["role"]], names[1]: turn["content"]} for turn in row["messages"]]}
+        for row in CHATS
+    ]
+    expected = make_trainer(tmp_path, tokenizer, dataset=CHATS, assistant_only_loss=True)
+    data = Dataset.from_list(rows)
+    data = data.to_iterable_dataset() if is_stream else data
+    trainer = make_trainer(
+        tmp_path, tokenizer, dataset=data, eval_dataset=Dataset.from_list(rows), assistant_only_loss=True
+    )
+    for dataset in (trainer.train_dataset, trainer.eval_dataset):
+        assert [row["input_ids"] for row in dataset] == [row["input_ids"] for row in expected.train_dataset]
+        assert [row["labels"] for row in dataset] == [row["labels"] for row in expected.train_dataset]
+
+
+def test_data_in_tensors(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer, eval_dataset=TEXTS.select(range(4)).with_format("torch"))
+    assert trainer.evaluate()["eval_acceptance_length"] >= 1
+
+
+def test_a_processor_s_tokenizer(tmp_path, tokenizer):
+    class Processor(ProcessorMixin):
+        def __init__(self):
+            self.tokenizer = tokenizer
+
+    target = make_target("llama")
+    assert models.load_target(target, None, Processor()) == (target, tokenizer)
+
+
 def test_a_loss_that_somebody_else_logs(tmp_path, tokenizer):
     trainer = make_trainer(tmp_path, tokenizer)
     trainer.log({"loss": 2.0})
@@ -544,7 +650,9 @@ def test_wrong_arguments(tmp_path, tokenizer):
     without_template.chat_template = None
     with pytest.raises(ValueError, match="no chat template: pass one as `chat_template_path`"):
         make_trainer(tmp_path, without_template, dataset=chats)
-    for name in ("compute_metrics", "compute_loss_func"):
+    with pytest.raises(ValueError, match="where they are already"):
+        make_trainer(tmp_path, tokenizer, activation_offloading=True)
+    for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
         with pytest.raises(ValueError, match=f"`{name}` would never be called"):
             Eagle3Trainer(
                 model=None,
@@ -571,6 +679,17 @@ def test_resuming_what_was_begun_otherwise(tmp_path, tokenizer):
         ({"adam_beta2": 0.5}, "adam_beta2 was 0.95 before, 0.5 after"),
         ({"warmup_steps": 2}, "warmup_steps was 0 before, 2 after"),
         ({"max_grad_norm": 1.0}, "max_grad_norm was 0.5 before, 1.0 after"),
+        ({"data_seed": 7}, "data_seed was None before, 7 after"),
+        ({"truncation_mode": "keep_end"}, "truncation_mode was 'keep_start' before"),
+        ({"lr_scheduler_kwargs": {"num_cycles": 3}}, "lr_scheduler_kwargs was None before, {'num_cycles': 3} after"),
+        (
+            {"model_init_kwargs": {"eagle_aux_hidden_state_layer_ids": [3, 1, 0]}},
+            r"another draft: eagle_aux_hidden_state_layer_ids was \[1, 2, 3\] before",
+        ),
+        (
+            {"model_init_kwargs": {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}},
+            "another draft: rope_parameters was",
+        ),
         ({"target": make_target("llama", seed=1)}, "of a draft for another target"),
         ({"num_train_epochs": 0.5}, "the end of a finished training"),
     ):
@@ -609,6 +728,30 @@ def test_a_target_by_its_name(tmp_path, tokenizer):
         Eagle3Trainer(None, trainer.target_model, args, train_dataset=TEXTS)
     with pytest.raises(ValueError, match="saved beside the draft"):
         Eagle3TrainingArguments(str(tmp_path / "out"), target_model_init_kwargs={"token": "hf_mine"}, **settings)
+
+
+def test_a_target_that_brings_its_code(tmp_path, tokenizer):
+    folder = tmp_path / "target"
+    make_target("llama").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "mine.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class MineConfig(LlamaConfig):\n    model_type = 'mine'\n"
+        "class MineForCausalLM(LlamaForCausalLM):\n    config_class = MineConfig\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.MineConfig"}}
+    config["auto_map"]["AutoModelForCausalLM"] = "mine.MineForCausalLM"
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = {"report_to": "none", "use_cpu": True, "bf16": False, "max_steps": 1}
+    args = Eagle3TrainingArguments(str(tmp_path / "out"), trust_remote_code=True, **settings)
+    trainer = Eagle3Trainer(None, str(folder), args, train_dataset=TEXTS)
+    assert type(trainer.target_model).__name__ == "MineForCausalLM"
+    trainer.train()
+    assert type(load_ends(folder, trust_remote_code=True)).__name__ == "MineForCausalLM"
+    args.trust_remote_code = False
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        Eagle3Trainer(None, str(folder), args, train_dataset=TEXTS)
 
 
 def test_the_tokenizer_is_of_the_same_revision(monkeypatch):

@@ -16,7 +16,9 @@ def load_ends(name, revision: str | None = None, **kwargs) -> PreTrainedModel:
     Raises:
         ValueError: if the checkpoint does not hold them in the sizes that its configuration says.
     """
-    config = AutoConfig.from_pretrained(name, revision=revision)
+    config = AutoConfig.from_pretrained(
+        name, revision=revision, trust_remote_code=kwargs.get("trust_remote_code", False)
+    )
     text_config = config.get_text_config(decoder=True)
     num_layers, text_config.num_hidden_layers = text_config.num_hidden_layers, 0
     # Tables that are as wide as there are layers (Gemma's per-layer embeddings) do not fit any more.

@@ -1,6 +1,7 @@
 """From data sets to what the trainer needs."""
 
 from .checks import (
+    as_messages,
     check_assistant_turns,
     check_chat_template,
     check_columns,
@@ -9,13 +10,13 @@ from .checks import (
     check_tokens,
     has_messages,
     report_long_rows,
-    without_prompt_column,
 )
 from .prompts import documents_of_row, prompt_of
 from .vocabulary import count_tokens, coverage, most_frequent_tokens
 
 
 __all__ = [
+    "as_messages",
     "check_assistant_turns",
     "check_chat_template",
     "check_columns",
@@ -29,5 +30,4 @@ __all__ = [
     "most_frequent_tokens",
     "prompt_of",
     "report_long_rows",
-    "without_prompt_column",
 ]

@@ -15,7 +15,7 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 logger = logging.getLogger(__name__)
 
 VERY_LONG = 16_384  # tokens in a row that nothing cuts
-COLUMNS = ("messages", "conversations", "prompt", "input_ids")  # besides `dataset_text_field`
+COLUMNS = ("messages", "prompt", "input_ids")  # besides `dataset_text_field`
 
 
 def check_columns(dataset: Dataset | IterableDataset, args: SFTConfig, name: str) -> None:
@@ -49,18 +49,33 @@ def check_columns(dataset: Dataset | IterableDataset, args: SFTConfig, name: str
         )
 
 
-def without_prompt_column(dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
+def as_messages(dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
     """
-    Conversations that also come with their first prompt in a column of its own (ultrachat_200k) as conversations: TRL
-    would take a `prompt` without a `completion` for half of a pair.
+    Conversations as `messages` of `role` and `content`: also those that come as `conversations`, with `from` (`human`, `gpt`)
+    and `value` (ShareGPT), and those with their first prompt in a column of its own (ultrachat_200k), which TRL would
+    take for half of a pair.
 
     Args:
-        dataset (`Dataset` or `IterableDataset`): The data.
+        dataset (`Dataset` or `IterableDataset`): The data; of other kinds it stays as it is.
     """
     first = next(iter(dataset), {})
-    if "prompt" in first and "messages" in first and "completion" not in first:
+    column = next((name for name in ("messages", "conversations") if isinstance(first.get(name), list)), None)
+    if column == "conversations" or (column and first[column] and "from" in first[column][0]):
+        dataset = dataset.map(_to_messages, fn_kwargs={"column": column}, remove_columns=column)
+    if column and "prompt" in first and "completion" not in first:
         return dataset.remove_columns("prompt")
     return dataset
+
+
+ROLES = {"human": "user", "gpt": "assistant"}
+
+
+def _to_messages(row: dict, column: str) -> dict:
+    def message(turn):
+        role, content = (turn.get("role", turn.get("from")), turn.get("content", turn.get("value")))
+        return {"role": ROLES.get(role, role), "content": content}
+
+    return {"messages": None if row[column] is None else [message(turn) for turn in row[column]]}
 
 
 def has_messages(dataset: Dataset | IterableDataset) -> bool:
@@ -71,7 +86,7 @@ def has_messages(dataset: Dataset | IterableDataset) -> bool:
         dataset (`Dataset` or `IterableDataset`): The data.
     """
     first = next(iter(dataset), {})
-    return any(isinstance(first.get(name), list) for name in ("messages", "conversations", "prompt"))
+    return any(isinstance(first.get(name), list) for name in ("messages", "prompt"))
 
 
 def check_rows(dataset: Dataset | IterableDataset, args: SFTConfig, name: str) -> Dataset | IterableDataset:
@@ -95,7 +110,6 @@ def check_rows(dataset: Dataset | IterableDataset, args: SFTConfig, name: str) -
         for columns in (
             ["input_ids"],
             ["messages"],
-            ["conversations"],
             ["prompt", "completion"],
             [args.dataset_text_field],
         )

@@ -31,4 +31,4 @@ def prompt_of(document: dict[str, list[int]]) -> torch.LongTensor:
     """
     tokens, learned = document["input_ids"], [label != -100 for label in document["labels"]]
     num_tokens = learned.index(True) if True in learned else 0
-    return torch.tensor([tokens[: num_tokens or (len(tokens) + 1) // 2]])
+    return torch.as_tensor(tokens[: num_tokens or (len(tokens) + 1) // 2])[None]

@@ -219,6 +219,8 @@ class Eagle3TrainingArguments(SFTConfig):
     def __post_init__(self):
         if self.bf16 is None and self.use_cpu and not torch.cpu._is_avx512_bf16_supported():
             self.bf16 = False  # elsewhere TRL's default, which such processors compute in software
+        if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("loss_per_step"):
+            self.greater_is_better = False  # transformers knows losses by how their names end
         super().__post_init__()
         if secrets := [name for name in self.target_model_init_kwargs or () if name.endswith("token")]:
             raise ValueError(
@@ -284,6 +286,10 @@ class Eagle3TrainingArguments(SFTConfig):
                 raise ValueError(f"`{name}` has no effect on training-time test. Leave it out.")
         if self.use_muon and self.optim_args:
             raise ValueError("`optim_args` has no effect where Muon and AdamW train. Pass `use_muon=False` with it.")
+        if self.activation_offloading and self.use_cpu:
+            raise ValueError(
+                "`activation_offloading` moves activations from a GPU to the CPU, where they are already."
+            )
         if self.gradient_checkpointing:
             raise ValueError(
                 "`gradient_checkpointing=True` is not supported: training-time test keeps the keys of every step, which "

@@ -12,18 +12,17 @@ SHOWN = (
     "rollout_acceptance_length",
     "learning_rate",
     "epoch",
-    "eval_loss_per_step",
-    "eval_accuracy_0",
-    "eval_simulated_acceptance_length",
-    "eval_acceptance_length",
-    "eval_vocabulary_coverage",
     "train_runtime",
 )
+# The same after `eval_`, or `eval_<name>_` if there are several data sets.
+SHOWN_OF_EVALUATION = ("loss_per_step", "accuracy_0", "acceptance_length", "vocabulary_coverage")
 
 
 def shown(logs: dict | None) -> dict:
     """The figures by which one sees how a training goes."""
-    return {name: logs[name] for name in SHOWN if name in (logs or {})}
+    logs = logs or {}
+    of_evaluation = [name for name in logs if name.startswith("eval_") and name.endswith(SHOWN_OF_EVALUATION)]
+    return {name: logs[name] for name in [*SHOWN, *of_evaluation] if name in logs}
 
 
 class EagleProgressCallback(ProgressCallback):

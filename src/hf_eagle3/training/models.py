@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, ProcessorMixin
 
 from ..making import FORMS
 from ..remote_code.draft_eagle3 import HUB_ARGUMENTS
@@ -14,9 +14,14 @@ from ..tokenizer import check_is_target, load_tokenizer
 from .arguments import Eagle3TrainingArguments
 
 
-def load_target(target: str | PreTrainedModel, init_kwargs: dict[str, Any] | None, processing_class=None):
+def load_target(
+    target: str | PreTrainedModel,
+    init_kwargs: dict[str, Any] | None,
+    processing_class=None,
+    trust_remote_code: bool = False,
+):
     """
-    The target, and its tokenizer as `processing_class`, both loaded if they are not given.
+    The target, and its tokenizer as `processing_class`, both loaded if they are not given. Of a processor its tokenizer.
 
     Raises:
         ValueError: if it is not known what to load, or it is a draft.
@@ -27,6 +32,7 @@ def load_target(target: str | PreTrainedModel, init_kwargs: dict[str, Any] | Non
     name = target if isinstance(target, str) else target.config._name_or_path
     if processing_class is None and not name:
         raise ValueError("`Eagle3Trainer` needs the target's tokenizer as `processing_class`.")
+    init_kwargs = {"trust_remote_code": trust_remote_code, **init_kwargs}
     shared = (*HUB_ARGUMENTS, "code_revision", "trust_remote_code")
     kwargs = {key: value for key, value in init_kwargs.items() if key in shared}
     if isinstance(target, str):
@@ -34,7 +40,7 @@ def load_target(target: str | PreTrainedModel, init_kwargs: dict[str, Any] | Non
         target = AutoModelForCausalLM.from_pretrained(name, **{"dtype": "auto", **init_kwargs})
     if processing_class is None:
         processing_class = load_tokenizer(name, **kwargs)
-    return target, processing_class
+    return target, processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
 
 
 def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_config=None):

@@ -60,17 +60,17 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Args:
         matrices (`Iterable[torch.nn.Parameter]`): Two-dimensional parameters.
-        others (`Iterable[torch.nn.Parameter]`): Norms, biases and the head.
+        others (`Iterable[torch.nn.Parameter]` or `Iterable[dict]`): Norms, biases and the head, or groups of them.
         lr (`float`): Muon's; its updates are scaled to the size of AdamW's.
         adamw_lr (`float`, *optional*, defaults to `lr`): AdamW's.
-        weight_decay (`float`, *optional*, defaults to 0): For both.
+        weight_decay (`float`, *optional*, defaults to 0): For both, but for groups that bring their own.
         betas, eps: AdamW's.
     """
 
     def __init__(
         self,
         matrices: Iterable[torch.nn.Parameter],
-        others: Iterable[torch.nn.Parameter],
+        others: Iterable[torch.nn.Parameter] | Iterable[dict],
         lr: float,
         adamw_lr: float | None = None,
         weight_decay: float = 0.0,
@@ -85,7 +85,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if others:  # none, if only LoRA's matrices are trained
             adamw_lr = lr if adamw_lr is None else adamw_lr
             self.parts.append(torch.optim.AdamW(others, lr=adamw_lr, weight_decay=weight_decay, betas=betas, eps=eps))
-        super().__init__([group for part in self.parts for group in part.param_groups], defaults={})
+        # Some schedules of transformers read the first rate here.
+        super().__init__([group for part in self.parts for group in part.param_groups], defaults={"lr": lr})
         self._share()
 
     def _share(self):

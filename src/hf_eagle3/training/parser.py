@@ -46,6 +46,7 @@ class Eagle3Parser(TrlParser):
             SystemExit: if a flag, or a key of the YAML file, does not exist.
         """
         args = list(sys.argv[1:] if args is None else args)
+        args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
         options = {*self._option_string_actions, "--config"}
         given = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
         if "--config" in args[:-1]:

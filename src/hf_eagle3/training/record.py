@@ -6,13 +6,14 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import TrainerState
+from transformers import PreTrainedConfig, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import CONFIG_NAME
 
 from ..environment import environment, public_name, without_paths
 from ..evaluation.results import what_differs
 from ..hub.card import TRAINING_RECORD
+from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.loading_eagle3 import weights_digest
 
 
@@ -70,16 +71,20 @@ OF_ONE_TRAINING = (
     "adam_epsilon",
     "adamw_learning_rate",
     "assistant_only_loss",
+    "chat_template_path",
     "completion_only_loss",
+    "data_seed",
     "dataset_config",
     "dataset_name",
     "dataset_train_split",
+    "datasets",
     "draft_form",
     "draft_vocab_size",
     "echo_buffer_size",
     "echo_factor",
     "learning_rate",
     "loss_type",
+    "lr_scheduler_kwargs",
     "lr_scheduler_type",
     "max_grad_norm",
     "max_length",
@@ -95,6 +100,9 @@ OF_ONE_TRAINING = (
     "rollout_temperature",
     "sampled_vocab_size",
     "seed",
+    "shuffle_dataset",
+    "train_sampling_strategy",
+    "truncation_mode",
     "ttt_row_share",
     "ttt_step_decay",
     "ttt_steps",
@@ -133,6 +141,8 @@ def check_resumption(trainer, checkpoint: str) -> None:
     fingerprint = config.get("verifier_fingerprint")
     if fingerprint is not None and fingerprint != trainer.draft.config.verifier_fingerprint:
         raise ValueError(f"{checkpoint} is of a draft for another target than {trainer.draft.config.verifier}.")
+    if difference := what_differs(of_draft(config), of_draft(trainer.draft.config.to_dict())) if config else "":
+        raise ValueError(f"{checkpoint} is of another draft: {difference}. Go on with the one that was begun with.")
     if not record:
         return
     facts = {name: now[name] for name in ("rows", "sequences_per_step") if record.get(name) is not None}
@@ -143,6 +153,26 @@ def check_resumption(trainer, checkpoint: str) -> None:
             f"{checkpoint} is of a training with other settings: {difference}. Go on with those it was "
             "begun with, or begin a new training with its draft (`model`, or `--draft_name_or_path`)."
         )
+
+
+def of_draft(config: dict) -> dict:
+    """Which draft a configuration is of: fields of [`Eagle3Config`] that decide what it says."""
+    others = {*PreTrainedConfig().to_dict(), "weights_digest", "speculators_config", "verifier_fingerprint"}
+    config = {item.name: config.get(item.name) for item in fields(Eagle3Config) if item.name not in others}
+    layer = config.pop("transformer_layer_config") or {}
+    return config | {name: value for name, value in layer.items() if name not in others}
+
+
+def evaluation_of(trainer, log: list[dict], step: int) -> dict | None:
+    """The last evaluation that was logged; of several data sets, of the first. `None` if nothing was decoded, or evaluated."""
+    name = next(iter(trainer.eval_dataset)) if isinstance(trainer.eval_dataset, dict) else None
+    prefix = "eval_" if name is None else f"eval_{name}_"
+    for entry in reversed(log):
+        figures = {metric: entry.get(f"{prefix}{metric}") for metric in ("acceptance_length", "accuracy_0")}
+        if None not in figures.values():
+            of = {} if name is None else {"dataset": name}
+            return {**figures, "num_prompts": trainer.args.num_eval_prompts, "step": min(entry["step"], step), **of}
+    return None
 
 
 def training_record(trainer, state_dict: dict[str, torch.Tensor] | None = None) -> dict:
@@ -157,19 +187,22 @@ def training_record(trainer, state_dict: dict[str, torch.Tensor] | None = None) 
     args = trainer.args
     datasets = [public_name(name) for name in trainer.dataset_names]
     arguments = {"model_name_or_path": trainer.target_model.config._name_or_path, **trainer.script_settings}
-    if datasets:
+    if datasets and "datasets" not in arguments:
         arguments["dataset_name"] = datasets[0] if len(datasets) == 1 else datasets
     arguments |= {
         name: value
         for name, value in non_defaults(args, args.to_dict()).items()
         if name not in NOT_OF_TRAINING and not name.startswith("hub_")
     }
-    logged = {key: value for entry in trainer.state.log_history for key, value in entry.items()}  # the last of each
-    evaluation = {name: logged.get(f"eval_{name}") for name in ("acceptance_length", "accuracy_0")}
-    if None in evaluation.values():  # without decoding, or without evaluation
-        evaluation = None
-    else:
-        evaluation["num_prompts"] = args.num_eval_prompts
+    if (optimizer := trainer.callers_optimizer) is not None:  # which has rates of its own
+        arguments = {key: value for key, value in arguments.items() if "learning_rate" not in key}
+        arguments["optimizers"] = type(optimizer).__name__
+    step, epoch, log = trainer.state.global_step, trainer.state.epoch or 0.0, trainer.state.log_history
+    logged = {key: value for entry in log for key, value in entry.items()}  # the last of each
+    if trainer.best is not None:
+        step, num_logged = trainer.best
+        before = [entry for entry in log[:num_logged] if entry["step"] <= step]
+        log, epoch = before + log[num_logged:], before[-1]["epoch"]
     return {
         "draft_weights": None if state_dict is None else weights_digest(state_dict),
         "datasets": datasets,
@@ -177,12 +210,12 @@ def training_record(trainer, state_dict: dict[str, torch.Tensor] | None = None) 
         # A script of the user's own is not known.
         "command": "accelerate launch recipes/train.py --config training.yaml" if trainer.script_settings else None,
         "arguments": without_paths(json.loads(json.dumps(arguments, default=str))),
-        "steps": trainer.state.global_step,
-        "epochs": trainer.state.epoch or 0.0,
+        "steps": step,
+        "epochs": epoch,
         "sequences_per_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         "seconds": None if trainer.is_resumed else logged.get("train_runtime"),  # which is the last run's alone
         "num_processes": args.world_size,
         "environment": environment(trainer.accelerator.device),
-        "evaluation": evaluation,
+        "evaluation": evaluation_of(trainer, log, step),
         "has_chat_template": getattr(trainer.processing_class, "chat_template", None) is not None,
     }

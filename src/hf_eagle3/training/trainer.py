@@ -26,6 +26,7 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 from trl.data_utils import get_dataset_column_names
 
 from ..data import (
+    as_messages,
     check_assistant_turns,
     check_chat_template,
     check_columns,
@@ -39,7 +40,6 @@ from ..data import (
     most_frequent_tokens,
     prompt_of,
     report_long_rows,
-    without_prompt_column,
 )
 from ..hub import card_on_hub, is_edited, render_card, repo_name, write_records
 from ..hub.push import verifier_without_path
@@ -131,6 +131,8 @@ class Eagle3Trainer(SFTTrainer):
                 "`compute_metrics` would never be called: there are no predictions to hand it. `evaluate` reports the loss, the "
                 "accuracy of each drafting step and the acceptance length."
             )
+        if kwargs.get("preprocess_logits_for_metrics") is not None:
+            raise ValueError("`preprocess_logits_for_metrics` would never be called: no logits are kept.")
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError(
                 "`compute_loss_func` would never be called: the loss is that of training-time test (`loss_type`)."
@@ -143,15 +145,19 @@ class Eagle3Trainer(SFTTrainer):
             )
             args._n_gpu = 1
         target_model, kwargs["processing_class"] = load_target(
-            target_model, args.target_model_init_kwargs, kwargs.get("processing_class")
+            target_model, args.target_model_init_kwargs, kwargs.get("processing_class"), args.trust_remote_code
         )
         # PEFT would choose modules by the `model_type`, of which a draft has none.
         if getattr(kwargs.get("peft_config"), "target_modules", "none to choose") is None:
             kwargs["peft_config"] = copy.copy(kwargs["peft_config"])
             kwargs["peft_config"].target_modules = "all-linear"
+        self.callers_optimizer = (kwargs.get("optimizers") or (None, None))[0]
         self.dataset_names: list[str] = []  # for the card, and settings of a script that are none of `args`
         self.script_settings: dict = {}
         self.is_resumed = False
+        self.best: tuple[int, int] | None = (
+            None  # the step of the weights that were loaded in the end, and what was logged by then
+        )
         # Adapters and other methods' drafts have repos of their own; that of this name is for whole drafts of EAGLE-3.
         is_ours = getattr(getattr(model, "config", None), "model_type", "eagle3") == Eagle3Config.model_type
         if args.push_to_hub and args.hub_model_id is None and kwargs.get("peft_config") is None and is_ours:
@@ -163,8 +169,8 @@ class Eagle3Trainer(SFTTrainer):
         store = kwargs["train_dataset"] if isinstance(kwargs.get("train_dataset"), FeatureStore) else None
         if store is not None:
             kwargs["train_dataset"] = self._settle_by_store(store, args)
-        elif kwargs.get("train_dataset") is not None:
-            kwargs["train_dataset"] = without_prompt_column(kwargs["train_dataset"])
+        elif kwargs.get("train_dataset") is not None and kwargs.get("formatting_func") is None:
+            kwargs["train_dataset"] = as_messages(kwargs["train_dataset"])
         self._check_before_preparation(args, **kwargs)
         self.target_vocab_size = target_model.config.get_text_config(decoder=True).vocab_size
 
@@ -234,8 +240,10 @@ class Eagle3Trainer(SFTTrainer):
             args.padding_free, args.max_length = True, None
         return store.dataset()
 
-    def _check_sources(self, args, target_model, train_dataset=None, **_) -> None:
-        """Whether what is to be learned from can be rolled out, or come again."""
+    def _check_sources(self, args, target_model, train_dataset=None, eval_dataset=None, **_) -> None:
+        """Whether what is to be learned from can be rolled out, or come again, and what is evaluated can be decoded."""
+        if isinstance(eval_dataset, FeatureStore):
+            raise ValueError("`eval_dataset` is a feature store, but evaluation decodes: pass a data set.")
         if isinstance(train_dataset, FeatureStore):
             no_rollouts = "training from stored features does not run the target"
             no_echo = "stored features are there as often as epochs read them"
@@ -301,8 +309,9 @@ class Eagle3Trainer(SFTTrainer):
         if isinstance(dataset, Dataset) and "feature_row" in dataset.column_names:
             return dataset  # was prepared when its features were extracted
         if formatting_func is None:
+            dataset = as_messages(dataset)
             check_columns(dataset, args, dataset_name)
-            dataset = check_rows(without_prompt_column(dataset), args, dataset_name)
+            dataset = check_rows(dataset, args, dataset_name)
         if self._for_evaluation:
             args = copy.copy(args)
             for name, value in self._for_evaluation.items():
@@ -363,12 +372,16 @@ class Eagle3Trainer(SFTTrainer):
                     f"Training cannot go on from {resume_from_checkpoint}: {reason}. Pass `resume_from_checkpoint=True` to go on "
                     "from the last checkpoint that is whole, if there is one, or begin a new training with its draft (`model`)."
                 )
-        self.is_resumed = bool(resume_from_checkpoint)
+        self.is_resumed, self.best = bool(resume_from_checkpoint), None
         if self.is_resumed:
             check_resumption(self, resume_from_checkpoint)
             if self.rollouts is not None:
                 self.rollouts.load(resume_from_checkpoint)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _load_best_model(self):
+        super()._load_best_model()
+        self.best = self.state.best_global_step, len(self.state.log_history)
 
     @property
     def progress(self) -> float:
@@ -489,11 +502,15 @@ class Eagle3Trainer(SFTTrainer):
             return super().create_optimizer(*args, **kwargs)
         trained = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
         matrices = [weight for name, weight in trained if weight.dim() == 2 and "lm_head" not in name]
-        others = [weight for name, weight in trained if weight.dim() != 2 or "lm_head" in name]
+        others, names_of_decayed = {}, self.get_decay_parameter_names(self.model)  # not norms and biases
+        for name, weight in trained:
+            if weight.dim() != 2 or "lm_head" in name:
+                decay = self.args.weight_decay if name in names_of_decayed else 0.0
+                others.setdefault(decay, []).append(weight)
         adamw_lr = self.args.adamw_learning_rate
         self.optimizer = MuonWithAdamW(
             matrices,
-            others,
+            [{"params": weights, "weight_decay": decay} for decay, weights in others.items()],
             lr=self.args.learning_rate,
             adamw_lr=self.args.learning_rate / 5 if adamw_lr is None else adamw_lr,
             weight_decay=self.args.weight_decay,
