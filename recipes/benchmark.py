@@ -55,13 +55,14 @@ from hf_eagle3.tokenizer import load_tokenizer
 
 
 # Arguments that say where results go, not what is measured.
-NOT_MEASURED = ("json", "plots", "markdown", "compare", "profile")
+NOT_MEASURED = ("json", "plots", "markdown", "compare", "profile", "trust_remote_code")
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=folder_or_hub_id, help="Target: a folder or a Hub id")
     parser.add_argument("--draft", type=folder_or_hub_id, help="Draft: a folder or a Hub id")
+    parser.add_argument("--trust_remote_code", action="store_true", help="Run the code that the target's repo brings")
     parser.add_argument("--code", choices=CODES, default="installed", help=CODE_HELP)
     parser.add_argument("--assistant", help="Small model for the method `assistant`: a folder or a Hub id")
     parser.add_argument("--dflash", help="DFlash draft for the method `dflash`: a folder or a Hub id")
@@ -192,10 +193,11 @@ def main():
     def load(auto_class, name, **kwargs):
         return auto_class.from_pretrained(name, dtype=args.dtype, **kwargs).to(args.device).eval() if name else None
 
-    tokenizer = load_tokenizer(args.target)
+    trust = {"trust_remote_code": args.trust_remote_code}
+    tokenizer = load_tokenizer(args.target, **trust)
     if args.chat_template_path is not None:
         tokenizer.chat_template = Path(args.chat_template_path).read_text()
-    target, draft, tree, weights = load(AutoModelForCausalLM, args.target), None, {}, None
+    target, draft, tree, weights = load(AutoModelForCausalLM, args.target, **trust), None, {}, None
     facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
     if args.eos_token_id is not None:
         target.generation_config.eos_token_id = args.eos_token_id
