@@ -3,9 +3,9 @@
 
 import copy
 import functools
-import os
 import threading
 import weakref
+from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, GenerationMixin
@@ -160,8 +160,8 @@ def install_generation_hook() -> None:
     @functools.wraps(validate_mode)
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         assistant = generation_mode_kwargs.get("assistant_model")
-        if isinstance(assistant, (str, os.PathLike)):
-            name = os.fspath(assistant)
+        if isinstance(assistant, (str, Path)):
+            name = str(assistant)
             raise ValueError(
                 f"`assistant_model` is a name: load it, by AutoModel.from_pretrained({name!r}, trust_remote_code=True)."
             )
