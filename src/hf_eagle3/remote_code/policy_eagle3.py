@@ -77,9 +77,7 @@ class StepCosts:
     """
 
     LATEST = 5
-    TRUSTED = (
-        256  # measurements of a part after which one that was not renewed is forgotten: it may be of shorter texts
-    )
+    TRUSTED = 256  # measurements of a part, after which one that was not renewed is forgotten: texts may be longer now
 
     def __init__(self):
         self.samples: dict[tuple[str, int], list[float]] = {}
