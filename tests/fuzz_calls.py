@@ -471,7 +471,7 @@ def run(rng: random.Random, folder) -> tuple[int, str | None]:
         stack.enter_context(mock.patch("hf_eagle3.remote_code.decoding_eagle3.time", clock))
         if rng.random() < 0.3:  # as if on an accelerator
             for module in ("accept", "decoding", "policy"):
-                name = f"hf_eagle3.remote_code.{module}_eagle3.looks_are_free"
+                name = f"hf_eagle3.remote_code.{module}_eagle3.reads_without_sync"
                 stack.enter_context(mock.patch(name, lambda device: False))
         case = {"call": run_call, "interrupted": run_interrupted, "threads": run_threads}[kind]
         num_calls, finding, kwargs = case(rng, target, lengths, seed, folder)

@@ -210,7 +210,7 @@ def cheap_nodes(monkeypatch):
 def test_a_text_that_repeats_itself(cyclic, cheap_nodes, monkeypatch, settings, waits):
     if waits:
         for module in ("accept", "decoding", "policy"):
-            monkeypatch.setattr(f"hf_eagle3.remote_code.{module}_eagle3.looks_are_free", lambda device: False)
+            monkeypatch.setattr(f"hf_eagle3.remote_code.{module}_eagle3.reads_without_sync", lambda device: False)
     draft = Eagle3ForSpeculation.from_target(cyclic).eval()
     kwargs = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, **settings}
     prompt = torch.tensor([[3, 9, 5, 6]])

@@ -131,7 +131,7 @@ def test_a_step_that_is_forgotten(kind, length, readers):
     """Taken back by choice (None), or rolled back after a forward that only some layers had come to."""
     is_broken_off = readers is not None
     cache = filled(make_cache(kind), 2, length, 5, readers if is_broken_off else (0, 1), is_tracked=not is_broken_off)
-    cache.roll_back() if is_broken_off else cache.take_back()
+    cache.roll_back() if is_broken_off else cache.discard_tree()
     assert cache.length == length
     for layer in range(2):
         for row, places in enumerate(places_in(cache, layer)):

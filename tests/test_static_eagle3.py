@@ -295,7 +295,7 @@ def waiting_host(monkeypatch):
     """As if each look at a tensor had to wait for an accelerator. Counts the looks."""
     looks = []
     for module in ("accept", "decoding", "policy"):
-        monkeypatch.setattr(f"hf_eagle3.remote_code.{module}_eagle3.looks_are_free", lambda device: False)
+        monkeypatch.setattr(f"hf_eagle3.remote_code.{module}_eagle3.reads_without_sync", lambda device: False)
     for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "nonzero"):
         original = getattr(torch.Tensor, name)
 

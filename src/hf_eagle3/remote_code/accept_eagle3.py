@@ -45,7 +45,7 @@ class Accepted:
     is_finished: list[bool]
 
 
-def accept(text: Text, sampler: "Sampler", tree: DraftTree, outputs, may_take_back: bool = False) -> Accepted | None:
+def accept(text: Text, sampler: "Sampler", tree: DraftTree, outputs, may_discard: bool = False) -> Accepted | None:
     """
     Each row walks down its tree: it picks the next token from the target's scores at the node it is at, and goes on at
     the child that carries that token, until there is none or it is time to stop. So the text is the target's, and the
@@ -56,12 +56,12 @@ def accept(text: Text, sampler: "Sampler", tree: DraftTree, outputs, may_take_ba
         sampler (`Sampler`): Picks the tokens.
         tree (`DraftTree`): What was verified.
         outputs (`Outputs`): The target's, at the nodes of the tree.
-        may_take_back (`bool`, *optional*, defaults to `False`):
+        may_discard (`bool`, *optional*, defaults to `False`):
             Accept nothing, and return `None`, where scores of a root are no numbers: a node whose states are none
             reaches all others through any mask (0 * NaN).
     """
     starts, was_finished = list(text.lengths), list(text.is_finished)
-    asked = sampler.ask(tree, outputs, may_take_back)
+    asked = sampler.ask(tree, outputs, may_discard)
     if asked is None:
         return None
     children, pick = asked
@@ -120,32 +120,32 @@ class Sampler:
             and all(is_one_of(criteria, READ_LAST_TOKEN) for criteria in stopping_criteria)
         )
         # Where a look is free, it is cheaper to process the scores of visited nodes only.
-        self.visits_nodes = looks_are_free(device) and (self.do_sample or len(logits_processor) > 0)
+        self.visits_nodes = reads_without_sync(device) and (self.do_sample or len(logits_processor) > 0)
         if self.may_pick_at_once:
             ends = [criteria.eos_token_id for criteria in stopping_criteria if hasattr(criteria, "eos_token_id")]
             self.eos_tokens = {token for tokens in ends for token in tokens.flatten().tolist()}
 
-    def ask(self, tree, outputs, may_take_back) -> tuple[list[dict], Callable] | None:
+    def ask(self, tree, outputs, may_discard) -> tuple[list[dict], Callable] | None:
         """
         The children of the tree's nodes, and how to pick the next tokens of some rows at nodes of theirs:
-        `pick(rows, nodes) -> tokens`. `None` if the tree is to be taken back.
+        `pick(rows, nodes) -> tokens`. `None` if the tree is to be discarded.
         """
         if self.may_pick_at_once and (not self.visits_nodes or tree.num_nodes == 1 < self.text.batch_size):
-            return self._ask_at_once(tree, outputs, may_take_back)
-        if may_take_back and outputs.logits[:, 0].isnan().any():
+            return self._ask_at_once(tree, outputs, may_discard)
+        if may_discard and outputs.logits[:, 0].isnan().any():
             return None
         return tree.children(), lambda rows, nodes: self._pick(rows, nodes, outputs)
 
-    def _ask_at_once(self, tree, outputs, may_take_back):
+    def _ask_at_once(self, tree, outputs, may_discard):
         """Picks at every node, and lets the host look once."""
         device = self.text.ids.device
         tree, logits = tree.to(device), outputs.logits.to(device)
         choices, is_broken = self._choices(tree, logits)
         facts = [choices, is_broken, tree.tokens, tree.parents]
-        if may_take_back:
+        if may_discard:
             facts.append(logits[:, :1].isnan().any(dim=-1).expand_as(choices))
         facts = torch.stack(facts, dim=1).tolist()
-        if may_take_back and any(is_nan[0] for *_, is_nan in facts):
+        if may_discard and any(is_nan[0] for *_, is_nan in facts):
             return None
         children = [tree.children_of(tokens, parents) for _, _, tokens, parents, *_ in facts]
 
@@ -268,7 +268,7 @@ class Sampler:
 
     def _raise_broken(self, rows: list[int]) -> NoReturn:
         """As `torch.multinomial` does, at the next tokens of these rows, before it draws anything for them."""
-        self.noise.give_back(min(self.text.lengths[row] for row in rows))
+        self.noise.rewind(min(self.text.lengths[row] for row in rows))
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
 
     def _processor_of(self, rows: list[int]):
@@ -283,7 +283,7 @@ class Sampler:
         return processors
 
 
-def looks_are_free(device) -> bool:
+def reads_without_sync(device) -> bool:
     """Whether the host reads a tensor of a device without waiting for it."""
     return device.type == "cpu"
 

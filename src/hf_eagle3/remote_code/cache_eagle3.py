@@ -167,7 +167,7 @@ class TreeCache:
                         new[..., :growth, :] = new.index_select(-2, index)
             self.crop(growth - num_nodes)
 
-    def take_back(self) -> None:
+    def discard_tree(self) -> None:
         """Forgets all of the newest nodes, and what they left in the slots of a static cache: perhaps no numbers."""
         self.keep([[]], growth=0)
         if self.is_static:
@@ -253,7 +253,7 @@ class ReplayCache(TreeCache):
             for states in (layer.conv_states, layer.recurrent_states):
                 yield from (state for state in states.values() if state is not None)
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         for state, saved in zip(self._states(), self.saved):
             state.copy_(saved)
 
@@ -261,7 +261,7 @@ class ReplayCache(TreeCache):
         num_nodes, self.num_new = self.num_new, 0
         self.length += growth
         if growth < num_nodes and self.saved is not None:  # a single node is not taken back
-            self._put_back()
+            self._restore()
             num_read = self.num_replayed
             self.crop(-num_read - num_nodes)
             self.replayed = {name: entries[..., : num_read + growth] for name, entries in self.read.items()}
@@ -273,7 +273,7 @@ class ReplayCache(TreeCache):
         """Rolls back to before what was to be replayed. A plain step has read one token, and that is the text's."""
         if self.saved is None:
             return
-        self._put_back()
+        self._restore()
         super().roll_back()
         for layer in self.recurrent_layers:
             if getattr(layer, "keys", None) is not None:

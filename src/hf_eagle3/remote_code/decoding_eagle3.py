@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from .accept_eagle3 import ROW_WISE, Accepted, Sampler, accept, is_one_of, looks_are_free
+from .accept_eagle3 import ROW_WISE, Accepted, Sampler, accept, is_one_of, reads_without_sync
 from .cache_eagle3 import compiled
 from .checks_eagle3 import check_call, depends_on_length, is_sharded, may_select_rows, whole_embedding
 from .lookup_eagle3 import PromptLookup
@@ -190,7 +190,7 @@ class TreeDecoding:
             looks_up = num_looked_up >= (self.whole.num_nodes if cache.is_static else 1)
             kind = {
                 "do_sample": generation_config.do_sample,
-                "reads_draft": looks_are_free(target.device) and not cache.is_static,
+                "reads_draft": reads_without_sync(target.device) and not cache.is_static,
                 "has_one_shape": cache.is_static,
                 "may_retire": self.text.may_retire,
             }
@@ -215,7 +215,7 @@ class TreeDecoding:
         try:
             self.read_prompt(outputs, positions, states)
         except BaseException:
-            self.sampler.noise.give_back(self.text.length)
+            self.sampler.noise.rewind(self.text.length)
             raise
 
     def read_prompt(self, outputs: Outputs, positions: torch.LongTensor, states: torch.FloatTensor | None) -> None:
@@ -273,7 +273,7 @@ class TreeDecoding:
             cache = verifier.finish(self.returned, self.last_outputs.of_target)
         finally:
             verifier.cache.release()
-            self.sampler.noise.give_back(text.length)
+            self.sampler.noise.rewind(text.length)
         if self.measured is not None:
             self.measured.keep(policy)
         self.stats.target_forwards = verifier.num_forwards
@@ -304,10 +304,10 @@ class TreeDecoding:
         """One forward over all nodes of the tree, of which the cache keeps what is accepted."""
         text, verifier = self.text, self.verifier
         outputs = verifier.verify(tree, text)
-        may_take_back = tree.num_nodes > 1 or verifier.cache.is_static  # whose slots may hold what another tree left
-        accepted = accept(text, self.sampler, tree, outputs, may_take_back)
+        may_discard = tree.num_nodes > 1 or verifier.cache.is_static  # whose slots may hold what another tree left
+        accepted = accept(text, self.sampler, tree, outputs, may_discard)
         if accepted is None:  # as plain decoding does
-            verifier.cache.take_back()
+            verifier.cache.discard_tree()
             tree = DraftTree.chain(text.newest(1))
             outputs = verifier.verify(tree, text)
             accepted = accept(text, self.sampler, tree, outputs)

@@ -12,7 +12,7 @@ class NoiseStream:
     https://huggingface.co/papers/2408.07978).
 
     Where nothing else draws between two tokens, noise is drawn ahead, and what was not used is given back at the end
-    ([`give_back`]). Elsewhere it is foreseen by a generator of its own and drawn by `torch.multinomial`: setting the
+    ([`rewind`]). Elsewhere it is foreseen by a generator of its own and drawn by `torch.multinomial`: setting the
     device's generator instead would take back what other threads draw from it. Where something was drawn in between,
     what was foreseen is forgotten.
 
@@ -67,7 +67,7 @@ class NoiseStream:
         self.last_state = random_state(self.device)
         return noise, before
 
-    def give_back(self, position: int) -> None:
+    def rewind(self, position: int) -> None:
         """Leaves the device's generator as if nothing from `position` on had been drawn, unless others drew since."""
         _, state = self.drawn.get(position, (None, None))
         if self.draws_ahead and state is not None and torch.equal(random_state(self.device), self.last_state):

@@ -10,7 +10,7 @@ import weakref
 
 from transformers import GenerationConfig
 
-from .accept_eagle3 import looks_are_free
+from .accept_eagle3 import reads_without_sync
 from .lookup_eagle3 import MatchCalibration, PromptLookup
 from .tree_eagle3 import Plan, Prices
 
@@ -147,7 +147,7 @@ class Calibration:
         if tree.confidences is None or tree.num_nodes == 1 or all(accepted.is_finished):
             return
         self.num_trees += 1
-        if not looks_are_free(tree.confidences.device) and self.num_trees % self.ONE_IN:
+        if not reads_without_sync(tree.confidences.device) and self.num_trees % self.ONE_IN:
             return
         rows = zip(tree.confidences.tolist(), tree.parents.tolist(), accepted.nodes, accepted.is_finished)
         surprise = 0.0  # how often more best children were accepted than that says
@@ -376,7 +376,7 @@ class Policy(StaticPolicy):
         if live:
             self.count(tree, [accepted.nodes[row] for row in live])
         self.calibration.record(tree, accepted)
-        levels = max(tree.max_depth if tree.depth is None else tree.depth, 1)  # 0 of one that was taken back
+        levels = max(tree.max_depth if tree.depth is None else tree.depth, 1)  # 0 of one that was discarded
         self.costs.record("draft", levels, draft_seconds)
         drafted = self.costs.seconds("draft", levels)
         verified = self.costs.seconds(self.part("draft"), num_tokens)
