@@ -64,6 +64,19 @@ def test_a_killed_run_loses_nothing_that_was_finished(tmp_path, data):
     assert all(row["messages"][1]["content"] == f"ab{row['row']}, said again" for row in rows)
 
 
+def test_part_of_a_split_in_the_roles_of_sharegpt(tmp_path, run_recipe):
+    turns = [{"from": "human", "value": "what"}, {"from": "gpt", "value": "old"}]
+    path = tmp_path / "sharegpt.jsonl"
+    path.write_text("".join(json.dumps({"conversations": turns}) + "\n" for _ in range(6)))
+    with chat_server(lambda payload, number: f"{payload['messages'][0]['content']} again") as (url, _):
+        command = ("--model_name_or_path", "m", "--base_url", url, "--output_dir", tmp_path / "out")
+        result = run_recipe("regenerate.py", *command, "--dataset_name", path, "--dataset_train_split", "train[2:5]")
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "rows-00000.jsonl").read_text().splitlines()]
+    expected = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "what again"}]
+    assert [row["messages"] for row in rows] == [expected] * 3
+
+
 def test_a_target_in_the_process(tmp_path, data, tokenizer, run_recipe, caplog):
     make_target("llama").save_pretrained(tmp_path / "target")
     bare = copy.deepcopy(tokenizer)

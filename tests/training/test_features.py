@@ -138,6 +138,8 @@ def test_evaluation_runs_the_target(tmp_path, tokenizer, packing):
     arguments = {"packing": packing, "assistant_only_loss": True, "max_length": 32}
     store = make_trainer(tmp_path, tokenizer, target, chats, **arguments).extract_features(tmp_path / "features")
     arguments["packing"] = False
+    with pytest.raises(ValueError, match="`eval_dataset` is a feature store"):
+        make_trainer(tmp_path, tokenizer, target, store, eval_dataset=store, **arguments)
     trainer = make_trainer(tmp_path, tokenizer, target, store, eval_dataset=chats, **arguments)
     assert trainer.args.max_length == 32 and trainer.args.assistant_only_loss
     assert all(len(row["input_ids"]) <= 32 and row["labels"][0] == -100 for row in trainer.eval_dataset)
