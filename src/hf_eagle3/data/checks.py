@@ -72,8 +72,9 @@ ROLES = {"human": "user", "gpt": "assistant"}
 
 def _to_messages(row: dict, column: str) -> dict:
     def message(turn):
-        role, content = (turn.get("role", turn.get("from")), turn.get("content", turn.get("value")))
-        return {"role": ROLES.get(role, role), "content": content}
+        others = {name: value for name, value in turn.items() if name not in ("from", "value")}  # such as tool calls
+        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        return {**others, "role": ROLES.get(role, role), "content": content}
 
     return {"messages": None if row[column] is None else [message(turn) for turn in row[column]]}
 

@@ -108,3 +108,31 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict)
         self._share()
+
+
+def muon_with_adamw(model: torch.nn.Module, names_of_decayed: Iterable[str], args) -> MuonWithAdamW:
+    """
+    The optimizer of what is trained of a draft: Muon for matrices, but for the head.
+
+    Args:
+        model (`torch.nn.Module`): The draft, perhaps wrapped.
+        names_of_decayed (`Iterable[str]`): Parameters that decay, if any do: not norms and biases.
+        args ([`Eagle3TrainingArguments`]): Rates, decay, and AdamW's settings.
+    """
+    matrices, others, names_of_decayed = [], {}, set(names_of_decayed)
+    for name, weight in model.named_parameters():
+        if not weight.requires_grad:
+            continue
+        if weight.dim() == 2 and "lm_head" not in name:
+            matrices.append(weight)
+        else:
+            others.setdefault(args.weight_decay if name in names_of_decayed else 0.0, []).append(weight)
+    return MuonWithAdamW(
+        matrices,
+        [{"params": weights, "weight_decay": decay} for decay, weights in others.items()],
+        lr=args.learning_rate,
+        adamw_lr=args.learning_rate / 5 if args.adamw_learning_rate is None else args.adamw_learning_rate,
+        weight_decay=args.weight_decay,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+    )

@@ -53,7 +53,7 @@ from .echo import EchoBuffer, EchoSampler
 from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, start_store
 from .models import default_generation, draft_to_train, load_target
 from .on_policy import Rollouts
-from .optimizer import MuonWithAdamW
+from .optimizer import muon_with_adamw
 from .record import check_resumption, training_record
 from .ttt import TreeLevel, TTTBatch, TTTOutput, counted_rows, documents_of, draft_loss
 
@@ -155,9 +155,8 @@ class Eagle3Trainer(SFTTrainer):
         self.dataset_names: list[str] = []  # for the card, and settings of a script that are none of `args`
         self.script_settings: dict = {}
         self.is_resumed = False
-        self.best: tuple[int, int] | None = (
-            None  # the step of the weights that were loaded in the end, and what was logged by then
-        )
+        # The step of the weights that were loaded in the end, and how much was logged by then.
+        self.best: tuple[int, int] | None = None
         # Adapters and other methods' drafts have repos of their own; that of this name is for whole drafts of EAGLE-3.
         is_ours = getattr(getattr(model, "config", None), "model_type", "eagle3") == Eagle3Config.model_type
         if args.push_to_hub and args.hub_model_id is None and kwargs.get("peft_config") is None and is_ours:
@@ -500,23 +499,7 @@ class Eagle3Trainer(SFTTrainer):
     def create_optimizer(self, *args, **kwargs):
         if not self.args.use_muon or self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
             return super().create_optimizer(*args, **kwargs)
-        trained = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
-        matrices = [weight for name, weight in trained if weight.dim() == 2 and "lm_head" not in name]
-        others, names_of_decayed = {}, self.get_decay_parameter_names(self.model)  # not norms and biases
-        for name, weight in trained:
-            if weight.dim() != 2 or "lm_head" in name:
-                decay = self.args.weight_decay if name in names_of_decayed else 0.0
-                others.setdefault(decay, []).append(weight)
-        adamw_lr = self.args.adamw_learning_rate
-        self.optimizer = MuonWithAdamW(
-            matrices,
-            [{"params": weights, "weight_decay": decay} for decay, weights in others.items()],
-            lr=self.args.learning_rate,
-            adamw_lr=self.args.learning_rate / 5 if adamw_lr is None else adamw_lr,
-            weight_decay=self.args.weight_decay,
-            betas=(self.args.adam_beta1, self.args.adam_beta2),
-            eps=self.args.adam_epsilon,
-        )
+        self.optimizer = muon_with_adamw(self.model, self.get_decay_parameter_names(self.model), self.args)
         return self.optimizer
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
