@@ -209,7 +209,7 @@ def cheap_nodes(monkeypatch):
 )  # fmt: skip
 def test_a_text_that_repeats_itself(cyclic, cheap_nodes, monkeypatch, settings, waits):
     if waits:
-        for module in ("accept", "decoding", "policy"):
+        for module in ("accept", "decoding", "drafter"):
             monkeypatch.setattr(f"hf_eagle3.remote_code.{module}_eagle3.reads_without_sync", lambda device: False)
     draft = Eagle3ForSpeculation.from_target(cyclic).eval()
     kwargs = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, **settings}

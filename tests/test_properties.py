@@ -142,7 +142,7 @@ def test_any_settings(family, lengths, kwargs, tree, cache, method, looks_up, wa
             stack.enter_context(lookups_of(expected, seed))
         if waits:  # as if on an accelerator
             patches = stack.enter_context(pytest.MonkeyPatch.context())
-            for module in ("accept", "decoding", "policy"):
+            for module in ("accept", "decoding", "drafter"):
                 patches.setattr(f"hf_eagle3.remote_code.{module}_eagle3.reads_without_sync", lambda device: False)
         actual = target.generate(**batch, assistant_model=draft, **cache, **kwargs)
     note(f"plain {expected.tolist()}, with a draft {actual.tolist()}")

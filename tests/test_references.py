@@ -31,7 +31,7 @@ def test_rows_that_end_at_the_right(seed):
     one = torch.arange(1, 9)  # one row, taken for all
     for actual in align_right(one.expand(*leading, 1, 8), torch.tensor(lengths), width).view(-1, len(rows), width):
         assert actual.tolist() == [([0] * width + list(range(1, length + 1)))[-width:] for length in lengths]
-    assert stack_right(rows).tolist() == [[0] * (max(lengths) - len(row)) + row for row in rows]
+    assert stack_right(rows, torch.device("cpu")).tolist() == [[0] * (max(lengths) - len(row)) + row for row in rows]
     index = right_index(torch.tensor(lengths), width).tolist()
     assert index == [[column - width + length for column in range(width)] for length in lengths]
 

@@ -23,6 +23,24 @@ from hf_eagle3.training.optimizer import Float32Muon
 from hf_eagle3.training.ttt import TTTBatch, ttt_loss
 
 
+def random_batch(draft, vocab_size: int, length: int, document_length: int) -> TTTBatch:
+    """A sequence of random tokens and random states of the target, on the draft's device."""
+    device, config = draft.device, draft.config
+    tokens = torch.randint(0, vocab_size, (1, length), device=device)
+    return TTTBatch(
+        input_ids=tokens,
+        aux_hidden_states=torch.randn(
+            1, length, config.num_aux_hidden_states * config.target_hidden_size, device=device
+        ),
+        target_logits=torch.randn(1, length, config.draft_vocab_size, device=device),
+        target_mass=torch.ones(1, length, device=device),
+        target_tokens=tokens,
+        labels=tokens,
+        documents=torch.arange(length, device=device)[None] // document_length,
+        position_ids=torch.arange(length, device=device)[None] % document_length,
+    )
+
+
 def measure(args, length: int, results) -> None:
     config = AutoConfig.from_pretrained(args.target)
     target = AutoModelForCausalLM.from_config(config)
@@ -32,18 +50,7 @@ def measure(args, length: int, results) -> None:
     )
     target.model.layers = None  # only its embedding is needed
     draft.borrow_embeddings(target.to(args.device))
-    tokens = torch.randint(0, text_config.vocab_size, (1, length), device=args.device)
-    num_features = draft.config.num_aux_hidden_states * draft.config.target_hidden_size
-    batch = TTTBatch(
-        input_ids=tokens,
-        aux_hidden_states=torch.randn(1, length, num_features, device=args.device),
-        target_logits=torch.randn(1, length, args.draft_vocab_size, device=args.device),
-        target_mass=torch.ones(1, length, device=args.device),
-        target_tokens=tokens,
-        labels=tokens,
-        documents=torch.arange(length, device=args.device)[None] // args.document_length,
-        position_ids=torch.arange(length, device=args.device)[None] % args.document_length,
-    )
+    batch = random_batch(draft, text_config.vocab_size, length, args.document_length)
     draft.zero_grad()
     for parameter in draft.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -141,18 +141,18 @@ class Sampler:
         device = self.text.ids.device
         tree, logits = tree.to(device), outputs.logits.to(device)
         choices, is_broken = self._choices(tree, logits)
-        facts = [choices, is_broken, tree.tokens, tree.parents]
+        facts = [choices, is_broken.long()]
         if may_discard:
-            facts.append(logits[:, :1].isnan().any(dim=-1).expand_as(choices))
-        facts = torch.stack(facts, dim=1).tolist()
-        if may_discard and any(is_nan[0] for *_, is_nan in facts):
+            facts.append(logits[:, :1].isnan().any(dim=-1).long().expand_as(choices))
+        _, (choices, is_broken, *is_nan) = tree.on_host(*facts)
+        if may_discard and any(is_nan_in_row[0] for is_nan_in_row in is_nan[0]):
             return None
-        children = [tree.children_of(tokens, parents) for _, _, tokens, parents, *_ in facts]
+        children = tree.children()
 
         def pick(rows, nodes):
             picked = []
             for row, node in zip(rows, nodes):
-                token, is_token_broken = facts[row][0][node], facts[row][1][node]
+                token, is_token_broken = choices[row][node], is_broken[row][node]
                 if self.text.is_finished[row] and self.text.pads_finished_rows:
                     token = self.text.pad_token
                 if is_token_broken:

@@ -17,7 +17,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from .ragged_eagle3 import align_right, flat_indices
+from .ragged_eagle3 import align_right, flat_indices, on_device
 
 
 def tree_attention_mask(config, cache, past_length, ancestors, depths, padding_mask=None):
@@ -152,8 +152,9 @@ class TreeCache:
             keep_rows(self.cache, nodes, num_nodes, growth, self.length)
         elif self.is_static and growth < num_nodes:
             device = self.cache.layers[0].keys.device
-            path = torch.tensor(path + [0] * (self.path_length - growth), device=device)
-            self.keep_path(self.cache, path, torch.tensor(growth, device=device), num_nodes)
+            padding = [0] * (self.path_length - growth)
+            path, growth = on_device([*path, *padding, growth], device).split([self.path_length, 1])
+            self.keep_path(self.cache, path, growth[0], num_nodes)
         elif not self.is_static:
             if path != list(range(growth)):
                 index = None
@@ -161,7 +162,7 @@ class TreeCache:
                     if getattr(layer, "keys", None) is None:
                         continue
                     if index is None or index.device != layer.keys.device:
-                        index = torch.tensor(path, device=layer.keys.device)
+                        index = on_device(path, layer.keys.device)
                     for states in (layer.keys, layer.values):
                         new = states[..., -num_nodes:, :]
                         new[..., :growth, :] = new.index_select(-2, index)
@@ -383,9 +384,8 @@ def keep_rows(cache, kept: list[list[int]], num_new: int, growth: int, length: i
     numbers: all end at the cache's right, like a batch that is padded on the left. The cache becomes longer by
     `growth`, which is what its longest row does, and has `length` positions then.
     """
-    counts, most = torch.tensor([len(indices) for indices in kept], device="cpu"), max(map(len, kept))
-    table = [indices + [0] * (most - len(indices)) for indices in kept]
-    table = torch.tensor(table, dtype=torch.long, device="cpu")
+    most = max(map(len, kept))
+    table = [[*indices, *[0] * (most - len(indices)), len(indices)] for indices in kept]
     indices_of = {}
     for layer in cache.layers:
         if getattr(layer, "keys", None) is None:
@@ -396,10 +396,11 @@ def keep_rows(cache, kept: list[list[int]], num_new: int, growth: int, length: i
         for states in (layer.keys, layer.values):
             key = num_past, *states.shape[:3], states.device
             if key not in indices_of:  # the past of each row, and what it keeps after that
-                past = torch.arange(num_past, device="cpu").expand(len(kept), -1)
-                source = torch.cat([past, num_past + table], dim=1)
-                source = align_right(source, num_past + counts, min(length, num_past + most))
-                indices_of[key] = flat_indices(source.to(states.device), states.shape)
+                new, counts = on_device(table, states.device).split([most, 1], dim=1)
+                past = torch.arange(num_past, device=states.device).expand(len(kept), -1)
+                source = torch.cat([past, num_past + new], dim=1)
+                source = align_right(source, num_past + counts[:, 0], min(length, num_past + most))
+                indices_of[key] = flat_indices(source, states.shape)
             moved.append(
                 states.flatten(0, 2).index_select(0, indices_of[key]).view(*states.shape[:2], -1, states.shape[3])
             )

@@ -295,7 +295,7 @@ class TreeDecoding:
         if plan.proposer is None:
             return DraftTree.chain(root_tokens)
         sampler = self.sampler if self.sampler.do_sample else None
-        tree = self.proposers[plan.proposer].propose(plan, root_tokens, sampler)
+        tree = self.proposers[plan.proposer].propose(plan, root_tokens, sampler).to(root_tokens.device)
         if text.pads_finished_rows and self.can_read_padding:
             tree = tree.with_padded_rows(text.is_finished, text.pad_token, plan.depth)
         return tree
@@ -335,5 +335,7 @@ class TreeDecoding:
         """Keeps a step, for whoever asked."""
         new_tokens = [tokens[len(tokens) - count :] for tokens, count in zip(accepted.new_tokens, accepted.counts)]
         below_root = [[node for node in nodes if node > 0] for nodes in accepted.nodes]
-        trees = tree.tokens.tolist(), tree.parents.tolist()
-        self.stats.steps.append(Eagle3Step(source, list(self.text.rows), *trees, below_root, new_tokens))
+        read, _ = tree.on_host()
+        self.stats.steps.append(
+            Eagle3Step(source, list(self.text.rows), read.tokens, read.parents, below_root, new_tokens)
+        )

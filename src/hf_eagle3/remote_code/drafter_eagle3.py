@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
+from .accept_eagle3 import reads_without_sync
 from .cache_eagle3 import compiled
 from .noise_eagle3 import sample_scores
 from .proposer_eagle3 import Call, Proposer
-from .ragged_eagle3 import flat_indices, right_index, stack_right, take_rows
+from .ragged_eagle3 import flat_indices, on_device, right_index, stack_right, take_rows
 from .tree_eagle3 import DraftTree, Plan
 
 
@@ -209,10 +210,10 @@ class Drafter(Proposer):
             self.lengths = [length + count for length, count in zip(past, counts)]
             longest = None if self.has_fixed_shapes else max(past)
             arguments = self.draft, self.call.embedding, self.keys, self.values, longest
-            numbers = [torch.tensor(each, device=blocks[0].device) for each in (counts, past)]
+            numbers = on_device([counts, past], blocks[0].device)
             if self.has_fixed_shapes:
                 blocks = [_padded(block, self.most - num_rows) for block in blocks]
-                power = torch.tensor(self.call.calibration.power, dtype=torch.float32, device=blocks[0].device)
+                power = on_device(self.call.calibration.power, blocks[0].device, torch.float32)
                 fields = self.fixed_tree(*arguments, *blocks, *numbers, self.whole, power, *self.noise_ahead(sampler))
                 # What a CUDA graph returns is overwritten by the next one.
                 fields = (None if entries is None else entries.clone() for entries in fields)
@@ -221,7 +222,9 @@ class Drafter(Proposer):
             def guess(logits, level):
                 return sampler.guess(logits, level, self.token_ids)
 
-            settings = self.call.threshold, self.call.calibration.power, None if sampler is None else guess
+            # To count the nodes above a threshold is to wait for the device, which verifies a few more as fast.
+            threshold = self.call.threshold if reads_without_sync(blocks[0].device) else 0.0
+            settings = threshold, self.call.calibration.power, None if sampler is None else guess
             return read_and_grow(*arguments, *blocks, *numbers, plan, *settings)
 
     @property
@@ -234,7 +237,7 @@ class Drafter(Proposer):
             return None, None
         like, token_ids = self.draft.get_output_embeddings().weight.T, self.token_ids  # as wide as logits
         noise = [sampler.noise_ahead(level, token_ids, like) for level in range(self.whole.depth)]
-        return torch.stack(noise, dim=1), torch.tensor(sampler.temperature, device=like.device)
+        return torch.stack(noise, dim=1), on_device(sampler.temperature, like.device)
 
     def take_unread(self) -> tuple[torch.LongTensor, torch.FloatTensor, torch.LongTensor, list[int]]:
         """The newest tokens `(B, R)`, the states and positions before them, and how many of those each row has to read."""
@@ -270,7 +273,7 @@ class Drafter(Proposer):
         past, num_rows = self.lengths or [0] * len(counts), tokens.shape[1]
         self.lengths = [length + count for length, count in zip(past, counts)]
         self.reserve(max(past) + num_rows)
-        numbers = [torch.tensor(each, device=tokens.device) for each in (counts, past)]
+        numbers = on_device([counts, past], tokens.device)
         if any(past):
             longest = None if self.has_fixed_shapes else max(past)
             arguments = self.draft, self.call.embedding, self.keys, self.values, longest

@@ -10,7 +10,6 @@ import weakref
 
 from transformers import GenerationConfig
 
-from .accept_eagle3 import reads_without_sync
 from .lookup_eagle3 import MatchCalibration, PromptLookup
 from .tree_eagle3 import Plan, Prices
 
@@ -137,19 +136,16 @@ class Calibration:
 
     RATE = 0.1  # by how much its logarithm rises for each node that was accepted and not expected at all
     LEAST, MOST = 0.1, 10.0
-    ONE_IN = 4  # trees on an accelerator, where a look makes the host wait
 
     def __init__(self, power: float):
-        self.power, self.num_trees = power, 0
+        self.power = power
 
     def record(self, tree, accepted) -> None:
         """Learns from a tree of the draft, in rows that are unfinished: others may have ended before."""
         if tree.confidences is None or tree.num_nodes == 1 or all(accepted.is_finished):
             return
-        self.num_trees += 1
-        if not reads_without_sync(tree.confidences.device) and self.num_trees % self.ONE_IN:
-            return
-        rows = zip(tree.confidences.tolist(), tree.parents.tolist(), accepted.nodes, accepted.is_finished)
+        read, _ = tree.on_host()
+        rows = zip(read.confidences, read.parents, accepted.nodes, accepted.is_finished)
         surprise = 0.0  # how often more best children were accepted than that says
         for confidences, parents, path, is_finished in rows:
             if is_finished:
@@ -158,7 +154,7 @@ class Calibration:
             for node, parent in enumerate(parents[1:], start=1):
                 best_children.setdefault(parent, node)  # siblings stand in order
             for child in filter(None, map(best_children.get, path)):
-                surprise += (child in path) - math.exp(confidences[child - 1])
+                surprise += (child in path) - math.exp(confidences[child])
         surprise /= accepted.is_finished.count(False)
         self.power = min(max(self.power * math.exp(self.RATE * surprise), self.LEAST), self.MOST)
 

@@ -4,6 +4,24 @@
 import torch
 
 
+# Devices to which a copy of pageable memory may return before it is done, with its source free to go.
+COPIES_WITHOUT_SYNC = {"cuda"}
+
+
+def on_device(values, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """
+    Numbers of the host as a tensor on a device. A plain `torch.tensor(..., device="cuda")` waits until the device has
+    done all that was started before; this does not.
+
+    Args:
+        values (number, or nested lists of numbers)
+        device (`torch.device`): Where they go.
+        dtype (`torch.dtype`, *optional*): Defaults to what `torch.tensor` infers.
+    """
+    tensor = torch.tensor(values, dtype=dtype, device="cpu")
+    return tensor.to(device, non_blocking=device.type in COPIES_WITHOUT_SYNC)
+
+
 def right_index(lengths: torch.LongTensor, width: int) -> torch.LongTensor:
     """
     Which entry of each row stands in which column.
@@ -36,10 +54,10 @@ def align_right(entries: torch.Tensor, lengths: torch.LongTensor, width: int) ->
     return moved.masked_fill(source < 0, 0)
 
 
-def stack_right(rows: list[list[int]], device=None) -> torch.LongTensor:
+def stack_right(rows: list[list[int]], device: torch.device) -> torch.LongTensor:
     """Lists of numbers as a tensor `(B, length of the longest)`, with zeros in front of shorter ones."""
     width = max(map(len, rows))
-    return torch.tensor([[0] * (width - len(row)) + row for row in rows], dtype=torch.long, device=device)
+    return on_device([[0] * (width - len(row)) + row for row in rows], device, dtype=torch.long)
 
 
 def flat_indices(indices: torch.LongTensor, shape) -> torch.LongTensor:

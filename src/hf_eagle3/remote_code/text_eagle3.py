@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import MaxLengthCriteria
 
-from .ragged_eagle3 import align_right
+from .ragged_eagle3 import align_right, on_device
 
 
 class Text:
@@ -100,13 +100,14 @@ class Text:
             self._make_room(self.longest)
             starts = [length - len(tokens) for length, tokens in zip(self.lengths, self.unwritten)]
             if len(set(starts)) == len(set(self.lengths)) == 1:
-                tokens = torch.tensor(self.unwritten, device=self._ids.device)
+                tokens = on_device(self.unwritten, self._ids.device)
                 self._ids[:, starts[0] : self.longest] = tokens
             else:
                 rows = [row for row, tokens in enumerate(self.unwritten) for _ in tokens]
                 columns = [start + i for start, tokens in zip(starts, self.unwritten) for i in range(len(tokens))]
                 tokens = [token for tokens in self.unwritten for token in tokens]
-                self._ids[rows, columns] = torch.tensor(tokens, device=self._ids.device)
+                rows, columns, tokens = on_device([rows, columns, tokens], self._ids.device)
+                self._ids[rows, columns] = tokens
             self.unwritten = [[] for _ in self.rows]
         return self._ids
 
@@ -119,7 +120,7 @@ class Text:
         ids = self.ids
         if self.shortest == self.longest:
             return ids[:, self.longest - num_tokens : self.longest]
-        return align_right(ids, torch.tensor(self.lengths, device=ids.device), num_tokens)
+        return align_right(ids, on_device(self.lengths, ids.device), num_tokens)
 
     def retire(self) -> list[int] | None:
         """Lets finished rows leave. Returns the indices of those that stay, and `None` if all do, or none."""

@@ -5,9 +5,10 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from .ragged_eagle3 import take_rows
 
@@ -48,6 +49,20 @@ class Plan(NamedTuple):
     prices: Prices | None = None
 
 
+class TreeOnHost(NamedTuple):
+    """
+    What the host reads of a tree: lists with an entry for each node of each row.
+
+    Args:
+        tokens, parents (`list[list[int]]`): As [`DraftTree`] has them.
+        confidences (`list[list[float]]`): Likewise, with 0 for the root; zeros where the tree has none.
+    """
+
+    tokens: list[list[int]]
+    parents: list[list[int]]
+    confidences: list[list[float]]
+
+
 @dataclass
 class DraftTree:
     """
@@ -70,6 +85,10 @@ class DraftTree:
     ancestors: torch.BoolTensor
     confidences: torch.FloatTensor | None = None
     depth: int | None = None
+    _on_host: "TreeOnHost | None" = None
+
+    FIXED_POINT: ClassVar[int] = 2**20
+    LEAST_CONFIDENCE: ClassVar[float] = -1e6
 
     @property
     def num_nodes(self) -> int:
@@ -130,16 +149,33 @@ class DraftTree:
         """No node is deeper."""
         return self.num_nodes - 1 if self.depth is None else min(self.depth, self.num_nodes - 1)
 
+    def on_host(self, *others: torch.LongTensor) -> tuple[TreeOnHost, list[list[list[int]]]]:
+        """
+        The tree as lists, and `others` `(B, N)` with it: all in one copy, since each one waits for the device.
+        """
+        rows = list(others)
+        if self._on_host is None:
+            rows += [self.tokens, self.parents]
+            if self.confidences is not None:  # as numbers with a fixed point, to travel with integers
+                fixed = (self.confidences.clamp(min=self.LEAST_CONFIDENCE) * self.FIXED_POINT).round().long()
+                rows.append(F.pad(fixed, (1, 0)))
+        read = torch.stack(rows).tolist() if rows else []
+        if self._on_host is None:
+            tokens, parents, *confidences = read[len(others) :]
+            unit = 1 / self.FIXED_POINT
+            confidences = [[each * unit for each in row] for row in (confidences[0] if confidences else [])]
+            self._on_host = TreeOnHost(tokens, parents, confidences or [[0.0] * self.num_nodes] * len(tokens))
+        return self._on_host, read[: len(others)]
+
     def children(self) -> list[dict[tuple[int, int], int]]:
         """For each batch row `{(parent, token): node}`, on the host: what a walk from the root looks up."""
         if self.num_nodes == 1:
             return [{} for _ in self.tokens]
-        return [self.children_of(*row) for row in torch.stack([self.tokens, self.parents], dim=1).tolist()]
-
-    @staticmethod
-    def children_of(tokens: list[int], parents: list[int]) -> dict[tuple[int, int], int]:
-        """`{(parent, token): node}` of one row."""
-        return {(parents[node], tokens[node]): node for node in range(1, len(tokens))}
+        read, _ = self.on_host()
+        return [
+            {(parents[node], tokens[node]): node for node in range(1, self.num_nodes)}
+            for tokens, parents in zip(read.tokens, read.parents)
+        ]
 
     def with_padded_rows(self, rows: list[bool], pad_token: int, depth: int) -> "DraftTree":
         """Replaces the trees of some rows, whose next tokens are known to be padding, by chains of that: of `depth`, or as

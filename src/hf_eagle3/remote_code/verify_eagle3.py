@@ -17,7 +17,7 @@ from .cache_eagle3 import (
 )
 from .checks_eagle3 import position_table, rotary_switches, takes_trees, text_positions
 from .outputs_eagle3 import CACHE, ReturnedOutputs, aux_hidden_states, without_first
-from .ragged_eagle3 import align_right
+from .ragged_eagle3 import align_right, on_device
 from .text_eagle3 import Text
 from .tree_eagle3 import DraftTree, Plan
 
@@ -242,6 +242,6 @@ def extended_inputs(target, of_target, inputs: dict, counts: list[int], growth: 
     for name in INPUTS_BY_TOKEN:  # all rows were extended by as much as one
         if (entries := inputs.get(name)) is not None:
             length = entries.shape[-1]
-            ends = length - most + torch.tensor(counts, device=entries.device)
+            ends = length - most + on_device(counts, entries.device)
             inputs[name] = align_right(entries, ends, length - most + growth)
     return inputs

@@ -1,0 +1,36 @@
+# /// script
+# dependencies = ["torch", "transformers>=5.17", "gguf"]
+# ///
+"""
+Unpacks a GGUF file into a folder in transformers' format: weights in bfloat16, configuration and tokenizer.
+
+    python recipes/from_gguf.py SmolLM2-135M-Instruct.Q4_1.gguf outputs/smollm2
+
+The weights are those of the file: a 4-bit file gives a model that writes a little differently from the original.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="The GGUF file")
+    parser.add_argument("output_dir")
+    args = parser.parse_args()
+    if not args.file.is_file():
+        parser.error(f"there is no file {args.file}")
+    source = {"pretrained_model_name_or_path": args.file.parent, "gguf_file": args.file.name}
+    quantization_config = GgufConfig(dequantize=True)  # packed weights cannot be saved
+    target = AutoModelForCausalLM.from_pretrained(
+        **source, dtype=torch.bfloat16, quantization_config=quantization_config
+    )
+    target.save_pretrained(args.output_dir)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(args.output_dir)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""
+What does a step cost? A part of `gpu_report.py`: a model of Qwen3-8B's size with random weights, made on the device.
+
+What depends on trained weights (acceptance, speed-up) this part cannot say.
+"""
+
+import statistics
+import time
+import warnings
+from collections import Counter
+from functools import partial
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, DynamicCache
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.evaluation.benchmark import synchronize
+from hf_eagle3.evaluation.memory import peak_memory, reset_peak_memory
+from hf_eagle3.evaluation.profile import format_profile, profile_steps
+
+
+QWEN3_8B = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+TINY = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+TREES = (24, 8, 60)  # nodes; the default first
+
+
+def make_pairing(config, device: str, dtype: torch.dtype, draft_vocab_size: int):
+    """A random target, and an untrained draft."""
+    config.eos_token_id = None
+    with torch.device(device):
+        target = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    target.generation_config.eos_token_id, target.generation_config.pad_token_id = None, 0
+    draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(draft_vocab_size)).to(device, dtype).eval()
+    draft.generation_config.tree_policy = "static"  # a tree in every step
+    return target, draft
+
+
+def median_ms(function, device: torch.device, repeats: int, warmups: int = 1) -> float:
+    times = []
+    for repeat in range(repeats + warmups):
+        synchronize(device)
+        start = time.perf_counter()
+        function()
+        synchronize(device)
+        if repeat >= warmups:
+            times.append(1000 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def ceilings(device: torch.device, tiny: bool) -> dict:
+    """What the device can do: GB/s of a copy, read and written; TFLOP/s of a matrix product in bfloat16."""
+    source = torch.randint(0, 99, (1 << (20 if tiny else 31),), dtype=torch.int8, device=device)
+    copied, size = torch.empty_like(source), 256 if tiny else 8192
+    copy_ms = median_ms(lambda: copied.copy_(source), device, 10, 3)
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    product_ms = median_ms(lambda: a @ b, device, 10, 3)
+    return {"copy_gb_per_s": 2 * source.numel() / copy_ms / 1e6, "tflop_per_s": 2 * size**3 / product_ms / 1e9}
+
+
+@torch.no_grad()
+def forwards(target, draft, sizes, context: int, repeats: int) -> dict:
+    """Milliseconds of a forward of the target over some tokens after a context, and of a drafting level. Eager."""
+    device, vocab_size = target.device, target.config.vocab_size
+    cache = DynamicCache(config=target.config)
+    target(torch.randint(0, vocab_size, (1, context), device=device), past_key_values=cache, logits_to_keep=1)
+
+    def forward(tokens):
+        target(tokens, past_key_values=cache)
+        cache.crop(-tokens.shape[1])
+
+    verify = {
+        size: median_ms(partial(forward, torch.randint(0, vocab_size, (1, size), device=device)), device, repeats, 3)
+        for size in sizes
+    }
+    hidden_states = torch.randn(1, 8, draft.config.hidden_size, device=device, dtype=draft.dtype)
+    draft_cache = DynamicCache()
+    prompt = hidden_states[:, :1].expand(-1, context, -1)
+    draft(inputs_embeds=prompt, hidden_states=prompt, cache=draft_cache, logits_to_keep=1)
+
+    def level():
+        draft(inputs_embeds=hidden_states, hidden_states=hidden_states, cache=draft_cache)
+        draft_cache.crop(-hidden_states.shape[1])
+
+    return {"target": verify, "draft_level": median_ms(level, device, repeats, 3)}
+
+
+def step_ms(generate, draft, device, tokens: int, repeats: int) -> dict:
+    """Milliseconds of a step, and how often the host waits for the device in one: from calls of two lengths."""
+
+    def measure(length):
+        milliseconds = median_ms(partial(generate, max_new_tokens=length), device, repeats)
+        steps = length - 1 if draft is None else draft.last_generation.target_forwards - 1
+        return milliseconds, steps, count_waits(partial(generate, max_new_tokens=length), device)
+
+    # The longer first: static caches stay as long, so that nothing is compiled for the shorter.
+    long, short = measure(tokens), measure(4)
+    steps = long[1] - short[1]
+    waits = None if long[2] is None else (long[2] - short[2]) / steps
+    return {"ms": (long[0] - short[0]) / steps, "waits": waits}
+
+
+def count_waits(function, device: torch.device) -> int | None:
+    """How often the host waits for a CUDA device while `function` runs: calls that `torch.cuda` says synchronize."""
+    if device.type != "cuda":
+        return None
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            function()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    return sum("synchronizing CUDA operation" in str(each.message) for each in caught)
+
+
+def on_device(function, device: torch.device) -> dict | None:
+    """What the device does while `function` runs: milliseconds in kernels, their number, and the longest."""
+    if device.type != "cuda":
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
+        start = time.perf_counter()
+        function()
+        synchronize(device)
+        wall = 1000 * (time.perf_counter() - start)
+    total, number, by_name, launches = 0.0, 0, Counter(), Counter()
+    for event in profiled.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            total += event.time_range.elapsed_us() / 1000
+            number += 1
+            by_name[event.name[:80]] += event.time_range.elapsed_us() / 1000
+        elif event.name.startswith("cuda"):
+            launches[event.name] += 1
+    longest = {name: round(ms, 3) for name, ms in by_name.most_common(12)}
+    return {"wall_ms": wall, "busy_ms": total, "kernels": number, "launches": dict(launches.most_common(8))} | {
+        "longest": longest
+    }
+
+
+def hot_functions(function, number: int = 30) -> list[str]:
+    """Where the host spends its time, by function: its own milliseconds, and those with what it calls."""
+    import cProfile
+    import pstats
+
+    profiler = cProfile.Profile()
+    profiler.runcall(function)
+    stats = pstats.Stats(profiler).stats
+    rows = sorted(stats.items(), key=lambda entry: -entry[1][2])[:number]
+    return [
+        f"{1000 * own:.1f} {1000 * whole:.1f} {calls} {'/'.join(file.split('/')[-2:])}:{line}:{name}"
+        for (file, line, name), (_, calls, own, whole, _) in rows
+    ]
+
+
+def way_of(mode: str, tiny: bool) -> dict:
+    if mode == "eager":
+        return {}
+    config = CompileConfig(backend="eager", mode=None) if tiny else CompileConfig()
+    config._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": config}
+
+
+def measure(args, sections) -> None:
+    device, tiny = torch.device(args.device), args.tiny
+    sections.measure("ceilings", ceilings, device, tiny)
+    config = AutoConfig.from_pretrained(args.config) if args.config else None
+    config = config or AutoConfig.for_model("qwen3", **(TINY if tiny else QWEN3_8B))
+    dtype = torch.float32 if tiny else torch.bfloat16
+    target, draft = make_pairing(config, args.device, dtype, 32 if tiny else 32000)
+    context, tokens, repeats = (16, 12, 1) if tiny else (256, 36, 4)
+    weights = {
+        name: sum(each.nbytes for each in model.parameters()) for name, model in (("target", target), ("draft", draft))
+    }
+    embedding = target.get_input_embeddings().weight.nbytes  # of which a step reads a few rows
+    sections.measure(
+        "model",
+        dict,
+        parameters=sum(each.numel() for each in target.parameters()),
+        target_bytes=weights["target"] - embedding,
+        draft_bytes=weights["draft"],
+        dtype=str(dtype).removeprefix("torch."),
+        context=context,
+    )
+    sections.measure("forwards", forwards, target, draft, [1, 9, 25, 61], context, 2 if tiny else 10, seconds=5)
+
+    def prompts(batch_size):
+        ids = torch.randint(0, target.config.vocab_size, (batch_size, context), device=device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False}
+
+    def step(mode, nodes, batch_size=1):
+        arguments = {**prompts(batch_size), **way_of(mode, tiny)}
+        if nodes == 0:
+            return step_ms(partial(target.generate, **arguments), None, device, tokens, repeats)
+        draft.generation_config.num_assistant_tokens = nodes
+        generate = partial(target.generate, **arguments, assistant_model=draft)
+        return step_ms(generate, draft, device, tokens, repeats)
+
+    def steps(mode, batch_size, trees, seconds):
+        for nodes in (0, *trees):
+            name = f"{mode}, batch {batch_size}, " + (f"{nodes} nodes" if nodes else "plain")
+            sections.measure(name, step, mode, nodes, batch_size, seconds=0 if tiny else seconds)
+
+    def call(mode, nodes, length):
+        draft.generation_config.num_assistant_tokens = nodes or 24
+        assistance = {"assistant_model": draft} if nodes else {}
+        return partial(target.generate, **prompts(1), **way_of(mode, tiny), **assistance, max_new_tokens=length)
+
+    def profile(mode, nodes):
+        function = call(mode, nodes, min(tokens, 10))
+        function()
+        facts = on_device(function, device)
+        if facts is not None:
+            # A plain call makes one forward a token.
+            facts["steps"] = draft.last_generation.target_forwards - 1 if nodes else min(tokens, 10) - 1
+        return {"device": facts, "functions": hot_functions(function)}
+
+    steps("eager", 1, TREES, 6)
+    prompt = prompts(1)["input_ids"][0].tolist()
+    draft.generation_config.num_assistant_tokens = 24
+    sections.measure("parts of an eager step", profile_steps, target, draft, [prompt], tokens, seconds=4)
+    sections.measure("eager profile", profile, "eager", 24, seconds=6)
+    steps("compiled", 1, TREES[:1], 40)
+    sections.measure("compiled profile", profile, "compiled", 24, seconds=6)
+    sections.measure("compiled plain profile", profile, "compiled", 0, seconds=6)
+    compiled = way_of("compiled", tiny)
+    sections.measure("parts of a compiled step", profile_steps, target, draft, [prompt], tokens, seconds=6, **compiled)
+    for batch_size in (8, 32):
+        steps("eager", batch_size, TREES[:2], 8)
+    steps("compiled", 1, TREES[1:], 40)
+    steps("compiled", 8, TREES[:1], 60)
+    counts = reset_peak_memory(device)
+    call("eager", 24, tokens)()
+    if counts:
+        sections.measure("peak memory", peak_memory, device)
+
+
+def render(results: dict) -> str:
+    lines, floor = [], {}
+    if "ceilings" in results:
+        copy = results["ceilings"]["copy_gb_per_s"]
+        lines += [
+            f"The device copies {copy:.0f} GB/s (read and written) and multiplies matrices at "
+            f"{results['ceilings']['tflop_per_s']:.0f} TFLOP/s in bfloat16.",
+            "",
+        ]
+        if "model" in results:
+            model = results["model"]
+            floor = {name: model[f"{name}_bytes"] / copy / 1e6 for name in ("target", "draft")}
+            lines += [
+                f"A random model of {model['parameters'] / 1e9:.2f} B parameters in {model['dtype']}, after a context of "
+                f"{model['context']} tokens. To read its weights once takes {floor['target']:.2f} ms at that speed, and those "
+                f"of the draft {floor['draft']:.2f} ms.",
+                "",
+            ]
+    if "forwards" in results:
+        verify = results["forwards"]["target"]
+        lines += ["| eager forward over tokens | ms |", "| --- | --- |"]
+        lines += [f"| {size} | {ms:.2f} |" for size, ms in verify.items()]
+        lines += [f"| a level of the draft (8 nodes) | {results['forwards']['draft_level']:.2f} |", ""]
+    ways = {name: result for name, result in results.items() if isinstance(result, dict) and "ms" in result}
+    if ways:
+        lines += ["| step | ms | over the floor | over the plain step | waits of the host |", "| --- |" + " --- |" * 4]
+        for name, result in ways.items():
+            plain = ways.get(name.rpartition(", ")[0] + ", plain")
+            over_floor = f"{result['ms'] / floor['target']:.2f}" if floor else "-"
+            over_plain = f"{result['ms'] / plain['ms']:.2f}" if plain else "-"
+            waits = "-" if result["waits"] is None else f"{result['waits']:.1f}"
+            lines.append(f"| {name} | {result['ms']:.2f} | {over_floor} | {over_plain} | {waits} |")
+        lines += ["", "Tokens per second that follow at batch 1, with 24 nodes, and the speed-up:", ""]
+        modes = [mode for mode in ("eager", "compiled") if f"{mode}, batch 1, 24 nodes" in ways]
+        lines += ["| acceptance length | " + " | ".join(modes) + " |", "| --- |" + " --- |" * len(modes)]
+        for tau in range(2, 7):
+            cells = []
+            for mode in modes:
+                tree, plain = ways[f"{mode}, batch 1, 24 nodes"]["ms"], ways[f"{mode}, batch 1, plain"]["ms"]
+                cells.append(f"{1000 * tau / tree:.0f} ({tau * plain / tree:.2f}x)")
+            lines.append(f"| {tau} | " + " | ".join(cells) + " |")
+        lines.append("")
+    for mode in ("eager", "compiled"):
+        if f"parts of an {mode} step" in results or f"parts of a {mode} step" in results:
+            profiled = results.get(f"parts of an {mode} step") or results[f"parts of a {mode} step"]
+            lines += [
+                f"Parts of a step, {mode}, with a synchronization after each part:",
+                "",
+                format_profile(profiled),
+                "",
+            ]
+    for name in ("eager profile", "compiled profile", "compiled plain profile"):
+        facts = (results.get(name) or {}).get("device")
+        if facts:
+            steps = facts["steps"]
+            lines += [
+                f"{name.capitalize()}: kernels run for {facts['busy_ms'] / steps:.2f} ms of a step's "
+                f"{facts['wall_ms'] / steps:.2f} ms (under the profiler), {facts['kernels'] / steps:.0f} of them.",
+                "",
+            ]
+    if results.get("peak memory"):
+        lines.append(f"Peak memory {results['peak memory']:.0f} MiB.")
+    return "\n".join(lines).rstrip()
