@@ -56,7 +56,7 @@ class Part(NamedTuple):
 PARTS = (
     Part("gpu_correctness", "Is it right?", 90),
     Part("gpu_steps", "What does a step cost?", 150),
-    Part("gpu_trained", "What does a trained draft bring?", 200, ("trl", "datasets"), ("target", "chats")),
+    Part("gpu_trained", "What does a trained draft bring?", 200, ("trl", "datasets", "aiohttp"), ("target", "chats")),
     Part("gpu_training", "How fast is training?", 60, ("trl", "datasets")),
 )
 

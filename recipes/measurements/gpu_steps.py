@@ -236,16 +236,20 @@ def measure(args, sections) -> None:
             facts["steps"] = draft.last_generation.target_forwards - 1 if nodes else min(tokens, 10) - 1
         return {"device": facts, "functions": hot_functions(function)}
 
-    steps("eager", 1, TREES, 6)
-    prompt = prompts(1)["input_ids"][0].tolist()
-    draft.generation_config.num_assistant_tokens = 24
-    sections.measure("parts of an eager step", profile_steps, target, draft, [prompt], tokens, seconds=4)
-    sections.measure("eager profile", profile, "eager", 24, seconds=6)
+    prompt, compiled = prompts(1)["input_ids"][0].tolist(), way_of("compiled", tiny)
+
+    def parts_of(way):
+        draft.generation_config.num_assistant_tokens = 24
+        return profile_steps(target, draft, [prompt], tokens, **way)
+
+    steps("eager", 1, TREES[:1], 6)
     steps("compiled", 1, TREES[:1], 40)
     sections.measure("compiled profile", profile, "compiled", 24, seconds=6)
+    sections.measure("parts of a compiled step", parts_of, compiled, seconds=6)
+    sections.measure("eager profile", profile, "eager", 24, seconds=6)
+    sections.measure("parts of an eager step", parts_of, {}, seconds=4)
     sections.measure("compiled plain profile", profile, "compiled", 0, seconds=6)
-    compiled = way_of("compiled", tiny)
-    sections.measure("parts of a compiled step", profile_steps, target, draft, [prompt], tokens, seconds=6, **compiled)
+    steps("eager", 1, TREES[1:], 6)
     for batch_size in (8, 32):
         steps("eager", batch_size, TREES[:2], 8)
     steps("compiled", 1, TREES[1:], 40)
