@@ -25,9 +25,11 @@ def test_nothing_is_mixed_with_the_host():
     assert result.returncode == 0, result.stderr[-3000:]
     cases = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
     assert len(cases) == 4 + 3 + 2 * hasattr(generation, "move_to_device")
-    for family, lengths, policy, settings, is_prompt_on_host, is_equal, num_forwards, num_looks in cases:
+    for family, lengths, policy, settings, is_prompt_on_host, is_equal, num_forwards, num_waits in cases:
         assert is_equal, (family, lengths, policy, settings)
         advances_in_step = family == "qwen3_5" and len(lengths) > 1
         if is_prompt_on_host or advances_in_step or "repetition_penalty" in settings:
             continue  # for a host that reads each step, or must know each token before the next
-        assert num_forwards <= num_looks <= num_forwards + 16, (family, lengths, policy, settings)
+        assert (
+            num_forwards <= num_waits <= num_forwards + 24
+        )  # some before the first step, (family, lengths, policy, settings)

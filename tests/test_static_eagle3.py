@@ -351,3 +351,92 @@ def test_walks_at_once_meet_broken_probabilities(waiting_host, target, draft):
         broken.generate(PROMPTS[0], max_new_tokens=5, do_sample=True, remove_invalid_values=False)
     with pytest.raises(RuntimeError, match="inf"):
         broken.generate(PROMPTS[0], max_new_tokens=5, do_sample=True, assistant_model=draft)
+
+
+class SimulatedGraph:
+    """A CUDA graph on a CPU: a replay computes anew from the static inputs, into the same outputs."""
+
+    made = []
+
+    def __init__(self, function, inputs):
+        self.inputs = [None if each is None else each.clone() for each in inputs]
+        function(*self.inputs)
+        self.function, self.outputs, self.num_replays = function, function(*self.inputs), 0
+        self.made.append(self)
+
+    def __call__(self, *inputs):
+        assert [each is None for each in inputs] == [each is None for each in self.inputs]
+        for static, given in zip(self.inputs, inputs):
+            if static is not None:
+                assert static.shape == given.shape and static.dtype == given.dtype
+                static.copy_(given)
+        for static, new in zip(self.outputs, self.function(*self.inputs)):
+            static.copy_(new)
+        self.num_replays += 1
+        return list(self.outputs)
+
+
+@pytest.fixture
+def graphs(monkeypatch, waiting_host):
+    """As on a CUDA device, where the draft is captured."""
+    for module in ("decoding", "drafter"):
+        monkeypatch.setattr(f"hf_eagle3.remote_code.{module}_eagle3.captures_graphs", lambda device: True)
+    monkeypatch.setattr("hf_eagle3.remote_code.cuda_eagle3.CudaGraph", SimulatedGraph)
+    monkeypatch.setattr(SimulatedGraph, "made", [])
+    monkeypatch.setattr(SimulatedGraph, "has_failed", False, raising=False)
+    return SimulatedGraph.made
+
+
+@pytest.mark.parametrize("policy", ["static", "auto"])
+@pytest.mark.parametrize("lengths", [[40], [40, 3, 17]])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"do_sample": True, "temperature": 0.8, "top_k": 20}], ids=["greedy", "sampling"]
+)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+def test_a_draft_that_is_captured(graphs, family, sampling, lengths, policy):
+    target, batch = make_target(family), make_batch(lengths)
+    draft = make_draft(target, [make_prompt(9)], num_tokens=8)
+    draft.generation_config.tree_policy = policy
+    settings = {"max_new_tokens": 60, "do_sample": False, **sampling}
+    torch.manual_seed(5)
+    expected, state = target.generate(**batch, **settings), torch.get_rng_state()
+    torch.manual_seed(5)
+    actual = target.generate(**batch, assistant_model=draft, **settings)
+    assert torch.equal(actual, expected) and torch.equal(torch.get_rng_state(), state)
+    if policy == "static":
+        is_chain = family == "qwen3_5"  # shorter ones may be drafted there: they are not captured
+        assert sum(graph.num_replays for graph in graphs) > 5 or is_chain
+        assert len(graphs) <= 3  # one more where the draft's slots are moved to make room
+
+
+def test_a_capture_that_fails(monkeypatch, graphs, target, caplog):
+    def fail(self, function, inputs):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(SimulatedGraph, "__init__", fail)
+    draft, prompt = make_draft(target, PROMPTS), make_prompt(40)
+    expected = target.generate(prompt, max_new_tokens=30, do_sample=False)
+    for _ in range(2):
+        actual = target.generate(prompt, assistant_model=draft, max_new_tokens=30, do_sample=False)
+        assert torch.equal(actual, expected)
+    assert SimulatedGraph.has_failed
+
+
+def test_a_tree_is_compiled_for_its_own_shape(target):
+    """Kernels for trees of any size would be slower, and take longer to compile."""
+    widths = []
+
+    def backend(graph, inputs):
+        tokens = (each for each in inputs if isinstance(each, torch.Tensor) and each.dtype == torch.long)
+        widths.extend(each.shape[1] for each in tokens if each.dim() == 2)
+        return graph
+
+    torch._dynamo.reset()
+    draft, config = make_draft(target, PROMPTS), CompileConfig(backend=backend, mode=None)
+    config._compile_all_devices = True
+    settings = {"max_new_tokens": 20, "do_sample": False, **STATIC, "compile_config": config}
+    expected = target.generate(PROMPTS[0], **settings)  # one token a step
+    assert 1 in widths
+    assert torch.equal(target.generate(PROMPTS[0], assistant_model=draft, **settings), expected)
+    assert 1 + draft.generation_config.num_assistant_tokens in widths
+    assert all(type(width) is int for width in widths)

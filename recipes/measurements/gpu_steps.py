@@ -189,7 +189,7 @@ def measure(args, sections) -> None:
     config = config or AutoConfig.for_model("qwen3", **(TINY if tiny else QWEN3_8B))
     dtype = torch.float32 if tiny else torch.bfloat16
     target, draft = make_pairing(config, args.device, dtype, 32 if tiny else 32000)
-    context, tokens, repeats = (16, 12, 1) if tiny else (256, 36, 4)
+    context, tokens, repeats = (16, 12, 1) if tiny else (256, 28, 3)
     weights = {
         name: sum(each.nbytes for each in model.parameters()) for name, model in (("target", target), ("draft", draft))
     }

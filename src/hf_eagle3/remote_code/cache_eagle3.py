@@ -17,7 +17,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from .ragged_eagle3 import align_right, flat_indices, on_device
+from .ragged_eagle3 import additive_mask, align_right, flat_indices, on_device
 
 
 def tree_attention_mask(config, cache, past_length, ancestors, depths, padding_mask=None):
@@ -60,9 +60,7 @@ def tree_attention_mask(config, cache, past_length, ancestors, depths, padding_m
         if num_slots:
             allowed = F.pad(allowed, (0, num_slots - allowed.shape[-1]), value=False)
         # Additive: eager attention would add a boolean mask to the scores.
-        lowest = torch.finfo(layer.keys.dtype).min
-        mask = torch.full(allowed.shape, lowest, dtype=layer.keys.dtype, device=device)
-        return mask.masked_fill_(allowed, 0)[:, None]
+        return additive_mask(allowed, layer.keys.dtype)[:, None]
 
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:

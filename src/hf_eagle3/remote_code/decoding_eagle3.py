@@ -9,6 +9,7 @@ import torch
 from .accept_eagle3 import ROW_WISE, Accepted, Sampler, accept, is_one_of, reads_without_sync
 from .cache_eagle3 import compiled
 from .checks_eagle3 import check_call, depends_on_length, is_sharded, may_select_rows, whole_embedding
+from .cuda_eagle3 import CUDNN_ATTENTION, captures_graphs
 from .lookup_eagle3 import PromptLookup
 from .outputs_eagle3 import ReturnedOutputs
 from .policy_eagle3 import Measured, StaticPolicy, tree_settings
@@ -191,7 +192,7 @@ class TreeDecoding:
             kind = {
                 "do_sample": generation_config.do_sample,
                 "reads_draft": reads_without_sync(target.device) and not cache.is_static,
-                "has_one_shape": cache.is_static,
+                "has_one_shape": cache.is_static or (captures_graphs(target.device) and not cache.is_chain),
                 "may_retire": self.text.may_retire,
             }
             self.measured = Measured(target, assistant, len(input_ids), looks_up, self.whole, *kind.values())
@@ -251,7 +252,7 @@ class TreeDecoding:
         text, verifier, policy = self.text, self.verifier, self.policy
         try:
             verifier.cache.record()
-            with self.target._optimize_model_for_decode():
+            with CUDNN_ATTENTION.off(text.ids.device), self.target._optimize_model_for_decode():
                 while not text.is_complete:
                     self.retire()
                     behind = text.rows_behind(1 + self.whole.depth)

@@ -7,9 +7,10 @@ from transformers import DynamicCache
 
 from .accept_eagle3 import reads_without_sync
 from .cache_eagle3 import compiled
+from .cuda_eagle3 import GraphedFunction, captures_graphs
 from .noise_eagle3 import sample_scores
 from .proposer_eagle3 import Call, Proposer
-from .ragged_eagle3 import flat_indices, on_device, right_index, stack_right, take_rows
+from .ragged_eagle3 import additive_mask, flat_indices, on_device, right_index, stack_right, take_rows
 from .tree_eagle3 import DraftTree, Plan
 
 
@@ -40,8 +41,7 @@ class Slots:
         dtype, masks = self.keys[0].dtype, {}
         for layer_type in set(config.layer_types):
             seen = allowed & (distances < config.sliding_window) if layer_type == "sliding_attention" else allowed
-            mask = torch.full(seen.shape, torch.finfo(dtype).min, dtype=dtype, device=seen.device)
-            masks[layer_type] = mask.masked_fill(seen, 0)[:, None]
+            masks[layer_type] = additive_mask(seen, dtype)[:, None]
         return masks
 
 
@@ -155,7 +155,8 @@ def read_and_grow_fixed(*args):
 class Drafter(Proposer):
     """
     The draft, during one call. Beside a static cache it draws the same tree in every step, by one function of fixed
-    shapes, which is compiled where the target is.
+    shapes, which is compiled where the target is. On CUDA devices it does so beside other caches, too, and the function
+    is captured as a CUDA graph.
 
     Args:
         draft (`Eagle3ForSpeculation`): The draft.
@@ -176,6 +177,9 @@ class Drafter(Proposer):
         # What was accepted and not read yet: tokens, states and positions (B, R, ...), and how many of each row.
         self.unread: list[tuple[tuple[torch.Tensor, ...], list[int]]] = []
         self.fixed_tree = compiled(read_and_grow_fixed, draft, call.compile_config)
+        self.graphed_tree = None
+        if not self.has_fixed_shapes and captures_graphs(draft.get_output_embeddings().weight.device):
+            self.graphed_tree = GraphedFunction()
 
     def inference_mode(self):
         """What it computes never leaves the call, and costs less in inference mode, if it is not compiled."""
@@ -187,7 +191,7 @@ class Drafter(Proposer):
         if len(self.unread) > self.MAX_UNREAD:
             if not self.lengths:  # the prompt, to whose first tokens all later ones attend
                 with self.inference_mode():
-                    *blocks, counts = self.read_all_but_newest()
+                    *blocks, counts = self.read_all_but_newest(self.has_fixed_shapes)
                 self.unread = [(tuple(block[:, -max(counts) :] for block in blocks), counts)]
             else:
                 del self.unread[0]
@@ -204,17 +208,24 @@ class Drafter(Proposer):
 
     def propose(self, plan: Plan, root_tokens, sampler=None) -> DraftTree:
         with self.inference_mode():
-            *blocks, counts = self.read_all_but_newest()
+            is_graphed = self.graphed_tree is not None and plan == self.whole
+            *blocks, counts = self.read_all_but_newest(has_fixed_shape := self.has_fixed_shapes or is_graphed)
             past, num_rows = self.lengths, blocks[0].shape[1]
-            self.reserve(max(past) + num_rows + self.spare)
+            self.reserve(max(past) + max(num_rows, self.most * has_fixed_shape) + self.spare)
             self.lengths = [length + count for length, count in zip(past, counts)]
-            longest = None if self.has_fixed_shapes else max(past)
+            longest = None if has_fixed_shape else max(past)
             arguments = self.draft, self.call.embedding, self.keys, self.values, longest
             numbers = on_device([counts, past], blocks[0].device)
-            if self.has_fixed_shapes:
+            if has_fixed_shape:
                 blocks = [_padded(block, self.most - num_rows) for block in blocks]
                 power = on_device(self.call.calibration.power, blocks[0].device, torch.float32)
-                fields = self.fixed_tree(*arguments, *blocks, *numbers, self.whole, power, *self.noise_ahead(sampler))
+
+                def grow(tokens, features, positions, counts, past, *settings):
+                    inputs = tokens, features, positions, counts, past
+                    return self.fixed_tree(*arguments, *inputs, self.whole, *settings)
+
+                inputs = *blocks, *numbers, power, *self.noise_ahead(sampler)
+                fields = self.graphed_tree(grow, self.keys, *inputs) if is_graphed else grow(*inputs)
                 # What a CUDA graph returns is overwritten by the next one.
                 fields = (None if entries is None else entries.clone() for entries in fields)
                 return DraftTree(*fields, depth=self.whole.depth)
@@ -258,10 +269,13 @@ class Drafter(Proposer):
         parameter = self.draft.get_output_embeddings().weight
         return tokens.to(parameter.device), states.to(parameter), positions.to(parameter.device), counts
 
-    def read_all_but_newest(self):
-        """Catches up with all but the newest tokens. Returns what [`take_unread`] does, of those."""
+    def read_all_but_newest(self, has_fixed_shape: bool = False):
+        """
+        Catches up with all but the newest tokens. Returns what [`take_unread`] does, of those: of at most `self.most`
+        if they must fit a fixed shape.
+        """
         *blocks, counts = self.take_unread()
-        most = self.most if self.has_fixed_shapes else blocks[0].shape[1] if self.lengths else 1
+        most = self.most if has_fixed_shape else blocks[0].shape[1] if self.lengths else 1
         excess = blocks[0].shape[1] - most
         if excess > 0:
             self.read(*(block[:, :excess] for block in blocks), [max(count - most, 0) for count in counts])

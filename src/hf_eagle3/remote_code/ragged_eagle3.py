@@ -22,6 +22,21 @@ def on_device(values, device: torch.device, dtype: torch.dtype | None = None) ->
     return tensor.to(device, non_blocking=device.type in COPIES_WITHOUT_SYNC)
 
 
+def additive_mask(allowed: torch.BoolTensor, dtype: torch.dtype) -> torch.FloatTensor:
+    """
+    Zeros where attention is allowed, and the lowest number elsewhere. Rows begin at multiples of 8 entries: fused
+    kernels copy other masks first.
+
+    Args:
+        allowed (`torch.BoolTensor` of shape `(..., K)`)
+        dtype (`torch.dtype`): Of the mask.
+    """
+    length = allowed.shape[-1]
+    shape = *allowed.shape[:-1], length + -length % 8
+    mask = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=allowed.device)[..., :length]
+    return mask.masked_fill_(allowed, 0)
+
+
 def right_index(lengths: torch.LongTensor, width: int) -> torch.LongTensor:
     """
     Which entry of each row stands in which column.
