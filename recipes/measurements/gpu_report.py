@@ -192,6 +192,12 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS, grace
     )
     parser.add_argument("--prompts", nargs="+", help="JSON Lines files to measure with, instead of the last chats")
     parser.add_argument("--num_prompts", type=int, default=10, help="How many prompts are measured at batch 1")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=["prompt-lookup", "eagle3-chain", "eagle3-no-lookup", "eagle3"],
+        help="What is compared with plain generation at batch 1",
+    )
     parser.add_argument("--max_new_tokens", type=int, default=96, help="With how many tokens each is answered")
     parser.add_argument("--learning_rate", type=float, default=5e-3, help="Of the draft's training")
     parser.add_argument("--train_batch_size", type=int, default=8, help="Sequences of 1,024 tokens a training step")

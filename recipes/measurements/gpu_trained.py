@@ -29,7 +29,6 @@ CHATML = (
 LONGEST_PROMPT = 384  # tokens; longer ones would hold up the batches that are answered
 ANSWER = 256  # tokens at most
 TEMPERATURE = 0.7
-METHODS = ("plain", "prompt-lookup", "eagle3-chain", "eagle3-no-lookup", "eagle3")
 
 
 def tiny_target(folder: Path) -> tuple[Path, list[list[dict]]]:
@@ -134,6 +133,8 @@ def train(target, tokenizer, rows: list[list[dict]], folder: Path, args, seconds
 
 def measure(args, sections) -> None:
     folder, tiny = Path(args.output_dir), args.tiny
+    # With masks of padded batches, cuDNN's attention plans anew for each length, and may fail.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     name, chats = args.target, None if args.chats is None else read_chats(args.chats)
     if name is None:
         name, chats = tiny_target(folder / "tiny-target")
@@ -141,7 +142,7 @@ def measure(args, sections) -> None:
     target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(args.device).eval()
     tokenizer = load_tokenizer(str(name))
     if args.prompts:
-        files = [load_prompts(file, tokenizer, args.num_prompts) for file in args.prompts]
+        files = [load_prompts(file, tokenizer, 16) for file in args.prompts]
         held_out = [prompt for each in zip(*files) for prompt in each]  # each file in turn
     else:
         number = min(64, len(chats) // 4)
@@ -155,14 +156,14 @@ def measure(args, sections) -> None:
     answered = [chat for chat in chats if has_answer(chat)] if args.keep_answers else []
 
     total = sections.seconds_left
-    batch_size, seconds = (8 if tiny else 1024), 0.2 * total
+    batch_size, seconds = (8 if tiny else 1024), 0.15 * total
     answers = folder / "answers"
     sections.measure("answers", regenerate, target, tokenizer, prompts, answers, batch_size, seconds, args.seed)
     for path in answers.glob("rows-*.jsonl"):
         answered += [json.loads(line)["messages"] for line in complete_lines(path)]
     answered = [chat for chat in answered if chat[-1]["content"]]
     where = folder / "draft"
-    sections.measure("draft", train, target, tokenizer, answered, where, args, 3 if tiny else 0.35 * total)
+    sections.measure("draft", train, target, tokenizer, answered, where, args, 3 if tiny else 0.33 * total)
     if not (where / "config.json").exists():
         return
     draft = Eagle3ForSpeculation.from_pretrained(where, dtype=dtype).to(args.device).eval()
@@ -191,8 +192,8 @@ def measure(args, sections) -> None:
         return {"run": {**results.run, "environment": environment(args.device)}, "measurements": results.measurements}
 
     in_batches = ("plain", "eagle3-no-lookup", "eagle3")
-    sections.measure("batch 1, eager", benchmark, 1, METHODS, seconds=5)
-    for size in (4,) if tiny else (16, 64, 4):
+    sections.measure("batch 1, eager", benchmark, 1, ("plain", *args.methods), seconds=5)
+    for size in (4,) if tiny else (64, 16, 4):
         sections.measure(f"batch {size}, eager", benchmark, size, in_batches, seconds=5)
     for nodes in (8,) if tiny else (24, 60, 8):
         name, settings = f"batch 1, eager, every step a tree of {nodes}", {"tree_policy": "static"}
