@@ -17,10 +17,10 @@ from huggingface_hub.errors import (
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ..checkpoints.files import find
 from ..environment import public_name, without_paths
 from ..evaluation import BenchmarkResults, plot_all
 from ..evaluation.results import PLOTS
+from ..held import find
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.loading_eagle3 import weights_digest
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation

@@ -136,6 +136,14 @@ def check_tensors(tensors: dict[str, torch.Tensor], source, digest: str | None =
         )
 
 
+def code_digest(folder: str | Path) -> str:
+    """SHA-256 of the code in a folder that travels with drafts."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).glob("*_eagle3.py")):
+        digest.update(path.name.encode() + path.read_bytes().replace(b"\r\n", b"\n"))
+    return digest.hexdigest()
+
+
 def weights_digest(state_dict: dict[str, torch.Tensor]) -> str:
     """SHA-256 of a draft's weights in bfloat16, so that it is the same for a float32 draft and its bfloat16 copy."""
     digest = hashlib.sha256()
