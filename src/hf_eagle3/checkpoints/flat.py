@@ -223,7 +223,7 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
     if config.get("parallel_drafting") or any(name == "mask_hidden" for name in names) or steps not in (None, 1):
         raise ValueError(
             "it drafts several tokens in one pass (`parallel_drafting`, or `parallel_draft_step` other than 1) in a form that "
-            "is not read here. vLLM and TensorRT-LLM run such drafts."
+            "is not read here. vLLM runs such drafts."
         )
     rope = rope_of(config)
     if rope.get("mrope_section") or rope["rope_type"] == "mrope" or config.get("use_mrope"):
