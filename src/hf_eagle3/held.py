@@ -1,6 +1,7 @@
 """What a checkpoint holds: the names of its tensors, without reading any of them."""
 
 import json
+import zipfile
 from pathlib import Path
 
 from transformers.utils.hub import cached_file
@@ -101,7 +102,8 @@ def names_in(path: Path) -> list[str]:
         if path.suffix == ".bin":
             import torch  # here, so that `import hf_eagle3` is quick
 
-            return list(torch.load(path, map_location="meta", weights_only=True, mmap=True))
+            can_map = zipfile.is_zipfile(path)  # since torch 1.6
+            return list(torch.load(path, map_location="meta", weights_only=True, mmap=can_map))
         with open(path, "rb") as file:
             if path.suffix == ".safetensors":
                 size = int.from_bytes(file.read(8), "little")

@@ -2,6 +2,7 @@
 
 import json
 from logging import Handler as StandardHandler
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,7 +153,8 @@ def test_names_without_prefix():
 
 @pytest.mark.parametrize("loader", [AutoModel, AutoModelForCausalLM])
 @pytest.mark.parametrize(
-    "kind, model_type", [("safetensors", "llama"), ("sharded", "kimi_k2"), ("bin", "llama"), ("safetensors", None)]
+    "kind, model_type",
+    [("safetensors", "llama"), ("sharded", "kimi_k2"), ("bin", "llama"), ("old bin", "llama"), ("safetensors", None)],
 )
 def test_no_draft_is_taken_for_a_random_model(tmp_path, reference, loader, kind, model_type):
     """Though nothing in its configuration says that it is one."""
@@ -255,6 +257,30 @@ def test_the_head_of_the_target(tmp_path, target, vocabulary, changes):
     draft.pair_with(target)
     draft.save_pretrained(tmp_path / "saved")
     assert_same(Eagle3ForSpeculation.from_pretrained(tmp_path / "saved"), reference, target)
+
+
+def test_a_head_that_the_target_does_not_have(tmp_path, target, reference):
+    tensors = {name: tensor for name, tensor in midlayer(reference).items() if name != "lm_head.weight"}
+    draft = load(tmp_path / "draft", sglang(reference), tensors)
+    for head in (torch.nn.Linear(32, 90), torch.nn.Linear(16, 96), torch.nn.Linear(32, 96, device="meta")):
+        other = make_target("llama", num_hidden_layers=12)
+        other.lm_head = head
+        with pytest.raises(ValueError, match="stores no head and needs the target's"):
+            draft.validate_target(other)
+
+
+def test_a_draft_of_speculators_without_a_head(tmp_path, said):
+    """It is borrowed likewise, and transformers does not say that it is newly initialized."""
+    source = Path(__file__).parent / "fixtures" / "norm_output"
+    expected = Eagle3ForSpeculation.from_pretrained(source)
+    tensors = {name: tensor for name, tensor in expected.state_dict().items() if name != "lm_head.weight"}
+    config = json.loads((source / "config.json").read_text())
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        draft = load(tmp_path / "draft", config, tensors, loader)
+        other = make_target("llama", vocab_size=24, hidden_size=8, num_attention_heads=2, num_hidden_layers=5, seed=1)
+        draft.validate_target(other)
+        assert draft.lm_head.weight.equal(other.lm_head.weight[draft.draft_token_ids])
+    assert not said
 
 
 def test_a_head_of_ours_that_is_lost_is_no_target_s(tmp_path, reference):

@@ -68,8 +68,8 @@ def midlayer(draft):
 def write(folder, config, tensors, kind="safetensors"):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    if kind == "bin":
-        torch.save(tensors, folder / "pytorch_model.bin")
+    if kind in ("bin", "old bin"):
+        torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=kind == "bin")
     elif kind == "sharded":
         names = sorted(tensors)
         parts = {f"model-{i + 1:05d}-of-00002.safetensors": names[i::2] for i in range(2)}

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from .assistant_eagle3 import AssistantMixin
 from .checks_eagle3 import check_draft, check_pairing, whole, whole_embedding
 from .configuration_eagle3 import Eagle3Config, default_aux_layer_ids
-from .loading_eagle3 import check_files, check_tensors, code_digest, weights_digest
+from .loading_eagle3 import check_files, check_tensors, code_digest, weights_digest, without_load_report
 from .outputs_eagle3 import keep_state_after_last_layer
 from .policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 from .tree_eagle3 import grow_tree
@@ -94,12 +94,14 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             kwargs["config"], path = kwargs.get("config") or config, None
         # Reported below, by name, with what else is wrong.
         kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)
-        model, info = super().from_pretrained(path, *args, **kwargs)
+        with without_load_report():
+            model, info = super().from_pretrained(path, *args, **kwargs)
         if info["unexpected_keys"] == {"embed_tokens.weight"} and not model.config.has_own_embed_tokens:
             # The speculators schema does not say whether a table is stored; the file does.
             model.config.has_own_embed_tokens = True
             kwargs["config"] = model.config
-            model, info = super().from_pretrained(path, *args, **kwargs)
+            with without_load_report():
+                model, info = super().from_pretrained(path, *args, **kwargs)
         if "lm_head.weight" in info["missing_keys"]:
             info["missing_keys"].remove("lm_head.weight")
             resize_head(model.get_output_embeddings(), 0)
@@ -206,16 +208,18 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         own, head = self.get_output_embeddings(), target.get_output_embeddings()
         if own.out_features > 0 and (not self._borrowed_head or self._borrowed_head[0] is head):
             return
-        weight = whole(head.weight.detach())
-        if weight.is_meta or not weight.is_floating_point() or weight.shape[-1] != own.in_features:
+        weight, token_ids = whole(head.weight.detach()), self.draft_token_ids
+        is_number = weight.is_floating_point() and not weight.is_meta
+        if not is_number or weight.shape[-1] != own.in_features or len(weight) <= token_ids[-1]:
             raise ValueError(
                 f"The draft {self.config._name_or_path or '(unnamed)'} stores no head and needs the target's, as rows of "
-                f"{own.in_features} numbers, but that of {type(target).__name__} is {tuple(weight.shape)} in {weight.dtype} on "
-                f"{weight.device}. Load the target with its head on a device, and not quantized."
+                f"{own.in_features} numbers for tokens up to {int(token_ids[-1])}, but that of {type(target).__name__} is "
+                f"{tuple(weight.shape)} in {weight.dtype} on {weight.device}. Load the target with its head on a device, and "
+                "not quantized."
             )
         # Not a view of it: a draft may be trained, cast and moved without its target.
         resize_head(own, self.config.draft_vocab_size)
-        own.weight.data.copy_(weight[self.draft_token_ids.to(weight.device)])
+        own.weight.data.copy_(weight[token_ids.to(weight.device)])
         self._borrowed_head = [head]
 
     def embed(self, input_ids: torch.LongTensor, embedding: nn.Embedding | None = None) -> torch.FloatTensor:
