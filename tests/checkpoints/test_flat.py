@@ -1,5 +1,6 @@
 """What drafts of others hold and say, key by key."""
 
+import copy
 import json
 from logging import Handler as StandardHandler
 from pathlib import Path
@@ -249,14 +250,28 @@ def test_the_head_of_the_target(tmp_path, target, vocabulary, changes):
     with pytest.raises(ValueError, match="stores no head"):
         draft(inputs_embeds=torch.ones(1, 2, 32), hidden_states=torch.ones(1, 2, 32))
     assert_same(draft, reference, target)
-    draft.lm_head.weight.data += 1  # which is its own
+    draft.lm_head.weight.data += 1  # a copy
     assert target.lm_head.weight[reference.draft_token_ids].equal(rows)
     other = make_target("llama", num_hidden_layers=12, seed=1)
     draft.validate_target(other)
     assert draft.lm_head.weight.equal(other.lm_head.weight[reference.draft_token_ids])
     draft.pair_with(target)
     draft.save_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        draft.lm_head.weight += 1
+    draft.validate_target(copy.deepcopy(target))
+    assert draft.lm_head.weight.equal(rows + 1)  # what was trained is its own
     assert_same(Eagle3ForSpeculation.from_pretrained(tmp_path / "saved"), reference, target)
+
+
+def test_a_head_that_is_borrowed_without_gradients_can_be_trained(tmp_path, target, reference):
+    tensors = {name: tensor for name, tensor in midlayer(reference).items() if name != "lm_head.weight"}
+    draft = load(tmp_path / "draft", sglang(reference), tensors)
+    with torch.inference_mode():
+        target.generate(make_prompt(5), assistant_model=draft, max_new_tokens=4)
+    states = torch.ones(1, 2, 32)
+    draft(inputs_embeds=states, hidden_states=states).logits.sum().backward()
+    assert draft.lm_head.weight.grad.abs().sum() > 0
 
 
 def test_a_head_that_the_target_does_not_have(tmp_path, target, reference):

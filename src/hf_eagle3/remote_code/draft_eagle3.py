@@ -54,6 +54,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         self._borrowed_embedding: list[nn.Embedding] = []
         # Likewise the target's head, of which a draft that stores none has a copy.
         self._borrowed_head: list[nn.Module] = []
+        self._borrowed_version: int | None = None
         self.generation_config = GenerationConfig(
             bos_token_id=config.bos_token_id,
             eos_token_id=config.eos_token_id,
@@ -70,9 +71,9 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """
         Loads a draft: one of ours or of `speculators` and, where hf-eagle3 is installed, of SafeAILab/EAGLE, SpecForge,
-        SGLang, Model-Optimizer, AngelSlim and others. A draft without a head gets its target's when it meets it. See [`~transformers.PreTrainedModel.from_pretrained`]; with
-        `output_loading_info=True` the second result also has the `format`, and what was `renamed`, `ignored` and
-        `assumed`.
+        SGLang, Model-Optimizer, AngelSlim and others. A draft without a head gets its target's when the two meet. See
+        [`~transformers.PreTrainedModel.from_pretrained`]; with `output_loading_info=True` the second result also has
+        the `format`, and what was `renamed`, `ignored` and `assumed`.
 
         Args:
             pretrained_model_name_or_path (`str` or `Path`): Folder or Hub id.
@@ -206,7 +207,8 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
     def _borrow_head(self, target: PreTrainedModel) -> None:
         """Copies the target's head, as far as the draft's vocabulary goes, into a draft that stores none."""
         own, head = self.get_output_embeddings(), target.get_output_embeddings()
-        if own.out_features > 0 and (not self._borrowed_head or self._borrowed_head[0] is head):
+        is_own = not self._borrowed_head or own.weight._version != self._borrowed_version  # or was trained since
+        if own.out_features > 0 and (is_own or self._borrowed_head[0] is head):
             return
         weight, token_ids = whole(head.weight.detach()), self.draft_token_ids
         is_number = weight.is_floating_point() and not weight.is_meta
@@ -218,9 +220,10 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
                 "not quantized."
             )
         # Not a view of it: a draft may be trained, cast and moved without its target.
-        resize_head(own, self.config.draft_vocab_size)
-        own.weight.data.copy_(weight[token_ids.to(weight.device)])
-        self._borrowed_head = [head]
+        with torch.inference_mode(False), torch.no_grad():
+            resize_head(own, self.config.draft_vocab_size)
+            own.weight.copy_(weight[token_ids.to(weight.device)])
+        self._borrowed_head, self._borrowed_version = [head], own.weight._version
 
     def embed(self, input_ids: torch.LongTensor, embedding: nn.Embedding | None = None) -> torch.FloatTensor:
         """
@@ -285,11 +288,9 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         Args:
             target (`PreTrainedModel`): The target.
         """
-        ids, depth = (
-            self.config.eagle_aux_hidden_state_layer_ids,
-            target.config.get_text_config(decoder=True).num_hidden_layers,
-        )
-        default, name = default_aux_layer_ids(depth), self.config._name_or_path or "(unnamed)"
+        depth = target.config.get_text_config(decoder=True).num_hidden_layers
+        ids, default = self.config.eagle_aux_hidden_state_layer_ids, default_aux_layer_ids(depth)
+        name = self.config._name_or_path or "(unnamed)"
         if not self.config.aux_layer_ids_assumed:
             return list(default if ids is None else ids)
         if ids is None:
