@@ -26,6 +26,7 @@ from .files import check_new_folder, read_tensors, save_checkpoint
 from .target import load_ends
 
 
+# What is exported to as configuration and tensors.
 FORMATS = {module.NAME: module for module in (sglang, safeailab)}
 # What engines read that do not load checkpoints.
 CONVERSIONS = {module.NAME: module for module in (llama_cpp, openvino)}
