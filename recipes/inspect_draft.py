@@ -36,7 +36,6 @@ def describe(draft, info) -> list[tuple[str, str]]:
     config, layer = draft.config, draft.config.transformer_layer_config
     num_parameters = sum(parameter.numel() for parameter in draft.parameters())
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in draft.state_dict().values())
-    ids = config.eagle_aux_hidden_state_layer_ids
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     rows = [
         ("format", info["format"]),
@@ -48,14 +47,10 @@ def describe(draft, info) -> list[tuple[str, str]]:
         ),
         ("attention", ", ".join(layer.layer_types)),
         ("rotary", ", ".join(f"{name} {value}" for name, value in layer.rope_parameters.items())),
-        (
-            "reads",
-            f"the states entering layers {ids} of the target"
-            if ids
-            else "[2, L // 2, L - 3] of the target's L layers",
-        ),
+        ("reads", describe_states(draft)),
         ("vocabulary", f"{config.draft_vocab_size} of {config.vocab_size} tokens"),
         ("embedding", "its own" if config.has_own_embed_tokens else "the target's"),
+        ("head", "its own" if draft.get_output_embeddings().out_features else "the target's"),
         (
             "flags",
             ", ".join(flag for flag in flags if getattr(config, flag))
@@ -75,6 +70,30 @@ def describe(draft, info) -> list[tuple[str, str]]:
     if info.get("assumed"):
         rows.append(("assumed", ", ".join(f"{flag}: {value}" for flag, value in info["assumed"].items())))
     return rows
+
+
+def describe_states(draft, target=None) -> str:
+    """Which of the target's states a draft reads, and how that is known."""
+    config, ids = draft.config, draft.config.eagle_aux_hidden_state_layer_ids
+    if target is None and ids is None:
+        return "[2, L // 2, L - 3] of the target's L layers, since it does not say which"
+    if target is None and config.aux_layer_ids_assumed:
+        return (
+            f"the states entering layers {ids} of the target, if its ids {[layer_id - 1 for layer_id in ids]} count outputs of "
+            "layers; --target tells"
+        )
+    if target is None:
+        return f"the states entering layers {ids} of the target"
+    text_config = target.config.get_text_config(decoder=True)
+    depth, read = text_config.num_hidden_layers, draft.resolve_aux_layer_ids(target)
+    known = "as it says"
+    if ids is None:
+        known = "the usual ones, since it does not say which"
+    elif config.aux_layer_ids_assumed:
+        kind = "outputs" if read == ids else "inputs"
+        known = f"its ids {[layer_id - 1 for layer_id in ids]} taken for {kind} of layers"
+    last = f"; {depth} is what leaves the last one, before the final norm" if depth in read else ""
+    return f"the states entering layers {read} of the target's {depth} ({known}{last})"
 
 
 def print_trees(draft, name: str, prompt: str, num_steps: int) -> None:
@@ -109,7 +128,11 @@ def main():
     rows, fits = [*describe(draft, info), ("transformers", "generate(assistant_model=draft)")], []
     if args.target:
         try:
-            draft.pair_with(load_ends(args.target))  # engines may want what only the target says
+            target = load_ends(args.target)
+            draft.validate_target(target)
+            reads = describe_states(draft, target)
+            rows = [("reads", reads) if name == "reads" else (name, text) for name, text in rows]
+            draft.pair_with(target)  # engines may want what only the target says
             fits.append((args.target, "fits"))
         except ValueError as error:
             fits.append((args.target, f"does not fit. {error}"))

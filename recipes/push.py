@@ -19,7 +19,7 @@ from huggingface_hub import whoami
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.environment import folder_or_hub_id
 from hf_eagle3.evaluation import BenchmarkResults
-from hf_eagle3.hub import push_draft, repo_name, write_draft
+from hf_eagle3.hub import check_license, push_draft, repo_name, write_draft
 
 
 def main():
@@ -28,7 +28,9 @@ def main():
     parser.add_argument("--repo_id", help="By default <you>/<target>-speculator.eagle3")
     parser.add_argument("--benchmark", help="What `recipes/benchmark.py --json` wrote about this draft")
     parser.add_argument("--target", help="Hub id of the target, if the draft names it otherwise")
-    parser.add_argument("--license", help="License id of the Hub, such as apache-2.0 or llama3.1")
+    parser.add_argument("--license", help="Licence id of the Hub, such as apache-2.0 or llama3.1, or other")
+    parser.add_argument("--license_name", help="With --license other: what it is called")
+    parser.add_argument("--license_link", help="With --license other: an address, or the name of a file in the repo")
     parser.add_argument(
         "--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="To push the weights in"
     )
@@ -39,6 +41,8 @@ def main():
     parser.add_argument("--overwrite_card", action="store_true", help="Replace a card that was edited by hand")
     parser.add_argument("--dry_run", metavar="FOLDER", help="Write everything to a new folder, and push nothing")
     args = parser.parse_args()
+    license = {"license": args.license, "license_name": args.license_name, "license_link": args.license_link}
+    check_license(**{key.removeprefix("license_"): value for key, value in license.items()})
 
     draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=args.dtype)
     if args.target is not None:
@@ -51,14 +55,14 @@ def main():
         parser.error("this draft names no target: pass --target, or the name of its repo by --repo_id")
     name = repo_name(draft.config.verifier)
     if args.dry_run:
-        write_draft(draft, args.dry_run, args.repo_id or name, benchmark=benchmark, license=args.license)
+        write_draft(draft, args.dry_run, args.repo_id or name, benchmark=benchmark, **license)
         print(f"Wrote to {args.dry_run} what would be pushed.")
         return
     commit = push_draft(
         draft,
         args.repo_id or f"{whoami()['name']}/{name}",
         benchmark=benchmark,
-        license=args.license,
+        **license,
         overwrite_card=args.overwrite_card,
         commit_message=args.commit_message,
         private=args.private or None,

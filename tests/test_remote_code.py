@@ -129,6 +129,7 @@ def test_importing_the_package_loads_nothing_heavy_and_needs_nothing_but_what_it
 STANDARD_LIBRARY = {
     "base64",
     "binascii",
+    "contextlib",
     "bisect",
     "itertools",
     "collections.abc",
@@ -264,3 +265,31 @@ def test_importing_it_touches_three_methods_and_nothing_else():
     assert result.stdout.strip().splitlines()[-1] == (
         "[] ['AutoConfig.from_pretrained', 'GenerationMixin._assisted_decoding', 'GenerationMixin._validate_generation_mode']"
     )
+
+
+TWO_FOLDERS = """
+import sys
+from transformers import AutoModel
+for folder in sys.argv[1:]:
+    draft = AutoModel.from_pretrained(folder, trust_remote_code=True)
+    print(folder.split("/")[-2], getattr(type(draft), "OF", "a"))
+"""
+
+
+def test_two_folders_of_one_name_run_each_its_own_code(tmp_path):
+    """And a draft whose code was changed says so."""
+    draft = make_draft(make_target("llama"), [make_prompt(5)])
+    for name in "ab":
+        draft.save_pretrained(tmp_path / name / "draft")
+    changed = tmp_path / "b" / "draft" / "draft_eagle3.py"
+    changed.write_text(changed.read_text().replace("    config_class =", '    OF = "b"\n    config_class ='))
+    a, b = str(tmp_path / "a" / "draft"), str(tmp_path / "b" / "draft")
+    result = subprocess.run(
+        [sys.executable, "-c", TWO_FOLDERS, a, b, a],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")},
+    )
+    assert result.stdout.splitlines() == ["a a", "b b", "a a"], result.stderr[-3000:]
+    assert f"{b} runs other code than it was saved with" in result.stderr
+    assert f"{a} runs other code" not in result.stderr

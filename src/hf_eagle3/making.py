@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -123,6 +124,7 @@ def pair_with(draft, target: PreTrainedModel) -> None:
     """
     draft.validate_target(target)
     draft.config.eagle_aux_hidden_state_layer_ids = draft.resolve_aux_layer_ids(target)
+    draft.config.aux_layer_ids_assumed = False
     draft.config.verifier_fingerprint = fingerprint(target.get_input_embeddings().weight)
     draft.config.speculators_config = speculators_config_for(target, draft.config.speculators_model_type)
 
@@ -185,7 +187,10 @@ def config_for_target(
 
 
 def speculators_config_for(target: PreTrainedModel, algorithm: str) -> dict[str, Any]:
-    """How to propose, and for whom, in the form that vLLM requires."""
+    """How to propose, and for whom, in the form that vLLM requires. Of a target in a folder, the whole path."""
+    name = target.config._name_or_path
+    if name and Path(name).is_dir():  # from other directories a relative one would look like an id of the Hub
+        name = str(Path(name).absolute())
     return {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",
@@ -197,8 +202,25 @@ def speculators_config_for(target: PreTrainedModel, algorithm: str) -> dict[str,
                 "verifier_accept_k": 1,
             }
         ],
-        "verifier": {"name_or_path": target.config._name_or_path, "architectures": [type(target).__name__]},
+        "verifier": {"name_or_path": name, "architectures": [architecture_of(target)]},
     }
+
+
+def architecture_of(target: PreTrainedModel) -> str:
+    """
+    The class of a model, and not of what is around it (PEFT, `torch.compile`, DDP) or derived from it (FSDP, or a class of
+    the user's).
+    """
+    while True:
+        if hasattr(target, "get_base_model"):  # of PEFT's
+            target = target.get_base_model()
+        elif isinstance(inner := target._modules.get("_orig_mod", target._modules.get("module")), PreTrainedModel):
+            target = inner
+        else:
+            break
+    homes = ("transformers.models.", "transformers_modules.")
+    known = (each.__name__ for each in type(target).__mro__ if each.__module__.startswith(homes))
+    return next(known, type(target).__name__)
 
 
 def layer_config_for(text_config, num_hidden_layers: int) -> dict[str, Any]:

@@ -67,23 +67,39 @@ def test_of_other_formats(tmp_path, to):
 
 
 def test_by_name_of_the_hub(tmp_path):
+    """The header of a file tells what it holds: no weights are fetched to know that they are not a draft's."""
     script = """
 import sys, hf_eagle3
-from huggingface_hub import HfApi
-from transformers import AutoModel
-HfApi().create_repo(sys.argv[1])
-HfApi().upload_folder(repo_id=sys.argv[1], folder_path=sys.argv[2])
-print(type(AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)))
+from pathlib import Path
+from huggingface_hub import HfApi, constants
+from transformers import AutoConfig, AutoModel
+for name in ("speculator.eagle3", "sglang", "target"):
+    HfApi().create_repo("me/" + name)
+    HfApi().upload_folder(repo_id="me/" + name, folder_path=Path(sys.argv[1], name))
+    config = AutoConfig.from_pretrained("me/" + name)
+    cached = {path.name for path in Path(constants.HF_HUB_CACHE, "models--me--" + name).rglob("*.safetensors")}
+    print(name, type(config).__name__, type(AutoModel.from_pretrained("me/" + name)).__name__, *cached)
 """
+    target = make_target("llama", num_hidden_layers=1)  # which is asked about, since drafts have one layer, too
+    target.save_pretrained(tmp_path / "target")
+    shutil.copytree(FIXTURES / "classic", tmp_path / "speculator.eagle3")
+    target = make_target("llama", num_hidden_layers=6)
+    export(Eagle3ForSpeculation.from_target(target, fc_norm=False, norm_output=False), tmp_path / "sglang", "sglang")
+    config = json.loads((tmp_path / "sglang" / "config.json").read_text())
+    plain = {key: value for key, value in config.items() if not any(word in key for word in ("eagle", "draft"))}
+    (tmp_path / "sglang" / "config.json").write_text(json.dumps({**plain, "architectures": ["LlamaForCausalLM"]}))
     with serve_hub() as hub:
-        name = "me/Tiny-speculator.eagle3"
         result = subprocess.run(
-            [sys.executable, "-c", script, name, FIXTURES / "classic"],
+            [sys.executable, "-c", script, tmp_path],
             capture_output=True,
             text=True,
-            env={**os.environ, **hub.environment(tmp_path)},
+            env={**os.environ, **hub.environment(tmp_path / "home")},
         )
-    assert "hf_eagle3.remote_code.modeling_eagle3.Eagle3ForSpeculation" in result.stdout, result.stderr
+    assert result.stdout.splitlines() == [
+        "speculator.eagle3 Eagle3Config Eagle3ForSpeculation",
+        "sglang Eagle3Config Eagle3ForSpeculation model.safetensors",
+        "target LlamaConfig LlamaModel",
+    ], result.stderr
 
 
 def test_what_is_no_draft_loads_as_before(tmp_path, target, tokenizer):

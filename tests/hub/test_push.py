@@ -104,6 +104,17 @@ def test_everything_in_one_commit(hub, draft):
     assert "not measured" in card.text and card.data.license == "mit"
 
 
+def test_a_licence_of_another_name(hub, draft):
+    stated = {"license": "other", "license_name": "my-license", "license_link": "LICENSE"}
+    with pytest.raises(ValueError, match="closest is 'apache-2.0'"):
+        push_draft(draft, REPO, license="Apache 2.0")
+    assert REPO not in hub.repos
+    push_draft(draft, REPO, **stated)
+    push_draft(draft, REPO)  # as it was
+    data = ModelCard(files_of(hub)["README.md"].decode()).data
+    assert {name: getattr(data, name) for name in stated} == stated
+
+
 def test_a_draft_of_remote_code_has_our_card_too(hub, draft, tmp_path):
     draft.save_pretrained(tmp_path / "draft")
     loaded = AutoModel.from_pretrained(tmp_path / "draft", trust_remote_code=True)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 from conftest import RECIPES, make_draft, make_prompt, make_target
 from loopback_hub import serve_hub
@@ -102,13 +103,43 @@ def test_engines_are_named_for_the_target_that_is_given(tmp_path, run_recipe):
     target = type(target).from_pretrained(tmp_path / "target")
     export(Eagle3ForSpeculation.from_target(target, **FORMS["classic"]), tmp_path / "draft", "sglang")
     content = json.loads((tmp_path / "draft" / "config.json").read_text())
-    del content["eagle_config"]
+    content = {name: value for name, value in content.items() if not name.startswith("eagle_")}
     (tmp_path / "draft" / "config.json").write_text(json.dumps(content))
     for options, expected in (((), "cannot take it: "), (("--target", tmp_path / "target"), "--to gguf")):
         result = run_recipe("inspect_draft.py", tmp_path / "draft", *options)
         assert result.returncode == 0, result.stderr[-3000:]
         (line,) = (line for line in result.stdout.splitlines() if line.startswith("llama.cpp"))
         assert expected in line
+
+
+@pytest.mark.parametrize(
+    "ids, alone, with_target",
+    [
+        (
+            [1, 5, 8],
+            "[2, 6, 9] of the target, if its ids [1, 5, 8] count outputs",
+            "[2, 6, 9] of the target's 12 (its ids",
+        ),
+        ([2, 6, 9], "[3, 7, 10] of the target, if its ids [2, 6, 9] count outputs", "[2, 6, 9] taken for inputs"),
+        (
+            [4, 8, 11],
+            "if its ids [4, 8, 11]",
+            "outputs of layers; 12 is what leaves the last one, before the final norm",
+        ),
+        (None, "since it does not say which", "[2, 6, 9] of the target's 12 (the usual ones, since"),
+    ],
+)
+def test_which_states_are_read_is_said(tmp_path, run_recipe, ids, alone, with_target):
+    target = make_target("llama", num_hidden_layers=12)
+    target.save_pretrained(tmp_path / "target")
+    export(Eagle3ForSpeculation.from_target(target, **FORMS["classic"]), tmp_path / "draft", "sglang")
+    content = json.loads((tmp_path / "draft" / "config.json").read_text())
+    content = {name: value for name, value in content.items() if not name.startswith("eagle_")}
+    (tmp_path / "draft" / "config.json").write_text(json.dumps({**content, "eagle_aux_hidden_state_layer_ids": ids}))
+    for options, expected in (((), alone), (("--target", tmp_path / "target"), with_target)):
+        result = run_recipe("inspect_draft.py", tmp_path / "draft", *options)
+        (line,) = (line for line in result.stdout.splitlines() if line.startswith("reads "))
+        assert expected in line, result.stdout
 
 
 def test_a_branch_for_sglang(tmp_path):

@@ -1,17 +1,17 @@
 """
 EAGLE-3 checkpoints of other writers: recognised, read, and written.
 
-| format | module | written by |
-| --- | --- | --- |
-| speculators | (ours) | speculators, hf-eagle3; what vLLM serves |
-| modelopt | `modelopt` | NVIDIA Model-Optimizer |
-| sglang | `sglang` | SpecForge; what SGLang serves |
-| safeailab | `safeailab` | SafeAILab/EAGLE |
-| gguf | `llama_cpp` | (written only) for llama.cpp |
-| openvino | `openvino` | (written only) for OpenVINO GenAI |
+| format | read by | written by | of |
+| --- | --- | --- | --- |
+| speculators | (ours) | (ours) | speculators, hf-eagle3; what vLLM serves |
+| modelopt | `flat` | | NVIDIA Model-Optimizer |
+| sglang | `flat` | `sglang` | SpecForge and others; what SGLang serves |
+| safeailab | `flat` | `safeailab` | SafeAILab/EAGLE |
+| gguf | | `llama_cpp` | llama.cpp |
+| openvino | | `openvino` | OpenVINO GenAI |
 
-A module of a format that is read has `NAME`, `matches(config)`, `read(config, tensors)` and, if it can be exported to,
-`write(draft)`, which returns configuration and tensors. One that is only written has `write(draft, folder, ...)`.
+A module of a format that is exported to has `NAME` and `write(draft)`, which returns configuration and tensors, or
+`write(draft, folder, ...)`.
 """
 
 from pathlib import Path
@@ -19,48 +19,37 @@ from tempfile import TemporaryDirectory
 
 from huggingface_hub.errors import StrictDataclassError
 
-from . import llama_cpp, modelopt, openvino, safeailab, sglang
+from ..held import is_draft
+from . import flat, llama_cpp, openvino, safeailab, sglang
 from .engines import ENGINES, check_is_eagle3, describe_engines
 from .files import check_new_folder, read_tensors, save_checkpoint
 from .target import load_ends
 
 
-# In this order: the first that matches is it.
-FORMATS = {module.NAME: module for module in (modelopt, sglang, safeailab)}
+# What is exported to as configuration and tensors.
+FORMATS = {module.NAME: module for module in (sglang, safeailab)}
 # What engines read that do not load checkpoints.
 CONVERSIONS = {module.NAME: module for module in (llama_cpp, openvino)}
-WRITABLE = (*(name for name, module in FORMATS.items() if hasattr(module, "write")), *CONVERSIONS)
+WRITABLE = (*FORMATS, *CONVERSIONS)
 
 
 def recognise(config: dict, source) -> str:
     """
-    The name of the format that a `config.json` is in.
+    The name of the format that a draft's `config.json` is in.
 
     Args:
         config (`dict`): What it says.
         source (`str` or `Path`): Folder or Hub id, for messages.
 
     Raises:
-        ValueError: if it is none that can be read.
+        ValueError: if it is broken.
     """
     if config.get("speculators_model_type") is not None:
         return "speculators"
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise ValueError(f"{source}: `architectures` is {architectures!r}, but must be a list of names.")
-    if config.get("kv_lora_rank") is not None or any("Deepseek" in name for name in architectures):
-        raise ValueError(
-            f"{source} is a draft with multi-head latent attention (architectures {architectures}), which is not supported: "
-            "drafts here have Llama or Qwen3 layers."
-        )
-    for name, module in FORMATS.items():
-        if module.matches(config):
-            return name
-    raise ValueError(
-        f"{source} is in no known EAGLE-3 format (architectures {architectures}, model_type {config.get('model_type')!r}). "
-        f"Known are speculators, {', '.join(FORMATS)}. A draft's config.json has `draft_vocab_size`, `eagle_config` or an "
-        "architecture that ends in 'Eagle3'."
-    )
+    return flat.format_of(config)
 
 
 def read(config: dict, source, **hub_kwargs):
@@ -75,11 +64,19 @@ def read(config: dict, source, **hub_kwargs):
     Returns:
         `tuple[Eagle3Config, dict[str, torch.Tensor], dict]`: The configuration, the tensors by our names, and a
         report: the `format`, what was `renamed`, `ignored` and `assumed`.
+
+    Raises:
+        ValueError: if it holds no draft, one of a kind that is not read here, or something broken.
     """
-    name = recognise(config, source)
     tensors = read_tensors(source, **hub_kwargs)
+    if not is_draft(tensors):
+        raise ValueError(
+            f"{source} is in no known EAGLE-3 format: a draft has `fc.weight` beside one layer (`midlayer` or `layers.0`) with a "
+            f"`hidden_norm`, but this checkpoint holds {sorted(tensors)[:6]} ..."
+        )
+    name = recognise(config, source)
     try:
-        return FORMATS[name].read(config, tensors)
+        return flat.read(config, tensors)
     except (
         AttributeError,
         KeyError,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from . import llama_cpp, openvino, safeailab, sglang
-from .flat import CannotExpress
+from .writing import CannotExpress
 
 
 class Engine(NamedTuple):

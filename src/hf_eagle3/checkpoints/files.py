@@ -6,22 +6,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers.utils.hub import cached_file
 
+from ..held import WEIGHT_FILES, find
 from ..remote_code.loading_eagle3 import read_index
-
-
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-
-
-def find(source, name: str, **hub_kwargs) -> Path | None:
-    found = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **hub_kwargs)
-    return None if found is None else Path(found)
 
 
 def read_tensors(source, **hub_kwargs) -> dict[str, torch.Tensor]:

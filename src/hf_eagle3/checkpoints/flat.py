@@ -1,11 +1,14 @@
 """
-What the formats with a flat Llama configuration have in common: the keys of the layer at the top level of
-`config.json`, and the first layer's tensors under `midlayer` or `layers.0`.
+Reads what others write: a flat configuration of a Llama, with the keys of the layer and of EAGLE side by side, or the
+latter in `eagle_config`. Who wrote it matters little: what a draft is, its tensors tell.
 """
 
-import torch
+from typing import Any
 
-from ..remote_code.checks_eagle3 import fingerprint, similarity
+import torch
+from transformers import GenerationConfig, PreTrainedConfig
+
+from ..held import without_prefix
 from ..remote_code.configuration_eagle3 import Eagle3Config, check_sizes
 
 
@@ -26,70 +29,324 @@ LAYER_KEYS = (
     "vocab_size",
 )
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-EAGLE_KEYS = {"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"}
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Change no number: what transformers, a trainer or a server writes for itself.
+# What a draft is. They stand at the top level or in `eagle_config`.
+EAGLE_KEYS = (
+    "eagle_aux_hidden_state_layer_ids",
+    "fc_norm",
+    "norm_before_fc",
+    "norm_before_residual",
+    "norm_output",
+    "num_aux_hidden_states",
+    "target_hidden_size",
+    "use_aux_hidden_state",
+)
+# Model-Optimizer's flags, and what each must say for the network to be the one that is implemented here.
+EXPECTED = {
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}
+# What exports of ours write beside ids that other programs count in ways of their own.
+EXACT_IDS = "eagle_aux_hidden_state_input_ids"
+NUM_EXPERTS = ("moe_num_experts", "n_routed_experts", "num_experts", "num_local_experts")
+# Keys that change no number of a draft. Those that say what a draft holds are checked against its tensors.
 NEUTRAL_KEYS = {
-    "_name_or_path",
-    "architectures",
+    *PreTrainedConfig().to_dict(),
+    *vars(GenerationConfig()),
+    "attention_head_dim",
+    "attn_implementation",
     "auto_map",
+    "cla_share_factor",
+    "decoder_sparse_step",
+    "dense_list",
     "draft_vocab_size",
-    "dtype",
+    "eagle_config",
+    "full_attention_interval",
+    "gradient_checkpointing",
     "max_window_layers",
+    "modal_type",
     "model_type",
+    "org_vocab_size",
+    "parallel_draft_heads_num_layers",  # of heads that are not there where a step drafts one token
+    "pool_type",
+    "prefix",
     "pretraining_tp",
+    "reuse_target_lm_head",
     "rope_parameters",
     "rope_scaling",
     "rope_theta",
     "sliding_window",
     "tie_word_embeddings",
+    "tokenizer_class",
     "torch_dtype",
-    "transformers_version",
+    "truncated_vocab_size",
+    "unsloth_fixed",
     "use_cache",
+    "use_qk_norm",
     "use_sliding_window",
+}
+# Of comments, of the target, and of its inputs.
+NEUTRAL_BEGINNINGS = ("_", "target_", "image_", "video_", "audio_", "vision_", "linear_")
+NEUTRAL_ENDS = ("_id", "_ids", "_token", "_token_index")
+# Of experts and their routers, which drafts do not have.
+NEUTRAL_PARTS = ("expert", "router", "moe_", "topk", "n_group", "routed_scaling")
+# What a reader takes where such a key is missing.
+DEFAULTS = {
+    "norm_type": "rms",
+    "partial_rotary_factor": 1.0,
+    "use_rotary_pos_emb": True,
+}
+ROPE_KEYS = {
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "high_freq_factor",
+    "long_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_type",
+    "short_factor",
+    "truncate",
 }
 # Tables that are computed, not learned.
 COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
-def layer_config_of(config: dict, tensors: dict[str, torch.Tensor], known_keys: set[str]) -> dict:
-    """
-    Configuration of the layers.
+def format_of(config: dict) -> str:
+    """The name of who writes such a `config.json`, for messages."""
+    if (config.get("eagle_config") or {}).keys() & EXPECTED.keys():
+        return "modelopt"
+    return "safeailab" if config.get("architectures") == ["LlamaForCausalLM"] else "sglang"
 
+
+def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, dict[str, torch.Tensor], dict]:
+    """
     Args:
-        known_keys (`set[str]`): Keys at the top level that the format's own reader understands.
+        config (`dict`): What `config.json` says.
+        tensors (`dict[str, torch.Tensor]`): All of a checkpoint.
+
+    Returns:
+        `tuple[Eagle3Config, dict[str, torch.Tensor], dict]`: The configuration, the tensors by our names, and a
+        report: the `format`, what was `renamed`, `ignored` and `assumed`.
 
     Raises:
-        ValueError: if a key is missing, or there is one that nobody here understands.
+        ValueError: if it is a draft of another kind, or one with keys that nobody here understands.
     """
     if missing := [key for key in REQUIRED_KEYS if config.get(key) is None]:
         raise ValueError(f"config.json lacks {missing}.")
     check_sizes({key: config[key] for key in LAYER_KEYS if config.get(key) is not None})
-    unknown = config.keys() - set(LAYER_KEYS) - set(TOKEN_KEYS) - NEUTRAL_KEYS - known_keys
-    if unknown := sorted(key for key in unknown if config[key] is not None):
+    flags = flags_of(config)
+    check_kind(config, flags, tensors)
+    check_keys(config, flags)
+    ours, report = tensors_of(tensors, config)
+    assumed: dict[str, Any] = {}
+    layer_config = layer_config_of(config, ours, assumed)
+    # Those that say nothing else of themselves; a norm that is there is used.
+    norms = {"norm_before_fc": "input_norm.weight" in ours, "fc_norm": "fc_norm.0.weight" in ours}
+    for flag, default in {"norm_before_residual": False, "norm_output": False, **norms}.items():
+        if flags.get(flag) is None:
+            assumed[flag] = default
+    if flags.get("norm_output") and not flags.get("fc_norm"):
+        assumed["norm_output"] = "true, as SGLang takes it; SpecForge has exported it for drafts trained without"
+    ids, of_inputs = layer_ids_of(config, flags)
+    if ids is None:
+        assumed["eagle_aux_hidden_state_layer_ids"] = "[2, L // 2, L - 3] of the target's L layers"
+    elif not of_inputs:
+        counted = [layer_id - 1 for layer_id in ids]
+        assumed["eagle_aux_hidden_state_layer_ids"] = (
+            f"{counted} count outputs of layers, unless the target shows that they count inputs"
+        )
+    draft_config = Eagle3Config(
+        transformer_layer_config=layer_config,
+        draft_vocab_size=len(ours["d2t"]) if "d2t" in ours else config["vocab_size"],
+        has_own_embed_tokens="embed_tokens.weight" in ours,
+        eagle_aux_hidden_state_layer_ids=ids,
+        aux_layer_ids_assumed=not of_inputs,
+        target_hidden_size=flags.get("target_hidden_size"),
+        **{flag: bool(flags.get(flag)) for flag in ("norm_before_residual", "norm_output")},
+        **{flag: held if flags.get(flag) is None else bool(flags[flag]) for flag, held in norms.items()},
+        **{key: config.get(key) for key in TOKEN_KEYS},
+    )
+    return draft_config, ours, {"format": format_of(config), **report, "assumed": assumed}
+
+
+def flags_of(config: dict) -> dict:
+    """
+    What the draft is, from both places.
+
+    Raises:
+        ValueError: if they contradict each other.
+    """
+    eagle_config = config.get("eagle_config") or {}
+    if not isinstance(eagle_config, dict):
+        raise ValueError(f"`eagle_config` is {eagle_config!r}, but must be a mapping.")
+    flags = {}
+    for key in (*EAGLE_KEYS, *EXPECTED):
+        said = [place[key] for place in (config, eagle_config) if place.get(key) is not None]
+        if len(said) == 2 and said[0] != said[1]:
+            raise ValueError(f"`{key}` is {said[0]!r} in config.json, and {said[1]!r} in its `eagle_config`.")
+        flags[key] = said[0] if said else None
+    return flags
+
+
+def check_kind(config: dict, flags: dict, tensors: dict) -> None:
+    """
+    Raises:
+        ValueError: if it is a draft of a kind that is not implemented here: what it is, and who can run it.
+    """
+    names = without_prefix(tensors).values()
+    if config.get("kv_lora_rank") or any("kv_a_proj" in name for name in names):
+        raise ValueError(
+            "it is a draft with multi-head latent attention (MLA), but drafts here have Llama or Qwen3 layers. SGLang and vLLM "
+            "run it."
+        )
+    num_experts = max([config.get(key) or 0 for key in NUM_EXPERTS], default=0)
+    if any(".experts." in name for name in names) or (num_experts > 1 and config.get("model_type") != "llama"):
+        raise ValueError(
+            f"it is a draft of experts (MoE, {num_experts or 'some'} of them), but drafts here have one MLP a layer. The version "
+            "of SpecForge that trained it runs it."
+        )
+    if flags["use_aux_hidden_state"] is False or not any("hidden_norm" in name for name in names):
+        why = (
+            "`use_aux_hidden_state` is false" if flags["use_aux_hidden_state"] is False else "it has no `hidden_norm`"
+        )
+        raise ValueError(
+            f"it is a draft in the form of EAGLE-1 and 2 ({why}), which reads the target's last state only. SGLang and vLLM run "
+            "it as EAGLE, not EAGLE3."
+        )
+    steps = flags["parallel_draft_step"]
+    if config.get("parallel_drafting") or any(name == "mask_hidden" for name in names) or steps not in (None, 1):
+        raise ValueError(
+            "it drafts several tokens in one pass (`parallel_drafting`, or `parallel_draft_step` other than 1) in a form that "
+            "is not read here. vLLM runs such drafts."
+        )
+    rope = rope_of(config)
+    if rope.get("mrope_section") or rope["rope_type"] == "mrope" or config.get("use_mrope"):
+        raise ValueError(
+            "it rotates by three positions a token, of time, height and width (`mrope_section`, Qwen-VL), but drafts here by "
+            "one. SGLang runs it."
+        )
+    if rope["rope_type"] == "dynamic" and rope.get("alpha"):
+        raise ValueError(
+            f"it scales its rotary embedding by `dynamic` with `alpha` ({rope['alpha']}), as HunYuan's models do, which drafts "
+            "here do not. AngelSlim and vLLM run it."
+        )
+    for flag, expected in EXPECTED.items():
+        if flags[flag] not in (expected, None):
+            raise ValueError(f"`{flag}` is {flags[flag]}; only drafts with {expected} are supported.")
+
+
+def check_keys(config: dict, flags: dict) -> None:
+    """
+    Raises:
+        ValueError: naming the keys that nobody here understands, if they are on.
+    """
+
+    def has_effect(key, value):
+        return not (
+            not value  # false, null, zero, empty
+            or key in NEUTRAL_KEYS
+            or key in flags
+            or key.startswith(NEUTRAL_BEGINNINGS)
+            or key.endswith(NEUTRAL_ENDS)
+            or any(part in key for part in NEUTRAL_PARTS)
+            or (key in DEFAULTS and DEFAULTS[key] == value)
+        )
+
+    known = {*LAYER_KEYS, *TOKEN_KEYS, EXACT_IDS, "layer_types"}
+    unknown = sorted(key for key in config.keys() - known if has_effect(key, config[key]))
+    eagle_config = config.get("eagle_config") or {}
+    unknown += sorted(f"eagle_config.{key}" for key, value in eagle_config.items() if has_effect(key, value))
+    rope = rope_of(config)
+    unknown += sorted(f"rope_scaling.{key}" for key in rope.keys() - ROPE_KEYS if rope[key])
+    if unknown:
         raise ValueError(f"config.json has flags that this reader does not know: {unknown}.")
-    if config.get("sliding_window") is not None and config.get("use_sliding_window", True):
-        raise ValueError("config.json has a `sliding_window`, which this format's readers ignore.")
+    window, layer_types = config.get("sliding_window"), config.get("layer_types") or ["full_attention"]
+    is_on = config.get("use_sliding_window", True) or layer_types[0] != "full_attention"
+    longest = config.get("max_position_embeddings")
+    if window and is_on and not (longest and window >= longest):
+        raise ValueError(
+            f"config.json has a `sliding_window` of {window}, which this format's readers ignore. If the draft was trained "
+            "without one, set `use_sliding_window` to false."
+        )
+
+
+def layer_config_of(config: dict, tensors: dict[str, torch.Tensor], assumed: dict) -> dict:
+    """Configuration of the layers. What of it was told by `tensors` against the configuration goes into `assumed`."""
     layer_config = {key: config[key] for key in LAYER_KEYS if config.get(key) is not None}
-    has_head_norms = any(name.endswith("self_attn.q_norm.weight") for name in tensors)
-    layer_config["model_type"] = "qwen3" if has_head_norms else "llama"
+    is_held = tensors.keys().__contains__
+    layer_config["model_type"] = "qwen3" if is_held("layers.0.self_attn.q_norm.weight") else "llama"
     layer_config.setdefault("num_hidden_layers", 1)
+    held = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
+    if layer_config["num_hidden_layers"] > 1 and held == {"0"}:
+        assumed["num_hidden_layers"] = f"1, which it holds; {layer_config['num_hidden_layers']} are the target's"
+        layer_config["num_hidden_layers"] = 1
     layer_config.setdefault("num_key_value_heads", config["num_attention_heads"])
     layer_config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    # Whether EAGLE's own code derives the size of a head or takes the config's depends on its version.
+    if format_of(config) == "safeailab" and is_held("layers.0.self_attn.q_proj.weight"):
+        num_rows = len(tensors["layers.0.self_attn.q_proj.weight"])
+        layer_config["head_dim"] = num_rows // config["num_attention_heads"]
+    for name, weight in list(tensors.items()):  # Qwen2's layers have three of Llama's four
+        if name.endswith("self_attn.q_proj.bias"):
+            layer_config["attention_bias"] = True
+            tensors.setdefault(
+                name.replace("q_proj", "o_proj"), torch.zeros(layer_config["hidden_size"], dtype=weight.dtype)
+            )
     layer_config["tie_word_embeddings"] = False
-    layer_config["rope_parameters"] = rope_of(config)
+    layer_config["rope_parameters"] = {key: value for key, value in rope_of(config).items() if key in ROPE_KEYS}
     return layer_config
 
 
 def rope_of(config: dict) -> dict:
-    """Rotary embedding from the new `rope_parameters`, or from the old `rope_theta` and `rope_scaling`."""
+    """
+    Rotary embedding from the new `rope_parameters`, or from the old `rope_theta` and `rope_scaling`.
+
+    Raises:
+        ValueError: if one of them is no mapping.
+    """
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(key) or {}, dict):
+            raise ValueError(f"`{key}` is {config[key]!r}, but must be a mapping.")
     scaling = dict(config.get("rope_scaling") or {})
-    if "type" in scaling:
-        scaling.setdefault("rope_type", scaling.pop("type"))
+    if (old := scaling.pop("type", None)) is not None:
+        scaling.setdefault("rope_type", old)
     rope = {"rope_type": "default", **(config.get("rope_parameters") or {}), **scaling}  # as transformers reads both
+    rope.pop("type", None)
     if rope.get("rope_theta") is None:
         rope["rope_theta"] = config.get("rope_theta") or 10000.0
     return rope
+
+
+def layer_ids_of(config: dict, flags: dict) -> tuple[list[int] | None, bool]:
+    """
+    Ids of the layers that the states enter, and whether it is known that they are. Others write ids of layers of which
+    a state is the *output*, in most cases; [`~Eagle3ForSpeculation.resolve_aux_layer_ids`] knows the target, and tells.
+
+    Raises:
+        ValueError: if there are others than `num_aux_hidden_states` says.
+    """
+    ids, num_states = flags["eagle_aux_hidden_state_layer_ids"], flags["num_aux_hidden_states"]
+    for each in (ids, exact := config.get(EXACT_IDS)):
+        if each and not (isinstance(each, list) and all(type(layer_id) is int and layer_id >= 0 for layer_id in each)):
+            raise ValueError(
+                f"`eagle_aux_hidden_state_layer_ids` is {each!r}, but must be a list of numbers of layers."
+            )
+    if ids and num_states is not None and len(ids) != num_states:
+        raise ValueError(f"`num_aux_hidden_states` is {num_states}, but there are ids of {len(ids)} layers.")
+    if not ids and num_states not in (None, 3):
+        raise ValueError(f"`num_aux_hidden_states` is {num_states}, but which states they are is not said.")
+    if exact:
+        return exact, True
+    return ([layer_id + 1 for layer_id in ids] if ids else None), False
 
 
 def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str, torch.Tensor], dict]:
@@ -97,178 +354,40 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
     Tensors by our names, and a report of what was `renamed` and `ignored`.
 
     Raises:
-        ValueError: if there are none of a draft, or the vocabulary mapping contradicts the configuration.
+        ValueError: if two are of one name, or the vocabulary mapping contradicts the configuration.
     """
     renamed, ignored, ours = {}, [], {}
-    for name, tensor in tensors.items():
+    for name, new_name in without_prefix(tensors).items():
         if name.endswith(COMPUTED):
             ignored.append(name)
             continue
-        new_name = "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+        if new_name.startswith("midlayer."):
+            new_name = "layers.0." + new_name.removeprefix("midlayer.")
         if new_name != name:
             renamed[name] = new_name
         if new_name in ours:
             raise ValueError(f"two tensors are called {new_name}, one of them by the name {name}.")
-        ours[new_name] = tensor
-    if "fc.weight" not in ours:
-        raise ValueError(f"there is no fc.weight, so this is no EAGLE-3 draft. Tensors: {sorted(tensors)[:8]} ...")
+        ours[new_name] = tensors[name]
     if "lm_head.weight" not in ours and config.get("tie_word_embeddings") and "embed_tokens.weight" in ours:
         ours["lm_head.weight"] = ours["embed_tokens.weight"].clone()
         renamed["embed_tokens.weight"] = "lm_head.weight (tied)"
     vocab_size = config["vocab_size"]
-    draft_vocab_size = config.get("draft_vocab_size") or vocab_size
-    if draft_vocab_size == vocab_size:
+    held = len(ours["d2t"]) if "d2t" in ours else None
+    draft_vocab_size = config.get("draft_vocab_size") or held or vocab_size
+    if draft_vocab_size == vocab_size and held in (None, vocab_size):
         for name, neutral in (("d2t", 0), ("t2d", True)):  # some old files carry a mapping that maps nothing
             if name in ours and (ours[name] == neutral).all():
                 del ours[name]
                 ignored.append(name)
-    elif "d2t" not in ours:
+    elif held is None:
         raise ValueError(f"the draft vocabulary has {draft_vocab_size} of {vocab_size} tokens, but there is no d2t.")
+    elif held != draft_vocab_size:
+        raise ValueError(f"`draft_vocab_size` is {draft_vocab_size}, but d2t maps {held} tokens.")
     else:
         ours["d2t"] = ours["d2t"].long()
-        token_ids = torch.arange(len(ours["d2t"])) + ours["d2t"]
-        if "t2d" not in ours and len(token_ids) and token_ids.min() >= 0 and token_ids.max() < vocab_size:
+        token_ids = torch.arange(held) + ours["d2t"]
+        if "t2d" not in ours and held and token_ids.min() >= 0 and token_ids.max() < vocab_size:
             ours["t2d"] = torch.isin(torch.arange(vocab_size), token_ids)
         elif "t2d" in ours:
             ours["t2d"] = ours["t2d"].bool()
     return ours, {"renamed": renamed, "ignored": ignored}
-
-
-def check_eagle_config(eagle_config: dict, known_keys: set[str]) -> None:
-    """
-    Raises:
-        ValueError: if it has flags that nobody here understands, or says that this is no EAGLE-3 draft.
-    """
-    if unknown := sorted(key for key in eagle_config.keys() - known_keys if eagle_config[key] is not None):
-        raise ValueError(f"`eagle_config` has flags that this reader does not know: {unknown}.")
-    if eagle_config.get("use_aux_hidden_state") is False:
-        raise ValueError(
-            "`use_aux_hidden_state` is false: it reads the target's last state only, as EAGLE-1 and 2 do."
-        )
-
-
-def config_of(config: dict, tensors: dict, layer_config: dict, **flags) -> Eagle3Config:
-    return Eagle3Config(
-        transformer_layer_config=layer_config,
-        draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
-        has_own_embed_tokens="embed_tokens.weight" in tensors,
-        **{key: config.get(key) for key in TOKEN_KEYS},
-        **flags,
-    )
-
-
-def ids_from_outputs(ids: list[int] | None) -> list[int] | None:
-    """
-    Ids of layers whose *output* is read, as SpecForge, SGLang and Model-Optimizer count, to ids of layers that it
-    enters, as we do.
-    """
-    return None if ids is None else [layer_id + 1 for layer_id in ids]
-
-
-def flat_config(draft, refused: dict[str, bool], to: str) -> dict:
-    """
-    A draft's configuration with the layer's keys at the top level.
-
-    Args:
-        refused (`dict[str, bool]`): What the format cannot express, and whether the draft has it.
-
-    Raises:
-        ValueError: naming what cannot be expressed.
-    """
-    config = draft.config
-    layer_config = config.transformer_layer_config
-    refused = {
-        "more than one layer": config.num_hidden_layers > 1,
-        "Qwen3 layers, whose q_norm and k_norm readers would skip": layer_config.model_type != "llama",
-        "`norm_before_residual`": config.norm_before_residual,
-        "`norm_before_fc`": config.norm_before_fc,
-        "layers with a window": set(layer_config.layer_types) != {"full_attention"},
-        "parallel drafting": config.is_parallel,
-        "biases": layer_config.attention_bias or getattr(layer_config, "mlp_bias", False),
-        **refused,
-    }
-    refuse(refused, to)
-    if config.has_own_embed_tokens:
-        check_table(draft, to)
-    rope = dict(layer_config.rope_parameters)
-    theta, scaled = rope.pop("rope_theta"), rope["rope_type"] != "default"
-    return {
-        **{key: getattr(layer_config, key) for key in LAYER_KEYS},
-        **{key: getattr(config, key) for key in TOKEN_KEYS},
-        "draft_vocab_size": config.draft_vocab_size,
-        "tie_word_embeddings": False,
-        "dtype": str(draft.dtype).removeprefix("torch."),
-        # For old readers and new ones.
-        "rope_theta": theta,
-        "rope_scaling": rope if scaled else None,
-        "rope_parameters": {**rope, "rope_theta": theta},
-    }
-
-
-def beyond_classic(draft) -> dict[str, bool]:
-    """What engines that know the EAGLE-3 paper only would leave out, and whether the draft has it."""
-    config, layer = draft.config, draft.config.transformer_layer_config
-    return {
-        "more than one layer": config.num_hidden_layers > 1,
-        "Qwen3 layers, with q_norm and k_norm": layer.model_type != "llama",
-        "`fc_norm`": config.fc_norm,
-        "`norm_output`": config.norm_output,
-        "layers with a window": set(layer.layer_types) != {"full_attention"},
-        "parallel drafting": config.is_parallel,
-        f"{config.num_aux_hidden_states} states in place of three": config.num_aux_hidden_states != 3,
-    }
-
-
-def check_layer_ids(draft) -> None:
-    """
-    Raises:
-        ValueError: if a draft does not say which states it reads.
-    """
-    if draft.config.eagle_aux_hidden_state_layer_ids is None:
-        raise ValueError("This draft does not say which states it reads. Pair it with its target first (`--target`).")
-
-
-class CannotExpress(ValueError):
-    """What a format cannot express (`reasons`), of what a draft has."""
-
-    def __init__(self, to: str, reasons: list[str]):
-        self.reasons = reasons
-        super().__init__(
-            f"The {to} format cannot express this draft: it has {'; '.join(reasons)}. These are choices of training "
-            '(`draft_form="classic"` makes a draft that most engines take); a trained draft cannot be converted.'
-        )
-
-
-def refuse(refused: dict[str, bool], to: str) -> None:
-    """
-    Raises:
-        CannotExpress: if a draft has something that a format cannot express.
-    """
-    if reasons := [what for what, has in refused.items() if has]:
-        raise CannotExpress(to, reasons)
-
-
-def check_table(draft, to: str) -> None:
-    """
-    Raises:
-        ValueError: if a draft's embedding table is not that of its target, which engines use in its place.
-    """
-    of_target = draft.config.verifier_fingerprint
-    if of_target is None:
-        raise ValueError(
-            f"This draft stores an embedding table, in place of which readers of the {to} format take the target's. To see "
-            "whether they are the same, the target is needed: `--target` of recipes/export.py, or `draft.pair_with(target)`."
-        )
-    if similarity(fingerprint(draft.embed_tokens.weight), of_target) < 0.9999:
-        raise ValueError(
-            f"This draft has an embedding table of its own, in place of which readers of the {to} format would take the "
-            "target's, which is another one: it would draft something else."
-        )
-
-
-def flat_tensors(draft) -> dict[str, torch.Tensor]:
-    """A draft's tensors, with the first layer as `midlayer`, which all readers know."""
-    return {
-        "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name: tensor
-        for name, tensor in draft.state_dict().items()
-    }

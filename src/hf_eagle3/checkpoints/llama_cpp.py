@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from .flat import beyond_classic, check_layer_ids, refuse
+from .writing import beyond_classic, check_layer_ids, refuse
 
 
 NAME = "gguf"

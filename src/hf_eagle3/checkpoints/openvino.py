@@ -12,7 +12,7 @@ import torch
 
 from . import sglang
 from .files import save_checkpoint
-from .flat import beyond_classic, check_layer_ids, check_table, refuse
+from .writing import beyond_classic, check_layer_ids, check_table, refuse
 
 
 NAME = "openvino"

@@ -1,6 +1,7 @@
 """A draft's page on the Hub: its card, and pushing it."""
 
 from .card import BENCHMARK_RECORD, TRAINING_RECORD, is_edited, render_card
+from .licenses import check_license
 from .push import (
     card_of_records,
     card_on_hub,
@@ -18,6 +19,7 @@ __all__ = [
     "TRAINING_RECORD",
     "card_of_records",
     "card_on_hub",
+    "check_license",
     "is_edited",
     "push_draft",
     "read_record",

@@ -14,6 +14,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..checkpoints import ENGINES, describe_engines, sglang
+from ..checkpoints.engines import check_vllm
 from ..environment import public_name
 from ..evaluation import BenchmarkResults, BenchmarkRow, format_table
 from ..evaluation.results import plot_names
@@ -23,7 +24,8 @@ from ..remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 TRAINING_RECORD = "training.json"
 BENCHMARK_RECORD = "benchmark.jsonl"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
-TAGS = ["eagle3", "speculative-decoding", "assistant-model", "speculators"]
+# By which people look for drafts.
+TAGS = ["eagle3", "speculative-decoding", "draft-model", "assistant-model", "speculators"]
 RENDERED = re.compile(r"<!-- rendered by hf-eagle3, digest (\w+) -->\n?$")
 
 
@@ -36,6 +38,8 @@ def render_card(
     benchmark: BenchmarkResults | None = None,
     published: Sequence[dict] = (),
     license: str | None = None,
+    license_name: str | None = None,
+    license_link: str | None = None,
     adapter_of: str | None = None,
     tags: Sequence[str] = (),
     image_folder: str = "",
@@ -54,7 +58,9 @@ def render_card(
         published (`Sequence[dict]`, *optional*):
             Figures of others for the same target: `by`, `draft`, `url`, `date`, `conditions`, `metric`, and
             `figures` by task.
-        license (`str`, *optional*): A license id of the Hub.
+        license (`str`, *optional*): A licence id of the Hub.
+        license_name (`str`, *optional*), license_link (`str`, *optional*):
+            Of the licence `"other"`: its name, and an address or the name of a file in the repo.
         adapter_of (`str`, *optional*): The draft that this repo has a LoRA adapter for.
         tags (`Sequence[str]`, *optional*): Tags besides those that every draft has.
         image_folder (`str`, *optional*): Where the plots are, seen from the card, if not beside it.
@@ -75,13 +81,16 @@ def render_card(
     base_model = base_model if is_hub_id(base_model) else None
     data = ModelCardData(
         base_model=base_model,
-        # The Hub knows no relation for drafts; this is the one it assumes when nothing is said.
+        # The Hub knows no relation for drafts (it has adapter, finetune, merge and quantized); this is what it assumes when
+        # nothing is said. Nor is a speed-up a score in a leaderboard of a data set, for which `.eval_results/` is.
         base_model_relation=None if base_model is None else ("adapter" if adapter_of else "finetune"),
         library_name="peft" if adapter_of else "transformers",
         pipeline_tag="text-generation",
-        tags=[*TAGS, *(tag for tag in tags if tag not in TAGS)],
+        tags=list(dict.fromkeys([*TAGS, *engine_tags(draft, adapter_of), *tags])),
         datasets=[dataset for dataset in datasets if is_hub_id(dataset)] or None,
         license=license,
+        license_name=license_name,
+        license_link=license_link,
         model_name=name if drafted else None,
         eval_results=eval_results(drafted, alone, lookups) or None,
     )
@@ -129,6 +138,18 @@ def render_card(
     card.text = card.text.rstrip("\n") + "\n"
     card.text += f"\n<!-- rendered by hf-eagle3, digest {card_digest(card)} -->\n"
     return card
+
+
+def engine_tags(draft, adapter_of: str | None) -> list[str]:
+    """Tags of the engines that take a draft as it is."""
+    if adapter_of is not None:
+        return []
+    try:
+        if draft is not None:
+            check_vllm(draft)
+    except ValueError:
+        return []
+    return ["vllm"]
 
 
 def is_hub_id(name: str | None) -> bool:

@@ -17,14 +17,15 @@ from huggingface_hub.errors import (
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ..checkpoints.files import find
 from ..environment import public_name, without_paths
 from ..evaluation import BenchmarkResults, plot_all
 from ..evaluation.results import PLOTS
+from ..held import find
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.loading_eagle3 import weights_digest
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
 from .card import BENCHMARK_RECORD, TRAINING_RECORD, is_edited, is_hub_id, render_card
+from .licenses import check_license, license_of
 
 
 logger = logging.get_logger(__name__)
@@ -48,6 +49,8 @@ def push_draft(
     benchmark: BenchmarkResults | None = None,
     published: Sequence[dict] = (),
     license: str | None = None,
+    license_name: str | None = None,
+    license_link: str | None = None,
     overwrite_card: bool = False,
     commit_message: str | None = None,
     commit_description: str | None = None,
@@ -69,7 +72,8 @@ def push_draft(
         training (`dict`, *optional*), benchmark ([`BenchmarkResults`], *optional*):
             Records for the card: see [`render_card`]. By default those in the folder that the draft was loaded from,
             if they are about the weights it has.
-        published, license (*optional*): See [`render_card`]. The licence is by default that of the card that is there.
+        published, license, license_name, license_link (*optional*):
+            See [`render_card`]. The licence is by default that of the card that is there.
         overwrite_card (`bool`, *optional*, defaults to `False`):
             Whether a card that somebody has edited is replaced. By default it stays as it is.
         commit_message, commit_description, private, token, revision, create_pr, max_shard_size, tags (*optional*):
@@ -77,14 +81,16 @@ def push_draft(
 
     Raises:
         PermissionError: if there is no token.
-        ValueError: if `training` or `benchmark` is about other weights.
+        ValueError: if `training` or `benchmark` is about other weights, or the licence is none that the Hub knows.
     """
+    check_license(license, license_name, license_link)
     if token in (None, True) and get_token() is None:
         raise PermissionError("There is no token to push with. Log in by `hf auth login`, or set `HF_TOKEN`.")
     api = HfApi()
     repo_id = repo_id if "/" in repo_id else f"{api.whoami(token)['name']}/{repo_id}"
     # A branch that is not there yet begins as a copy of the main one.
     there = card_on_hub(repo_id, revision, token) or card_on_hub(repo_id, None, token)
+    stated = {"license": license, "license_name": license_name, "license_link": license_link}
     with tempfile.TemporaryDirectory() as folder:
         card = write_draft(
             draft,
@@ -93,7 +99,7 @@ def push_draft(
             training=training,
             benchmark=benchmark,
             published=published,
-            license=license or (there and there.data.license),
+            **(stated if license else license_of(there)),
             tags=tags or (),
             max_shard_size=max_shard_size,
         )
@@ -134,6 +140,8 @@ def write_draft(
     benchmark: BenchmarkResults | None = None,
     published: Sequence[dict] = (),
     license: str | None = None,
+    license_name: str | None = None,
+    license_link: str | None = None,
     tags: Sequence[str] = (),
     max_shard_size: int | str = "50GB",
 ) -> ModelCard:
@@ -144,7 +152,7 @@ def write_draft(
         draft ([`Eagle3ForSpeculation`]): The draft.
         folder (`str` or `Path`): A new or empty folder.
         repo_id (`str`): `<owner>/<name>`, for the card.
-        training, benchmark, published, license, tags, max_shard_size (*optional*): See there.
+        training, benchmark, published, license, license_name, license_link, tags, max_shard_size (*optional*): See there.
 
     Returns:
         `ModelCard`: The card, which is the folder's README.md.
@@ -170,7 +178,15 @@ def write_draft(
         draft.save_pretrained(folder, max_shard_size=max_shard_size)
         write_records(folder, training, benchmark)
         card = render_card(
-            repo_id, draft, training=training, benchmark=benchmark, published=published, license=license, tags=tags
+            repo_id,
+            draft,
+            training=training,
+            benchmark=benchmark,
+            published=published,
+            license=license,
+            license_name=license_name,
+            license_link=license_link,
+            tags=tags,
         )
     card.save(folder / "README.md")
     return card
@@ -279,6 +295,8 @@ def refresh_card(
     *,
     published: Sequence[dict] = (),
     license: str | None = None,
+    license_name: str | None = None,
+    license_link: str | None = None,
     untrained: ModelCard | None = None,
     revision: str | None = None,
     overwrite_card: bool = False,
@@ -291,11 +309,13 @@ def refresh_card(
     Args:
         repo_id (`str`): The draft's repo.
         untrained (`ModelCard`, *optional*): The card of a repo that holds no draft yet.
-        published, license, revision, overwrite_card, token (*optional*): See [`push_draft`].
+        published, license, license_name, license_link, revision, overwrite_card, token (*optional*):
+            See [`push_draft`].
 
     Returns:
         `str`: `"unchanged"`, `"refreshed"`, `"edited by hand, kept"`, `"an adapter, kept"` or `"no draft in it"`.
     """
+    check_license(license, license_name, license_link)
     there = card_on_hub(repo_id, revision, token)
     if there is not None and is_edited(there) and not overwrite_card:
         return "edited by hand, kept"
@@ -303,8 +323,8 @@ def refresh_card(
         snapshot_download(repo_id, revision=revision, token=token, allow_patterns=["*.json", BENCHMARK_RECORD])
     )
     if (folder / "config.json").exists():
-        license = license or (there and there.data.license)
-        card = card_of_records(repo_id, folder, published=published, license=license)
+        stated = {"license": license, "license_name": license_name, "license_link": license_link}
+        card = card_of_records(repo_id, folder, published=published, **(stated if license else license_of(there)))
     elif (folder / "adapter_config.json").exists():
         return "an adapter, kept"
     elif untrained is not None:

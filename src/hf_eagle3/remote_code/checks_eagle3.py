@@ -50,7 +50,7 @@ def check_pairing(draft, target) -> None:
             )
     depth = text_config.num_hidden_layers
     layer_ids = draft.resolve_aux_layer_ids(target)
-    if not all(0 <= layer_id < depth + draft.reads_last_state for layer_id in layer_ids):
+    if not all(0 <= layer_id <= depth for layer_id in layer_ids):
         raise ValueError(
             f"{draft_name} reads the states entering layers {layer_ids}, but {target_name} has layers 0 to "
             f"{depth - 1}. Pair each draft with the target it was trained for."

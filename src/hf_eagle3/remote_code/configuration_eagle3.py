@@ -17,9 +17,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 # One name per class that `AutoXxx.from_pretrained(..., trust_remote_code=True)` may be asked for. Written to every
-# checkpoint, next to the files it names.
+# checkpoint, next to the files it names. All are found by way of the model's file, since transformers keeps code apart by
+# a hash of a file and of those that it imports: by this file alone it would take the model of another folder.
 AUTO_MAP = {
-    "AutoConfig": "configuration_eagle3.Eagle3Config",
+    "AutoConfig": "modeling_eagle3.Eagle3Config",
     "AutoModel": "modeling_eagle3.Eagle3ForSpeculation",
     "AutoModelForCausalLM": "modeling_eagle3.Eagle3ForSpeculation",
 }
@@ -57,6 +58,7 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "ha
 # What a draft computes depends on these.
 DIGESTED = (
     *FLAGS,
+    "aux_layer_ids_assumed",
     "draft_vocab_size",
     "eagle_aux_hidden_state_layer_ids",
     "mask_token_id",
@@ -85,6 +87,9 @@ class Eagle3Config(PreTrainedConfig):
             Which target states the draft reads. Id `k` is the stream *entering* decoder layer `k`, which is
             `hidden_states[k]` in transformers. The default depends on the target's depth `L`, so it stays `None` until
             the draft is built for a target.
+        aux_layer_ids_assumed (`bool`, *optional*, defaults to `False`):
+            Whether another format left open what these ids count. The target's depth then decides between inputs and
+            outputs of layers ([`~Eagle3ForSpeculation.resolve_aux_layer_ids`]).
         target_hidden_size (`int`, *optional*):
             Width of one target state. Defaults to the draft's hidden size.
         norm_before_residual (`bool`, *optional*, defaults to `False`):
@@ -117,6 +122,8 @@ class Eagle3Config(PreTrainedConfig):
         weights_digest (`str`, *optional*):
             Of the weights in a checkpoint (`loading_eagle3.weights_digest`): written when they are saved, checked
             when they are loaded, and not kept. Beside it a `config_digest` tells whether a file is what was saved.
+        code_digest (`str`, *optional*):
+            Likewise of the code (`loading_eagle3.code_digest`).
 
     Raises:
         ValueError: if a value is of the wrong kind, flags exclude each other, the layers are neither Llama's nor
@@ -129,6 +136,7 @@ class Eagle3Config(PreTrainedConfig):
     transformer_layer_config: dict | PreTrainedConfig | None = None
     draft_vocab_size: int | None = None
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
+    aux_layer_ids_assumed: bool = False
     target_hidden_size: int | None = None
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -144,6 +152,7 @@ class Eagle3Config(PreTrainedConfig):
     speculators_version: str = "0.9.0"
     speculators_config: dict | None = None
     weights_digest: str | None = None
+    code_digest: str | None = None
 
     def __post_init__(self, **kwargs):
         layer_config = self.transformer_layer_config or {}
@@ -225,11 +234,12 @@ class Eagle3Config(PreTrainedConfig):
         """
         config_dict = dict(config_dict)
         digest = config_dict.pop("config_digest", None)
-        config_dict.pop("weights_digest", None)  # of a checkpoint, not of whatever is made by its configuration
+        for name in ("weights_digest", "code_digest"):  # of a checkpoint, not of whatever is made by its configuration
+            config_dict.pop(name, None)
         if config_dict.get("transformer_layer_config") is None:
             raise ValueError("This config.json has no `transformer_layer_config`, which describes the draft's layers.")
         auto_map = config_dict.get("auto_map")
-        is_ours = isinstance(auto_map, dict) and str(auto_map.get("AutoConfig")).endswith(AUTO_MAP["AutoConfig"])
+        is_ours = isinstance(auto_map, dict) and str(auto_map.get("AutoConfig")).endswith("_eagle3.Eagle3Config")
         absent = [name for name in FLAGS if config_dict.get(name) is None]
         if is_ours and absent:
             raise ValueError(f"This config.json lacks {absent}, which every draft of ours has. Download it again.")
@@ -247,7 +257,7 @@ class Eagle3Config(PreTrainedConfig):
             if not isinstance(dtype, torch.dtype | None):
                 raise ValueError(f"`{name}` is {dtype!r}, which torch does not know.")
         known = {field.name for field in fields(cls)} | PreTrainedConfig().to_dict().keys() | NEUTRAL_KEYS
-        unknown = sorted(name for name in config_dict.keys() - known if config_dict[name] not in (None, False))
+        unknown = unknown_keys(config_dict, known)
         if unknown:
             raise ValueError(
                 f"This config.json has flags that this version does not know: {unknown}. What they change would be missing; "
@@ -353,6 +363,11 @@ def check_sizes(config: dict[str, Any]) -> None:
         )
 
 
+def unknown_keys(config: dict[str, Any], known) -> list[str]:
+    """The keys of a `config.json` that nobody here knows, but for comments and those that are false, zero or empty."""
+    return sorted(name for name in config.keys() - known if config[name] and not name.startswith("_"))
+
+
 def check_layer_config(layer_config: dict[str, Any]) -> None:
     """
     Raises:
@@ -376,8 +391,7 @@ def check_layer_config(layer_config: dict[str, Any]) -> None:
         if not may_be_null and not (type(value) in (int, float) and value > 0):
             raise ValueError(f"`{name}` is {value!r}, but must be a positive number.")
     known = AutoConfig.for_model(layer_config.get("model_type", "llama")).to_dict().keys() | NEUTRAL_LAYER_KEYS
-    on = (name for name in layer_config.keys() - known if layer_config[name] not in (None, False))
-    if unknown := sorted(name for name in on if not name.startswith("_")):
+    if unknown := unknown_keys(layer_config, known):
         raise ValueError(
             f"`transformer_layer_config` has keys that this version does not know: {unknown}. What they change would be missing."
         )

@@ -3,6 +3,8 @@
 
 import importlib.util
 from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,14 +13,16 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import logging
 
 from .assistant_eagle3 import AssistantMixin
-from .checks_eagle3 import check_draft, check_pairing, whole_embedding
+from .checks_eagle3 import check_draft, check_pairing, whole, whole_embedding
 from .configuration_eagle3 import Eagle3Config, default_aux_layer_ids
-from .loading_eagle3 import check_files, check_tensors, weights_digest
+from .loading_eagle3 import check_files, check_tensors, code_digest, weights_digest, without_load_report
+from .outputs_eagle3 import keep_state_after_last_layer
 from .policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 from .tree_eagle3 import grow_tree
 
 
-logger = logging.get_logger(__name__)
+# A child of transformers' own logger: shown and silenced with it.
+logger = logging.get_logger("transformers.eagle3")
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -48,6 +52,9 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             self.d2t = self.t2d = None
         # A reference in a list is no submodule: the target's table is neither saved, moved nor trained with the draft.
         self._borrowed_embedding: list[nn.Embedding] = []
+        # Likewise the target's head, of which a draft that stores none has a copy.
+        self._borrowed_head: list[nn.Module] = []
+        self._borrowed_version: int | None = None
         self.generation_config = GenerationConfig(
             bos_token_id=config.bos_token_id,
             eos_token_id=config.eos_token_id,
@@ -63,10 +70,10 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """
-        Loads a draft: one of ours or of `speculators` and, where hf-eagle3 is installed, of SafeAILab/EAGLE,
-        SpecForge, SGLang or Model-Optimizer. See [`~transformers.PreTrainedModel.from_pretrained`]; with
-        `output_loading_info=True` the second result also has the `format`, and what was `renamed`, `ignored` and
-        `assumed`.
+        Loads a draft: one of ours or of `speculators` and, where hf-eagle3 is installed, of SafeAILab/EAGLE, SpecForge,
+        SGLang, Model-Optimizer, AngelSlim and others. A draft without a head gets its target's when the two meet. See
+        [`~transformers.PreTrainedModel.from_pretrained`]; with `output_loading_info=True` the second result also has
+        the `format`, and what was `renamed`, `ignored` and `assumed`.
 
         Args:
             pretrained_model_name_or_path (`str` or `Path`): Folder or Hub id.
@@ -88,12 +95,17 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             kwargs["config"], path = kwargs.get("config") or config, None
         # Reported below, by name, with what else is wrong.
         kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)
-        model, info = super().from_pretrained(path, *args, **kwargs)
+        with without_load_report():
+            model, info = super().from_pretrained(path, *args, **kwargs)
         if info["unexpected_keys"] == {"embed_tokens.weight"} and not model.config.has_own_embed_tokens:
             # The speculators schema does not say whether a table is stored; the file does.
             model.config.has_own_embed_tokens = True
             kwargs["config"] = model.config
-            model, info = super().from_pretrained(path, *args, **kwargs)
+            with without_load_report():
+                model, info = super().from_pretrained(path, *args, **kwargs)
+        if "lm_head.weight" in info["missing_keys"]:
+            info["missing_keys"].remove("lm_head.weight")
+            resize_head(model.get_output_embeddings(), 0)
         missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
         mismatched = sorted(str(entry) for entry in info["mismatched_keys"])
         if missing or unexpected or mismatched:
@@ -103,6 +115,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
                 f"Of another shape: {mismatched or 'none'}. Check the config's flags (norm_before_fc, fc_norm, "
                 "draft_vocab_size, num_hidden_layers, ...) or download the checkpoint again."
             )
+        check_code(content, pretrained_model_name_or_path)
         model._check_draft_vocabulary(pretrained_model_name_or_path)
         for name, value in tree_settings(model.generation_config).items():  # which drafts of others do not have
             setattr(model.generation_config, name, value)
@@ -187,8 +200,30 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         return self.embed_tokens if self.config.has_own_embed_tokens else None
 
     def borrow_embeddings(self, target: PreTrainedModel) -> None:
-        """Lets `forward` look tokens up in the target's table, for drafts that store none of their own."""
+        """Lets `forward` look tokens up in the target's table, and use its head, for drafts that store none of their own."""
         self._borrowed_embedding = [whole_embedding(target)]
+        self._borrow_head(target)
+
+    def _borrow_head(self, target: PreTrainedModel) -> None:
+        """Copies the target's head, as far as the draft's vocabulary goes, into a draft that stores none."""
+        own, head = self.get_output_embeddings(), target.get_output_embeddings()
+        is_own = not self._borrowed_head or own.weight._version != self._borrowed_version  # or was trained since
+        if own.out_features > 0 and (is_own or self._borrowed_head[0] is head):
+            return
+        weight, token_ids = whole(head.weight.detach()), self.draft_token_ids
+        is_number = weight.is_floating_point() and not weight.is_meta
+        if not is_number or weight.shape[-1] != own.in_features or len(weight) <= token_ids[-1]:
+            raise ValueError(
+                f"The draft {self.config._name_or_path or '(unnamed)'} stores no head and needs the target's, as rows of "
+                f"{own.in_features} numbers for tokens up to {int(token_ids[-1])}, but that of {type(target).__name__} is "
+                f"{tuple(weight.shape)} in {weight.dtype} on {weight.device}. Load the target with its head on a device, and "
+                "not quantized."
+            )
+        # Not a view of it: a draft may be trained, cast and moved without its target.
+        with torch.inference_mode(False), torch.no_grad():
+            resize_head(own, self.config.draft_vocab_size)
+            own.weight.copy_(weight[token_ids.to(weight.device)])
+        self._borrowed_head, self._borrowed_version = [head], own.weight._version
 
     def embed(self, input_ids: torch.LongTensor, embedding: nn.Embedding | None = None) -> torch.FloatTensor:
         """
@@ -212,19 +247,27 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         return nn.functional.embedding(input_ids.to(weight.device), weight).to(self.get_output_embeddings().weight)
 
     def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs):
-        """See [`~transformers.PreTrainedModel.save_pretrained`]."""
+        """
+        See [`~transformers.PreTrainedModel.save_pretrained`].
+
+        Raises:
+            ValueError: if the draft stores no head, and has not met the target whose head it uses.
+        """
+        if self.get_output_embeddings().out_features == 0:
+            raise ValueError("This draft stores no head, and uses its target's. Call `draft.pair_with(target)` first.")
         tree_settings(self.generation_config)  # with others it could not be loaded
         weights = self.state_dict() if state_dict is None else state_dict
         if is_main_process and all(type(weight) is torch.Tensor and not weight.is_meta for weight in weights.values()):
             self.config.weights_digest = weights_digest(weights)
+        self.config.code_digest = code_digest(Path(__file__).parent)
         try:
             super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
         finally:
-            self.config.weights_digest = None
+            self.config.weights_digest = self.config.code_digest = None
 
     def validate_target(self, target: PreTrainedModel) -> None:
         """
-        Checks that this draft was made for `target`.
+        Checks that this draft was made for `target`, whose head it takes if it stores none.
 
         Args:
             target (`PreTrainedModel`): The target.
@@ -234,27 +277,70 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
                 the same sizes.
         """
         check_pairing(self, target)
+        self._borrow_head(target)
 
     def resolve_aux_layer_ids(self, target: PreTrainedModel) -> list[int]:
         """
-        The ids of the target's `hidden_states` that this draft reads.
+        The ids of the target's `hidden_states` that this draft reads. Where another format leaves open what its ids
+        count (`config.aux_layer_ids_assumed`), they count outputs of layers, unless they are the usual inputs
+        `[2, L // 2, L - 3]` or one of them is `L`; it is said once, where it is not plain.
 
         Args:
             target (`PreTrainedModel`): The target.
         """
-        ids = self.config.eagle_aux_hidden_state_layer_ids
+        depth = target.config.get_text_config(decoder=True).num_hidden_layers
+        ids, default = self.config.eagle_aux_hidden_state_layer_ids, default_aux_layer_ids(depth)
+        name = self.config._name_or_path or "(unnamed)"
+        if not self.config.aux_layer_ids_assumed:
+            return list(default if ids is None else ids)
         if ids is None:
-            ids = default_aux_layer_ids(target.config.get_text_config(decoder=True).num_hidden_layers)
-        return list(ids)
+            logger.warning_once(
+                f"The draft {name} does not say which states it reads. Assumed are those that enter layers {default} of the "
+                f"target's {depth}, which are usual."
+            )
+            return default
+        stored = [layer_id - 1 for layer_id in ids]
+        # Drafts that count inputs have the usual states, or the one after the last layer, which is no layer's input.
+        counts_inputs = (depth >= 6 and stored == default) or max(stored) == depth
+        if counts_inputs or ids != default:
+            logger.warning_once(
+                f"The draft {name} does not say what its layer ids {stored} count. They are taken for "
+                f"{'inputs' if counts_inputs else 'outputs'} of the target's {depth} layers: it reads what enters layers "
+                f"{stored if counts_inputs else ids}."
+            )
+        return stored if counts_inputs else list(ids)
 
     def assisted_decoding(self, target: PreTrainedModel, *args, **kwargs):
         """See [`~assistant_eagle3.AssistantMixin.assisted_decoding`]."""
         check_draft(self, target)
-        return super().assisted_decoding(target, *args, **kwargs)
+        with keep_state_after_last_layer(target) if self.reads_after_last_layer(target) else nullcontext():
+            return super().assisted_decoding(target, *args, **kwargs)
+
+    def reads_after_last_layer(self, target: PreTrainedModel) -> bool:
+        """Whether one of the states is that after the target's last layer, before its final norm."""
+        depth = target.config.get_text_config(decoder=True).num_hidden_layers
+        return depth in self.resolve_aux_layer_ids(target) and not self.reads_last_state
 
     def generate(self, *args, **kwargs):
         raise NotImplementedError(
             "A draft does not generate text by itself. Call `target.generate(..., assistant_model=draft)`."
+        )
+
+
+def resize_head(head: nn.Linear, num_rows: int) -> None:
+    """Gives a head so many rows, which are not set yet."""
+    weight = head.weight.new_empty(num_rows, head.in_features)
+    head.weight = nn.Parameter(weight, requires_grad=head.weight.requires_grad)
+    head.out_features = num_rows
+
+
+def check_code(content: dict | None, name) -> None:
+    """Says so if code that came with a draft is not the code that this draft was saved with."""
+    digest, is_installed = (content or {}).get("code_digest"), __package__ == "hf_eagle3.remote_code"
+    if digest is not None and not is_installed and digest != code_digest(Path(__file__).parent):
+        logger.warning(
+            f"{name} runs other code than it was saved with: it was changed, or is that of another draft, from transformers' "
+            f"module cache ({Path(__file__).parent}). Download the draft again, or remove that folder."
         )
 
 

@@ -35,6 +35,11 @@ class Eagle3Head(nn.Linear):
     LARGE = 2**20  # weights from which on that matters
 
     def forward(self, states):
+        if self.out_features == 0:
+            raise ValueError(
+                "This draft stores no head, and uses its target's. Call `draft.borrow_embeddings(target)` before `draft(...)`; "
+                "`target.generate(..., assistant_model=draft)` needs no such call."
+            )
         of_processor = states.device.type == "cpu" and states.dtype == torch.float32
         is_plain = (
             type(self.weight) is nn.Parameter and self.bias is None

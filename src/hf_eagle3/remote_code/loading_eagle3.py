@@ -3,10 +3,12 @@
 
 import hashlib
 import json
+from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import torch
+from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
 
@@ -134,6 +136,29 @@ def check_tensors(tensors: dict[str, torch.Tensor], source, digest: str | None =
             f"The weights of {source} are not those that were saved with its config.json. Download the checkpoint again. If "
             "they were changed on purpose, remove `weights_digest` from config.json."
         )
+
+
+@contextmanager
+def without_load_report():
+    """Within it transformers does not report missing and unexpected tensors, which are put right or refused by name."""
+
+    def is_no_report(record):
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger = logging.get_logger("transformers.modeling_utils")
+    logger.addFilter(is_no_report)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_report)
+
+
+def code_digest(folder: str | Path) -> str:
+    """SHA-256 of the code in a folder that travels with drafts."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).glob("*_eagle3.py")):
+        digest.update(path.name.encode() + path.read_bytes().replace(b"\r\n", b"\n"))
+    return digest.hexdigest()
 
 
 def weights_digest(state_dict: dict[str, torch.Tensor]) -> str:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target's outputs beside its logits: states that a draft reads, and those that `return_dict_in_generate` asks for."""
 
+import threading
+from contextlib import contextmanager
+
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import output_capturing
@@ -37,7 +40,44 @@ def aux_hidden_states(outputs, layer_ids, num_layers: int) -> torch.FloatTensor:
             f"The target returned {'no' if states is None else len(states)} hidden states, but one entering each of its "
             f"{num_layers} layers and a last one are needed to tell which is which."
         )
+    if (last := getattr(outputs, "state_after_last_layer", None)) is not None:
+        states = (*states[:num_layers], last)
     return torch.cat([states[layer_id].to(states[layer_ids[0]].device) for layer_id in layer_ids], dim=-1)
+
+
+@contextmanager
+def keep_state_after_last_layer(target):
+    """
+    Within it a target's outputs have a `state_after_last_layer`, before the final norm. The last of `hidden_states` is
+    after it.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+
+    Raises:
+        ValueError: if its layers are not found.
+    """
+    num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    lists = (each for each in target.get_decoder().modules() if isinstance(each, torch.nn.ModuleList))
+    layers = next((each for each in lists if len(each) == num_layers), None)
+    if layers is None:
+        raise ValueError(
+            f"The draft reads the state after the last layer, but {type(target).__name__} has no list of layers."
+        )
+    kept = threading.local()
+
+    def keep(module, args, output):
+        kept.state = output[0] if isinstance(output, tuple) else output
+
+    def hand_over(module, args, outputs):
+        outputs.state_after_last_layer = kept.state
+
+    handles = layers[-1].register_forward_hook(keep), target.register_forward_hook(hand_over)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def without_first(outputs, num_tokens: int):
@@ -45,6 +85,8 @@ def without_first(outputs, num_tokens: int):
     outputs.logits = outputs.logits[:, num_tokens:]
     if (layers := outputs.get("hidden_states")) is not None:  # of each layer (B, R, H)
         outputs.hidden_states = tuple(layer if layer is None else layer[:, num_tokens:] for layer in layers)
+    if (last := getattr(outputs, "state_after_last_layer", None)) is not None:
+        outputs.state_after_last_layer = last[:, num_tokens:]
     return outputs
 
 

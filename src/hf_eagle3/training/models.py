@@ -82,6 +82,11 @@ def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_conf
             f"{model.config.draft_vocab_size}. Leave one of `model` and `draft_vocab_size` out."
         )
     model.validate_target(target_model)
+    if model.reads_after_last_layer(target_model):
+        raise ValueError(
+            "The draft reads the state after the target's last layer, before the final norm, which training does not collect. "
+            "Train one that reads states entering layers."
+        )
     if set(model.config.transformer_layer_config.layer_types) != {"full_attention"}:
         raise ValueError(
             "`Eagle3Trainer` trains drafts with full attention; this one has layers "

@@ -157,7 +157,13 @@ def check_resumption(trainer, checkpoint: str) -> None:
 
 def of_draft(config: dict) -> dict:
     """Which draft a configuration is of: fields of [`Eagle3Config`] that decide what it says."""
-    others = {*PreTrainedConfig().to_dict(), "weights_digest", "speculators_config", "verifier_fingerprint"}
+    others = {
+        *PreTrainedConfig().to_dict(),
+        "weights_digest",
+        "code_digest",
+        "speculators_config",
+        "verifier_fingerprint",
+    }
     config = {item.name: config.get(item.name) for item in fields(Eagle3Config) if item.name not in others}
     layer = config.pop("transformer_layer_config") or {}
     return config | {name: value for name, value in layer.items() if name not in others}

@@ -1,0 +1,365 @@
+"""What drafts of others hold and say, key by key."""
+
+import copy
+import json
+from logging import Handler as StandardHandler
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_prompt, make_target
+from safetensors.torch import save_file
+from test_formats import assert_same, export, make_reference, midlayer, sglang, write
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.utils import logging
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.held import is_draft, without_prefix
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("llama", num_hidden_layers=12)
+
+
+@pytest.fixture(scope="module")
+def reference(target):
+    return make_reference(target, eagle_aux_hidden_state_layer_ids=[2, 6, 9])
+
+
+@pytest.fixture
+def said():
+    """What was said by transformers' loggers."""
+
+    class Handler(StandardHandler):
+        def emit(self, record):
+            texts.append(record.getMessage())
+
+    texts, handler = [], Handler()
+    type(logging.get_logger()).warning_once.cache_clear()
+    logging.add_handler(handler)
+    yield texts
+    logging.remove_handler(handler)
+
+
+def load(folder, config, tensors, loader=Eagle3ForSpeculation, **kwargs):
+    return loader.from_pretrained(write(folder, config, tensors), **kwargs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_mrope": False, "additional_fc": False, "bias": False, "use_aux_norm": False},
+        {"anything": None, "number": 0, "text": "", "entries": [], "mapping": {}, "share": 0.0},
+        {"_comment_for_humans": "text", "target_model_type": "qwen3", "target_layer_count": 8, "modal_type": "VLM"},
+        {"decoder_sparse_step": 1, "router_aux_loss_coef": 0.001, "num_experts_per_tok": 8, "num_experts": 128},
+        {"image_token_id": 90, "im_end_id": 5, "eod_token_id": 3, "vision_start_token_id": 91, "image_newline": 3},
+        {"truncated_vocab_size": 32, "partial_rotary_factor": 1.0, "layer_types": ["full_attention"] * 32},
+        {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "parallel_drafting": False},
+        {"quantization_config": None, "speculator_config": None, "full_attention_interval": 4, "norm_type": "rms"},
+        {"sliding_window": 512, "id2label": {"0": "LABEL_0"}, "return_dict": True, "is_encoder_decoder": False},
+        {"eagle_config": {"use_mtp_layernorm": False, "something_new": None, "other": 0, "use_last_layernorm": True}},
+        {"rope_scaling": {"rope_type": "default", "mrope_section": None, "alpha": 0}},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_changes_nothing(tmp_path, target, reference, changes):
+    assert_same(load(tmp_path / "draft", sglang(reference, **changes), midlayer(reference)), reference, target)
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"use_magic": True, "depth_scale": 0.5}, r"does not know: \['depth_scale', 'use_magic'\]"),
+        ({"eagle_config": {"new_norm": True}}, r"does not know: \['eagle_config.new_norm'\]"),
+        ({"rope_scaling": {"rope_type": "default", "twist": 2}}, r"does not know: \['rope_scaling.twist'\]"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"norm_type": "layer"}, "norm_type"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": False}, "sliding_window"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "three positions .*SGLang"),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, "three positions"),
+        ({"use_mrope": True}, "three positions"),
+        ({"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}, "`alpha` .1000.0"),
+        ({"rope_scaling": "yarn"}, "`rope_scaling` is 'yarn', but must be a mapping"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "EAGLE-1 and 2"),
+        ({"use_aux_hidden_state": False}, "EAGLE-1 and 2"),
+        ({"kv_lora_rank": 8}, "MLA.*SGLang and vLLM"),
+        ({"model_type": "gpt_oss", "num_local_experts": 16}, "draft of experts"),
+        ({"parallel_drafting": True}, "several tokens in one pass .*vLLM"),
+        ({"fc_norm": True, "eagle_config": {"fc_norm": False}}, "`fc_norm` is True in config.json, and False"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, "5", 8]}, "must be a list of numbers"),
+        ({"num_aux_hidden_states": 4, "eagle_aux_hidden_state_layer_ids": [1, 5, 8]}, "ids of 3 layers"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_refused(tmp_path, reference, changes, reason):
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        with pytest.raises(ValueError, match=reason):
+            load(tmp_path / "draft", sglang(reference, **changes), midlayer(reference), loader)
+
+
+def test_kinds_are_told_by_tensors(tmp_path, reference):
+    config, tensors = sglang(reference), midlayer(reference)
+    without_norm = {name: tensor for name, tensor in tensors.items() if "hidden_norm" not in name}
+    for held, reason in (
+        ({**tensors, "midlayer.mlp.experts.0.up_proj.weight": torch.ones(3)}, "draft of experts"),
+        ({**tensors, "midlayer.self_attn.kv_a_proj_with_mqa.weight": torch.ones(3)}, "MLA"),
+        ({**tensors, "mask_hidden": torch.ones(3)}, "several tokens in one pass"),
+        ({name.replace("midlayer", "layers.0"): tensor for name, tensor in without_norm.items()}, "EAGLE-1 and 2"),
+    ):
+        for loader in (Eagle3ForSpeculation, AutoModel):
+            with pytest.raises(ValueError, match=reason):
+                load(tmp_path / "draft", config, held, loader)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "module.model.", "draft_model."])
+def test_prefixes(tmp_path, target, prefix):
+    reference = make_reference(target, fc_norm=True, norm_output=True, eagle_aux_hidden_state_layer_ids=[2, 6, 9])
+    of_head = "module." if prefix.startswith("module.") else ""
+    tensors = {of_head * (name == "lm_head.weight") + name: tensor for name, tensor in reference.state_dict().items()}
+    outside = ("lm_head.weight", "module.lm_head.weight", "d2t", "t2d")
+    tensors = {name if name in outside else prefix + name: tensor for name, tensor in tensors.items()}
+    config = sglang(reference, architectures=["LlamaEagle3DraftModel"], norm_output=True)  # the norms are there
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        draft = load(tmp_path / "draft", config, tensors, loader)
+        assert draft.config.fc_norm
+        assert_same(draft, reference, target)
+
+
+@pytest.mark.parametrize(
+    "names, expected",
+    [
+        (["midlayer.self_attn.o_proj.weight"], True),
+        (["fc.weight", "layers.0.self_attn.o_proj.weight"], True),
+        (["model.fc.weight", "model.layers.0.hidden_norm.weight", "lm_head.weight"], True),
+        (["d2t", "lm_head.weight"], True),
+        (["model.layers.0.self_attn.o_proj.weight", "lm_head.weight"], False),
+        (["fc.weight", "conv1.weight"], False),
+        (["fc.weight", "model.layers.0.self_attn.o_proj.weight"], False),  # a model with a head of its own
+        (["fc.weight", "layers.0.self_attn.o_proj.weight", "layers.1.self_attn.o_proj.weight"], False),
+        (["fc.weight", "hidden_norm.weight", "layers.0.self_attn.o_proj.weight"], False),  # DFlash
+        ([], False),
+    ],
+)
+def test_what_a_draft_holds(names, expected):
+    assert is_draft(names) is expected
+
+
+def test_names_without_prefix():
+    names = ["module.model.fc.weight", "module.model.layers.0.self_attn.o_proj.weight", "module.lm_head.weight", "d2t"]
+    assert list(without_prefix(names).values())[1:] == ["layers.0.self_attn.o_proj.weight", "lm_head.weight", "d2t"]
+
+
+@pytest.mark.parametrize("loader", [AutoModel, AutoModelForCausalLM])
+@pytest.mark.parametrize(
+    "kind, model_type",
+    [("safetensors", "llama"), ("sharded", "kimi_k2"), ("bin", "llama"), ("old bin", "llama"), ("safetensors", None)],
+)
+def test_no_draft_is_taken_for_a_random_model(tmp_path, reference, loader, kind, model_type):
+    """Though nothing in its configuration says that it is one."""
+    config = sglang(reference, architectures=["LlamaForCausalLM"], num_hidden_layers=40, model_type=model_type)
+    for name in ("draft_vocab_size", *([] if model_type else ["model_type"])):
+        del config[name]
+    draft = loader.from_pretrained(write(tmp_path / "draft", config, midlayer(reference), kind))
+    assert type(draft) is Eagle3ForSpeculation and draft.config.num_hidden_layers == 1
+    assert draft.state_dict().keys() == reference.state_dict().keys()
+    assert all(tensor.equal(reference.state_dict()[name]) for name, tensor in draft.state_dict().items())
+
+
+def test_eagle_1_is_taken_for_no_random_model(tmp_path, reference):
+    tensors = {name: tensor for name, tensor in reference.state_dict().items() if "hidden_norm" not in name}
+    config = sglang(reference, architectures=["LlamaForCausalLM"])
+    del tensors["d2t"], tensors["t2d"], config["draft_vocab_size"]
+    with pytest.raises(ValueError, match="EAGLE-1 and 2"):
+        AutoModelForCausalLM.from_pretrained(write(tmp_path / "draft", config, tensors))
+
+
+@pytest.mark.parametrize(
+    "ids, depth, expected, is_said",
+    [
+        (None, 12, [2, 6, 9], True),
+        ([1, 5, 8], 12, [2, 6, 9], False),  # the usual outputs
+        ([2, 6, 9], 12, [2, 6, 9], True),  # the usual inputs
+        ([2, 30, 58], 61, [2, 30, 58], True),
+        ([2, 30, 58], 62, [3, 31, 59], True),  # of another target they are outputs
+        ([3, 15, 27], 36, [4, 16, 28], True),
+        ([24, 30, 36], 36, [24, 30, 36], True),  # with the state after the last layer
+        ([5, 17, 29], 30, [6, 18, 30], True),
+        ([1, 3, 5, 8], 12, [2, 4, 6, 9], True),
+    ],
+)
+@pytest.mark.parametrize("place", ["top", "eagle_config", "both"])
+def test_layer_ids(tmp_path, target, reference, said, ids, depth, expected, is_said, place):
+    num_states = 3 if ids is None else len(ids)
+    tensors = midlayer(reference) | {"fc.weight": torch.ones(32, 32 * num_states)}
+    held = {"eagle_aux_hidden_state_layer_ids": ids}
+    config = sglang(reference, **(held if place != "eagle_config" else {}))
+    config |= {"eagle_config": held} if place != "top" else {}
+    draft = load(tmp_path / "draft", config, tensors)
+    draft.save_pretrained(tmp_path / "saved")
+    assert not said
+    target.config.num_hidden_layers, num_layers = depth, target.config.num_hidden_layers
+    try:
+        for each in (draft, Eagle3ForSpeculation.from_pretrained(tmp_path / "saved")):
+            assert each.resolve_aux_layer_ids(target) == expected
+        assert len([text for text in said if str(expected) in text]) == (2 if is_said else 0), said
+        draft.pair_with(target)
+    finally:
+        target.config.num_hidden_layers = num_layers
+    assert draft.config.eagle_aux_hidden_state_layer_ids == expected and not draft.config.aux_layer_ids_assumed
+    assert draft.resolve_aux_layer_ids(target) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma4", "qwen3_next"])
+@torch.no_grad()
+def test_the_state_after_the_last_layer(family):
+    """It is read before the final norm, and what `generate` returns stays as it is."""
+    target, prompt = make_target(family), make_prompt(9)
+    depth = target.config.num_hidden_layers
+    draft = Eagle3ForSpeculation.from_target(target, eagle_aux_hidden_state_layer_ids=[1, 2, depth]).eval()
+    read, combine = [], draft.combine_hidden_states
+    draft.combine_hidden_states = lambda states: read.append(states) or combine(states)
+    settings = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_hidden_states": True}
+    draft.generation_config.tree_policy, draft.generation_config.assistant_confidence_threshold = "static", 0.0
+    drafted = target.generate(prompt, assistant_model=draft, **settings)
+    plain = target.generate(prompt, **settings)
+    assert drafted.sequences.equal(plain.sequences)
+    for ours, theirs in zip(drafted.hidden_states, plain.hidden_states, strict=True):
+        torch.testing.assert_close(ours[-1], theirs[-1], atol=1e-4, rtol=1e-4)
+    states = read[0][0, :, -32:]
+    normed = target(prompt, output_hidden_states=True).hidden_states[-1][0, : len(states)]
+    torch.testing.assert_close(target.get_decoder().norm(states), normed, atol=1e-4, rtol=1e-4)
+    assert not target._forward_hooks
+
+
+@pytest.mark.parametrize("vocabulary", ["whole", "mapped"])
+@pytest.mark.parametrize("changes", [{}, {"reuse_target_lm_head": True}, {"tie_word_embeddings": True}])
+def test_the_head_of_the_target(tmp_path, target, vocabulary, changes):
+    reference = make_reference(target, full=vocabulary == "whole", eagle_aux_hidden_state_layer_ids=[2, 6, 9])
+    rows = target.lm_head.weight[reference.draft_token_ids]
+    reference.lm_head.weight.data.copy_(rows)
+    tensors = {name: tensor for name, tensor in midlayer(reference).items() if name != "lm_head.weight"}
+    config = sglang(reference, **changes)
+    draft = load(tmp_path / "draft", config, tensors)
+    with pytest.raises(ValueError, match="stores no head"):
+        draft.save_pretrained(tmp_path / "saved")
+    with pytest.raises(ValueError, match="stores no head"):
+        export(draft, tmp_path / "other", "sglang")
+    with pytest.raises(ValueError, match="stores no head"):
+        draft(inputs_embeds=torch.ones(1, 2, 32), hidden_states=torch.ones(1, 2, 32))
+    assert_same(draft, reference, target)
+    draft.lm_head.weight.data += 1  # a copy
+    assert target.lm_head.weight[reference.draft_token_ids].equal(rows)
+    other = make_target("llama", num_hidden_layers=12, seed=1)
+    draft.validate_target(other)
+    assert draft.lm_head.weight.equal(other.lm_head.weight[reference.draft_token_ids])
+    draft.pair_with(target)
+    draft.save_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        draft.lm_head.weight += 1
+    draft.validate_target(copy.deepcopy(target))
+    assert draft.lm_head.weight.equal(rows + 1)  # what was trained is its own
+    assert_same(Eagle3ForSpeculation.from_pretrained(tmp_path / "saved"), reference, target)
+
+
+def test_a_head_that_is_borrowed_without_gradients_can_be_trained(tmp_path, target, reference):
+    tensors = {name: tensor for name, tensor in midlayer(reference).items() if name != "lm_head.weight"}
+    draft = load(tmp_path / "draft", sglang(reference), tensors)
+    with torch.inference_mode():
+        target.generate(make_prompt(5), assistant_model=draft, max_new_tokens=4)
+    states = torch.ones(1, 2, 32)
+    draft(inputs_embeds=states, hidden_states=states).logits.sum().backward()
+    assert draft.lm_head.weight.grad.abs().sum() > 0
+
+
+def test_a_head_that_the_target_does_not_have(tmp_path, target, reference):
+    tensors = {name: tensor for name, tensor in midlayer(reference).items() if name != "lm_head.weight"}
+    draft = load(tmp_path / "draft", sglang(reference), tensors)
+    for head in (torch.nn.Linear(32, 90), torch.nn.Linear(16, 96), torch.nn.Linear(32, 96, device="meta")):
+        other = make_target("llama", num_hidden_layers=12)
+        other.lm_head = head
+        with pytest.raises(ValueError, match="stores no head and needs the target's"):
+            draft.validate_target(other)
+
+
+def test_a_draft_of_speculators_without_a_head(tmp_path, said):
+    """It is borrowed likewise, and transformers does not say that it is newly initialized."""
+    source = Path(__file__).parent / "fixtures" / "norm_output"
+    expected = Eagle3ForSpeculation.from_pretrained(source)
+    tensors = {name: tensor for name, tensor in expected.state_dict().items() if name != "lm_head.weight"}
+    config = json.loads((source / "config.json").read_text())
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        draft = load(tmp_path / "draft", config, tensors, loader)
+        other = make_target("llama", vocab_size=24, hidden_size=8, num_attention_heads=2, num_hidden_layers=5, seed=1)
+        draft.validate_target(other)
+        assert draft.lm_head.weight.equal(other.lm_head.weight[draft.draft_token_ids])
+    assert not said
+
+
+def test_a_head_of_ours_that_is_lost_is_no_target_s(tmp_path, reference):
+    reference.save_pretrained(tmp_path)
+    save_file(
+        {name: tensor for name, tensor in reference.state_dict().items() if "head" not in name},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(ValueError, match="are not those that were saved"):
+        Eagle3ForSpeculation.from_pretrained(tmp_path)
+
+
+def test_biases_of_qwen2(tmp_path, target):
+    reference = make_reference(target, attention_bias=True, eagle_aux_hidden_state_layer_ids=[2, 6, 9])
+    reference.layers[0].self_attn.o_proj.bias.data.zero_()
+    tensors = {name: tensor for name, tensor in midlayer(reference).items() if not name.endswith("o_proj.bias")}
+    assert_same(load(tmp_path / "draft", sglang(reference, model_type="qwen2"), tensors), reference, target)
+
+
+def test_layers_of_the_target_that_are_counted(tmp_path, target, reference):
+    draft, info = load(
+        tmp_path / "draft", sglang(reference, num_hidden_layers=40), midlayer(reference), output_loading_info=True
+    )
+    assert "40 are the target's" in info["assumed"]["num_hidden_layers"]
+    assert_same(draft, reference, target)
+
+
+@pytest.mark.parametrize(
+    "family, ids, written",
+    [
+        ("llama", [2, 6, 9], [1, 5, 8]),
+        ("llama", [3, 6, 9], [2, 5, 8]),
+        ("llama", [1, 6, 9], [0, 5, 8]),
+        ("llama", [2, 6, 12], [1, 5, 11]),
+        ("gpt_oss", [3, 6, 9], [2, 5, 8]),
+        ("gpt_oss", [3, 6, 12], [2, 5, 11]),  # as they are, if the greatest is the number of layers
+        ("deepseek_v3", [2, 6, 9], [1, 5, 8]),  # one is added, if the first is 1
+        ("deepseek_v3", [3, 6, 9], [3, 6, 9]),  # as they are
+        ("deepseek_v3", [1, 6, 9], None),
+    ],
+)
+def test_layer_ids_that_sglang_reads(tmp_path, family, ids, written):
+    changes = {"layer_types": ["sliding_attention", "full_attention"] * 6} if family == "gpt_oss" else {}
+    target = make_target(family, num_hidden_layers=12, **changes)
+    draft = make_reference(target, eagle_aux_hidden_state_layer_ids=ids)
+    if written is None:
+        with pytest.raises(ValueError, match="adds one to ids that begin with 1"):
+            export(draft, tmp_path / "other", "sglang")
+        return
+    export(draft, tmp_path / "other", "sglang")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == written
+    back = Eagle3ForSpeculation.from_pretrained(tmp_path / "other")
+    assert back.resolve_aux_layer_ids(target) == ids
+    if ids[0] != 2:  # for which SGLang must be told apart
+        with pytest.raises(ValueError, match="does not say which its target is"):
+            export(back, tmp_path / "again", "sglang")
+
+
+@pytest.mark.parametrize("overrides", [{"norm_before_fc": True}, {"num_hidden_layers": 3}])
+def test_what_sglang_takes_since_it_was_first_served(tmp_path, target, overrides):
+    draft = make_reference(target, eagle_aux_hidden_state_layer_ids=[2, 6, 9], **overrides)
+    export(draft, tmp_path / "other", "sglang")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    assert config["num_hidden_layers"] == draft.config.num_hidden_layers
+    assert config["eagle_config"].get("norm_before_fc", False) == draft.config.norm_before_fc
+    assert_same(Eagle3ForSpeculation.from_pretrained(tmp_path / "other"), draft, target)

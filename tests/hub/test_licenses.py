@@ -1,0 +1,42 @@
+"""Licences that the Hub takes."""
+
+import pytest
+from huggingface_hub import ModelCard
+
+from hf_eagle3.hub import check_license, render_card
+from hf_eagle3.hub.licenses import license_of
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [(None,), ("apache-2.0",), ("llama3.1",), ("other", "nvidia-open-model-license", "LICENSE")],
+)
+def test_what_is_taken(stated):
+    check_license(*stated)
+
+
+@pytest.mark.parametrize(
+    "stated, reason",
+    [
+        (("Apache 2.0",), "closest is 'apache-2.0'"),
+        (("MIT License",), "closest is 'mit'"),
+        (("llama-3.1",), "closest is 'llama3.1'"),
+        (("GPLv3",), "closest is 'gpl-3.0'"),
+        (("",), "'other', with a name and a link"),
+        (("my own terms of 2026",), "'other', with a name and a link"),
+        (("other",), "needs a name and a link"),
+        (("other", "nvidia-open-model-license"), "needs a name and a link"),
+        (("mit", "mine"), "are for the licence 'other', not for 'mit'"),
+        ((None, "mine", "LICENSE"), "Pass `--license other`"),
+    ],
+)
+def test_what_is_refused(stated, reason):
+    with pytest.raises(ValueError, match=reason):
+        check_license(*stated)
+
+
+def test_in_a_card():
+    stated = {"license": "other", "license_name": "my-license", "license_link": "https://example.com"}
+    card = render_card("me/draft", verifier="big/Model-8B", **stated)
+    assert license_of(ModelCard(str(card))) == stated
+    assert set(license_of(None).values()) == {None}

@@ -1,0 +1,58 @@
+"""What a draft is told of its target when it is made."""
+
+import os
+
+import pytest
+import torch
+from conftest import make_target
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.making import architecture_of
+
+
+class MyLlama(LlamaForCausalLM):
+    pass
+
+
+class Wrapped(torch.nn.Module):  # as DDP does
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda target: target,
+        lambda target: get_peft_model(target, LoraConfig(r=4, target_modules=["q_proj"])),
+        lambda target: get_peft_model(target, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")),
+        torch.compile,
+        lambda target: torch.compile(get_peft_model(target, LoraConfig(r=4, target_modules=["q_proj"]))),
+        Wrapped,
+        lambda target: MyLlama(target.config),
+    ],
+    ids=["plain", "peft", "peft of a task", "compile", "compile of peft", "ddp", "subclass"],
+)
+def test_the_architecture_is_the_model_s(wrap):
+    assert architecture_of(wrap(make_target("llama"))) == "LlamaForCausalLM"
+
+
+def test_the_architecture_of_a_sharded_model():
+    target = make_target("llama")
+    target.__class__ = type("FSDPLlamaForCausalLM", (FSDPModule, LlamaForCausalLM), {})  # as `fully_shard` does
+    assert architecture_of(target) == "LlamaForCausalLM"
+
+
+def test_a_target_in_a_folder_is_named_by_its_whole_path(tmp_path, monkeypatch):
+    """A relative one would look like an id of the Hub from other directories."""
+    monkeypatch.chdir(tmp_path)
+    make_target("llama").save_pretrained("models/target")
+    target = AutoModelForCausalLM.from_pretrained("models/target")
+    draft = Eagle3ForSpeculation.from_target(target)
+    assert draft.config.verifier == os.path.join(tmp_path, "models/target")
+    target.config._name_or_path = "org/Model-8B"
+    draft.pair_with(target)
+    assert draft.config.verifier == "org/Model-8B"
