@@ -9,8 +9,8 @@ prompts.
         --tasks mt_bench humaneval gsm8k --dtype bfloat16 --json results.jsonl
 
 `--tasks` takes tasks of the Hub (mt_bench, humaneval, gsm8k, alpaca, cnn_dm, math500, or the groups `paper` and
-`spec_bench`), JSON Lines files with a `{"prompt": "..."}` or `{"messages": [...]}` a line, folders of them, and
-`python`: the standard library's sources, which every machine has. A task that cannot be reached is left out, and said
+`spec_bench`), JSON Lines files with a `{"prompt": "..."}` or `{"messages": [...]}` a line (and `tools` or
+`chat_template_kwargs`, if it has some), folders of them, and `python`: the standard library's sources, which every machine has. A task that cannot be reached is left out, and said
 to be.
 
 What was measured is kept in the JSON Lines file; interrupted, the same command goes on. `--plots FOLDER` draws it,
@@ -51,7 +51,7 @@ from hf_eagle3.evaluation.results import OTHER_DRAFTS, what_differs
 from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
-from hf_eagle3.tokenizer import load_tokenizer
+from hf_eagle3.tokenizer import load_tokenizer, read_template
 
 
 # Arguments that say where results go, not what is measured.
@@ -196,7 +196,7 @@ def main():
     trust = {"trust_remote_code": args.trust_remote_code}
     tokenizer = load_tokenizer(args.target, **trust)
     if args.chat_template_path is not None:
-        tokenizer.chat_template = Path(args.chat_template_path).read_text()
+        tokenizer.chat_template = read_template(args.chat_template_path)
     target, draft, tree, weights = load(AutoModelForCausalLM, args.target, **trust), None, {}, None
     facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
     if args.eos_token_id is not None:

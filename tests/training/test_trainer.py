@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoTokenizer, ProcessorMixin
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import load_ends
-from hf_eagle3.data import as_messages, documents_of_row, prompt_of
+from hf_eagle3.data import documents_of_row, prompt_of
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.training import models, ttt
 from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
@@ -525,11 +525,6 @@ def test_conversations_are_messages(tmp_path, tokenizer, names, is_stream):
     for dataset in (trainer.train_dataset, trainer.eval_dataset):
         assert [row["input_ids"] for row in dataset] == [row["input_ids"] for row in expected.train_dataset]
         assert [row["labels"] for row in dataset] == [row["labels"] for row in expected.train_dataset]
-
-
-def test_what_else_messages_say_stays():
-    turn = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
-    assert as_messages(Dataset.from_list([{"conversations": [turn]}]))[0] == {"messages": [turn]}
 
 
 def test_data_in_tensors(tmp_path, tokenizer):

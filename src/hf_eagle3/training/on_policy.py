@@ -264,7 +264,8 @@ class Rollouts:
                 document = documents[choose.randrange(len(documents))]
                 prompt = prompt_of(document)[0].to(trainer.target_model.device)
                 known = prompt.new_tensor(document["labels"][: len(prompt)])
-                room = len(prompt) if args.max_length is None else args.max_length - args.rollout_max_new_tokens
+                longest = [length for length in (args.max_length, trainer.num_positions) if length is not None]
+                room = min(longest) - args.rollout_max_new_tokens if longest else len(prompt)
                 rows.append(len(prompts))
                 prompts.append(prompt[-room:])  # what is to be continued is at the end
                 labels.append(known[-room:])

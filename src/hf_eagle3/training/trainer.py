@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from huggingface_hub import ModelCard
 from peft import get_peft_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -22,22 +22,20 @@ from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from trl import SFTTrainer
-from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-from trl.data_utils import get_dataset_column_names
 
 from ..data import (
-    as_messages,
-    check_assistant_turns,
+    RowEncoder,
     check_chat_template,
-    check_columns,
     check_lengths,
-    check_rows,
-    check_tokens,
+    check_positions,
     count_tokens,
     coverage,
     documents_of_row,
-    has_messages,
+    encode_rows,
+    kind_of_data,
     most_frequent_tokens,
+    num_positions,
+    plain_rows,
     prompt_of,
     report_long_rows,
 )
@@ -46,6 +44,7 @@ from ..hub.push import verifier_without_path
 from ..remote_code.checks_eagle3 import is_sharded
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.draft_eagle3 import DraftModel
+from ..tokenizer import padding_token, read_template
 from .arguments import Eagle3TrainingArguments
 from .checkpoint import CHECKPOINT_FILES, last_whole_checkpoint, list_files, what_is_broken
 from .console import show_few
@@ -168,14 +167,31 @@ class Eagle3Trainer(SFTTrainer):
         store = kwargs["train_dataset"] if isinstance(kwargs.get("train_dataset"), FeatureStore) else None
         if store is not None:
             kwargs["train_dataset"] = self._settle_by_store(store, args)
-        elif kwargs.get("train_dataset") is not None and kwargs.get("formatting_func") is None:
-            kwargs["train_dataset"] = as_messages(kwargs["train_dataset"])
-        self._check_before_preparation(args, **kwargs)
         self.target_vocab_size = target_model.config.get_text_config(decoder=True).vocab_size
+        self.num_positions = num_positions(target_model)
+        self._settle_tokenizer(args, kwargs["processing_class"])
+        if (
+            self.num_positions is not None
+            and args.rollout_share > 0
+            and args.rollout_max_new_tokens >= self.num_positions
+        ):
+            raise ValueError(
+                f"`rollout_max_new_tokens` is {args.rollout_max_new_tokens}, but the target has a table of {self.num_positions} "
+                "positions, which leaves no room for prompts. Pass less."
+            )
+        # Encoded before `SFTTrainer` looks at the first row.
+        self.assistant_only_loss, self._encoded = args.assistant_only_loss, kwargs.get("train_dataset")
+        skips = (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
+        if store is None and not skips and isinstance(self._encoded, (Dataset, IterableDataset)):
+            formatting_func = kwargs.get("formatting_func")
+            self._encoded = self._encode(self._encoded, kwargs["processing_class"], args, formatting_func, "train")
+            kwargs["train_dataset"] = self._encoded
 
-        # Not `SFTTrainer`'s business; it would warn of the first and refuse the second.
-        ours = {"model_init_kwargs": args.model_init_kwargs, "loss_type": args.loss_type}
-        args.model_init_kwargs, args.loss_type = None, "nll"
+        # What is not `SFTTrainer`'s business, or no more: it would warn, or refuse it.
+        names = ("model_init_kwargs", "loss_type", "assistant_only_loss", "chat_template_path")
+        ours = {name: getattr(args, name) for name in names}
+        args.model_init_kwargs = args.chat_template_path = None
+        args.loss_type, args.assistant_only_loss = "nll", False
         super().__init__(model=model, args=args, **kwargs)
         for name, value in (ours | self._for_evaluation).items():
             setattr(args, name, value)
@@ -233,8 +249,7 @@ class Eagle3Trainer(SFTTrainer):
         """What was settled when features were extracted is settled for training; evaluation goes by the arguments."""
         if args.packing:
             raise ValueError("Rows of a feature store are packed when they are extracted. Leave `packing` out.")
-        self._for_evaluation = {"max_length": args.max_length, "assistant_only_loss": args.assistant_only_loss}
-        args.assistant_only_loss = False
+        self._for_evaluation = {"max_length": args.max_length}
         if "seq_lengths" in store.rows.column_names:
             args.padding_free, args.max_length = True, None
         return store.dataset()
@@ -259,20 +274,46 @@ class Eagle3Trainer(SFTTrainer):
                 raise ValueError(f"`{name}` is {value}, but {reason}. Leave it out.")
 
     @staticmethod
-    def _check_before_preparation(args, processing_class, train_dataset=None, formatting_func=None, **_):
-        """What `SFTTrainer` takes for granted."""
-        if train_dataset is not None and formatting_func is None:
-            check_columns(train_dataset, args, "train")
-        if args.chat_template_path is not None and not args.chat_template_path.endswith((".jinja", ".j2")):
+    def _settle_tokenizer(args, tokenizer) -> None:
+        """Gives the tokenizer the template and the tokens that the arguments name."""
+        if args.chat_template_path is not None:
+            if not args.chat_template_path.endswith((".jinja", ".j2")):
+                raise ValueError(
+                    f"`chat_template_path` is {args.chat_template_path}, but must be a Jinja file: the template of another "
+                    "tokenizer would bring tokens that the target does not know."
+                )
+            tokenizer.chat_template = read_template(args.chat_template_path)
+        if args.eos_token is not None:
+            if args.eos_token not in tokenizer.get_vocab():
+                raise ValueError(f"`eos_token` is {args.eos_token!r}, which the tokenizer does not have.")
+            tokenizer.eos_token = args.eos_token
+        args.pad_token = args.pad_token or padding_token(tokenizer)
+
+    def _encode(self, dataset, tokenizer, args, formatting_func, name: str) -> Dataset | IterableDataset:
+        """The tokens of a data set, and what is learned of them."""
+        dataset = plain_rows(dataset, name)
+        kind = "text" if formatting_func is not None else kind_of_data(dataset, args.dataset_text_field, name)
+        is_chat = kind in ("messages", "conversations") or (
+            kind == "prompt" and not isinstance(next(iter(dataset))["prompt"], str)
+        )
+        if is_chat:
+            check_chat_template(tokenizer)
+        elif self.assistant_only_loss and name == "train":
             raise ValueError(
-                f"`chat_template_path` is {args.chat_template_path}, but must be a Jinja file: the template of another "
-                "tokenizer would bring tokens that the target does not know."
+                f"`assistant_only_loss=True` needs conversations, but the {name} data has {kind!r}. Leave it out, or pass "
+                "`messages`."
             )
-        if args.chat_template_path is not None and not Path(args.chat_template_path).is_file():
-            raise FileNotFoundError(f"There is no file {args.chat_template_path} (`chat_template_path`).")
-        if args.chat_template_path is None:
-            is_chat = train_dataset is not None and formatting_func is None and has_messages(train_dataset)
-            check_chat_template(processing_class, args.assistant_only_loss, is_chat)
+        encoder = RowEncoder(
+            tokenizer,
+            kind,
+            self.target_vocab_size,
+            self.assistant_only_loss,
+            args.completion_only_loss,
+            formatting_func,
+        )
+        if not is_chat and kind != "input_ids" and tokenizer.eos_token is None:
+            logger.warning("The tokenizer has no EOS token: texts are learned without an end. `eos_token` names one.")
+        return encode_rows(dataset, encoder, name, args.dataset_num_proc)
 
     def _settle_vocabulary(self, draft, target_model, takes_it_from_data: bool) -> None:
         """Takes the draft vocabulary from the data, or checks that the draft's own suits it."""
@@ -307,28 +348,15 @@ class Eagle3Trainer(SFTTrainer):
         """`SFTTrainer`'s; but no row is shortened, split or dropped in silence."""
         if isinstance(dataset, Dataset) and "feature_row" in dataset.column_names:
             return dataset  # was prepared when its features were extracted
-        if formatting_func is None:
-            dataset = as_messages(dataset)
-            check_columns(dataset, args, dataset_name)
-            dataset = check_rows(dataset, args, dataset_name)
+        if dataset is not self._encoded:
+            dataset = self._encode(dataset, processing_class, args, formatting_func, dataset_name)
         if self._for_evaluation:
             args = copy.copy(args)
             for name, value in self._for_evaluation.items():
                 setattr(args, name, value)
-            # `SFTTrainer` tells it from rows that may have no such columns any more.
-            if args.completion_only_loss is None:
-                self.completion_only_loss = {"prompt", "completion"} <= set(get_dataset_column_names(dataset))
-            if args.assistant_only_loss and not has_generation_markers(processing_class.chat_template):
-                self.chat_template = get_training_chat_template(processing_class)
-        if args.assistant_only_loss and isinstance(dataset, Dataset) and "messages" in dataset.column_names:
-            check_assistant_turns(dataset, dataset_name)
-        tokenize_only = copy.copy(args)
-        tokenize_only.max_length, tokenize_only.shuffle_dataset = None, False
-        dataset = super()._prepare_dataset(
-            dataset, processing_class, tokenize_only, False, formatting_func, dataset_name
-        )
         check_lengths(dataset, dataset_name)
-        dataset = check_tokens(dataset, self.target_vocab_size, dataset_name)
+        if self.num_positions is not None:
+            check_positions(dataset, self.num_positions, args.max_length, dataset_name)
         is_split = packing and args.packing_strategy != "bfd"
         fate = "split off" if is_split else "cut off (`packing=True` with `packing_strategy='bfd_split'` keeps them)"
         dataset = report_long_rows(dataset, args.max_length, fate, dataset_name)
@@ -621,11 +649,16 @@ class Eagle3Trainer(SFTTrainer):
     def _continue_beginnings(self, dataset, draft, sums, process, num_processes):
         for row in islice(dataset, process, self.args.num_eval_prompts, num_processes):
             prompt = prompt_of(documents_of_row(row)[0]).to(self.target_model.device)
+            max_new_tokens = self.args.eval_max_new_tokens
+            if self.num_positions is not None:
+                max_new_tokens = min(max_new_tokens, self.num_positions - prompt.shape[-1])
+            if max_new_tokens <= 0:
+                continue
             sequences = self.target_model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 assistant_model=draft,
-                max_new_tokens=self.args.eval_max_new_tokens,
+                max_new_tokens=max_new_tokens,
                 do_sample=False,
                 synced_gpus=False,  # where all run it together, they take the same steps
             )
