@@ -4,6 +4,7 @@ import pickle
 import statistics
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from accelerate.state import AcceleratorState
 from conftest import make_prompt, make_target
 from datasets import Dataset, DatasetDict
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModel, AutoTokenizer, ProcessorMixin
+from transformers import AutoModel, AutoTokenizer, BitsAndBytesConfig, ProcessorMixin
+from transformers.distributed import DistributedConfig
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import load_ends
@@ -756,8 +758,9 @@ def test_a_target_that_brings_its_code(tmp_path, tokenizer):
 
 def test_the_tokenizer_is_of_the_same_revision(monkeypatch):
     loaded = []
+    tokenizer = SimpleNamespace(chat_template="")
     for auto in (models.AutoModelForCausalLM, AutoTokenizer):
-        monkeypatch.setattr(auto, "from_pretrained", lambda name, **kwargs: loaded.append(kwargs))
+        monkeypatch.setattr(auto, "from_pretrained", lambda name, **kwargs: loaded.append(kwargs) or tokenizer)
     models.load_target("me/model", {"revision": "v2", "trust_remote_code": True, "dtype": torch.float16})
     model_kwargs, tokenizer_kwargs = loaded
     assert (
@@ -809,3 +812,106 @@ def test_drafts_with_a_window_are_refused(tmp_path, tokenizer):
     )
     with pytest.raises(ValueError, match="trains drafts with full attention"):
         make_trainer(tmp_path, tokenizer, model=draft, target=target)
+
+
+@pytest.mark.parametrize(
+    "name, value, expected",
+    [
+        (
+            "quantization_config",
+            BitsAndBytesConfig(load_in_4bit=True),
+            BitsAndBytesConfig(load_in_4bit=True).to_dict(),
+        ),
+        ("dtype", torch.bfloat16, "bfloat16"),
+        ("device_map", {"": torch.device("cpu")}, {"": "cpu"}),
+        ("max_memory", {0: "1GiB"}, {"0": "1GiB"}),
+        ("distributed_config", DistributedConfig(tp_plan="auto"), DistributedConfig(tp_plan="auto").to_dict()),
+    ],
+)
+def test_arguments_are_json(tmp_path, name, value, expected):
+    """Trackers write them at the first log."""
+    kwargs = {name: value}
+    args = Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False, target_model_init_kwargs=kwargs)
+    written = json.loads(args.to_json_string())["target_model_init_kwargs"]
+    assert written == json.loads(json.dumps({name: expected}, default=str)) and args.to_sanitized_dict()
+    assert args.target_model_init_kwargs[name] is value
+
+
+def test_smaller_batches_begin_anew(tmp_path, tokenizer):
+    """`auto_find_batch_size` after a batch that memory had no room for: what is logged and recorded is of those that it has."""
+
+    def train(**arguments):
+        settings = {"echo_factor": 2, "ttt_warmup": 0, "max_steps": 2, "logging_steps": 1, "draft_vocab_size": 20}
+        return make_trainer(tmp_path, tokenizer, **settings, **arguments)
+
+    trainer, reference = (
+        train(auto_find_batch_size=True, per_device_train_batch_size=8),
+        train(per_device_train_batch_size=7),
+    )
+    compute_loss, sizes = trainer.compute_loss, []
+
+    def too_large(model, inputs, *args, **kwargs):
+        loss = compute_loss(model, inputs, *args, **kwargs)
+        sizes.append(len(inputs["input_ids"]))
+        if sizes[-1] == 8:
+            raise RuntimeError("CUDA out of memory.")
+        return loss
+
+    trainer.compute_loss = too_large
+    trainer.train()
+    reference.train()
+    assert sizes == [8, 7, 7] and training_record(trainer)["sequences_per_step"] == 7
+    first, expected = (each.state.log_history[0] for each in (trainer, reference))
+    assert {name: first[name] for name in expected if "runtime" not in name} == pytest.approx(expected)
+
+
+def test_rollouts_of_larger_batches_are_forgotten(tmp_path, tokenizer):
+    settings = {"rollout_share": 0.5, "rollout_start": 0.0, "rollout_max_new_tokens": 2, "max_length": 32}
+    trainer = make_trainer(tmp_path, tokenizer, auto_find_batch_size=True, max_steps=2, **settings)
+    compute_loss, sizes, largest = trainer.compute_loss, [], []
+
+    def too_large(model, inputs, *args, **kwargs):
+        sizes.append((len(inputs["input_ids"]), "tree_levels" in inputs))
+        if sizes[-1][1] and not largest:
+            largest.append(sizes[-1][0])
+            raise RuntimeError("CUDA out of memory.")
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = too_large
+    trainer.train()
+    assert sizes[-1][1] and sizes[-1][0] < largest[0]
+
+
+def test_predicting_is_evaluating(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer, num_eval_prompts=1, eval_max_new_tokens=4)
+    rows = Dataset.from_dict({"text": ["abcdefgh", "ijk"]})
+    expected, output = trainer.evaluate(rows), trainer.predict(rows)
+    assert output.predictions is None
+    for name in ("loss", "accuracy_0", "acceptance_length"):
+        assert output.metrics[f"test_{name}"] == expected[f"eval_{name}"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_evaluation_in_half_precision_leaves_the_draft_as_it_is(tmp_path, tokenizer, dtype):
+    trainer = make_trainer(
+        tmp_path, tokenizer, num_eval_prompts=1, eval_max_new_tokens=4, **{f"{dtype}_full_eval": True}
+    )
+    before = {name: value.clone() for name, value in trainer.draft.state_dict().items()}
+    trainer.evaluate(TEXTS.select(range(2)))
+    after = trainer.draft.state_dict()
+    assert all(torch.equal(after[name], value) and after[name].dtype == value.dtype for name, value in before.items())
+    trainer.train()
+    assert trainer.draft.dtype == trainer.target_model.dtype == torch.float32
+
+
+def test_batches_that_are_not_filled_are_not_all(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match="has 3 rows, which `dataloader_drop_last=True` drops"):
+        make_trainer(tmp_path, tokenizer, dataset=TEXTS.select(range(3)), dataloader_drop_last=True)
+
+
+@pytest.mark.parametrize("depth, expected", [(1, [0]), (2, [0, 1]), (3, [0, 1, 2])])
+def test_shallow_targets(tmp_path, tokenizer, depth, expected):
+    """Give as many states as differ."""
+    trainer = make_trainer(tmp_path, tokenizer, target=make_target("llama", num_hidden_layers=depth))
+    assert trainer.aux_layer_ids == expected
+    trainer.train()

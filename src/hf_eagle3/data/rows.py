@@ -77,6 +77,10 @@ def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
     or the name of its texts. Conversations that have their first prompt in a column of its own (ultrachat_200k) are
     conversations.
 
+    Args:
+        columns (iterable of `str`): Their names.
+        text_field (`str`, *optional*, defaults to `"text"`): That of texts.
+
     Raises:
         ValueError: if there is nothing to learn from.
     """

@@ -303,6 +303,11 @@ class Rollouts:
         self.accepted.zero_()
         return {"rollout_acceptance_length": num_tokens / num_verifications} if num_verifications else {}
 
+    def forget(self) -> None:
+        """Drops what was rolled out and counted."""
+        self.pending.clear()
+        self.accepted.zero_()
+
     def save(self, checkpoint: str | Path) -> None:
         """Keeps what is still to be learned from beside a checkpoint."""
         torch.save(self.pending, self.file(checkpoint))

@@ -3,7 +3,8 @@
 import copy
 import shutil
 import statistics
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
@@ -232,6 +233,16 @@ class Eagle3Trainer(SFTTrainer):
         # One forward of the wrapped model is one unroll, so that DDP, FSDP and autocast do what they do around a
         # forward. Replaces the fused loss that `SFTTrainer` puts in the same place.
         draft.forward = MethodType(_forward_or_unroll, draft)
+        rows_of_step = args.per_device_train_batch_size * args.world_size
+        if (
+            args.dataloader_drop_last
+            and isinstance(self.train_dataset, Dataset)
+            and len(self.train_dataset) < rows_of_step
+        ):
+            raise ValueError(
+                f"The train data has {len(self.train_dataset)} rows, which `dataloader_drop_last=True` drops: they do not fill a batch "
+                f"of {rows_of_step}. Leave it out, or pass a smaller `per_device_train_batch_size`."
+            )
         self._counts: dict[str, torch.Tensor] = {}
         self._loss_weights: dict[str, list[float]] = {"train": [], "eval": []}
         self.rollouts = Rollouts(self) if args.rollout_share > 0 else None
@@ -406,6 +417,18 @@ class Eagle3Trainer(SFTTrainer):
                 self.rollouts.load(resume_from_checkpoint)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
+    def _inner_training_loop(
+        self, batch_size=None, args=None, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None
+    ):
+        """Begins anew with a smaller batch where `auto_find_batch_size` says so: what was counted and kept is of the larger one."""
+        self._counts, self._loss_weights = {}, {"train": [], "eval": []}
+        if batch_size not in (None, self._train_batch_size):
+            for kept in filter(None, (self.echo, self.rollouts)):
+                kept.forget()
+        return super()._inner_training_loop(
+            batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval=ignore_keys_for_eval
+        )
+
     def _load_best_model(self):
         super()._load_best_model()
         self.best = self.state.best_global_step, len(self.state.log_history)
@@ -438,7 +461,7 @@ class Eagle3Trainer(SFTTrainer):
         if self.echo is None:
             return sampler
         num_processes = 1 if args.accelerator_config.split_batches else args.world_size
-        batch_size = args.train_batch_size * num_processes
+        batch_size = self._train_batch_size * num_processes
         return EchoSampler(sampler, batch_size, args.echo_buffer_size, args.echo_factor, args.data_seed)
 
     @torch.no_grad()
@@ -612,12 +635,31 @@ class Eagle3Trainer(SFTTrainer):
     ):
         """Adds the same about `dataloader`, and the acceptance length of decoding with the draft."""
         self._move_target()  # of which training from stored features needs the ends only
-        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        metrics = self._pop_metrics("eval") | self._decode(dataloader.dataset)
+        with kept_precision(self.draft):
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+            metrics = self._pop_metrics("eval") | self._decode(dataloader.dataset)
         if (loss := output.metrics.get(f"{metric_key_prefix}_loss")) is not None:
             metrics["loss_per_step"] = self._per_step(loss, "eval")
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
+
+    def predict(self, test_dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"):
+        """
+        What [`~Eagle3Trainer.evaluate`] measures, of other data. There are no predictions to return.
+
+        Args:
+            test_dataset (`Dataset` or `IterableDataset`): Data of any kind that can be trained on.
+            ignore_keys (`list[str]`, *optional*): As in [`~transformers.Trainer.predict`].
+            metric_key_prefix (`str`, *optional*, defaults to `"test"`): For the names of the metrics.
+        """
+        if not self._skip_prepare_dataset:
+            packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
+            test_dataset = self._prepare_dataset(
+                test_dataset, self.processing_class, self.args, packing, self._formatting_func, metric_key_prefix
+            )
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     @torch.no_grad()
     def _decode(self, dataset) -> dict[str, float]:
@@ -789,6 +831,21 @@ class Eagle3Trainer(SFTTrainer):
     def _name_datasets(self, names: str | list[str] | None) -> None:
         if names:
             self.dataset_names = [names] if isinstance(names, str) else list(names)
+
+
+@contextmanager
+def kept_precision(model: torch.nn.Module) -> Iterator[None]:
+    """Gives a model its tensors back: `bf16_full_eval` and `fp16_full_eval` cast it, and training would go on in these."""
+    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for parameter, data in parameters:
+            if parameter.dtype != data.dtype:
+                parameter.data = data
+        for module, own in buffers:
+            module._buffers.update(own)
 
 
 def _forward_or_unroll(self, *args, unroll=None, **kwargs):
