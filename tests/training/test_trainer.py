@@ -1,7 +1,9 @@
 import copy
 import json
+import logging
 import pickle
 import statistics
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +15,16 @@ from accelerate.state import AcceleratorState
 from conftest import make_prompt, make_target
 from datasets import Dataset, DatasetDict
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModel, AutoTokenizer, BitsAndBytesConfig, ProcessorMixin
+from transformers import AutoModel, AutoTokenizer, BitsAndBytesConfig, ProcessorMixin, Trainer
 from transformers.distributed import DistributedConfig
+from transformers.utils import PushInProgress
+from trl import SFTTrainer
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import load_ends
 from hf_eagle3.data import documents_of_row, prompt_of
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
-from hf_eagle3.training import models, ttt
+from hf_eagle3.training import console, models, ttt
 from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
 from hf_eagle3.training.console import shown
 from hf_eagle3.training.record import non_defaults, training_record
@@ -915,3 +919,45 @@ def test_shallow_targets(tmp_path, tokenizer, depth, expected):
     trainer = make_trainer(tmp_path, tokenizer, target=make_target("llama", num_hidden_layers=depth))
     assert trainer.aux_layer_ids == expected
     trainer.train()
+
+
+def test_failed_pushes_are_mentioned(tmp_path, tokenizer, monkeypatch, caplog):
+    trainer = make_trainer(tmp_path, tokenizer)
+    trainer.hub_model_id, trainer.push_in_progress = "me/draft", None
+    failed, done = Future(), Future()
+    failed.set_exception(OSError("no space"))
+    done.set_result(None)
+
+    def push_both(self, folder):
+        self.push_in_progress = PushInProgress([failed, done])
+
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", push_both)
+    (tmp_path / "checkpoint-1").mkdir()
+    with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
+        trainer._push_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    assert caplog.text.count("in the background failed") == 1 and "OSError: no space" in caplog.text
+
+    def push(self, *args, **kwargs):
+        raise OSError("offline")
+
+    monkeypatch.setattr(SFTTrainer, "push_to_hub", push)
+    with caplog.at_level(logging.WARNING, logger="hf_eagle3"), pytest.raises(OSError, match="offline"):
+        trainer.push_to_hub()
+    assert f"To push it from there: python recipes/push.py {tmp_path} --repo_id me/draft" in caplog.text
+
+
+def test_steps_that_become_slow_are_mentioned_once(monkeypatch, caplog):
+    now, callback = [0.0], console.SlowStepsCallback()
+    monkeypatch.setattr(console.time, "perf_counter", lambda: now[0])
+
+    def steps(*seconds):
+        for each in seconds:
+            callback.on_step_begin(None, None, None)
+            now[0] += each
+            callback.on_step_end(None, SimpleNamespace(global_step=7), None)
+
+    with caplog.at_level(logging.WARNING):
+        steps(*[1.0] * 20, 35.0, *[1.0] * 10, 35.0, 5.0, 35.0)  # single ones happen
+        assert not caplog.text
+        steps(35.0, 35.0, 35.0)
+    assert caplog.text.count("Step 7 took 35.0 s, and usual ones 1.0 s") == 1

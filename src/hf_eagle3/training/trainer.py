@@ -1,6 +1,7 @@
 """[`Eagle3Trainer`]: TRL's `SFTTrainer`, training a draft by training-time test."""
 
 import copy
+import shlex
 import shutil
 import statistics
 from collections.abc import Iterator
@@ -773,7 +774,27 @@ class Eagle3Trainer(SFTTrainer):
             others = ("*.safetensors", "*.bin", "*.pt", "*.pth", "optimizer*", TRAINER_STATE_NAME, CHECKPOINT_FILES)
             patterns = shutil.ignore_patterns(*others)
             shutil.copytree(checkpoint_folder, self.args.output_dir, ignore=patterns, dirs_exist_ok=True)
+        known = [] if push is None else list(push.jobs)
         super()._push_from_checkpoint(checkpoint_folder)
+        for job in [] if self.push_in_progress is None else self.push_in_progress.jobs:
+            if job not in known:
+                job.add_done_callback(self._mention_failed_push)
+
+    def _mention_failed_push(self, job) -> None:
+        """Pushes in the background would fail in silence."""
+        if not job.cancelled() and (error := job.exception()) is not None:
+            logger.warning(
+                f"A push to {self.hub_model_id} in the background failed: {type(error).__name__}: {error}. Training goes on; what was to be "
+                f"pushed is in {self.args.output_dir}."
+            )
+
+    @property
+    def push_command(self) -> str:
+        """What pushes by hand what the trainer has saved."""
+        folder, repo = str(self.args.output_dir), self.hub_model_id or self.args.hub_model_id or "<owner>/<name>"
+        if self._is_adapter or self.draft.config.model_type != Eagle3Config.model_type:
+            return shlex.join(["hf", "upload", repo, folder, "--exclude", f"{PREFIX_CHECKPOINT_DIR}-*/*"])
+        return shlex.join(["python", "recipes/push.py", folder, "--repo_id", repo])
 
     @property
     def _is_adapter(self) -> bool:
@@ -826,7 +847,15 @@ class Eagle3Trainer(SFTTrainer):
             args, kwargs (*optional*): As there.
         """
         self._name_datasets(dataset_name)
-        return super().push_to_hub(*args, **kwargs)
+        try:
+            return super().push_to_hub(*args, **kwargs)
+        except Exception:
+            if self.is_world_process_zero():
+                logger.error(
+                    f"The draft is not pushed to {self.hub_model_id}, for the reason that follows. It is in {self.args.output_dir}. To "
+                    f"push it from there: {self.push_command}"
+                )
+            raise
 
     def _name_datasets(self, names: str | list[str] | None) -> None:
         if names:
