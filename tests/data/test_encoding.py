@@ -295,6 +295,15 @@ def test_rows_that_teach_nothing_are_dropped_and_counted(caplog):
         encode_rows(Dataset.from_dict(rows).select([1]), encoder, "train")
 
 
+def test_padding_without_a_mask(tokenizer):
+    rows = {"input_ids": [0, 5, 0, 6, 0, 0], "labels": [0, -100, 0, 6, 0, 0]}
+    encoded = RowEncoder(tokenizer, "input_ids")(rows)
+    assert (encoded["input_ids"], encoded["labels"]) == ([5, 0, 6], [-100, 0, 6])
+    same = copy.deepcopy(tokenizer)
+    same.pad_token = same.eos_token  # which ends texts
+    assert RowEncoder(same, "input_ids")({"input_ids": [5, 2]})["input_ids"] == [5, 2]
+
+
 def test_markers_are_seen_in_all_ways_of_writing_them():
     for template, expected in (
         ("{%- generation -%}", True),

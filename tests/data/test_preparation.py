@@ -215,6 +215,9 @@ def test_bad_data(tokenizer, tmp_path):
             make_trainer(tokenizer, chat(), tmp_path, template=None, assistant_only_loss=assistant_only_loss)
     with pytest.raises(ValueError, match="needs conversations, but the train data has 'text'"):
         make_trainer(tokenizer, {"text": ["abc"]}, tmp_path, assistant_only_loss=True)
+    masked = {"input_ids": [[5, 6, 7, 8]], "assistant_masks": [[0, 0, 1, 1]]}
+    trainer = make_trainer(tokenizer, masked, tmp_path, assistant_only_loss=True)
+    assert trainer.train_dataset[0]["labels"] == [-100, -100, 7, 8]
     unmarked = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     (tmp_path / "template.jinja").write_text(CHAT_TEMPLATE.replace("U:", "｜"), encoding="utf-8")
     for path in (None, str(tmp_path / "template.jinja")):

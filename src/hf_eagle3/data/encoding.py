@@ -96,7 +96,7 @@ class RowEncoder(PromptEncoder):
         else:
             content = read_row(row, self.kind)
             if content.tokens is not None:
-                encoded |= content.tokens
+                encoded |= content.tokens if "attention_mask" in row else self._without_padding(content.tokens)
             elif content.messages is not None:
                 encoded |= self.encode_chat(content)
             else:
@@ -109,6 +109,16 @@ class RowEncoder(PromptEncoder):
                     "another target"
                 )
         return encoded
+
+    def _without_padding(self, tokens: dict[str, list[int]]) -> dict[str, list[int]]:
+        """Tokens of a row that has no attention mask, without those at either end that are padding and nothing else."""
+        padding, text = self.tokenizer.pad_token_id, tokens["input_ids"]
+        others = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, self.tokenizer.unk_token_id)
+        if padding is None or padding in others or "seq_lengths" in tokens:
+            return tokens
+        places = [place for place, token in enumerate(text) if token != padding] or [0]
+        kept = slice(places[0], places[-1] + 1)
+        return {name: values[kept] for name, values in tokens.items()}
 
     def encode_text(self, row: Row) -> dict[str, list[int]]:
         """A text, or a prompt and its completion."""

@@ -41,6 +41,7 @@ from ..data import (
     prompt_of,
     report_long_rows,
 )
+from ..data.rows import MASKS
 from ..hub import card_on_hub, is_edited, render_card, repo_name, write_records
 from ..hub.push import verifier_without_path
 from ..remote_code.checks_eagle3 import is_sharded
@@ -310,7 +311,7 @@ class Eagle3Trainer(SFTTrainer):
         )
         if is_chat:
             check_chat_template(tokenizer)
-        elif self.assistant_only_loss and name == "train":
+        elif self.assistant_only_loss and name == "train" and not {"labels", *MASKS} & set(next(iter(dataset))):
             raise ValueError(
                 f"`assistant_only_loss=True` needs conversations, but the {name} data has {kind!r}. Leave it out, or pass "
                 "`messages`."
