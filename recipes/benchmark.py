@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, CompileConfig
 
+from hf_eagle3.data import num_positions
 from hf_eagle3.environment import environment, folder_or_hub_id
 from hf_eagle3.evaluation import (
     METHODS,
@@ -108,6 +109,8 @@ def parse_arguments():
     )
     parser.add_argument("--profile", action="store_true", help="Also time the parts of a step, at each temperature")
     args = parser.parse_args()
+    if not isinstance(args.chat_template_kwargs, dict | None):
+        parser.error(f"--chat_template_kwargs is {args.chat_template_kwargs}, but must be a JSON object")
     if args.compare is None and args.target is None:
         parser.error("--target is missing")
     if args.profile and args.draft is None:
@@ -151,6 +154,12 @@ def collect_prompts(args, tokenizer, target) -> tuple[dict[str, list[list[int]]]
             print(f"The task {name} is left out: {error}", file=sys.stderr)
     if not tasks:
         raise SystemExit("There is no task left to measure.")
+    longest = max(len(prompt) for prompts in tasks.values() for prompt in prompts)
+    if (room := num_positions(target)) is not None and longest + args.max_new_tokens > room:
+        raise SystemExit(
+            f"The longest prompt has {longest} tokens, and with `--max_new_tokens {args.max_new_tokens}` more than the target's table of "
+            f"{room} positions. Leave it out, or pass less."
+        )
     return tasks, missing
 
 

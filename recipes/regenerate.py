@@ -21,7 +21,6 @@ folder: `recipes/train.py --dataset_name ultrachat-qwen3-8b ...`, or on what `--
 """
 
 import asyncio
-import json
 import sys
 from dataclasses import asdict, dataclass, field
 
@@ -40,6 +39,7 @@ from hf_eagle3.data.regeneration import (
     regenerate_by_server,
     regenerate_locally,
 )
+from hf_eagle3.data.rows import RowError, read_template_kwargs
 from hf_eagle3.tokenizer import load_tokenizer, read_template
 from hf_eagle3.training.parser import Eagle3Parser
 
@@ -106,9 +106,10 @@ def main():
     state = PartialState()
     dataset = rows_of(load_data(script_args, mixture), script_args.dataset_train_split)
     dataset = plain_rows(dataset, script_args.dataset_train_split)
-    template_kwargs = args.chat_template_kwargs or {}
-    if isinstance(template_kwargs, str):
-        template_kwargs = json.loads(template_kwargs)
+    try:
+        template_kwargs = read_template_kwargs({"chat_template_kwargs": args.chat_template_kwargs})
+    except RowError as error:
+        raise ValueError(f"`--chat_template_kwargs`: {error}.") from None
     if args.base_url is None and (target_config.tp_plan is not None or target_config.fsdp_size is not None):
         raise ValueError(
             "Processes that share a target compute one batch together, but each would answer rows of its own. Spread the target "

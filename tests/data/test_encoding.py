@@ -110,7 +110,6 @@ def test_turns_are_found_where_templates_mark_them(name):
     ("qwen2_5", CALLS, 0),
     ("gptoss", PLAIN, 0),  # the last turn ends with another token than it has in history
     ("phi3", PLAIN, 0),  # ends the text, but not each turn, with EOS
-    ("lfm2_2_5", THOUGHTS[:3] + [assistant("Bye.", reasoning_content="Hm.")], 1),
 ])  # fmt: skip
 def test_turns_that_are_not_what_the_target_would_say_are_lost(name, conversation, lost):
     template = re.sub(r"\{%-? (end)?generation -?%\}", "", TEMPLATES[name])

@@ -287,7 +287,7 @@ def encode_rows(
     lists = {column: List(Value("int64")) for column in ("input_ids", "labels")}
     if "seq_lengths" in dataset.column_names:
         lists["seq_lengths"] = List(Value("int64"))
-    features = Features({**lists, "lost": Value("int32"), "problem": Value("string")})
+    features = Features({**lists, "lost": Value("int32"), "teaches": Value("bool"), "problem": Value("string")})
     state = PartialState()
     with state.main_process_first(), state.local_main_process_first():  # the others read what these have cached
         encoded = dataset.map(
@@ -307,8 +307,8 @@ def encode_rows(
     lost = [number for number, num_lost in enumerate(encoded["lost"]) if num_lost]
     if lost:
         encoder.report_lost(lost, len(encoded), name)
-    encoded = encoded.remove_columns(["lost", "problem"])
-    taught = [number for number, labels in enumerate(encoded["labels"]) if any(label != -100 for label in labels)]
+    taught = [number for number, teaches in enumerate(encoded["teaches"]) if teaches]
+    encoded = encoded.remove_columns(["lost", "teaches", "problem"])
     if not taught:
         raise ValueError(f"{len(encoded)} of {len(encoded)} rows of the {name} data have nothing to learn.")
     if len(taught) < len(encoded):
@@ -323,9 +323,10 @@ def encode_rows(
 
 def encode_or_tell(row: dict[str, Any], encoder: RowEncoder, columns: list[str]) -> dict[str, Any]:
     """An encoded row, or an empty one that says as `problem` what is wrong with it."""
-    empty = {column: [] for column in columns} | {"lost": 0, "problem": ""}
+    empty = {column: [] for column in columns} | {"lost": 0, "teaches": False, "problem": ""}
     try:
-        return empty | encoder(row)
+        encoded = encoder(row)
+        return empty | encoded | {"teaches": any(label != -100 for label in encoded["labels"])}
     except RowError as error:
         return empty | {"problem": str(error)}
 
