@@ -873,9 +873,11 @@ def kept_precision(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for parameter, data in parameters:
             if parameter.dtype != data.dtype:
-                parameter.data = data
+                parameter.data = data.to(parameter.device)
         for module, own in buffers:
-            module._buffers.update(own)
+            for name, buffer in own.items():
+                if buffer is not None and module._buffers[name].dtype != buffer.dtype:
+                    module._buffers[name] = buffer.to(module._buffers[name].device)
 
 
 def _forward_or_unroll(self, *args, unroll=None, **kwargs):
