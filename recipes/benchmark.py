@@ -9,8 +9,8 @@ prompts.
         --tasks mt_bench humaneval gsm8k --dtype bfloat16 --json results.jsonl
 
 `--tasks` takes tasks of the Hub (mt_bench, humaneval, gsm8k, alpaca, cnn_dm, math500, or the groups `paper` and
-`spec_bench`), JSON Lines files with a `{"prompt": "..."}` or `{"messages": [...]}` a line, folders of them, and
-`python`: the standard library's sources, which every machine has. A task that cannot be reached is left out, and said
+`spec_bench`), JSON Lines files with a `{"prompt": "..."}` or `{"messages": [...]}` a line (and `tools` or
+`chat_template_kwargs`, if it has some), folders of them, and `python`: the standard library's sources, which every machine has. A task that cannot be reached is left out, and said
 to be.
 
 What was measured is kept in the JSON Lines file; interrupted, the same command goes on. `--plots FOLDER` draws it,
@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, CompileConfig
 
+from hf_eagle3.data import num_positions
 from hf_eagle3.environment import environment, folder_or_hub_id
 from hf_eagle3.evaluation import (
     METHODS,
@@ -51,7 +52,7 @@ from hf_eagle3.evaluation.results import OTHER_DRAFTS, what_differs
 from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
-from hf_eagle3.tokenizer import load_tokenizer
+from hf_eagle3.tokenizer import load_tokenizer, read_template
 
 
 # Arguments that say where results go, not what is measured.
@@ -108,6 +109,8 @@ def parse_arguments():
     )
     parser.add_argument("--profile", action="store_true", help="Also time the parts of a step, at each temperature")
     args = parser.parse_args()
+    if not isinstance(args.chat_template_kwargs, dict | None):
+        parser.error(f"--chat_template_kwargs is {args.chat_template_kwargs}, but must be a JSON object")
     if args.compare is None and args.target is None:
         parser.error("--target is missing")
     if args.profile and args.draft is None:
@@ -151,6 +154,12 @@ def collect_prompts(args, tokenizer, target) -> tuple[dict[str, list[list[int]]]
             print(f"The task {name} is left out: {error}", file=sys.stderr)
     if not tasks:
         raise SystemExit("There is no task left to measure.")
+    longest = max(len(prompt) for prompts in tasks.values() for prompt in prompts)
+    if (room := num_positions(target)) is not None and longest + args.max_new_tokens > room:
+        raise SystemExit(
+            f"The longest prompt has {longest} tokens, and with `--max_new_tokens {args.max_new_tokens}` more than the target's table of "
+            f"{room} positions. Leave it out, or pass less."
+        )
     return tasks, missing
 
 
@@ -196,7 +205,7 @@ def main():
     trust = {"trust_remote_code": args.trust_remote_code}
     tokenizer = load_tokenizer(args.target, **trust)
     if args.chat_template_path is not None:
-        tokenizer.chat_template = Path(args.chat_template_path).read_text()
+        tokenizer.chat_template = read_template(args.chat_template_path)
     target, draft, tree, weights = load(AutoModelForCausalLM, args.target, **trust), None, {}, None
     facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
     if args.eos_token_id is not None:

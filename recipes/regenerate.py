@@ -21,15 +21,15 @@ folder: `recipes/train.py --dataset_name ultrachat-qwen3-8b ...`, or on what `--
 """
 
 import asyncio
+import sys
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from accelerate import PartialState
 from train import TargetConfig, TrainScriptArguments, load_data, load_target, rows_of
 from trl import DatasetMixtureConfig
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.data import as_messages, check_chat_template, has_messages
+from hf_eagle3.data import check_chat_template, plain_rows
 from hf_eagle3.data.regeneration import (
     Output,
     beginnings,
@@ -39,7 +39,8 @@ from hf_eagle3.data.regeneration import (
     regenerate_by_server,
     regenerate_locally,
 )
-from hf_eagle3.tokenizer import load_tokenizer
+from hf_eagle3.data.rows import RowError, read_template_kwargs
+from hf_eagle3.tokenizer import load_tokenizer, read_template
 from hf_eagle3.training.parser import Eagle3Parser
 
 
@@ -72,7 +73,21 @@ class RegenerationArguments:
         default=32, metadata={"help": "Of rows that are texts: how long the pieces are that are continued."}
     )
     batch_size: int = field(default=16, metadata={"help": "Conversations at a time in each process."})
+    chat_template_kwargs: dict | str | None = field(
+        default=None,
+        metadata={"help": "JSON for the chat template, such as '{\"enable_thinking\": false}', where a row has none."},
+    )
+    drop_cut_answers: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave out rows with an answer that was cut at `--max_new_tokens` (finish_reason `length`). They are "
+            "counted in any case."
+        },
+    )
     base_url: str | None = field(default=None, metadata={"help": "Server to ask, instead of loading the target."})
+    served_model_name: str | None = field(
+        default=None, metadata={"help": "The model's name on the server; by default `--model_name_or_path`."}
+    )
     api_key: str | None = field(default=None, metadata={"help": "Its key, if it wants one."})
     concurrency: int = field(default=64, metadata={"help": "Conversations at a time that the server gets."})
     max_retries: int = field(default=5, metadata={"help": "How often a request that failed is sent again."})
@@ -89,7 +104,12 @@ def main():
     parser = Eagle3Parser((TrainScriptArguments, RegenerationArguments, TargetConfig, DatasetMixtureConfig), WITHOUT)
     script_args, args, target_config, mixture = parser.parse_args_and_config()
     state = PartialState()
-    dataset = as_messages(rows_of(load_data(script_args, mixture), script_args.dataset_train_split))
+    dataset = rows_of(load_data(script_args, mixture), script_args.dataset_train_split)
+    dataset = plain_rows(dataset, script_args.dataset_train_split)
+    try:
+        template_kwargs = read_template_kwargs({"chat_template_kwargs": args.chat_template_kwargs})
+    except RowError as error:
+        raise ValueError(f"`--chat_template_kwargs`: {error}.") from None
     if args.base_url is None and (target_config.tp_plan is not None or target_config.fsdp_size is not None):
         raise ValueError(
             "Processes that share a target compute one batch together, but each would answer rows of its own. Spread the target "
@@ -105,8 +125,10 @@ def main():
         trust = {"trust_remote_code": args.trust_remote_code}
         tokenizer = load_tokenizer(target_config.model_name_or_path, revision=target_config.model_revision, **trust)
         if args.chat_template_path is not None:
-            tokenizer.chat_template = Path(args.chat_template_path).read_text()
-        check_chat_template(tokenizer, False, has_messages(dataset))
+            tokenizer.chat_template = read_template(args.chat_template_path)
+        columns = next(iter(dataset), {})
+        if any(isinstance(columns.get(name), list) for name in ("messages", "conversations", "prompt")):
+            check_chat_template(tokenizer)
     if is_continued:
         dataset = beginnings(dataset, tokenizer, args.prompt_tokens, args.max_new_tokens)
     sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
@@ -119,28 +141,23 @@ def main():
         "split": script_args.dataset_train_split,
         **({"prompt_tokens": args.prompt_tokens, "whole_texts": True} if is_continued else {}),
         **({} if args.chat_template_path is None else {"chat_template_path": args.chat_template_path}),
+        **({"chat_template_kwargs": template_kwargs} if template_kwargs else {}),
+        **({"drop_cut_answers": True} if args.drop_cut_answers else {}),
         **sampling,
     }
     with state.main_process_first():
-        output = Output(args.output_dir, settings, state.process_index)
+        output = Output(args.output_dir, settings, state.process_index, args.drop_cut_answers)
     num_done, num_failed = len(output.done), 0
     sampling = {name: value for name, value in sampling.items() if value is not None}
-    pending = conversations(dataset, set(output.done), state.process_index, state.num_processes)
+    pending = conversations(dataset, output, state.process_index, state.num_processes, template_kwargs)
     if args.base_url is not None:
         sampling["max_tokens"] = sampling.pop("max_new_tokens")
-        num_failed = asyncio.run(
-            regenerate_by_server(
-                args.base_url,
-                target_config.model_name_or_path,
-                pending,
-                output,
-                args.concurrency,
-                args.max_retries,
-                args.timeout,
-                args.api_key,
-                **sampling,
-            )
-        )
+        model = args.served_model_name or target_config.model_name_or_path
+        limits = (args.concurrency, args.max_retries, args.timeout, args.api_key)
+        try:
+            num_failed = asyncio.run(regenerate_by_server(args.base_url, model, pending, output, *limits, **sampling))
+        except ConnectionRefusedError as error:
+            raise SystemExit(str(error)) from None
     else:
         if "temperature" in sampling:
             sampling["do_sample"] = sampling["temperature"] > 0
@@ -155,8 +172,11 @@ def main():
             draft = draft.to(target.device)
         regenerate_locally(target.eval(), tokenizer, pending, output, args.batch_size, draft, **sampling)
     print(
-        f"{len(output.done) - num_done} rows written to {args.output_dir}, {num_done} were there, {num_failed} failed."
+        f"{len(output.done) - num_done} rows written to {args.output_dir}, {num_done} were there, {num_failed} failed, "
+        f"{len(output.left_out)} were left out."
     )
+    if report := output.report():
+        print(report, file=sys.stderr)
     if num_failed:
         raise SystemExit(1)
     if not output.done:

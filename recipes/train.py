@@ -34,6 +34,7 @@ from pathlib import Path
 
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict, IterableDataset, ReadInstruction, concatenate_datasets, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import get_last_checkpoint
@@ -48,6 +49,7 @@ from trl import (
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import load_ends
+from hf_eagle3.data import read_json_lines
 from hf_eagle3.environment import folder_or_hub_id
 from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training import FeatureStore
@@ -125,12 +127,17 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
         if Path(name).stat().st_size == 0:
             raise ValueError(f"{name} is empty.")
         files = [name]
-    if files:  # which are the only split, whatever it is called
-        split = script_args.dataset_train_split.partition("[")[0]
-        return load_dataset(
-            FILE_FORMATS.get(suffix, "json"), data_files={split: files}, streaming=script_args.dataset_streaming
-        )
-    return load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
+    try:
+        if files:  # which are the only split, whatever it is called
+            split = script_args.dataset_train_split.partition("[")[0]
+            kind = FILE_FORMATS.get(suffix, "json")
+            return load_dataset(kind, data_files={split: files}, streaming=script_args.dataset_streaming)
+        return load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
+    except DatasetGenerationError:
+        for file in files or sorted(map(str, Path(name).glob("*.jsonl"))):
+            if file.endswith((".json", ".jsonl")):
+                list(read_json_lines(file))  # says which line is broken
+        raise
 
 
 def rows_of(dataset: DatasetDict, split: str) -> Dataset | IterableDataset:
@@ -245,7 +252,13 @@ def main():
         where = f"after {Path(checkpoint).name}" if checkpoint else "from the beginning: there is no checkpoint yet"
         raise SystemExit(f"Interrupted. To go on {where}:\n\n    {command}") from None
     if training_args.push_to_hub:  # which saves, too
-        trainer.push_to_hub()
+        try:
+            trainer.push_to_hub()
+        except OSError as error:  # of the Hub, too
+            raise SystemExit(
+                f"The draft is in {folder}, but was not pushed ({type(error).__name__}: {error}). To push it:\n\n    "
+                f"{trainer.push_command}"
+            ) from None
         trainer.accelerator.print(f"Pushed the draft to {trainer.hub_model_id}.")
     else:
         trainer.save_model(training_args.output_dir)

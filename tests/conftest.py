@@ -188,6 +188,21 @@ def make_target(family: str, seed: int = 0, **changes):
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
+def make_gpt2(num_positions: int):
+    """A random target that looks positions up in a table."""
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "n_embd": 32,
+        "n_layer": 4,
+        "n_head": 4,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+    }
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gpt2", n_positions=num_positions, **sizes)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
 def causal_only(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs):
     """As flash attention: causal from the right, with padding by a mask of two dimensions or none; no tree."""
     assert attention_mask is None or attention_mask.dim() == 2
@@ -370,7 +385,8 @@ def tokenizer():
 
 @contextmanager
 def chat_server(reply):
-    """An OpenAI-compatible server; `reply(payload, number)` gives a text, a message, or an HTTP status to fail with."""
+    """An OpenAI-compatible server; `reply(payload, number)` gives a text, a message, with its `finish_reason` if that is not
+    "stop", or an HTTP status to fail with."""
     requests, lock = [], threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -384,8 +400,9 @@ def chat_server(reply):
             if isinstance(answer, int):
                 status, body = answer, {"error": "no"}
             else:
-                message = answer if isinstance(answer, dict) else {"role": "assistant", "content": answer}
-                choice = {"index": 0, "message": message, "finish_reason": "stop"}
+                message = dict(answer) if isinstance(answer, dict) else {"role": "assistant", "content": answer}
+                reason = message.pop("finish_reason", "stop")
+                choice = {"index": 0, "message": message, "finish_reason": reason}
                 usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
                 body = {
                     "id": "1",

@@ -90,7 +90,8 @@ def test_contradictions_are_refused(arguments, message):
         ("qwen3", {"num_hidden_layers": 7}, [2, 3, 4]),
         ("llama", {"num_hidden_layers": 6}, [1, 3, 5]),  # the usual three would be two
         ("llama", {"num_hidden_layers": 4}, [1, 2, 3]),
-        ("llama", {"num_hidden_layers": 2}, [0, 1, 1]),
+        ("llama", {"num_hidden_layers": 2}, [0, 1]),  # as many as differ
+        ("llama", {"num_hidden_layers": 1}, [0]),
     ],
 )
 def test_default_layers(family, changes, expected):

@@ -21,7 +21,7 @@ from .environment import is_path, machine_name, public_name
 from .remote_code.decoding_eagle3 import Eagle3GenerationStats, Eagle3Step
 from .remote_code.modeling_eagle3 import Eagle3ForSpeculation
 from .remote_code.policy_eagle3 import tree_settings
-from .tokenizer import load_tokenizer
+from .tokenizer import PromptEncoder, load_tokenizer
 
 
 SECONDS_PER_FRAME = 0.1
@@ -30,14 +30,12 @@ NEEDS_GRADIO = "The page needs gradio: pip install 'hf-eagle3[demo]'"
 
 def encode(tokenizer, prompt: str, is_chat: bool) -> BatchEncoding:
     """The prompt as what a user says, by the chat template, or as a text that goes on."""
-    if is_chat:
-        messages = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    # The template has written the special tokens.
-    inputs = tokenizer(prompt, add_special_tokens=not is_chat, return_token_type_ids=False, return_tensors="pt")
-    if inputs["input_ids"].shape[1] == 0:
+    encoder = PromptEncoder(tokenizer)
+    tokens = encoder.chat([{"role": "user", "content": prompt}]) if is_chat else encoder.text(prompt)
+    if not tokens:
         raise ValueError("There is no prompt. Write one.")
-    return inputs
+    input_ids = torch.tensor([tokens])
+    return BatchEncoding({"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)})
 
 
 def decode(tokenizer, tokens: Sequence[int]) -> str:

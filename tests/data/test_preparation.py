@@ -3,23 +3,26 @@
 import copy
 import json
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import CHAT_TEMPLATE, make_target
+from conftest import CHAT_TEMPLATE, make_gpt2, make_target
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, ProcessorMixin
 from trl.chat_template_utils import qwen3_chat_template
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training import ttt
+from hf_eagle3.training.models import load_target
 
 
 def make_trainer(tokenizer, rows, tmp_path, template=CHAT_TEMPLATE, model=None, stream=False, **arguments):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template
-    dataset = Dataset.from_dict(rows)
+    dataset = Dataset.from_dict(rows) if isinstance(rows, dict) else rows
     arguments = {
         "max_steps": 1,
         "use_cpu": True,
@@ -200,26 +203,29 @@ def test_dropped_rows_are_reported(tokenizer, tmp_path, caplog):
 
 
 def test_bad_data(tokenizer, tmp_path):
-    with pytest.raises(ValueError, match=r"4 of 4 rows .* no assistant turn, the first of them row 0 .*'bot'"):
+    with pytest.raises(
+        ValueError, match=r"4 of 4 rows .* Row 0 \(3 more: 1, 2, ...\): it has no assistant turn, but \['bot'"
+    ):
         make_trainer(tokenizer, chat("bot"), tmp_path, assistant_only_loss=True)
     some = {"messages": chat()["messages"] + chat("bot")["messages"]}
-    with pytest.raises(ValueError, match="4 of 8 rows .* the first of them row 4"):
+    with pytest.raises(ValueError, match="4 of 8 rows .* Row 4 "):
         make_trainer(tokenizer, some, tmp_path, assistant_only_loss=True)
-    with pytest.raises(ValueError, match="has none"):
-        make_trainer(tokenizer, chat(), tmp_path, template=None, assistant_only_loss=True)
+    for assistant_only_loss in (False, True):
+        with pytest.raises(ValueError, match="has no chat template: pass one as `chat_template_path`"):
+            make_trainer(tokenizer, chat(), tmp_path, template=None, assistant_only_loss=assistant_only_loss)
+    with pytest.raises(ValueError, match="needs conversations, but the train data has 'text'"):
+        make_trainer(tokenizer, {"text": ["abc"]}, tmp_path, assistant_only_loss=True)
+    masked = {"input_ids": [[5, 6, 7, 8]], "assistant_masks": [[0, 0, 1, 1]]}
+    trainer = make_trainer(tokenizer, masked, tmp_path, assistant_only_loss=True)
+    assert trainer.train_dataset[0]["labels"] == [-100, -100, 7, 8]
     unmarked = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    with pytest.raises(ValueError, match="generation markers"):
-        make_trainer(tokenizer, chat(), tmp_path, template=unmarked, assistant_only_loss=True)
-    (tmp_path / "template.jinja").write_text(CHAT_TEMPLATE)
-    trainer = make_trainer(
-        tokenizer,
-        chat(),
-        tmp_path,
-        unmarked,
-        assistant_only_loss=True,
-        chat_template_path=str(tmp_path / "template.jinja"),
-    )
-    assert {learned(trainer, i)[0] for i in range(4)} == {f"d{i}</s>" for i in range(4)}
+    (tmp_path / "template.jinja").write_text(CHAT_TEMPLATE.replace("U:", "｜"), encoding="utf-8")
+    for path in (None, str(tmp_path / "template.jinja")):
+        trainer = make_trainer(
+            tokenizer, chat(), tmp_path, unmarked, assistant_only_loss=True, chat_template_path=path
+        )
+        assert {learned(trainer, i)[0] for i in range(4)} == {f"d{i}</s>" for i in range(4)}
+        assert trainer.args.assistant_only_loss and trainer.args.chat_template_path == path
     with pytest.raises(ValueError, match="must be a Jinja file"):
         make_trainer(tokenizer, chat(), tmp_path, chat_template_path=str(tmp_path))
     with pytest.raises(FileNotFoundError, match="none.jinja"):
@@ -237,10 +243,10 @@ def test_bad_data(tokenizer, tmp_path):
         ("messages", [*turns, None]),
     ):
         empty = [i for i, row in enumerate(rows) if not row]
-        message = f"{len(empty)} of {len(rows)} rows .* nothing as {column!r}, the first of them row {empty[0]}"
+        message = f"{len(empty)} of {len(rows)} rows .* Row {empty[0]}.*: it has nothing as {column!r}. Mend or remove"
         with pytest.raises(ValueError, match=message):
             make_trainer(tokenizer, {column: rows}, tmp_path)
-        with pytest.raises(ValueError, match=f"Row {empty[0]} of the train data has nothing as {column!r}"):
+        with pytest.raises(ValueError, match=f"Row {empty[0]} of the train data cannot .* nothing as {column!r}"):
             make_trainer(tokenizer, {column: rows}, tmp_path, stream=True, max_steps=2).train()
     for token in (200, -1):
         rows = {"input_ids": [[3, 4, 5, 6], [3, token, 5, 6]]}
@@ -259,3 +265,70 @@ def test_a_vocabulary_of_other_data_is_refused(tokenizer, tmp_path):
     draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(60, 90))
     with pytest.raises(ValueError, match="30 of 96 tokens, which make up 0.0% of the supervised tokens"):
         make_trainer(tokenizer, chat(), tmp_path, model=draft)
+
+
+def test_positions_beyond_a_table(tokenizer, tmp_path):
+    """Are refused before training, and not decoded in it."""
+
+    def make(length, **arguments):
+        settings = {"max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
+        return Eagle3Trainer(
+            model=None,
+            target_model=make_gpt2(num_positions=32),
+            args=Eagle3TrainingArguments(str(tmp_path), ttt_steps=2, **settings, **arguments),
+            train_dataset=Dataset.from_list([{"input_ids": [5, 6, 7, 8] * (length // 4)}] * 2),
+            processing_class=copy.deepcopy(tokenizer),
+        )
+
+    with pytest.raises(ValueError, match="table of 32 positions, but 2 of 2 rows .*Pass `max_length=32`"):
+        make(80, max_length=100)
+    with pytest.raises(ValueError, match="`rollout_max_new_tokens` is 128, but the target has a table of 32"):
+        make(24, rollout_share=0.5)
+    trainer = make(24, rollout_share=0.5, rollout_start=0.0, rollout_max_new_tokens=12, max_length=100)
+    trainer.train()
+    assert trainer.evaluate(Dataset.from_list([{"input_ids": [5, 6, 7, 8] * 8}]))["eval_acceptance_length"] >= 1
+
+
+@pytest.mark.parametrize("kind", ["numpy", "structure of lists", "with_transform", "images"])
+def test_formats_and_columns(tokenizer, tmp_path, kind):
+    dataset = Dataset.from_list([{"messages": turns, "images": []} for turns in chat()["messages"]])
+    if kind == "numpy":
+        dataset = dataset.with_format("numpy")
+    elif kind == "structure of lists":
+        lists = {name: [turn[name] for turn in chat()["messages"][0]] for name in ("role", "content")}
+        dataset = Dataset.from_list([{"messages": lists}])
+    elif kind == "images":
+        dataset = Dataset.from_list([{"messages": chat()["messages"][0], "image": "x"}])
+    else:
+        dataset = dataset.with_transform(lambda rows: rows)
+    told = {"with_transform": "computes its rows anew", "images": "Row 0: it has 'image', and drafts learn from text"}
+    with pytest.raises(ValueError, match=told[kind]) if kind in told else nullcontext():
+        trainer = make_trainer(tokenizer, dataset, tmp_path, assistant_only_loss=True)
+        assert "d0</s>" in {learned(trainer, index)[0] for index in range(len(trainer.train_dataset))}
+
+
+def test_a_template_of_the_processor(tokenizer, tmp_path):
+    class Processor(ProcessorMixin):
+        def __init__(self, tokenizer):
+            self.tokenizer, self.chat_template = tokenizer, tokenizer.chat_template
+            tokenizer.chat_template = None
+
+    own = copy.deepcopy(tokenizer)
+    _, given = load_target(make_target("llama"), None, Processor(own))
+    assert given is own and own.chat_template == CHAT_TEMPLATE
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path)
+    make_target("llama").config.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
+    assert load_tokenizer(tmp_path).chat_template == CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize("rows", [{"text": ["abcdef"]}, {"prompt": ["abc"], "completion": ["def"]}])
+def test_tokenizers_without_eos_or_padding(tokenizer, tmp_path, rows, caplog):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.eos_token = tokenizer.pad_token = None
+    with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
+        trainer = make_trainer(tokenizer, rows, tmp_path)
+    assert tokenizer.decode(trainer.train_dataset[0]["input_ids"]) == "abcdef"
+    assert "has no EOS token: texts are learned without an end" in caplog.text

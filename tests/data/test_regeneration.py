@@ -1,15 +1,17 @@
 import asyncio
 import copy
+import json
 import logging
 
 import pytest
 import torch
-from conftest import chat_server, make_target
+from conftest import chat_server, make_gpt2, make_target
 from datasets import IterableDataset, load_dataset
 from tokenizers.processors import TemplateProcessing
 from trl.chat_template_utils import qwen3_chat_template
 
 from hf_eagle3.data.regeneration import (
+    NUM_REFUSED,
     Conversation,
     Output,
     beginnings,
@@ -17,7 +19,11 @@ from hf_eagle3.data.regeneration import (
     has_texts,
     regenerate_by_server,
     regenerate_locally,
+    rows_in,
 )
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 def user(text):
@@ -30,7 +36,7 @@ def assistant(text):
 
 def ask(url, rows, output, **arguments):
     settings = {"concurrency": 3, "first_wait": 0.01, **arguments}
-    return asyncio.run(regenerate_by_server(url, "m", conversations(rows, set(output.done)), output, **settings))
+    return asyncio.run(regenerate_by_server(url, "m", conversations(rows, output), output, **settings))
 
 
 def read(folder):
@@ -78,16 +84,112 @@ def test_failed_rows_are_reported_and_tried_again_by_the_next_run(tmp_path, capl
     rows = [{"messages": [user(str(i))]} for i in range(5)]
 
     def reply(payload, number):
-        return 400 if payload["messages"][0]["content"] == "3" else "fine"
+        return 500 if payload["messages"][0]["content"] == "3" else "fine"
 
     with chat_server(reply) as (url, requests):
-        assert ask(url, rows, Output(tmp_path, {})) == 1
-        assert len(requests) == 5  # no second try of a request that is wrong
+        assert ask(url, rows, Output(tmp_path, {}), max_retries=0) == 1
     assert "Row 3 failed" in caplog.text
     with chat_server(lambda *args: "later") as (url, requests):
         assert ask(url, rows, Output(tmp_path, {})) == 0
         assert len(requests) == 1
     assert read(tmp_path)[3]["messages"][-1]["content"] == "later" and len(read(tmp_path)) == 5
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_rows_that_a_server_refuses_are_left_out_for_good(tmp_path, caplog, status):
+    rows = [{"messages": [user(str(i))]} for i in range(5)]
+
+    def reply(payload, number):
+        return status if payload["messages"][0]["content"] == "3" else "fine"
+
+    for num_requests in (5, 0):  # no second try, nor by another run
+        with chat_server(reply) as (url, requests):
+            output = Output(tmp_path, {})
+            assert ask(url, rows, output) == 0
+            assert len(requests) == num_requests
+        assert list(output.left_out) == [3] and f"Row 3: the server refuses it: {status}" in output.report()
+    assert sorted(read(tmp_path)) == [0, 1, 2, 4]
+
+
+@pytest.mark.parametrize("status, num_rows", [(404, 100), (400, 100), (401, 2)])
+def test_a_server_that_refuses_everything(tmp_path, status, num_rows):
+    rows, output = [{"messages": [user(str(i))]} for i in range(num_rows)], Output(tmp_path, {})
+    with chat_server(lambda *args: status) as (url, requests):
+        with pytest.raises(ConnectionRefusedError, match=rf"Row \d: {status} .*--served_model_name"):
+            ask(url, rows, output)
+        assert len(requests) <= min(num_rows, NUM_REFUSED + 3)
+    assert not output.left_out
+
+
+@pytest.mark.parametrize("reason, num_failed", [("abort", 1), ("error", 1), ("content_filter", 0)])
+def test_answers_that_are_given_up_are_none(tmp_path, reason, num_failed):
+    answer = {**assistant(""), "finish_reason": reason}
+    with chat_server(lambda payload, number: answer if payload["messages"][0]["content"] == "1" else "x") as (url, _):
+        output = Output(tmp_path, {})
+        assert ask(url, [{"messages": [user(str(i))]} for i in range(3)], output) == num_failed
+    assert sorted(read(tmp_path)) == [0, 2] and len(output.left_out) == 1 - num_failed
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_answers_that_are_cut(tmp_path, drops):
+    answer = {**assistant("cut in the midd"), "finish_reason": "length"}
+    with chat_server(lambda payload, number: answer if payload["messages"][0]["content"] == "1" else "x") as (url, _):
+        output = Output(tmp_path, {}, drops_cut_answers=drops)
+        assert ask(url, [{"messages": [user(str(i))]} for i in range(3)], output) == 0
+    assert sorted(read(tmp_path)) == ([0, 2] if drops else [0, 1, 2])
+    assert "1 rows have an answer that was cut for its length" in output.report()
+
+
+def test_what_a_row_says_goes_into_prompt_request_and_new_row(tmp_path, tokenizer):
+    row = {
+        "messages": [user("a")],
+        "system": "s",
+        "tools": [TOOL],
+        "chat_template_kwargs": {"think": 1, "other": None},
+    }
+    messages = [{"role": "system", "content": "s"}, user("a"), assistant("yes")]
+    template_kwargs = {"think": 0, "style": "brief"}
+    output = Output(tmp_path / "server", {})
+    with chat_server(lambda *args: "yes") as (url, requests):
+        pending = conversations([row], output, template_kwargs=template_kwargs)
+        asyncio.run(regenerate_by_server(url, "m", pending, output, concurrency=1))
+    (_, payload), written = requests[0], next(rows_in((tmp_path / "server").glob("*.jsonl")))
+    assert payload["messages"] == messages[:2] and payload["tools"] == [TOOL]
+    assert payload["chat_template_kwargs"] == written["chat_template_kwargs"] == {"think": 1, "style": "brief"}
+    assert written["messages"] == messages and json.loads(written["tools"]) == [TOOL]
+    tokenizer, seen = copy.deepcopy(tokenizer), []
+    tokenizer.chat_template = "{% if tools %}t{{ think }}{{ style }}{% endif %}" + tokenizer.chat_template
+    target, output = make_target("llama"), Output(tmp_path / "target", {})
+    generate = target.generate
+    target.generate = lambda input_ids, **settings: seen.append(input_ids) or generate(input_ids, **settings)
+    pending = conversations([row], output, template_kwargs=template_kwargs)
+    regenerate_locally(target, tokenizer, pending, output, batch_size=1, max_new_tokens=2, do_sample=False)
+    assert tokenizer.decode(seen[0][0]) == "t1briefU:s|U:a|A:"
+    written = next(rows_in((tmp_path / "target").glob("*.jsonl")))
+    assert json.loads(written["tools"]) == [TOOL] and written["chat_template_kwargs"]["think"] == 1
+
+
+def test_calls_of_tools_end_a_conversation(tmp_path):
+    """What the tool would say is not known."""
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    with chat_server(lambda *args: message) as (url, _):
+        ask(url, [{"messages": [user("a"), assistant("old"), user("b")]}], Output(tmp_path, {}))
+    assert read(tmp_path)[0]["messages"] == [user("a"), {**message, "content": ""}]
+
+
+def test_rows_that_a_target_cannot_answer_are_left_out(tmp_path, tokenizer):
+    tokenizer, output = copy.deepcopy(tokenizer), Output(tmp_path, {})
+    tokenizer.pad_token = tokenizer.eos_token = None
+    refusing = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('never') }}{% endif %}"
+    tokenizer.chat_template = refusing + tokenizer.chat_template
+    target = make_gpt2(num_positions=16)
+    rows = [{"messages": [user(text)]} for text in ("ab", "no", "abcdefghijklm", "c")]
+    settings = {"batch_size": 2, "max_new_tokens": 4, "do_sample": False}
+    regenerate_locally(target, tokenizer, conversations(rows, output), output, **settings)
+    assert sorted(read(tmp_path)) == [0, 3]
+    assert "the chat template refuses it: never" in output.left_out[1]
+    assert "more than the target's table of 16 positions" in output.left_out[2]
 
 
 def test_no_server(tmp_path, caplog):
@@ -122,12 +224,15 @@ def test_a_line_cut_off_by_a_crash_is_written_again(tmp_path):
         Output(tmp_path / "other", {})
 
 
-def test_rows_that_cannot_be_answered(caplog):
+def test_rows_that_cannot_be_answered(tmp_path, caplog):
     tool = {"messages": [user("a"), assistant("call"), {"role": "tool", "content": "r"}, assistant("b")]}
-    rows = [tool, {"messages": [assistant("a")]}, {"text": "abc"}, {"messages": [user("a")]}]
+    rows = [tool, {"messages": [assistant("a")]}, {"text": "abc"}, {"messages": [{"content": "a"}]}]
+    rows += [{"messages": [None]}, {"messages": [user("a")]}]
+    output = Output(tmp_path, {})
     with caplog.at_level(logging.WARNING):
-        assert [conversation.row for conversation in conversations(rows, set())] == [3]
-    assert "3 rows were left out: row 0 has messages of ['tool']" in caplog.text
+        assert [conversation.row for conversation in conversations(rows, output)] == [5]
+    assert "Row 0 is left out: it has messages of ['tool']" in caplog.text and caplog.text.count("is left out") == 3
+    assert output.report().startswith("5 rows were left out. Row 0: it has messages of ['tool']")
 
 
 def test_texts_are_for_a_target_in_this_process(tmp_path):
@@ -142,7 +247,7 @@ def test_answers_of_a_target_are_what_it_generates(tmp_path, tokenizer):
     rows.append({"prompt": [user("abc")], "completion": [assistant("old")]})
     output = Output(tmp_path, {})
     settings = {"max_new_tokens": 6, "do_sample": False}
-    regenerate_locally(target, copy.deepcopy(tokenizer), conversations(rows, set()), output, batch_size=3, **settings)
+    regenerate_locally(target, copy.deepcopy(tokenizer), conversations(rows, output), output, batch_size=3, **settings)
     written = read(tmp_path)
     assert sorted(written) == list(range(8))
     reasons = []
@@ -167,7 +272,7 @@ def test_texts_are_continued(tmp_path, tokenizer):
     regenerate_locally(
         target,
         copy.deepcopy(tokenizer),
-        conversations(rows, set()),
+        conversations(rows, output),
         output,
         batch_size=2,
         max_new_tokens=5,
@@ -191,7 +296,8 @@ def test_special_tokens_of_a_batch_of_texts_and_chats(tmp_path, tokenizer):
     target.generate = watched
     rows = [{"messages": [user("a")]}, {"prompt": "abc"}]
     settings = {"batch_size": 2, "max_new_tokens": 3, "do_sample": False}
-    regenerate_locally(target, tokenizer, conversations(rows, set()), Output(tmp_path, {}), **settings)
+    output = Output(tmp_path, {})
+    regenerate_locally(target, tokenizer, conversations(rows, output), output, **settings)
     chat = tokenizer.apply_chat_template([user("a")], add_generation_prompt=True, return_dict=True)["input_ids"]
     assert prompts == [chat, [1, *tokenizer("abc", add_special_tokens=False)["input_ids"]]]
 
@@ -207,7 +313,7 @@ def test_known_templates_tell_reasoning_from_answers(tmp_path, tokenizer, monkey
     tokenizer.chat_template = qwen3_chat_template
     monkeypatch.setattr(tokenizer, "decode", lambda *args, **kwargs: "<think>\nhm\n</think>\n\nyes")
     output = Output(tmp_path, {})
-    rows = conversations([{"messages": [user("a")]}], set())
+    rows = conversations([{"messages": [user("a")]}], output)
     regenerate_locally(make_target("llama"), tokenizer, rows, output, batch_size=1, max_new_tokens=3, do_sample=False)
     answer = read(tmp_path)[0]["messages"][-1]
     assert answer["content"] == "yes" and answer["reasoning_content"] == "hm"
@@ -233,8 +339,9 @@ def test_answers_that_are_hard_to_parse(tmp_path, tokenizer, monkeypatch, caplog
 
     monkeypatch.setattr(target, "generate", generate)
     monkeypatch.setattr(tokenizer, "decode", lambda *args, **kwargs: upcoming[-1])
-    rows = conversations([{"messages": [user(str(i))]} for i in range(2)], set())
-    regenerate_locally(target, tokenizer, rows, Output(tmp_path, {}), batch_size=1)
+    output = Output(tmp_path, {})
+    rows = conversations([{"messages": [user(str(i))]} for i in range(2)], output)
+    regenerate_locally(target, tokenizer, rows, output, batch_size=1)
     messages = [row["messages"][-1] for row in read(tmp_path).values()]
     assert [(message["content"], message.get("reasoning_content")) for message in messages] == written
     assert warning in caplog.text

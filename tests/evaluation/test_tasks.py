@@ -98,7 +98,7 @@ def test_files(tmp_path, tokenizer, monkeypatch, caplog):
     path = tmp_path / "prompts.jsonl"
     chat = [{"role": "user", "content": "b"}]
     path.write_text('{"prompt": "a"}\n\n' + json.dumps({"messages": chat}) + "\n")
-    assert read_prompts(path) == ["a", chat] and read_prompts(path, 1) == ["a"]
+    assert [row.text or row.messages for row in read_prompts(path)] == ["a", chat] and len(read_prompts(path, 1)) == 1
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     chatted = tokenizer("<user>b>", add_special_tokens=False)["input_ids"]
     assert load_prompts(str(path), tokenizer) == [tokenizer("a")["input_ids"], chatted]
@@ -106,9 +106,36 @@ def test_files(tmp_path, tokenizer, monkeypatch, caplog):
     tasks.logger.warning_once.cache_clear()
     assert load_prompts(str(path), tokenizer) == [tokenizer(text)["input_ids"] for text in "ab"]
     assert "has no chat template" in caplog.text
-    path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    with pytest.raises(ValueError, match="line 2: expected"):
-        read_prompts(path)
     path.write_text("\n")
     with pytest.raises(ValueError, match="has no prompts"):
         read_prompts(path)
+
+
+@pytest.mark.parametrize(
+    "lines, told",
+    [
+        (['{"prompt": "a"}', '{"text": "b"}'], "line 2: it has neither messages nor a prompt"),
+        (['{"prompt": "a"}', "", '{"messages": [{"role": "us'], "line 3 is not JSON"),
+        (['[{"prompt": "a"}]'], "line 1 is .* but must be an object"),
+        (["[", '{"prompt": "a"},', "]"], "line 1 is not JSON"),
+        (['\ufeff{"prompt": "a"}'], "line 1 begins with a byte order mark"),
+        (['{"messages": [{"role": "user"}]}'], "line 1: message 0 of 'messages' has no content"),
+        (['{"messages": [{"role": "system", "content": "s"}]}'], "line 1: the chat template refuses it: no"),
+    ],
+)
+def test_broken_files(tmp_path, tokenizer, monkeypatch, lines, told):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", refusing + TEMPLATE)
+    with pytest.raises(ValueError, match=rf"prompts\.jsonl, {told}"):
+        load_prompts(str(path), tokenizer)
+
+
+def test_what_a_row_gives_its_template(tmp_path, tokenizer, monkeypatch):
+    path = tmp_path / "prompts.jsonl"
+    row = {"conversations": [{"from": "human", "value": "b"}], "system": "s", "tools": [{"name": "f"}]}
+    path.write_text(json.dumps({**row, "chat_template_kwargs": {"think": "k"}}) + "\n" + json.dumps(row) + "\n")
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools | length }}{{ think }}" + TEMPLATE)
+    prompts = load_prompts(str(path), tokenizer, chat_template_kwargs={"think": "n"})
+    assert prompts == [tokenizer(f"1{letter}<system>s<user>b>")["input_ids"] for letter in "kn"]

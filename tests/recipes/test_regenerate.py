@@ -93,7 +93,9 @@ def test_a_target_in_the_process(tmp_path, data, tokenizer, run_recipe, caplog):
     written = len(load_dataset("json", data_files=str(tmp_path / "out" / "*.jsonl"), split="train"))
     assert f"{written} rows written" in result.stdout and written > NUM_ROWS // 2
     # A random target says special tokens, too.
-    assert written + caplog.text.count("is left out: its answer has the special tokens") == NUM_ROWS
+    assert f"{NUM_ROWS - written} were left out" in result.stdout
+    if written < NUM_ROWS:
+        assert "is left out: its answer has the special tokens" in caplog.text
     with pytest.raises((SystemExit, ValueError), match=r"'max_new_tokens': \(5, 6\)"):
         run_recipe("regenerate.py", *command, "--max_new_tokens", 6, "--temperature", 0)
 

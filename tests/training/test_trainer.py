@@ -1,9 +1,12 @@
 import copy
 import json
+import logging
 import pickle
 import statistics
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +15,16 @@ from accelerate.state import AcceleratorState
 from conftest import make_prompt, make_target
 from datasets import Dataset, DatasetDict
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModel, AutoTokenizer, ProcessorMixin
+from transformers import AutoModel, AutoTokenizer, BitsAndBytesConfig, ProcessorMixin, Trainer
+from transformers.distributed import DistributedConfig
+from transformers.utils import PushInProgress
+from trl import SFTTrainer
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import load_ends
-from hf_eagle3.data import as_messages, documents_of_row, prompt_of
+from hf_eagle3.data import documents_of_row, prompt_of
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
-from hf_eagle3.training import models, ttt
+from hf_eagle3.training import console, models, ttt
 from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
 from hf_eagle3.training.console import shown
 from hf_eagle3.training.record import non_defaults, training_record
@@ -527,11 +533,6 @@ def test_conversations_are_messages(tmp_path, tokenizer, names, is_stream):
         assert [row["labels"] for row in dataset] == [row["labels"] for row in expected.train_dataset]
 
 
-def test_what_else_messages_say_stays():
-    turn = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
-    assert as_messages(Dataset.from_list([{"conversations": [turn]}]))[0] == {"messages": [turn]}
-
-
 def test_data_in_tensors(tmp_path, tokenizer):
     trainer = make_trainer(tmp_path, tokenizer, eval_dataset=TEXTS.select(range(4)).with_format("torch"))
     assert trainer.evaluate()["eval_acceptance_length"] >= 1
@@ -761,8 +762,9 @@ def test_a_target_that_brings_its_code(tmp_path, tokenizer):
 
 def test_the_tokenizer_is_of_the_same_revision(monkeypatch):
     loaded = []
+    tokenizer = SimpleNamespace(chat_template="")
     for auto in (models.AutoModelForCausalLM, AutoTokenizer):
-        monkeypatch.setattr(auto, "from_pretrained", lambda name, **kwargs: loaded.append(kwargs))
+        monkeypatch.setattr(auto, "from_pretrained", lambda name, **kwargs: loaded.append(kwargs) or tokenizer)
     models.load_target("me/model", {"revision": "v2", "trust_remote_code": True, "dtype": torch.float16})
     model_kwargs, tokenizer_kwargs = loaded
     assert (
@@ -814,3 +816,148 @@ def test_drafts_with_a_window_are_refused(tmp_path, tokenizer):
     )
     with pytest.raises(ValueError, match="trains drafts with full attention"):
         make_trainer(tmp_path, tokenizer, model=draft, target=target)
+
+
+@pytest.mark.parametrize(
+    "name, value, expected",
+    [
+        (
+            "quantization_config",
+            BitsAndBytesConfig(load_in_4bit=True),
+            BitsAndBytesConfig(load_in_4bit=True).to_dict(),
+        ),
+        ("dtype", torch.bfloat16, "bfloat16"),
+        ("device_map", {"": torch.device("cpu")}, {"": "cpu"}),
+        ("max_memory", {0: "1GiB"}, {"0": "1GiB"}),
+        ("distributed_config", DistributedConfig(tp_plan="auto"), DistributedConfig(tp_plan="auto").to_dict()),
+    ],
+)
+def test_arguments_are_json(tmp_path, name, value, expected):
+    """Trackers write them at the first log."""
+    kwargs = {name: value}
+    args = Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False, target_model_init_kwargs=kwargs)
+    written = json.loads(args.to_json_string())["target_model_init_kwargs"]
+    assert written == json.loads(json.dumps({name: expected}, default=str)) and args.to_sanitized_dict()
+    assert args.target_model_init_kwargs[name] is value
+
+
+def test_smaller_batches_begin_anew(tmp_path, tokenizer):
+    """`auto_find_batch_size` after a batch that memory had no room for: what is logged and recorded is of those that it has."""
+
+    def train(**arguments):
+        settings = {"echo_factor": 2, "ttt_warmup": 0, "max_steps": 2, "logging_steps": 1, "draft_vocab_size": 20}
+        return make_trainer(tmp_path, tokenizer, **settings, **arguments)
+
+    trainer, reference = (
+        train(auto_find_batch_size=True, per_device_train_batch_size=8),
+        train(per_device_train_batch_size=7),
+    )
+    compute_loss, sizes = trainer.compute_loss, []
+
+    def too_large(model, inputs, *args, **kwargs):
+        loss = compute_loss(model, inputs, *args, **kwargs)
+        sizes.append(len(inputs["input_ids"]))
+        if sizes[-1] == 8:
+            raise RuntimeError("CUDA out of memory.")
+        return loss
+
+    trainer.compute_loss = too_large
+    trainer.train()
+    reference.train()
+    assert sizes == [8, 7, 7] and training_record(trainer)["sequences_per_step"] == 7
+    first, expected = (each.state.log_history[0] for each in (trainer, reference))
+    assert {name: first[name] for name in expected if "runtime" not in name} == pytest.approx(expected)
+
+
+def test_rollouts_of_larger_batches_are_forgotten(tmp_path, tokenizer):
+    settings = {"rollout_share": 0.5, "rollout_start": 0.0, "rollout_max_new_tokens": 2, "max_length": 32}
+    trainer = make_trainer(tmp_path, tokenizer, auto_find_batch_size=True, max_steps=2, **settings)
+    compute_loss, sizes, largest = trainer.compute_loss, [], []
+
+    def too_large(model, inputs, *args, **kwargs):
+        sizes.append((len(inputs["input_ids"]), "tree_levels" in inputs))
+        if sizes[-1][1] and not largest:
+            largest.append(sizes[-1][0])
+            raise RuntimeError("CUDA out of memory.")
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = too_large
+    trainer.train()
+    assert sizes[-1][1] and sizes[-1][0] < largest[0]
+
+
+def test_predicting_is_evaluating(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer, num_eval_prompts=1, eval_max_new_tokens=4)
+    rows = Dataset.from_dict({"text": ["abcdefgh", "ijk"]})
+    expected, output = trainer.evaluate(rows), trainer.predict(rows)
+    assert output.predictions is None
+    for name in ("loss", "accuracy_0", "acceptance_length"):
+        assert output.metrics[f"test_{name}"] == expected[f"eval_{name}"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_evaluation_in_half_precision_leaves_the_draft_as_it_is(tmp_path, tokenizer, dtype):
+    trainer = make_trainer(
+        tmp_path, tokenizer, num_eval_prompts=1, eval_max_new_tokens=4, **{f"{dtype}_full_eval": True}
+    )
+    before = {name: value.clone() for name, value in trainer.draft.state_dict().items()}
+    trainer.evaluate(TEXTS.select(range(2)))
+    after = trainer.draft.state_dict()
+    assert all(torch.equal(after[name], value) and after[name].dtype == value.dtype for name, value in before.items())
+    trainer.train()
+    assert trainer.draft.dtype == trainer.target_model.dtype == torch.float32
+
+
+def test_batches_that_are_not_filled_are_not_all(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match="has 3 rows, which `dataloader_drop_last=True` drops"):
+        make_trainer(tmp_path, tokenizer, dataset=TEXTS.select(range(3)), dataloader_drop_last=True)
+
+
+@pytest.mark.parametrize("depth, expected", [(1, [0]), (2, [0, 1]), (3, [0, 1, 2])])
+def test_shallow_targets(tmp_path, tokenizer, depth, expected):
+    """Give as many states as differ."""
+    trainer = make_trainer(tmp_path, tokenizer, target=make_target("llama", num_hidden_layers=depth))
+    assert trainer.aux_layer_ids == expected
+    trainer.train()
+
+
+def test_failed_pushes_are_mentioned(tmp_path, tokenizer, monkeypatch, caplog):
+    trainer = make_trainer(tmp_path, tokenizer)
+    trainer.hub_model_id, trainer.push_in_progress = "me/draft", None
+    failed, done = Future(), Future()
+    failed.set_exception(OSError("no space"))
+    done.set_result(None)
+
+    def push_both(self, folder):
+        self.push_in_progress = PushInProgress([failed, done])
+
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", push_both)
+    (tmp_path / "checkpoint-1").mkdir()
+    with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
+        trainer._push_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    assert caplog.text.count("in the background failed") == 1 and "OSError: no space" in caplog.text
+
+    def push(self, *args, **kwargs):
+        raise OSError("offline")
+
+    monkeypatch.setattr(SFTTrainer, "push_to_hub", push)
+    with caplog.at_level(logging.WARNING, logger="hf_eagle3"), pytest.raises(OSError, match="offline"):
+        trainer.push_to_hub()
+    assert f"To push it from there: python recipes/push.py {tmp_path} --repo_id me/draft" in caplog.text
+
+
+def test_steps_that_become_slow_are_mentioned_once(monkeypatch, caplog):
+    now, callback = [0.0], console.SlowStepsCallback()
+    monkeypatch.setattr(console.time, "perf_counter", lambda: now[0])
+
+    def steps(*seconds):
+        for each in seconds:
+            callback.on_step_begin(None, None, None)
+            now[0] += each
+            callback.on_step_end(None, SimpleNamespace(global_step=7), None)
+
+    with caplog.at_level(logging.WARNING):
+        steps(*[1.0] * 20, 35.0, *[1.0] * 10, 35.0, 5.0, 35.0)  # single ones happen
+        assert not caplog.text
+        steps(35.0, 35.0, 35.0)
+    assert caplog.text.count("Step 7 took 35.0 s, and usual ones 1.0 s") == 1

@@ -443,3 +443,13 @@ def test_sequences_shorter_than_the_unroll():
     outputs = ttt_loss(draft, make_batch(target, draft, make_prompt(3)), STEPS)
     assert outputs.num_rows.tolist() == [1, 0, 0, 0, 0, 0, 0]
     assert outputs.loss_sums[1:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("overrides", [{}, {"mask_token_id": 0, "norm_output": False}])
+def test_all_parameters_are_in_the_graph_of_one_step(overrides):
+    """DDP expects that where `ddp_find_unused_parameters=False`."""
+    target = make_target("llama")
+    draft = Eagle3ForSpeculation.from_target(target, **overrides).train()
+    ttt_loss(draft, make_batch(target, draft, make_prompt(12)), 1).loss_sums.sum().backward()
+    trained = {name: weight for name, weight in draft.named_parameters() if weight.requires_grad}
+    assert [name for name, weight in trained.items() if weight.grad is None] == []

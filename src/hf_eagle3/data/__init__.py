@@ -1,33 +1,31 @@
 """From data sets to what the trainer needs."""
 
-from .checks import (
-    as_messages,
-    check_assistant_turns,
-    check_chat_template,
-    check_columns,
-    check_lengths,
-    check_rows,
-    check_tokens,
-    has_messages,
-    report_long_rows,
-)
-from .prompts import documents_of_row, prompt_of
+from .checks import check_chat_template, check_lengths, check_positions, kind_of_data, plain_rows, report_long_rows
+from .encoding import RowEncoder, encode_rows
+from .prompts import documents_of_row, num_positions, prompt_of
+from .rows import Row, RowError, kind_of, read_json_lines, read_prompt, read_row
 from .vocabulary import count_tokens, coverage, most_frequent_tokens
 
 
 __all__ = [
-    "as_messages",
-    "check_assistant_turns",
+    "Row",
+    "RowEncoder",
+    "RowError",
     "check_chat_template",
-    "check_columns",
     "check_lengths",
-    "check_rows",
-    "check_tokens",
+    "check_positions",
     "count_tokens",
     "coverage",
     "documents_of_row",
-    "has_messages",
+    "encode_rows",
+    "kind_of",
+    "kind_of_data",
     "most_frequent_tokens",
+    "num_positions",
+    "plain_rows",
     "prompt_of",
+    "read_json_lines",
+    "read_prompt",
+    "read_row",
     "report_long_rows",
 ]

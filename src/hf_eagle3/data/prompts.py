@@ -1,6 +1,9 @@
 """Prompts to decode from."""
 
 import torch
+from transformers import PreTrainedModel
+
+from ..remote_code.checks_eagle3 import position_table
 
 
 def documents_of_row(row: dict[str, list[int]]) -> list[dict[str, list[int]]]:
@@ -32,3 +35,17 @@ def prompt_of(document: dict[str, list[int]]) -> torch.LongTensor:
     tokens, learned = document["input_ids"], [label != -100 for label in document["labels"]]
     num_tokens = learned.index(True) if True in learned else 0
     return torch.as_tensor(tokens[: num_tokens or (len(tokens) + 1) // 2])[None]
+
+
+def num_positions(target: PreTrainedModel) -> int | None:
+    """
+    How long texts can be for a target that looks positions up in a table (GPT-2, OPT); `None` if it computes them.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+    """
+    size = position_table(target.config.get_text_config(decoder=True))
+    tokens = target.get_input_embeddings()
+    tables = [each for each in target.modules() if isinstance(each, torch.nn.Embedding) and each is not tokens]
+    # OPT's has two entries for padding.
+    return size if size is not None and any(size <= table.num_embeddings <= size + 2 for table in tables) else None

@@ -6,10 +6,12 @@ in.
 """
 
 import asyncio
+import copy
 import json
 import logging
 import random
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import aiohttp
@@ -22,16 +24,27 @@ from trl.chat_template_utils import add_response_schema
 from trl.data_utils import get_dataset_column_names
 
 from ..environment import without_paths
+from ..tokenizer import PromptEncoder, padding_token
+from .prompts import num_positions
+from .rows import RowError, read_prompt, summary, without_nulls
 
 
 logger = logging.getLogger(__name__)
 
 ROLES = {"system", "developer", "user", "assistant"}
-# Worth another try: timeouts, conflicts, rate limits. All other 4xx say that the request itself is wrong.
+# Worth another try: timeouts, conflicts, rate limits. All other 4xx say that the request itself is wrong,
 PASSING_STATUS = {408, 409, 425, 429}
+# and these that it is so for what the row holds, a prompt that is too long for example.
+ROW_STATUS = {400, 413, 422}
+# As many requests, one after the other, that are refused for the same reason: then something else is wrong than a row.
+NUM_REFUSED = 10
+# The server gave an answer up: it is none.
+GIVEN_UP = {"abort", "error", "content_filter"}
+NUM_NAMED = 3  # of the rows that are left out
 
 
-SETTINGS = ".settings.json"  # hidden: `load_dataset` takes it for no data
+# Hidden: `load_dataset` takes them for no data.
+SETTINGS, LEFT_OUT = ".settings.json", ".left_out-{:0>5}.jsonl"
 CARD = """---
 {metadata}
 ---
@@ -46,7 +59,7 @@ CARD = """---
 {settings}
 ```
 
-`row` is the number of the row in the source, `finish_reasons` has `stop` or `length` for each answer.
+`row` is the number of the row in the source, `finish_reasons` has `stop`, `length` or `tool_calls` for each answer.
 
 ```bash
 accelerate launch recipes/train.py --model_name_or_path {model} --dataset_name {repo_id} --eval_strategy no
@@ -56,18 +69,20 @@ accelerate launch recipes/train.py --model_name_or_path {model} --dataset_name {
 
 class Output:
     """
-    A folder of JSON Lines files, one for each process, with a finished row a line. `load_dataset(folder)` reads it.
+    A folder of JSON Lines files, one for each process, with a finished row a line. `load_dataset(folder)` reads it. Rows
+    that cannot be answered are in hidden files beside these, so that no other run tries them again.
 
     Args:
         folder (`str` or `Path`)
         settings (`dict`): What the rows were made with; must be the same when a run goes on.
         process_index (`int`): Whose file to write. The first process must come before the others.
+        drops_cut_answers (`bool`): Whether rows are left out of which an answer was cut for its length.
 
     Raises:
         ValueError: if the folder was made with other settings.
     """
 
-    def __init__(self, folder: str | Path, settings: dict, process_index: int = 0):
+    def __init__(self, folder: str | Path, settings: dict, process_index: int = 0, drops_cut_answers: bool = False):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         kept = folder / SETTINGS
@@ -86,16 +101,44 @@ class Output:
         else:
             kept.write_text(json.dumps(settings), encoding="utf-8")
         path = folder / f"rows-{process_index:05d}.jsonl"
+        left_out = LEFT_OUT.format(process_index)
         if process_index == 0:  # before the others begin, and for those that there may have been more of
-            for part in folder.glob("rows-*.jsonl"):
+            for part in (*folder.glob("rows-*.jsonl"), *folder.glob(LEFT_OUT.format("*"))):
                 drop_unfinished_line(part)
-        self.done = {json.loads(line)["row"] for part in folder.glob("*.jsonl") for line in complete_lines(part)}
-        self.file = path.open("a", encoding="utf-8")
+        self.done = {row["row"] for row in rows_in(folder.glob("rows-*.jsonl"))}
+        self.left_out = {row["row"]: row["reason"] for row in rows_in(folder.glob(LEFT_OUT.format("*")))}
+        self.num_before, self.num_cut, self.drops_cut_answers = len(self.left_out), 0, drops_cut_answers
+        self.file, self.left_out_file = path.open("a", encoding="utf-8"), folder / left_out
 
     def write(self, row: int, content: dict) -> None:
+        """Keeps a finished row."""
+        self.num_cut += "length" in content.get("finish_reasons", ())
+        if self.drops_cut_answers and "length" in content.get("finish_reasons", ()):
+            return self.leave_out(row, "an answer was cut for its length")
         self.file.write(json.dumps({"row": row, **content}, ensure_ascii=False) + "\n")
         self.file.flush()
         self.done.add(row)
+
+    def leave_out(self, row: int, reason: str) -> None:
+        """Keeps that a row cannot be answered. The first few are named at once."""
+        if len(self.left_out) - self.num_before < NUM_NAMED:
+            logger.warning(f"Row {row} is left out: {reason}.")
+        self.left_out[row] = reason
+        with self.left_out_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"row": row, "reason": reason}, ensure_ascii=False) + "\n")
+
+    def report(self) -> str:
+        """What became of the rows that are not as others are, for a message."""
+        parts = [f"{self.num_cut} rows have an answer that was cut for its length (finish reason 'length')."] * (
+            self.num_cut > 0
+        )
+        if self.left_out:
+            parts.append(f"{len(self.left_out)} rows were left out. {summary(sorted(self.left_out.items()))}")
+        return " ".join(parts)
+
+
+def rows_in(paths: Iterable[Path]) -> Iterator[dict]:
+    return (json.loads(line) for path in paths for line in complete_lines(path))
 
 
 def complete_lines(path: Path) -> Iterator[str]:
@@ -160,7 +203,7 @@ def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) 
 def has_texts(dataset) -> bool:
     """Whether the rows of a `Dataset` or `IterableDataset` are texts, with nothing in them to answer."""
     columns = set(get_dataset_column_names(dataset))
-    return "text" in columns and not columns & {"prompt", "messages"}
+    return "text" in columns and not columns & {"prompt", "messages", "conversations"}
 
 
 def beginnings(dataset, tokenizer: PreTrainedTokenizerBase, num_tokens: int, num_new_tokens: int):
@@ -172,7 +215,8 @@ def beginnings(dataset, tokenizer: PreTrainedTokenizerBase, num_tokens: int, num
 
     def of_rows(rows):
         prompts = []
-        for tokens in tokenizer(rows["text"], add_special_tokens=False)["input_ids"]:
+        texts = [text if isinstance(text, str) else "" for text in rows["text"]]  # of an empty prompt is told later
+        for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"]:
             starts = [0, *range(apart, len(tokens) - num_tokens + 1, apart)]
             prompts += [tokenizer.decode(tokens[start : start + num_tokens]) for start in starts]
         return {"prompt": prompts}
@@ -186,67 +230,86 @@ class Conversation:
 
     Args:
         row (`int`): Its number in the data set.
-        example (`dict`): With `messages` (of `system`, `user` and `assistant`) or a `prompt`, a text or messages.
+        example (`dict`): See [`~hf_eagle3.data.read_prompt`].
+        template_kwargs (`dict`, *optional*): For the chat template, where the row does not say otherwise.
 
     Raises:
-        ValueError: if there is nothing to answer, or a role that only the original answer gave rise to (`tool`).
+        RowError: if there is nothing to answer, or a role that only the original answer gave rise to (`tool`).
     """
 
-    def __init__(self, row: int, example: dict):
-        self.row, self.text, self.finish_reasons = row, None, []
-        if not example.get("messages") and isinstance(example.get("prompt"), str):
-            self.text = example["prompt"]
-            if not self.text:
-                raise ValueError("has an empty prompt")
+    def __init__(self, row: int, example: dict, template_kwargs: dict | None = None):
+        content = read_prompt(example)
+        self.row, self.text, self.finish_reasons = row, content.text, []
+        self.template_kwargs = {**(template_kwargs or {}), **content.template_kwargs}
+        if self.text is not None:
             return
-        messages = example.get("messages") or example.get("prompt")
-        if not messages:
-            raise ValueError(f"has neither messages nor a prompt or text, but {sorted(example)}")
-        if unknown := {message["role"] for message in messages} - ROLES:
-            raise ValueError(f"has messages of {sorted(unknown)}, which depend on the answers that are replaced")
+        if unknown := {message["role"] for message in content.messages} - ROLES:
+            raise RowError(f"it has messages of {sorted(unknown)}, which depend on the answers that are replaced")
         self.pending, before = [], []
-        for message in [*messages, {"role": "assistant"}]:
+        for message in [*content.messages, {"role": "assistant"}]:
             if message["role"] != "assistant":
-                before.append({key: value for key, value in message.items() if value is not None})
+                before.append(message)
             elif any(each["role"] == "user" for each in before):
                 self.pending.append(before)
                 before = []
         if not self.pending:
-            raise ValueError("has no user's message to answer")
+            raise RowError("it has no user's message to answer")
         self.turns = self.pending.pop(0)
 
     def answer(self, message: dict, finish_reason: str) -> bool:
-        """Adds an answer; whether it was the last one."""
+        """
+        Adds an answer; whether it was the last one. What a tool would say to a call is not known, so that a call is the
+        last.
+        """
         self.finish_reasons.append(finish_reason)
         if self.text is not None:
             self.completion = message["content"]
             return True
         self.turns.append(message)
-        if self.pending:
+        if self.pending and not message.get("tool_calls"):
             self.turns += self.pending.pop(0)
             return False
         return True
 
     def result(self) -> dict:
+        """The row, of the same tools and settings of the template."""
         if self.text is not None:
-            content = {"prompt": self.text, "completion": self.completion}
-        else:
-            content = {"messages": self.turns}
+            return {"prompt": self.text, "completion": self.completion, "finish_reasons": self.finish_reasons}
+        kwargs = dict(self.template_kwargs)
+        tools = kwargs.pop("tools", None)
+        content = {"messages": [with_arguments_as_text(message) for message in self.turns]}
+        content |= {"tools": json.dumps(tools, ensure_ascii=False)} if tools else {}
+        content |= {"chat_template_kwargs": kwargs} if kwargs else {}
         return {**content, "finish_reasons": self.finish_reasons}
 
 
-def conversations(dataset: Iterable[dict], done: set[int], process_index: int = 0, num_processes: int = 1):
-    """This process's rows that are not done, as [`Conversation`]s. Rows that cannot be answered are counted and reported."""
-    skipped, reason = 0, ""
+def with_arguments_as_text(message: dict) -> dict:
+    """A message whose calls have their arguments as JSON: columns of a data set have one type in all rows."""
+    if not message.get("tool_calls"):
+        return message
+    calls = copy.deepcopy(message["tool_calls"])
+    for call in calls:
+        function = call.get("function", call)
+        if not isinstance(function.get("arguments"), str):
+            function["arguments"] = json.dumps(function.get("arguments"), ensure_ascii=False)
+    return {**message, "tool_calls": calls}
+
+
+def conversations(
+    dataset: Iterable[dict],
+    output: Output,
+    process_index: int = 0,
+    num_processes: int = 1,
+    template_kwargs: dict | None = None,
+) -> Iterator[Conversation]:
+    """This process's rows that are still to be answered. Those that cannot be are left out."""
     for row, example in enumerate(dataset):
-        if row % num_processes != process_index or row in done:
+        if row % num_processes != process_index or row in output.done or row in output.left_out:
             continue
         try:
-            yield Conversation(row, example)
-        except ValueError as error:
-            skipped, reason = skipped + 1, reason or f"row {row} {error}"
-    if skipped:
-        logger.warning(f"{skipped} rows were left out: {reason}.")
+            yield Conversation(row, example, template_kwargs)
+        except RowError as error:
+            output.leave_out(row, str(error))
 
 
 @torch.no_grad()
@@ -267,30 +330,49 @@ def regenerate_locally(
         draft ([`Eagle3ForSpeculation`], *optional*): An earlier draft of this target, to make it faster.
         generation_kwargs (*optional*): For `generate`.
     """
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.pad_token = padding_token(tokenizer)
     try:
         tokenizer = add_response_schema(tokenizer)  # tells reasoning from answers
     except ValueError:
         logger.info("TRL knows no response template for this chat template: answers are kept as texts.")
-    special_ids = set(tokenizer.all_special_ids)
+    special_ids, encoder = set(tokenizer.all_special_ids), PromptEncoder(tokenizer)
+    longest = num_positions(target)
+
+    def prompt_of(conversation: Conversation) -> tuple[str, list[int]]:
+        try:
+            if conversation.text is not None:
+                text, tokens = conversation.text, encoder.text(conversation.text)
+            else:
+                text = encoder.render(conversation.turns, add_generation_prompt=True, **conversation.template_kwargs)
+                tokens = encoder.rendered_tokens(text)
+        except Exception as error:
+            raise RowError(f"the chat template refuses it: {error or type(error).__name__}") from error
+        if not tokens:
+            raise RowError("its prompt has no tokens")
+        room = generation_kwargs.get("max_new_tokens", 1)
+        if longest is not None and len(tokens) + room > longest:
+            raise RowError(
+                f"its prompt has {len(tokens)} tokens, and with `max_new_tokens={room}` more than the target's table of {longest} "
+                "positions"
+            )
+        return text, tokens
+
     pending, active = iter(pending), []
     progress = tqdm(desc="Rows", initial=len(output.done), disable=None)
     while True:
-        while len(active) < batch_size and (conversation := next(pending, None)) is not None:
-            active.append(conversation)
+        prompts = {}
+        for conversation in chain(active, pending):
+            try:
+                prompts[conversation] = prompt_of(conversation)
+            except RowError as error:
+                output.leave_out(conversation.row, str(error))
+            if len(prompts) >= batch_size:
+                break
+        active = list(prompts)
         if not active:
             return
-        texts = [
-            conversation.text
-            if conversation.text is not None
-            else tokenizer.apply_chat_template(conversation.turns, tokenize=False, add_generation_prompt=True)
-            for conversation in active
-        ]
-        # A template writes the special tokens itself.
-        prompts = [
-            tokenizer(text, add_special_tokens=conversation.text is not None)
-            for text, conversation in zip(texts, active)
-        ]
+        texts = [text for text, _ in prompts.values()]
+        prompts = [{"input_ids": tokens} for _, tokens in prompts.values()]
         inputs = pad_without_fast_tokenizer_warning(tokenizer, prompts, return_tensors="pt", padding_side="left")
         inputs = inputs.to(target.device)
         sequences = target.generate(
@@ -309,11 +391,11 @@ def regenerate_locally(
                 try:
                     message = {"content": "", **tokenizer.parse_response(tokens, prefix=texts[place])}
                 except ValueError as error:
-                    logger.warning(f"Row {conversation.row} is left out: its answer cannot be parsed. {error}")
+                    output.leave_out(conversation.row, f"its answer cannot be parsed: {error}")
                     continue
             elif special := special_ids & set(tokens):
                 names = tokenizer.convert_ids_to_tokens(sorted(special))
-                logger.warning(f"Row {conversation.row} is left out: its answer has the special tokens {names}.")
+                output.leave_out(conversation.row, f"its answer has the special tokens {names}")
                 continue
             else:
                 message = {"role": "assistant", "content": tokenizer.decode(tokens)}
@@ -340,32 +422,73 @@ async def regenerate_by_server(
     """
     Answers by an OpenAI-compatible server (vLLM, SGLang), `concurrency` conversations at a time. A request that fails
     for a reason that may pass (no connection, timeout, rate limit, 5xx) is sent again up to `max_retries` times, after
-    waits that double.
+    waits that double. A row that the server refuses for what it holds (400, 413, 422), or filters, is left out for good.
 
     Returns:
         `int`: How many rows failed; another run tries them again.
-    """
-    failed = []
-    progress = tqdm(desc="Rows", initial=len(output.done), disable=None)
 
-    async def request(session, turns):
+    Raises:
+        ConnectionRefusedError: if the first requests are all refused for one reason: it is not that of a row.
+    """
+    failed, progress = [], tqdm(desc="Rows", initial=len(output.done), disable=None)
+    # Rows that were refused since one was answered; whether they are to blame is known when another one is.
+    refused: list[tuple[int, aiohttp.ClientResponseError]] = []
+    has_answered = bool(output.done)
+
+    async def request(session, conversation):
+        payload = {
+            "model": model,
+            "messages": [with_arguments_as_text(turn) for turn in conversation.turns],
+            **sampling,
+        }
+        kwargs = dict(conversation.template_kwargs)
+        if tools := kwargs.pop("tools", None):
+            payload["tools"] = tools
+        if kwargs:
+            payload["chat_template_kwargs"] = kwargs
         for attempt in range(max_retries + 1):
             try:
                 # Not huggingface_hub's client, which reaches nothing, local servers included, where HF_HUB_OFFLINE is
                 # set.
-                async with session.post(url, json={"model": model, "messages": turns, **sampling}) as response:
+                async with session.post(url, json=payload) as response:
                     if not response.ok:
                         response.reason = (await response.text())[:500]
                     response.raise_for_status()
                     return (await response.json())["choices"][0]
             except Exception as error:
-                status = getattr(error, "status", 0)
-                is_wrong = 400 <= status < 500 and status not in PASSING_STATUS
-                if is_wrong or attempt == max_retries:
+                if is_refusal(error) or attempt == max_retries:
                     raise
                 await asyncio.sleep(first_wait * 2**attempt * random.uniform(0.5, 1.0))
 
+    def settle_refused():
+        for row, error in refused:
+            if error.status in ROW_STATUS:
+                output.leave_out(row, f"the server refuses it: {error.status} {error.message}")
+            else:
+                fail(row, error)
+        refused.clear()
+
+    def fail(row, error):
+        logger.warning(f"Row {row} failed: {type(error).__name__}: {error}")
+        failed.append(row)
+
+    def stop_if_all_are_refused(is_end: bool = False):
+        """Refusals of one kind are not the rows' fault if nothing else comes."""
+        statuses = {error.status for _, error in refused}
+        is_of_rows = has_answered and statuses <= ROW_STATUS
+        if (
+            refused
+            and not is_of_rows
+            and (is_end and not has_answered or len(statuses) == 1 and len(refused) >= NUM_REFUSED)
+        ):
+            row, error = refused[0]
+            raise ConnectionRefusedError(
+                f"{base_url} refuses all of the first {len(refused)} requests. Row {row}: {error.status} {error.message}. Check the "
+                "name of the model (`--served_model_name`), the key (`--api_key`) and the sampling arguments; nothing was left out."
+            )
+
     async def work(session):
+        nonlocal has_answered
         for conversation in pending:  # shared: each takes the next
             if conversation.text is not None:
                 raise ValueError(
@@ -374,17 +497,28 @@ async def regenerate_by_server(
             try:
                 is_finished = False
                 while not is_finished:
-                    choice = await request(session, conversation.turns)
-                    message = {"role": "assistant", "content": choice["message"].get("content") or ""}
-                    reasoning = choice["message"].get("reasoning_content") or choice["message"].get("reasoning")
-                    if reasoning:
-                        message["reasoning_content"] = reasoning
-                    is_finished = conversation.answer(message, choice["finish_reason"])
-                output.write(conversation.row, conversation.result())
-                progress.update()
+                    choice = await request(session, conversation)
+                    has_answered = True
+                    settle_refused()
+                    reason = choice["finish_reason"]
+                    if reason in GIVEN_UP:
+                        break
+                    is_finished = conversation.answer(message_of(choice), reason)
+                if is_finished:
+                    output.write(conversation.row, conversation.result())
+                    progress.update()
+                elif reason == "content_filter":
+                    output.leave_out(
+                        conversation.row, "the server filters the answer (finish reason 'content_filter')"
+                    )
+                else:
+                    fail(conversation.row, f"the server gave its answer up (finish reason {reason!r})")
             except Exception as error:
-                logger.warning(f"Row {conversation.row} failed: {type(error).__name__}: {error}")
-                failed.append(conversation.row)
+                if is_refusal(error):
+                    refused.append((conversation.row, error))
+                else:
+                    fail(conversation.row, error)
+            stop_if_all_are_refused()
 
     pending, url = iter(pending), f"{base_url.rstrip('/')}/chat/completions"
     async with aiohttp.ClientSession(
@@ -393,4 +527,22 @@ async def regenerate_by_server(
         connector=aiohttp.TCPConnector(limit=concurrency),
     ) as session:
         await asyncio.gather(*(work(session) for _ in range(concurrency)))
+    stop_if_all_are_refused(is_end=True)
+    settle_refused()
     return len(failed)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether a server says that the request itself is wrong."""
+    return 400 <= getattr(error, "status", 0) < 500 and error.status not in PASSING_STATUS
+
+
+def message_of(choice: dict) -> dict:
+    """What an assistant says in a server's choice: its content, its thoughts and its calls of tools."""
+    said = choice["message"]
+    message = {"role": "assistant", "content": said.get("content") or ""}
+    if reasoning := said.get("reasoning_content") or said.get("reasoning"):
+        message["reasoning_content"] = reasoning
+    if said.get("tool_calls"):
+        message["tool_calls"] = without_nulls(said["tool_calls"])
+    return message

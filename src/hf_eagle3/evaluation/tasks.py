@@ -1,6 +1,5 @@
 """What is measured on: the prompts of the literature's tasks, of a file or folder, or of this machine."""
 
-import json
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
+
+from ..data.rows import Row, RowError, read_json_lines, read_prompt
+from ..tokenizer import PromptEncoder
 
 
 logger = logging.get_logger(__name__)
@@ -105,10 +107,11 @@ def load_prompts(
     has a prompt for each, with the turns before it and their answers.
 
     Args:
-        name (`str`): A task, or a JSON Lines file of `{"prompt": "..."}` or `{"messages": [...]}`.
+        name (`str`): A task, or a JSON Lines file; see [`read_prompts`].
         tokenizer (`PreTrainedTokenizerBase`): The target's.
         num_prompts (`int`, *optional*): Only the first so many, or conversations.
-        chat_template_kwargs (`dict`, *optional*): For the template, such as `{"enable_thinking": False}`.
+        chat_template_kwargs (`dict`, *optional*):
+            For the template, such as `{"enable_thinking": False}`, where a row of a file does not say otherwise.
         answer (`Callable`, *optional*):
             What the target says to a prompt. Without it conversations end with their first turn.
 
@@ -117,16 +120,15 @@ def load_prompts(
         ValueError: if there is nothing in it, or not what was expected.
     """
 
-    def chat(messages: list[dict]) -> list[int]:
-        if tokenizer.chat_template is None:
+    encoder = PromptEncoder(tokenizer)
+
+    def chat(messages: list[dict], **kwargs) -> list[int]:
+        if not encoder.has_template:
             logger.warning_once(
                 "The tokenizer has no chat template: what is said in a chat is put together as plain text."
             )
-            return tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
-        text = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **(chat_template_kwargs or {})
-        )
-        return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them
+            return encoder.text("\n\n".join(message["content"] for message in messages))
+        return encoder.chat(messages, **{**(chat_template_kwargs or {}), **kwargs})
 
     if name == OFFLINE:
         _, texts = standard_library()
@@ -148,35 +150,39 @@ def load_prompts(
                 messages.append({"role": "user", "content": turn})
                 prompts.append(chat(messages))
         return prompts
-    return [
-        tokenizer(item)["input_ids"] if isinstance(item, str) else chat(item)
-        for item in read_prompts(name, num_prompts)
-    ]
+    prompts = []
+    for number, row in _read_prompts(name, num_prompts):
+        try:
+            prompts.append(
+                encoder.text(row.text) if row.messages is None else chat(row.messages, **row.template_kwargs)
+            )
+        except Exception as error:
+            raise ValueError(f"{name}, line {number}: the chat template refuses it: {error}") from error
+    return prompts
 
 
-def read_prompts(path: str | Path, num_prompts: int | None = None) -> list[str | list[dict]]:
+def read_prompts(path: str | Path, num_prompts: int | None = None) -> list[Row]:
     """
-    Prompts of a JSON Lines file, one `{"prompt": "..."}` or `{"messages": [...]}` a line.
+    Prompts of a JSON Lines file, one `{"prompt": "..."}` or `{"messages": [...]}` a line, with `tools` and
+    `chat_template_kwargs` if they have some.
 
     Args:
         path (`str` or `Path`): The file.
         num_prompts (`int`, *optional*): Only the first so many.
 
     Raises:
-        ValueError: if a line is something else, or there is none.
+        ValueError: naming file and line, if a line is something else; or if there is none.
     """
+    return [row for _, row in _read_prompts(path, num_prompts)]
+
+
+def _read_prompts(path: str | Path, num_prompts: int | None) -> list[tuple[int, Row]]:
     prompts = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        item = json.loads(line)
-        is_text = isinstance(item, dict) and isinstance(item.get("prompt"), str)
-        is_chat = isinstance(item, dict) and isinstance(item.get("messages"), list) and item["messages"]
-        if not is_text and not is_chat:
-            raise ValueError(
-                f'{path}, line {number}: expected {{"prompt": "..."}} or {{"messages": [...]}}, got {line[:80]}'
-            )
-        prompts.append(item["prompt"] if is_text else item["messages"])
+    for number, content in read_json_lines(path):
+        try:
+            prompts.append((number, read_prompt(content)))
+        except RowError as error:
+            raise ValueError(f"{path}, line {number}: {error}.") from None
     if not prompts:
         raise ValueError(f"{path} has no prompts.")
     return prompts[:num_prompts]

@@ -323,6 +323,8 @@ class Eagle3Config(PreTrainedConfig):
 
 def default_aux_layer_ids(num_target_layers: int) -> list[int]:
     """An early, a middle and a late state of the target (EAGLE-3, section 3.1; ids as vLLM and speculators use them)."""
+    if num_target_layers < 3:  # too shallow for three that differ
+        return list(range(num_target_layers))
     if num_target_layers < 6:  # too shallow for the usual three: spread what there is
         return [0, num_target_layers // 2, num_target_layers - 1]
     return [2, num_target_layers // 2, num_target_layers - 3]

@@ -1,6 +1,7 @@
 """Arguments of [`Eagle3Trainer`]."""
 
-from dataclasses import dataclass, field
+import copy
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -8,6 +9,21 @@ from trl import SFTConfig
 
 from ..making import FORMS
 from .losses import LOSS_TYPES, LossType
+
+
+def as_json(value: Any) -> Any:
+    """A value of arguments as what JSON has: trackers write arguments at the first log."""
+    if isinstance(value, dict):
+        return {str(key): as_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(each) for each in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if callable(getattr(value, "to_dict", None)):
+        return as_json(value.to_dict())
+    if is_dataclass(value):
+        return as_json(vars(value))
+    return str(value).removeprefix("torch.")
 
 
 @dataclass
@@ -215,6 +231,13 @@ class Eagle3TrainingArguments(SFTConfig):
         copied = object.__new__(type(self))
         copied.__dict__ |= self.__dict__
         return copied
+
+    def to_dict(self):
+        """With arguments of `from_pretrained` that are objects (quantization, dtypes, devices) as what JSON has."""
+        plain = copy.copy(self)  # `TrainingArguments` writes into dictionaries
+        for name in ("model_init_kwargs", "target_model_init_kwargs"):
+            setattr(plain, name, as_json(getattr(self, name)))
+        return super(Eagle3TrainingArguments, plain).to_dict()
 
     def __post_init__(self):
         if self.bf16 is None and self.use_cpu and not torch.cpu._is_avx512_bf16_supported():

@@ -1,7 +1,14 @@
 """What the console shows of a training; trackers get all that is logged."""
 
-from transformers import PrinterCallback, ProgressCallback
+import statistics
+import time
+from collections import deque
 
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
 
 # `loss_per_step` can be compared while the unroll grows, and `loss`, a sum over its steps, cannot.
 SHOWN = (
@@ -42,11 +49,46 @@ class EaglePrinterCallback(PrinterCallback):
             super().on_log(args, state, control, logs=few, **kwargs)
 
 
+class SlowStepsCallback(TrainerCallback):
+    """
+    Says, once, that steps have become much slower on a CPU, and what helps.
+
+    Threads of OpenMP spin while they wait for each other at the end of each parallel part. Where another process has one
+    of the cores, all others wait for the thread that it keeps from running.
+    """
+
+    FACTOR, NUM_KNOWN, NUM_SLOW = 10, 20, 3
+
+    def __init__(self):
+        self.start, self.usual, self.last, self.has_warned = None, deque(maxlen=100), deque(maxlen=10), False
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.start = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.start is None or self.has_warned:
+            return
+        seconds, self.start = time.perf_counter() - self.start, None
+        is_slow = len(self.usual) >= self.NUM_KNOWN and seconds > self.FACTOR * statistics.median(self.usual)
+        self.last.append(is_slow)
+        if not is_slow:
+            self.usual.append(seconds)
+        elif sum(self.last) >= self.NUM_SLOW:
+            self.has_warned = True
+            logger.warning(
+                f"Step {state.global_step} took {seconds:.1f} s, and usual ones {statistics.median(self.usual):.1f} s. If other "
+                "processes use the same cores, go on (`--resume_from_checkpoint true`) with OMP_WAIT_POLICY=passive in the "
+                "environment, or with OMP_NUM_THREADS one less: see docs/cpus.md."
+            )
+
+
 CALLBACKS = {ProgressCallback: EagleProgressCallback, PrinterCallback: EaglePrinterCallback}
 
 
 def show_few(trainer) -> None:
-    """Puts these in the place of transformers' own."""
+    """Puts these in the place of transformers' own, and looks at the time that steps take on CPUs."""
+    if trainer.accelerator.device.type == "cpu":
+        trainer.add_callback(SlowStepsCallback())
     for theirs, ours in CALLBACKS.items():
         if any(type(callback) is theirs for callback in trainer.callback_handler.callbacks):
             trainer.remove_callback(theirs)

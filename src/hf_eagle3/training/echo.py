@@ -60,6 +60,10 @@ class EchoBuffer:
         self.target_states, self.num_batches = target_states, num_batches
         self.states: dict[tuple, torch.Tensor] = {}  # by what the target reads, the oldest first
 
+    def forget(self) -> None:
+        """Drops all states."""
+        self.states.clear()
+
     def __call__(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A collated batch with its `states`, as [`~features.FeatureCollator`] adds those of a store."""
         read = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))

@@ -40,7 +40,12 @@ def load_target(
         target = AutoModelForCausalLM.from_pretrained(name, **{"dtype": "auto", **init_kwargs})
     if processing_class is None:
         processing_class = load_tokenizer(name, **kwargs)
-    return target, processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
+    if isinstance(processing_class, ProcessorMixin):
+        tokenizer = processing_class.tokenizer
+        if tokenizer.chat_template is None:
+            tokenizer.chat_template = processing_class.chat_template
+        processing_class = tokenizer
+    return target, processing_class
 
 
 def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_config=None):

@@ -264,7 +264,8 @@ class Rollouts:
                 document = documents[choose.randrange(len(documents))]
                 prompt = prompt_of(document)[0].to(trainer.target_model.device)
                 known = prompt.new_tensor(document["labels"][: len(prompt)])
-                room = len(prompt) if args.max_length is None else args.max_length - args.rollout_max_new_tokens
+                longest = [length for length in (args.max_length, trainer.num_positions) if length is not None]
+                room = min(longest) - args.rollout_max_new_tokens if longest else len(prompt)
                 rows.append(len(prompts))
                 prompts.append(prompt[-room:])  # what is to be continued is at the end
                 labels.append(known[-room:])
@@ -301,6 +302,11 @@ class Rollouts:
         num_tokens, num_verifications = accelerator.reduce(accepted, "sum").tolist()
         self.accepted.zero_()
         return {"rollout_acceptance_length": num_tokens / num_verifications} if num_verifications else {}
+
+    def forget(self) -> None:
+        """Drops what was rolled out and counted."""
+        self.pending.clear()
+        self.accepted.zero_()
 
     def save(self, checkpoint: str | Path) -> None:
         """Keeps what is still to be learned from beside a checkpoint."""

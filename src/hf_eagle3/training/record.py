@@ -218,7 +218,7 @@ def training_record(trainer, state_dict: dict[str, torch.Tensor] | None = None) 
         "arguments": without_paths(json.loads(json.dumps(arguments, default=str))),
         "steps": step,
         "epochs": epoch,
-        "sequences_per_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        "sequences_per_step": trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size,
         "seconds": None if trainer.is_resumed else logged.get("train_runtime"),  # which is the last run's alone
         "num_processes": args.world_size,
         "environment": environment(trainer.accelerator.device),

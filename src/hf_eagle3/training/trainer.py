@@ -1,9 +1,11 @@
 """[`Eagle3Trainer`]: TRL's `SFTTrainer`, training a draft by training-time test."""
 
 import copy
+import shlex
 import shutil
 import statistics
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from huggingface_hub import ModelCard
 from peft import get_peft_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -22,30 +24,30 @@ from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from trl import SFTTrainer
-from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-from trl.data_utils import get_dataset_column_names
 
 from ..data import (
-    as_messages,
-    check_assistant_turns,
+    RowEncoder,
     check_chat_template,
-    check_columns,
     check_lengths,
-    check_rows,
-    check_tokens,
+    check_positions,
     count_tokens,
     coverage,
     documents_of_row,
-    has_messages,
+    encode_rows,
+    kind_of_data,
     most_frequent_tokens,
+    num_positions,
+    plain_rows,
     prompt_of,
     report_long_rows,
 )
+from ..data.rows import MASKS
 from ..hub import card_on_hub, is_edited, render_card, repo_name, write_records
 from ..hub.push import verifier_without_path
 from ..remote_code.checks_eagle3 import is_sharded
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.draft_eagle3 import DraftModel
+from ..tokenizer import padding_token, read_template
 from .arguments import Eagle3TrainingArguments
 from .checkpoint import CHECKPOINT_FILES, last_whole_checkpoint, list_files, what_is_broken
 from .console import show_few
@@ -168,14 +170,31 @@ class Eagle3Trainer(SFTTrainer):
         store = kwargs["train_dataset"] if isinstance(kwargs.get("train_dataset"), FeatureStore) else None
         if store is not None:
             kwargs["train_dataset"] = self._settle_by_store(store, args)
-        elif kwargs.get("train_dataset") is not None and kwargs.get("formatting_func") is None:
-            kwargs["train_dataset"] = as_messages(kwargs["train_dataset"])
-        self._check_before_preparation(args, **kwargs)
         self.target_vocab_size = target_model.config.get_text_config(decoder=True).vocab_size
+        self.num_positions = num_positions(target_model)
+        self._settle_tokenizer(args, kwargs["processing_class"])
+        if (
+            self.num_positions is not None
+            and args.rollout_share > 0
+            and args.rollout_max_new_tokens >= self.num_positions
+        ):
+            raise ValueError(
+                f"`rollout_max_new_tokens` is {args.rollout_max_new_tokens}, but the target has a table of {self.num_positions} "
+                "positions, which leaves no room for prompts. Pass less."
+            )
+        # Encoded before `SFTTrainer` looks at the first row.
+        self.assistant_only_loss, self._encoded = args.assistant_only_loss, kwargs.get("train_dataset")
+        skips = (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
+        if store is None and not skips and isinstance(self._encoded, (Dataset, IterableDataset)):
+            formatting_func = kwargs.get("formatting_func")
+            self._encoded = self._encode(self._encoded, kwargs["processing_class"], args, formatting_func, "train")
+            kwargs["train_dataset"] = self._encoded
 
-        # Not `SFTTrainer`'s business; it would warn of the first and refuse the second.
-        ours = {"model_init_kwargs": args.model_init_kwargs, "loss_type": args.loss_type}
-        args.model_init_kwargs, args.loss_type = None, "nll"
+        # What is not `SFTTrainer`'s business, or no more: it would warn, or refuse it.
+        names = ("model_init_kwargs", "loss_type", "assistant_only_loss", "chat_template_path")
+        ours = {name: getattr(args, name) for name in names}
+        args.model_init_kwargs = args.chat_template_path = None
+        args.loss_type, args.assistant_only_loss = "nll", False
         super().__init__(model=model, args=args, **kwargs)
         for name, value in (ours | self._for_evaluation).items():
             setattr(args, name, value)
@@ -216,6 +235,16 @@ class Eagle3Trainer(SFTTrainer):
         # One forward of the wrapped model is one unroll, so that DDP, FSDP and autocast do what they do around a
         # forward. Replaces the fused loss that `SFTTrainer` puts in the same place.
         draft.forward = MethodType(_forward_or_unroll, draft)
+        rows_of_step = args.per_device_train_batch_size * args.world_size
+        if (
+            args.dataloader_drop_last
+            and isinstance(self.train_dataset, Dataset)
+            and len(self.train_dataset) < rows_of_step
+        ):
+            raise ValueError(
+                f"The train data has {len(self.train_dataset)} rows, which `dataloader_drop_last=True` drops: they do not fill a batch "
+                f"of {rows_of_step}. Leave it out, or pass a smaller `per_device_train_batch_size`."
+            )
         self._counts: dict[str, torch.Tensor] = {}
         self._loss_weights: dict[str, list[float]] = {"train": [], "eval": []}
         self.rollouts = Rollouts(self) if args.rollout_share > 0 else None
@@ -233,8 +262,7 @@ class Eagle3Trainer(SFTTrainer):
         """What was settled when features were extracted is settled for training; evaluation goes by the arguments."""
         if args.packing:
             raise ValueError("Rows of a feature store are packed when they are extracted. Leave `packing` out.")
-        self._for_evaluation = {"max_length": args.max_length, "assistant_only_loss": args.assistant_only_loss}
-        args.assistant_only_loss = False
+        self._for_evaluation = {"max_length": args.max_length}
         if "seq_lengths" in store.rows.column_names:
             args.padding_free, args.max_length = True, None
         return store.dataset()
@@ -259,20 +287,46 @@ class Eagle3Trainer(SFTTrainer):
                 raise ValueError(f"`{name}` is {value}, but {reason}. Leave it out.")
 
     @staticmethod
-    def _check_before_preparation(args, processing_class, train_dataset=None, formatting_func=None, **_):
-        """What `SFTTrainer` takes for granted."""
-        if train_dataset is not None and formatting_func is None:
-            check_columns(train_dataset, args, "train")
-        if args.chat_template_path is not None and not args.chat_template_path.endswith((".jinja", ".j2")):
+    def _settle_tokenizer(args, tokenizer) -> None:
+        """Gives the tokenizer the template and the tokens that the arguments name."""
+        if args.chat_template_path is not None:
+            if not args.chat_template_path.endswith((".jinja", ".j2")):
+                raise ValueError(
+                    f"`chat_template_path` is {args.chat_template_path}, but must be a Jinja file: the template of another "
+                    "tokenizer would bring tokens that the target does not know."
+                )
+            tokenizer.chat_template = read_template(args.chat_template_path)
+        if args.eos_token is not None:
+            if args.eos_token not in tokenizer.get_vocab():
+                raise ValueError(f"`eos_token` is {args.eos_token!r}, which the tokenizer does not have.")
+            tokenizer.eos_token = args.eos_token
+        args.pad_token = args.pad_token or padding_token(tokenizer)
+
+    def _encode(self, dataset, tokenizer, args, formatting_func, name: str) -> Dataset | IterableDataset:
+        """The tokens of a data set, and what is learned of them."""
+        dataset = plain_rows(dataset, name)
+        kind = "text" if formatting_func is not None else kind_of_data(dataset, args.dataset_text_field, name)
+        is_chat = kind in ("messages", "conversations") or (
+            kind == "prompt" and not isinstance(next(iter(dataset))["prompt"], str)
+        )
+        if is_chat:
+            check_chat_template(tokenizer)
+        elif self.assistant_only_loss and name == "train" and not {"labels", *MASKS} & set(next(iter(dataset))):
             raise ValueError(
-                f"`chat_template_path` is {args.chat_template_path}, but must be a Jinja file: the template of another "
-                "tokenizer would bring tokens that the target does not know."
+                f"`assistant_only_loss=True` needs conversations, but the {name} data has {kind!r}. Leave it out, or pass "
+                "`messages`."
             )
-        if args.chat_template_path is not None and not Path(args.chat_template_path).is_file():
-            raise FileNotFoundError(f"There is no file {args.chat_template_path} (`chat_template_path`).")
-        if args.chat_template_path is None:
-            is_chat = train_dataset is not None and formatting_func is None and has_messages(train_dataset)
-            check_chat_template(processing_class, args.assistant_only_loss, is_chat)
+        encoder = RowEncoder(
+            tokenizer,
+            kind,
+            self.target_vocab_size,
+            self.assistant_only_loss,
+            args.completion_only_loss,
+            formatting_func,
+        )
+        if not is_chat and kind != "input_ids" and tokenizer.eos_token is None:
+            logger.warning("The tokenizer has no EOS token: texts are learned without an end. `eos_token` names one.")
+        return encode_rows(dataset, encoder, name, args.dataset_num_proc)
 
     def _settle_vocabulary(self, draft, target_model, takes_it_from_data: bool) -> None:
         """Takes the draft vocabulary from the data, or checks that the draft's own suits it."""
@@ -307,28 +361,15 @@ class Eagle3Trainer(SFTTrainer):
         """`SFTTrainer`'s; but no row is shortened, split or dropped in silence."""
         if isinstance(dataset, Dataset) and "feature_row" in dataset.column_names:
             return dataset  # was prepared when its features were extracted
-        if formatting_func is None:
-            dataset = as_messages(dataset)
-            check_columns(dataset, args, dataset_name)
-            dataset = check_rows(dataset, args, dataset_name)
+        if dataset is not self._encoded:
+            dataset = self._encode(dataset, processing_class, args, formatting_func, dataset_name)
         if self._for_evaluation:
             args = copy.copy(args)
             for name, value in self._for_evaluation.items():
                 setattr(args, name, value)
-            # `SFTTrainer` tells it from rows that may have no such columns any more.
-            if args.completion_only_loss is None:
-                self.completion_only_loss = {"prompt", "completion"} <= set(get_dataset_column_names(dataset))
-            if args.assistant_only_loss and not has_generation_markers(processing_class.chat_template):
-                self.chat_template = get_training_chat_template(processing_class)
-        if args.assistant_only_loss and isinstance(dataset, Dataset) and "messages" in dataset.column_names:
-            check_assistant_turns(dataset, dataset_name)
-        tokenize_only = copy.copy(args)
-        tokenize_only.max_length, tokenize_only.shuffle_dataset = None, False
-        dataset = super()._prepare_dataset(
-            dataset, processing_class, tokenize_only, False, formatting_func, dataset_name
-        )
         check_lengths(dataset, dataset_name)
-        dataset = check_tokens(dataset, self.target_vocab_size, dataset_name)
+        if self.num_positions is not None:
+            check_positions(dataset, self.num_positions, args.max_length, dataset_name)
         is_split = packing and args.packing_strategy != "bfd"
         fate = "split off" if is_split else "cut off (`packing=True` with `packing_strategy='bfd_split'` keeps them)"
         dataset = report_long_rows(dataset, args.max_length, fate, dataset_name)
@@ -378,6 +419,18 @@ class Eagle3Trainer(SFTTrainer):
                 self.rollouts.load(resume_from_checkpoint)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
+    def _inner_training_loop(
+        self, batch_size=None, args=None, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None
+    ):
+        """Begins anew with a smaller batch where `auto_find_batch_size` says so: what was counted and kept is of the larger one."""
+        self._counts, self._loss_weights = {}, {"train": [], "eval": []}
+        if batch_size not in (None, self._train_batch_size):
+            for kept in filter(None, (self.echo, self.rollouts)):
+                kept.forget()
+        return super()._inner_training_loop(
+            batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval=ignore_keys_for_eval
+        )
+
     def _load_best_model(self):
         super()._load_best_model()
         self.best = self.state.best_global_step, len(self.state.log_history)
@@ -410,7 +463,7 @@ class Eagle3Trainer(SFTTrainer):
         if self.echo is None:
             return sampler
         num_processes = 1 if args.accelerator_config.split_batches else args.world_size
-        batch_size = args.train_batch_size * num_processes
+        batch_size = self._train_batch_size * num_processes
         return EchoSampler(sampler, batch_size, args.echo_buffer_size, args.echo_factor, args.data_seed)
 
     @torch.no_grad()
@@ -584,12 +637,31 @@ class Eagle3Trainer(SFTTrainer):
     ):
         """Adds the same about `dataloader`, and the acceptance length of decoding with the draft."""
         self._move_target()  # of which training from stored features needs the ends only
-        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        metrics = self._pop_metrics("eval") | self._decode(dataloader.dataset)
+        with kept_precision(self.draft):
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+            metrics = self._pop_metrics("eval") | self._decode(dataloader.dataset)
         if (loss := output.metrics.get(f"{metric_key_prefix}_loss")) is not None:
             metrics["loss_per_step"] = self._per_step(loss, "eval")
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
+
+    def predict(self, test_dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"):
+        """
+        What [`~Eagle3Trainer.evaluate`] measures, of other data. There are no predictions to return.
+
+        Args:
+            test_dataset (`Dataset` or `IterableDataset`): Data of any kind that can be trained on.
+            ignore_keys (`list[str]`, *optional*): As in [`~transformers.Trainer.predict`].
+            metric_key_prefix (`str`, *optional*, defaults to `"test"`): For the names of the metrics.
+        """
+        if not self._skip_prepare_dataset:
+            packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
+            test_dataset = self._prepare_dataset(
+                test_dataset, self.processing_class, self.args, packing, self._formatting_func, metric_key_prefix
+            )
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     @torch.no_grad()
     def _decode(self, dataset) -> dict[str, float]:
@@ -621,11 +693,16 @@ class Eagle3Trainer(SFTTrainer):
     def _continue_beginnings(self, dataset, draft, sums, process, num_processes):
         for row in islice(dataset, process, self.args.num_eval_prompts, num_processes):
             prompt = prompt_of(documents_of_row(row)[0]).to(self.target_model.device)
+            max_new_tokens = self.args.eval_max_new_tokens
+            if self.num_positions is not None:
+                max_new_tokens = min(max_new_tokens, self.num_positions - prompt.shape[-1])
+            if max_new_tokens <= 0:
+                continue
             sequences = self.target_model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 assistant_model=draft,
-                max_new_tokens=self.args.eval_max_new_tokens,
+                max_new_tokens=max_new_tokens,
                 do_sample=False,
                 synced_gpus=False,  # where all run it together, they take the same steps
             )
@@ -698,7 +775,27 @@ class Eagle3Trainer(SFTTrainer):
             others = ("*.safetensors", "*.bin", "*.pt", "*.pth", "optimizer*", TRAINER_STATE_NAME, CHECKPOINT_FILES)
             patterns = shutil.ignore_patterns(*others)
             shutil.copytree(checkpoint_folder, self.args.output_dir, ignore=patterns, dirs_exist_ok=True)
+        known = [] if push is None else list(push.jobs)
         super()._push_from_checkpoint(checkpoint_folder)
+        for job in [] if self.push_in_progress is None else self.push_in_progress.jobs:
+            if job not in known:
+                job.add_done_callback(self._mention_failed_push)
+
+    def _mention_failed_push(self, job) -> None:
+        """Pushes in the background would fail in silence."""
+        if not job.cancelled() and (error := job.exception()) is not None:
+            logger.warning(
+                f"A push to {self.hub_model_id} in the background failed: {type(error).__name__}: {error}. Training goes on; what was to be "
+                f"pushed is in {self.args.output_dir}."
+            )
+
+    @property
+    def push_command(self) -> str:
+        """What pushes by hand what the trainer has saved."""
+        folder, repo = str(self.args.output_dir), self.hub_model_id or self.args.hub_model_id or "<owner>/<name>"
+        if self._is_adapter or self.draft.config.model_type != Eagle3Config.model_type:
+            return shlex.join(["hf", "upload", repo, folder, "--exclude", f"{PREFIX_CHECKPOINT_DIR}-*/*"])
+        return shlex.join(["python", "recipes/push.py", folder, "--repo_id", repo])
 
     @property
     def _is_adapter(self) -> bool:
@@ -751,11 +848,36 @@ class Eagle3Trainer(SFTTrainer):
             args, kwargs (*optional*): As there.
         """
         self._name_datasets(dataset_name)
-        return super().push_to_hub(*args, **kwargs)
+        try:
+            return super().push_to_hub(*args, **kwargs)
+        except Exception:
+            if self.is_world_process_zero():
+                logger.error(
+                    f"The draft is not pushed to {self.hub_model_id}, for the reason that follows. It is in {self.args.output_dir}. To "
+                    f"push it from there: {self.push_command}"
+                )
+            raise
 
     def _name_datasets(self, names: str | list[str] | None) -> None:
         if names:
             self.dataset_names = [names] if isinstance(names, str) else list(names)
+
+
+@contextmanager
+def kept_precision(model: torch.nn.Module) -> Iterator[None]:
+    """Gives a model its tensors back: `bf16_full_eval` and `fp16_full_eval` cast it, and training would go on in these."""
+    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for parameter, data in parameters:
+            if parameter.dtype != data.dtype:
+                parameter.data = data.to(parameter.device)
+        for module, own in buffers:
+            for name, buffer in own.items():
+                if buffer is not None and module._buffers[name].dtype != buffer.dtype:
+                    module._buffers[name] = buffer.to(module._buffers[name].device)
 
 
 def _forward_or_unroll(self, *args, unroll=None, **kwargs):

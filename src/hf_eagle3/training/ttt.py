@@ -387,6 +387,9 @@ def ttt_unroll(draft, batch: TTTBatch, steps: int, row_share: float = 1.0) -> It
             text_cache.descend(kept, rows)
             hidden_states = take_rows(hidden_states, kept)
             tokens, position_ids = tokens.gather(1, rows), position_ids.gather(1, rows)
+        if step == 0 and draft.config.is_parallel:
+            # Read from the second step on, but DDP may expect that all parameters are in each graph.
+            hidden_states = hidden_states + 0 * draft.mask_hidden.sum()
         if step > 0 and draft.config.is_parallel:
             mask_inputs = draft.mask_inputs(hidden_states.shape[1])
             inputs_embeds, hidden_states = (each.expand_as(hidden_states) for each in mask_inputs)

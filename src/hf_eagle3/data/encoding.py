@@ -1,0 +1,351 @@
+"""From rows to tokens, and to what is learned of them."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from accelerate import PartialState
+from datasets import Dataset, Features, IterableDataset, List, Value
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+from trl.chat_template_utils import get_training_chat_template
+from trl.data_utils import get_dataset_column_names
+
+from ..tokenizer import PromptEncoder, has_markers
+from .rows import Row, RowError, read_row, summary
+
+
+logger = logging.getLogger(__name__)
+
+# Where a turn of the assistant cannot be found, in at most this share of the rows, it is not learned; in more, training
+# is refused.
+FEW = 0.05
+
+
+def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """
+    The chat template to find the assistant's turns by: TRL's marked version of a tokenizer's template, or `None` for the
+    tokenizer's own, marked or not.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): Has a chat template.
+    """
+    if has_markers(tokenizer):
+        return None
+    try:
+        return get_training_chat_template(tokenizer)
+    except Exception:  # TRL knows no marked version, or cannot render its probes by this template
+        return None
+
+
+class RowEncoder(PromptEncoder):
+    """
+    Turns rows into `input_ids` and `labels`.
+
+    A text begins with the tokenizer's special tokens and ends with EOS, each once. A conversation has those that the
+    chat template writes.
+
+    What the assistant says is found by the template's `{% generation %}` markers. Where it has none, the conversation
+    is rendered up to each of the assistant's turns, with what comes before an answer, and with the turn: the target says
+    what is between the two. That holds where both begin the whole conversation, as texts and as tokens.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        kind (`str`): See [`~hf_eagle3.data.kind_of`].
+        vocab_size (`int`, *optional*): The target's.
+        assistant_only_loss (`bool`, *optional*, defaults to `False`): Whether only what the assistant says is learned.
+        completion_only_loss (`bool`, *optional*): Whether of prompts with completions only these are learned. By default they are.
+        formatting_func (`Callable`, *optional*): Makes a text of a row.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        kind: str,
+        vocab_size: int | None = None,
+        assistant_only_loss: bool = False,
+        completion_only_loss: bool | None = None,
+        formatting_func: Callable[[dict], str] | None = None,
+    ):
+        template = training_template(tokenizer) if assistant_only_loss else None
+        super().__init__(tokenizer, template)
+        self.kind, self.vocab_size, self.formatting_func = kind, vocab_size, formatting_func
+        self.assistant_only_loss, self.completion_only_loss = assistant_only_loss, completion_only_loss is not False
+        self.is_marked = template is not None or has_markers(tokenizer)
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        """
+        Reads and encodes a row.
+
+        Args:
+            row (`dict`): As the data set has it.
+
+        Returns:
+            `dict`: `input_ids` and `labels`; `seq_lengths` where the row has them; and as `lost`, the turns of the assistant
+            that were not found.
+
+        Raises:
+            RowError: saying what is wrong with it.
+        """
+        encoded = {"lost": 0}
+        if self.formatting_func is not None and self.kind != "input_ids":
+            text = self.formatting_func(row)
+            if not isinstance(text, str):
+                raise RowError(f"`formatting_func` makes {text!r:.80} of it, which must be a text")
+            encoded |= self.encode_text(Row(text=text))
+        else:
+            content = read_row(row, self.kind)
+            if content.tokens is not None:
+                encoded |= content.tokens if "attention_mask" in row else self._without_padding(content.tokens)
+            elif content.messages is not None:
+                encoded |= self.encode_chat(content)
+            else:
+                encoded |= self.encode_text(content)
+        tokens = encoded["input_ids"]
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if self.vocab_size is not None and not 0 <= token < self.vocab_size:
+                raise RowError(
+                    f"it has token {token}, but the target's vocabulary ends at {self.vocab_size - 1}: it was tokenized for "
+                    "another target"
+                )
+        return encoded
+
+    def _without_padding(self, tokens: dict[str, list[int]]) -> dict[str, list[int]]:
+        """Tokens of a row that has no attention mask, without those at either end that are padding and nothing else."""
+        padding, text = self.tokenizer.pad_token_id, tokens["input_ids"]
+        others = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, self.tokenizer.unk_token_id)
+        if padding is None or padding in others or "seq_lengths" in tokens:
+            return tokens
+        places = [place for place, token in enumerate(text) if token != padding] or [0]
+        kept = slice(places[0], places[-1] + 1)
+        return {name: values[kept] for name, values in tokens.items()}
+
+    def encode_text(self, row: Row) -> dict[str, list[int]]:
+        """A text, or a prompt and its completion."""
+        text = row.text + (row.completion or "")
+        tokens, eos = self.text(text), self.tokenizer.eos_token
+        if eos is not None and not text.rstrip().endswith(eos):
+            tokens = [*tokens, self.tokenizer.eos_token_id]
+        start = 0
+        if row.completion is not None and self.completion_only_loss:
+            start = common_prefix(self.text(row.text), tokens)
+        return {"input_ids": tokens, "labels": [-100] * start + tokens[start:]}
+
+    def encode_chat(self, row: Row) -> dict[str, Any]:
+        """A conversation, or one that is a prompt and its completion."""
+        text, spans = self._render(row)
+        tokens = self.rendered_tokens(text)
+        lost, start = 0, 0
+        if self.assistant_only_loss:
+            if not any(message["role"] == "assistant" for message in row.messages):
+                roles = sorted({message["role"] for message in row.messages})
+                raise RowError(
+                    f"it has no assistant turn, but {roles}: with `assistant_only_loss=True` nothing is learned from it"
+                )
+            ranges, lost = self._marked(text, tokens, spans) if self.is_marked else self._turns(row, tokens)
+        else:
+            ranges = [(0, len(tokens))]
+        if row.num_given is not None and self.completion_only_loss:
+            start = common_prefix(self._prompt(row, row.num_given), tokens)
+        labels = [-100] * len(tokens)
+        for first, last in ranges:
+            labels[max(first, start) : last] = tokens[max(first, start) : last]
+        return {"input_ids": tokens, "labels": labels, "lost": lost}
+
+    def _render(self, row: Row) -> tuple[str, list[tuple[int, int]]]:
+        """A conversation's text, and what of it is between markers."""
+        try:
+            if not (self.assistant_only_loss and self.is_marked):
+                return self.render(row.messages, **row.template_kwargs), []
+            # What `apply_chat_template` does. It gives the places as a mask of tokens only, and of fast tokenizers.
+            kwargs = {**self.tokenizer.special_tokens_map, **row.template_kwargs}
+            tools = kwargs.pop("tools", None)
+            texts, spans = render_jinja_template(
+                conversations=[self.as_taken(row.messages)],
+                tools=tools,
+                chat_template=self.tokenizer.get_chat_template(self.chat_template, tools),
+                return_assistant_tokens_mask=True,
+                **kwargs,
+            )
+            return texts[0], spans[0]
+        except Exception as error:
+            raise RowError(f"the chat template refuses it: {error or type(error).__name__}") from error
+
+    def _prompt(self, row: Row, num_messages: int) -> list[int]:
+        try:
+            return self.chat(row.messages[:num_messages], **row.template_kwargs)
+        except Exception as error:
+            raise RowError(f"the chat template refuses its prompt: {error or type(error).__name__}") from error
+
+    def _marked(self, text: str, tokens: list[int], spans) -> tuple[list[tuple[int, int]], int]:
+        """The tokens between markers."""
+        if not spans:
+            raise RowError("the chat template marks nothing in it that the assistant says")
+        if not self.tokenizer.is_fast:  # which does not say where its tokens are
+            ranges = [tuple(self._num_tokens(text[:place], tokens) for place in span) for span in spans]
+            found = [span for span in ranges if None not in span]
+            return found, len(ranges) - len(found)
+        offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        ranges, place = [], 0
+        for start, end in spans:
+            inside = []
+            while place < len(offsets) and offsets[place][0] < end:
+                if offsets[place][1] > start:
+                    inside.append(place)
+                place += 1
+            if inside:
+                ranges.append((inside[0], inside[-1] + 1))
+        return ranges, 0
+
+    def _num_tokens(self, beginning: str, tokens: list[int]) -> int | None:
+        """How many of the tokens of a text are of its beginning; `None` if the beginning alone has other tokens."""
+        alone = self.rendered_tokens(beginning)
+        num_tokens = common_prefix(alone, tokens)
+        # At the end white space may be another token than where more follows, and some templates end a text with EOS.
+        rest = self.tokenizer.decode(alone[num_tokens:], skip_special_tokens=True) if num_tokens < len(alone) else ""
+        return None if rest.strip() else num_tokens
+
+    def _turns(self, row: Row, tokens: list[int]) -> tuple[list[tuple[int, int]], int]:
+        """The tokens of the assistant's turns, and how many turns could not be found."""
+        ranges, lost = [], 0
+        for number, message in enumerate(row.messages):
+            is_asked = any(each["role"] not in ("system", "developer") for each in row.messages[:number])
+            if message["role"] != "assistant" or not is_asked:  # nobody asks a target for a greeting
+                continue
+            try:
+                before = self.render(row.messages[:number], add_generation_prompt=True, **row.template_kwargs)
+                after = self.render(row.messages[: number + 1], **row.template_kwargs)
+            except Exception:
+                lost += 1
+                continue
+            start, end = self.rendered_tokens(before), self._num_tokens(after, tokens)
+            if end is None or end <= len(start) or tokens[: len(start)] != start:
+                lost += 1
+            else:
+                ranges.append((len(start), end))
+        if not ranges and not lost:
+            raise RowError(
+                "the assistant answers nobody in it: with `assistant_only_loss=True` nothing is learned from it"
+            )
+        return ranges, lost
+
+    def report_lost(self, rows: Sequence[int], num_rows: int, name: str) -> None:
+        """
+        Says in which rows turns of the assistant were not found.
+
+        Args:
+            rows (sequence of `int`): Their numbers.
+            num_rows (`int`): How many rows there are.
+            name (`str`): `"train"` or `"eval"`, for messages.
+
+        Raises:
+            ValueError: if it is more than a few.
+        """
+        message = (
+            f"In {len(rows)} of {num_rows} rows of the {name} data, the first of them rows {list(rows[:3])}, turns of the assistant "
+            "cannot be told from the rest: the chat template has no generation markers, and writes these conversations in another "
+            "way when they go on, or when the target is asked (thoughts that are left out of earlier turns, for example)."
+        )
+        if len(rows) > FEW * num_rows:
+            raise ValueError(
+                f"{message} Pass a template as `chat_template_path` in which what the assistant says stands between `{{% generation %}}` "
+                "and `{% endgeneration %}`; or data of one turn a row, as the target writes them (recipes/regenerate.py); or set "
+                "`assistant_only_loss=False` to learn from all tokens."
+            )
+        logger.warning(f"{message} They are not learned.")
+
+
+def common_prefix(tokens: list[int], others: list[int]) -> int:
+    """How many tokens two texts have in common at their beginnings."""
+    pairs = zip(tokens, others)
+    return next((place for place, (token, other) in enumerate(pairs) if token != other), min(len(tokens), len(others)))
+
+
+def encode_rows(
+    dataset: Dataset | IterableDataset, encoder: RowEncoder, name: str, num_proc: int | None = None
+) -> Dataset | IterableDataset:
+    """
+    Encodes a data set, or the rows of a stream when they come.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): The data.
+        encoder ([`RowEncoder`]): For its rows.
+        name (`str`): `"train"` or `"eval"`, for messages.
+        num_proc (`int`, *optional*): Processes that encode a `Dataset`.
+
+    Returns:
+        The data set with `input_ids` and `labels`, and `seq_lengths` if it had them, without rows of which nothing is
+        learned: these are counted and reported.
+
+    Raises:
+        ValueError: naming rows that cannot be learned from; or if turns of the assistant are not found in more than a few
+            rows, or there is nothing to learn.
+    """
+    if isinstance(dataset, IterableDataset):
+        columns = get_dataset_column_names(dataset)
+        return dataset.map(EncodedStream(encoder, name), with_indices=True, remove_columns=columns)
+    lists = {column: List(Value("int64")) for column in ("input_ids", "labels")}
+    if "seq_lengths" in dataset.column_names:
+        lists["seq_lengths"] = List(Value("int64"))
+    features = Features({**lists, "lost": Value("int32"), "teaches": Value("bool"), "problem": Value("string")})
+    state = PartialState()
+    with state.main_process_first(), state.local_main_process_first():  # the others read what these have cached
+        encoded = dataset.map(
+            encode_or_tell,
+            fn_kwargs={"encoder": encoder, "columns": list(features)},
+            remove_columns=[column for column in dataset.column_names if column not in features],
+            features=features,
+            num_proc=num_proc,
+            desc=f"Tokenizing {name} dataset",
+        )
+    problems = [(number, problem) for number, problem in enumerate(encoded["problem"]) if problem]
+    if problems:
+        raise ValueError(
+            f"{len(problems)} of {len(encoded)} rows of the {name} data cannot be learned from. {summary(problems)} Mend or remove "
+            "them."
+        )
+    lost = [number for number, num_lost in enumerate(encoded["lost"]) if num_lost]
+    if lost:
+        encoder.report_lost(lost, len(encoded), name)
+    taught = [number for number, teaches in enumerate(encoded["teaches"]) if teaches]
+    encoded = encoded.remove_columns(["lost", "teaches", "problem"])
+    if not taught:
+        raise ValueError(f"{len(encoded)} of {len(encoded)} rows of the {name} data have nothing to learn.")
+    if len(taught) < len(encoded):
+        first = sorted(set(range(len(encoded))) - set(taught))[:3]
+        logger.warning(
+            f"{len(encoded) - len(taught)} of {len(encoded)} rows of the {name} data have nothing to learn, and are dropped, the "
+            f"first of them rows {first}."
+        )
+        encoded = encoded.select(taught)
+    return encoded
+
+
+def encode_or_tell(row: dict[str, Any], encoder: RowEncoder, columns: list[str]) -> dict[str, Any]:
+    """An encoded row, or an empty one that says as `problem` what is wrong with it."""
+    empty = {column: [] for column in columns} | {"lost": 0, "teaches": False, "problem": ""}
+    try:
+        encoded = encoder(row)
+        return empty | encoded | {"teaches": any(label != -100 for label in encoded["labels"])}
+    except RowError as error:
+        return empty | {"problem": str(error)}
+
+
+class EncodedStream:
+    """Encodes the rows of a stream."""
+
+    def __init__(self, encoder: RowEncoder, name: str):
+        self.encoder, self.name, self.lost = encoder, name, []
+
+    def __call__(self, row, index):
+        try:
+            encoded = self.encoder(row)
+        except RowError as error:
+            raise ValueError(
+                f"Row {index} of the {self.name} data cannot be learned from: {error}. Mend or remove it."
+            ) from error
+        if encoded.pop("lost"):
+            self.lost.append(index)
+            if len(self.lost).bit_count() == 1:
+                self.encoder.report_lost(self.lost, max(index + 1, 100), self.name)
+        return encoded

@@ -1,0 +1,429 @@
+"""
+What a row of data may be: the one place that knows.
+
+A row is read before anything is done with it. What is wrong with one is said with its number, what was expected and the
+remedy.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+# ShareGPT's names for who speaks.
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "developer": "developer",
+    "tool": "tool",
+    "observation": "tool",
+}
+CONVERSATIONS = ("messages", "conversations")
+SYSTEM = ("system", "system_prompt")  # columns beside a conversation
+IMAGES = ("image", "images", "audio", "audios", "video", "videos")
+MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask")
+
+
+# What an assistant may say in place of a content.
+WITHOUT_CONTENT = {"tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"}
+
+
+class RowError(ValueError):
+    """
+    Something is wrong with a row.
+
+    Args:
+        reason (`str`): What, without the number of the row, which whoever reads rows adds.
+    """
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+
+
+@dataclass
+class Row:
+    """
+    A row that has been read: a conversation, a text, a prompt and its completion, or tokens.
+
+    Args:
+        messages (`list[dict]`, *optional*): A conversation, as chat templates take it.
+        num_given (`int`, *optional*): How many of the messages are the prompt of a completion, the rest of them.
+        text (`str`, *optional*): A text.
+        completion (`str`, *optional*): What follows the text, if it is a prompt.
+        tokens (`dict[str, list[int]]`, *optional*): `input_ids` and `labels`.
+        template_kwargs (`dict`, *optional*): `tools` and `chat_template_kwargs` for the chat template, if there are any.
+    """
+
+    messages: list[dict] | None = None
+    num_given: int | None = None
+    text: str | None = None
+    completion: str | None = None
+    tokens: dict[str, list[int]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
+    """
+    What a data set is, by its columns: `"input_ids"`, `"prompt"` (and `"completion"`), `"messages"`, `"conversations"`
+    or the name of its texts. Conversations that have their first prompt in a column of its own (ultrachat_200k) are
+    conversations.
+
+    Args:
+        columns (iterable of `str`): Their names.
+        text_field (`str`, *optional*, defaults to `"text"`): That of texts.
+
+    Raises:
+        ValueError: if there is nothing to learn from.
+    """
+    columns = set(columns)
+    if "input_ids" in columns:
+        return "input_ids"
+    if {"prompt", "completion"} <= columns:
+        return "prompt"
+    for name in CONVERSATIONS:
+        if name in columns:
+            return name
+    if "prompt" in columns:
+        raise ValueError(
+            f"has prompts, but no 'completion' to learn. Its columns are {sorted(columns)}. Remove 'prompt' to learn one of the "
+            "others."
+        )
+    if text_field in columns:
+        return text_field
+    raise ValueError(
+        f"has columns {sorted(columns)}, but needs one of {['input_ids', 'messages', 'prompt', text_field]}. Rename the one to "
+        "learn from."
+    )
+
+
+def read_row(row: dict[str, Any], kind: str) -> Row:
+    """
+    Reads a row to learn from.
+
+    Args:
+        row (`dict`): As the data set has it.
+        kind (`str`): See [`~hf_eagle3.data.kind_of`].
+
+    Raises:
+        RowError: saying what is wrong with it.
+    """
+    for name in IMAGES:
+        if _is_something(row.get(name)):
+            raise RowError(
+                f"it has {name!r}, and drafts learn from text only. Remove the column, or the rows that have some"
+            )
+    if kind == "input_ids":
+        return Row(tokens=read_tokens(row))
+    if kind in CONVERSATIONS:
+        return Row(messages=read_conversation(row, kind), template_kwargs=read_template_kwargs(row))
+    if kind != "prompt":
+        _refuse_beside_text(row)
+        return Row(text=read_text(row.get(kind), kind))
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, str) or isinstance(completion, str):
+        _refuse_beside_text(row)
+        return Row(text=read_text(prompt, "prompt"), completion=read_text(completion, "completion"))
+    messages = read_conversation(row, "prompt")
+    return Row(
+        messages=messages + read_messages(completion, "completion"),
+        num_given=len(messages),
+        template_kwargs=read_template_kwargs(row),
+    )
+
+
+def read_prompt(row: dict[str, Any]) -> Row:
+    """
+    Reads a row to answer: `messages` (or `conversations`), or a `prompt`, which is a text or messages.
+
+    Args:
+        row (`dict`): As the data set or file has it.
+
+    Raises:
+        RowError: saying what is wrong with it.
+    """
+    kind = next((name for name in (*CONVERSATIONS, "prompt") if row.get(name) is not None), None)
+    if kind is None:
+        raise RowError(
+            f'it has neither messages nor a prompt or text, but {sorted(row)}. Expected {{"messages": [...]}} or '
+            '{"prompt": "..."}'
+        )
+    if isinstance(row[kind], str) and kind == "prompt":
+        if not row[kind]:
+            raise RowError("it has an empty prompt")
+        _refuse_beside_text(row)
+        return Row(text=row[kind])
+    return Row(messages=read_conversation(row, kind), template_kwargs=read_template_kwargs(row))
+
+
+def read_text(value: Any, name: str) -> str:
+    if value is None:
+        raise RowError(f"it has nothing as {name!r}")
+    if not isinstance(value, str):
+        raise RowError(f"it has {_shown(value)} as {name!r}, which must be a text")
+    return value
+
+
+def read_conversation(row: dict[str, Any], name: str) -> list[dict]:
+    """The messages of a row, with the system prompt that it may have in a column of its own."""
+    messages = read_messages(row.get(name), name)
+    for column in SYSTEM:
+        system = row.get(column)
+        if not system:
+            continue
+        first = messages[0]
+        if first["role"] != "system":
+            return [{"role": "system", "content": read_text(system, column)}, *messages]
+        if first.get("content") != system:
+            raise RowError(f"it has two system prompts, in {column!r} and in {name!r}. Remove one")
+    return messages
+
+
+def read_messages(value: Any, name: str) -> list[dict]:
+    """
+    Messages with `role` and `content`, from those, from ShareGPT's with `from` and `value` (or `text`), or from a
+    structure of lists.
+    """
+    if not _is_something(value):
+        raise RowError(f"it has nothing as {name!r}")
+    if isinstance(value, str):
+        raise RowError(
+            f"it has a text as {name!r}, {_shown(value)}, which must be a list of messages with role and content. If it is JSON, "
+            f"parse it: dataset.map(lambda row: {{{name!r}: json.loads(row[{name!r}])}})"
+        )
+    value = _as_list(value, f"{name!r}", "of messages with role and content")
+    return [_read_message(message, f"message {number} of {name!r}") for number, message in enumerate(value)]
+
+
+def _read_message(message: Any, where: str) -> dict:
+    if not isinstance(message, dict):
+        raise RowError(f"{where} is {_shown(message)}, and must have role and content")
+    others = {key: value for key, value in message.items() if value is not None}
+    role = others.pop("role", None)
+    if role is None and "from" in others:
+        speaker = others.pop("from")
+        role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
+        if role is None:
+            raise RowError(f"{where} is from {speaker!r}, which is none of {sorted(ROLES)}. Rename it")
+    if not isinstance(role, str):
+        raise RowError(f"{where} has no role, but {_shown(message)}")
+    contents = [others.pop(key) for key in ("content", "value", "text") if key in others]
+    calls = others.get("tool_calls")
+    if calls is not None:
+        others["tool_calls"] = [_read_call(call, where) for call in _as_list(calls, f"tool_calls of {where}")]
+    if not contents and role == "assistant" and others.keys() & WITHOUT_CONTENT:
+        contents = [""]
+    if not contents:
+        raise RowError(f"{where} has no content, but {_shown(message)}")
+    return {"role": role, "content": _read_content(contents[0], where), **others}
+
+
+def _read_content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RowError(f"{where} has {_shown(content)} as content, which must be a text")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else part
+        kind = part.get("type") if isinstance(part, dict) else "text"
+        if not isinstance(text, str) or kind not in (None, "text", "input_text", "output_text"):
+            raise RowError(f"{where} has {_shown(part)} in its content, and drafts learn from text only")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _read_call(call: Any, where: str) -> dict:
+    """A call of a tool, without the names of arguments of other rows, and with arguments that are JSON parsed."""
+    if not isinstance(call, dict):
+        raise RowError(f"{where} has {_shown(call)} among its tool_calls, which must be dictionaries")
+    call = without_nulls(call)
+    function = call.get("function", call)
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        try:
+            arguments = json.loads(function["arguments"])
+        except ValueError:
+            return call  # a text: whatever it says, the template writes it
+        if isinstance(arguments, dict):
+            function["arguments"] = arguments
+    return call
+
+
+def read_template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
+    """
+    What a row gives its chat template beside the messages: `tools`, a list or JSON, and what `chat_template_kwargs`
+    has, a dictionary or JSON.
+    """
+    kwargs = _from_json(row.get("chat_template_kwargs"), "chat_template_kwargs")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise RowError(f"it has {_shown(kwargs)} as 'chat_template_kwargs', which must be a dictionary or JSON of one")
+    kwargs = without_nulls(kwargs or {})
+    tools = _from_json(row.get("tools"), "tools")
+    if tools:
+        tools = [_from_json(tool, "tools") for tool in _as_list(tools, "'tools'")]
+        if not all(isinstance(tool, dict) for tool in tools):
+            raise RowError(f"it has {_shown(tools)} as 'tools', which must be a list of JSON schemas")
+        kwargs["tools"] = without_nulls(tools)
+    return kwargs
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without what is `None` in dictionaries: Arrow gives each row the names that any row has."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    return value
+
+
+def read_tokens(row: dict[str, Any]) -> dict[str, list[int]]:
+    """
+    Tokens and labels, -100 where nothing is learned: by the row's `labels` and each of its masks. What the attention
+    mask leaves out at either end is padding, and goes.
+    """
+    tokens = row.get("input_ids")
+    if tokens is None or len(tokens) == 0:
+        raise RowError("it has nothing as 'input_ids'")
+    tokens = _integers(tokens, "input_ids")
+    labels = row.get("labels")
+    labels = list(tokens) if labels is None else _integers(labels, "labels")
+    for name, mask in {"labels": labels, **{name: row[name] for name in MASKS if row.get(name) is not None}}.items():
+        if len(mask) != len(tokens):
+            raise RowError(f"it has {len(mask)} entries as {name!r}, but {len(tokens)} tokens")
+        if name != "labels":
+            labels = [label if seen else -100 for label, seen in zip(labels, mask)]
+    attended = row.get("attention_mask")
+    if attended is not None:
+        places = [place for place, seen in enumerate(attended) if seen]
+        if not places or len(places) != places[-1] - places[0] + 1:
+            raise RowError(
+                "its 'attention_mask' leaves out tokens in the middle, or all, but a draft learns from whole texts. Remove these "
+                "tokens from the row"
+            )
+        kept = slice(places[0], places[-1] + 1)
+        tokens, labels = tokens[kept], labels[kept]
+    for place, (token, label) in enumerate(zip(tokens, labels)):
+        if label not in (-100, token):
+            raise RowError(
+                f"its label {place} is {label}, but token {place} is {token}. Labels must be the tokens themselves, not shifted, "
+                "or -100"
+            )
+    read = {"input_ids": tokens, "labels": labels}
+    if row.get("seq_lengths") is not None:
+        read["seq_lengths"] = _integers(row["seq_lengths"], "seq_lengths")
+        if sum(read["seq_lengths"]) != len(tokens):
+            raise RowError(f"its 'seq_lengths' sum to {sum(read['seq_lengths'])}, but it has {len(tokens)} tokens")
+    elif row.get("position_ids") is not None and list(row["position_ids"])[1:].count(0):
+        raise RowError("its 'position_ids' begin anew within it. Say where documents end by 'seq_lengths'")
+    return read
+
+
+def _integers(values: Any, name: str) -> list[int]:
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise RowError(f"it has {_shown(values)} as {name!r}, which must be a list of token ids")
+    if not all(type(value) is int for value in values):
+        wrong = next(value for value in values if type(value) is not int)
+        raise RowError(f"it has {_shown(wrong)} in {name!r}, which must be a list of token ids")
+    return list(values)
+
+
+def _as_list(value: Any, where: str, of_what: str = "of dictionaries") -> list:
+    """A list, also of what comes as a NumPy array or as a structure of lists of one length."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, dict) and all(isinstance(each, list) for each in value.values()):
+        lengths = set(map(len, value.values()))
+        value = [dict(zip(value, each)) for each in zip(*value.values())] if len(lengths) == 1 else value
+    if not isinstance(value, list):
+        raise RowError(f"it has {_shown(value)} as {where}, which must be a list {of_what}")
+    return value
+
+
+def _from_json(value: Any, name: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise RowError(f"it has {_shown(value)} in {name!r}, which is not JSON") from None
+
+
+def _refuse_beside_text(row: dict[str, Any]) -> None:
+    for name in (*SYSTEM, "tools", "chat_template_kwargs"):
+        if _is_something(row.get(name)) and row[name] not in ("[]", "{}"):
+            raise RowError(
+                f"it has {name!r}, which only conversations can have, beside a text. Remove the column, or use messages"
+            )
+
+
+def _is_something(value: Any) -> bool:
+    return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def summary(problems: Iterable[tuple[int, str]], num_shown: int = 3) -> str:
+    """
+    Which rows something is wrong with, for a message.
+
+    Args:
+        problems (iterable of `(int, str)`): Numbers of rows, and what is wrong with them.
+        num_shown (`int`, *optional*, defaults to 3): How many reasons are given, and rows for each.
+    """
+    by_reason: dict[str, list[int]] = {}
+    for number, reason in problems:
+        by_reason.setdefault(reason.rstrip("."), []).append(number)
+    parts = []
+    for reason, (first, *others) in list(by_reason.items())[:num_shown]:
+        also = ", ".join(map(str, others[: num_shown - 1])) + (", ..." if len(others) >= num_shown else "")
+        parts.append(f"Row {first}{f' ({len(others)} more: {also})' if others else ''}: {reason}.")
+    if len(by_reason) > num_shown:
+        parts.append(f"And {sum(map(len, list(by_reason.values())[num_shown:]))} rows for other reasons.")
+    return " ".join(parts)
+
+
+def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict]]:
+    """
+    The objects of a JSON Lines file, and the numbers of their lines, from 1.
+
+    Args:
+        path (`str` or `Path`): The file, in UTF-8.
+
+    Raises:
+        ValueError: naming file and line, if one is no JSON object.
+    """
+    content = Path(path).read_bytes()
+    if content.startswith(b"\xef\xbb\xbf"):
+        raise ValueError(f"{path}, line 1 begins with a byte order mark (BOM). Save the file in UTF-8 without one.")
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not in UTF-8: {error}. Save the file in UTF-8.") from None
+        except ValueError as error:
+            shown = line.decode("utf-8")[:80]
+            raise ValueError(
+                f"{path}, line {number} is not JSON ({error}): {shown!r}. Expected one object a line, such as "
+                '{"messages": [...]}; a file that holds one array, or objects over several lines, must be rewritten so.'
+            ) from None
+        if not isinstance(row, dict):
+            raise ValueError(
+                f'{path}, line {number} is {_shown(row)}, but must be an object, such as {{"messages": [...]}}. Write the '
+                "objects of an array one a line."
+            )
+        yield number, row

@@ -1,0 +1,315 @@
+"""The tokens of a row, and what of them is learned: as TRL's marked templates say it, and without markers."""
+
+import copy
+import logging
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trl
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+
+from hf_eagle3.data import RowEncoder, RowError, encode_rows
+from hf_eagle3.tokenizer import PromptEncoder, has_markers
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
+TOOL = {
+    "name": "weather",
+    "description": "d",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **others):
+    return {"role": "assistant", "content": text, **others}
+
+
+PLAIN = [user("Is it raining?"), assistant("Yes."), user("Thanks"), assistant("Bye.")]
+THOUGHTS = [user("Is it?"), assistant("Yes.", reasoning_content="It is."), user("Thanks"), assistant("Bye.")]
+CALLS = [
+    PLAIN[0],
+    assistant("", tool_calls=[CALL]),
+    {"role": "tool", "name": "weather", "content": "rain"},
+    *PLAIN[1:],
+]
+
+
+def byte_tokenizer(template, special=()):
+    """A token a byte, and those that look special in a template."""
+    special = sorted({"<s>", "</s>", *special, *re.findall(r"<\|[a-z_]+\|>|<[|｜][^<>{}\s]+[|｜]>", template)})
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(alphabet)}, unk_token="!"))
+    split = pre_tokenizers.Split(Regex("."), "isolated")
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.pre_tokenizer, model.decoder = pre_tokenizers.Sequence([bytes_only, split]), decoders.ByteLevel()
+    model.add_special_tokens(special)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=model, bos_token="<s>", eos_token="</s>", extra_special_tokens=special
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def learned(tokenizer, encoded):
+    runs, previous = [], -100
+    for token, label in zip(encoded["input_ids"], encoded["labels"]):
+        assert label in (-100, token)
+        if label != -100:
+            runs += [[]] if previous == -100 else []
+            runs[-1].append(token)
+        previous = label
+    return [tokenizer.decode(run) for run in runs]
+
+
+TEMPLATES = {
+    path.stem: path.read_text(encoding="utf-8") for path in Path(trl.__file__).parent.glob("chat_templates/*.jinja")
+}
+MARKED = sorted(name for name, text in TEMPLATES.items() if re.search(r"\{%-? generation -?%\}", text))
+# Where a target that is asked by these templates would begin in another way than they write what it has said.
+ASKED_IN_ANOTHER_WAY = ("deepseek", "nemotron")
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_turns_are_found_where_templates_mark_them(name):
+    """By rendering a conversation with and without them. What the prompt of an answer holds is not said."""
+    tokenizer = byte_tokenizer(TEMPLATES[name])
+    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
+    encoder.chat_template, encoder.is_marked = None, True
+    marked = encoder({"messages": PLAIN})
+    encoder.is_marked = False
+    found = encoder({"messages": PLAIN})
+    assert found["input_ids"] == marked["input_ids"]
+    if name.startswith(ASKED_IN_ANOTHER_WAY):
+        assert found["lost"] == 2 and not learned(tokenizer, found)
+        return
+    assert found["lost"] == 0
+    prompt = tokenizer.apply_chat_template(PLAIN[:1], add_generation_prompt=True, tokenize=False)
+    for of_marks, turn, said in zip(
+        learned(tokenizer, marked), learned(tokenizer, found), ("Yes.", "Bye."), strict=True
+    ):
+        assert said in turn
+        before, _, end = of_marks.rpartition(said)
+        own, _, own_end = turn.rpartition(said)
+        assert before.endswith(own) and prompt.endswith(before.removesuffix(own))
+        assert end.strip().startswith(own_end.strip())
+
+
+@pytest.mark.parametrize("name, conversation, lost", [
+    ("qwen3_training", THOUGHTS, 0),  # which keeps thoughts
+    ("qwen3", THOUGHTS, 1),  # which drops them from earlier turns
+    ("qwen3", PLAIN, 1),  # and adds empty ones to the last
+    ("qwen3", PLAIN[:2], 0),
+    ("qwen2_5", CALLS, 0),
+    ("gptoss", PLAIN, 0),  # the last turn ends with another token than it has in history
+    ("phi3", PLAIN, 0),  # ends the text, but not each turn, with EOS
+])  # fmt: skip
+def test_turns_that_are_not_what_the_target_would_say_are_lost(name, conversation, lost):
+    template = re.sub(r"\{%-? (end)?generation -?%\}", "", TEMPLATES[name])
+    tokenizer = byte_tokenizer(template)
+    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
+    encoder.chat_template, encoder.is_marked = None, False
+    row = {"messages": conversation, **({"tools": [TOOL]} if conversation is CALLS else {})}
+    encoded = encoder(row)
+    assert encoded["lost"] == lost
+    turns = [message for message in conversation if message["role"] == "assistant"][lost:]
+    for turn, text in zip(turns, learned(tokenizer, encoded), strict=True):
+        assert turn["content"] in text and "user" not in text
+
+
+UNMARKED = {
+    "Llama 2": (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token }}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }} "
+        "{{ eos_token }}{% endif %}{% endfor %}",
+        [" Yes. </s>", " Bye. </s>"],
+    ),
+    "Zephyr": (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% if loop.last and add_generation_prompt %}"
+        "<|assistant|>\n{% endif %}{% endfor %}",
+        ["Yes.</s>\n", "Bye.</s>\n"],
+    ),
+    "SmolLM2": (
+        "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe helpful.<|im_end|>\n{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% endif %}",
+        ["Yes.<|im_end|>\n", "Bye.<|im_end|>\n"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNMARKED)
+def test_any_template(name):
+    template, expected = UNMARKED[name]
+    tokenizer = byte_tokenizer(template)
+    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
+    assert not encoder.is_marked
+    assert learned(tokenizer, encoder({"messages": PLAIN})) == expected
+    greeting = encoder({"messages": [assistant("Hello."), *PLAIN]}) if name == "SmolLM2" else None
+    assert greeting is None or learned(tokenizer, greeting) == expected and greeting["lost"] == 0
+    row = {"prompt": PLAIN[:3], "completion": PLAIN[3:]}
+    assert learned(tokenizer, RowEncoder(tokenizer, "prompt", assistant_only_loss=True)(row)) == expected[1:]
+    assert learned(tokenizer, RowEncoder(tokenizer, "prompt")(row)) == expected[1:]
+    everything = RowEncoder(tokenizer, "prompt", completion_only_loss=False)(row)
+    assert everything["labels"] == everything["input_ids"]
+
+
+def test_tokens_that_a_prompt_alone_does_not_have(tokenizer):
+    """Where its last token grows together with the answer, the target is never asked what is written."""
+    model = Tokenizer(
+        models.WordLevel({"<unk>": 0, "U": 1, "A:": 2, "A": 3, "a": 4, ":": 5, "Ab": 6}, unk_token="<unk>")
+    )
+    model.pre_tokenizer = pre_tokenizers.Split(Regex("Ab|A:|U|A|a|:"), "isolated")
+    merging = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>")
+    merging.chat_template = (
+        "{% for m in messages %}{{ 'U' if m.role == 'user' else 'A' }}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}A{% endif %}"
+    )
+    encoder = RowEncoder(merging, "messages", assistant_only_loss=True)
+    assert encoder({"messages": [user("a"), assistant("b")]})["lost"] == 1
+    assert encoder({"messages": [user("a"), assistant("a")]})["lost"] == 0
+
+
+def test_rows_with_lost_turns_are_counted_and_more_than_a_few_refused(caplog):
+    tokenizer = byte_tokenizer(re.sub(r"\{%-? (end)?generation -?%\}", "", TEMPLATES["qwen3_training"]) + " ")
+    tokenizer.chat_template = TEMPLATES["qwen3"].replace("<think>", "<hm>")  # which TRL does not know
+    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
+    one_turn = [PLAIN[:2]] * 39
+    with caplog.at_level(logging.WARNING):
+        dataset = encode_rows(Dataset.from_dict({"messages": [*one_turn, PLAIN]}), encoder, "train")
+    assert "In 1 of 40 rows of the train data, the first of them rows [39], turns of the assistant" in caplog.text
+    assert len(learned(tokenizer, dataset[39])) == 1
+    with pytest.raises(ValueError, match=r"In 3 of 42 rows .*rows \[39, 40, 41\].*`chat_template_path`"):
+        encode_rows(Dataset.from_dict({"messages": [*one_turn, PLAIN, PLAIN, PLAIN]}), encoder, "train")
+    stream = Dataset.from_dict({"messages": [PLAIN] * 20}).to_iterable_dataset()
+    with pytest.raises(ValueError, match="turns of the assistant cannot be told from the rest"):
+        list(encode_rows(stream, encoder, "train"))
+
+
+class Characters(PreTrainedTokenizer):
+    """A slow tokenizer, which does not say where its tokens are."""
+
+    def __init__(self, **kwargs):
+        self.names = ["<pad>", "<s>", "</s>", *map(chr, range(10, 127))]
+        super().__init__(bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="?", **kwargs)
+
+    vocab_size = property(lambda self: len(self.names))
+
+    def get_vocab(self):
+        return {name: number for number, name in enumerate(self.names)}
+
+    def _tokenize(self, text, **kwargs):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return self.names.index(token)
+
+    def _convert_id_to_token(self, index):
+        return self.names[index]
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+
+
+def test_slow_tokenizers():
+    tokenizer = Characters()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}U{{ m.content }}{% else %}A{% generation %}{{ m.content }}</s>"
+        "{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+    )
+    row = {"messages": PLAIN}
+    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
+    assert encoder.is_marked and learned(tokenizer, encoder(row)) == ["Yes.</s>", "Bye.</s>"]
+
+
+def test_templates_of_processors():
+    """Write contents only where they are lists of parts, and drop texts in silence."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+        "{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = byte_tokenizer(template)
+    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
+    assert learned(tokenizer, encoder({"messages": PLAIN})) == ["Yes.", "Bye."]
+    assert tokenizer.decode(PromptEncoder(tokenizer).chat(PLAIN[:1])) == "<|user|>Is it raining?<|assistant|>"
+
+
+SPECIAL = {
+    "nothing": None,
+    "BOS": "<s> $A",
+    "EOS": "$A </s>",
+    "both": "<s> $A </s>",
+}
+
+
+@pytest.mark.parametrize("puts", SPECIAL)
+@pytest.mark.parametrize("text", ["abc", "<s>abc", "abc</s>", "<s>abc</s>", "abc</s>\n"])
+def test_texts_begin_and_end_once(puts, text):
+    tokenizer = byte_tokenizer("")
+    if SPECIAL[puts] is not None:
+        ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+        processor = processors.TemplateProcessing(single=SPECIAL[puts], special_tokens=ids)
+        tokenizer.backend_tokenizer.post_processor = processor
+    bos = "<s>" if puts in ("BOS", "both") or text.startswith("<s>") else ""
+    encode = RowEncoder(tokenizer, "text")
+    expected = bos + text.removeprefix("<s>") + ("" if "</s>" in text else "</s>")
+    encoded = encode({"text": text})
+    assert tokenizer.decode(encoded["input_ids"]) == expected and encoded["labels"] == encoded["input_ids"]
+    assert tokenizer.decode(PromptEncoder(tokenizer).text(text)) == bos + text.removeprefix("<s>")
+    pair = RowEncoder(tokenizer, "prompt")({"prompt": "ab", "completion": "c"})
+    assert learned(tokenizer, pair) == ["c</s>"]
+
+
+def test_what_cannot_be_encoded():
+    tokenizer = byte_tokenizer("{% if messages | length > 2 %}{{ raise_exception('never') }}{% endif %}abc")
+    encoder = partial(RowEncoder, tokenizer)
+    for encode, row, told in (
+        (encoder("messages"), {"messages": PLAIN}, "the chat template refuses it: never"),
+        (encoder("messages", assistant_only_loss=True), {"messages": PLAIN[:1]}, r"no assistant turn, but \['user'\]"),
+        (encoder("messages", assistant_only_loss=True), {"messages": PLAIN[1:2]}, "answers nobody in it"),
+        (encoder("text", vocab_size=5), {"text": "abc"}, "the target's vocabulary ends at 4"),
+        (encoder("text", formatting_func=lambda row: [row["text"]]), {"text": "a"}, "`formatting_func` makes"),
+    ):
+        with pytest.raises(RowError, match=told):
+            encode(row)
+
+
+def test_rows_that_teach_nothing_are_dropped_and_counted(caplog):
+    tokenizer = copy.deepcopy(byte_tokenizer(""))
+    rows = {"input_ids": [[5, 6, 7]] * 3, "labels": [[5, 6, 7], [-100] * 3, [-100, -100, 7]]}
+    encoder = RowEncoder(tokenizer, "input_ids")
+    with caplog.at_level(logging.WARNING):
+        assert len(encode_rows(Dataset.from_dict(rows), encoder, "train")) == 2
+    assert (
+        "1 of 3 rows of the train data have nothing to learn, and are dropped, the first of them rows [1]"
+        in caplog.text
+    )
+    with pytest.raises(ValueError, match="1 of 1 rows of the train data have nothing to learn"):
+        encode_rows(Dataset.from_dict(rows).select([1]), encoder, "train")
+
+
+def test_padding_without_a_mask(tokenizer):
+    rows = {"input_ids": [0, 5, 0, 6, 0, 0], "labels": [0, -100, 0, 6, 0, 0]}
+    encoded = RowEncoder(tokenizer, "input_ids")(rows)
+    assert (encoded["input_ids"], encoded["labels"]) == ([5, 0, 6], [-100, 0, 6])
+    same = copy.deepcopy(tokenizer)
+    same.pad_token = same.eos_token  # which ends texts
+    assert RowEncoder(same, "input_ids")({"input_ids": [5, 2]})["input_ids"] == [5, 2]
+
+
+def test_markers_are_seen_in_all_ways_of_writing_them():
+    for template, expected in (
+        ("{%- generation -%}", True),
+        ({"default": "{% generation %}"}, True),
+        ("generation", False),
+        (None, False),
+    ):
+        tokenizer = byte_tokenizer("")
+        tokenizer.chat_template = template
+        assert has_markers(tokenizer) == expected

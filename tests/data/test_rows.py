@@ -1,0 +1,174 @@
+"""What a row may be, and what is said of one that is something else."""
+
+import json
+
+import numpy as np
+import pytest
+
+from hf_eagle3.data import read_prompt, read_row
+from hf_eagle3.data.rows import RowError, kind_of, summary
+
+
+U, A = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+CHAT = [U, A]
+SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Ulm"}}}
+CALL_AS_TEXT = {"type": "function", "function": {"name": "f", "arguments": '{"city": "Ulm"}'}}
+CALL_WITH_NULLS = {"type": "function", "function": {"name": "f", "arguments": {"city": "Ulm", "other": None}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"city": {"type": "string"}}}}}
+
+
+def parts(*contents):
+    return [{"type": "text", "text": text, "image": None} for text in contents]
+
+
+GOOD = {
+    "messages": ({"messages": CHAT}, {"messages": CHAT}),
+    "names of other rows": ({"messages": [{**U, "tool_calls": None}, A]}, {"messages": CHAT}),
+    "ShareGPT": ({"conversations": SHAREGPT}, {"messages": CHAT}),
+    "ShareGPT under messages": ({"messages": SHAREGPT}, {"messages": CHAT}),
+    "text in place of value": ({"conversations": [{"from": "human", "text": "a"}, SHAREGPT[1]]}, {"messages": CHAT}),
+    "a structure of lists": (
+        {"messages": {"role": ["user", "assistant"], "content": ["a", "b"]}},
+        {"messages": CHAT},
+    ),
+    "an array": ({"messages": np.array(CHAT, dtype=object)}, {"messages": CHAT}),
+    "parts": ({"messages": [{**U, "content": parts("a")}, {**A, "content": ["b"]}]}, {"messages": CHAT}),
+    "several parts": ({"messages": [{**U, "content": parts("a", "b")}]}, {"messages": [{**U, "content": "ab"}]}),
+    "a system column": (
+        {"conversations": SHAREGPT, "system": "s"},
+        {"messages": [{"role": "system", "content": "s"}, *CHAT]},
+    ),
+    "an empty system column": ({"conversations": SHAREGPT, "system": ""}, {"messages": CHAT}),
+    "a call": ({"messages": [U, {"role": "assistant", "content": None, "tool_calls": [CALL]}]}, "call"),
+    "a call with arguments as text": ({"messages": [U, {"role": "assistant", "tool_calls": [CALL_AS_TEXT]}]}, "call"),
+    "arguments of other rows": ({"messages": [U, {"role": "assistant", "tool_calls": [CALL_WITH_NULLS]}]}, "call"),
+    "ShareGPT with a call": ({"conversations": [SHAREGPT[0], {"from": "gpt", "tool_calls": [CALL]}]}, "call"),
+    "an unknown template argument": (
+        {"messages": CHAT, "chat_template_kwargs": {"a": True, "b": None}},
+        {"messages": CHAT, "template_kwargs": {"a": True}},
+    ),
+    "template arguments as JSON": (
+        {"messages": CHAT, "chat_template_kwargs": '{"a": true}'},
+        {"messages": CHAT, "template_kwargs": {"a": True}},
+    ),
+    "no template arguments": ({"messages": CHAT, "chat_template_kwargs": None, "tools": ""}, {"messages": CHAT}),
+    "tools": ({"messages": CHAT, "tools": [TOOL]}, {"messages": CHAT, "template_kwargs": {"tools": [TOOL]}}),
+    "tools as JSON": (
+        {"messages": CHAT, "tools": json.dumps([TOOL])},
+        {"messages": CHAT, "template_kwargs": {"tools": [TOOL]}},
+    ),
+    "properties of other rows": (
+        {"messages": CHAT, "tools": [{**TOOL, "strict": None}]},
+        {"messages": CHAT, "template_kwargs": {"tools": [TOOL]}},
+    ),
+    "no images": ({"messages": CHAT, "images": []}, {"messages": CHAT}),
+    "a prompt in a column of its own": ({"messages": CHAT, "prompt": "a"}, {"messages": CHAT}),
+    "a completion of messages": ({"prompt": [U], "completion": [A]}, {"messages": CHAT, "num_given": 1}),
+    "a completion": ({"prompt": "a", "completion": "b"}, {"text": "a", "completion": "b"}),
+    "a text": ({"text": "a", "tools": None}, {"text": "a"}),
+    "an empty text": ({"text": ""}, {"text": ""}),
+    "tokens": ({"input_ids": [5, 6]}, {"tokens": {"input_ids": [5, 6], "labels": [5, 6]}}),
+    "an array of tokens": ({"input_ids": np.array([5, 6])}, {"tokens": {"input_ids": [5, 6], "labels": [5, 6]}}),
+    "padding": (
+        {"input_ids": [0, 5, 6, 0], "attention_mask": [0, 1, 1, 0], "labels": [0, -100, 6, 0]},
+        {"tokens": {"input_ids": [5, 6], "labels": [-100, 6]}},
+    ),
+    **{
+        f"a {name}": (
+            {"input_ids": [5, 6, 7], name: [0, 1, 1]},
+            {"tokens": {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}},
+        )
+        for name in ("loss_mask", "completion_mask", "assistant_masks")
+    },
+    "labels and a mask": (
+        {"input_ids": [5, 6, 7], "labels": [5, 6, -100], "loss_mask": [0, 1, 1]},
+        {"tokens": {"input_ids": [5, 6, 7], "labels": [-100, 6, -100]}},
+    ),
+    "documents": (
+        {"input_ids": [5, 6, 7], "seq_lengths": [1, 2]},
+        {"tokens": {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "seq_lengths": [1, 2]}},
+    ),
+}
+BAD = {
+    "no conversation": ({"messages": None}, "nothing as 'messages'"),
+    "an empty one": ({"conversations": []}, "nothing as 'conversations'"),
+    "JSON": ({"messages": json.dumps(CHAT)}, "a text as 'messages', .* parse it: .*json.loads"),
+    "a number": ({"messages": 5}, "has 5 as 'messages', which must be a list of messages"),
+    "lists of two lengths": ({"messages": {"role": ["user"], "content": []}}, "which must be a list of messages"),
+    "nothing among them": ({"messages": [U, None]}, "message 1 of 'messages' is None"),
+    "a text among them": ({"messages": [U, "b"]}, "message 1 of 'messages' is 'b', and must have role"),
+    "no role": ({"messages": [{"content": "a"}]}, "message 0 of 'messages' has no role"),
+    "no content": ({"messages": [{"role": "user", "content": None}]}, "message 0 of 'messages' has no content"),
+    "an assistant without any": ({"messages": [U, {"role": "assistant"}]}, "message 1 of 'messages' has no content"),
+    "another content": ({"messages": [{"role": "user", "content": 5}]}, "has 5 as content, which must be a text"),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "message 0 of 'messages' has .*image_url.* and drafts learn from text only",
+    ),
+    "a column of images": ({"messages": CHAT, "images": ["x"]}, "has 'images', and drafts learn from text only"),
+    "an unknown speaker": ({"conversations": [{"from": "narrator", "value": "a"}]}, "from 'narrator', .* Rename it"),
+    "two system prompts": (
+        {"messages": [{"role": "system", "content": "s"}, *CHAT], "system": "t"},
+        "two system prompts, in 'system' and in 'messages'",
+    ),
+    "tools that are none": ({"messages": CHAT, "tools": "f(city)"}, r"'f\(city\)' in 'tools', which is not JSON"),
+    "tools of another type": ({"messages": CHAT, "tools": [5]}, "as 'tools', which must be a list of JSON schemas"),
+    "template arguments of another type": (
+        {"messages": CHAT, "chat_template_kwargs": [1]},
+        "as 'chat_template_kwargs', which must be a dictionary",
+    ),
+    "calls of another type": ({"messages": [U, {**A, "tool_calls": ["f"]}]}, "'f' among its tool_calls"),
+    "no text": ({"text": None}, "nothing as 'text'"),
+    "a number as text": ({"text": 5}, "has 5 as 'text', which must be a text"),
+    "a system prompt beside a text": ({"text": "a", "system": "s"}, "has 'system', which only conversations can have"),
+    "tools beside a text": ({"prompt": "a", "completion": "b", "tools": [TOOL]}, "has 'tools', which only"),
+    "no completion": ({"prompt": "a", "completion": None}, "nothing as 'completion'"),
+    "half a conversation": ({"prompt": [U], "completion": "b"}, "as 'prompt', which must be a text"),
+    "no tokens": ({"input_ids": []}, "nothing as 'input_ids'"),
+    "a text as tokens": ({"input_ids": "abc"}, "'abc' as 'input_ids', which must be a list of token ids"),
+    "half tokens": ({"input_ids": [5, 6.5]}, "6.5 in 'input_ids'"),
+    "fewer labels": ({"input_ids": [5, 6], "labels": [5]}, "1 entries as 'labels', but 2 tokens"),
+    "a longer mask": ({"input_ids": [5, 6], "loss_mask": [1, 1, 1]}, "3 entries as 'loss_mask', but 2 tokens"),
+    "shifted labels": ({"input_ids": [5, 6, 7], "labels": [6, 7, -100]}, "label 0 is 6, but token 0 is 5"),
+    "a hole": ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, "leaves out tokens in the middle"),
+    "only padding": ({"input_ids": [0, 0], "attention_mask": [0, 0]}, "leaves out tokens in the middle, or all"),
+    "documents of another length": ({"input_ids": [5, 6], "seq_lengths": [1]}, "sum to 1, but it has 2 tokens"),
+    "documents by positions": ({"input_ids": [5, 6], "position_ids": [0, 0]}, "Say where documents end"),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_rows(name):
+    row, expected = GOOD[name]
+    if expected == "call":
+        expected = {"messages": [U, {"role": "assistant", "content": "", "tool_calls": [CALL]}]}
+    read = read_row(row, kind_of(row))
+    assert {key: value for key, value in vars(read).items() if value not in (None, {})} == expected
+    if read.messages is not None and read.num_given is None:
+        assert read_prompt(row) == read
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_rows_that_are_something_else(name):
+    row, told = BAD[name]
+    with pytest.raises(RowError, match=told):
+        read_row(row, kind_of(row))
+
+
+def test_rows_to_answer():
+    assert read_prompt({"prompt": "a"}).text == "a" and read_prompt({"prompt": [U]}).messages == [U]
+    for row, told in (
+        ({"text": "a"}, r"neither messages nor a prompt or text, but \['text'\]"),
+        ({"prompt": ""}, "empty"),
+    ):
+        with pytest.raises(RowError, match=told):
+            read_prompt(row)
+
+
+def test_a_summary_names_the_first_few_of_each_kind():
+    problems = [(1, "it is a"), (2, "it is b."), (5, "it is a"), (7, "it is a"), (9, "it is a"), (11, "c"), (12, "d")]
+    assert (
+        summary(problems)
+        == "Row 1 (3 more: 5, 7, ...): it is a. Row 2: it is b. Row 11: c. And 1 rows for other reasons."
+    )
