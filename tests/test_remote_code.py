@@ -133,7 +133,6 @@ STANDARD_LIBRARY = {
     "bisect",
     "itertools",
     "collections.abc",
-    "contextlib",
     "copy",
     "dataclasses",
     "difflib",

@@ -57,7 +57,7 @@ def measure(args, sections) -> None:
         }
 
     def block_wise(length, repeats):
-        with mock.patch.object(ttt, "causal_block_mask", lambda documents: None):
+        with mock.patch.object(ttt, "causal_block_mask", lambda documents, length: None):
             return step(length, repeats)
 
     lengths = (64, 128) if tiny else (2048, 8192, 32768)

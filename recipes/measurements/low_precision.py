@@ -21,7 +21,6 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_eagle3.environment import environment
-from hf_eagle3.evaluation import load_prompts
 from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft
 
 
@@ -61,6 +60,8 @@ def compare(target, draft, input_ids, max_new_tokens: int) -> dict:
 
 
 def main():
+    from hf_eagle3.evaluation import load_prompts  # needs more than `compare` does
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", required=True)

@@ -14,6 +14,7 @@ from hf_eagle3.training.ttt import (
     counted_rows,
     documents_of,
     merged_attention,
+    padded_length,
     ttt_loss,
     ttt_unroll,
 )
@@ -266,7 +267,7 @@ def dense_attention(query, key, value, block_mask, scale):
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 7])
-@pytest.mark.parametrize("path", ["one block", "blocks", "merged", "flex"])
+@pytest.mark.parametrize("path", ["one block", "blocks", "merged", "merged, padded", "flex"])
 def test_attention_and_its_gradients_equal_the_naive_ones(path, num_steps):
     generator = torch.Generator().manual_seed(0)
     device = "cuda" if path == "flex" and torch.cuda.is_available() else "cpu"
@@ -278,9 +279,10 @@ def test_attention_and_its_gradients_equal_the_naive_ones(path, num_steps):
     query, keys, values = randn(4), [randn(2) for _ in range(num_steps)], [randn(2) for _ in range(num_steps)]
     documents = torch.tensor([[1] * 13, [1] * 4 + [2] * 6 + [-1] * 3], device=device)
     upstream = torch.randn(2, 4, 13, 16, generator=generator).to(device)
-    if path in ("merged", "flex"):
-        attend = dense_attention if path == "merged" else attend_by_flex
-        output = merged_attention(query, keys, values, causal_block_mask(documents), 0.3, attend)
+    if "block" not in path:
+        attend = attend_by_flex if path == "flex" else dense_attention
+        mask = causal_block_mask(documents, 32 if path == "merged, padded" else None)
+        output = merged_attention(query, keys, values, mask, 0.3, attend)
     else:
         block_size = 5 if path == "blocks" else 512
         output = blockwise_attention(query, keys, values, documents, 0.3, block_size=block_size)
@@ -453,3 +455,9 @@ def test_all_parameters_are_in_the_graph_of_one_step(overrides):
     ttt_loss(draft, make_batch(target, draft, make_prompt(12)), 1).loss_sums.sum().backward()
     trained = {name: weight for name, weight in draft.named_parameters() if weight.requires_grad}
     assert [name for name, weight in trained.items() if weight.grad is None] == []
+
+
+def test_few_lengths_are_compiled():
+    lengths = {padded_length(length) for length in range(1, 8193)}
+    assert sorted(lengths) == [128, 256, 512, 1024, 2048, 4096, 8192]
+    assert all(length <= padded_length(length) for length in range(1, 8193))

@@ -2,7 +2,6 @@
 
 from .benchmark import run_benchmark
 from .results import METHODS, BenchmarkResults, BenchmarkRow, compare, format_table, plot_all, print_table
-from .tasks import TASKS, load_prompts, read_prompts
 
 
 __all__ = [
@@ -18,3 +17,12 @@ __all__ = [
     "read_prompts",
     "run_benchmark",
 ]
+
+
+def __getattr__(name):
+    # Tasks need `datasets`; what measures does not.
+    if name in ("TASKS", "load_prompts", "read_prompts"):
+        from . import tasks
+
+        return getattr(tasks, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

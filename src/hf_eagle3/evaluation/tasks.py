@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from datasets import load_dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -135,8 +136,6 @@ def load_prompts(
         return [tokenizer(text[:2000], add_special_tokens=False)["input_ids"][:48] for text in texts[:num_prompts]]
     if name in TASKS:
         task = TASKS[name]
-        from datasets import load_dataset  # files of prompts need no more than transformers
-
         rows = load_dataset(task.path, **task.load)
         if len(rows) < task.num_prompts:
             raise ValueError(f"{task.path} has {len(rows)} rows, but {name} takes {task.num_prompts} of them.")

@@ -140,7 +140,9 @@ class TTTCache:
     def __init__(self, documents: torch.LongTensor):
         self.documents = documents
         self.steps: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # layer: [(keys, values) (B, H_kv, L, D)]
-        self.block_mask = causal_block_mask(documents) if documents.is_cuda else None
+        self.block_mask = None
+        if documents.is_cuda:  # each length is compiled, which takes longer than many steps: few lengths
+            self.block_mask = causal_block_mask(documents, padded_length(documents.shape[1]))
 
     def update(self, keys, values, layer_idx):
         self.steps.setdefault(layer_idx, []).append((keys, values))
@@ -253,7 +255,10 @@ def merged_attention(query, keys, values, block_mask, scaling, attend):
         block_mask (`BlockMask`): Of [`causal_block_mask`].
         attend (`Callable`): [`attend_by_flex`], compiled or not.
     """
-    output, log_sum = attend(query, keys[0], values[0], block_mask, scaling)
+    length = query.shape[2]
+    padding = 0, 0, 0, block_mask.shape[-1] - length
+    padded = (F.pad(states, padding) for states in (query, keys[0], values[0]))
+    output, log_sum = (each[:, :, :length] for each in attend(*padded, block_mask, scaling))
     if len(keys) == 1:
         return output
     grouped = query.unflatten(1, (keys[0].shape[1], -1)) * scaling  # (B, H_kv, G, L, D)
@@ -267,14 +272,26 @@ def merged_attention(query, keys, values, block_mask, scaling, attend):
     return output
 
 
-def causal_block_mask(documents: torch.LongTensor):
-    """The `BlockMask` of causal attention within `documents` `(B, L)`."""
+def causal_block_mask(documents: torch.LongTensor, length: int | None = None):
+    """
+    The `BlockMask` of causal attention within `documents` `(B, L)`.
+
+    Args:
+        documents (`torch.LongTensor` of shape `(B, L)`)
+        length (`int`, *optional*, defaults to `L`): Pads queries and keys to that length.
+    """
+    documents = F.pad(documents, (0, (length or documents.shape[1]) - documents.shape[1]), value=-1)
     batch_size, length = documents.shape
 
     def is_allowed(batch, head, query, key):
         return (query >= key) & (documents[batch, query] == documents[batch, key])
 
     return create_block_mask(is_allowed, batch_size, None, length, length, device=documents.device)
+
+
+def padded_length(length: int) -> int:
+    """The next power of two, from one block of the kernel's on."""
+    return max(1 << (length - 1).bit_length(), 128)
 
 
 def attend_by_flex(query, key, value, block_mask, scaling):
@@ -288,7 +305,7 @@ def attend_by_flex(query, key, value, block_mask, scaling):
 
 @functools.cache
 def compiled_flex():
-    return torch.compile(attend_by_flex)
+    return torch.compile(attend_by_flex, dynamic=False)
 
 
 def documents_of(input_ids, attention_mask=None, position_ids=None) -> torch.LongTensor:

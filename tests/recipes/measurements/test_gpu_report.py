@@ -1,0 +1,151 @@
+"""`recipes/measurements/gpu_report.py`: a rehearsal on a CPU, and what happens to parts that fail, hang or are cut off."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from conftest import RECIPES
+
+
+SCRIPT = RECIPES / "measurements" / "gpu_report.py"
+PARTS = ("gpu_correctness", "gpu_steps", "gpu_trained", "gpu_training")
+
+
+@pytest.fixture
+def gpu_report(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import gpu_report
+
+    yield gpu_report
+    for name in ("gpu_report", *PARTS):
+        sys.modules.pop(name, None)
+
+
+def test_a_rehearsal(tmp_path):
+    command = [sys.executable, SCRIPT, "--device", "cpu", "--tiny", "--output_dir", tmp_path, "--minutes", "9"]
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    logs = "".join(path.read_text()[-1500:] for path in tmp_path.glob("*.log"))
+    assert result.returncode == 0, result.stdout + result.stderr + logs
+    states = json.loads((tmp_path / "states.json").read_text())["states"]
+    assert {name: state["state"] for name, state in states.items()} == dict.fromkeys(PARTS, "complete")
+    correctness = json.loads((tmp_path / "gpu_correctness.json").read_text())
+    assert len(correctness) > 20 and all(check["is_right"] for check in correctness.values())
+    accepted = [check["acceptance_length"] for name, check in correctness.items() if "acceptance_length" in check]
+    assert sum(length > 1 for length in accepted) > len(accepted) / 2  # or nothing would be tested
+    steps = json.loads((tmp_path / "gpu_steps.json").read_text())
+    assert {"eager, batch 1, plain", "compiled, batch 1, 24 nodes", "parts of a compiled step"} <= steps.keys()
+    trained = json.loads((tmp_path / "gpu_trained.json").read_text())
+    for name in ("batch 1, eager", "batch 4, eager", "batch 1, compiled"):
+        assert all(not each["differing"] for each in trained[name]["measurements"] if "eagle3" in each["method"])
+    report = (tmp_path / "report.md").read_text()
+    assert "cannot be shown" not in report and "**NO**" not in report
+    for title in ("Is it right?", "| plain |", "over the floor", "Parts of a step, compiled", "block by block"):
+        assert title in report
+
+
+def parts_of_tests(gpu_report, tmp_path, monkeypatch, **sources):
+    """Parts made of some lines of Python each."""
+    for name, source in sources.items():
+        show = "\n\ndef render(results):\n    return f'{__name__} has {sorted(results)}'\n"
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(source) + show)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return [gpu_report.Part(name, name.title(), 10) for name in sources]
+
+
+FAILS = """
+def measure(args, sections):
+    sections.measure("first", dict, a=1)
+    raise OSError("a part that fails")
+"""
+HANGS = """
+import time
+
+def measure(args, sections):
+    sections.measure("before", dict, a=1)
+    sections.measure("never", time.sleep, 600)
+"""
+WORKS = """
+def measure(args, sections):
+    sections.measure("wrong", lambda: 1 / 0)
+    sections.measure("too long", dict, seconds=1e6)
+    sections.measure("good", dict, a=1)
+    sections.measure("incorrect", dict, is_right=False)
+"""
+
+
+def test_parts_that_fail_or_hang(gpu_report, tmp_path, monkeypatch, capsys):
+    parts = parts_of_tests(gpu_report, tmp_path, monkeypatch, fails=FAILS, hangs=HANGS, works=WORKS)
+    folder = tmp_path / "out"
+    arguments = ["--output_dir", str(folder), "--device", "cpu", "--minutes", "0.5"]
+    assert gpu_report.main(arguments, parts, grace=1) == 1
+    states = json.loads((folder / "states.json").read_text())["states"]
+    assert "a part that fails" in states["fails"]["state"] and "stopped" in states["hangs"]["state"]
+    assert states["works"]["state"] == "incomplete"
+    problems = states["works"]["problems"]
+    assert problems.keys() == {"wrong", "too long", "incorrect"} and "ZeroDivisionError" in problems["wrong"]
+    report = (folder / "report.md").read_text()
+    for line in ("fails has ['first']", "hangs has ['before']", "works has ['good', 'incorrect']", "division by zero"):
+        assert line in report
+    assert "hangs has ['before']" in capsys.readouterr().out
+
+
+def test_a_second_run_measures_what_is_missing(gpu_report, tmp_path, monkeypatch):
+    log = tmp_path / "measured"
+    source = f"""
+    import os
+
+    def note(name):
+        with open({str(log)!r}, "a") as file:
+            file.write(name + " ")
+        if name == "two" and not os.path.exists({str(tmp_path / "again")!r}):
+            os._exit(1)  # as if it were killed
+        return {{"name": name}}
+
+    def measure(args, sections):
+        for name in ("one", "two", "three"):
+            sections.measure(name, note, name)
+    """
+    parts = parts_of_tests(
+        gpu_report,
+        tmp_path,
+        monkeypatch,
+        cut=source,
+        whole=source.replace("'two', 'three'", "'2', 'three'").replace('"two", "three"', '"2", "three"'),
+    )
+    arguments = ["--output_dir", str(tmp_path / "out"), "--device", "cpu", "--minutes", "1"]
+    assert gpu_report.main(arguments, parts) == 1
+    assert log.read_text() == "one two one 2 three "
+    (tmp_path / "again").touch()
+    assert gpu_report.main(arguments, parts) == 0
+    assert log.read_text() == "one two one 2 three two three "  # and nothing of the part that was whole
+    assert gpu_report.main(arguments, parts) == 0 and log.read_text().endswith("three two three ")
+    with pytest.raises(SystemExit):
+        gpu_report.main([*arguments, "--tiny"], parts)
+
+
+def test_what_an_environment_lacks_skips_only_that_part(gpu_report, tmp_path, monkeypatch):
+    parts = parts_of_tests(gpu_report, tmp_path, monkeypatch, needy=WORKS, alone="def measure(args, sections): pass")
+    parts[0] = parts[0]._replace(needs=("a_package_that_is_not_there",), arguments=("target",))
+    folder = tmp_path / "out"
+    assert gpu_report.main(["--output_dir", str(folder), "--device", "cpu"], parts) == 0
+    report = (folder / "report.md").read_text()
+    assert "left out: it needs a_package_that_is_not_there" in report
+    states = json.loads((folder / "states.json").read_text())["states"]
+    assert states["alone"]["state"] == "complete"
+
+
+@pytest.mark.parametrize("part", ["gpu_correctness", "gpu_steps"])
+def test_two_parts_need_the_package_alone(part):
+    """As in an environment with torch and transformers only."""
+    script = f"""
+    import sys
+    for name in ("trl", "datasets", "peft", "accelerate", "evaluate", "aiohttp", "matplotlib"):
+        sys.modules[name] = None
+    sys.path.insert(0, {str(SCRIPT.parent)!r})
+    import {part}
+    """
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
