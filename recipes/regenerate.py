@@ -33,7 +33,6 @@ from hf_eagle3.data import check_chat_template, plain_rows
 from hf_eagle3.data.regeneration import (
     Output,
     beginnings,
-    conversations,
     has_texts,
     push_dataset,
     regenerate_by_server,
@@ -149,7 +148,7 @@ def main():
         output = Output(args.output_dir, settings, state.process_index, args.drop_cut_answers)
     num_done, num_failed = len(output.done), 0
     sampling = {name: value for name, value in sampling.items() if value is not None}
-    pending = conversations(dataset, output, state.process_index, state.num_processes, template_kwargs)
+    pending = output.pending(dataset, state.process_index, state.num_processes, template_kwargs)
     if args.base_url is not None:
         sampling["max_tokens"] = sampling.pop("max_new_tokens")
         model = args.served_model_name or target_config.model_name_or_path

@@ -15,7 +15,6 @@ from hf_eagle3.data.regeneration import (
     Conversation,
     Output,
     beginnings,
-    conversations,
     has_texts,
     regenerate_by_server,
     regenerate_locally,
@@ -36,7 +35,7 @@ def assistant(text):
 
 def ask(url, rows, output, **arguments):
     settings = {"concurrency": 3, "first_wait": 0.01, **arguments}
-    return asyncio.run(regenerate_by_server(url, "m", conversations(rows, output), output, **settings))
+    return asyncio.run(regenerate_by_server(url, "m", output.pending(rows), output, **settings))
 
 
 def read(folder):
@@ -151,7 +150,7 @@ def test_what_a_row_says_goes_into_prompt_request_and_new_row(tmp_path, tokenize
     template_kwargs = {"think": 0, "style": "brief"}
     output = Output(tmp_path / "server", {})
     with chat_server(lambda *args: "yes") as (url, requests):
-        pending = conversations([row], output, template_kwargs=template_kwargs)
+        pending = output.pending([row], template_kwargs=template_kwargs)
         asyncio.run(regenerate_by_server(url, "m", pending, output, concurrency=1))
     (_, payload), written = requests[0], next(rows_in((tmp_path / "server").glob("*.jsonl")))
     assert payload["messages"] == messages[:2] and payload["tools"] == [TOOL]
@@ -162,7 +161,7 @@ def test_what_a_row_says_goes_into_prompt_request_and_new_row(tmp_path, tokenize
     target, output = make_target("llama"), Output(tmp_path / "target", {})
     generate = target.generate
     target.generate = lambda input_ids, **settings: seen.append(input_ids) or generate(input_ids, **settings)
-    pending = conversations([row], output, template_kwargs=template_kwargs)
+    pending = output.pending([row], template_kwargs=template_kwargs)
     regenerate_locally(target, tokenizer, pending, output, batch_size=1, max_new_tokens=2, do_sample=False)
     assert tokenizer.decode(seen[0][0]) == "t1briefU:s|U:a|A:"
     written = next(rows_in((tmp_path / "target").glob("*.jsonl")))
@@ -186,7 +185,7 @@ def test_rows_that_a_target_cannot_answer_are_left_out(tmp_path, tokenizer):
     target = make_gpt2(num_positions=16)
     rows = [{"messages": [user(text)]} for text in ("ab", "no", "abcdefghijklm", "c")]
     settings = {"batch_size": 2, "max_new_tokens": 4, "do_sample": False}
-    regenerate_locally(target, tokenizer, conversations(rows, output), output, **settings)
+    regenerate_locally(target, tokenizer, output.pending(rows), output, **settings)
     assert sorted(read(tmp_path)) == [0, 3]
     assert "the chat template refuses it: never" in output.left_out[1]
     assert "more than the target's table of 16 positions" in output.left_out[2]
@@ -230,7 +229,7 @@ def test_rows_that_cannot_be_answered(tmp_path, caplog):
     rows += [{"messages": [None]}, {"messages": [user("a")]}]
     output = Output(tmp_path, {})
     with caplog.at_level(logging.WARNING):
-        assert [conversation.row for conversation in conversations(rows, output)] == [5]
+        assert [conversation.row for conversation in output.pending(rows)] == [5]
     assert "Row 0 is left out: it has messages of ['tool']" in caplog.text and caplog.text.count("is left out") == 3
     assert output.report().startswith("5 rows were left out. Row 0: it has messages of ['tool']")
 
@@ -247,7 +246,7 @@ def test_answers_of_a_target_are_what_it_generates(tmp_path, tokenizer):
     rows.append({"prompt": [user("abc")], "completion": [assistant("old")]})
     output = Output(tmp_path, {})
     settings = {"max_new_tokens": 6, "do_sample": False}
-    regenerate_locally(target, copy.deepcopy(tokenizer), conversations(rows, output), output, batch_size=3, **settings)
+    regenerate_locally(target, copy.deepcopy(tokenizer), output.pending(rows), output, batch_size=3, **settings)
     written = read(tmp_path)
     assert sorted(written) == list(range(8))
     reasons = []
@@ -272,7 +271,7 @@ def test_texts_are_continued(tmp_path, tokenizer):
     regenerate_locally(
         target,
         copy.deepcopy(tokenizer),
-        conversations(rows, output),
+        output.pending(rows),
         output,
         batch_size=2,
         max_new_tokens=5,
@@ -297,7 +296,7 @@ def test_special_tokens_of_a_batch_of_texts_and_chats(tmp_path, tokenizer):
     rows = [{"messages": [user("a")]}, {"prompt": "abc"}]
     settings = {"batch_size": 2, "max_new_tokens": 3, "do_sample": False}
     output = Output(tmp_path, {})
-    regenerate_locally(target, tokenizer, conversations(rows, output), output, **settings)
+    regenerate_locally(target, tokenizer, output.pending(rows), output, **settings)
     chat = tokenizer.apply_chat_template([user("a")], add_generation_prompt=True, return_dict=True)["input_ids"]
     assert prompts == [chat, [1, *tokenizer("abc", add_special_tokens=False)["input_ids"]]]
 
@@ -313,7 +312,7 @@ def test_known_templates_tell_reasoning_from_answers(tmp_path, tokenizer, monkey
     tokenizer.chat_template = qwen3_chat_template
     monkeypatch.setattr(tokenizer, "decode", lambda *args, **kwargs: "<think>\nhm\n</think>\n\nyes")
     output = Output(tmp_path, {})
-    rows = conversations([{"messages": [user("a")]}], output)
+    rows = output.pending([{"messages": [user("a")]}])
     regenerate_locally(make_target("llama"), tokenizer, rows, output, batch_size=1, max_new_tokens=3, do_sample=False)
     answer = read(tmp_path)[0]["messages"][-1]
     assert answer["content"] == "yes" and answer["reasoning_content"] == "hm"
@@ -340,7 +339,7 @@ def test_answers_that_are_hard_to_parse(tmp_path, tokenizer, monkeypatch, caplog
     monkeypatch.setattr(target, "generate", generate)
     monkeypatch.setattr(tokenizer, "decode", lambda *args, **kwargs: upcoming[-1])
     output = Output(tmp_path, {})
-    rows = conversations([{"messages": [user(str(i))]} for i in range(2)], output)
+    rows = output.pending([{"messages": [user(str(i))]} for i in range(2)])
     regenerate_locally(target, tokenizer, rows, output, batch_size=1)
     messages = [row["messages"][-1] for row in read(tmp_path).values()]
     assert [(message["content"], message.get("reasoning_content")) for message in messages] == written

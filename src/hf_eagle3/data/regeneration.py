@@ -10,7 +10,7 @@ import copy
 import json
 import logging
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -122,10 +122,15 @@ class Output:
     def leave_out(self, row: int, reason: str) -> None:
         """Keeps that a row cannot be answered. The first few are named at once."""
         if len(self.left_out) - self.num_before < NUM_NAMED:
-            logger.warning(f"Row {row} is left out: {reason}.")
+            say_left_out(row, reason)
         self.left_out[row] = reason
         with self.left_out_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"row": row, "reason": reason}, ensure_ascii=False) + "\n")
+
+    def pending(self, dataset: Iterable[dict], *args, **kwargs) -> Iterator["Conversation"]:
+        """The [`conversations`] of a data set that are neither written nor left out."""
+        known = {*self.done, *self.left_out}
+        return conversations(dataset, known, *args, **kwargs, leave_out=self.leave_out)
 
     def report(self) -> str:
         """What became of the rows that are not as others are, for a message."""
@@ -295,21 +300,27 @@ def with_arguments_as_text(message: dict) -> dict:
     return {**message, "tool_calls": calls}
 
 
+def say_left_out(row: int, reason: str) -> None:
+    """Names a row that cannot be answered."""
+    logger.warning(f"Row {row} is left out: {reason}.")
+
+
 def conversations(
     dataset: Iterable[dict],
-    output: Output,
+    done: Container[int],
     process_index: int = 0,
     num_processes: int = 1,
     template_kwargs: dict | None = None,
+    leave_out: Callable[[int, str], None] = say_left_out,
 ) -> Iterator[Conversation]:
-    """This process's rows that are still to be answered. Those that cannot be are left out."""
+    """This process's rows that are not done; `leave_out` is called with the number of each that cannot be answered, and why."""
     for row, example in enumerate(dataset):
-        if row % num_processes != process_index or row in output.done or row in output.left_out:
+        if row % num_processes != process_index or row in done:
             continue
         try:
             yield Conversation(row, example, template_kwargs)
         except RowError as error:
-            output.leave_out(row, str(error))
+            leave_out(row, str(error))
 
 
 @torch.no_grad()
