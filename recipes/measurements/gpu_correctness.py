@@ -90,7 +90,7 @@ def compare_texts(target, draft, batch, *, plain_call: dict | None = None, **cal
         outcomes = []
         for arguments in ({**call, **(plain_call or {})}, {**call, "assistant_model": draft}):
             torch.manual_seed(7)
-            texts = target.generate(**batch, max_new_tokens=NEW_TOKENS, **mode, **arguments)
+            texts = target.generate(**batch, **{"max_new_tokens": NEW_TOKENS, **mode, **arguments})
             outcomes.append((texts.tolist(), random_state(device).tolist()))
         (plain, plain_state), (ours, our_state) = outcomes
         same = sum(a == b for a, b in zip(plain, ours))
@@ -234,8 +234,7 @@ def exact_float32():
 
 def measure(args, sections) -> None:
     device = torch.device(args.device).type
-    # Families that compile are compared at a small depth: a tree is compiled level by level.
-    depth, some = (2, 0) if args.tiny else (4, 5)
+    depth, some, short = (3, 0, {"max_new_tokens": 10}) if args.tiny else (8, 5, {})
     with exact_float32():
 
         @functools.cache
@@ -243,14 +242,17 @@ def measure(args, sections) -> None:
             return make_pairing(*FAMILIES[name], device)
 
         def on_family(check, name, *args, **kwargs):
-            return check(*pairing(name), *args, **kwargs)
+            target, draft = pairing(name)
+            draft.generation_config.tree_depth = depth
+            return check(target, draft, *args, **kwargs)
 
         for name, (kind, _) in FAMILIES.items():
             for (size, lengths), (cache, call) in (
                 (each, cache) for each in LENGTHS.items() for cache in caches(kind).items()
             ):
                 section = f"{name}, batch {size}, {cache} cache"
-                sections.measure(section, on_family, compare_texts, name, make_batch(lengths, device), **call)
+                batch = make_batch(lengths, device)
+                sections.measure(section, on_family, compare_texts, name, batch, **short, **call)
         batch = make_batch(LENGTHS[1], device)
         sections.measure("remote code from a saved folder", on_family, as_remote_code, "llama", batch)
         sections.measure("bfloat16 (near ties only)", in_low_precision, device)
@@ -265,7 +267,7 @@ def measure(args, sections) -> None:
         call = {"cache_implementation": "static", "compile_config": compiler}
 
         def compare_compiled(target, draft):
-            draft.generation_config.tree_depth = depth
+            draft.generation_config.tree_depth = 2 if args.tiny else 4  # a tree is compiled level by level
             # A compiled plain text rounds as it likes; the reference is the eager one.
             return compare_texts(target, draft, batch, plain_call={"disable_compile": True}, **call)
 
