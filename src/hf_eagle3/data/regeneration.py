@@ -24,6 +24,7 @@ from trl.chat_template_utils import add_response_schema
 from trl.data_utils import get_dataset_column_names
 
 from ..environment import without_paths
+from ..remote_code.cuda_eagle3 import CUDNN_ATTENTION
 from ..tokenizer import PromptEncoder, padding_token
 from .prompts import num_positions
 from .rows import RowError, read_prompt, summary, without_nulls
@@ -386,9 +387,10 @@ def regenerate_locally(
         prompts = [{"input_ids": tokens} for _, tokens in prompts.values()]
         inputs = pad_without_fast_tokenizer_warning(tokenizer, prompts, return_tensors="pt", padding_side="left")
         inputs = inputs.to(target.device)
-        sequences = target.generate(
-            **inputs, assistant_model=draft, pad_token_id=tokenizer.pad_token_id, **generation_kwargs
-        )
+        with CUDNN_ATTENTION.off(target.device):  # which plans anew for each length of a padded batch
+            sequences = target.generate(
+                **inputs, assistant_model=draft, pad_token_id=tokenizer.pad_token_id, **generation_kwargs
+            )
         stops = target.generation_config.eos_token_id
         stops = {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])}
         remaining = []

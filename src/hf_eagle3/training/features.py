@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, masking_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..remote_code.checks_eagle3 import fingerprint, is_sharded
+from ..remote_code.cuda_eagle3 import CUDNN_ATTENTION
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
 from .losses import log_sum_exp
 from .ttt import documents_of
@@ -76,7 +77,8 @@ class TargetStates:
 
     def _forward(self, **inputs):
         model, device = self.target if self.is_fsdp else self.base_model, inputs["input_ids"].device
-        outputs = model(**inputs, output_hidden_states=select_hidden_states(self.aux_layer_ids), use_cache=False)
+        with CUDNN_ATTENTION.off(device):  # which may fail at the masks of padded and packed batches
+            outputs = model(**inputs, output_hidden_states=select_hidden_states(self.aux_layer_ids), use_cache=False)
         last = outputs.logits if self.is_fsdp else outputs.last_hidden_state
         return aux_hidden_states(outputs, self.aux_layer_ids, self.num_layers).to(device), last.to(device)
 
