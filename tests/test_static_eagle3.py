@@ -409,6 +409,16 @@ def test_a_draft_that_is_captured(graphs, family, sampling, lengths, policy):
         assert len(graphs) <= 3  # one more where the draft's slots are moved to make room
 
 
+def test_a_captured_draft_beside_short_lookups(graphs, target):
+    draft, prompt = make_draft(target, PROMPTS), make_prompt(6).repeat(1, 6)  # repeats itself
+    draft.generation_config.tree_policy = "auto"
+    settings = {"max_new_tokens": 60, "do_sample": False}
+    expected = target.generate(prompt, **settings)
+    for num_tokens in (1, 10, 24):
+        settings["prompt_lookup_num_tokens"] = num_tokens
+        assert torch.equal(target.generate(prompt, assistant_model=draft, **settings), expected)
+
+
 def test_a_capture_that_fails(monkeypatch, graphs, target, caplog):
     def fail(self, function, inputs):
         raise RuntimeError("operation not permitted when stream is capturing")

@@ -192,8 +192,9 @@ class TreeDecoding:
             kind = {
                 "do_sample": generation_config.do_sample,
                 "reads_draft": reads_without_sync(target.device) and not cache.is_static,
-                "has_one_shape": cache.is_static or (captures_graphs(target.device) and not cache.is_chain),
+                "has_one_shape": cache.is_static,
                 "may_retire": self.text.may_retire,
+                "drafts_whole_trees": captures_graphs(target.device) and not cache.is_chain,
             }
             self.measured = Measured(target, assistant, len(input_ids), looks_up, self.whole, *kind.values())
             self.policy = self.measured.policy(self.whole, **kind)

@@ -261,9 +261,10 @@ class Policy(StaticPolicy):
     Args:
         whole (`Plan`): The largest tree.
         reads_draft (`bool`): Whether the host reads the draft's confidences at no cost.
-        has_one_shape (`bool`): Whether a tree is drafted as a whole or not at all.
+        has_one_shape (`bool`): Whether all that is verified has the shape of a whole tree.
         may_retire (`bool`): Whether rows leave the batch when they are finished.
         do_sample (`bool`): Whether the target samples.
+        drafts_whole_trees (`bool`): Whether the draft draws whole trees only, at a cost that does not depend on depth.
     """
 
     HORIZON = 16  # drafted steps that a batch is taken to have before it
@@ -277,8 +278,10 @@ class Policy(StaticPolicy):
         has_one_shape: bool = False,
         may_retire: bool = False,
         do_sample: bool = False,
+        drafts_whole_trees: bool = False,
     ):
         super().__init__(whole, do_sample)
+        self.drafts_whole_trees = drafts_whole_trees or has_one_shape
         self.reads_draft, self.has_one_shape, self.may_retire = reads_draft, has_one_shape, may_retire
         self.costs, self.matches = StepCosts(), MatchCalibration()
         sizes = [size for size in (*range(5), 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if size < whole.num_nodes]
@@ -326,7 +329,7 @@ class Policy(StaticPolicy):
     def drafted(self, behind: list[bool]) -> Plan:
         """The plan of a step that drafts."""
         num_rows, plan, levels = len(behind), self.whole, self.costs.known("draft")
-        if self.has_one_shape:
+        if self.drafts_whole_trees:
             return plan
         rate = self.rate(num_rows)
         if not self.reads_draft:
