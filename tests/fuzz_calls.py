@@ -23,6 +23,7 @@ from conftest import (
     make_target,
     make_tokenizer,
 )
+from simulated_graph import SimulatedGraph
 from transformers import (
     AutoModel,
     DynamicCache,
@@ -473,6 +474,11 @@ def run(rng: random.Random, folder) -> tuple[int, str | None]:
             for module in ("accept", "decoding", "drafter"):
                 name = f"hf_eagle3.remote_code.{module}_eagle3.reads_without_sync"
                 stack.enter_context(mock.patch(name, lambda device: False))
+            if rng.random() < 0.5:  # on which the draft is captured
+                for module in ("decoding", "drafter"):
+                    name = f"hf_eagle3.remote_code.{module}_eagle3.captures_graphs"
+                    stack.enter_context(mock.patch(name, lambda device: True))
+                stack.enter_context(mock.patch("hf_eagle3.remote_code.cuda_eagle3.CudaGraph", SimulatedGraph))
         case = {"call": run_call, "interrupted": run_interrupted, "threads": run_threads}[kind]
         num_calls, finding, kwargs = case(rng, target, lengths, seed, folder)
     if finding is not None:

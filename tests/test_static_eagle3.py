@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from conftest import FAMILIES, each_once, make_batch, make_draft, make_oracle, make_prompt, make_target
+from simulated_graph import SimulatedGraph
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
@@ -353,29 +354,6 @@ def test_walks_at_once_meet_broken_probabilities(waiting_host, target, draft):
         broken.generate(PROMPTS[0], max_new_tokens=5, do_sample=True, assistant_model=draft)
 
 
-class SimulatedGraph:
-    """A CUDA graph on a CPU: a replay computes anew from the static inputs, into the same outputs."""
-
-    made = []
-
-    def __init__(self, function, inputs):
-        self.inputs = [None if each is None else each.clone() for each in inputs]
-        function(*self.inputs)
-        self.function, self.outputs, self.num_replays = function, function(*self.inputs), 0
-        self.made.append(self)
-
-    def __call__(self, *inputs):
-        assert [each is None for each in inputs] == [each is None for each in self.inputs]
-        for static, given in zip(self.inputs, inputs):
-            if static is not None:
-                assert static.shape == given.shape and static.dtype == given.dtype
-                static.copy_(given)
-        for static, new in zip(self.outputs, self.function(*self.inputs)):
-            static.copy_(new)
-        self.num_replays += 1
-        return list(self.outputs)
-
-
 @pytest.fixture
 def graphs(monkeypatch, waiting_host):
     """As on a CUDA device, where the draft is captured."""
@@ -383,7 +361,7 @@ def graphs(monkeypatch, waiting_host):
         monkeypatch.setattr(f"hf_eagle3.remote_code.{module}_eagle3.captures_graphs", lambda device: True)
     monkeypatch.setattr("hf_eagle3.remote_code.cuda_eagle3.CudaGraph", SimulatedGraph)
     monkeypatch.setattr(SimulatedGraph, "made", [])
-    monkeypatch.setattr(SimulatedGraph, "has_failed", False, raising=False)
+    monkeypatch.setattr(SimulatedGraph, "has_failed", False)
     return SimulatedGraph.made
 
 

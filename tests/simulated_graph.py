@@ -1,0 +1,25 @@
+"""CUDA graphs on a CPU."""
+
+
+class SimulatedGraph:
+    """A CUDA graph on a CPU: a replay computes anew from the static inputs, into the same outputs."""
+
+    made = []
+    has_failed = False
+
+    def __init__(self, function, inputs):
+        self.inputs = [None if each is None else each.clone() for each in inputs]
+        function(*self.inputs)
+        self.function, self.outputs, self.num_replays = function, function(*self.inputs), 0
+        self.made.append(self)
+
+    def __call__(self, *inputs):
+        assert [each is None for each in inputs] == [each is None for each in self.inputs]
+        for static, given in zip(self.inputs, inputs):
+            if static is not None:
+                assert static.shape == given.shape and static.dtype == given.dtype
+                static.copy_(given)
+        for static, new in zip(self.outputs, self.function(*self.inputs)):
+            static.copy_(new)
+        self.num_replays += 1
+        return list(self.outputs)
