@@ -11,7 +11,12 @@ from mkdocs.structure.files import File
 
 
 ROOT = Path(__file__).parents[2]
-OUTSIDE_DOCS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+OUTSIDE_DOCS = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "experiments/LOG.md": "log.md",
+}
 LINK = re.compile(r"(!?)\[([^\[\]]+)\]\(([^():#\s]+)(#[^()\s]*)?\)")
 COMMAND = re.compile(r"^::: (recipes/\S+\.py)$", re.MULTILINE)
 

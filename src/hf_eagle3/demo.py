@@ -176,7 +176,7 @@ class Comparison:
                 Whether it goes through the chat template. By default it does if the tokenizer has one.
             temperature (`float`, *optional*, defaults to 0): 0 decodes greedily.
             max_new_tokens, seed (`int`, *optional*, defaults to 128 and 0): Of both texts.
-            settings (*optional*): Of the tree, such as `tree_depth`: see the README. By default the draft's own.
+            settings (*optional*): Of the tree, such as `tree_depth`: see docs/decoding.md. By default the draft's own.
 
         Raises:
             ValueError: if there is no prompt, or a setting is out of range.

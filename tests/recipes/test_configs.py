@@ -244,7 +244,7 @@ def test_what_a_training_will_take(tmp_path, run_recipe):
     AutoConfig.for_model(
         "qwen3", **TARGETS["qwen3_8b"][1], tie_word_embeddings=False, architectures=["Qwen3ForCausalLM"]
     ).save_pretrained(tmp_path)
-    page = (ROOT / "docs" / "large_runs.md").read_text()
+    page = (ROOT / "docs" / "training.md").read_text()
     for echo_factor in (2, 1):
         arguments = ("--target", tmp_path, "--tokens", 5e8, "--tflops", 989, "--echo_factor", echo_factor)
         result = run_recipe("measurements/training_cost.py", *arguments)
