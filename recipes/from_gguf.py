@@ -1,5 +1,5 @@
 # /// script
-# dependencies = ["torch", "transformers>=5.17", "gguf"]
+# dependencies = ["hf-eagle3", "gguf"]
 # ///
 """
 Unpacks a GGUF file into a folder in transformers' format: weights in bfloat16, configuration and tokenizer.
