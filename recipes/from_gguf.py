@@ -12,6 +12,7 @@ The weights are those of the file: a 4-bit file gives a model that writes a litt
 import argparse
 from pathlib import Path
 
+import gguf  # noqa: F401  which transformers reads the file with, and asks for too late
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
