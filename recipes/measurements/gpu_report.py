@@ -9,7 +9,8 @@ training.
     python recipes/measurements/gpu_report.py --minutes 8 --output_dir gpu-report \
         --target HuggingFaceTB/SmolLM2-135M-Instruct --chats chats.jsonl
 
-Without `--target` and `--chats` the report leaves out what a trained draft brings. The parts run one after the other,
+To compile trees takes minutes by itself: with `--minutes 15` the report has them, too. Without `--target` and `--chats`
+it leaves out what a trained draft brings. The parts run one after the other,
 each in a process of its own and with its share of the minutes. A part saves each of its sections in `<part>.json` as
 soon as it is measured, and `report.md` is written anew after each part. A part that fails or runs out of time is
 reported, and the next one begins. The same command again measures only what is missing.
@@ -39,7 +40,9 @@ class Part(NamedTuple):
     A part of the report.
 
     Args:
-        module (`str`): Its module: `measure(args, sections)` measures, and `render(results)` returns Markdown.
+        module (`str`):
+            Its module: `measure(args, sections)` measures, `render(results)` returns Markdown, and `plot(results, folder)`,
+            if there is one, saves plots and returns their paths.
         title (`str`)
         seconds (`float`): Its share of 500 seconds.
         needs (`tuple[str, ...]`): Packages besides torch and transformers.
@@ -163,7 +166,11 @@ def report(parts: Sequence[Part], folder: Path, states: dict[str, dict], command
         if path.exists():
             results = json.loads(path.read_text(encoding="utf-8"))
             try:
-                blocks.append(importlib.import_module(part.module).render(results))
+                module = importlib.import_module(part.module)
+                blocks.append(module.render(results))
+                if hasattr(module, "plot") and importlib.util.find_spec("matplotlib") is not None:
+                    plots = module.plot(results, folder / "plots")
+                    blocks += [f"![{plot.stem.replace('_', ' ')}](plots/{plot.name})" for plot in plots]
             except Exception as error:  # what a broken-off run left may be too little for a table
                 blocks.append(f"The results in {path.name} cannot be shown: {type(error).__name__}: {error}")
     return "\n\n".join(blocks) + "\n"

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
 from hf_eagle3.data.regeneration import Output, complete_lines, conversations, regenerate_locally
 from hf_eagle3.environment import environment
-from hf_eagle3.evaluation import BenchmarkResults, format_table, load_prompts, run_benchmark
+from hf_eagle3.evaluation import BenchmarkResults, format_table, load_prompts, plot_all, run_benchmark
 from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training.budget import BY_TIME, SHORT, TimeBudget, TimedEagle3Trainer, train_for
 
@@ -224,3 +224,10 @@ def render(results: dict) -> str:
                 f"{method} is left out: {reason}" for method, reason in result["run"].get("left_out", {}).items()
             ]
     return "\n\n".join(lines)
+
+
+def plot(results: dict, folder: Path) -> list[Path]:
+    """Speed-up and acceptance of eager calls, and speed-up against batch size."""
+    eager = [result for name, result in results.items() if name.endswith(", eager")]
+    measurements = [each for result in eager for each in result["measurements"]]
+    return plot_all(BenchmarkResults(eager[0]["run"], measurements), folder) if eager else []
