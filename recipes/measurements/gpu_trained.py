@@ -79,7 +79,7 @@ def regenerate(target, tokenizer, chats, folder: Path, batch_size: int, seconds:
     rows = ({"messages": chats[i]} for batch in batches for i in batch)
 
     def while_there_is_time():
-        for number, conversation in enumerate(conversations(rows, output)):
+        for number, conversation in enumerate(conversations(rows, output.done)):
             if number % batch_size == 0 and number > 0 and time.monotonic() - start > seconds:
                 return
             yield conversation

@@ -54,7 +54,7 @@ def samples(folder: Path, target, tokenizer, args) -> Dataset:
     output = Output(folder, settings)
     pieces = pieces_of(texts_of(args.dataset), tokenizer, settings["rows"], args.prompt_tokens, args.seed)
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": args.sampled_tokens}
-    pending = conversations(pieces, output)
+    pending = conversations(pieces, output.done)
     regenerate_locally(target, tokenizer, pending, output, args.sampled_at_once, **sampling)
     rows = [json.loads(line) for part in folder.glob("*.jsonl") for line in complete_lines(part)]
     rows.sort(key=lambda row: row["row"])  # a share is the beginning of the next one
