@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export PIP_NO_COMPILE = 0
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install quickstart test test-engines test-clients docs style clean
+.PHONY: install quickstart test test-engines test-clients test-wheel docs style clean
 
 install: $(VENV)/.installed
 
@@ -43,6 +43,16 @@ test-clients:
 	$(MAKE) install VENV=outputs/clients
 	outputs/clients/bin/python -m pip install --quiet lm_eval langchain-huggingface "transformers[serving]"
 	outputs/clients/bin/python -m pytest tests/clients -v -rs
+
+# The wheel as users install it, in an environment that knows nothing of this folder: it does what the quickstart does.
+test-wheel:
+	rm -rf dist outputs/wheel
+	$(PYTHON) -m venv outputs/wheel
+	outputs/wheel/bin/python -m pip install --quiet build twine
+	outputs/wheel/bin/python -m build
+	outputs/wheel/bin/python -m twine check --strict dist/*
+	outputs/wheel/bin/python -m pip install --quiet "$(TORCH)" "$$(ls dist/*.whl)[train]"
+	cd outputs/wheel && PYTHONPATH= bin/python ../../tests/wheel.py
 
 # The site with the API reference, into outputs/site. A link that leads nowhere fails.
 docs: $(VENV)/.documented

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import json
+import logging
 import os
 import random
 import runpy
@@ -300,6 +301,17 @@ class OracleDraft(Eagle3ForSpeculation):
             index = agrees.index(True) if any(agrees) else most
             self.rows.append(candidates[index])
             candidates = candidates[index + 1 :]
+
+
+@pytest.fixture
+def warned():
+    """What is said by the logger of drafts."""
+    said, logger = [], logging.getLogger("transformers.eagle3")
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(handler)
+    yield said
+    logger.removeHandler(handler)
 
 
 def make_oracle(target, text, seed=0, padding=0):

@@ -426,6 +426,53 @@ draft.save_pretrained({str(tmp_path / "again")!r})
     assert names[0] == names[1] and "custom_generate/generate.py" in names[0]
 
 
+def greedy_search(model, input_ids, assistant_model=None, **kwargs):
+    return input_ids
+
+
+UNUSED = {  # arguments of a call that never asks the draft, and what the warning names
+    "beams": ({"num_beams": 2}, "beams"),
+    "configured": ({"generation_config": GenerationConfig(num_beams=2, max_new_tokens=4)}, "beams"),
+    "sampled beams": ({"num_beams": 2, "do_sample": True}, "beams"),
+    "function": ({"custom_generate": greedy_search}, "`custom_generate`"),
+    "folder": ({"custom_generate": "folder", "trust_remote_code": True}, "`custom_generate`"),
+    "replaced": ({}, "`_assisted_decoding` of LlamaForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSED)
+def test_a_draft_that_is_never_used_is_told(case, target, draft, tmp_path, warned, monkeypatch):
+    settings, named = UNUSED[case]
+    settings = {"max_new_tokens": 4, "do_sample": False, "assistant_model": draft, **settings}
+    if "generation_config" in settings:
+        del settings["max_new_tokens"], settings["do_sample"]
+    if case == "folder":
+        (tmp_path / "custom_generate").mkdir()
+        code = "def generate(model, input_ids=None, assistant_model=None, **kwargs):\n    return input_ids\n"
+        (tmp_path / "custom_generate" / "generate.py").write_text(code)
+        settings["custom_generate"] = str(tmp_path)
+    if case == "replaced":
+        monkeypatch.setattr(type(target), "_assisted_decoding", greedy_search, raising=False)
+    target.generate(make_prompt(9), **settings)
+    (message,) = warned
+    assert "did not use its `assistant_model`, Eagle3ForSpeculation" in message and named in message
+
+
+def test_a_draft_that_is_used_is_not_told_of(target, draft, warned):
+    """However it is given; nor assistants of transformers, and calls that raise."""
+    prompt, settings = make_prompt(9), {"max_new_tokens": 4, "do_sample": False}
+    for _ in range(2):
+        target.generate(prompt, assistant_model=draft, **settings)
+        target.generate(prompt, None, None, None, None, None, draft, **settings)
+    target.generate(prompt, num_beams=2, **settings)
+    target.generate(prompt, assistant_model=copy.deepcopy(target), **settings)
+    with pytest.raises(ValueError, match="use_cache"):
+        target.generate(prompt, assistant_model=draft, use_cache=False, **settings)
+    assert warned == []
+    target.generate(prompt, None, None, None, None, None, draft, num_beams=2, **settings)
+    assert len(warned) == 1
+
+
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
 def test_threads(target, cache):
     """Threads share target and draft, and get what they would get alone."""

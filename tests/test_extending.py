@@ -169,7 +169,9 @@ def test_a_hook_of_older_code_is_extended(monkeypatch):
             raise ValueError("assisted generation is not supported with stateful models")
 
     monkeypatch.setattr(GenerationMixin, "_validate_generation_mode", validate_mode)
+    monkeypatch.setattr(GenerationMixin, "generate", GenerationMixin.generate.__wrapped__)  # nor tells of drafts
     assistant_eagle3.install_generation_hook()
+    assert GenerationMixin.generate._tells_of_unused_assistants
     installed = GenerationMixin._validate_generation_mode
     assistant_eagle3.install_generation_hook()
     assert GenerationMixin._validate_generation_mode is installed is not validate_mode

@@ -473,9 +473,10 @@ def test_the_text_can_be_trained_on(target):
 
 
 def test_hook_is_installed_once_and_leaves_others_alone(target):
-    before = GenerationMixin._assisted_decoding
+    hooked = ("generate", "_assisted_decoding", "_validate_generation_mode")
+    before = [getattr(GenerationMixin, name) for name in hooked]
     install_generation_hook()
-    assert GenerationMixin._assisted_decoding is before
+    assert [getattr(GenerationMixin, name) for name in hooked] == before
     prompt = make_prompt(12)
     expected = generate(target, prompt)
     assistant = copy.deepcopy(target)

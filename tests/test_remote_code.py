@@ -16,6 +16,7 @@ import hf_eagle3
 TRAVELLING = (
     "accept_eagle3.py",
     "assistant_eagle3.py",
+    "auto_eagle3.py",
     "cache_eagle3.py",
     "checks_eagle3.py",
     "configuration_eagle3.py",
@@ -136,14 +137,17 @@ STANDARD_LIBRARY = {
     "copy",
     "dataclasses",
     "difflib",
+    "dis",
     "functools",
     "hashlib",
     "huggingface_hub.dataclasses",
     "huggingface_hub.errors",
+    "importlib",
     "importlib.util",
     "inspect",
     "json",
     "math",
+    "os",
     "pathlib",
     "statistics",
     "threading",
@@ -170,6 +174,7 @@ REACHING = {
     ("modeling_eagle3.py", "save_pretrained", "write_text"),
     ("cache_eagle3.py", "compiled", "compile"),  # torch's
     ("draft_eagle3.py", "installed", "import_module"),  # the package itself
+    ("auto_eagle3.py", "newer_package", "import_module"),  # likewise
 }
 
 
@@ -257,12 +262,13 @@ print(reached, sorted(changed))
 """
 
 
-def test_importing_it_touches_three_methods_and_nothing_else():
+def test_importing_it_touches_four_methods_and_nothing_else():
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     result = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.strip().splitlines()[-1] == (
-        "[] ['AutoConfig.from_pretrained', 'GenerationMixin._assisted_decoding', 'GenerationMixin._validate_generation_mode']"
+        "[] ['AutoConfig.from_pretrained', 'GenerationMixin._assisted_decoding', "
+        "'GenerationMixin._validate_generation_mode', 'GenerationMixin.generate']"
     )
 
 

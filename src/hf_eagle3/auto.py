@@ -75,6 +75,8 @@ def draft_config(name_or_path, content=None, trust_remote_code=None, code_revisi
     if content is not None and not holds_draft(content, name_or_path, hub_kwargs):
         return None
     content, kwargs = PreTrainedConfig.get_config_dict(name_or_path, **kwargs)
+    if trust_remote_code and "AutoConfig" in (content.get("auto_map") or {}):  # it has code of its own, which said why
+        return None
     if (algorithm := content.get("speculators_model_type")) is not None:
         if algorithm not in ("eagle3", "peagle"):
             return None

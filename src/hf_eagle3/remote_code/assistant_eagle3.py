@@ -3,16 +3,22 @@
 
 import copy
 import functools
+import inspect
 import threading
 import weakref
 from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, GenerationMixin
+from transformers.utils import logging
 
 from .checks_eagle3 import may_replay
 from .decoding_eagle3 import Eagle3GenerationStats, TreeDecoding
 from .proposer_eagle3 import Call, Proposer
+
+
+# A child of transformers' own logger: shown and silenced with it.
+logger = logging.get_logger("transformers.eagle3")
 
 
 class AssistantMixin:
@@ -150,14 +156,24 @@ def generate(*args, model, assistant_model=None, **kwargs):
 def install_generation_hook() -> None:
     """
     Lets an assistant bring its own decoding: `generate` calls `assistant_model.assisted_decoding(target, ...)` where
-    it exists, and `assistant_model.validate_target(target)` before anything else; other assistants are untouched.
-    Installing twice, or from several copies of this file, changes nothing.
+    it exists, and `assistant_model.validate_target(target)` before anything else, and says so if it decoded without the
+    assistant; other assistants are untouched. Installing twice, or from several copies of this file, changes nothing.
     """
-    if getattr(GenerationMixin._validate_generation_mode, "_asks_who_may_replay", False):
-        return
-    validate_mode = GenerationMixin._validate_generation_mode
+    for name, mark, hook in (  # an older copy may have installed some of them
+        ("_validate_generation_mode", "_asks_who_may_replay", asks_what_the_assistant_takes),
+        ("_assisted_decoding", "_asks_the_assistant", lets_the_assistant_decode),
+        ("generate", "_tells_of_unused_assistants", tells_of_unused_assistants),
+    ):
+        method = getattr(GenerationMixin, name)
+        if not getattr(method, mark, False):
+            hooked = functools.wraps(method)(hook(method))
+            setattr(hooked, mark, True)
+            setattr(GenerationMixin, name, hooked)
 
-    @functools.wraps(validate_mode)
+
+def asks_what_the_assistant_takes(validate_mode):
+    """`_validate_generation_mode` that asks an assistant about the target, and none of what only others cannot do."""
+
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         assistant = generation_mode_kwargs.get("assistant_model")
         if isinstance(assistant, (str, Path)):
@@ -180,18 +196,42 @@ def install_generation_hook() -> None:
                 self._is_stateful = False
         return validate_mode(self, generation_mode, generation_config, generation_mode_kwargs)
 
-    _validate_generation_mode._asks_who_may_replay = True
-    GenerationMixin._validate_generation_mode = _validate_generation_mode
-    if getattr(GenerationMixin._assisted_decoding, "_asks_the_assistant", False):  # by an older copy of this file
-        return
-    assisted_decoding = GenerationMixin._assisted_decoding
+    return _validate_generation_mode
 
-    @functools.wraps(assisted_decoding)
+
+def lets_the_assistant_decode(assisted_decoding):
+    """`_assisted_decoding` that leaves the call to an assistant with a decoding of its own."""
+
     def _assisted_decoding(self, *args, assistant_model=None, **kwargs):
         own = getattr(assistant_model, "assisted_decoding", None)
         if own is not None:
             return own(self, *args, **kwargs)
         return assisted_decoding(self, *args, assistant_model=assistant_model, **kwargs)
 
-    _assisted_decoding._asks_the_assistant = True
-    GenerationMixin._assisted_decoding = _assisted_decoding
+    return _assisted_decoding
+
+
+def tells_of_unused_assistants(generate):
+    """`generate` that warns if an assistant with a decoding of its own was given and never decoded."""
+    names = list(inspect.signature(generate).parameters)
+
+    def generate_and_tell(self, *args, **kwargs):
+        arguments = {**dict(zip(names[1:], args)), **kwargs}
+        assistant = arguments.get("assistant_model")
+        if not (hasattr(assistant, "assisted_decoding") and hasattr(assistant, "last_generation")):
+            return generate(self, *args, **kwargs)
+        before = assistant.last_generation
+        output = generate(self, *args, **kwargs)
+        if assistant.last_generation is before:
+            what = "search with beams, `penalty_alpha` or another mode"
+            if arguments.get("custom_generate") is not None:
+                what = "`custom_generate`"
+            elif not hasattr(type(self)._assisted_decoding, "_asks_the_assistant"):
+                what = f"the `_assisted_decoding` of {type(self).__name__} that is not transformers' own"
+            logger.warning(
+                f"`generate` did not use its `assistant_model`, {type(assistant).__name__}, and decoded by other means: {what}. "
+                "Leave that out to be faster, or the assistant."
+            )
+        return output
+
+    return generate_and_tell

@@ -17,12 +17,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 # One name per class that `AutoXxx.from_pretrained(..., trust_remote_code=True)` may be asked for. Written to every
-# checkpoint, next to the files it names. All are found by way of the model's file, since transformers keeps code apart by
-# a hash of a file and of those that it imports: by this file alone it would take the model of another folder.
+# checkpoint, next to the files it names. All are found by way of one file, since transformers keeps code apart by a hash of
+# a file and of those that it imports: by this file alone it would take the model of another folder.
 AUTO_MAP = {
-    "AutoConfig": "modeling_eagle3.Eagle3Config",
-    "AutoModel": "modeling_eagle3.Eagle3ForSpeculation",
-    "AutoModelForCausalLM": "modeling_eagle3.Eagle3ForSpeculation",
+    "AutoConfig": "auto_eagle3.Eagle3Config",
+    "AutoModel": "auto_eagle3.Eagle3ForSpeculation",
+    "AutoModelForCausalLM": "auto_eagle3.Eagle3ForSpeculation",
 }
 
 # What others write into a config.json and does not change a draft.

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import logging
 
 from .assistant_eagle3 import AssistantMixin
+from .auto_eagle3 import check_needs
 from .checks_eagle3 import check_draft, check_pairing, whole, whole_embedding
 from .configuration_eagle3 import Eagle3Config, default_aux_layer_ids
 from .loading_eagle3 import check_files, check_tensors, code_digest, weights_digest, without_load_report
@@ -82,7 +83,9 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         Raises:
             ValueError: if a file is broken, a tensor is missing, unexpected, of another shape or not finite, the
                 vocabulary mapping is broken, or configuration or weights are not what was saved.
+            ImportError: if transformers lacks what this code needs.
         """
+        check_needs()
         wants_loading_info = kwargs.pop("output_loading_info", False)
         # The code is this class's. Transformers would also run what the folder has for `custom_generate`.
         kwargs.pop("trust_remote_code", None)
@@ -323,7 +326,8 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
 
     def generate(self, *args, **kwargs):
         raise NotImplementedError(
-            "A draft does not generate text by itself. Call `target.generate(..., assistant_model=draft)`."
+            "A draft does not generate text by itself. Call `target.generate(..., assistant_model=draft)`. If you did, the "
+            "target's `_assisted_decoding` is not transformers' own: remove what replaces it."
         )
 
 

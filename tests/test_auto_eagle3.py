@@ -1,0 +1,192 @@
+"""Who reads a draft, and what that code needs of transformers."""
+
+import ast
+import functools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+from conftest import make_prompt
+from packaging.version import Version
+from transformers import AutoConfig, AutoModel, GenerationConfig, GenerationMixin, PreTrainedModel
+
+import hf_eagle3
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.remote_code.auto_eagle3 import NEEDS, TESTED, VERSION, missing_names
+from hf_eagle3.remote_code.loading_eagle3 import code_digest
+
+
+SOURCE = Path(hf_eagle3.__file__).parent / "remote_code"
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+
+
+# What the code needs of transformers ------------------------------------------------------------------------------
+
+
+def is_set(node) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+
+
+def private_names() -> set[str]:
+    """Attributes with an underscore that the travelling code reads, and neither it nor Python nor torch has."""
+    used, own = set(), {"_replace"}  # of named tuples
+    for path in SOURCE.glob("*_eagle3.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                used.add(node.attr)
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+                used.add(getattr(node.args[1], "value", ""))
+            elif isinstance(node, ast.ClassDef):
+                inside = list(ast.walk(node))
+                own |= {each.name for each in inside if isinstance(each, ast.FunctionDef)}
+                own |= {each.attr for each in inside if ast.unparse(each).startswith("self._") and is_set(each)}
+    used.add("_validate_generation_mode")  # by the hook, from a list
+    own |= {"_asks_the_assistant"}
+    of_accelerate = {"_hf_hook"}
+    of_torch = {"_buffers", "_compiled_call_impl", "_dynamo", "_forward_hooks", "_forward_pre_hooks", "_version"}
+    of_torch |= {"_global_forward_hooks", "_global_forward_pre_hooks", "_torchdynamo_orig_callable"}
+    private = {name for name in used if isinstance(name, str) and re.match("_[a-z]", name)}
+    return private - own - of_torch - of_accelerate
+
+
+def test_every_private_name_is_listed_and_every_listed_one_is_used_and_there():
+    listed = {name.partition(".")[2] for name in NEEDS}
+    assert {name for name in listed if name.startswith("_")} == private_names()
+    assert missing_names() == []
+
+
+def test_the_versions_are_those_of_the_package():
+    assert hf_eagle3.__version__ == VERSION
+    assert f'"transformers>={TESTED[0]}"' in PYPROJECT.read_text()
+    newest, here = Version(TESTED[1]), Version(transformers.__version__)
+    assert here.is_prerelease or here.release[:2] <= newest.release, "Once all tests pass with it, add it to `TESTED`."
+
+
+def takes_no_count(self, outputs, model_kwargs, is_encoder_decoder=False):
+    pass
+
+
+MISSING = {  # how a later transformers may differ: (owner, name, in its place), what is said to be missing
+    "method": ((GenerationMixin, "_prefill", None), "GenerationMixin._prefill"),
+    "argument": (
+        (GenerationMixin, "_update_model_kwargs_for_generation", takes_no_count),
+        "GenerationMixin._update_model_kwargs_for_generation(_, _, is_encoder_decoder, num_new_tokens)",
+    ),
+    "position": ((GenerationMixin, "_prefill", lambda self, state: None), "GenerationMixin._prefill(_, _, _)"),
+    "attribute": (
+        (GenerationMixin, "_prepare_special_tokens", lambda self: None),
+        "GenerationMixin._pad_token_tensor",
+    ),
+    "static": (
+        (GenerationConfig, "_get_default_generation_params", None),
+        "GenerationConfig._get_default_generation_params",
+    ),
+    "public": ((PreTrainedModel, "get_compiled_call", None), "PreTrainedModel.get_compiled_call"),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_what_is_missing_is_named_when_a_draft_is_loaded(case, draft, tmp_path, monkeypatch):
+    draft.save_pretrained(tmp_path)
+    (owner, name, instead), missing = MISSING[case]
+    if instead is None:
+        monkeypatch.delattr(owner, name)
+    else:
+        monkeypatch.setattr(owner, name, instead)
+    with pytest.raises(ImportError) as error:
+        Eagle3ForSpeculation.from_pretrained(tmp_path)
+    message = str(error.value)
+    assert f"transformers {transformers.__version__} has no {missing}. " in message
+    assert f"transformers {TESTED[0]} to {TESTED[1]}" in message and "`pip install -U hf-eagle3`" in message
+
+
+def test_methods_that_others_have_wrapped_are_there(monkeypatch):
+    def wrapped(self, *args, **kwargs):
+        pass
+
+    monkeypatch.setattr(GenerationMixin, "_prefill", wrapped)
+    monkeypatch.setattr(
+        GenerationMixin, "_prepare_special_tokens", functools.wraps(GenerationMixin._prepare_special_tokens)(wrapped)
+    )
+    assert missing_names() == []
+
+
+# Who reads a draft ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path, draft):
+    """A draft with its copy of the code."""
+    draft.save_pretrained(tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+def make_older(folder, **files):
+    """As if another version had saved it, with these changes of its files."""
+    code = folder / "auto_eagle3.py"
+    code.write_text(code.read_text().replace(f'VERSION = "{VERSION}"', 'VERSION = "0.0.9"'))
+    for name, (old, new) in files.items():
+        path = folder / f"{name}_eagle3.py"
+        path.write_text(path.read_text().replace(old, new, 1))
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "code_digest": code_digest(folder)}))
+
+
+def is_copy(thing) -> bool:
+    return type(thing).__module__.startswith("transformers_modules.")
+
+
+GONE = {"cache": ("    Cache,\n", "    Cache,\n    ThatWasRenamed,\n")}
+NEEDS_MORE = {"auto": ("NEEDS = {\n", 'NEEDS = {\n    "GenerationMixin._that_was_removed": None,\n')}
+
+
+def load(folder, auto_class=AutoModel):
+    return auto_class.from_pretrained(folder, trust_remote_code=True)
+
+
+def test_a_copy_of_the_same_version_reads_its_draft(saved, warned):
+    assert is_copy(load(saved)) and is_copy(load(saved, AutoConfig))
+    assert not [message for message in warned if "is read by" in message]
+
+
+@pytest.mark.parametrize("changes", [{}, GONE, NEEDS_MORE], ids=["works", "import", "needs"])
+@pytest.mark.parametrize("auto_class", [AutoModel, transformers.AutoModelForCausalLM])
+def test_a_newer_package_takes_over(saved, warned, changes, auto_class, target, monkeypatch):
+    """Whatever transformers has lost that the copy needs; and its code is saved from then on."""
+    make_older(saved, **changes)
+    version = f"1.{len(auto_class.__name__)}.{len(str(changes))}"  # what was said is not said again
+    monkeypatch.setattr(hf_eagle3, "__version__", version)
+    for _ in range(2):
+        draft = load(saved, auto_class)  # and says so once
+        assert type(draft) is Eagle3ForSpeculation and type(draft.config) is type(draft).config_class
+    assert [f"hf-eagle3 {version}" in message for message in warned] == [True]
+    prompt = make_prompt(9)
+    expected = target.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert target.generate(prompt, max_new_tokens=8, do_sample=False, assistant_model=draft).equal(expected)
+    draft.save_pretrained(saved.parent / "again")
+    assert (saved.parent / "again" / "auto_eagle3.py").read_text() == (SOURCE / "auto_eagle3.py").read_text()
+
+
+@pytest.mark.parametrize("changes, version", [({}, "0.1.0"), ({}, "0.0.8"), (GONE, "0.0.8"), (NEEDS_MORE, "0.0.8")])
+def test_the_copy_can_be_insisted_on(saved, warned, changes, version, monkeypatch):
+    """By the setting, and where the package is older; then what the copy lacks is an error."""
+    make_older(saved, **changes)
+    monkeypatch.setattr(hf_eagle3, "__version__", version)
+    if version == "0.1.0":
+        monkeypatch.setenv("HF_EAGLE3_CODE", "copy")
+    if not changes:
+        draft = load(saved)
+        assert is_copy(draft) and is_copy(draft.config) and not warned
+        return
+    what = "ThatWasRenamed" if changes is GONE else "_that_was_removed"
+    with pytest.raises(ImportError, match=f"(?s){what}.*5.17 to .*pip install -U hf-eagle3"):
+        load(saved)
+
+
+def test_another_setting_is_refused(saved, monkeypatch):
+    monkeypatch.setenv("HF_EAGLE3_CODE", "mine")
+    with pytest.raises(ValueError, match="HF_EAGLE3_CODE is 'mine', but must be 'copy' or 'newest'"):
+        load(saved)
