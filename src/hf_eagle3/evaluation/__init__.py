@@ -1,7 +1,13 @@
 """Measuring drafts."""
 
+from typing import TYPE_CHECKING
+
 from .benchmark import run_benchmark
 from .results import METHODS, BenchmarkResults, BenchmarkRow, compare, format_table, plot_all, print_table
+
+
+if TYPE_CHECKING:
+    from .tasks import TASKS, load_prompts, read_prompts
 
 
 __all__ = [
