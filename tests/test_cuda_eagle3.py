@@ -4,12 +4,10 @@ import threading
 
 import pytest
 import torch
+from conftest import make_prompt
 
 from hf_eagle3.remote_code.cuda_eagle3 import CudnnSwitch, captures_graphs
 from hf_eagle3.remote_code.ragged_eagle3 import additive_mask, on_device
-
-
-CUDA = torch.device("cuda")  # only its name is asked
 
 
 @pytest.fixture(autouse=True)
@@ -25,13 +23,13 @@ def test_the_last_call_to_end_sets_the_switch_back(was_on):
     switch, other_began, first_ended = CudnnSwitch(), threading.Event(), threading.Event()
 
     def call():
-        with switch.off(CUDA):
+        with switch.off():
             other_began.set()
             assert first_ended.wait(10)
             seen.append(torch.backends.cuda.cudnn_sdp_enabled())
 
     seen, thread = [], threading.Thread(target=call)
-    with switch.off(CUDA):
+    with switch.off():
         thread.start()
         assert other_began.wait(10) and not torch.backends.cuda.cudnn_sdp_enabled()
     assert not torch.backends.cuda.cudnn_sdp_enabled()  # the other one still goes on
@@ -40,15 +38,25 @@ def test_the_last_call_to_end_sets_the_switch_back(was_on):
     assert seen == [False] and torch.backends.cuda.cudnn_sdp_enabled() == was_on
 
 
-def test_a_call_that_raises_sets_it_back_and_cpus_leave_it_alone():
+def test_a_call_that_raises_sets_it_back():
     torch.backends.cuda.enable_cudnn_sdp(True)
     switch = CudnnSwitch()
-    with pytest.raises(KeyError), switch.off(CUDA):
+    with pytest.raises(KeyError), switch.off():
         raise KeyError
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    with switch.off(torch.device("cpu")):
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-    assert captures_graphs(CUDA) and not captures_graphs(torch.device("cpu"))
+
+
+def test_graphs_are_captured_on_cuda_only():
+    assert captures_graphs(torch.device("cuda")) and not captures_graphs(torch.device("cpu"))
+
+
+def test_it_is_off_while_a_draft_decodes_wherever_the_prompt_is(target, draft):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    seen = []
+    handle = draft.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    target.generate(make_prompt(5), assistant_model=draft, max_new_tokens=8, do_sample=False)
+    handle.remove()
+    assert seen and not any(seen) and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 25, 64])

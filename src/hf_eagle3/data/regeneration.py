@@ -387,7 +387,7 @@ def regenerate_locally(
         prompts = [{"input_ids": tokens} for _, tokens in prompts.values()]
         inputs = pad_without_fast_tokenizer_warning(tokenizer, prompts, return_tensors="pt", padding_side="left")
         inputs = inputs.to(target.device)
-        with CUDNN_ATTENTION.off(target.device):  # which plans anew for each length of a padded batch
+        with CUDNN_ATTENTION.off():  # which plans anew for each length of a padded batch
             sequences = target.generate(
                 **inputs, assistant_model=draft, pad_token_id=tokenizer.pad_token_id, **generation_kwargs
             )

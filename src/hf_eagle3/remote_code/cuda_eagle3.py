@@ -19,14 +19,11 @@ class CudnnSwitch:
         self.lock, self.num_calls, self.was_on = threading.Lock(), 0, True
 
     @contextlib.contextmanager
-    def off(self, device: torch.device):
+    def off(self):
         """
-        Turns it off. cuDNN's attention, PyTorch's first choice on H100, builds a plan for each new length of the cache,
+        Turns it off, wherever target, draft and prompt are: layers may be on several devices. cuDNN's attention, PyTorch's first choice on H100, builds a plan for each new length of the cache,
         which takes longer than a step, and fails at some masks (https://github.com/pytorch/pytorch/issues/190321).
         """
-        if device.type != "cuda":
-            yield
-            return
         with self.lock:
             if self.num_calls == 0:
                 self.was_on = torch.backends.cuda.cudnn_sdp_enabled()

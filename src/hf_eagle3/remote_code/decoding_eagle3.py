@@ -253,7 +253,7 @@ class TreeDecoding:
         text, verifier, policy = self.text, self.verifier, self.policy
         try:
             verifier.cache.record()
-            with CUDNN_ATTENTION.off(text.ids.device), self.target._optimize_model_for_decode():
+            with CUDNN_ATTENTION.off(), self.target._optimize_model_for_decode():
                 while not text.is_complete:
                     self.retire()
                     behind = text.rows_behind(1 + self.whole.depth)

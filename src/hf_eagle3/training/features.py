@@ -77,7 +77,7 @@ class TargetStates:
 
     def _forward(self, **inputs):
         model, device = self.target if self.is_fsdp else self.base_model, inputs["input_ids"].device
-        with CUDNN_ATTENTION.off(device):  # which may fail at the masks of padded and packed batches
+        with CUDNN_ATTENTION.off():  # which may fail at the masks of padded and packed batches
             outputs = model(**inputs, output_hidden_states=select_hidden_states(self.aux_layer_ids), use_cache=False)
         last = outputs.logits if self.is_fsdp else outputs.last_hidden_state
         return aux_hidden_states(outputs, self.aux_layer_ids, self.num_layers).to(device), last.to(device)
