@@ -4,7 +4,7 @@
 """
 Trains an EAGLE-3 draft for a frozen target.
 
-On one machine, with as many processes as it has GPUs:
+On one machine, with one process per GPU:
 
     accelerate launch recipes/train.py \
         --model_name_or_path Qwen/Qwen3-8B --dtype bfloat16 \
@@ -13,12 +13,11 @@ On one machine, with as many processes as it has GPUs:
         --per_device_train_batch_size 1 --gradient_accumulation_steps 8 --bf16 \
         --output_dir Qwen3-8B-speculator.eagle3
 
-Arguments may stand in a YAML file (`--config`), and flags override it; there are some here for known targets,
-`qwen3_8b.yaml` and others. Local data, as `--dataset_name`: a JSON Lines, Parquet or text file, a folder of them
-(`train.jsonl` and `test.jsonl`), or one of `regenerate.py`. A run that was stopped goes on with
-`--resume_from_checkpoint true`.
+A YAML file (`--config`) can have the arguments, and flags override it. This folder has files for known targets, such as
+`qwen3_8b.yaml`. `--dataset_name` also takes local data: a JSON Lines, Parquet or text file, a folder with `train.jsonl`
+and `test.jsonl`, or the output of `regenerate.py`. `--resume_from_checkpoint true` goes on with a stopped run.
 
-An existing draft is trained further with `--draft_name_or_path`, and adapted by LoRA with `--use_peft` besides:
+`--draft_name_or_path` trains an existing draft further. With `--use_peft` it is adapted by LoRA:
 
     accelerate launch recipes/train.py --draft_name_or_path me/Qwen3-8B-speculator.eagle3 --use_peft \
         --model_name_or_path Qwen/Qwen3-8B --dataset_name me/my-domain --output_dir my-domain-adapter
@@ -62,27 +61,27 @@ FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt"
 
 @dataclass
 class TrainScriptArguments(ScriptArguments):
-    """Arguments of this script."""
+    """The arguments of this script."""
 
     draft_name_or_path: str | None = field(
         default=None,
-        metadata={"help": "Draft to train further: a folder or a Hub id. By default a fresh one is made."},
+        metadata={"help": "The draft to train further: a folder or a Hub id. By default a fresh one is made."},
     )
     features_dir: str | None = field(
         default=None,
-        metadata={"help": "Features of `recipes/extract_features.py` to train on, instead of a data set."},
+        metadata={"help": "A folder of `recipes/extract_features.py` to train on instead of a data set."},
     )
 
 
 @dataclass
 class TargetConfig(ModelConfig):
-    """TRL's `ModelConfig`, about the target; LoRA arguments are about the draft."""
+    """TRL's `ModelConfig` for the target. Its LoRA arguments are for the draft."""
 
     # Parameters whose default values are overridden from ModelConfig
     dtype: str | None = field(
         default="auto",
         metadata={
-            "help": "Dtype of the target, which is frozen. The draft is trained in float32, or mixed with `--bf16`.",
+            "help": "The dtype of the frozen target. The draft is trained in float32, or in mixed precision with `--bf16`.",
             "choices": ["auto", "bfloat16", "float16", "float32"],
         },
     )
@@ -90,20 +89,30 @@ class TargetConfig(ModelConfig):
     # Parameters that control where the target is
     device_map: str | None = field(
         default=None,
-        metadata={"help": "Spreads one target over the devices, e.g. 'auto'. By default each process holds one."},
+        metadata={
+            "help": "Spreads one target over the devices, for example by 'auto'. By default each process holds one."
+        },
     )
     tp_plan: str | None = field(
         default=None,
-        metadata={"help": "'auto' spreads each layer of one target over all processes (tensor parallelism)."},
+        metadata={"help": "'auto' splits each layer of one target over all processes (tensor parallelism)."},
     )
     fsdp_size: int | None = field(
         default=None,
-        metadata={"help": "Shares the weights of one target out over so many processes, all of them (FSDP2)."},
+        metadata={
+            "help": "Shards the weights of one target over this many processes (FSDP2). It must be all of them."
+        },
     )
 
 
 def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) -> DatasetDict:
-    """Data sets of the Hub, a mixture of them, or a local file."""
+    """
+    Returns the splits of data sets on the Hub, of a mixture of them, or of local files.
+
+    Raises:
+        ValueError: if the arguments name no data, or name it twice, or a file cannot be read.
+        FileNotFoundError: if there is no such file.
+    """
     name = script_args.dataset_name
     if mixture.datasets:
         if name is not None:
@@ -116,19 +125,19 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
         what = (
             "train on" if script_args.features_dir is None else "evaluate on, or leave it out (`--eval_strategy no`)"
         )
-        raise ValueError(f"Say what to {what}: `--dataset_name`, or `datasets` in the YAML file.")
+        raise ValueError(f"There is no data. Say what to {what}: `--dataset_name`, or `datasets` in the YAML file.")
     suffix = Path(name.removesuffix(".gz")).suffix
     if suffix in FILE_FORMATS and not Path(name).is_file():
-        raise FileNotFoundError(f"There is no file {name}.")
+        raise FileNotFoundError(f"There is no file {name} (`--dataset_name`).")
     files = sorted(map(str, Path(name).glob("rows-*.jsonl")))  # of `recipes/regenerate.py`
     if not files and Path(name).is_file():
         if suffix not in FILE_FORMATS:
-            raise ValueError(f"{name} is not one of {sorted(FILE_FORMATS)}.")
+            raise ValueError(f"The ending of {name} is not one of {sorted(FILE_FORMATS)} (`--dataset_name`).")
         if Path(name).stat().st_size == 0:
-            raise ValueError(f"{name} is empty.")
+            raise ValueError(f"{name} is empty. Pass a file with rows (`--dataset_name`).")
         files = [name]
     try:
-        if files:  # which are the only split, whatever it is called
+        if files:  # they are the only split, whatever its name
             split = script_args.dataset_train_split.partition("[")[0]
             kind = FILE_FORMATS.get(suffix, "json")
             return load_dataset(kind, data_files={split: files}, streaming=script_args.dataset_streaming)
@@ -141,7 +150,12 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
 
 
 def rows_of(dataset: DatasetDict, split: str) -> Dataset | IterableDataset:
-    """The rows of a split, or of a part of it as `datasets` writes that: `train[:1000]`."""
+    """
+    Returns the rows of a split, or of a part of one as in `train[:1000]`.
+
+    Raises:
+        ValueError: if there is no such split.
+    """
     if split in dataset:
         return dataset[split]
     try:
@@ -149,16 +163,16 @@ def rows_of(dataset: DatasetDict, split: str) -> Dataset | IterableDataset:
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(
             f"There is no split {split!r}, but {sorted(dataset)}, and parts of them (`train[:1000]`) if they are not streamed. Choose "
-            "by `--dataset_train_split` and, for evaluation, `--dataset_test_split`. Local data has a test split in a folder with "
-            "`train.jsonl` and `test.jsonl`; `--eval_strategy no` needs none."
+            "by `--dataset_train_split` and, for evaluation, `--dataset_test_split`. Local data has a test split if it is a folder "
+            "with `train.jsonl` and `test.jsonl`. `--eval_strategy no` needs none."
         ) from error
     return concatenate_datasets([dataset[part.splitname].select(range(part.from_, part.to)) for part in parts])
 
 
 def load_target(config: TargetConfig, with_layers: bool = True, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The target, or only its embeddings and head: all that training from features needs."""
+    """Loads the target, or only its embeddings and head, which are all that training from features needs."""
     if config.load_in_4bit and config.dtype == "auto":
-        config.dtype = "bfloat16"  # what 4-bit layers compute in
+        config.dtype = "bfloat16"  # 4-bit layers compute in it
     quantization_config = get_quantization_config(config)
     device_map = config.device_map
     if device_map is None and quantization_config is not None:
@@ -180,7 +194,10 @@ def load_target(config: TargetConfig, with_layers: bool = True, trust_remote_cod
 
 
 def check_writable(folder: Path) -> None:
-    """Before a training that would be lost."""
+    """
+    Raises:
+        ValueError: if the folder cannot be written to. It does so before training, whose result would be lost.
+    """
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
         tempfile.TemporaryFile(dir=parent).close()
@@ -188,14 +205,21 @@ def check_writable(folder: Path) -> None:
         raise ValueError(f"{folder} cannot be written to: {error}. Choose another `--output_dir`.") from error
 
 
-def make_trainer(script_args, training_args, target_config, mixture) -> Eagle3Trainer:
+def make_trainer(
+    trainer_class: type[Eagle3Trainer],
+    script_args: TrainScriptArguments,
+    training_args: Eagle3TrainingArguments,
+    target_config: TargetConfig,
+    mixture: DatasetMixtureConfig,
+) -> Eagle3Trainer:
+    """Loads models and data, and returns the trainer."""
     if target_config.model_name_or_path is None:
-        raise ValueError("Say what to train a draft for: `--model_name_or_path`, or in the YAML file.")
+        raise ValueError("There is no target. Pass `--model_name_or_path`, or name it in the YAML file.")
     evaluates = training_args.eval_strategy != "no"
     train_dataset = eval_dataset = None
     if script_args.features_dir is not None:
         train_dataset = FeatureStore(script_args.features_dir)
-        training_args.packing = False  # settled when they were extracted
+        training_args.packing = False  # extraction has packed the rows, or not
     if train_dataset is None or evaluates:
         dataset = load_data(script_args, mixture)
         eval_dataset = rows_of(dataset, script_args.dataset_test_split) if evaluates else None
@@ -205,7 +229,7 @@ def make_trainer(script_args, training_args, target_config, mixture) -> Eagle3Tr
     draft = None
     if script_args.draft_name_or_path is not None:
         draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path)
-    return Eagle3Trainer(
+    trainer = trainer_class(
         model=draft,
         target_model=load_target(target_config, script_args.features_dir is None or evaluates, **trust),
         args=training_args,
@@ -214,13 +238,81 @@ def make_trainer(script_args, training_args, target_config, mixture) -> Eagle3Tr
         processing_class=tokenizer,
         peft_config=get_peft_config(target_config),
     )
+    # For the card.
+    names = [each.data_files if isinstance(each.data_files, str) else each.path for each in mixture.datasets]
+    trainer.dataset_names = [name for name in names or [script_args.dataset_name] if name is not None]
+    trainer.script_settings = non_defaults(script_args) | non_defaults(target_config) | non_defaults(mixture)
+    if mixture.datasets:
+        named = [{name: value for name, value in vars(each).items() if value is not None} for each in mixture.datasets]
+        trainer.script_settings["datasets"] = named
+    return trainer
 
 
-def main():
+def train(trainer: Eagle3Trainer) -> None:
+    """Trains, saves and pushes the draft. An error ends with the command that goes on from there."""
+    args, folder = trainer.args, Path(trainer.args.output_dir)
+    try:
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    except KeyboardInterrupt:
+        command = shlex.join(["accelerate", "launch", *trainer.script.split(), *arguments_of_command(trainer.script)])
+        checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
+        if checkpoint is not None and "--resume_from_checkpoint" not in command:
+            command += " --resume_from_checkpoint true"
+        where = f"after {Path(checkpoint).name}" if checkpoint else "from the beginning: there is no checkpoint yet"
+        raise SystemExit(f"Interrupted. To go on {where}:\n\n    {command}") from None
+    if not args.push_to_hub:
+        trainer.save_model(args.output_dir)
+        trainer.create_model_card()
+        return
+    try:
+        trainer.push_to_hub()  # saves, too
+    except OSError as error:  # also errors of the Hub
+        raise SystemExit(
+            f"The draft is in {folder}, but was not pushed ({type(error).__name__}: {error}). To push it:\n\n    "
+            f"{trainer.push_command}"
+        ) from None
+    trainer.accelerator.print(f"Pushed the draft to {trainer.hub_model_id}.")
+
+
+def arguments_of_command(script: str) -> list[str]:
+    """Returns the arguments of the command line behind the words of `script`."""
+    return sys.argv[len(script.split()) :]
+
+
+def next_steps(trainer: Eagle3Trainer, target: str, base: str | None, is_adapter: bool) -> str:
+    """Returns the commands that merge, use, measure and push what was trained."""
+    output_dir = trainer.args.output_dir
+    draft, folder = trainer.hub_model_id if trainer.args.push_to_hub else str(Path(output_dir)), Path(output_dir)
+    saved, merge = "draft", ""
+    if is_adapter:  # engines and scripts take whole drafts
+        folder, saved = Path(f"{folder}-merged"), "adapter"
+        merge = (
+            f"To merge it:\n\n    base = Eagle3ForSpeculation.from_pretrained({base!r})\n"
+            f"    draft = PeftModel.from_pretrained(base, {draft!r}).merge_and_unload()\n"
+            f"    draft.save_pretrained({str(folder)!r})\n\nThen, to use it:\n\n"
+        )
+        draft = str(folder)
+    measure = ["python", "recipes/benchmark.py", "--target", target, "--draft", draft, "--json", "results.jsonl"]
+    return (
+        f"Saved the {saved} to {output_dir}. " + (merge or "To use it:\n\n") + "    draft = "
+        f"AutoModel.from_pretrained({draft!r}, trust_remote_code=True)\n"
+        "    target.generate(**inputs, assistant_model=draft)\n\n"
+        f"To measure it:\n\n    {shlex.join(measure)}\n\n"
+        "To push it, with a card that has what was measured:\n\n"
+        f"    {shlex.join(['python', 'recipes/push.py', str(folder), '--benchmark', 'results.jsonl'])}"
+    )
+
+
+def main(
+    trainer_class: type[Eagle3Trainer] = Eagle3Trainer,
+    arguments_class: type[Eagle3TrainingArguments] = Eagle3TrainingArguments,
+    script: str = Eagle3Trainer.script,
+) -> None:
+    """Trains by the command line. `script` is what the command line begins with."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_eagle3").setLevel(logging.INFO)
-    parser = Eagle3Parser((TrainScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig))
-    script_args, training_args, target_config, mixture = parser.parse_args_and_config()
+    parser = Eagle3Parser((TrainScriptArguments, arguments_class, TargetConfig, DatasetMixtureConfig))
+    script_args, training_args, target_config, mixture = parser.parse_args_and_config(arguments_of_command(script))
     folder = Path(training_args.output_dir)
     if not training_args.resume_from_checkpoint and folder.is_dir() and get_last_checkpoint(folder) is not None:
         raise ValueError(
@@ -233,60 +325,12 @@ def main():
             folder_or_hub_id(name)
         except argparse.ArgumentTypeError as error:
             raise SystemExit(f"train.py: error: {error}") from None
-    trainer = make_trainer(script_args, training_args, target_config, mixture)
-    # For the card.
-    names = [each.data_files if isinstance(each.data_files, str) else each.path for each in mixture.datasets]
-    trainer.dataset_names = [name for name in names or [script_args.dataset_name] if name is not None]
-    trainer.script_settings = non_defaults(script_args) | non_defaults(target_config) | non_defaults(mixture)
-    if mixture.datasets:
-        named = [{name: value for name, value in vars(each).items() if value is not None} for each in mixture.datasets]
-        trainer.script_settings["datasets"] = named
-    command = shlex.join(["accelerate", "launch", "recipes/train.py", *sys.argv[1:]])
-    try:
-        trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    except KeyboardInterrupt:
-        if (
-            checkpoint := folder.is_dir() and get_last_checkpoint(folder)
-        ) and "--resume_from_checkpoint" not in command:
-            command += " --resume_from_checkpoint true"
-        where = f"after {Path(checkpoint).name}" if checkpoint else "from the beginning: there is no checkpoint yet"
-        raise SystemExit(f"Interrupted. To go on {where}:\n\n    {command}") from None
-    if training_args.push_to_hub:  # which saves, too
-        try:
-            trainer.push_to_hub()
-        except OSError as error:  # of the Hub, too
-            raise SystemExit(
-                f"The draft is in {folder}, but was not pushed ({type(error).__name__}: {error}). To push it:\n\n    "
-                f"{trainer.push_command}"
-            ) from None
-        trainer.accelerator.print(f"Pushed the draft to {trainer.hub_model_id}.")
-    else:
-        trainer.save_model(training_args.output_dir)
-        trainer.create_model_card()
-    target, draft = (
-        target_config.model_name_or_path,
-        trainer.hub_model_id if training_args.push_to_hub else str(folder),
-    )
-    merge, saved = "", "draft"
-    if target_config.use_peft:  # engines and scripts take whole drafts
-        merge = (
-            f"    base = Eagle3ForSpeculation.from_pretrained({script_args.draft_name_or_path!r})\n"
-            f"    draft = PeftModel.from_pretrained(base, {draft!r}).merge_and_unload()\n"
-            f"    draft.save_pretrained({f'{folder}-merged'!r})\n\n"
-        )
-        folder, saved = Path(f"{folder}-merged"), "adapter"
-        draft = str(folder)
-    measure = ["python", "recipes/benchmark.py", "--target", target, "--draft", draft, "--json", "results.jsonl"]
-    trainer.accelerator.print(
-        f"Saved the {saved} to {training_args.output_dir}. "
-        + (f"To merge it:\n\n{merge}Then, to use it:\n\n" if merge else "To use it:\n\n")
-        + f"    draft = AutoModel.from_pretrained({draft!r}, trust_remote_code=True)\n"
-        "    target.generate(**inputs, assistant_model=draft)\n\n"
-        f"To measure it:\n\n    {shlex.join(measure)}\n\n"
-        "To push it, with a card that has what was measured:\n\n"
-        f"    {shlex.join(['python', 'recipes/push.py', str(folder), '--benchmark', 'results.jsonl'])}"
-    )
-    # Else a process may be aborted at its end while its threads still talk to others.
+    trainer = make_trainer(trainer_class, script_args, training_args, target_config, mixture)
+    trainer.script = script
+    train(trainer)
+    target, base = target_config.model_name_or_path, script_args.draft_name_or_path
+    trainer.accelerator.print(next_steps(trainer, target, base, target_config.use_peft))
+    # A process that ends while others still talk to its threads may be aborted.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
 

@@ -5,6 +5,7 @@ then, and torch, run on CPUs, too.
 
 import runpy
 import sys
+from pathlib import Path
 
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
@@ -21,4 +22,5 @@ def shard(self, *args, **kwargs):
 
 initialize, AcceleratorState.__init__ = AcceleratorState.__init__, shard
 sys.argv = sys.argv[1:]
+sys.path.insert(0, str(Path(sys.argv[0]).parent))  # as for any script
 runpy.run_path(sys.argv[0], run_name="__main__")

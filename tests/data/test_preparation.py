@@ -282,9 +282,7 @@ def test_positions_beyond_a_table(tokenizer, tmp_path):
 
     with pytest.raises(ValueError, match="table of 32 positions, but 2 of 2 rows .*Pass `max_length=32`"):
         make(80, max_length=100)
-    with pytest.raises(ValueError, match="`rollout_max_new_tokens` is 128, but the target has a table of 32"):
-        make(24, rollout_share=0.5)
-    trainer = make(24, rollout_share=0.5, rollout_start=0.0, rollout_max_new_tokens=12, max_length=100)
+    trainer = make(24, max_length=100)
     trainer.train()
     assert trainer.evaluate(Dataset.from_list([{"input_ids": [5, 6, 7, 8] * 8}]))["eval_acceptance_length"] >= 1
 

@@ -220,7 +220,7 @@ def test_features_of_something_else_are_refused(tmp_path, tokenizer):
 def test_states_that_a_dtype_does_not_hold(tmp_path, tokenizer):
     target = make_target("llama")
     target.get_input_embeddings().weight.data *= 1e5
-    with pytest.raises(ValueError, match="which torch.float16 does not hold"):
+    with pytest.raises(ValueError, match="which torch.float16 cannot hold"):
         make_trainer(tmp_path, tokenizer, target).extract_features(tmp_path / "features", dtype="float16")
     assert not list((tmp_path / "features").glob("*.safetensors"))
 

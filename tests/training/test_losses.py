@@ -20,12 +20,6 @@ def naive_loss(logits, probs, mass, loss_type):
     divergence = F.kl_div(logits.log_softmax(-1), probs, reduction="none").sum(-1)
     if loss_type == "kl":
         return divergence
-    if loss_type == "ce":
-        return F.cross_entropy(logits.transpose(1, -1), probs.argmax(-1), reduction="none")
-    if loss_type == "lk_alpha":
-        return -alpha.log()
-    if loss_type == "race":
-        return divergence + 1 - naive_rates(p, q)
     weight = (-3 * alpha.detach()).exp()
     return weight * divergence + (1 - weight) * (1 - alpha)
 

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 from conftest import make_prompt, make_target
 from datasets import Dataset, DatasetDict
 from peft import LoraConfig, get_peft_model
+from trainers import CHATS, TEXTS, make_trainer
 from transformers import AutoModel, AutoTokenizer, BitsAndBytesConfig, ProcessorMixin, Trainer
 from transformers.distributed import DistributedConfig
 from transformers.utils import PushInProgress
@@ -28,50 +29,6 @@ from hf_eagle3.training import console, models, ttt
 from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
 from hf_eagle3.training.console import shown
 from hf_eagle3.training.record import non_defaults, training_record
-
-
-TEXTS = Dataset.from_dict({"text": [f"the {i} of {i * 7}, and so on to {i * i} in the end" for i in range(40)]})
-CHATS = Dataset.from_dict(
-    {
-        "messages": [
-            [
-                {"role": "user", "content": f"what is {i}"},
-                {"role": "assistant", "content": f"{i} is zz{i}"},
-                {"role": "user", "content": "and"},
-                {"role": "assistant", "content": "zzz"},
-            ]
-            for i in range(30)
-        ]
-    }
-)
-
-
-def make_trainer(
-    tmp_path, tokenizer, model=None, dataset=TEXTS, target=None, eval_dataset=None, peft_config=None, **arguments
-):
-    arguments = {
-        "max_steps": 3,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "per_device_train_batch_size": 4,
-        "warmup_steps": 0,
-        "num_eval_prompts": 3,
-        "eval_max_new_tokens": 10,
-        **arguments,
-    }
-    return Eagle3Trainer(
-        model=model,
-        target_model=make_target("llama") if target is None else target,
-        args=Eagle3TrainingArguments(str(tmp_path), **arguments),
-        train_dataset=dataset,
-        eval_dataset=eval_dataset,
-        processing_class=copy.deepcopy(tokenizer),
-        peft_config=peft_config,
-    )
 
 
 @pytest.mark.parametrize("use_muon", [True, False])
@@ -99,17 +56,12 @@ def test_a_table_of_the_draft_s_own_stays_the_target_s(tmp_path, tokenizer):
     assert trainer.draft.embed_tokens.lora_embedding_A["default"].requires_grad
 
 
-@pytest.mark.parametrize("adamw_learning_rate", [None, 3e-3])
-def test_head_and_norms_have_a_learning_rate_of_their_own(tmp_path, tokenizer, adamw_learning_rate):
-    trainer = make_trainer(tmp_path, tokenizer, learning_rate=1e-2, adamw_learning_rate=adamw_learning_rate)
+def test_head_and_norms_have_a_learning_rate_of_their_own(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer, learning_rate=1e-2)
     optimizer = trainer.create_optimizer()
     rates = {id(weight): group["lr"] for group in optimizer.param_groups for weight in group["params"]}
     assert rates[id(trainer.draft.fc.weight)] == 1e-2
-    assert (
-        rates[id(trainer.draft.lm_head.weight)]
-        == rates[id(trainer.draft.norm.weight)]
-        == (adamw_learning_rate or 2e-3)
-    )
+    assert rates[id(trainer.draft.lm_head.weight)] == rates[id(trainer.draft.norm.weight)] == 2e-3
 
 
 def test_draft_vocabulary_comes_from_what_is_supervised(tmp_path, tokenizer):
@@ -194,7 +146,7 @@ def test_what_evaluation_decodes_from():
 
 @pytest.mark.parametrize(
     "loss",
-    [{"loss_type": "ce"}, {"loss_type": "lk_alpha"}, {"loss_type": "lk_lambda"}, {"sampled_vocab_size": 4}],
+    [{"loss_type": "lk_lambda"}, {"sampled_vocab_size": 4}],
     ids=str,
 )
 def test_losses(tmp_path, tokenizer, monkeypatch, loss):
@@ -261,8 +213,8 @@ def test_a_share_of_the_rows(tmp_path, tokenizer):
 
 
 def test_where_a_vocabulary_is_not_sampled(tmp_path, tokenizer):
-    with pytest.raises(ValueError, match="`sampled_vocab_size` is for the loss 'kl', not 'ce'"):
-        make_trainer(tmp_path, tokenizer, loss_type="ce", sampled_vocab_size=4)
+    with pytest.raises(ValueError, match="`sampled_vocab_size` is for the loss 'kl', not 'lk_lambda'"):
+        make_trainer(tmp_path, tokenizer, loss_type="lk_lambda", sampled_vocab_size=4)
     with pytest.raises(ValueError, match="`sampled_vocab_size` must be an integer of at least 1, got 0"):
         make_trainer(tmp_path, tokenizer, sampled_vocab_size=0)
 
@@ -615,8 +567,6 @@ def test_wrong_arguments(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, model=draft, target=target, draft_form="classic")
     with pytest.raises(ValueError, match="must be one of .*'classic'"):
         make_trainer(tmp_path, tokenizer, draft_form="eagle4")
-    with pytest.raises(ValueError, match="Without Muon pass `learning_rate`"):
-        make_trainer(tmp_path, tokenizer, adamw_learning_rate=1e-3, use_muon=False)
     with pytest.raises(ValueError, match="`optim` has no effect"):
         make_trainer(tmp_path, tokenizer, optim="adafactor")
     make_trainer(tmp_path, tokenizer, optim="adafactor", use_muon=False)
@@ -635,7 +585,6 @@ def test_wrong_arguments(tmp_path, tokenizer):
         ("draft_vocab_size", -3),
         ("max_length", 2),
         ("eval_max_new_tokens", 0),
-        ("assistant_confidence_threshold", 2.0),
     ):
         with pytest.raises(ValueError, match=f"`{name}` must be .* got {value}"):
             make_trainer(tmp_path, tokenizer, **{name: value})
@@ -707,12 +656,12 @@ def test_resuming_what_was_begun_otherwise(tmp_path, tokenizer):
     assert longer.state.global_step == 10
 
 
-@pytest.mark.parametrize(("own", "argument", "expected"), [(0.0, None, 0.02), (0.1, None, 0.1), (0.1, 0.0, 0.0)])
-def test_the_threshold_of_a_draft_that_is_trained_further(tmp_path, tokenizer, own, argument, expected):
+@pytest.mark.parametrize(("own", "expected"), [(0.0, 0.02), (0.1, 0.1)])
+def test_the_threshold_of_a_draft_that_is_trained_further(tmp_path, tokenizer, own, expected):
     target = make_target("llama")
     draft = Eagle3ForSpeculation.from_target(target)
     draft.generation_config.assistant_confidence_threshold = own
-    make_trainer(tmp_path, tokenizer, model=draft, target=target, assistant_confidence_threshold=argument)
+    make_trainer(tmp_path, tokenizer, model=draft, target=target)
     assert draft.generation_config.assistant_confidence_threshold == expected
 
 
@@ -776,7 +725,12 @@ def test_the_tokenizer_is_of_the_same_revision(monkeypatch):
 
 def test_arguments_stay_the_caller_s(tmp_path, tokenizer):
     """Also where the trainer could not be made."""
-    arguments = {"loss_type": "ce", "model_init_kwargs": {"fc_norm": False}, "report_to": "none", "use_cpu": True}
+    arguments = {
+        "loss_type": "lk_lambda",
+        "model_init_kwargs": {"fc_norm": False},
+        "report_to": "none",
+        "use_cpu": True,
+    }
     args = Eagle3TrainingArguments(str(tmp_path), draft_vocab_size=20, bf16=False, hub_token="hf_mine", **arguments)
     for dataset in (Dataset.from_dict({"text": [3]}), TEXTS):
         try:
@@ -786,8 +740,8 @@ def test_arguments_stay_the_caller_s(tmp_path, tokenizer):
         except (TypeError, ValueError, AttributeError):
             trainer = None
         assert (trainer is None) == (dataset is not TEXTS)
-        assert args.loss_type == "ce" and args.model_init_kwargs == {"fc_norm": False}
-    assert trainer.args.loss_type == "ce" and not trainer.draft.config.fc_norm
+        assert args.loss_type == "lk_lambda" and args.model_init_kwargs == {"fc_norm": False}
+    assert trainer.args.loss_type == "lk_lambda" and not trainer.draft.config.fc_norm
     assert trainer.args.hub_token == args.hub_token == "hf_mine" and pickle.loads(pickle.dumps(args)).hub_token is None
 
 
@@ -845,7 +799,7 @@ def test_smaller_batches_begin_anew(tmp_path, tokenizer):
     """`auto_find_batch_size` after a batch that memory had no room for: what is logged and recorded is of those that it has."""
 
     def train(**arguments):
-        settings = {"echo_factor": 2, "ttt_warmup": 0, "max_steps": 2, "logging_steps": 1, "draft_vocab_size": 20}
+        settings = {"ttt_warmup": 0, "max_steps": 2, "logging_steps": 1, "draft_vocab_size": 20}
         return make_trainer(tmp_path, tokenizer, **settings, **arguments)
 
     trainer, reference = (
@@ -867,23 +821,6 @@ def test_smaller_batches_begin_anew(tmp_path, tokenizer):
     assert sizes == [8, 7, 7] and training_record(trainer)["sequences_per_step"] == 7
     first, expected = (each.state.log_history[0] for each in (trainer, reference))
     assert {name: first[name] for name in expected if "runtime" not in name} == pytest.approx(expected)
-
-
-def test_rollouts_of_larger_batches_are_forgotten(tmp_path, tokenizer):
-    settings = {"rollout_share": 0.5, "rollout_start": 0.0, "rollout_max_new_tokens": 2, "max_length": 32}
-    trainer = make_trainer(tmp_path, tokenizer, auto_find_batch_size=True, max_steps=2, **settings)
-    compute_loss, sizes, largest = trainer.compute_loss, [], []
-
-    def too_large(model, inputs, *args, **kwargs):
-        sizes.append((len(inputs["input_ids"]), "tree_levels" in inputs))
-        if sizes[-1][1] and not largest:
-            largest.append(sizes[-1][0])
-            raise RuntimeError("CUDA out of memory.")
-        return compute_loss(model, inputs, *args, **kwargs)
-
-    trainer.compute_loss = too_large
-    trainer.train()
-    assert sizes[-1][1] and sizes[-1][0] < largest[0]
 
 
 def test_predicting_is_evaluating(tmp_path, tokenizer):

@@ -2,17 +2,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import VOCAB_SIZE, make_prompt, make_target
+from trainers import make_ttt_batch
 from transformers import DynamicCache
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.training import ttt
 from hf_eagle3.training.ttt import (
-    TTTBatch,
     attend_by_flex,
     blockwise_attention,
     causal_block_mask,
     counted_rows,
-    documents_of,
     merged_attention,
     padded_length,
     ttt_loss,
@@ -21,27 +20,6 @@ from hf_eagle3.training.ttt import (
 
 
 STEPS = 7
-
-
-def make_batch(target, draft, input_ids, labels=None, attention_mask=None, position_ids=None):
-    with torch.no_grad():
-        outputs = target(
-            input_ids, attention_mask=attention_mask, position_ids=position_ids, output_hidden_states=True
-        )
-    if position_ids is None:
-        positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
-    else:
-        positions = position_ids
-    return TTTBatch(
-        input_ids=input_ids,
-        aux_hidden_states=torch.cat([outputs.hidden_states[i] for i in draft.resolve_aux_layer_ids(target)], -1),
-        target_logits=outputs.logits[..., draft.draft_token_ids],
-        target_mass=outputs.logits.softmax(-1)[..., draft.draft_token_ids].sum(-1),
-        target_tokens=outputs.logits.argmax(-1),
-        labels=input_ids if labels is None else labels,
-        documents=documents_of(input_ids, attention_mask, position_ids),
-        position_ids=positions,
-    )
 
 
 def naive_unroll(draft, batch, steps):
@@ -103,7 +81,7 @@ def make_draft(target, **overrides):
 def test_unroll_equals_drafting_token_by_token(overrides):
     target = make_target("llama")
     draft = make_draft(target, **overrides)
-    batch = make_batch(target, draft, make_prompt(12, batch_size=2))
+    batch = make_ttt_batch(target, draft, make_prompt(12, batch_size=2))
     expected = naive_unroll(draft, batch, STEPS)
     for step, (states, *_) in enumerate(ttt_unroll(draft, batch, STEPS)):
         logits, rows = draft.lm_head(states), 12 - 1 - step
@@ -120,7 +98,7 @@ def test_loss_and_gradients_equal_the_naive_ones():
     input_ids = make_prompt(11, batch_size=2)
     labels = input_ids.clone()
     labels[0, :5] = -100
-    batch = make_batch(target, draft, input_ids, labels)
+    batch = make_ttt_batch(target, draft, input_ids, labels)
     outputs = ttt_loss(draft, batch, STEPS)
     expected, counts = naive_loss(draft, batch, STEPS)
     torch.testing.assert_close(outputs.loss_sums, expected, atol=1e-3, rtol=1e-4)
@@ -140,7 +118,7 @@ def test_counts_equal_the_naive_ones(monkeypatch):
     labels = input_ids.clone()
     labels[0, :5] = -100
     labels[1, 8:11] = -100
-    batch = make_batch(target, draft, input_ids, labels)
+    batch = make_ttt_batch(target, draft, input_ids, labels)
     # So that some agree: the target says what the draft would, in every other place.
     logits = naive_unroll(draft, batch, STEPS)
     best = draft.draft_token_ids[logits.nan_to_num(0).argmax(-1)]
@@ -199,7 +177,9 @@ def test_padding_changes_nothing():
     padded = F.pad(input_ids, (0, 5), value=7)
     mask = F.pad(torch.ones_like(input_ids), (0, 5))
     labels = F.pad(input_ids, (0, 5), value=-100)
-    assert_same_training(draft, make_batch(target, draft, input_ids), make_batch(target, draft, padded, labels, mask))
+    assert_same_training(
+        draft, make_ttt_batch(target, draft, input_ids), make_ttt_batch(target, draft, padded, labels, mask)
+    )
 
 
 def test_what_is_not_to_be_learned_changes_no_loss():
@@ -209,7 +189,7 @@ def test_what_is_not_to_be_learned_changes_no_loss():
     input_ids = make_prompt(16)
     labels = input_ids.clone()
     labels[:, :9] = -100
-    batch, changed = (make_batch(target, draft, input_ids, labels) for _ in range(2))
+    batch, changed = (make_ttt_batch(target, draft, input_ids, labels) for _ in range(2))
     changed.target_logits[:, :8] = torch.randn_like(changed.target_logits[:, :8]) * 9  # about tokens 1 to 8
     changed.target_tokens[:, :8] = 0
     assert_same_training(draft, batch, changed)
@@ -230,8 +210,8 @@ def test_packed_documents_do_not_see_each_other():
     mask = torch.tensor([[1] * 9 + [0] * 4, [1] * 13])
     labels = torch.where(mask.bool(), padded, -100)
     # The batch dimension keeps documents apart; so must the packed row.
-    apart = make_batch(target, draft, padded, labels, mask)
-    together = make_batch(target, draft, packed, position_ids=positions)
+    apart = make_ttt_batch(target, draft, padded, labels, mask)
+    together = make_ttt_batch(target, draft, packed, position_ids=positions)
     together.aux_hidden_states = apart.aux_hidden_states[mask.bool()][None]
     together.target_logits = apart.target_logits[mask.bool()][None]
     together.target_mass = apart.target_mass[mask.bool()][None]
@@ -300,7 +280,7 @@ def test_the_loss_in_pieces_is_the_loss():
     input_ids = make_prompt(17, batch_size=2)
     labels = input_ids.clone()
     labels[0, :5] = -100
-    batch = make_batch(target, draft, input_ids, labels)
+    batch = make_ttt_batch(target, draft, input_ids, labels)
     results = []
     for max_logits in (2**25, 2 * 32 * 4, 1):
         draft.zero_grad()
@@ -321,7 +301,7 @@ def test_a_sample_of_the_vocabulary_stands_for_all(monkeypatch):
     monkeypatch.setattr(ttt, "LEAST_PROBABILITY", 0.1)
     target = make_target("llama")
     draft = make_draft(target)
-    batch = make_batch(target, draft, make_prompt(9, batch_size=2))
+    batch = make_ttt_batch(target, draft, make_prompt(9, batch_size=2))
     probs = batch.target_logits.softmax(-1)
     likely = (probs >= 0.1).flatten(0, 1).any(dim=0).nonzero().flatten().tolist()
     num_others = probs.shape[-1] - len(likely)
@@ -347,7 +327,7 @@ def test_a_sample_of_all_tokens_is_the_vocabulary(monkeypatch, least):
     monkeypatch.setattr(ttt, "LEAST_PROBABILITY", max(least, 1e-30))
     target = make_target("llama")
     draft = make_draft(target)
-    batch = make_batch(target, draft, make_prompt(17, batch_size=2))
+    batch = make_ttt_batch(target, draft, make_prompt(17, batch_size=2))
     results = []
     for num_sampled in (None, VOCAB_SIZE):
         draft.zero_grad()
@@ -364,7 +344,7 @@ def test_gradients_of_a_sampled_vocabulary_point_where_those_of_the_whole_do(mon
     monkeypatch.setattr(ttt, "LEAST_PROBABILITY", 0.1)
     target = make_target("llama")
     draft = make_draft(target)
-    batch = make_batch(target, draft, make_prompt(17, batch_size=2))
+    batch = make_ttt_batch(target, draft, make_prompt(17, batch_size=2))
 
     def gradient(num_sampled):
         loss = ttt_loss(draft, batch, 3, num_sampled=num_sampled).loss_sums.sum()
@@ -390,7 +370,7 @@ def test_rows_are_the_same_where_others_are_left_out(monkeypatch, overrides):
     target = make_target("llama")
     draft = make_draft(target, **overrides)
     documents = torch.cat([torch.arange(9), torch.arange(7)]).expand(2, -1)
-    batch = make_batch(target, draft, make_prompt(16, batch_size=2), position_ids=documents)
+    batch = make_ttt_batch(target, draft, make_prompt(16, batch_size=2), position_ids=documents)
     drawn = []
     for whole, some in zip(ttt_unroll(draft, batch, STEPS), ttt_unroll(draft, batch, STEPS, row_share=0.6)):
         if some.rows is not None:
@@ -411,7 +391,7 @@ def test_the_loss_of_some_rows_stands_for_all(monkeypatch):
     input_ids = make_prompt(16, batch_size=2)
     labels = input_ids.clone()
     labels[0, :9] = -100
-    batch = make_batch(target, draft, input_ids, labels)
+    batch = make_ttt_batch(target, draft, input_ids, labels)
     torch.manual_seed(5)
     drawn = [step.rows for step in ttt_unroll(draft, batch, 4, row_share=0.7)][1:]
     torch.manual_seed(5)
@@ -442,7 +422,7 @@ def test_the_loss_of_some_rows_stands_for_all(monkeypatch):
 def test_sequences_shorter_than_the_unroll():
     target = make_target("llama")
     draft = make_draft(target)
-    outputs = ttt_loss(draft, make_batch(target, draft, make_prompt(3)), STEPS)
+    outputs = ttt_loss(draft, make_ttt_batch(target, draft, make_prompt(3)), STEPS)
     assert outputs.num_rows.tolist() == [1, 0, 0, 0, 0, 0, 0]
     assert outputs.loss_sums[1:].abs().sum() == 0
 
@@ -452,7 +432,7 @@ def test_all_parameters_are_in_the_graph_of_one_step(overrides):
     """DDP expects that where `ddp_find_unused_parameters=False`."""
     target = make_target("llama")
     draft = Eagle3ForSpeculation.from_target(target, **overrides).train()
-    ttt_loss(draft, make_batch(target, draft, make_prompt(12)), 1).loss_sums.sum().backward()
+    ttt_loss(draft, make_ttt_batch(target, draft, make_prompt(12)), 1).loss_sums.sum().backward()
     trained = {name: weight for name, weight in draft.named_parameters() if weight.requires_grad}
     assert [name for name, weight in trained.items() if weight.grad is None] == []
 

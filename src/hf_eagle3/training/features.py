@@ -1,8 +1,8 @@
-"""What a draft learns from: the target's states and distributions, computed as training goes or read from a folder."""
+"""The target's states and distributions that a draft learns from, computed in training or read from a folder."""
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,53 +21,56 @@ from ..remote_code.checks_eagle3 import fingerprint, is_sharded
 from ..remote_code.cuda_eagle3 import CUDNN_ATTENTION
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
 from .losses import log_sum_exp
+from .models import without_adapter
 from .ttt import documents_of
 
 
 FORMAT_VERSION = 1
 FP8 = torch.float8_e4m3fn
-# Older transformers (5.17) count the chunks that a row's tokens attend to from where the row begins.
+# Older transformers (5.17) counts attention chunks from the beginning of the row, not of the document.
 COUNTS_CHUNKS_BY_DOCUMENT = hasattr(masking_utils, "remap_positions_for_packed_sequence")
 
 
 class TargetStates:
     """
-    Runs a target on collated batches, and returns for `B` sequences of `L` tokens the states that a draft reads, of
-    shape `(B, L, n_aux * H)`, and the target's last ones, which its head reads, `(B, L, H)`. Targets that FSDP shards
-    give their logits in place of the latter.
+    Runs a target on collated batches of `B` sequences of `L` tokens. Returns the states that a draft reads,
+    `(B, L, n_aux * H)`, and the last states, which the target's head reads, `(B, L, H)`. Targets that FSDP shards return
+    their logits instead of the last states.
 
-    Where processes hold shares of the target's layers (tensor parallelism), they run it together, on the batch of one
-    process after the other.
+    Under tensor parallelism each process holds a part of every layer. The processes run the target together, on the
+    batch of one process after the other.
 
-    Packed documents (`position_ids` that begin again at 0) are read apart from each other. Targets that do not tell
-    them apart themselves (they pass no `position_ids` to their masks, or have convolutional or recurrent states) get
-    each document in a row of its own.
+    Packed documents (`position_ids` that begin again at 0) do not see each other. Some targets do not keep them apart:
+    they pass no `position_ids` to their masks, or have convolutional or recurrent states. These get each document in a
+    row of its own.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        aux_layer_ids (`list[int]`): The layers whose states the draft reads.
     """
 
     def __init__(self, target: PreTrainedModel, aux_layer_ids: list[int]):
-        # PEFT's wrapper calls the whole model its base.
-        self.target = target.get_base_model() if hasattr(target, "get_base_model") else target
+        self.target = without_adapter(target)
         base = self.target.base_model
-        # Llama 4's text model is its own base by the name that transformers goes by.
+        # Llama 4's text model has the name of its own base, so transformers takes it for the base.
         self.base_model = self.target.model if base is self.target else base
         self.aux_layer_ids = aux_layer_ids
-        # FSDP runs the whole model or nothing: its hooks gather the last norm and the head together.
+        # FSDP runs only the whole model, because its hooks gather the last norm and the head together.
         self.is_fsdp = isinstance(self.target, FSDPModule)
-        self.is_tensor_parallel = (getattr(self.target, "tp_size", None) or 1) > 1
+        self.is_tensor_parallel = (self.target.tp_size or 1) > 1
         self.num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-        self.keeps_documents_apart = None
+        self.keeps_documents_apart: bool | None = None  # unknown until a batch is packed
 
     @torch.no_grad()
     def __call__(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         documents = documents_of(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids"))
         if "position_ids" in batch:
-            if self.keeps_documents_apart is None:  # asked by all processes at once, whatever their rows have
+            if self.keeps_documents_apart is None:  # all processes ask at once
                 self.keeps_documents_apart = self._keeps_documents_apart()
             if self.is_fsdp and not self.keeps_documents_apart:
                 raise ValueError(
-                    f"{type(self.target).__name__} does not keep packed documents apart. Reading each in a row of its own "
-                    "takes a number of forwards that differs between processes, which a target sharded by FSDP cannot "
-                    "do. Leave out `packing`."
+                    f"{type(self.target).__name__} does not keep packed documents apart. A row per document takes different "
+                    "numbers of forwards in each process, and a target sharded by FSDP cannot do that. Leave out `packing`."
                 )
             if not self.keeps_documents_apart and documents.max() > 1:
                 return self._document_by_document(batch["input_ids"], documents)
@@ -75,15 +78,15 @@ class TargetStates:
             **{key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
         )
 
-    def _forward(self, **inputs):
+    def _forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         model, device = self.target if self.is_fsdp else self.base_model, inputs["input_ids"].device
-        with CUDNN_ATTENTION.off():  # which may fail at the masks of padded and packed batches
+        with CUDNN_ATTENTION.off():  # it may fail at the masks of padded and packed batches
             outputs = model(**inputs, output_hidden_states=select_hidden_states(self.aux_layer_ids), use_cache=False)
         last = outputs.logits if self.is_fsdp else outputs.last_hidden_state
         return aux_hidden_states(outputs, self.aux_layer_ids, self.num_layers).to(device), last.to(device)
 
     def _keeps_documents_apart(self) -> bool:
-        """Whether a document's states are those it has alone, whatever the ones before it say."""
+        """Whether a document has the same states after different documents."""
         length, device = 8, self.target.get_input_embeddings().weight.device
         config = self.target.config.get_text_config(decoder=True)
         if getattr(config, "attention_chunk_size", None) is not None and not COUNTS_CHUNKS_BY_DOCUMENT:
@@ -94,16 +97,19 @@ class TargetStates:
             self._forward(input_ids=torch.cat([before, tokens[2]])[None], position_ids=position_ids)[1][0, length:]
             for before in tokens[:2]
         )
-        # Not equality: experts may add up in another order.
+        # Not exactly equal, because experts may be summed in another order.
         return (first - second).norm() < 0.02 * first.norm()
 
-    def _document_by_document(self, input_ids, documents):
+    def _document_by_document(
+        self, input_ids: torch.LongTensor, documents: torch.LongTensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs each document in a row of its own, and puts its states where its tokens are."""
         aux, last, budget = None, None, documents.numel()
         rows = [(row, number) for row in range(len(documents)) for number in documents[row].unique().tolist()]
         masks = [documents[row] == number for row, number in rows if number >= 0]
         rows = [row for row, number in rows if number >= 0]
         order = sorted(range(len(masks)), key=lambda index: -int(masks[index].sum()))
-        while order:  # as many at once as take no more tokens than the batch
+        while order:  # no group has more tokens than the batch
             longest = int(masks[order[0]].sum())
             group, order = order[: max(budget // longest, 1)], order[max(budget // longest, 1) :]
             tokens = [input_ids[rows[index], masks[index]] for index in group]
@@ -121,12 +127,12 @@ class TargetStates:
 
     @torch.no_grad()
     def logits(self, last_hidden_state: torch.Tensor) -> torch.Tensor:
-        """The target's logits `(B, L, V)`, by its own head and whatever it does to them (scales, soft caps)."""
+        """Returns the target's logits `(B, L, V)` of states `(B, L, H)`, with its scales and soft caps."""
         if self.is_fsdp:
             return last_hidden_state
         last_hidden_state = last_hidden_state.to(self.target.get_output_embeddings().weight.device)
         with replaced_forward(self.base_model, StoredOutput(last_hidden_state=last_hidden_state)):
-            # What is read is only its shape and device.
+            # Only the shape and device of `inputs_embeds` are read.
             return self.target(inputs_embeds=last_hidden_state, use_cache=False).logits
 
     @torch.no_grad()
@@ -134,18 +140,24 @@ class TargetStates:
         self, last_hidden_state: torch.Tensor, draft_token_ids: torch.LongTensor, rows_at_a_time: int = 256
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        What a draft with this vocabulary is to learn from states `(B, L, H)`. Logits of the target's whole vocabulary
-        stand in memory for `rows_at_a_time` positions of all sequences together.
+        Returns the target's distributions as a draft learns them.
+
+        Args:
+            last_hidden_state (`torch.Tensor` of shape `(B, L, H)`): The target's last states.
+            draft_token_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`): The draft vocabulary.
+            rows_at_a_time (`int`, *optional*, defaults to 256):
+                Positions, of all sequences together, whose logits of the whole vocabulary are in memory at once.
 
         Returns:
-            `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: Logits of the draft's tokens `(B, L, draft_vocab_size)`,
-            their probability `(B, L)`, and the most probable tokens of the whole vocabulary `(B, L)`.
+            `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: The logits of the draft's tokens
+            `(B, L, draft_vocab_size)`, their total probability `(B, L)`, and the most probable tokens of the whole
+            vocabulary `(B, L)`.
         """
         pieces, device, num_rows = [], last_hidden_state.device, last_hidden_state.shape[:2].numel()
-        if is_sharded(self.target):  # all processes take part in each forward of the head: the same number of them
+        if is_sharded(self.target):  # all processes must run the head equally often
             rows_at_a_time = num_rows
         for states in last_hidden_state.flatten(0, 1).split(rows_at_a_time):
-            logits = self.logits(states[None]).to(device)  # strides of a slice would make a CPU copy the head's weight
+            logits = self.logits(states[None]).to(device)  # a CPU would copy the head's weight for a slice's strides
             if len(draft_token_ids) == logits.shape[-1]:
                 draft_logits, mass = logits, torch.ones(logits.shape[:2], device=device)
             else:
@@ -155,7 +167,7 @@ class TargetStates:
         return tuple(torch.cat(each, dim=1).unflatten(1, last_hidden_state.shape[:2])[0] for each in zip(*pieces))
 
     def features(self, batch: dict[str, torch.Tensor], draft_token_ids: torch.LongTensor) -> tuple[torch.Tensor, ...]:
-        """The states that a draft reads of a collated batch, and its [`~TargetStates.distributions`]."""
+        """Returns the states that a draft reads of a collated batch, and its [`~TargetStates.distributions`]."""
         if not self.is_tensor_parallel:
             return self._features(batch, draft_token_ids)
         device, mine = batch["input_ids"].device, None
@@ -167,7 +179,7 @@ class TargetStates:
                 mine = features
         return mine
 
-    def _features(self, batch, draft_token_ids):
+    def _features(self, batch: dict[str, torch.Tensor], draft_token_ids: torch.LongTensor) -> tuple[torch.Tensor, ...]:
         if "states" in batch:
             aux, last = batch["states"][:, :, :-1].flatten(2), batch["states"][:, :, -1].to(self.target.dtype)
         else:
@@ -176,17 +188,18 @@ class TargetStates:
 
 
 class StoredOutput(BaseModelOutputWithPast):
-    """What a base model returns, with nothing but its last states."""
+    """The output of a base model that has only its last states."""
 
-    def __getattr__(self, name):  # some heads look for routers, images and the like
+    def __getattr__(self, name: str):  # some heads read router logits, image features and the like
         if name.startswith("__"):
             raise AttributeError(name)
         return None
 
 
 @contextmanager
-def replaced_forward(module: torch.nn.Module, output):
-    before = module.__dict__.get("forward")  # accelerate's, or none on the instance
+def replaced_forward(module: torch.nn.Module, output: BaseModelOutputWithPast) -> Iterator[None]:
+    """Lets a module return `output` for a while."""
+    before = module.__dict__.get("forward")  # accelerate puts one on the instance
     module.forward = lambda *args, **kwargs: output
     try:
         yield
@@ -198,7 +211,7 @@ def replaced_forward(module: torch.nn.Module, output):
 
 
 def describe(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, aux_layer_ids: list[int]) -> dict:
-    """What features belong to."""
+    """Returns the target, tokenizer and layers that features belong to."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
     config = target.config.get_text_config(decoder=True)
     return {
@@ -213,55 +226,58 @@ def describe(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, aux_la
 
 class FeatureStore:
     """
-    A folder of tokenized rows and the target's states on them, written by [`Eagle3Trainer.extract_features`] and read
-    memory-mapped: pass it to [`Eagle3Trainer`] as a data set.
+    A folder of tokenized rows and the target's states on them. [`Eagle3Trainer.extract_features`] writes it, and
+    [`Eagle3Trainer`] takes it as a data set. States are read memory-mapped.
 
     - `rows/`: the prepared data set (`input_ids`, `labels`, and `seq_lengths` if packed).
-    - `index.json`: what the features belong to, and how they are stored.
-    - `features-00000.safetensors`, ...: for `rows_per_shard` rows each, one after the other in `T` tokens, `states`
-      `(T, n_aux + 1, H)`, the last being what the target's head reads; `offsets` `(rows + 1,)`; with fp8 also `scales`
-      `(T, n_aux + 1)`.
+    - `index.json`: the target, tokenizer and layers of the features, and how they are stored.
+    - `features-00000.safetensors`, ...: the states of `rows_per_shard` rows each, which have `T` tokens together.
+      `states` `(T, n_aux + 1, H)` has the rows one after the other; the last of the `n_aux + 1` is the input of
+      the target's head. `offsets` `(rows + 1,)` has the ends of rows. With fp8 there are `scales` `(T, n_aux + 1)`.
 
     Args:
         folder (`str` or `Path`): The folder.
 
     Raises:
-        FileNotFoundError: if there is no such store.
-        ValueError: if it is not complete, or of another version of the format.
+        FileNotFoundError: if the folder is not a store.
+        ValueError: if the store is not complete, or has another version of the format.
     """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         if not (self.folder / "index.json").exists():
-            raise FileNotFoundError(f"{folder} has no index.json: it is not a folder of features.")
+            raise FileNotFoundError(
+                f"{folder} has no index.json: it is not a folder of features. Extract them by `extract_features`."
+            )
         self.index = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))
         if self.index["version"] != FORMAT_VERSION:
             raise ValueError(
-                f"{folder} has version {self.index['version']} of the format; this one reads {FORMAT_VERSION}."
+                f"{folder} has version {self.index['version']} of the format, and this hf-eagle3 reads version {FORMAT_VERSION}. "
+                "Extract the features again."
             )
         missing = missing_shards(self.folder, self.index)
         if missing:
             raise ValueError(
                 f"{folder} is not complete: {len(missing)} of {self.num_shards} shards are missing, the first of them "
-                f"{shard_path(self.folder, missing[0]).name}. Run the extraction again; it goes on where it stopped."
+                f"{shard_path(self.folder, missing[0]).name}. Run the extraction again: it goes on where it stopped."
             )
         self.rows = load_from_disk(str(self.folder / "rows"))
         self._open_shards = {}
 
-    def __getstate__(self):  # open files do not travel to the workers of a data loader
+    def __getstate__(self):  # workers of a data loader open the files again
         return {**self.__dict__, "_open_shards": {}}
 
     @property
     def num_shards(self) -> int:
-        """How many files the states are in."""
+        """The number of files with states."""
         return -(-self.index["num_rows"] // self.index["rows_per_shard"])
 
     def dataset(self) -> Dataset:
-        """The rows, each with its number as `feature_row`."""
+        """Returns the rows, each with its number as `feature_row`."""
         return self.rows.add_column("feature_row", list(range(len(self.rows))))
 
     def __getitem__(self, row: int) -> torch.FloatTensor:
-        """The states of a row, `(L, n_aux + 1, H)`."""
+        """Returns the states of a row, `(L, n_aux + 1, H)`."""
         shard, place = divmod(row, self.index["rows_per_shard"])
         if shard not in self._open_shards:
             file = safe_open(shard_path(self.folder, shard), framework="pt")
@@ -275,28 +291,31 @@ class FeatureStore:
 
     def check(self, description: dict) -> None:
         """
-        Checks what the features belong to.
+        Checks whether the features belong to a target, a tokenizer and layers.
 
         Args:
-            description (`dict`): The target, tokenizer and layers that they are to be used with.
+            description (`dict`): The output of [`~hf_eagle3.training.features.describe`].
 
         Raises:
-            ValueError: if the features belong to another target, tokenizer or choice of layers.
+            ValueError: if they belong to others.
         """
         for name, value in description.items():
             stored = self.index["description"][name]
-            if name != "target" and stored != value:  # a target may lie in another folder today
+            if name != "target" and stored != value:  # the target may have moved to another folder
                 shown = "" if name in ("fingerprint", "tokenizer") else f" ({stored} there, {value} here)"
                 raise ValueError(
                     f"The features in {self.folder} were extracted from {self.index['description']['target'] or 'a target'} with "
-                    f"another {name}{shown}. Extract them again for this pairing, into another folder."
+                    f"another {name}{shown}. Extract them again for this target and tokenizer, into another folder."
                 )
 
 
 class FeatureCollator:
     """
-    Adds the states of a [`FeatureStore`] to what `collator` makes of its rows: `states` of shape
-    `(B, L, n_aux + 1, H)`.
+    Collates rows of a [`FeatureStore`] with another collator, and adds their `states` `(B, L, n_aux + 1, H)`.
+
+    Args:
+        collator (`Callable`): The other collator.
+        store ([`FeatureStore`]): The store.
     """
 
     def __init__(self, collator: Callable, store: FeatureStore):
@@ -308,8 +327,10 @@ class FeatureCollator:
             return batch
         states = [self.store[example["feature_row"]] for example in examples]
         if any(len(each) != len(example["input_ids"]) for each, example in zip(states, examples)):
-            raise ValueError(f"Rows and features in {self.store.folder} have different lengths.")
-        if len(batch["input_ids"]) != len(examples):  # without padding, all in one row
+            raise ValueError(
+                f"Rows and features in {self.store.folder} have different lengths. Extract them again, into another folder."
+            )
+        if len(batch["input_ids"]) != len(examples):  # without padding all examples are in one row
             states = [torch.cat(states)]
         padded = states[0].new_zeros(*batch["input_ids"].shape, *states[0].shape[1:])
         for row, each in enumerate(states):
@@ -318,13 +339,20 @@ class FeatureCollator:
 
 
 def stacked(aux: torch.FloatTensor, last: torch.FloatTensor) -> torch.FloatTensor:
-    """What [`TargetStates`] returns as `states` `(B, L, n_aux + 1, H)`, the last being what the target's head reads."""
+    """Returns the output of [`TargetStates`] as `states` `(B, L, n_aux + 1, H)`. The last is the input of the head."""
     return torch.cat([aux, last], dim=-1).unflatten(-1, (-1, last.shape[-1]))
 
 
 def start_store(folder: str | Path, rows: Dataset, description: dict, rows_per_shard: int, dtype: torch.dtype) -> None:
     """
-    Writes rows and index of a [`FeatureStore`], or checks that those there are the same.
+    Writes rows and index of a [`FeatureStore`], or checks that they are there already.
+
+    Args:
+        folder (`str` or `Path`): The folder.
+        rows (`Dataset`): The prepared data.
+        description (`dict`): The output of [`describe`].
+        rows_per_shard (`int`): Rows per file.
+        dtype (`torch.dtype`): The dtype of stored states.
 
     Raises:
         ValueError: if the folder holds something else.
@@ -343,31 +371,43 @@ def start_store(folder: str | Path, rows: Dataset, description: dict, rows_per_s
         ours, theirs = (each.with_format("arrow")[:] for each in (rows, load_from_disk(str(folder / "rows"))))
         if known != index or ours.column_names != theirs.column_names or not ours.equals(theirs):
             raise ValueError(
-                f"{folder} holds features of other rows, of another target, or stored otherwise. Choose another folder, "
-                "or go on with the arguments of its first run."
+                f"{folder} holds features of other rows or another target, or stored in another way. Choose another folder, or "
+                "the arguments of its first run."
             )
         return
     if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty, and holds no features. Choose another folder.")
+        raise ValueError(f"{folder} is not empty and holds no features. Choose another folder.")
     rows.save_to_disk(str(folder / "rows"))
     write_atomically(
         folder / "index.json", lambda path: path.write_text(json.dumps(index, indent=2), encoding="utf-8")
     )
 
 
-def write_shard(folder: Path | None, shard: int, target_states: TargetStates, batches, dtype: torch.dtype) -> None:
+def write_shard(
+    folder: Path | None,
+    shard: int,
+    target_states: TargetStates,
+    batches: Iterable[tuple[dict[str, torch.Tensor], list[int]]],
+    dtype: torch.dtype,
+) -> None:
     """
-    Writes one shard, all or nothing.
+    Writes one shard completely or not at all.
 
     Args:
         folder (`Path`, *optional*):
-            None where another process writes, and this one only takes part in the target's forward.
+            The folder. `None` if another process writes, and this one only takes part in the target's forward.
+        shard (`int`): The number of the shard.
+        target_states ([`TargetStates`]): The target.
         batches (iterable of `tuple[dict, list[int]]`): Collated batches, and the lengths of the rows in each.
+        dtype (`torch.dtype`): The dtype of stored states.
+
+    Raises:
+        ValueError: if the dtype cannot hold the states.
     """
     rows, lengths = [], [0]
     for batch, batch_lengths in batches:
         states = stacked(*target_states(batch))
-        if len(states) != len(batch_lengths):  # without padding, all in one row
+        if len(states) != len(batch_lengths):  # without padding all rows are in one
             states = states[0].split(batch_lengths + [states.shape[1] - sum(batch_lengths)])
         rows += [each[:length].cpu() for each, length in zip(states, batch_lengths)]
         lengths += batch_lengths
@@ -381,13 +421,14 @@ def write_shard(folder: Path | None, shard: int, target_states: TargetStates, ba
     tensors["states"] = states.to(dtype)
     if dtype != FP8 and not tensors["states"].isfinite().all():
         raise ValueError(
-            f"The target's states reach {states.float().abs().max():.3g}, which {dtype} does not hold. Store them in bfloat16 or "
-            "float8_e4m3fn."
+            f"The target's states reach {states.float().abs().max():.3g}, which {dtype} cannot hold. Store them in bfloat16 or "
+            "float8_e4m3fn (`dtype`)."
         )
     write_atomically(shard_path(folder, shard), lambda unfinished: save_file(tensors, unfinished))
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Calls `write` with another path, and renames the file when it is complete."""
     unfinished = path.with_name(path.name + ".unfinished")
     write(unfinished)
     unfinished.replace(path)
@@ -403,7 +444,18 @@ def extract(
     process_index: int = 0,
     num_processes: int = 1,
 ) -> None:
-    """Writes this process's share of the shards that are missing from a store begun by [`start_store`]."""
+    """
+    Writes this process's share of the missing shards of a store.
+
+    Args:
+        folder (`str` or `Path`): The folder, after [`start_store`].
+        rows (`Dataset`): The prepared data.
+        target_states ([`TargetStates`]): The target.
+        collator (`Callable`): Collates rows.
+        batch_size (`int`): Rows per forward of the target.
+        dtype (`torch.dtype`): The dtype of stored states.
+        process_index, num_processes (`int`, *optional*): This process, and the number of all.
+    """
     folder = Path(folder)
     index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     rows_per_shard, device = index["rows_per_shard"], target_states.target.get_input_embeddings().weight.device
@@ -414,7 +466,7 @@ def extract(
     else:
         missing = missing[process_index::num_processes]
 
-    def batches(shard):
+    def batches(shard: int) -> Iterator[tuple[dict[str, torch.Tensor], list[int]]]:
         end = min((shard + 1) * rows_per_shard, len(rows))
         for start in range(shard * rows_per_shard, end, batch_size):
             examples = [rows[row] for row in range(start, min(start + batch_size, end))]

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, ProcessorMixin
 
 from ..making import FORMS
@@ -12,6 +13,11 @@ from ..remote_code.draft_eagle3 import HUB_ARGUMENTS
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
 from ..tokenizer import check_is_target, load_tokenizer
 from .arguments import Eagle3TrainingArguments
+
+
+def without_adapter(model: torch.nn.Module) -> torch.nn.Module:
+    """Returns the model inside PEFT's wrapper, or the model itself."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def load_target(
@@ -110,7 +116,7 @@ def default_generation(target: PreTrainedModel) -> Iterator[None]:
     Within it the target generates by transformers' defaults: what else its `generation_config` says (beams, penalties, stop
     strings, dictionaries) is for its users, but for the tokens at which texts end.
     """
-    model = target.get_base_model() if hasattr(target, "get_base_model") else target  # of PEFT's
+    model = without_adapter(target)
     own = model.generation_config
     tokens = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(**tokens)

@@ -131,7 +131,7 @@ def muon_with_adamw(model: torch.nn.Module, names_of_decayed: Iterable[str], arg
         matrices,
         [{"params": weights, "weight_decay": decay} for decay, weights in others.items()],
         lr=args.learning_rate,
-        adamw_lr=args.learning_rate / 5 if args.adamw_learning_rate is None else args.adamw_learning_rate,
+        adamw_lr=args.learning_rate / 5,
         weight_decay=args.weight_decay,
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon,

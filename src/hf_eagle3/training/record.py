@@ -64,53 +64,8 @@ def non_defaults(arguments, values: dict | None = None) -> dict:
     return {name: value for name, value in values.items() if name in defaults and value != defaults[name]}
 
 
-# Arguments that a training that goes on cannot change: it takes them from the checkpoint, or would be of two minds.
-OF_ONE_TRAINING = (
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "adamw_learning_rate",
-    "assistant_only_loss",
-    "chat_template_path",
-    "completion_only_loss",
-    "data_seed",
-    "dataset_config",
-    "dataset_name",
-    "dataset_train_split",
-    "datasets",
-    "draft_form",
-    "draft_vocab_size",
-    "echo_buffer_size",
-    "echo_factor",
-    "learning_rate",
-    "loss_type",
-    "lr_scheduler_kwargs",
-    "lr_scheduler_type",
-    "max_grad_norm",
-    "max_length",
-    "optim",
-    "optim_args",
-    "packing",
-    "packing_strategy",
-    "rollout_interval",
-    "rollout_max_new_tokens",
-    "rollout_rejected_weight",
-    "rollout_share",
-    "rollout_start",
-    "rollout_temperature",
-    "sampled_vocab_size",
-    "seed",
-    "shuffle_dataset",
-    "train_sampling_strategy",
-    "truncation_mode",
-    "ttt_row_share",
-    "ttt_step_decay",
-    "ttt_steps",
-    "ttt_warmup",
-    "use_muon",
-    "warmup_steps",
-    "weight_decay",
-)
+# Settings of a script that a resumed training cannot change, like `FIXED_ON_RESUME` of the arguments.
+FIXED_IN_SCRIPTS = ("dataset_config", "dataset_name", "dataset_train_split", "datasets")
 
 
 def check_resumption(trainer, checkpoint: str) -> None:
@@ -146,7 +101,8 @@ def check_resumption(trainer, checkpoint: str) -> None:
     if not record:
         return
     facts = {name: now[name] for name in ("rows", "sequences_per_step") if record.get(name) is not None}
-    then, now = ({name: each[name] for name in OF_ONE_TRAINING if name in each} for each in (then, now["arguments"]))
+    fixed = (*args.FIXED_ON_RESUME, *FIXED_IN_SCRIPTS)
+    then, now = ({name: each[name] for name in fixed if name in each} for each in (then, now["arguments"]))
     then, now = ({name: each.get(name, defaults.get(name)) for name in {**then, **now}} for each in (then, now))
     if difference := what_differs(then | {name: record[name] for name in facts}, now | facts):
         raise ValueError(
@@ -214,7 +170,7 @@ def training_record(trainer, state_dict: dict[str, torch.Tensor] | None = None) 
         "datasets": datasets,
         "rows": len(trainer.train_dataset) if isinstance(trainer.train_dataset, Dataset) else None,  # prepared
         # A script of the user's own is not known.
-        "command": "accelerate launch recipes/train.py --config training.yaml" if trainer.script_settings else None,
+        "command": f"accelerate launch {trainer.script} --config training.yaml" if trainer.script_settings else None,
         "arguments": without_paths(json.loads(json.dumps(arguments, default=str))),
         "steps": step,
         "epochs": epoch,

@@ -10,6 +10,7 @@ from ..assisting import assist
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
 from .features import TargetStates
 from .losses import LossType
+from .models import without_adapter
 from .ttt import TTTBatch, draft_loss
 
 
@@ -53,7 +54,7 @@ def assist_rollouts(
         if getattr(trainer.args, name, False):
             raise ValueError(f"With `{name}=True` the trainer does not call `generate`, and no draft can assist it.")
     model = trainer.model
-    target = model.get_base_model() if hasattr(model, "get_base_model") else model
+    target = without_adapter(model)
     draft.to(target.device)
     callback = RolloutCallback(draft)
     with ExitStack() as stack:

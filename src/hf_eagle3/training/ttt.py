@@ -1,24 +1,21 @@
 """
-Training-time test (EAGLE-3, https://huggingface.co/papers/2503.01840, section 3.2): the draft is trained on its own
-hidden states, several drafting steps deep.
+Training-time test (EAGLE-3, https://huggingface.co/papers/2503.01840, section 3.2): the draft learns from its own hidden
+states, several drafting steps deep.
 
-Row `t` starts from the target's states at position `t`. At step `s` it reads the token at `t + 1 + s`, sits at rotary
+Row `t` starts from the target's states at position `t`. At step `s` it reads the token at `t + 1 + s`, has the rotary
 position `t + s`, and predicts the target's distribution at `t + 1 + s`, which is over the token at `t + 2 + s`. It
-attends to what it would attend to when drafting after position `t`: the step-0 keys of rows up to `t`, and its own
-keys of the later steps.
+attends to what it would attend to when it drafts after position `t`: to the step-0 keys of rows up to `t`, and to its
+own keys of the later steps.
 
 A parallel draft (P-EAGLE, https://huggingface.co/papers/2602.01469) reads its mask at all later steps instead.
 
-Beside the text, step `s` may go down a level of trees that were drafted in rollouts ([`TreeLevel`]): there it reads the
-tokens of nodes, and attends to the step-0 keys up to the root's row, those of the nodes above, and its own.
-
-Rows need nothing of each other's later steps, so that each step can go on with some of them only (`row_share`): a text is
-then a tree of which the rows that are kept are the nodes.
+The later steps of a row need nothing of other rows. So each step can go on with a share of the rows (`row_share`). The
+rows that are kept are then nodes below the text, as in a tree.
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,12 +28,14 @@ from ..remote_code.ragged_eagle3 import flat_indices, take_rows
 from .losses import DraftLoss, LossType, acceptance_rates, log_sum_exp, pieces, probabilities
 
 
-# Acceptance rates are computed in one of so many rows: sorting a vocabulary takes longer than its loss.
+# Acceptance rates are measured in every 64th row, because sorting a vocabulary takes longer than its loss.
 ONE_IN = 64
-# Tokens to which the target gives less than that everywhere in a batch may be left out of a sampled softmax.
+# A sampled softmax always has the tokens that reach this target probability anywhere in the batch.
 LEAST_PROBABILITY = 0.01
-# Scores of so many queries stand in memory at once.
+# Attention scores of this many queries are in memory at once.
 BLOCK_SIZE = 512
+# Logits of a draft that may be in memory at once.
+MAX_LOGITS = 2**25
 
 try:
     from torch.nn.attention.flex_attention import AuxRequest
@@ -44,42 +43,21 @@ except ImportError:
     AuxRequest = None
 
 
-class TreeLevel(NamedTuple):
-    """
-    Nodes at one depth of trees that were drafted in rollouts; below row `t` hang those of which the root is the token at `t + 1`.
-
-    Args:
-        tokens (`torch.LongTensor` of shape `(B, M)`)
-        parents (`torch.LongTensor` of shape `(B, M)`): Places in the level above; of the first level, rows of the text.
-        roots (`torch.LongTensor` of shape `(B, M)`): Rows of the text.
-        weights (`torch.FloatTensor` of shape `(B, M)`): What their losses count; 0 where there is no node.
-        target_logits (`torch.FloatTensor` of shape `(B, M, draft_vocab_size)`): The target's, on the draft vocabulary.
-        target_mass (`torch.FloatTensor` of shape `(B, M)`): The target's probability of the draft vocabulary.
-    """
-
-    tokens: torch.LongTensor
-    parents: torch.LongTensor
-    roots: torch.LongTensor
-    weights: torch.FloatTensor
-    target_logits: torch.FloatTensor
-    target_mass: torch.FloatTensor
-
-
 @dataclass
 class TTTBatch:
     """
-    What one unroll needs, for `B` sequences of `L` tokens.
+    The input of one unroll, for `B` sequences of `L` tokens.
 
     Args:
-        input_ids (`torch.LongTensor` of shape `(B, L)`)
+        input_ids (`torch.LongTensor` of shape `(B, L)`): Token ids.
         aux_hidden_states (`torch.FloatTensor` of shape `(B, L, n_aux * H)`): The target's states.
-        target_logits (`torch.FloatTensor` of shape `(B, L, draft_vocab_size)`): The target's, on the draft vocabulary.
+        target_logits (`torch.FloatTensor` of shape `(B, L, draft_vocab_size)`):
+            The target's logits on the draft vocabulary.
         target_mass (`torch.FloatTensor` of shape `(B, L)`): The target's probability of the draft vocabulary.
         target_tokens (`torch.LongTensor` of shape `(B, L)`): The target's most probable tokens, as target ids.
-        labels (`torch.LongTensor` of shape `(B, L)`): -100 where the token is not to be learned.
-        documents (`torch.LongTensor` of shape `(B, L)`): Number of each token's document; -1 on padding.
-        position_ids (`torch.LongTensor` of shape `(B, L)`)
-        tree_levels (sequence of `TreeLevel`, *optional*): Of trees that were drafted, from the first level on.
+        labels (`torch.LongTensor` of shape `(B, L)`): Token ids; -100 where the token is not learned.
+        documents (`torch.LongTensor` of shape `(B, L)`): The number of each token's document; -1 on padding.
+        position_ids (`torch.LongTensor` of shape `(B, L)`): Positions within the document.
     """
 
     input_ids: torch.LongTensor
@@ -90,34 +68,39 @@ class TTTBatch:
     labels: torch.LongTensor
     documents: torch.LongTensor
     position_ids: torch.LongTensor
-    tree_levels: Sequence[TreeLevel] = ()
 
     @classmethod
-    def of(cls, inputs, aux_hidden_states, distributions, labels, tree_levels=()) -> "TTTBatch":
-        """Of a collated batch, and what the target says about it ([`~TargetStates.distributions`])."""
+    def of(
+        cls,
+        inputs: dict[str, torch.Tensor],
+        aux_hidden_states: torch.FloatTensor,
+        distributions: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        labels: torch.LongTensor,
+    ) -> "TTTBatch":
+        """Joins a collated batch with the target's states and [`~TargetStates.distributions`]."""
         input_ids, positions = inputs["input_ids"], inputs.get("position_ids")
         documents = documents_of(input_ids, inputs.get("attention_mask"), positions)
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        return cls(input_ids, aux_hidden_states, *distributions, labels, documents, positions, tree_levels)
+        return cls(input_ids, aux_hidden_states, *distributions, labels, documents, positions)
 
 
 @dataclass
 class TTTOutput:
     """
-    Sums over rows, one entry a step.
+    Sums over rows, one entry per step.
 
     Args:
         loss_sums (`torch.FloatTensor` of shape `(steps,)`):
-            The loss of the rows that count, and of nodes of trees. Where a step has some of the rows, what all would lose,
-            estimated by these; all else is of these.
-        num_rows (`torch.LongTensor` of shape `(steps,)`): How many do.
-        num_correct (`torch.LongTensor` of shape `(steps,)`): In how many the draft's best token is the target's.
-        num_sampled (`torch.LongTensor` of shape `(steps,)`): Of how many acceptance rates are computed.
-        acceptance_sums (`torch.FloatTensor` of shape `(steps,)`): These, by [`acceptance_rates`].
+            The loss, summed over the rows that count. If a step has a share of the rows, this estimates the sum over all
+            rows. The other fields are sums over the share.
+        num_rows (`torch.LongTensor` of shape `(steps,)`): The number of rows that count.
+        num_correct (`torch.LongTensor` of shape `(steps,)`): Rows in which the draft's best token is the target's.
+        num_sampled (`torch.LongTensor` of shape `(steps,)`): Rows in which the acceptance rate is measured.
+        acceptance_sums (`torch.FloatTensor` of shape `(steps,)`): The sum of these [`acceptance_rates`].
         num_reached (`torch.LongTensor` of shape `(steps,)`):
-            How many count at this and all earlier steps, and were correct at the earlier ones.
-        num_accepted (`torch.LongTensor` of shape `(steps,)`): How many of those are correct at this step, too.
+            Rows that count at this and all earlier steps and were correct at the earlier ones.
+        num_accepted (`torch.LongTensor` of shape `(steps,)`): Rows among those that are correct at this step, too.
     """
 
     loss_sums: torch.FloatTensor
@@ -131,7 +114,7 @@ class TTTOutput:
 
 class TTTCache:
     """
-    Stands in for the draft's cache during an unroll: keeps the keys of every step, and attends to them.
+    The draft's cache during an unroll. It keeps the keys of every step and computes the attention to them.
 
     Args:
         documents (`torch.LongTensor` of shape `(B, L)`): Tokens attend within their document.
@@ -141,10 +124,10 @@ class TTTCache:
         self.documents = documents
         self.steps: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # layer: [(keys, values) (B, H_kv, L, D)]
         self.block_mask = None
-        if documents.is_cuda:  # each length is compiled, which takes longer than many steps: few lengths
+        if documents.is_cuda:  # compiling takes longer than many steps, so few lengths are compiled
             self.block_mask = causal_block_mask(documents, padded_length(documents.shape[1]))
 
-    def update(self, keys, values, layer_idx):
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.steps.setdefault(layer_idx, []).append((keys, values))
         return keys, values
 
@@ -159,22 +142,28 @@ class TTTCache:
 
 class TreeTTTCache:
     """
-    [`TTTCache`] of the nodes of trees.
+    The [`TTTCache`] of nodes below a text.
 
     Args:
-        of_text (`TTTCache`): That of the text.
+        of_text (`TTTCache`): The cache of the text.
     """
 
     def __init__(self, of_text: TTTCache):
         self.of_text, self.parents, self.roots = of_text, None, None
-        # Of each layer the keys and values of nodes and those above them (B, H_kv, M, depth, D).
+        # For each layer the keys and values of the nodes and their ancestors, (B, H_kv, M, depth, D).
         self.paths: dict[int, list[torch.Tensor]] = {}
 
-    def descend(self, parents: torch.LongTensor, roots: torch.LongTensor):
-        """Goes on with nodes that have these parents and roots, as in [`TreeLevel`]."""
+    def descend(self, parents: torch.LongTensor, roots: torch.LongTensor) -> None:
+        """
+        Goes down one level.
+
+        Args:
+            parents (`torch.LongTensor` of shape `(B, M)`): The place of each node's parent in the level above.
+            roots (`torch.LongTensor` of shape `(B, M)`): The row of the text that each node hangs from.
+        """
         self.parents, self.roots = parents, roots
 
-    def update(self, keys, values, layer_idx):
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         paths = [keys.unsqueeze(3), values.unsqueeze(3)]
         if (above := self.paths.get(layer_idx)) is not None:
             index = flat_indices(self.parents, above[0].shape)
@@ -198,15 +187,15 @@ class TreeTTTCache:
 
 def blockwise_attention(query, keys, values, documents, scaling, block_size=BLOCK_SIZE):
     """
-    Attention of one step: within the document, causally to the keys of step 0, and on the diagonal to those of every
-    later step. Scores stand in memory for `block_size` queries at a time; backward computes them again.
+    Computes the attention of one step. Within a document it is causal to the keys of step 0, and diagonal to the keys of
+    every later step. Scores of `block_size` queries are in memory at a time, and backward computes them again.
 
     Args:
-        query (`torch.FloatTensor` of shape `(B, H, L, D)`)
-        keys, values (sequences of `torch.FloatTensor` of shape `(B, H_kv, L, D)`): One entry a step so far.
-        documents (`torch.LongTensor` of shape `(B, L)`)
-        scaling (`float`): Factor of the scores.
-        block_size (`int`)
+        query (`torch.FloatTensor` of shape `(B, H, L, D)`): The queries.
+        keys, values (sequences of `torch.FloatTensor` of shape `(B, H_kv, L, D)`): One entry per step so far.
+        documents (`torch.LongTensor` of shape `(B, L)`): The number of each token's document.
+        scaling (`float`): The factor of the scores.
+        block_size (`int`, *optional*, defaults to 512): Queries per block.
 
     Returns:
         `torch.FloatTensor` of shape `(B, H, L, D)`.
@@ -226,7 +215,10 @@ def blockwise_attention(query, keys, values, documents, scaling, block_size=BLOC
 
 
 def block_attention(query, keys, values, documents, rows, scaling, *own):
-    """[`blockwise_attention`] of some `rows` `(B, Q)`; `own` are their later keys and then their later values."""
+    """
+    Computes [`blockwise_attention`] for some `rows` `(B, Q)`. `own` has their keys of the later steps, and then their
+    values, each `(B, H_kv, Q, D)`.
+    """
     num_keys, groups = keys.shape[2], query.shape[1] // keys.shape[1]
     allowed = documents.gather(1, rows)[..., None] == documents[:, None]
     allowed &= rows[..., None] >= torch.arange(num_keys, device=query.device)  # (B, Q, K)
@@ -248,11 +240,11 @@ def block_attention(query, keys, values, documents, rows, scaling, *own):
 
 def merged_attention(query, keys, values, block_mask, scaling, attend):
     """
-    [`blockwise_attention`] by flex attention: one causal attention to the keys of step 0, and the diagonal terms,
-    weighed by their shares of the sum of exponentials.
+    Computes [`blockwise_attention`] by flex attention. It merges a causal attention to the keys of step 0 with the
+    diagonal terms, each weighted by its share of the sum of exponentials.
 
     Args:
-        block_mask (`BlockMask`): Of [`causal_block_mask`].
+        block_mask (`BlockMask`): The mask of [`causal_block_mask`].
         attend (`Callable`): [`attend_by_flex`], compiled or not.
     """
     length = query.shape[2]
@@ -274,11 +266,11 @@ def merged_attention(query, keys, values, block_mask, scaling, attend):
 
 def causal_block_mask(documents: torch.LongTensor, length: int | None = None):
     """
-    The `BlockMask` of causal attention within `documents` `(B, L)`.
+    Returns the `BlockMask` of causal attention within documents.
 
     Args:
-        documents (`torch.LongTensor` of shape `(B, L)`)
-        length (`int`, *optional*, defaults to `L`): Pads queries and keys to that length.
+        documents (`torch.LongTensor` of shape `(B, L)`): The number of each token's document.
+        length (`int`, *optional*, defaults to `L`): Pads queries and keys to this length.
     """
     documents = F.pad(documents, (0, (length or documents.shape[1]) - documents.shape[1]), value=-1)
     batch_size, length = documents.shape
@@ -290,12 +282,12 @@ def causal_block_mask(documents: torch.LongTensor, length: int | None = None):
 
 
 def padded_length(length: int) -> int:
-    """The next power of two, from one block of the kernel's on."""
+    """Returns the next power of two, at least one block of the kernel (128)."""
     return max(1 << (length - 1).bit_length(), 128)
 
 
 def attend_by_flex(query, key, value, block_mask, scaling):
-    """Attention `(B, H, L, D)` and the logarithms of its sums of exponentials `(B, H, L)`."""
+    """Returns the attention `(B, H, L, D)` and the logarithms of its sums of exponentials `(B, H, L)`."""
     arguments = {"block_mask": block_mask, "scale": scaling, "enable_gqa": True}
     if AuxRequest is None:  # before torch 2.9
         return flex_attention(query, key, value, **arguments, return_lse=True)
@@ -308,8 +300,14 @@ def compiled_flex():
     return torch.compile(attend_by_flex, dynamic=False)
 
 
-def documents_of(input_ids, attention_mask=None, position_ids=None) -> torch.LongTensor:
-    """Numbers the documents of a batch `(B, L)`: positions start again at 0 in each, and padding is -1."""
+def documents_of(
+    input_ids: torch.LongTensor,
+    attention_mask: torch.LongTensor | None = None,
+    position_ids: torch.LongTensor | None = None,
+) -> torch.LongTensor:
+    """
+    Returns the number of each token's document, `(B, L)`. A document begins where positions are 0. Padding has -1.
+    """
     documents = torch.zeros_like(input_ids)
     if position_ids is not None:
         documents = (position_ids == 0).cumsum(dim=-1)
@@ -318,10 +316,10 @@ def documents_of(input_ids, attention_mask=None, position_ids=None) -> torch.Lon
     return documents
 
 
-def counted_rows(labels, documents, step: int) -> torch.BoolTensor:
+def counted_rows(labels: torch.LongTensor, documents: torch.LongTensor, step: int) -> torch.BoolTensor:
     """
-    Which of the first `L - 2 - step` rows count at a step: those whose predicted token is to be learned and in their
-    own document. Shape `(B, L - 2 - step)`.
+    Returns which of the first `L - 2 - step` rows count at a step, `(B, L - 2 - step)`. A row counts if the token that
+    it predicts is learned and is in the row's document.
     """
     predicted = slice(2 + step, None)
     rows = slice(0, max(labels.shape[1] - 2 - step, 0))
@@ -331,31 +329,33 @@ def counted_rows(labels, documents, step: int) -> torch.BoolTensor:
 
 class UnrollStep(NamedTuple):
     """
-    A step of an unroll, of which row `t` predicts the token at `t + 2 + step`.
+    One step of an unroll. Its row `t` predicts the token at `t + 2 + step`.
 
     Args:
-        states (`torch.FloatTensor` of shape `(B, L, H)`): What its head reads. Rows near the end have no token left.
-        head (`nn.Module`): Its head, which returns logits `(..., draft_vocab_size)`.
-        row_losses (`torch.FloatTensor` of shape `(B, L)`, *optional*): What rows lose besides, that count.
-        nodes (`tuple[torch.FloatTensor, TreeLevel]`, *optional*): What the head reads of nodes `(B, M, H)`, and these.
+        states (`torch.FloatTensor` of shape `(B, L, H)`):
+            The input of the head. The last rows have no token left to predict.
+        head (`nn.Module`): The head. It returns logits `(..., draft_vocab_size)`.
+        row_losses (`torch.FloatTensor` of shape `(B, L)`, *optional*): Losses to add in the rows that count.
         rows (`torch.LongTensor` of shape `(B, K)`, *optional*):
-            Which rows `states` `(B, K, H)` has, where it does not have all.
+            The rows that `states` `(B, K, H)` has, if it does not have all.
+        hidden_states (`torch.FloatTensor` of shape `(B, L, H)`, *optional*): The states that the next step reads.
     """
 
     states: torch.FloatTensor
     head: Callable
     row_losses: torch.FloatTensor | None = None
-    nodes: tuple[torch.FloatTensor, TreeLevel] | None = None
     rows: torch.LongTensor | None = None
+    hidden_states: torch.FloatTensor | None = None
 
 
 class RowTargets(NamedTuple):
     """
-    What rows of a step are about.
+    What the rows of a step predict.
 
     Args:
-        probs (`torch.FloatTensor` of shape `(B, R, draft_vocab_size)`): The target's, of the draft's tokens, renormalized.
-        mass (`torch.FloatTensor` of shape `(B, R)`): What these sum to in the target's whole vocabulary.
+        probs (`torch.FloatTensor` of shape `(B, R, draft_vocab_size)`):
+            The target's probabilities of the draft's tokens, renormalized to sum to one.
+        mass (`torch.FloatTensor` of shape `(B, R)`): Their sum before that, in the target's whole vocabulary.
         entropy (`torch.FloatTensor` of shape `(B, R)`): The entropy of `probs`.
         best (`torch.LongTensor` of shape `(B, R)`): The target's most probable tokens.
         actual (`torch.LongTensor` of shape `(B, R)`): The tokens of the text.
@@ -368,44 +368,36 @@ class RowTargets(NamedTuple):
     actual: torch.LongTensor
 
 
-def ttt_unroll(draft, batch: TTTBatch, steps: int, row_share: float = 1.0) -> Iterator[UnrollStep]:
+def ttt_unroll(
+    draft, batch: TTTBatch, steps: int, row_share: float = 1.0, cache: TTTCache | None = None
+) -> Iterator[UnrollStep]:
     """
-    Unrolls the draft.
+    Unrolls the draft, and yields each step.
 
     Args:
+        draft ([`DraftModel`]): The draft.
+        batch (`TTTBatch`): The batch.
+        steps (`int`): The number of drafting steps.
         row_share (`float`, *optional*, defaults to 1.0):
-            The share of each step's rows that the next one goes on with, drawn at random.
+            The share of its rows that each step passes on to the next, drawn at random.
+        cache (`TTTCache`, *optional*): An empty cache, for callers that read its keys.
     """
     length = batch.input_ids.shape[1]
     hidden_states = draft.combine_hidden_states(batch.aux_hidden_states)
-    cache = TTTCache(batch.documents)
-    tree_cache, above = TreeTTTCache(cache), None
-    text_cache, rows = cache, None
-    masks = dict.fromkeys(draft.config.transformer_layer_config.layer_types)  # the cache knows who sees whom
+    cache = TTTCache(batch.documents) if cache is None else cache
+    step_cache, rows = cache, None
+    masks = dict.fromkeys(draft.config.transformer_layer_config.layer_types)  # the cache masks
     for step in range(steps):
-        nodes = None
-        if 0 < step <= len(batch.tree_levels):
-            level = batch.tree_levels[step - 1]
-            tree_cache.descend(level.parents, level.roots)
-            above = hidden_states if step == 1 else above
-            normed_nodes, above, _ = draft.step(
-                inputs_embeds=draft.embed(level.tokens),
-                hidden_states=take_rows(above, level.parents),
-                attention_mask=masks,
-                position_ids=batch.position_ids.gather(1, level.roots) + step,
-                cache=tree_cache,
-            )
-            nodes = normed_nodes, level
         tokens, position_ids = F.pad(batch.input_ids[:, 1 + step :], (0, min(1 + step, length))), batch.position_ids
         if step > 0 and row_share < 1:
             kept = some_of(hidden_states, math.ceil(row_share**step * length))
             rows = kept if rows is None else rows.gather(1, kept)
-            text_cache = TreeTTTCache(cache) if step == 1 else text_cache
-            text_cache.descend(kept, rows)
+            step_cache = TreeTTTCache(cache) if step == 1 else step_cache
+            step_cache.descend(kept, rows)
             hidden_states = take_rows(hidden_states, kept)
             tokens, position_ids = tokens.gather(1, rows), position_ids.gather(1, rows)
         if step == 0 and draft.config.is_parallel:
-            # Read from the second step on, but DDP may expect that all parameters are in each graph.
+            # Only later steps read the mask, but DDP may expect every parameter in each graph.
             hidden_states = hidden_states + 0 * draft.mask_hidden.sum()
         if step > 0 and draft.config.is_parallel:
             mask_inputs = draft.mask_inputs(hidden_states.shape[1])
@@ -417,25 +409,26 @@ def ttt_unroll(draft, batch: TTTBatch, steps: int, row_share: float = 1.0) -> It
             hidden_states=hidden_states,
             attention_mask=masks,
             position_ids=position_ids + step,
-            cache=text_cache,
+            cache=step_cache,
         )
-        yield UnrollStep(normed, draft.lm_head, nodes=nodes, rows=rows)
+        yield UnrollStep(normed, draft.lm_head, rows=rows, hidden_states=hidden_states)
 
 
 def some_of(states: torch.Tensor, num: int) -> torch.LongTensor:
-    """`num` of the rows of `states` `(B, L, H)`, at random and in their order: `(B, num)`."""
+    """Draws `num` rows of `states` `(B, L, H)` at random, and returns them in order, `(B, num)`."""
     return torch.rand(states.shape[:2], device=states.device).topk(num, dim=1).indices.sort(dim=1).values
 
 
 class SampledVocabulary(NamedTuple):
     """
-    Some tokens of the draft vocabulary, by which the softmax over all of them is estimated (sampled softmax,
+    A sample of the draft vocabulary that estimates the softmax over all of it (sampled softmax,
     https://huggingface.co/papers/1412.2007).
 
     Args:
         tokens (`torch.LongTensor` of shape `(S,)`): Places in the draft vocabulary.
-        log_weights (`torch.FloatTensor` of shape `(S,)`): The logarithm of how many tokens each one stands for.
-        weight (`torch.FloatTensor` of shape `(S, H)`): Their rows of the head.
+        log_weights (`torch.FloatTensor` of shape `(S,)`):
+            The logarithm of the number of tokens that each one stands for.
+        weight (`torch.FloatTensor` of shape `(S, H)`): The rows of the head for these tokens.
     """
 
     tokens: torch.LongTensor
@@ -444,15 +437,12 @@ class SampledVocabulary(NamedTuple):
 
     @classmethod
     def of(cls, batch: TTTBatch, head: torch.nn.Linear, num_sampled: int) -> "SampledVocabulary":
-        """All tokens that the target somewhere gives `LEAST_PROBABILITY`, and `num_sampled` of the others at random."""
-        everywhere = [batch.target_logits, *(level.target_logits for level in batch.tree_levels)]
-        best = [
-            (logits - total[..., None]).amax(dim=(0, 1))
-            for each in everywhere
-            if each.numel() > 0  # a level may have no nodes
-            for logits, total in pieces(each, log_sum_exp(each))
-        ]
-        best = torch.stack(best).amax(dim=0)
+        """
+        Takes all tokens that reach `LEAST_PROBABILITY` anywhere in the batch, and `num_sampled` of the others at random.
+        """
+        total = log_sum_exp(batch.target_logits)
+        parts = pieces(batch.target_logits, total)
+        best = torch.stack([(logits - each[..., None]).amax(dim=(0, 1)) for logits, each in parts]).amax(dim=0)
         is_likely = best >= math.log(LEAST_PROBABILITY)
         others = (~is_likely).nonzero().flatten()
         log_weights = torch.zeros_like(best, dtype=torch.float32)
@@ -463,16 +453,18 @@ class SampledVocabulary(NamedTuple):
         return cls(tokens, log_weights[tokens], head.weight[tokens])
 
     def of_logits(self, logits: torch.FloatTensor) -> torch.FloatTensor:
-        """Logits `(..., S)` of the softmax that stands for that of `logits` `(..., draft_vocab_size)`."""
+        """Returns the sampled logits `(..., S)` of `logits` `(..., draft_vocab_size)`."""
         return logits[..., self.tokens] + self.log_weights
 
     def head(self, states: torch.FloatTensor) -> torch.FloatTensor:
-        """The draft's head, with such logits `(..., S)`."""
+        """Applies the draft's head to states `(..., H)`, and returns the sampled logits `(..., S)`."""
         return F.linear(states, self.weight, self.log_weights.to(self.weight.dtype))
 
 
 def draft_loss(draft, batch: TTTBatch, steps: int, loss_type: LossType = "kl", **kwargs) -> TTTOutput:
-    """The loss of a draft's own kind: its `training_loss(batch, steps)`, or else that of [`ttt_loss`], which takes the rest."""
+    """
+    Returns the draft's own `training_loss(batch, steps)`, if it has one, and else [`ttt_loss`] with the other arguments.
+    """
     own = getattr(draft, "training_loss", None)
     return ttt_loss(draft, batch, steps, loss_type, **kwargs) if own is None else own(batch, steps)
 
@@ -484,52 +476,59 @@ def ttt_loss(
     loss_type: LossType = "kl",
     row_share: float = 1.0,
     num_sampled: int | None = None,
-    max_logits: int = 2**25,
+    max_logits: int = MAX_LOGITS,
+    unroll: Iterable[UnrollStep] | None = None,
 ) -> TTTOutput:
     """
-    The loss of training-time test.
+    Returns the loss of training-time test.
 
     Args:
+        draft ([`DraftModel`]): The draft.
+        batch (`TTTBatch`): The batch.
+        steps (`int`): The number of drafting steps.
         loss_type (`str`, *optional*, defaults to `"kl"`): See [`DraftLoss`].
         row_share (`float`, *optional*, defaults to 1.0): See [`ttt_unroll`].
-        num_sampled (`int`, *optional*): See [`SampledVocabulary`]. By default the softmax is that over all tokens.
+        num_sampled (`int`, *optional*): See [`SampledVocabulary`]. By default the softmax is over all tokens.
         max_logits (`int`, *optional*): See [`unroll_loss`].
+        unroll (`Iterable[UnrollStep]`, *optional*): The steps. By default those of [`ttt_unroll`].
     """
     vocabulary = None if num_sampled is None else SampledVocabulary.of(batch, draft.lm_head, num_sampled)
+    unroll = ttt_unroll(draft, batch, steps, row_share) if unroll is None else unroll
 
     def row_loss(logits, targets):
         return DraftLoss.apply(logits, targets.probs, targets.mass, targets.entropy, loss_type)
 
-    return unroll_loss(draft, batch, ttt_unroll(draft, batch, steps, row_share), row_loss, max_logits, vocabulary)
+    return unroll_loss(draft, batch, unroll, row_loss, max_logits, vocabulary)
 
 
 def unroll_loss(
     draft,
     batch: TTTBatch,
     unroll: Iterable[UnrollStep],
-    row_loss: Callable,
-    max_logits: int = 2**25,
+    row_loss: Callable[[torch.FloatTensor, RowTargets], torch.FloatTensor],
+    max_logits: int = MAX_LOGITS,
     vocabulary: SampledVocabulary | None = None,
 ) -> TTTOutput:
     """
-    The loss of each step, and what it says about drafting.
+    Returns the loss of each step and the counts of its metrics.
 
     Args:
+        draft ([`DraftModel`]): The draft.
+        batch (`TTTBatch`): The batch.
         unroll (`Iterable[UnrollStep]`): The steps.
         row_loss (`Callable`):
             `row_loss(logits (B, R, draft_vocab_size), targets: RowTargets) -> losses (B, R)`.
         max_logits (`int`, *optional*):
-            How many of the draft's logits may stand in memory: where a step has more, they are computed in pieces, and
-            again in backward.
+            The number of draft logits that may be in memory. A step with more computes them in pieces, and again in
+            backward.
         vocabulary (`SampledVocabulary`, *optional*):
-            In place of the whole one, for steps whose head is `draft.lm_head`.
+            The tokens to compute logits of, for steps whose head is `draft.lm_head`. By default all.
     """
     target_logits, token_ids = batch.target_logits, draft.draft_token_ids
     if vocabulary is not None:
         target_logits, token_ids = vocabulary.of_logits(target_logits), token_ids[vocabulary.tokens]
     target_probs, entropy = probabilities(target_logits)  # (B, L, V_draft), (B, L)
-    batch_size, length, vocab_size = target_probs.shape
-    piece = max(max_logits // (batch_size * vocab_size), 1)
+    all_targets = (target_probs, batch.target_mass, entropy, batch.target_tokens)
 
     def score(head, states, rows, *targets):
         logits, targets = head(states), RowTargets(*targets)
@@ -541,43 +540,15 @@ def unroll_loss(
         rates = acceptance_rates(logits[:, some], targets.probs[:, some], targets.mass[:, some])
         return loss, sampled.sum(), (rates * sampled).sum(), best == targets.best
 
-    def score_nodes(head, states, weights, *targets):
-        return (row_loss(head(states), RowTargets(*targets, best=None, actual=None)) * weights).sum()
-
-    def by_piece(score, head, *tensors):
-        if tensors[0].shape[1] <= piece:
-            return [score(head, *tensors)]
-        pieces = zip(*(tensor.split(piece, dim=1) for tensor in tensors))
-        return [checkpoint(score, head, *each, use_reentrant=False) for each in pieces]
-
     outputs, reached = [], torch.ones_like(batch.input_ids, dtype=torch.bool)
-    for step, (states, head, row_losses, nodes, kept) in enumerate(unroll):
-        head = head if vocabulary is None else vocabulary.head
-        rows = counted_rows(batch.labels, batch.documents, step)
-        num, all_targets = rows.shape[1], (target_probs, batch.target_mass, entropy, batch.target_tokens)
-        # Row t of the draft is about the target's row t + 1 + step, which is about the token after it.
-        if kept is None:
-            targets = [each[:, 1 + step : 1 + step + num] for each in all_targets]
-            targets.append(batch.input_ids[:, 2 + step : 2 + step + num])
-            kept = torch.arange(num, device=rows.device).expand(len(rows), -1)
-            weight = 1
-        else:
-            rows = F.pad(rows, (0, length - num)).gather(1, kept)
-            about = (kept + 1 + step).clamp(max=length - 1)  # those beyond the text do not count
-            targets = [take_rows(each.view(*about.shape[:1], length, -1), about) for each in all_targets]
-            targets[1:] = (each.squeeze(-1) for each in targets[1:])
-            targets.append(batch.input_ids.gather(1, (kept + 2 + step).clamp(max=length - 1)))
-            num, weight = rows.shape[1], length / rows.shape[1]
-        scores = by_piece(score, head, states[:, :num], rows, *targets)
+    for number, step in enumerate(unroll):
+        head = step.head if vocabulary is None else vocabulary.head
+        rows, kept, weight, targets = targets_of(batch, all_targets, number, step.rows)
+        num = rows.shape[1]
+        scores = in_pieces(score, max_logits, target_probs.shape[-1], head, step.states[:, :num], rows, *targets)
         scores = [(weight * loss, *others) for loss, *others in scores]
-        if row_losses is not None:
-            scores.append(((row_losses[:, :num] * rows).sum(), 0, 0, rows[:, :0]))
-        if nodes is not None:
-            node_states, level = nodes
-            node_logits = level.target_logits if vocabulary is None else vocabulary.of_logits(level.target_logits)
-            node_probs, node_entropy = probabilities(node_logits)
-            lost = by_piece(score_nodes, head, node_states, level.weights, node_probs, level.target_mass, node_entropy)
-            scores.append((sum(lost), 0, 0, rows[:, :0]))
+        if step.row_losses is not None:
+            scores.append(((step.row_losses[:, :num] * rows).sum(), 0, 0, rows[:, :0]))
         losses, num_sampled, acceptances, correct = zip(*scores)
         correct = torch.cat(correct, dim=1)
         now = rows & reached.gather(1, kept)
@@ -586,3 +557,43 @@ def unroll_loss(
         counts = (rows.sum(), (correct & rows).sum(), sum(num_sampled), sum(acceptances), now.sum(), accepted.sum())
         outputs.append((sum(losses), *counts))
     return TTTOutput(*map(torch.stack, zip(*outputs)))
+
+
+def targets_of(
+    batch: TTTBatch, all_targets: tuple[torch.Tensor, ...], step: int, kept: torch.LongTensor | None
+) -> tuple[torch.BoolTensor, torch.LongTensor, float, list[torch.Tensor]]:
+    """
+    Returns which rows of a step count `(B, R)`, their numbers `(B, R)`, the number of rows that each one stands for, and
+    the fields of their [`RowTargets`].
+
+    Args:
+        batch (`TTTBatch`): The batch.
+        all_targets (`tuple`): `probs`, `mass`, `entropy` and `best` at each of the `L` positions.
+        step (`int`): The number of the step.
+        kept (`torch.LongTensor` of shape `(B, R)`, *optional*): The rows that the step has, if not all.
+    """
+    rows, length = counted_rows(batch.labels, batch.documents, step), batch.input_ids.shape[1]
+    num = rows.shape[1]
+    # The draft's row t predicts what the target predicts in its row t + 1 + step: the token after that row.
+    if kept is None:
+        targets = [each[:, 1 + step : 1 + step + num] for each in all_targets]
+        targets.append(batch.input_ids[:, 2 + step : 2 + step + num])
+        return rows, torch.arange(num, device=rows.device).expand(len(rows), -1), 1, targets
+    rows = F.pad(rows, (0, length - num)).gather(1, kept)
+    predicted = (kept + 1 + step).clamp(max=length - 1)  # rows beyond the text do not count
+    targets = [take_rows(each.view(*predicted.shape[:1], length, -1), predicted) for each in all_targets]
+    targets[1:] = (each.squeeze(-1) for each in targets[1:])
+    targets.append(batch.input_ids.gather(1, (kept + 2 + step).clamp(max=length - 1)))
+    return rows, kept, length / rows.shape[1], targets
+
+
+def in_pieces(score: Callable, max_logits: int, vocab_size: int, head: Callable, *tensors: torch.Tensor) -> list:
+    """
+    Returns `score(head, *tensors)` for each piece of tensors `(B, R, ...)`. A piece has at most `max_logits` logits. If
+    there are several, backward computes them again.
+    """
+    rows = max(max_logits // (len(tensors[0]) * vocab_size), 1)
+    if tensors[0].shape[1] <= rows:
+        return [score(head, *tensors)]
+    parts = zip(*(tensor.split(rows, dim=1) for tensor in tensors))
+    return [checkpoint(score, head, *each, use_reentrant=False) for each in parts]

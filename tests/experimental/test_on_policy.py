@@ -1,18 +1,25 @@
-"""On-policy distillation: what is recorded of rollouts, and what is learned from it."""
+"""On-policy distillation: what rollouts record, and what a draft learns from them."""
 
 import pytest
 import torch
-from conftest import make_draft, make_prompt, make_target
-from test_trainer import CHATS, TEXTS, make_trainer
-from test_ttt import make_batch
+from conftest import make_draft, make_gpt2, make_prompt, make_target
+from datasets import Dataset
+from trainers import CHATS, TEXTS, make_trainer, make_ttt_batch
 from transformers import DynamicCache
 
 from hf_eagle3.data import documents_of_row, prompt_of
+from hf_eagle3.experimental import OnPolicyTrainer, on_policy
+from hf_eagle3.experimental.on_policy import (
+    TreeBatch,
+    TreeLevel,
+    on_policy_loss,
+    roll_out,
+    rollout_batch,
+    tree_unroll,
+)
 from hf_eagle3.remote_code.policy_eagle3 import Calibration
-from hf_eagle3.training import on_policy
 from hf_eagle3.training.checkpoint import last_whole_checkpoint
-from hf_eagle3.training.on_policy import roll_out, rollout_batch
-from hf_eagle3.training.ttt import TreeLevel, ttt_loss, ttt_unroll
+from hf_eagle3.training.ttt import TTTCache, ttt_loss, ttt_unroll
 
 
 STEPS = 4
@@ -94,9 +101,8 @@ def batch_of(target, draft, texts, nodes):
         )
         for level in batch["tree_levels"]
     ]
-    made = make_batch(target, draft, batch["input_ids"], batch["labels"], batch["attention_mask"])
-    made.tree_levels = levels
-    return rows, made
+    made = make_ttt_batch(target, draft, batch["input_ids"], batch["labels"], batch["attention_mask"])
+    return rows, TreeBatch(**vars(made), tree_levels=levels)
 
 
 @pytest.mark.parametrize("overrides", [{}, {"num_hidden_layers": 2, "model_type": "qwen3"}])
@@ -104,7 +110,9 @@ def test_levels_of_the_unroll_are_trees_as_they_are_drafted(overrides):
     target, draft, texts, nodes, _ = make_rollout(**overrides)
     rows, batch = batch_of(target, draft, texts, nodes)
     fused = draft.combine_hidden_states(batch.aux_hidden_states)
-    logits = [None if step.nodes is None else draft.lm_head(step.nodes[0]) for step in ttt_unroll(draft, batch, STEPS)]
+    cache = TTTCache(batch.documents)
+    first = next(ttt_unroll(draft, batch, STEPS, cache=cache))
+    logits = [None, *map(draft.lm_head, tree_unroll(draft, batch, first.hidden_states, cache))]
     losses, compared = torch.zeros(STEPS), 0
     for place, row in enumerate(rows):
         for depth in range(1, STEPS):
@@ -126,16 +134,17 @@ def test_levels_of_the_unroll_are_trees_as_they_are_drafted(overrides):
                 losses[depth] += nodes.weights[node] * (p * (p / expected.softmax(-1)).log()).sum()
                 compared += 1
     assert compared > 10 and losses[1] > 0 and losses[2] > 0
-    with_nodes = ttt_loss(draft, batch, STEPS)
-    sampled = ttt_loss(draft, batch, STEPS, num_sampled=draft.config.draft_vocab_size)  # all of it
+    batch.tree_levels = batch.tree_levels[: STEPS - 1]
+    with_nodes = on_policy_loss(draft, batch, STEPS)
+    sampled = on_policy_loss(draft, batch, STEPS, num_sampled=draft.config.draft_vocab_size)  # all of it
     torch.testing.assert_close(sampled.loss_sums, with_nodes.loss_sums)
-    batch.tree_levels = ()
     texts_alone = ttt_loss(draft, batch, STEPS)
     torch.testing.assert_close(with_nodes.loss_sums - texts_alone.loss_sums, losses, atol=1e-3, rtol=1e-3)
     assert torch.equal(with_nodes.num_rows, texts_alone.num_rows)
 
 
 ROLLOUTS = {"rollout_share": 0.5, "rollout_start": 0.0, "rollout_interval": 2, "rollout_max_new_tokens": 12}
+ROLLOUTS["trainer_class"] = OnPolicyTrainer
 
 
 def recording(trainer):
@@ -322,6 +331,8 @@ def test_what_cannot_roll_out(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="rows of a stream do not have"):
         make_trainer(tmp_path, tokenizer, dataset=TEXTS.to_iterable_dataset(), **ROLLOUTS)
     store = make_trainer(tmp_path, tokenizer).extract_features(tmp_path / "features")
+    with pytest.raises(TypeError, match="must be `OnPolicyTrainingArguments`, got Eagle3TrainingArguments"):
+        OnPolicyTrainer(None, make_target("llama"), make_trainer(tmp_path, tokenizer).args)
     with pytest.raises(ValueError, match="stored features"):
         make_trainer(tmp_path, tokenizer, dataset=store, **ROLLOUTS)
     for wrong, message in (
@@ -332,3 +343,31 @@ def test_what_cannot_roll_out(tmp_path, tokenizer):
     ):
         with pytest.raises(ValueError, match=message):
             make_trainer(tmp_path, tokenizer, **{**ROLLOUTS, **wrong})
+
+
+def test_rollouts_of_larger_batches_are_forgotten(tmp_path, tokenizer):
+    settings = {**ROLLOUTS, "rollout_max_new_tokens": 2, "max_length": 32}
+    trainer = make_trainer(tmp_path, tokenizer, auto_find_batch_size=True, max_steps=2, **settings)
+    compute_loss, sizes, largest = trainer.compute_loss, [], []
+
+    def too_large(model, inputs, *args, **kwargs):
+        sizes.append((len(inputs["input_ids"]), "tree_levels" in inputs))
+        if sizes[-1][1] and not largest:
+            largest.append(sizes[-1][0])
+            raise RuntimeError("CUDA out of memory.")
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = too_large
+    trainer.train()
+    assert sizes[-1][1] and sizes[-1][0] < largest[0]
+
+
+def test_positions_beyond_a_table(tmp_path, tokenizer):
+    target = make_gpt2(num_positions=32)
+    rows = Dataset.from_list([{"input_ids": [5, 6, 7, 8] * 6}] * 2)
+    settings = {**ROLLOUTS, "target": target, "dataset": rows, "max_length": 100, "ttt_steps": 2, "max_steps": 2}
+    with pytest.raises(ValueError, match="`rollout_max_new_tokens` is 40, but the target has a table of 32"):
+        make_trainer(tmp_path, tokenizer, **{**settings, "rollout_max_new_tokens": 40})
+    trainer = make_trainer(tmp_path, tokenizer, **settings)
+    trainer.train()
+    assert trainer.evaluate(Dataset.from_list([{"input_ids": [5, 6, 7, 8] * 8}]))["eval_acceptance_length"] >= 1

@@ -5,10 +5,11 @@ from itertools import pairwise
 import pytest
 from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
 from conftest import make_target
-from test_trainer import TEXTS, make_trainer
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from trainers import TEXTS, make_trainer
 
-from hf_eagle3.training.echo import EchoSampler
+from hf_eagle3.experimental import EchoTrainer
+from hf_eagle3.experimental.echo import EchoSampler
 
 
 def test_batches_come_again():
@@ -67,6 +68,7 @@ def counting(trainer):
 
 
 ECHO = {"echo_factor": 2, "echo_buffer_size": 2, "max_steps": -1, "num_train_epochs": 2, "ttt_steps": 2}
+ECHO["trainer_class"] = EchoTrainer
 
 
 @pytest.mark.parametrize(
@@ -106,25 +108,43 @@ def test_resumed_training_goes_on_as_if_uninterrupted(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, **settings | {"echo_factor": 3, "num_train_epochs": 3}).train(True)
 
 
-def test_evaluation_and_rollouts_are_not_kept(tmp_path, tokenizer):
-    rollouts = {"rollout_share": 0.5, "rollout_start": 0.0, "rollout_interval": 2, "rollout_max_new_tokens": 4}
-    settings = {**ECHO, **rollouts, "eval_strategy": "steps", "eval_steps": 1, "num_eval_prompts": 0, "max_steps": 4}
-    settings["echo_buffer_size"] = 3
+def test_evaluation_is_not_kept(tmp_path, tokenizer):
+    settings = {**ECHO, "eval_strategy": "steps", "eval_steps": 1, "num_eval_prompts": 0, "max_steps": 2}
     trainer = make_trainer(tmp_path, tokenizer, eval_dataset=TEXTS.select(range(3)), **settings)
     kept, echo = [], trainer.echo
     trainer.echo = lambda inputs: kept.append(inputs["input_ids"].clone()) or echo(inputs)
     trainer.train()
-    assert len(kept) == len(echo.states) == 2  # the other two are rollouts
+    assert len(kept) == len(echo.states) == 2
+
+
+def test_states_of_larger_batches_are_forgotten(tmp_path, tokenizer):
+    settings = {**ECHO, "max_steps": 2, "num_train_epochs": 1, "auto_find_batch_size": True}
+    trainer = make_trainer(tmp_path, tokenizer, **{**settings, "per_device_train_batch_size": 8})
+    compute_loss, sizes = trainer.compute_loss, []
+
+    def too_large(model, inputs, *args, **kwargs):
+        loss = compute_loss(model, inputs, *args, **kwargs)
+        sizes.append(len(inputs["input_ids"]))
+        if sizes[-1] == 8:
+            raise RuntimeError("CUDA out of memory.")
+        return loss
+
+    trainer.compute_loss = too_large
+    trainer.train()
+    assert sizes == [8, 7, 7] and all(key[0][0] == 7 for key in trainer.echo.states)
 
 
 def test_what_cannot_come_again(tmp_path, tokenizer):
     target = make_target("llama")
     store = make_trainer(tmp_path, tokenizer, target=target).extract_features(tmp_path / "features")
-    for dataset, reason in ((store, "stored features"), (TEXTS.to_iterable_dataset(), "those of a stream")):
-        with pytest.raises(ValueError, match=f"`echo_factor` is 2.*{reason}"):
-            make_trainer(tmp_path, tokenizer, target=target, dataset=dataset, echo_factor=2)
+    for dataset, reason in (
+        (store, "stored features"),
+        (TEXTS.to_iterable_dataset(), "rows of a stream have no numbers"),
+    ):
+        with pytest.raises(ValueError, match=f"`EchoTrainer` cannot train here.*{reason}"):
+            make_trainer(tmp_path, tokenizer, target=target, dataset=dataset, **ECHO)
     with pytest.raises(ValueError, match="batch_rebalance"):
-        make_trainer(tmp_path, tokenizer, echo_factor=2, train_sampling_strategy="batch_rebalance")
+        make_trainer(tmp_path, tokenizer, **ECHO, train_sampling_strategy="batch_rebalance")
     for name in ("echo_factor", "echo_buffer_size"):
         with pytest.raises(ValueError, match=name):
-            make_trainer(tmp_path, tokenizer, **{name: 0})
+            make_trainer(tmp_path, tokenizer, **{**ECHO, name: 0})

@@ -1,0 +1,573 @@
+"""
+On-policy distillation (Draft-OPD, https://huggingface.co/papers/2605.29343): the draft learns from texts that it and its
+target write together, and from what the target predicts at the nodes of its trees, rejected ones included.
+
+The weight of a node is the probability that the target, sampling at temperature 1, goes there. Nodes where it did go are
+part of the text, and are learned with the text.
+"""
+
+import copy
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import gather_object
+from datasets import Dataset, IterableDataset
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from ..data import documents_of_row, num_positions, prompt_of
+from ..remote_code.assistant_eagle3 import AssistantMixin
+from ..remote_code.checks_eagle3 import is_sharded
+from ..remote_code.decoding_eagle3 import TreeDecoding
+from ..remote_code.draft_eagle3 import DraftModel
+from ..remote_code.outputs_eagle3 import select_hidden_states
+from ..remote_code.ragged_eagle3 import take_rows
+from ..training import Eagle3Trainer, Eagle3TrainingArguments, FeatureStore
+from ..training.arguments import check_integers, check_not_negative, check_shares
+from ..training.losses import DraftLoss, LossType, log_sum_exp, probabilities
+from ..training.metrics import sum_dtype
+from ..training.models import default_generation
+from ..training.ttt import MAX_LOGITS, TreeTTTCache, TTTBatch, TTTCache, TTTOutput, in_pieces, ttt_loss, ttt_unroll
+
+
+# Less probable nodes are not learned.
+LEAST_PROBABILITY = 0.05
+
+
+@dataclass
+class OnPolicyTrainingArguments(Eagle3TrainingArguments):
+    """
+    Configuration of [`OnPolicyTrainer`].
+
+    Args:
+        rollout_share (`float`, *optional*, defaults to `0.25`): The share of batches that are rollouts.
+        rollout_start (`float`, *optional*, defaults to `0.5`): The share of training after which rollouts begin.
+        rollout_interval (`int`, *optional*, defaults to `16`):
+            Optimizer steps per round of rollouts. Long rounds are faster, and their draft is older.
+        rollout_batch_size (`int`, *optional*, defaults to `64`):
+            Texts per call of `generate`, at most. Lower it if their cache does not fit into memory.
+        rollout_temperature (`float`, *optional*, defaults to `1.0`): The sampling temperature; 0 for greedy texts.
+        rollout_max_new_tokens (`int`, *optional*, defaults to `128`):
+            The length of continuations. Prompts are cut to what `max_length` leaves.
+        rollout_rejected_weight (`float`, *optional*, defaults to `1.0`):
+            The weight of rejected nodes, times the target's probability of the path to them; 0 leaves them out.
+    """
+
+    FIXED_ON_RESUME = (
+        *Eagle3TrainingArguments.FIXED_ON_RESUME,
+        "rollout_interval",
+        "rollout_max_new_tokens",
+        "rollout_rejected_weight",
+        "rollout_share",
+        "rollout_start",
+        "rollout_temperature",
+    )
+
+    # Parameters that control rollouts
+    rollout_share: float = field(default=0.25, metadata={"help": "The share of batches that are rollouts."})
+    rollout_start: float = field(default=0.5, metadata={"help": "The share of training after which rollouts begin."})
+    rollout_interval: int = field(default=16, metadata={"help": "Optimizer steps per round of rollouts."})
+    rollout_batch_size: int = field(default=64, metadata={"help": "Texts per call of `generate`, at most."})
+    rollout_temperature: float = field(
+        default=1.0, metadata={"help": "The sampling temperature of rollouts; 0 for greedy texts."}
+    )
+    rollout_max_new_tokens: int = field(default=128, metadata={"help": "The length of continuations."})
+    rollout_rejected_weight: float = field(
+        default=1.0,
+        metadata={"help": "The weight of rejected nodes, times the target's probability of the path to them."},
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_integers(self, rollout_batch_size=1, rollout_interval=1, rollout_max_new_tokens=1)
+        check_shares(self, "rollout_share", "rollout_start")
+        check_not_negative(self, "rollout_temperature", "rollout_rejected_weight")
+        if self.max_length is not None and self.rollout_max_new_tokens >= self.max_length:
+            raise ValueError(
+                f"`rollout_max_new_tokens` is {self.rollout_max_new_tokens}, which leaves no room for prompts within "
+                f"`max_length={self.max_length}`. Lower it, or raise `max_length`."
+            )
+
+
+class OnPolicyTrainer(Eagle3Trainer):
+    """
+    An [`Eagle3Trainer`] that takes some batches from rollouts. It refuses streams, stored features, and targets that
+    several processes share.
+
+    Checkpoints keep batches that are still to be learned in `rollouts_<process>.pt`, so resumed training goes on with
+    them. The log has `rollout_acceptance_length`.
+
+    Args:
+        args ([`OnPolicyTrainingArguments`], *optional*): The arguments.
+        others: See [`Eagle3Trainer`].
+    """
+
+    _args_class = OnPolicyTrainingArguments
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.rollouts = Rollouts(self)
+
+    def _check_sources(
+        self,
+        args: OnPolicyTrainingArguments,
+        target_model: PreTrainedModel,
+        train_dataset: Dataset | IterableDataset | FeatureStore | None,
+    ) -> None:
+        super()._check_sources(args, target_model, train_dataset)
+        reason, positions = None, num_positions(target_model)
+        if isinstance(train_dataset, FeatureStore):
+            reason = "training from stored features does not run the target"
+        elif isinstance(train_dataset, IterableDataset):
+            reason = "it chooses prompts by their numbers, which the rows of a stream do not have"
+        elif is_sharded(target_model):
+            reason = "each process writes its own texts, and processes that share a target cannot do that"
+        if reason is not None:
+            raise ValueError(f"`OnPolicyTrainer` cannot train here: {reason}. Use `Eagle3Trainer`.")
+        if positions is not None and args.rollout_max_new_tokens >= positions:
+            raise ValueError(
+                f"`rollout_max_new_tokens` is {args.rollout_max_new_tokens}, but the target has a table of {positions} "
+                "positions, which leaves no room for prompts. Lower it."
+            )
+
+    @property
+    def learns_from_trees(self) -> bool:
+        """Whether the draft unrolls token by token, so that it can be unrolled down a tree."""
+        by_tokens = not self.draft.config.is_parallel and not hasattr(self.draft, "training_loss")
+        return by_tokens and self.args.rollout_rejected_weight > 0
+
+    def _resume(self, checkpoint: str) -> None:
+        super()._resume(checkpoint)
+        self.rollouts.load(checkpoint)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        self.rollouts.save(output_dir)
+        super()._save_rng_state(output_dir)
+
+    def _forget_batches(self) -> None:
+        super()._forget_batches()
+        self.rollouts.forget()
+
+    def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
+        batches, num_rows = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.progress < self.args.rollout_start:
+            return batches, num_rows
+        batches = self.rollouts.in_place_of_some(batches)
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def target_features(self, inputs: dict[str, torch.Tensor]) -> "TreeBatch":
+        batch = super().target_features(inputs)
+        levels, token_ids = inputs.get("tree_levels", ()) if self.learns_from_trees else (), self.draft.draft_token_ids
+        tree_levels = []
+        for level in levels[: self.num_ttt_steps - 1]:
+            logits, mass, _ = self.target_states.distributions(level["states"], token_ids)
+            weights = level["weights"] * self.args.rollout_rejected_weight
+            tree_levels.append(TreeLevel(level["tokens"], level["parents"], level["roots"], weights, logits, mass))
+        return TreeBatch(**vars(batch), tree_levels=tree_levels)
+
+    def _unrolled_loss(self, draft: DraftModel, batch: "TreeBatch", steps: int, **shares) -> TTTOutput:
+        if not batch.tree_levels:
+            return super()._unrolled_loss(draft, batch, steps, **shares)
+        return on_policy_loss(draft, batch, steps, self.args.loss_type, **shares)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log(logs | self.rollouts.pop_metrics() if "loss" in logs else logs, start_time)
+
+
+class TreeLevel(NamedTuple):
+    """
+    Nodes at one depth of the trees of a rollout. The tree below row `t` has the token at `t + 1` as its root.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(B, M)`): Target token ids.
+        parents (`torch.LongTensor` of shape `(B, M)`): Places in the level above; in the first level, rows of the text.
+        roots (`torch.LongTensor` of shape `(B, M)`): Rows of the text.
+        weights (`torch.FloatTensor` of shape `(B, M)`): The weights of their losses; 0 where there is no node.
+        target_logits (`torch.FloatTensor` of shape `(B, M, draft_vocab_size)`):
+            The target's logits on the draft vocabulary.
+        target_mass (`torch.FloatTensor` of shape `(B, M)`): The target's probability of the draft vocabulary.
+    """
+
+    tokens: torch.LongTensor
+    parents: torch.LongTensor
+    roots: torch.LongTensor
+    weights: torch.FloatTensor
+    target_logits: torch.FloatTensor
+    target_mass: torch.FloatTensor
+
+
+@dataclass
+class TreeBatch(TTTBatch):
+    """
+    A [`TTTBatch`] with trees.
+
+    Args:
+        tree_levels (sequence of `TreeLevel`, *optional*): The levels of its trees, from the first on.
+    """
+
+    tree_levels: Sequence[TreeLevel] = ()
+
+
+def tree_unroll(
+    draft: DraftModel, batch: TreeBatch, hidden_states: torch.FloatTensor, cache: TTTCache
+) -> Iterator[torch.FloatTensor]:
+    """
+    Unrolls the draft down the trees of a batch, as it drafted them. Yields the input of its head for each level,
+    `(B, M, H)`.
+
+    Args:
+        draft ([`DraftModel`]): The draft.
+        batch (`TreeBatch`): The batch.
+        hidden_states (`torch.FloatTensor` of shape `(B, L, H)`): The draft's states of step 0.
+        cache (`TTTCache`): The cache of the text, after step 0.
+    """
+    tree_cache, masks = TreeTTTCache(cache), dict.fromkeys(draft.config.transformer_layer_config.layer_types)
+    for depth, level in enumerate(batch.tree_levels, start=1):
+        tree_cache.descend(level.parents, level.roots)
+        normed, hidden_states, _ = draft.step(
+            inputs_embeds=draft.embed(level.tokens),
+            hidden_states=take_rows(hidden_states, level.parents),
+            attention_mask=masks,
+            position_ids=batch.position_ids.gather(1, level.roots) + depth,
+            cache=tree_cache,
+        )
+        yield normed
+
+
+def on_policy_loss(
+    draft: DraftModel,
+    batch: TreeBatch,
+    steps: int,
+    loss_type: LossType = "kl",
+    row_share: float = 1.0,
+    num_sampled: int | None = None,
+) -> TTTOutput:
+    """
+    Returns [`~hf_eagle3.training.ttt.ttt_loss`] of the text. The losses of nodes at depth `s` are added to those of step
+    `s`, by their weights and over the whole draft vocabulary.
+    """
+    cache = TTTCache(batch.documents)
+    text = ttt_unroll(draft, batch, steps, row_share, cache)
+    first = next(text)
+    unroll = chain([first], text)
+    output = ttt_loss(draft, batch, steps, loss_type, num_sampled=num_sampled, unroll=unroll)
+
+    def score(head, states, weights, probs, mass, entropy):
+        return (DraftLoss.apply(head(states), probs, mass, entropy, loss_type) * weights).sum()
+
+    losses = [output.loss_sums.new_zeros(())]
+    for level, states in zip(batch.tree_levels, tree_unroll(draft, batch, first.hidden_states, cache)):
+        probs, entropy = probabilities(level.target_logits)
+        tensors = (states, level.weights, probs, level.target_mass, entropy)
+        losses.append(sum(in_pieces(score, MAX_LOGITS, probs.shape[-1], draft.lm_head, *tensors)))
+    output.loss_sums = output.loss_sums + F.pad(torch.stack(losses), (0, steps - len(losses)))
+    return output
+
+
+class TreeNodes(NamedTuple):
+    """
+    The nodes of the trees of a rollout. Parents precede their children.
+
+    Args:
+        rows (`torch.LongTensor` of shape `(N,)`): The text that each node would continue.
+        roots (`torch.LongTensor` of shape `(N,)`): The position before the root of the node's tree.
+        depths (`torch.LongTensor` of shape `(N,)`): The distance from the root.
+        parents (`torch.LongTensor` of shape `(N,)`): Places among these nodes; -1 if the parent is the root.
+        tokens (`torch.LongTensor` of shape `(N,)`): Target token ids.
+        weights (`torch.FloatTensor` of shape `(N,)`): The target's probability of the path; 0 if it went there.
+        states (`torch.FloatTensor` of shape `(N, H)`): The input of the target's head.
+    """
+
+    rows: torch.LongTensor
+    roots: torch.LongTensor
+    depths: torch.LongTensor
+    parents: torch.LongTensor
+    tokens: torch.LongTensor
+    weights: torch.FloatTensor
+    states: torch.FloatTensor
+
+
+class RecordingAssistant(AssistantMixin):
+    """
+    An assistant that records all nodes of a call of `generate`, and what the target predicts there.
+
+    Args:
+        draft ([`DraftModel`]): The draft. It proposes a whole tree in every step.
+    """
+
+    def __init__(self, draft: DraftModel):
+        self.draft, self.steps, self.num_nodes = draft, [], 0
+        self.generation_config = copy.deepcopy(draft.generation_config)
+        self.generation_config.tree_policy, self.generation_config.assistant_confidence_threshold = "static", 0.0
+        self.proposer, self.resolve_aux_layer_ids = draft.proposer, draft.resolve_aux_layer_ids
+        self.validate_target, self.may_replay = draft.validate_target, draft.may_replay
+        self.decoding_class = RecordedDecoding
+
+    def nodes(self) -> TreeNodes | None:
+        """Returns the recorded nodes, or `None` if there are none that are probable enough."""
+        return TreeNodes(*map(torch.cat, zip(*self.steps))) if self.num_nodes else None
+
+
+class RecordedDecoding(TreeDecoding):
+    """The [`TreeDecoding`] of a [`RecordingAssistant`]."""
+
+    def __init__(self, assistant: RecordingAssistant, target, *args):
+        super().__init__(assistant, target, *args)
+        self.assistant, verifier = assistant, self.verifier
+        verifier.inputs["output_hidden_states"] = select_hidden_states(
+            [*verifier.layer_ids, verifier.config.num_hidden_layers]
+        )
+
+    def verify(self, tree):
+        tree, accepted = super().verify(tree)
+        if tree.num_nodes == 1:
+            return tree, accepted
+        outputs, rows = self.last_outputs, torch.tensor(self.text.rows)[:, None]
+        logits, device = outputs.logits, outputs.logits.device
+        tree, states = tree.to(device), outputs.of_target.hidden_states[-1][:, -tree.num_nodes :].to(device)
+        # The target's probability of each node, at its parent.
+        parents, tokens = tree.parents, tree.tokens.clamp(max=logits.shape[-1] - 1)
+        log_probs = logits[torch.arange(len(logits), device=device)[:, None], parents, tokens].float()
+        log_probs -= log_sum_exp(logits).gather(1, parents)
+        log_probs[:, 0] = 0.0
+        weights = (tree.ancestors.float() @ log_probs[..., None]).squeeze(2).exp()  # of the path from the root
+        positions = outputs.positions.to(device).expand_as(weights)
+        kept = weights >= LEAST_PROBABILITY
+        kept[:, 0] = False
+        kept[[row for row, done in enumerate(accepted.was_finished) if done]] = False
+        for row, nodes in enumerate(accepted.nodes):
+            weights[row, nodes] = 0.0
+        places = torch.full_like(parents, -1)
+        places[kept] = torch.arange(int(kept.sum()), device=device) + self.assistant.num_nodes
+        self.assistant.num_nodes += int(kept.sum())
+        of_rows = (each.to(device).expand_as(kept) for each in (rows, positions[:, :1] - 1))
+        whole = (*of_rows, tree.depths, places.gather(1, parents), tree.tokens, weights, states)
+        self.assistant.steps.append([each[kept] for each in whole])
+        return tree, accepted
+
+
+@torch.no_grad()
+def roll_out(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    prompts: Sequence[torch.LongTensor],
+    pad_token_id: int,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+) -> tuple[list[torch.LongTensor], TreeNodes | None, list[int]]:
+    """
+    Continues prompts by `target.generate` with the draft.
+
+    Args:
+        target (`PreTrainedModel`), draft ([`DraftModel`]):
+            The models. Of the target's `generation_config` only the special tokens count.
+        prompts (sequence of `torch.LongTensor` of shape `(L,)`): Token ids.
+        pad_token_id (`int`): Pads shorter prompts and texts.
+        max_new_tokens (`int`): The length of continuations.
+        temperature (`float`): The sampling temperature; 0 for greedy texts.
+        seed (`int`): The seed of sampling.
+
+    Returns:
+        `tuple`: The texts, of different lengths; the nodes; and the tokens that each verification emitted in each row.
+    """
+    recorder, sampling = RecordingAssistant(draft), {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    input_ids = pad_sequence(prompts, batch_first=True, padding_value=pad_token_id, padding_side="left")
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=input_ids.device)
+    mask = torch.arange(-input_ids.shape[1], 0, device=input_ids.device) >= -lengths[:, None]
+    was_training = draft.training
+    draft.eval()
+    with torch.random.fork_rng(), default_generation(target):
+        torch.manual_seed(seed)
+        try:
+            sequences = target.generate(
+                input_ids,
+                attention_mask=mask.long(),
+                assistant_model=recorder,
+                max_new_tokens=max_new_tokens,
+                pad_token_id=pad_token_id,
+                **sampling,
+            )
+        finally:
+            draft.train(was_training)
+    ends = target.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    texts = []
+    for prompt, new_tokens in zip(prompts, sequences[:, input_ids.shape[1] :].tolist()):
+        length = next((index + 1 for index, token in enumerate(new_tokens) if token in ends), len(new_tokens))
+        texts.append(torch.cat([prompt, prompt.new_tensor(new_tokens[:length])]))
+    return texts, recorder.nodes(), recorder.last_generation.accepted_lengths
+
+
+def joined(groups: Sequence[tuple[list[int], TreeNodes]]) -> TreeNodes | None:
+    """Joins the nodes of several calls of [`roll_out`], each with the numbers of its rows among all texts."""
+    parts, num_nodes = [], 0
+    for rows, nodes in groups:
+        numbers = torch.tensor(rows, device=nodes.rows.device)
+        parents = torch.where(nodes.parents < 0, -1, nodes.parents + num_nodes)
+        parts.append(nodes._replace(rows=numbers[nodes.rows], parents=parents))
+        num_nodes += len(nodes.rows)
+    return TreeNodes(*map(torch.cat, zip(*parts))) if parts else None
+
+
+def rollout_batch(
+    rows: Sequence[int],
+    texts: Sequence[torch.LongTensor],
+    labels: Sequence[torch.LongTensor],
+    nodes: TreeNodes | None,
+    pad_token_id: int,
+) -> dict:
+    """
+    Collates some texts of a rollout.
+
+    Args:
+        rows (sequence of `int`): The numbers of the texts.
+        texts, labels (sequences of `torch.LongTensor` of shape `(L,)`): All texts of the rollout.
+        nodes (`TreeNodes`, *optional*): All nodes of the rollout.
+        pad_token_id (`int`): Pads shorter texts.
+
+    Returns:
+        `dict`: `input_ids`, `attention_mask` and `labels`, padded at the right, and `tree_levels`. Each level has
+        `tokens`, `parents`, `roots` and `weights` as in [`TreeLevel`], and `states` `(B, M, H)`.
+    """
+
+    def pad(tensors, value):
+        return pad_sequence(tensors, batch_first=True, padding_value=value)
+
+    batch = {
+        "input_ids": pad([texts[row] for row in rows], pad_token_id),
+        "attention_mask": pad([torch.ones_like(texts[row]) for row in rows], 0),
+        "labels": pad([labels[row] for row in rows], -100),
+        "tree_levels": [],
+    }
+    if nodes is None:
+        return batch
+    places = torch.zeros_like(nodes.tokens)
+    for depth in range(1, 1 + int(nodes.depths.max())):
+        of_rows = [((nodes.depths == depth) & (nodes.rows == row)).nonzero().squeeze(1) for row in rows]
+        if not any(map(len, of_rows)):
+            break
+        for index in of_rows:
+            places[index] = torch.arange(len(index), device=index.device)
+        index = pad(of_rows, -1)
+        is_node, index = index >= 0, index.clamp(min=0)
+        parents = nodes.roots[index] if depth == 1 else places[nodes.parents[index].clamp(min=0)]
+        level = {"tokens": nodes.tokens[index], "parents": parents, "roots": nodes.roots[index]}
+        level = {name: each.masked_fill(~is_node, 0) for name, each in level.items()}
+        level |= {"weights": nodes.weights[index].masked_fill(~is_node, 0), "states": nodes.states[index]}
+        batch["tree_levels"].append(level)
+    return batch
+
+
+class Rollouts:
+    """
+    Batches that a trainer's draft and target write, for several optimizer steps at once.
+
+    Args:
+        trainer ([`OnPolicyTrainer`]): The trainer.
+    """
+
+    def __init__(self, trainer: OnPolicyTrainer):
+        self.trainer, self.pending = trainer, []
+        self.accepted = torch.zeros(2, dtype=torch.double)  # emitted tokens, verifications
+
+    def in_place_of_some(self, batches: list[dict]) -> list[dict]:
+        """
+        Returns the batches of an optimizer step, with `rollout_share` of them replaced by rollouts.
+
+        Args:
+            batches (`list[dict]`): Batches of the data.
+        """
+        args, first = self.trainer.args, self.trainer.state.global_step * self.trainer.args.gradient_accumulation_steps
+        batches, share = list(batches), args.rollout_share
+        for place, number in enumerate(range(first, first + len(batches))):
+            if int((number + 1) * share) > int(number * share):
+                if not self.pending:
+                    self.roll_out(batches[place]["input_ids"].numel())
+                batches[place] = self.pending.pop(0)
+        return batches
+
+    def roll_out(self, batch_tokens: int) -> None:
+        """
+        Writes batches of about `batch_tokens` tokens. The process and the optimizer step choose prompts of the training data.
+        """
+        trainer, args = self.trainer, self.trainer.args
+        process, step = trainer.accelerator.process_index, trainer.state.global_step
+        choose = random.Random(f"{args.seed} {step} {process}")
+        num_batches = max(round(args.rollout_interval * args.gradient_accumulation_steps * args.rollout_share), 1)
+        prompts, labels, batches = [], [], []
+        for _ in range(num_batches):
+            num_tokens, rows = 0, []
+            while num_tokens < batch_tokens:
+                documents = documents_of_row(trainer.train_dataset[choose.randrange(len(trainer.train_dataset))])
+                document = documents[choose.randrange(len(documents))]
+                prompt = prompt_of(document)[0].to(trainer.target_model.device)
+                known = prompt.new_tensor(document["labels"][: len(prompt)])
+                longest = [length for length in (args.max_length, trainer.num_positions) if length is not None]
+                room = min(longest) - args.rollout_max_new_tokens if longest else len(prompt)
+                rows.append(len(prompts))
+                prompts.append(prompt[-room:])  # the continuation follows the end
+                labels.append(known[-room:])
+                num_tokens += len(prompts[-1]) + args.rollout_max_new_tokens
+            batches.append(rows)
+        tokenizer = trainer.processing_class
+        pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        texts, nodes, draft = [None] * len(prompts), [], trainer.whole_draft()
+        # Prompts of similar length need little padding.
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        for start in range(0, len(order), args.rollout_batch_size):
+            group = order[start : start + args.rollout_batch_size]
+            of_group, nodes_of_group, accepted_lengths = roll_out(
+                trainer.target_model,
+                draft,
+                [prompts[index] for index in group],
+                pad_token_id,
+                args.rollout_max_new_tokens,
+                args.rollout_temperature,
+                seed=choose.randrange(2**32),
+            )
+            for index, text in zip(group, of_group):
+                texts[index] = text
+            nodes += [] if nodes_of_group is None else [(group, nodes_of_group)]
+            self.accepted += torch.tensor([sum(accepted_lengths), len(accepted_lengths)])
+        labels = [torch.cat([known, text[len(known) :]]) for known, text in zip(labels, texts)]
+        nodes = joined(nodes)
+        self.pending += [rollout_batch(rows, texts, labels, nodes, pad_token_id) for rows in batches]
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Returns the acceptance length of rollouts since the last call, over all processes."""
+        accelerator = self.trainer.accelerator
+        accepted = self.accepted.to(accelerator.device, sum_dtype(accelerator.device))
+        num_tokens, num_verifications = accelerator.reduce(accepted, "sum").tolist()
+        self.accepted.zero_()
+        return {"rollout_acceptance_length": num_tokens / num_verifications} if num_verifications else {}
+
+    def forget(self) -> None:
+        """Drops all batches and counts."""
+        self.pending.clear()
+        self.accepted.zero_()
+
+    def save(self, checkpoint: str | Path) -> None:
+        """Saves the batches that are still to be learned beside a checkpoint."""
+        Path(checkpoint).mkdir(parents=True, exist_ok=True)
+        torch.save(self.pending, self.file(checkpoint))
+
+    def load(self, checkpoint: str | Path) -> None:
+        """
+        Loads the batches that [`~Rollouts.save`] wrote. If a process has no file, all begin without batches, so that they
+        roll out together.
+        """
+        if all(gather_object([self.file(checkpoint).exists()])):
+            self.pending = torch.load(self.file(checkpoint), map_location="cpu", weights_only=True)
+
+    def file(self, checkpoint: str | Path) -> Path:
+        """Returns the file of this process."""
+        return Path(checkpoint, f"rollouts_{self.trainer.accelerator.process_index}.pt")

@@ -1,0 +1,96 @@
+"""What evaluation adds to the loss: it decodes with the draft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import torch
+from datasets import Dataset, IterableDataset
+
+from ..data import documents_of_row, prompt_of
+from ..remote_code.checks_eagle3 import is_sharded
+from ..remote_code.draft_eagle3 import DraftModel
+from .metrics import sum_dtype
+from .models import default_generation
+
+
+if TYPE_CHECKING:
+    from .trainer import Eagle3Trainer
+
+
+@torch.no_grad()
+def decoding_metrics(trainer: Eagle3Trainer, dataset: Dataset | IterableDataset) -> dict[str, float]:
+    """
+    Returns `acceptance_length` and `vocabulary_coverage` of continuing the first rows greedily, with a whole tree in
+    every step. The acceptance length is the number of emitted tokens per verification, over all rows. The coverage is the
+    share of new tokens that the draft vocabulary has.
+    """
+    if trainer.args.num_eval_prompts == 0:
+        return {}
+    draft = trainer.whole_draft()
+    policy, draft.generation_config.tree_policy = draft.generation_config.tree_policy, "static"
+    was_training = draft.training
+    draft.eval()
+    try:
+        with default_generation(trainer.target_model):
+            sums = continue_rows(trainer, dataset, draft)
+    finally:
+        draft.train(was_training)
+        draft.generation_config.tree_policy = policy
+    num_accepted, num_forwards, num_known, num_new = trainer.accelerator.reduce(sums, "sum").tolist()
+    metrics = {"acceptance_length": num_accepted / num_forwards} if num_forwards else {}
+    return metrics | ({"vocabulary_coverage": num_known / num_new} if num_new and draft.d2t is not None else {})
+
+
+def continue_rows(trainer: Eagle3Trainer, dataset: Dataset | IterableDataset, draft: DraftModel) -> torch.Tensor:
+    """
+    Continues the beginnings of this process's rows. Returns the numbers of emitted tokens, verifications, new tokens in the
+    draft vocabulary, and new tokens, `(4,)`.
+    """
+    args, device = trainer.args, trainer.accelerator.device
+    process, num_processes = trainer.accelerator.process_index, trainer.accelerator.num_processes
+    if is_sharded(trainer.target_model):  # all processes must run the target together
+        process, num_processes = 0, 1
+    sums = torch.zeros(4, dtype=sum_dtype(device), device=device)
+    for row in islice(dataset, process, args.num_eval_prompts, num_processes):
+        prompt = prompt_of(documents_of_row(row)[0]).to(trainer.target_model.device)
+        max_new_tokens = args.eval_max_new_tokens
+        if trainer.num_positions is not None:
+            max_new_tokens = min(max_new_tokens, trainer.num_positions - prompt.shape[-1])
+        if max_new_tokens <= 0:
+            continue
+        sequences = trainer.target_model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            assistant_model=draft,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            synced_gpus=False,  # processes that share the target take the same steps
+        )
+        new, lengths = sequences[0, prompt.shape[-1] :], draft.last_generation.accepted_lengths
+        num_known = torch.isin(new, draft.draft_token_ids.to(new.device)).sum().item()
+        sums += torch.tensor([sum(lengths), len(lengths), num_known, len(new)], device=device)
+    return sums
+
+
+@contextmanager
+def kept_precision(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Restores a model's tensors at the end. `bf16_full_eval` and `fp16_full_eval` cast the model, and training would go on
+    in half precision.
+    """
+    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for parameter, data in parameters:
+            if parameter.dtype != data.dtype:
+                parameter.data = data.to(parameter.device)
+        for module, own in buffers:
+            for name, buffer in own.items():
+                if buffer is not None and module._buffers[name].dtype != buffer.dtype:
+                    module._buffers[name] = buffer.to(module._buffers[name].device)

@@ -1,0 +1,77 @@
+"""Metrics of training-time test, summed until they are logged."""
+
+import statistics
+from dataclasses import fields
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+
+from .ttt import TTTOutput
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Returns the dtype of sums over processes: float64, or float32 on Apple's GPUs, which have no float64."""
+    return torch.float if device.type == "mps" else torch.double
+
+
+class TTTMetrics:
+    """
+    Sums the counts of unrolls until they are logged, for training (`"train"`) and evaluation (`"eval"`).
+
+    Args:
+        accelerator (`Accelerator`): Joins the processes.
+        ttt_steps (`int`): Drafting steps of the longest unroll.
+        ttt_step_decay (`float`): The weight of each step's loss relative to the step before.
+    """
+
+    def __init__(self, accelerator: Accelerator, ttt_steps: int, ttt_step_decay: float):
+        self.accelerator, self.ttt_steps, self.ttt_step_decay = accelerator, ttt_steps, ttt_step_decay
+        self.clear()
+
+    def clear(self) -> None:
+        """Drops all counts."""
+        self.counts: dict[str, torch.Tensor] = {}
+        self.loss_weights: dict[str, list[float]] = {"train": [], "eval": []}
+
+    def add(self, mode: str, outputs: TTTOutput) -> None:
+        """Adds the counts of an unroll."""
+        dtype, steps = sum_dtype(self.accelerator.device), len(outputs.num_rows)
+        counts = (getattr(outputs, count.name) for count in fields(TTTOutput) if count.name != "loss_sums")
+        # Steps that a short unroll does not have count no rows.
+        counts = F.pad(torch.stack([each.to(dtype) for each in counts]), (0, self.ttt_steps - steps))
+        self.counts[mode] = self.counts.get(mode, 0) + counts
+        self.loss_weights[mode].append(sum(self.ttt_step_decay**step for step in range(steps)))
+
+    def pop(self, mode: str) -> dict[str, float]:
+        """Returns the metrics since the last call, over all processes, with one entry per drafting step."""
+        counts = self.counts.pop(mode, None)
+        if counts is None:
+            return {}
+        counts = self.accelerator.reduce(counts, "sum")
+        num_rows, num_correct, num_sampled, acceptance_sums, num_reached, num_accepted = counts
+        conditional = num_accepted / num_reached.clamp(min=1)
+        by_step = {
+            "accuracy": num_correct / num_rows.clamp(min=1),
+            "acceptance_rate": acceptance_sums / num_sampled.clamp(min=1),
+            "conditional_acceptance": conditional,
+            # Not `num_accepted / num_rows[0]`: a row that reaches the end of its text was not rejected there.
+            "joint_acceptance": conditional.cumprod(dim=0),
+        }
+        metrics = {
+            f"{name}_{step}": value
+            for name, values in by_step.items()
+            for step, value in enumerate(values.tolist())
+            if num_rows[step] > 0
+        }
+        # Verification always emits one token, and drafted token k if the first k are accepted.
+        metrics["simulated_acceptance_length"] = 1 + by_step["joint_acceptance"].sum().item()
+        return metrics
+
+    def loss_per_step(self, loss: float, mode: str) -> float:
+        """
+        Divides a loss by the mean sum of `ttt_step_decay`'s weights since the last call. The result is comparable while
+        the unroll grows.
+        """
+        weights, self.loss_weights[mode] = self.loss_weights[mode], []
+        return loss / statistics.mean(weights or [1.0])  # a loss that a caller logs has no weights

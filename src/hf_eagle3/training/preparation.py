@@ -1,0 +1,132 @@
+"""Prepares tokenizer, data and draft vocabulary for training."""
+
+from collections.abc import Callable
+
+from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..data import (
+    RowEncoder,
+    check_chat_template,
+    count_tokens,
+    coverage,
+    encode_rows,
+    kind_of_data,
+    most_frequent_tokens,
+    plain_rows,
+)
+from ..data.rows import MASKS
+from ..remote_code.draft_eagle3 import DraftModel
+from ..tokenizer import padding_token, read_template
+from .arguments import Eagle3TrainingArguments
+
+
+logger = get_logger(__name__)
+
+
+def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, args: Eagle3TrainingArguments) -> None:
+    """
+    Gives the tokenizer the chat template and the EOS token of the arguments, and the arguments a padding token.
+
+    Raises:
+        ValueError: if the template is no Jinja file, or the tokenizer does not have the token.
+    """
+    if args.chat_template_path is not None:
+        if not args.chat_template_path.endswith((".jinja", ".j2")):
+            raise ValueError(
+                f"`chat_template_path` is {args.chat_template_path}, but must be a Jinja file (.jinja or .j2). The template of "
+                "another tokenizer would bring tokens that the target does not know."
+            )
+        tokenizer.chat_template = read_template(args.chat_template_path)
+    if args.eos_token is not None:
+        if args.eos_token not in tokenizer.get_vocab():
+            raise ValueError(
+                f"`eos_token` is {args.eos_token!r}, which the tokenizer does not have. Pass one of its tokens."
+            )
+        tokenizer.eos_token = args.eos_token
+    args.pad_token = args.pad_token or padding_token(tokenizer)
+
+
+def encode(
+    dataset: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    args: Eagle3TrainingArguments,
+    assistant_only_loss: bool,
+    target_vocab_size: int,
+    formatting_func: Callable | None,
+    name: str,
+) -> Dataset | IterableDataset:
+    """
+    Returns the data as `input_ids` and masks of what is learned.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): Data of any kind that can be trained on.
+        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
+        args ([`Eagle3TrainingArguments`]): The arguments.
+        assistant_only_loss (`bool`): Whether only the assistant's tokens are learned.
+        target_vocab_size (`int`): The size of the target's vocabulary.
+        formatting_func (`Callable`, *optional*): Makes a text of a row.
+        name (`str`): The name of the data in messages.
+
+    Raises:
+        ValueError: if a row cannot be learned from.
+    """
+    dataset = plain_rows(dataset, name)
+    kind = "text" if formatting_func is not None else kind_of_data(dataset, args.dataset_text_field, name)
+    is_chat = kind in ("messages", "conversations") or (
+        kind == "prompt" and not isinstance(next(iter(dataset))["prompt"], str)
+    )
+    if is_chat:
+        check_chat_template(tokenizer)
+    elif assistant_only_loss and name == "train" and not {"labels", *MASKS} & set(next(iter(dataset))):
+        raise ValueError(
+            f"`assistant_only_loss=True` needs conversations, but the {name} data has {kind!r}. Leave it out, or pass "
+            "`messages`."
+        )
+    if not is_chat and kind != "input_ids" and tokenizer.eos_token is None:
+        logger.warning("The tokenizer has no EOS token: texts are learned without an end. Name one with `eos_token`.")
+    completion_only_loss = args.completion_only_loss
+    encoder = RowEncoder(
+        tokenizer, kind, target_vocab_size, assistant_only_loss, completion_only_loss, formatting_func
+    )
+    return encode_rows(dataset, encoder, name, args.dataset_num_proc)
+
+
+def prepare_vocabulary(
+    draft: DraftModel,
+    target: PreTrainedModel,
+    train_dataset: Dataset | IterableDataset,
+    size_from_data: int | None,
+) -> None:
+    """
+    Gives the draft a vocabulary of the most frequent supervised tokens, or checks that its own fits the data.
+
+    Args:
+        draft ([`DraftModel`]), target (`PreTrainedModel`): The models.
+        train_dataset (`Dataset` or `IterableDataset`): The prepared data.
+        size_from_data (`int`, *optional*): The size of the vocabulary to take from the data. `None` keeps the draft's.
+
+    Raises:
+        ValueError: if the draft's own vocabulary has less than half of the supervised tokens.
+    """
+    if draft.config.draft_vocab_size == draft.config.vocab_size and size_from_data is None:
+        return
+    counts = count_tokens(train_dataset, draft.config.vocab_size)
+    if size_from_data is not None:
+        draft.set_draft_vocabulary(most_frequent_tokens(counts, size_from_data), target)
+        if draft.config.draft_vocab_size < size_from_data:
+            logger.warning(
+                f"`draft_vocab_size` is {size_from_data}, but the target has {draft.config.draft_vocab_size} tokens."
+            )
+    share = coverage(counts, draft.draft_token_ids.tolist())
+    message = (
+        f"Draft vocabulary: {draft.config.draft_vocab_size} of {draft.config.vocab_size} tokens, which make up {share:.1%} of the "
+        "supervised tokens."
+    )
+    if share < 0.5 and size_from_data is None:
+        raise ValueError(
+            f"{message} The draft cannot propose the others: its vocabulary is for other data or another tokenizer. Make a "
+            "fresh draft with a vocabulary of this data (`model=None` and `draft_vocab_size`)."
+        )
+    logger.info(message)

@@ -1,0 +1,209 @@
+"""What a trainer saves and publishes: drafts with their code, record and card."""
+
+import copy
+import shlex
+import shutil
+from concurrent.futures import Future
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from huggingface_hub import CommitInfo, ModelCard
+from peft import get_peft_model
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
+from trl import SFTTrainer
+
+from ..hub import card_on_hub, is_edited, render_card, write_records
+from ..hub.push import verifier_without_path
+from ..remote_code.configuration_eagle3 import Eagle3Config
+from ..remote_code.draft_eagle3 import DraftModel
+from .checkpoint import CHECKPOINT_FILES, list_files
+from .models import without_adapter
+from .record import training_record
+
+
+logger = get_logger(__name__)
+
+
+class DraftSavingTrainer(SFTTrainer):
+    """The part of [`Eagle3Trainer`] that saves drafts, writes their cards and pushes them."""
+
+    target_model: PreTrainedModel
+    # For the card: names of the data, and settings of a script that are not in `args`.
+    dataset_names: list[str]
+    script_settings: dict[str, Any]
+    # The script that made the trainer, for the command in the card.
+    script: str = "recipes/train.py"
+
+    @property
+    def draft(self) -> DraftModel:
+        """The draft without the wrappers of PEFT and accelerate."""
+        return without_adapter(self.accelerator.unwrap_model(self.model))
+
+    @property
+    def _is_adapter(self) -> bool:
+        return hasattr(self.accelerator.unwrap_model(self.model), "peft_config")
+
+    def whole_draft(self) -> DraftModel:
+        """Returns a draft that can generate: the draft, or a copy if FSDP shards its parameters."""
+        if not self.is_fsdp_enabled:
+            return self.draft
+        state = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True))
+        draft = self._copy_of_draft(state).to(self.accelerator.device)
+        draft.borrow_embeddings(self.target_model)
+        return draft
+
+    def _copy_of_draft(self, state_dict: dict[str, torch.Tensor]) -> DraftModel:
+        own_class = next(each for each in type(self.draft).__mro__ if not issubclass(each, FSDPModule))
+        draft = own_class(copy.deepcopy(self.draft.config))
+        draft.generation_config = copy.deepcopy(self.draft.generation_config)
+        model, trained = draft, self.accelerator.unwrap_model(self.model)
+        if self._is_adapter:  # PEFT changes the draft itself
+            model = get_peft_model(draft, copy.deepcopy(trained.active_peft_config), trained.active_adapter)
+        model.load_state_dict({name.removeprefix("_orig_mod."): value for name, value in state_dict.items()})
+        return draft
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Adds the list of files. All processes write this part of a checkpoint last; one then writes the trainer's state."""
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            list_files(output_dir)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """
+        Adds the training record. Checkpoints keep the precision of training, so that training can go on from them. Other
+        drafts are saved to be used, in the target's precision.
+        """
+        if not self.args.should_save:
+            return super()._save(output_dir, state_dict)
+        folder = Path(output_dir or self.args.output_dir)
+        if self._is_adapter:
+            super()._save(output_dir, state_dict)
+            write_records(folder, training_record(self), None)
+            return
+        trained, dtype = self.model, self.target_model.dtype
+        is_checkpoint = folder.name == f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        is_cast = dtype in (torch.bfloat16, torch.float16) and not is_checkpoint
+        # FSDP replaces the draft's class. Its code, not the draft's, would be saved beside the weights.
+        if is_cast or self.is_fsdp_enabled:
+            self.model = self._copy_of_draft(self.draft.state_dict() if state_dict is None else state_dict)
+            self.model, state_dict = self.model.to(dtype) if is_cast else self.model, None
+        # A published draft does not name the target's folder on this machine.
+        is_published = self.hub_model_id is not None
+        try:
+            with verifier_without_path(self.accelerator.unwrap_model(self.model)) if is_published else nullcontext():
+                super()._save(output_dir, state_dict)
+            weights = self.model.state_dict() if state_dict is None else state_dict
+        finally:
+            self.model = trained
+        write_records(folder, training_record(self, weights), None)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Adds the draft's code and record: `Trainer` pushes only weights and configuration of a checkpoint."""
+        push, is_last = self.push_in_progress, self.args.hub_strategy == HubStrategy.END
+        is_skipped = is_last or (push is not None and not push.is_done() and not self.args.hub_always_push)
+        if self.is_world_process_zero() and not self._is_adapter and not is_skipped:
+            others = ("*.safetensors", "*.bin", "*.pt", "*.pth", "optimizer*", TRAINER_STATE_NAME, CHECKPOINT_FILES)
+            patterns = shutil.ignore_patterns(*others)
+            shutil.copytree(checkpoint_folder, self.args.output_dir, ignore=patterns, dirs_exist_ok=True)
+        known = [] if push is None else list(push.jobs)
+        super()._push_from_checkpoint(checkpoint_folder)
+        for job in [] if self.push_in_progress is None else self.push_in_progress.jobs:
+            if job not in known:
+                job.add_done_callback(self._warn_of_failed_push)
+
+    def _warn_of_failed_push(self, job: Future) -> None:
+        """Logs the error of a push in the background, which would be silent otherwise."""
+        if not job.cancelled() and (error := job.exception()) is not None:
+            logger.warning(
+                f"A push to {self.hub_model_id} in the background failed: {type(error).__name__}: {error}. Training goes on, and "
+                f"the files to push are in {self.args.output_dir}."
+            )
+
+    @property
+    def push_command(self) -> str:
+        """The command that pushes the saved draft by hand."""
+        folder, repo = str(self.args.output_dir), self.hub_model_id or self.args.hub_model_id or "<owner>/<name>"
+        if self._is_adapter or self.draft.config.model_type != Eagle3Config.model_type:
+            return shlex.join(["hf", "upload", repo, folder, "--exclude", f"{PREFIX_CHECKPOINT_DIR}-*/*"])
+        return shlex.join(["python", "recipes/push.py", folder, "--repo_id", repo])
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+    ) -> None:
+        """
+        Writes README.md to the output folder; see [`render_card`]. An edited card stays as it is.
+
+        Args:
+            model_name (`str`, *optional*): The name in the card. By default the Hub id, or else the folder's name.
+            dataset_name (`str` or `list[str]`, *optional*): The names of the data.
+            tags (`str` or `list[str]`, *optional*): Tags besides those of every draft.
+        """
+        if not self.is_world_process_zero() or self.draft.config.model_type != Eagle3Config.model_type:
+            return  # drafts of other methods have no cards
+        self._name_datasets(dataset_name)
+        card_file = Path(self.args.output_dir, "README.md")
+        if self._keeps_card(card_file):
+            return
+        card = render_card(
+            self.hub_model_id or model_name or card_file.resolve().parent.name,
+            self.draft,
+            verifier=self.target_model.config._name_or_path,
+            training=training_record(self),
+            adapter_of=self.draft.config._name_or_path if self._is_adapter else None,
+            tags=[tags] if isinstance(tags, str) else tags or (),
+        )
+        card.save(card_file)
+
+    def _keeps_card(self, card_file: Path) -> bool:
+        """Whether the card in the folder or on the Hub was edited, or cannot be read. Warns if so."""
+        is_ours = card_file.exists() and not self._is_adapter  # PEFT writes a card of its own beside an adapter
+        if is_ours and is_edited(ModelCard.load(card_file, ignore_metadata_errors=True)):
+            logger.warning(f"{card_file} was edited, and stays as it is.")
+            return True
+        if self.hub_model_id is None:
+            return False
+        try:
+            there = card_on_hub(self.hub_model_id, self.args.hub_revision, self.args.hub_token)
+            reason = "was edited" if there is not None and is_edited(there) else None
+        except OSError as error:  # no reason to stop training
+            reason = f"cannot be read now ({error})"
+        if reason is not None:
+            logger.warning(f"The card of {self.hub_model_id} {reason}, and stays as it is.")
+            card_file.unlink(missing_ok=True)
+        return reason is not None
+
+    def push_to_hub(
+        self, *args: Any, dataset_name: str | list[str] | None = None, **kwargs: Any
+    ) -> CommitInfo | str | None:
+        """
+        Pushes the draft with its card and `training.json`, in one commit. See [`~trl.SFTTrainer.push_to_hub`].
+
+        Args:
+            dataset_name (`str` or `list[str]`, *optional*): The names of the data, for the card.
+            args, kwargs (*optional*): The arguments of [`~trl.SFTTrainer.push_to_hub`].
+        """
+        self._name_datasets(dataset_name)
+        try:
+            return super().push_to_hub(*args, **kwargs)
+        except Exception:
+            if self.is_world_process_zero():
+                logger.error(
+                    f"The draft was not pushed to {self.hub_model_id}; the reason follows. It is in {self.args.output_dir}. To "
+                    f"push it from there: {self.push_command}"
+                )
+            raise
+
+    def _name_datasets(self, names: str | list[str] | None) -> None:
+        if names:
+            self.dataset_names = [names] if isinstance(names, str) else list(names)
