@@ -206,11 +206,11 @@ def check_writable(folder: Path) -> None:
 
 
 def make_trainer(
-    trainer_class: type[Eagle3Trainer],
     script_args: TrainScriptArguments,
     training_args: Eagle3TrainingArguments,
     target_config: TargetConfig,
     mixture: DatasetMixtureConfig,
+    trainer_class: type[Eagle3Trainer] = Eagle3Trainer,
 ) -> Eagle3Trainer:
     """Loads models and data, and returns the trainer."""
     if target_config.model_name_or_path is None:
@@ -325,7 +325,7 @@ def main(
             folder_or_hub_id(name)
         except argparse.ArgumentTypeError as error:
             raise SystemExit(f"train.py: error: {error}") from None
-    trainer = make_trainer(trainer_class, script_args, training_args, target_config, mixture)
+    trainer = make_trainer(script_args, training_args, target_config, mixture, trainer_class)
     trainer.script = script
     train(trainer)
     target, base = target_config.model_name_or_path, script_args.draft_name_or_path

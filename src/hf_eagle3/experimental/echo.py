@@ -59,8 +59,7 @@ class EchoTrainer(Eagle3Trainer):
     that several processes share.
 
     Args:
-        args ([`EchoTrainingArguments`], *optional*): The arguments.
-        others: See [`Eagle3Trainer`].
+        args, kwargs: The arguments of [`Eagle3Trainer`], with `args` of class [`EchoTrainingArguments`].
     """
 
     _args_class = EchoTrainingArguments

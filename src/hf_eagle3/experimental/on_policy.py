@@ -104,8 +104,7 @@ class OnPolicyTrainer(Eagle3Trainer):
     them. The log has `rollout_acceptance_length`.
 
     Args:
-        args ([`OnPolicyTrainingArguments`], *optional*): The arguments.
-        others: See [`Eagle3Trainer`].
+        args, kwargs: The arguments of [`Eagle3Trainer`], with `args` of class [`OnPolicyTrainingArguments`].
     """
 
     _args_class = OnPolicyTrainingArguments

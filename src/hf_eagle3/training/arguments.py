@@ -97,8 +97,8 @@ class Eagle3TrainingArguments(SFTConfig):
             and this many others, drawn at random. A large draft vocabulary takes most of a drafting step's time and memory.
             Needs `loss_type="kl"`, and does not work with FSDP or DeepSpeed. By default the loss is on all tokens.
         loss_type (`str`, *optional*, defaults to `"kl"`):
-            `"kl"`, the forward KL divergence of the EAGLE-3 paper, or `"lk_lambda"`. See
-            [`~hf_eagle3.training.losses.DraftLoss`].
+            `"kl"`, the forward KL divergence of the EAGLE-3 paper, or `"lk_lambda"`, which moves from KL to the acceptance
+            rate (https://huggingface.co/papers/2602.23881). See `hf_eagle3.training.losses`.
         num_eval_prompts (`int`, *optional*, defaults to `16`):
             The number of evaluation rows whose beginnings `evaluate` continues, to measure the acceptance length. 0
             continues none.

@@ -1,7 +1,8 @@
-"""Training that goes by the time, not by the number of steps."""
+"""Training by time instead of the number of steps."""
 
 import math
 import time
+from collections.abc import Callable
 
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
@@ -10,7 +11,7 @@ from trl import SFTTrainer
 from .trainer import Eagle3Trainer
 
 
-# Arguments of a training of minutes on running text, which keeps nothing but what it ends with.
+# Arguments of a short training on running text, without checkpoints.
 SHORT = {
     "packing": True,
     "packing_strategy": "wrapped",
@@ -18,32 +19,34 @@ SHORT = {
     "save_strategy": "no",
     "report_to": "none",
 }
-# Arguments of a training that is ended by the time.
+# Arguments of a training that a [`TimeBudget`] ends.
 BY_TIME = {"max_steps": 1_000_000, "lr_scheduler_type": "constant_with_warmup"}
 
 
 class TimeBudget(TrainerCallback):
     """
-    Ends training after so many minutes, lets the learning rate fall to zero on the way, and shows the way. Where that
-    is too little for `min_steps`, it takes longer, up to `LONGER` times. See [`train_for`].
+    Ends training after some minutes. Until then the learning rate falls to zero, and a bar shows the progress. If the time
+    is too short for `min_steps`, training takes up to `LONGER` times as long. See [`train_for`].
 
     Args:
-        minutes (`float`): Time for training.
-        description (`str`): What is shown beside the way.
-        min_steps (`int`, *optional*, defaults to 0): Optimizer steps.
-        clock (`Callable`, *optional*): Gives seconds. By default wall time.
+        minutes (`float`): The time for training, in minutes.
+        description (`str`): The text beside the bar.
+        min_steps (`int`, *optional*, defaults to 0): The least number of optimizer steps.
+        clock (`Callable`, *optional*): Returns the time in seconds. By default wall time.
     """
 
     LONGER = 5
 
-    def __init__(self, minutes: float, description: str, min_steps: int = 0, clock=time.monotonic):
+    def __init__(
+        self, minutes: float, description: str, min_steps: int = 0, clock: Callable[[], float] = time.monotonic
+    ):
         self.given = self.seconds = 60 * minutes
         self.description, self.min_steps, self.clock, self.share = description, min_steps, clock, 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
         if args.world_size > 1:
             raise ValueError(
-                "Several processes would not agree on the time. Train by `max_steps` or `num_train_epochs`."
+                "Several processes would not stop at the same step. Train by `max_steps` or `num_train_epochs`."
             )
         self.start = self.clock()
         self.bar = tqdm(
@@ -63,13 +66,13 @@ class TimeBudget(TrainerCallback):
         if state.global_step >= 5 and needed > self.seconds:  # the first steps take longer
             if needed > 1.1 * self.seconds:
                 self.bar.write(
-                    f"{self.description}: {state.global_step} steps in {elapsed:.0f} s are few for this machine: training "
-                    f"takes {needed:.0f} s instead of {self.given:.0f}."
+                    f"{self.description}: this machine took {elapsed:.0f} s for {state.global_step} steps, so training takes "
+                    f"{needed:.0f} s instead of {self.given:.0f} s."
                 )
             self.seconds, self.bar.total = needed, round(needed)
         self.share = min(elapsed / self.seconds, 1.0)
         is_measured = state.global_step >= min(5, self.min_steps)
-        if elapsed >= self.seconds and not is_measured:  # it is not known yet how long it will take
+        if elapsed >= self.seconds and not is_measured:  # too few steps to estimate the time
             self.bar.total = round(self.LONGER * self.given)
         self.bar.update(min(int(elapsed), self.bar.total) - self.bar.n)
         control.should_training_stop = elapsed >= (self.seconds if is_measured else self.LONGER * self.given)
@@ -83,7 +86,7 @@ class TimeBudget(TrainerCallback):
 
 
 class TimedEagle3Trainer(Eagle3Trainer):
-    """Goes by the time, not by the number of steps."""
+    """An [`Eagle3Trainer`] whose progress is the share of time, not of steps."""
 
     budget: TimeBudget
 
@@ -94,9 +97,13 @@ class TimedEagle3Trainer(Eagle3Trainer):
 
 def train_for(trainer: SFTTrainer, budget: TimeBudget) -> None:
     """
-    Trains as long as the budget allows. Its arguments should be those of `BY_TIME`, and others beside them.
+    Trains until the budget ends it.
+
+    Args:
+        trainer (`SFTTrainer`): A trainer with the arguments of `BY_TIME`, and others.
+        budget (`TimeBudget`): The time.
     """
-    for callback in (ProgressCallback, PrinterCallback):  # which count steps; here time counts
+    for callback in (ProgressCallback, PrinterCallback):  # they show steps
         trainer.remove_callback(callback)
     trainer.add_callback(budget)
     if isinstance(trainer, TimedEagle3Trainer):

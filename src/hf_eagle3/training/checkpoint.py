@@ -1,4 +1,4 @@
-"""Which checkpoints training can go on from: those of which every file is as it was written."""
+"""Finds checkpoints that training can go on from: those whose files are all as they were written."""
 
 import json
 import os
@@ -12,12 +12,12 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-# Written after all files that it lists, and before `Trainer` writes its state.
+# The list of a checkpoint's files. It is written after them, and before `Trainer` writes its state.
 CHECKPOINT_FILES = "checkpoint_files.json"
 
 
 def list_files(folder: str | Path) -> None:
-    """Writes down what is in a checkpoint: the size and CRC-32 of each file."""
+    """Writes the list of a checkpoint's files, with the size and CRC-32 of each."""
     folder = Path(folder)
     files = {name: list(size_and_checksum(folder / name)) for name in files_of(folder)}
     unfinished = folder / f"{CHECKPOINT_FILES}.tmp"
@@ -26,7 +26,7 @@ def list_files(folder: str | Path) -> None:
 
 
 def files_of(folder: Path) -> list[str]:
-    """What resuming may read: everything but code and cards."""
+    """Returns the files that resuming may read: all but code and cards."""
     paths = (
         path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".md", ".py", ".pyc", ".tmp")
     )
@@ -35,6 +35,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 def size_and_checksum(path: Path) -> tuple[int, int]:
+    """Returns the size of a file, in bytes, and its CRC-32."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -43,38 +44,40 @@ def size_and_checksum(path: Path) -> tuple[int, int]:
 
 
 def what_is_broken(folder: str | Path) -> str | None:
-    """Why training cannot go on from a checkpoint; `None` if it can."""
+    """Returns why training cannot go on from a checkpoint, or `None` if it can."""
     folder = Path(folder)
     content = {}
     for name in (TRAINER_STATE_NAME, CHECKPOINT_FILES):
         try:
             content[name] = json.loads((folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            other = ", as those of `save_only_model` have none" if name == CHECKPOINT_FILES else ""
+            other = " (checkpoints of `save_only_model` have none)" if name == CHECKPOINT_FILES else ""
             return f"it has no {name}{other}"
         except ValueError:
             return f"its {name} is cut off"
         if not isinstance(content[name], dict):
-            return f"its {name} holds something else"
+            return f"its {name} is not a JSON object"
     for name, expected in content[CHECKPOINT_FILES].items():
         if not (folder / name).is_file():
-            return f"its {name} is gone"
+            return f"its {name} is missing"
         if list(size_and_checksum(folder / name)) != expected:
-            return f"its {name} is not what was written"
+            return f"its {name} has changed since it was written"
     return None
 
 
 def last_whole_checkpoint(folder: str | Path) -> str:
     """
-    The newest checkpoint in a training's output folder that is whole; newer ones are reported.
+    Returns the newest whole checkpoint in a training's output folder. Warns of newer ones that it skips.
 
     Raises:
         ValueError: if there is none.
     """
-    passed_over = ""
+    skipped = ""
     for checkpoint in reversed(sort_checkpoints(folder)):
         if (reason := what_is_broken(checkpoint)) is None:
             return str(checkpoint)
-        logger.warning(f"{checkpoint} is passed over: {reason}.")
-        passed_over += f" {Path(checkpoint).name}: {reason}."
-    raise ValueError(f"There is no checkpoint to go on from in {folder}.{passed_over}")
+        logger.warning(f"{checkpoint} is skipped: {reason}.")
+        skipped += f" {Path(checkpoint).name}: {reason}."
+    raise ValueError(
+        f"There is no checkpoint to go on from in {folder}.{skipped} Begin anew, without `resume_from_checkpoint`."
+    )

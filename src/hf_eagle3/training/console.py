@@ -1,16 +1,16 @@
-"""What the console shows of a training; trackers get all that is logged."""
+"""Shows a few figures of a training on the console. Trackers get all that is logged."""
 
 import statistics
 import time
 from collections import deque
 
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.utils import logging
 
 
 logger = logging.get_logger(__name__)
 
-# `loss_per_step` can be compared while the unroll grows, and `loss`, a sum over its steps, cannot.
+# `loss_per_step` is comparable while the unroll grows. `loss`, a sum over its steps, is not.
 SHOWN = (
     "loss_per_step",
     "ttt_steps",
@@ -21,19 +21,19 @@ SHOWN = (
     "epoch",
     "train_runtime",
 )
-# The same after `eval_`, or `eval_<name>_` if there are several data sets.
+# The endings of figures after `eval_`, or after `eval_<name>_` if there are several data sets.
 SHOWN_OF_EVALUATION = ("loss_per_step", "accuracy_0", "acceptance_length", "vocabulary_coverage")
 
 
 def shown(logs: dict | None) -> dict:
-    """The figures by which one sees how a training goes."""
+    """Returns the figures to show."""
     logs = logs or {}
     of_evaluation = [name for name in logs if name.startswith("eval_") and name.endswith(SHOWN_OF_EVALUATION)]
     return {name: logs[name] for name in [*SHOWN, *of_evaluation] if name in logs}
 
 
 class EagleProgressCallback(ProgressCallback):
-    """Transformers' progress bar, with few figures."""
+    """Transformers' progress bar with few figures."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if few := shown(logs):
@@ -41,7 +41,7 @@ class EagleProgressCallback(ProgressCallback):
 
 
 class EaglePrinterCallback(PrinterCallback):
-    """The same where there is no progress bar (`disable_tqdm`): progress is a figure then."""
+    """Transformers' printer with few figures and the progress, for `disable_tqdm`."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if few := shown(logs):
@@ -51,10 +51,10 @@ class EaglePrinterCallback(PrinterCallback):
 
 class SlowStepsCallback(TrainerCallback):
     """
-    Says, once, that steps have become much slower on a CPU, and what helps.
+    Warns once if steps on a CPU become much slower, and says what helps.
 
-    Threads of OpenMP spin while they wait for each other at the end of each parallel part. Where another process has one
-    of the cores, all others wait for the thread that it keeps from running.
+    OpenMP's threads spin at the end of each parallel part until all are done. If another process takes a core, all of
+    them wait for the thread on it.
     """
 
     FACTOR, NUM_KNOWN, NUM_SLOW = 10, 20, 3
@@ -77,16 +77,16 @@ class SlowStepsCallback(TrainerCallback):
             self.has_warned = True
             logger.warning(
                 f"Step {state.global_step} took {seconds:.1f} s, and usual ones {statistics.median(self.usual):.1f} s. If other "
-                "processes use the same cores, go on (`--resume_from_checkpoint true`) with OMP_WAIT_POLICY=passive in the "
-                "environment, or with OMP_NUM_THREADS one less: see docs/cpus.md."
+                "processes use the same cores, stop and go on (`--resume_from_checkpoint true`) with OMP_WAIT_POLICY=passive, or "
+                "with one less in OMP_NUM_THREADS: see docs/cpus.md."
             )
 
 
 CALLBACKS = {ProgressCallback: EagleProgressCallback, PrinterCallback: EaglePrinterCallback}
 
 
-def show_few(trainer) -> None:
-    """Puts these in the place of transformers' own, and looks at the time that steps take on CPUs."""
+def show_few(trainer: Trainer) -> None:
+    """Replaces transformers' callbacks by ours. On CPUs it also watches the time of steps."""
     if trainer.accelerator.device.type == "cpu":
         trainer.add_callback(SlowStepsCallback())
     for theirs, ours in CALLBACKS.items():

@@ -294,7 +294,7 @@ class FeatureStore:
         Checks whether the features belong to a target, a tokenizer and layers.
 
         Args:
-            description (`dict`): The output of [`~hf_eagle3.training.features.describe`].
+            description (`dict`): The target, tokenizer and layers, as `hf_eagle3.training.features.describe` returns them.
 
         Raises:
             ValueError: if they belong to others.

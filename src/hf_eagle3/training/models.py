@@ -1,15 +1,21 @@
-"""The two models of a training: the target, and the draft."""
+"""Loads and checks the two models of a training: the target and the draft."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, ProcessorMixin
+from peft import PeftConfig, PeftModel
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 
 from ..making import FORMS
-from ..remote_code.draft_eagle3 import HUB_ARGUMENTS
+from ..remote_code.draft_eagle3 import HUB_ARGUMENTS, DraftModel
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
 from ..tokenizer import check_is_target, load_tokenizer
 from .arguments import Eagle3TrainingArguments
@@ -23,21 +29,29 @@ def without_adapter(model: torch.nn.Module) -> torch.nn.Module:
 def load_target(
     target: str | PreTrainedModel,
     init_kwargs: dict[str, Any] | None,
-    processing_class=None,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     trust_remote_code: bool = False,
-):
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
-    The target, and its tokenizer as `processing_class`, both loaded if they are not given. Of a processor its tokenizer.
+    Returns the target and its tokenizer, and loads what is given by name or not at all.
+
+    Args:
+        target (`str` or `PreTrainedModel`): The target, or its folder or Hub id.
+        init_kwargs (`dict`, *optional*): Arguments of `from_pretrained`, for a name.
+        processing_class (*optional*): The tokenizer, or a processor that has it.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether code from the repository may run.
 
     Raises:
-        ValueError: if it is not known what to load, or it is a draft.
+        ValueError: if there is nothing to load the tokenizer from, `init_kwargs` has no effect, or the name is a draft's.
     """
     init_kwargs = init_kwargs or {}
     if not isinstance(target, str) and init_kwargs:
-        raise ValueError("`target_model_init_kwargs` are for a target that is given by its name.")
+        raise ValueError("`target_model_init_kwargs` are for a target that is given by its name. Leave them out.")
     name = target if isinstance(target, str) else target.config._name_or_path
     if processing_class is None and not name:
-        raise ValueError("`Eagle3Trainer` needs the target's tokenizer as `processing_class`.")
+        raise ValueError(
+            "There is no tokenizer, and the target has no name to load it by. Pass the target's tokenizer as `processing_class`."
+        )
     init_kwargs = {"trust_remote_code": trust_remote_code, **init_kwargs}
     shared = (*HUB_ARGUMENTS, "code_revision", "trust_remote_code")
     kwargs = {key: value for key, value in init_kwargs.items() if key in shared}
@@ -54,29 +68,40 @@ def load_target(
     return target, processing_class
 
 
-def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_config=None):
+def draft_to_train(
+    model: str | DraftModel | PeftModel | None,
+    target_model: PreTrainedModel,
+    args: Eagle3TrainingArguments,
+    peft_config: PeftConfig | None = None,
+) -> DraftModel | PeftModel:
     """
-    `model`, or a fresh draft, in float32: half precision swallows small updates, and autocast (`bf16=True`) computes
-    in it all the same.
+    Returns the draft to train, in float32. Half precision would lose small updates, and autocast (`bf16=True`) computes in
+    half precision all the same.
+
+    Args:
+        model (*optional*): The draft, its folder or Hub id. `None` makes a fresh one.
+        target_model (`PreTrainedModel`): The target.
+        args ([`Eagle3TrainingArguments`]): The arguments.
+        peft_config (`PeftConfig`, *optional*): The adapter to train.
 
     Raises:
-        TypeError: if `model` is no draft.
-        ValueError: if arguments contradict each other or the draft, or it cannot be trained for this target.
+        TypeError: if `model` is not a draft.
+        ValueError: if arguments contradict each other or the draft, or the draft cannot be trained for this target.
     """
     if hasattr(model, "_orig_mod"):
         raise ValueError(
-            "Checkpoints of a compiled draft would not load. Pass the draft as it was, and `torch_compile=True`."
+            "Checkpoints of a compiled draft would not load. Pass the draft before `torch.compile`, and `torch_compile=True`."
         )
     if isinstance(model, str):
         model = Eagle3ForSpeculation.from_pretrained(model)
     if model is not None and not hasattr(model, "validate_target"):
         raise TypeError(
-            "`model` must be the draft, its name, or `None` for a fresh one, and the target is `target_model`; `model` is "
-            f"{type(model).__name__}."
+            f"`model` is {type(model).__name__}, but must be the draft, its name, or `None` for a fresh one. The target is "
+            "`target_model`."
         )
     if model is None and peft_config is not None:
         raise ValueError(
-            "LoRA adapts a draft that there is; an adapter of a fresh one would be saved without it. Pass the draft as `model` "
+            "LoRA adapts an existing draft; the adapter of a fresh one would be saved without it. Pass the draft as `model` "
             "(`--draft_name_or_path`), or leave `peft_config` out (`--use_peft`)."
         )
     if model is None:
@@ -85,7 +110,7 @@ def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_conf
         model = Eagle3ForSpeculation.from_target(target_model, **settings)
     elif args.model_init_kwargs or args.draft_form != type(args).draft_form:
         raise ValueError(
-            "`model_init_kwargs` and `draft_form` are for the draft that `model=None` makes. Leave them or `model` out."
+            "`model_init_kwargs` and `draft_form` are for a fresh draft (`model=None`). Leave them or `model` out."
         )
     elif args.draft_vocab_size not in (None, model.config.draft_vocab_size):
         raise ValueError(
@@ -95,13 +120,13 @@ def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_conf
     model.validate_target(target_model)
     if model.reads_after_last_layer(target_model):
         raise ValueError(
-            "The draft reads the state after the target's last layer, before the final norm, which training does not collect. "
-            "Train one that reads states entering layers."
+            "The draft reads the state after the target's last layer and before its final norm, which training does not collect. "
+            "Train a draft that reads states entering layers."
         )
     if set(model.config.transformer_layer_config.layer_types) != {"full_attention"}:
         raise ValueError(
             "`Eagle3Trainer` trains drafts with full attention; this one has layers "
-            f"{model.config.transformer_layer_config.layer_types}, whose window training-time test would ignore."
+            f"{model.config.transformer_layer_config.layer_types}, and training-time test would ignore their window."
         )
     if not hasattr(model, "peft_config"):
         for name in model.frozen:
@@ -113,8 +138,8 @@ def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_conf
 @contextmanager
 def default_generation(target: PreTrainedModel) -> Iterator[None]:
     """
-    Within it the target generates by transformers' defaults: what else its `generation_config` says (beams, penalties, stop
-    strings, dictionaries) is for its users, but for the tokens at which texts end.
+    Lets the target generate by transformers' defaults for a while. Beams, penalties, stop strings and the like in its
+    `generation_config` are for its users. Only its special tokens count here.
     """
     model = without_adapter(target)
     own = model.generation_config

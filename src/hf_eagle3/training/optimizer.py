@@ -1,21 +1,30 @@
 """Muon for a draft's matrices, AdamW for the rest."""
 
+from __future__ import annotations
+
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
 
-def orthogonalized(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float):
+if TYPE_CHECKING:
+    from .arguments import Eagle3TrainingArguments
+
+
+def orthogonalized(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
     """
-    The Newton-Schulz iteration of Muon (https://kellerjordan.github.io/posts/muon/), `X <- aX + bGX + cGGX` with
-    `G = XX'`, in float32. Its factors are polynomials of the first `G`, so that they are multiplied with each other, which
-    are small, and with `X` only in the end.
+    Returns the Newton-Schulz iteration of Muon (https://kellerjordan.github.io/posts/muon/), `X <- aX + bGX + cGGX` with
+    `G = XX'`, in float32. Each step multiplies `X` by a polynomial of the first `G`. These factors are small, so they are
+    multiplied with each other first, and with `X` at the end.
 
     Args:
-        matrix (`torch.Tensor` of shape `(M, N)`)
+        matrix (`torch.Tensor` of shape `(M, N)`): The matrix.
         coefficients (`tuple[float, float, float]`): `a`, `b` and `c`.
-        steps (`int`), eps (`float`): As of [`torch.optim.Muon`].
+        steps (`int`), eps (`float`): As in [`torch.optim.Muon`].
     """
     a, b, c = coefficients
     wide = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T
@@ -23,7 +32,7 @@ def orthogonalized(matrix: torch.Tensor, coefficients: tuple[float, float, float
     gram, rest, factor = wide @ wide.T, None, 1.0
     for step in range(steps):
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        # The product of all factors `a + polynomial` so far is `factor + rest`.
+        # `factor + rest` is the product of all factors `a + polynomial` so far.
         rest = polynomial if rest is None else torch.addmm(a * rest + factor * polynomial, polynomial, rest)
         factor *= a
         if step < steps - 1:
@@ -35,12 +44,12 @@ def orthogonalized(matrix: torch.Tensor, coefficients: tuple[float, float, float
 
 class Float32Muon(torch.optim.Muon if hasattr(torch.optim, "Muon") else object):
     """
-    [`torch.optim.Muon`], which orthogonalizes in bfloat16, in float32: for processors that multiply bfloat16 in software
-    only, tens of times as slow. With `adjust_lr_fn="match_rms_adamw"`.
+    [`torch.optim.Muon`] in float32, with `adjust_lr_fn="match_rms_adamw"`. torch's own orthogonalizes in bfloat16, which
+    is tens of times slower on processors that compute bfloat16 in software.
     """
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Callable | None = None) -> None:
         for group in self.param_groups:
             for weight in (weight for weight in group["params"] if weight.grad is not None):
                 state = self.state[weight]
@@ -55,16 +64,16 @@ class Float32Muon(torch.optim.Muon if hasattr(torch.optim, "Muon") else object):
 
 class MuonWithAdamW(torch.optim.Optimizer):
     """
-    One optimizer of two: [`torch.optim.Muon`] (https://huggingface.co/papers/2502.16982) takes the matrices, AdamW the
-    others. One schedule moves both learning rates.
+    Two optimizers in one: [`torch.optim.Muon`] (https://huggingface.co/papers/2502.16982) trains the matrices, and AdamW
+    the other parameters. One schedule moves both learning rates.
 
     Args:
         matrices (`Iterable[torch.nn.Parameter]`): Two-dimensional parameters.
         others (`Iterable[torch.nn.Parameter]` or `Iterable[dict]`): Norms, biases and the head, or groups of them.
-        lr (`float`): Muon's; its updates are scaled to the size of AdamW's.
-        adamw_lr (`float`, *optional*, defaults to `lr`): AdamW's.
-        weight_decay (`float`, *optional*, defaults to 0): For both, but for groups that bring their own.
-        betas, eps: AdamW's.
+        lr (`float`): Muon's learning rate. Its updates are scaled to the size of AdamW's.
+        adamw_lr (`float`, *optional*, defaults to `lr`): AdamW's learning rate.
+        weight_decay (`float`, *optional*, defaults to 0): The weight decay of groups without their own.
+        betas, eps: AdamW's settings.
     """
 
     def __init__(
@@ -82,21 +91,21 @@ class MuonWithAdamW(torch.optim.Optimizer):
             is_emulated = matrices[0].device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
             muon = Float32Muon if is_emulated else torch.optim.Muon
             self.parts.append(muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
-        if others:  # none, if only LoRA's matrices are trained
+        if others:  # LoRA may train matrices only
             adamw_lr = lr if adamw_lr is None else adamw_lr
             self.parts.append(torch.optim.AdamW(others, lr=adamw_lr, weight_decay=weight_decay, betas=betas, eps=eps))
-        # Some schedules of transformers read the first rate here.
+        # Some schedules of transformers read the first learning rate from `defaults`.
         super().__init__([group for part in self.parts for group in part.param_groups], defaults={"lr": lr})
         self._share()
 
-    def _share(self):
-        """Lets the parts work on this optimizer's groups and states, which schedulers change, and checkpoints save and load."""
+    def _share(self) -> None:
+        """Gives the parts this optimizer's groups and states, which schedulers change and checkpoints save."""
         groups = iter(self.param_groups)
         for part in self.parts:
             part.param_groups, part.state = [next(groups) for _ in part.param_groups], self.state
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Callable | None = None) -> torch.Tensor | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -105,19 +114,22 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.step()
         return loss
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
         self._share()
 
 
-def muon_with_adamw(model: torch.nn.Module, names_of_decayed: Iterable[str], args) -> MuonWithAdamW:
+def muon_with_adamw(
+    model: torch.nn.Module, names_of_decayed: Iterable[str], args: Eagle3TrainingArguments
+) -> MuonWithAdamW:
     """
-    The optimizer of what is trained of a draft: Muon for matrices, but for the head.
+    Returns the optimizer of a draft's trained parameters: Muon for the matrices other than the head, and AdamW at a fifth of
+    the learning rate for the rest.
 
     Args:
         model (`torch.nn.Module`): The draft, perhaps wrapped.
-        names_of_decayed (`Iterable[str]`): Parameters that decay, if any do: not norms and biases.
-        args ([`Eagle3TrainingArguments`]): Rates, decay, and AdamW's settings.
+        names_of_decayed (`Iterable[str]`): Parameters with weight decay: not norms and biases.
+        args ([`Eagle3TrainingArguments`]): Learning rate, weight decay, and AdamW's settings.
     """
     matrices, others, names_of_decayed = [], {}, set(names_of_decayed)
     for name, weight in model.named_parameters():

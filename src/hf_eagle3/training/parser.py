@@ -3,7 +3,9 @@
 import argparse
 import difflib
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import yaml
 from trl import TrlParser
@@ -11,23 +13,23 @@ from trl import TrlParser
 
 class Eagle3Parser(TrlParser):
     """
-    TRL's parser of flags and of a YAML file (`--config`), whose help has our own flags first and inherited ones by the
-    class they are from, and which names what a misspelled flag or key may have meant.
+    TRL's parser of flags and a YAML file (`--config`). Its help shows our own flags first, and inherited ones by their
+    class. For an unknown flag or key it suggests a similar one.
 
     Args:
-        dataclass_types (`Iterable[type]`): What is parsed.
-        without (`tuple[str, ...]`, *optional*): Beginnings of the names of fields that mean nothing to a script.
+        dataclass_types (`Iterable[type]`): The dataclasses to parse.
+        without (`tuple[str, ...]`, *optional*): Prefixes of fields that the script does not use. They are no flags.
     """
 
-    def __init__(self, dataclass_types, without: tuple[str, ...] = (), **kwargs):
+    def __init__(self, dataclass_types: Iterable[type], without: tuple[str, ...] = (), **kwargs: Any):
         super().__init__(dataclass_types, **kwargs)
         for action in [action for action in self._actions if action.dest.startswith(without)] if without else ():
-            action.help = argparse.SUPPRESS  # it keeps its default
+            action.help = argparse.SUPPRESS  # the field keeps its default
             for option in action.option_strings:
                 del self._option_string_actions[option]
         owners: dict[str, type] = {}
         for dataclass_type in dataclass_types:
-            for cls in reversed(dataclass_type.__mro__):  # the first that has a field
+            for cls in reversed(dataclass_type.__mro__):  # from the base class on
                 for name in vars(cls).get("__annotations__", {}):
                     owners.setdefault(name, cls)
         (general,) = (group for group in self._action_groups if group.title in ("options", "optional arguments"))
@@ -40,8 +42,10 @@ class Eagle3Parser(TrlParser):
             where = f"inherited from {cls.__module__.split('.')[0]}'s " if is_inherited[cls] else ""
             self.add_argument_group(f"{where}{cls.__name__}")._group_actions += groups[cls]
 
-    def parse_args_and_config(self, args=None, **kwargs):
+    def parse_args_and_config(self, args: Iterable[str] | None = None, **kwargs: Any) -> tuple:
         """
+        Returns an instance of each dataclass.
+
         Raises:
             SystemExit: if a flag, or a key of the YAML file, does not exist.
         """
@@ -54,9 +58,9 @@ class Eagle3Parser(TrlParser):
             given += [f"--{key}" for key in content or () if key != "env"]
         hints = []
         for flag in given:
-            if not any(option.startswith(flag) for option in options):  # argparse takes beginnings, too
+            if not any(option.startswith(flag) for option in options):  # argparse accepts prefixes
                 meant = difflib.get_close_matches(flag, options, n=1)
                 hints.append(f"{flag}" + (f" (did you mean {meant[0]}?)" if meant else ""))
         if hints:
-            self.error(f"there is no such argument, of the command line or the YAML file: {', '.join(hints)}")
+            self.error(f"the command line or the YAML file has unknown arguments: {', '.join(hints)}")
         return super().parse_args_and_config(args, **kwargs)

@@ -1,8 +1,11 @@
-"""What `training.json` and the card say about a training."""
+"""The record of a training, for `training.json` and the card."""
+
+from __future__ import annotations
 
 import json
 from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
@@ -17,7 +20,11 @@ from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.loading_eagle3 import weights_digest
 
 
-# Arguments that say where a run writes to, what it shows and how it is spread out, not what it learns.
+if TYPE_CHECKING:
+    from .trainer import Eagle3Trainer
+
+
+# Arguments that do not change what is learned: outputs, logs and placement.
 NOT_OF_TRAINING = [
     "accelerator_config",
     "activation_checkpointing",
@@ -52,15 +59,15 @@ NOT_OF_TRAINING = [
 ]
 
 
-def non_defaults(arguments, values: dict | None = None) -> dict:
-    """The fields of a dataclass that have other values than their defaults."""
+def non_defaults(arguments: Any, values: dict | None = None) -> dict:
+    """Returns the fields of a dataclass that differ from their defaults. `values` replaces the dataclass's own values."""
     values = vars(arguments) if values is None else values
     defaults = {
         item.name: item.default if item.default_factory is MISSING else item.default_factory()
         for item in fields(arguments)
     }
     if "bf16" in defaults:
-        defaults["bf16"] = True  # what TRL makes of `None`
+        defaults["bf16"] = True  # TRL replaces `None` by it
     return {name: value for name, value in values.items() if name in defaults and value != defaults[name]}
 
 
@@ -68,10 +75,10 @@ def non_defaults(arguments, values: dict | None = None) -> dict:
 FIXED_IN_SCRIPTS = ("dataset_config", "dataset_name", "dataset_train_split", "datasets")
 
 
-def check_resumption(trainer, checkpoint: str) -> None:
+def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
     """
     Raises:
-        ValueError: if the training that left a checkpoint is finished, or was begun with other data or settings.
+        ValueError: if the training of a checkpoint is finished, or was begun with other data or settings.
     """
     args, state_file = trainer.args, Path(checkpoint, TRAINER_STATE_NAME)
     if not state_file.exists():  # weights alone
@@ -90,14 +97,19 @@ def check_resumption(trainer, checkpoint: str) -> None:
         is_longer = args.num_train_epochs > num_epochs
     if state.global_step >= state.max_steps and not is_longer:
         raise ValueError(
-            f"{checkpoint} is the end of a finished training, of {state.global_step} steps. Its draft is there; to train it "
-            "further, raise `max_steps` or `num_train_epochs`."
+            f"{checkpoint} is the end of a finished training, of {state.global_step} steps. To train its draft further, raise "
+            "`max_steps` or `num_train_epochs`."
         )
     fingerprint = config.get("verifier_fingerprint")
     if fingerprint is not None and fingerprint != trainer.draft.config.verifier_fingerprint:
-        raise ValueError(f"{checkpoint} is of a draft for another target than {trainer.draft.config.verifier}.")
+        raise ValueError(
+            f"{checkpoint} is of a draft for another target than {trainer.draft.config.verifier}. Go on with the target that it "
+            "was begun with."
+        )
     if difference := what_differs(of_draft(config), of_draft(trainer.draft.config.to_dict())) if config else "":
-        raise ValueError(f"{checkpoint} is of another draft: {difference}. Go on with the one that was begun with.")
+        raise ValueError(
+            f"{checkpoint} is of another draft: {difference}. Go on with the draft that it was begun with."
+        )
     if not record:
         return
     facts = {name: now[name] for name in ("rows", "sequences_per_step") if record.get(name) is not None}
@@ -106,13 +118,13 @@ def check_resumption(trainer, checkpoint: str) -> None:
     then, now = ({name: each.get(name, defaults.get(name)) for name in {**then, **now}} for each in (then, now))
     if difference := what_differs(then | {name: record[name] for name in facts}, now | facts):
         raise ValueError(
-            f"{checkpoint} is of a training with other settings: {difference}. Go on with those it was "
-            "begun with, or begin a new training with its draft (`model`, or `--draft_name_or_path`)."
+            f"{checkpoint} is of a training with other settings: {difference}. Go on with the settings that it was begun with, "
+            "or begin a new training with its draft (`model`, or `--draft_name_or_path`)."
         )
 
 
 def of_draft(config: dict) -> dict:
-    """Which draft a configuration is of: fields of [`Eagle3Config`] that decide what it says."""
+    """Returns the fields of an [`Eagle3Config`] that change what the draft computes."""
     others = {
         *PreTrainedConfig().to_dict(),
         "weights_digest",
@@ -125,8 +137,10 @@ def of_draft(config: dict) -> dict:
     return config | {name: value for name, value in layer.items() if name not in others}
 
 
-def evaluation_of(trainer, log: list[dict], step: int) -> dict | None:
-    """The last evaluation that was logged; of several data sets, of the first. `None` if nothing was decoded, or evaluated."""
+def evaluation_of(trainer: Eagle3Trainer, log: list[dict], step: int) -> dict | None:
+    """
+    Returns the last evaluation in a log, on the first data set if there are several. `None` if there is none that decoded.
+    """
     name = next(iter(trainer.eval_dataset)) if isinstance(trainer.eval_dataset, dict) else None
     prefix = "eval_" if name is None else f"eval_{name}_"
     for entry in reversed(log):
@@ -137,14 +151,14 @@ def evaluation_of(trainer, log: list[dict], step: int) -> dict | None:
     return None
 
 
-def training_record(trainer, state_dict: dict[str, torch.Tensor] | None = None) -> dict:
+def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] | None = None) -> dict:
     """
-    Data, arguments that are not the defaults, length, machine and last evaluation.
+    Returns the data, the arguments that differ from their defaults, the length, the machine and the last evaluation.
 
     Args:
-        trainer ([`Eagle3Trainer`]): The trainer, at whatever point it is.
+        trainer ([`Eagle3Trainer`]): The trainer, at any point of training.
         state_dict (`dict[str, torch.Tensor]`, *optional*):
-            The draft's weights, whose digest says which draft this is about.
+            The draft's weights. Their digest says which draft the record is about.
     """
     args = trainer.args
     datasets = [public_name(name) for name in trainer.dataset_names]
@@ -156,11 +170,11 @@ def training_record(trainer, state_dict: dict[str, torch.Tensor] | None = None) 
         for name, value in non_defaults(args, args.to_dict()).items()
         if name not in NOT_OF_TRAINING and not name.startswith("hub_")
     }
-    if (optimizer := trainer.callers_optimizer) is not None:  # which has rates of its own
+    if (optimizer := trainer.callers_optimizer) is not None:  # it has its own learning rates
         arguments = {key: value for key, value in arguments.items() if "learning_rate" not in key}
         arguments["optimizers"] = type(optimizer).__name__
     step, epoch, log = trainer.state.global_step, trainer.state.epoch or 0.0, trainer.state.log_history
-    logged = {key: value for entry in log for key, value in entry.items()}  # the last of each
+    logged = {key: value for entry in log for key, value in entry.items()}  # the last value of each
     if trainer.best is not None:
         step, num_logged = trainer.best
         before = [entry for entry in log[:num_logged] if entry["step"] <= step]
@@ -169,15 +183,15 @@ def training_record(trainer, state_dict: dict[str, torch.Tensor] | None = None) 
         "draft_weights": None if state_dict is None else weights_digest(state_dict),
         "datasets": datasets,
         "rows": len(trainer.train_dataset) if isinstance(trainer.train_dataset, Dataset) else None,  # prepared
-        # A script of the user's own is not known.
+        # The command of a user's own script is not known.
         "command": f"accelerate launch {trainer.script} --config training.yaml" if trainer.script_settings else None,
         "arguments": without_paths(json.loads(json.dumps(arguments, default=str))),
         "steps": step,
         "epochs": epoch,
         "sequences_per_step": trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size,
-        "seconds": None if trainer.is_resumed else logged.get("train_runtime"),  # which is the last run's alone
+        "seconds": None if trainer.is_resumed else logged.get("train_runtime"),  # of the last run only
         "num_processes": args.world_size,
         "environment": environment(trainer.accelerator.device),
         "evaluation": evaluation_of(trainer, log, step),
-        "has_chat_template": getattr(trainer.processing_class, "chat_template", None) is not None,
+        "has_chat_template": trainer.processing_class.chat_template is not None,
     }

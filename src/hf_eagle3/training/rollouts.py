@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from ..assisting import assist
+from ..remote_code.draft_eagle3 import DraftModel
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
 from .features import TargetStates
 from .losses import LossType
@@ -17,15 +18,15 @@ from .ttt import TTTBatch, draft_loss
 @contextmanager
 def assist_rollouts(
     trainer: Trainer,
-    draft,
+    draft: DraftModel,
     learning_rate: float | None = None,
     ttt_steps: int = 3,
     ttt_step_decay: float = 0.8,
     loss_type: LossType = "kl",
 ) -> Iterator[None]:
     """
-    Within it the texts that a trainer generates are assisted by a draft, and `acceptance_length` is in its logs. The
-    texts, and so rewards and losses, are what they would be.
+    Lets a draft assist the texts that a trainer generates, and adds `acceptance_length` to its logs. Texts, rewards and
+    losses are the same as without the draft.
 
     ```py
     trainer = GRPOTrainer(model, reward_funcs=reward, args=args, train_dataset=dataset)
@@ -34,25 +35,27 @@ def assist_rollouts(
     draft.save_pretrained("my-draft")
     ```
 
-    The draft fits the target that it was trained for, which goes on changing here. With a `learning_rate` the draft
-    follows: whenever the trainer reads a batch to learn from it, the draft takes a step of its own on the states that
-    the target then has, and `draft_loss` is in the logs.
+    The trainer changes the target that the draft was trained for. With a `learning_rate` the draft follows: for each
+    batch that the trainer learns from, the draft takes a step of its own on the target's states of that forward. The logs
+    then have `draft_loss`.
 
     Args:
-        trainer (`Trainer`): Of which `model` generates.
-        draft ([`Eagle3ForSpeculation`]): Moved to the device of the model.
-        learning_rate (`float`, *optional*): Of AdamW, for the draft. `None` leaves it as it is.
-        ttt_steps (`int`, *optional*, defaults to 3): How many drafting steps are unrolled.
-        ttt_step_decay (`float`, *optional*, defaults to 0.8): Weight of each step's loss relative to the one before.
+        trainer (`Trainer`): A trainer whose `model` generates.
+        draft ([`Eagle3ForSpeculation`]): The draft. It is moved to the device of the model.
+        learning_rate (`float`, *optional*): The draft's learning rate, for AdamW. `None` does not train the draft.
+        ttt_steps (`int`, *optional*, defaults to 3): The number of drafting steps in the unroll.
+        ttt_step_decay (`float`, *optional*, defaults to 0.8): The weight of each step's loss relative to the one before.
         loss_type (`str`, *optional*, defaults to `"kl"`): See [`Eagle3TrainingArguments`].
 
     Raises:
-        ValueError: if the draft is not for this model, the trainer does not call `generate`, or several processes would
+        ValueError: if the draft is for another model, the trainer does not call `generate`, or several processes would
             each train a draft of their own.
     """
     for name in ("use_vllm", "use_transformers_paged"):
         if getattr(trainer.args, name, False):
-            raise ValueError(f"With `{name}=True` the trainer does not call `generate`, and no draft can assist it.")
+            raise ValueError(
+                f"With `{name}=True` the trainer does not call `generate`, so no draft can assist it. Leave `{name}` out."
+            )
     model = trainer.model
     target = without_adapter(model)
     draft.to(target.device)
@@ -62,8 +65,8 @@ def assist_rollouts(
         if learning_rate is not None:
             if trainer.accelerator.num_processes > 1:
                 raise ValueError(
-                    "A draft follows the target in one process only: leave `learning_rate` out, and train the draft again "
-                    "after this."
+                    "A draft can follow the target in one process only. Leave `learning_rate` out, and train the draft again "
+                    "afterwards."
                 )
             callback.learner = DraftLearner(target, draft, learning_rate, ttt_steps, ttt_step_decay, loss_type)
             stack.enter_context(callback.learner.listening())
@@ -74,13 +77,14 @@ def assist_rollouts(
 
 
 class RolloutCallback(TrainerCallback):
-    """Logs how drafting goes."""
+    """Logs the acceptance length and the loss of a draft."""
 
-    def __init__(self, draft):
-        self.draft, self.learner, self.last, self.lengths = draft, None, draft.last_generation, []
+    def __init__(self, draft: DraftModel):
+        self.draft, self.last, self.lengths = draft, draft.last_generation, []
+        self.learner: DraftLearner | None = None
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.draft.last_generation is not self.last:  # the texts of a rollout may be learned from in several steps
+        if self.draft.last_generation is not self.last:  # several steps may learn from one rollout
             self.last = self.draft.last_generation
             self.lengths += self.last.accepted_lengths
 
@@ -98,19 +102,28 @@ class RolloutCallback(TrainerCallback):
 
 class DraftLearner:
     """
-    Trains a draft on what a target computes anyway.
+    Trains a draft on the forwards of a target that learns.
 
     Args:
-        target (`PreTrainedModel`), draft, learning_rate, ttt_steps, ttt_step_decay, loss_type: See [`assist_rollouts`].
+        target (`PreTrainedModel`): The target.
+        draft, learning_rate, ttt_steps, ttt_step_decay, loss_type: See [`assist_rollouts`].
     """
 
-    def __init__(self, target: PreTrainedModel, draft, learning_rate, ttt_steps, ttt_step_decay, loss_type):
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: DraftModel,
+        learning_rate: float,
+        ttt_steps: int,
+        ttt_step_decay: float,
+        loss_type: LossType,
+    ):
         self.draft, self.ttt_steps, self.ttt_step_decay, self.loss_type = draft, ttt_steps, ttt_step_decay, loss_type
         draft.borrow_embeddings(target)
         self.layer_ids = draft.resolve_aux_layer_ids(target)
         self.target_states = TargetStates(target, self.layer_ids)
         self.weights = [weight for weight in draft.parameters() if weight.requires_grad]
-        # What is trained: half precision would swallow small updates.
+        # Copies in float32 are trained, because half precision would lose small updates.
         self.masters = [
             weight if weight.dtype == torch.float else weight.detach().float().requires_grad_()
             for weight in self.weights
@@ -120,7 +133,7 @@ class DraftLearner:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within it each forward of the target with gradients is learned from."""
+        """Learns from each forward of the target with gradients, for a while."""
         base_model = self.target_states.base_model
         handles = [
             base_model.register_forward_pre_hook(self.ask_for_states, with_kwargs=True),
@@ -137,7 +150,7 @@ class DraftLearner:
             return None
         if kwargs.get("input_ids") is None:
             raise ValueError(
-                "The trainer reads embeddings in place of `input_ids`, from which a draft cannot learn: leave "
+                "The trainer passes embeddings in place of `input_ids`, and a draft cannot learn from them. Leave "
                 "`learning_rate` out."
             )
         return args, kwargs | {"output_hidden_states": select_hidden_states(self.layer_ids)}
@@ -150,7 +163,7 @@ class DraftLearner:
         result = draft_loss(self.draft, batch, self.ttt_steps, self.loss_type)
         weights = self.ttt_step_decay ** torch.arange(self.ttt_steps, device=result.num_rows.device)
         loss = (weights * result.loss_sums / result.num_rows.clamp(min=1)).sum()
-        loss.backward(inputs=self.weights)  # none for the target, whose table of embeddings the draft reads
+        loss.backward(inputs=self.weights)  # the draft reads the target's embedding table
         torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
         halves = [pair for pair in zip(self.weights, self.masters) if pair[0] is not pair[1]]
         for weight, master in halves:
@@ -165,7 +178,7 @@ class DraftLearner:
 
     @torch.no_grad()
     def batch_of(self, inputs, outputs) -> TTTBatch:
-        """What the target said about a batch."""
+        """Returns what the target computed for a batch."""
         input_ids, mask = inputs["input_ids"], inputs.get("attention_mask")
         head = self.draft.get_output_embeddings().weight
         aux = aux_hidden_states(outputs, self.layer_ids, self.target_states.num_layers)
