@@ -8,11 +8,11 @@ part of the text, and are learned with the text.
 
 import copy
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +22,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..data import documents_of_row, num_positions, prompt_of
+from ..remote_code.accept_eagle3 import Accepted
 from ..remote_code.assistant_eagle3 import AssistantMixin
 from ..remote_code.checks_eagle3 import is_sharded
 from ..remote_code.decoding_eagle3 import TreeDecoding
 from ..remote_code.draft_eagle3 import DraftModel
 from ..remote_code.outputs_eagle3 import select_hidden_states
 from ..remote_code.ragged_eagle3 import take_rows
+from ..remote_code.tree_eagle3 import DraftTree
 from ..training import Eagle3Trainer, Eagle3TrainingArguments, FeatureStore
 from ..training.arguments import check_integers, check_not_negative, check_shares
 from ..training.losses import DraftLoss, LossType, log_sum_exp, probabilities
@@ -153,7 +155,9 @@ class OnPolicyTrainer(Eagle3Trainer):
         super()._forget_batches()
         self.rollouts.forget()
 
-    def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict], num_batches: int, device: torch.device
+    ) -> tuple[list[dict], torch.LongTensor]:
         batches, num_rows = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.progress < self.args.rollout_start:
             return batches, num_rows
@@ -257,8 +261,8 @@ def on_policy_loss(
     unroll = chain([first], text)
     output = ttt_loss(draft, batch, steps, loss_type, num_sampled=num_sampled, unroll=unroll)
 
-    def score(head, states, weights, probs, mass, entropy):
-        return (DraftLoss.apply(head(states), probs, mass, entropy, loss_type) * weights).sum()
+    def score(head: Callable, states: torch.Tensor, weights: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+        return (DraftLoss.apply(head(states), *targets, loss_type) * weights).sum()
 
     losses = [output.loss_sums.new_zeros(())]
     for level, states in zip(batch.tree_levels, tree_unroll(draft, batch, first.hidden_states, cache)):
@@ -316,14 +320,14 @@ class RecordingAssistant(AssistantMixin):
 class RecordedDecoding(TreeDecoding):
     """The [`TreeDecoding`] of a [`RecordingAssistant`]."""
 
-    def __init__(self, assistant: RecordingAssistant, target, *args):
+    def __init__(self, assistant: RecordingAssistant, target: PreTrainedModel, *args: Any):
         super().__init__(assistant, target, *args)
         self.assistant, verifier = assistant, self.verifier
         verifier.inputs["output_hidden_states"] = select_hidden_states(
             [*verifier.layer_ids, verifier.config.num_hidden_layers]
         )
 
-    def verify(self, tree):
+    def verify(self, tree: DraftTree) -> tuple[DraftTree, Accepted]:
         tree, accepted = super().verify(tree)
         if tree.num_nodes == 1:
             return tree, accepted
@@ -438,7 +442,7 @@ def rollout_batch(
         `tokens`, `parents`, `roots` and `weights` as in [`TreeLevel`], and `states` `(B, M, H)`.
     """
 
-    def pad(tensors, value):
+    def pad(tensors: list[torch.LongTensor], value: int) -> torch.LongTensor:
         return pad_sequence(tensors, batch_first=True, padding_value=value)
 
     batch = {

@@ -1,7 +1,7 @@
 """Losses between a draft `q` and its target `p`."""
 
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -68,7 +68,14 @@ class DraftLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits, probs, mass, entropy, loss_type):
+    def forward(
+        ctx: Any,
+        logits: torch.FloatTensor,
+        probs: torch.FloatTensor,
+        mass: torch.FloatTensor,
+        entropy: torch.FloatTensor,
+        loss_type: LossType,
+    ) -> torch.FloatTensor:
         gradient, losses = torch.empty_like(logits), []
         for *piece, piece_gradient in pieces(logits, probs, mass, entropy, gradient):
             loss, exact_gradient = loss_and_gradient(*piece, loss_type)
@@ -78,7 +85,7 @@ class DraftLoss(torch.autograd.Function):
         return torch.cat(losses, dim=-1)
 
     @staticmethod
-    def backward(ctx, upstream):
+    def backward(ctx: Any, upstream: torch.FloatTensor) -> tuple[torch.FloatTensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return gradient * upstream[..., None].to(gradient.dtype), None, None, None, None
 

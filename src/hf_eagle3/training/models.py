@@ -117,6 +117,19 @@ def draft_to_train(
             f"`draft_vocab_size` is {args.draft_vocab_size}, but the draft has a vocabulary of "
             f"{model.config.draft_vocab_size}. Leave one of `model` and `draft_vocab_size` out."
         )
+    check_draft(model, target_model)
+    if not hasattr(model, "peft_config"):  # PEFT has frozen the rest
+        for name in model.frozen:
+            if hasattr(model, name):
+                getattr(model, name).requires_grad_(False)
+    return model.float()
+
+
+def check_draft(model: DraftModel | PeftModel, target_model: PreTrainedModel) -> None:
+    """
+    Raises:
+        ValueError: if the draft is for another target, or training-time test cannot train it.
+    """
     model.validate_target(target_model)
     if model.reads_after_last_layer(target_model):
         raise ValueError(
@@ -128,11 +141,6 @@ def draft_to_train(
             "`Eagle3Trainer` trains drafts with full attention; this one has layers "
             f"{model.config.transformer_layer_config.layer_types}, and training-time test would ignore their window."
         )
-    if not hasattr(model, "peft_config"):
-        for name in model.frozen:
-            if hasattr(model, name):
-                getattr(model, name).requires_grad_(False)
-    return model.float()
 
 
 @contextmanager

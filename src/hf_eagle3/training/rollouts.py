@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.utils import ModelOutput
 
 from ..assisting import assist
 from ..remote_code.draft_eagle3 import DraftModel
@@ -145,7 +147,7 @@ class DraftLearner:
             for handle in handles:
                 handle.remove()
 
-    def ask_for_states(self, module, args, kwargs):
+    def ask_for_states(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
         if not torch.is_grad_enabled():
             return None
         if kwargs.get("input_ids") is None:
@@ -155,7 +157,7 @@ class DraftLearner:
             )
         return args, kwargs | {"output_hidden_states": select_hidden_states(self.layer_ids)}
 
-    def learn(self, module, args, kwargs, outputs):
+    def learn(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], outputs: ModelOutput) -> None:
         if not torch.is_grad_enabled():
             return
         batch = self.batch_of(kwargs, outputs)
@@ -177,7 +179,7 @@ class DraftLearner:
         self.losses.append(loss.item())
 
     @torch.no_grad()
-    def batch_of(self, inputs, outputs) -> TTTBatch:
+    def batch_of(self, inputs: dict[str, Any], outputs: ModelOutput) -> TTTBatch:
         """Returns what the target computed for a batch."""
         input_ids, mask = inputs["input_ids"], inputs.get("attention_mask")
         head = self.draft.get_output_embeddings().weight

@@ -1,6 +1,7 @@
 """[`Eagle3Trainer`]: TRL's `SFTTrainer`, training a draft by training-time test."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -252,13 +253,26 @@ class Eagle3Trainer(DraftSavingTrainer):
             for module in ends if only_ends else [self.target_model]:
                 module.to(self.accelerator.device)
 
-    def _encode(self, dataset, tokenizer, args, formatting_func, name: str) -> Dataset | IterableDataset:
+    def _encode(
+        self,
+        dataset: Dataset | IterableDataset,
+        tokenizer: PreTrainedTokenizerBase,
+        args: Eagle3TrainingArguments,
+        formatting_func: Callable | None,
+        name: str,
+    ) -> Dataset | IterableDataset:
         return encode(
             dataset, tokenizer, args, self.assistant_only_loss, self.target_vocab_size, formatting_func, name
         )
 
     def _prepare_dataset(
-        self, dataset, processing_class, args, packing, formatting_func, dataset_name
+        self,
+        dataset: Dataset | IterableDataset,
+        processing_class: PreTrainedTokenizerBase,
+        args: Eagle3TrainingArguments,
+        packing: bool,
+        formatting_func: Callable | None,
+        dataset_name: str,
     ) -> Dataset | IterableDataset:
         """Reports rows that `SFTTrainer` would shorten, split or drop silently."""
         if isinstance(dataset, Dataset) and "feature_row" in dataset.column_names:
@@ -553,7 +567,7 @@ def check_call(target_model: str | PreTrainedModel, kwargs: dict[str, Any]) -> N
         raise ValueError("`eval_dataset` is a feature store, but evaluation decodes: pass a data set.")
 
 
-def _forward_or_unroll(self, *args, unroll=None, **kwargs):
+def _forward_or_unroll(self: DraftModel, *args: Any, unroll: Callable | None = None, **kwargs: Any) -> Any:
     if unroll is not None:
         return unroll(self)
     return type(self).forward(self, *args, **kwargs)

@@ -15,15 +15,16 @@ rows that are kept are then nodes below the text, as in a tree.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from ..remote_code.draft_eagle3 import DraftModel
 from ..remote_code.ragged_eagle3 import flat_indices, take_rows
 from .losses import DraftLoss, LossType, acceptance_rates, log_sum_exp, pieces, probabilities
 
@@ -131,7 +132,16 @@ class TTTCache:
         self.steps.setdefault(layer_idx, []).append((keys, values))
         return keys, values
 
-    def attention_forward(self, module, query, key, value, attention_mask, scaling, **kwargs):
+    def attention_forward(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
         keys, values = zip(*self.steps[module.layer_idx])
         if self.block_mask is None:
             output = blockwise_attention(query, keys, values, self.documents, scaling)
@@ -173,7 +183,16 @@ class TreeTTTCache:
         self.paths[layer_idx] = paths
         return keys, values
 
-    def attention_forward(self, module, query, key, value, attention_mask, scaling, **kwargs):
+    def attention_forward(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
         keys, values = self.of_text.steps[module.layer_idx][0]
         own = [each for states in self.paths[module.layer_idx] for each in states.unbind(3)]
         outputs = []
@@ -185,7 +204,14 @@ class TreeTTTCache:
         return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
-def blockwise_attention(query, keys, values, documents, scaling, block_size=BLOCK_SIZE):
+def blockwise_attention(
+    query: torch.FloatTensor,
+    keys: Sequence[torch.FloatTensor],
+    values: Sequence[torch.FloatTensor],
+    documents: torch.LongTensor,
+    scaling: float,
+    block_size: int = BLOCK_SIZE,
+) -> torch.FloatTensor:
     """
     Computes the attention of one step. Within a document it is causal to the keys of step 0, and diagonal to the keys of
     every later step. Scores of `block_size` queries are in memory at a time, and backward computes them again.
@@ -214,7 +240,15 @@ def blockwise_attention(query, keys, values, documents, scaling, block_size=BLOC
     return torch.cat(outputs, dim=2)
 
 
-def block_attention(query, keys, values, documents, rows, scaling, *own):
+def block_attention(
+    query: torch.FloatTensor,
+    keys: torch.FloatTensor,
+    values: torch.FloatTensor,
+    documents: torch.LongTensor,
+    rows: torch.LongTensor,
+    scaling: float,
+    *own: torch.FloatTensor,
+) -> torch.FloatTensor:
     """
     Computes [`blockwise_attention`] for some `rows` `(B, Q)`. `own` has their keys of the later steps, and then their
     values, each `(B, H_kv, Q, D)`.
@@ -238,7 +272,14 @@ def block_attention(query, keys, values, documents, rows, scaling, *own):
     return output.flatten(1, 2)
 
 
-def merged_attention(query, keys, values, block_mask, scaling, attend):
+def merged_attention(
+    query: torch.FloatTensor,
+    keys: Sequence[torch.FloatTensor],
+    values: Sequence[torch.FloatTensor],
+    block_mask: BlockMask,
+    scaling: float,
+    attend: Callable,
+) -> torch.FloatTensor:
     """
     Computes [`blockwise_attention`] by flex attention. It merges a causal attention to the keys of step 0 with the
     diagonal terms, each weighted by its share of the sum of exponentials.
@@ -264,7 +305,7 @@ def merged_attention(query, keys, values, block_mask, scaling, attend):
     return output
 
 
-def causal_block_mask(documents: torch.LongTensor, length: int | None = None):
+def causal_block_mask(documents: torch.LongTensor, length: int | None = None) -> BlockMask:
     """
     Returns the `BlockMask` of causal attention within documents.
 
@@ -286,7 +327,13 @@ def padded_length(length: int) -> int:
     return max(1 << (length - 1).bit_length(), 128)
 
 
-def attend_by_flex(query, key, value, block_mask, scaling):
+def attend_by_flex(
+    query: torch.FloatTensor,
+    key: torch.FloatTensor,
+    value: torch.FloatTensor,
+    block_mask: BlockMask,
+    scaling: float,
+) -> tuple[torch.FloatTensor, torch.FloatTensor]:
     """Returns the attention `(B, H, L, D)` and the logarithms of its sums of exponentials `(B, H, L)`."""
     arguments = {"block_mask": block_mask, "scale": scaling, "enable_gqa": True}
     if AuxRequest is None:  # before torch 2.9
@@ -296,7 +343,8 @@ def attend_by_flex(query, key, value, block_mask, scaling):
 
 
 @functools.cache
-def compiled_flex():
+def compiled_flex() -> Callable:
+    """Returns [`attend_by_flex`], compiled once."""
     return torch.compile(attend_by_flex, dynamic=False)
 
 
@@ -369,7 +417,7 @@ class RowTargets(NamedTuple):
 
 
 def ttt_unroll(
-    draft, batch: TTTBatch, steps: int, row_share: float = 1.0, cache: TTTCache | None = None
+    draft: DraftModel, batch: TTTBatch, steps: int, row_share: float = 1.0, cache: TTTCache | None = None
 ) -> Iterator[UnrollStep]:
     """
     Unrolls the draft, and yields each step.
@@ -461,7 +509,7 @@ class SampledVocabulary(NamedTuple):
         return F.linear(states, self.weight, self.log_weights.to(self.weight.dtype))
 
 
-def draft_loss(draft, batch: TTTBatch, steps: int, loss_type: LossType = "kl", **kwargs) -> TTTOutput:
+def draft_loss(draft: DraftModel, batch: TTTBatch, steps: int, loss_type: LossType = "kl", **kwargs: Any) -> TTTOutput:
     """
     Returns the draft's own `training_loss(batch, steps)`, if it has one, and else [`ttt_loss`] with the other arguments.
     """
@@ -470,7 +518,7 @@ def draft_loss(draft, batch: TTTBatch, steps: int, loss_type: LossType = "kl", *
 
 
 def ttt_loss(
-    draft,
+    draft: DraftModel,
     batch: TTTBatch,
     steps: int,
     loss_type: LossType = "kl",
@@ -495,14 +543,14 @@ def ttt_loss(
     vocabulary = None if num_sampled is None else SampledVocabulary.of(batch, draft.lm_head, num_sampled)
     unroll = ttt_unroll(draft, batch, steps, row_share) if unroll is None else unroll
 
-    def row_loss(logits, targets):
+    def row_loss(logits: torch.FloatTensor, targets: RowTargets) -> torch.FloatTensor:
         return DraftLoss.apply(logits, targets.probs, targets.mass, targets.entropy, loss_type)
 
     return unroll_loss(draft, batch, unroll, row_loss, max_logits, vocabulary)
 
 
 def unroll_loss(
-    draft,
+    draft: DraftModel,
     batch: TTTBatch,
     unroll: Iterable[UnrollStep],
     row_loss: Callable[[torch.FloatTensor, RowTargets], torch.FloatTensor],
@@ -530,7 +578,7 @@ def unroll_loss(
     target_probs, entropy = probabilities(target_logits)  # (B, L, V_draft), (B, L)
     all_targets = (target_probs, batch.target_mass, entropy, batch.target_tokens)
 
-    def score(head, states, rows, *targets):
+    def score(head: Callable, states: torch.Tensor, rows: torch.BoolTensor, *targets: torch.Tensor) -> tuple:
         logits, targets = head(states), RowTargets(*targets)
         loss, logits = (row_loss(logits, targets) * rows).sum(), logits.detach()
         unweighted = logits if vocabulary is None else logits - vocabulary.log_weights
