@@ -325,6 +325,9 @@ def test_resumed_rollouts_go_on_as_if_uninterrupted(tmp_path, tokenizer):
         make_trainer(tmp_path / "parts", tokenizer, **{**arguments, "max_steps": 9, "rollout_share": 0.25}).train(
             resume_from_checkpoint=True
         )
+    arguments = {name: value for name, value in arguments.items() if name not in ROLLOUTS} | {"max_steps": 9}
+    with pytest.raises(ValueError, match="arguments_class was 'OnPolicyTrainingArguments' before, 'Eagle3Training"):
+        make_trainer(tmp_path / "parts", tokenizer, **arguments).train(resume_from_checkpoint=True)
 
 
 def test_what_cannot_roll_out(tmp_path, tokenizer):

@@ -117,7 +117,7 @@ def draft_to_train(
             f"`draft_vocab_size` is {args.draft_vocab_size}, but the draft has a vocabulary of "
             f"{model.config.draft_vocab_size}. Leave one of `model` and `draft_vocab_size` out."
         )
-    check_draft(model, target_model)
+    check_draft(model, target_model, args)
     if not hasattr(model, "peft_config"):  # PEFT has frozen the rest
         for name in model.frozen:
             if hasattr(model, name):
@@ -125,10 +125,10 @@ def draft_to_train(
     return model.float()
 
 
-def check_draft(model: DraftModel | PeftModel, target_model: PreTrainedModel) -> None:
+def check_draft(model: DraftModel | PeftModel, target_model: PreTrainedModel, args: Eagle3TrainingArguments) -> None:
     """
     Raises:
-        ValueError: if the draft is for another target, or training-time test cannot train it.
+        ValueError: if the draft is for another target, or training-time test cannot train it with these arguments.
     """
     model.validate_target(target_model)
     if model.reads_after_last_layer(target_model):
@@ -140,6 +140,11 @@ def check_draft(model: DraftModel | PeftModel, target_model: PreTrainedModel) ->
         raise ValueError(
             "`Eagle3Trainer` trains drafts with full attention; this one has layers "
             f"{model.config.transformer_layer_config.layer_types}, and training-time test would ignore their window."
+        )
+    if hasattr(model, "training_loss") and (args.ttt_row_share < 1 or args.sampled_vocab_size is not None):
+        raise ValueError(
+            f"{type(model).__name__} learns from all rows and tokens in each step. Leave `ttt_row_share` and "
+            "`sampled_vocab_size` out."
         )
 
 

@@ -112,7 +112,8 @@ def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
         )
     if not record:
         return
-    facts = {name: now[name] for name in ("rows", "sequences_per_step") if record.get(name) is not None}
+    facts = ("arguments_class", "rows", "sequences_per_step")
+    facts = {name: now[name] for name in facts if record.get(name) is not None}
     fixed = (*args.FIXED_ON_RESUME, *FIXED_IN_SCRIPTS)
     then, now = ({name: each[name] for name in fixed if name in each} for each in (then, now["arguments"]))
     then, now = ({name: each.get(name, defaults.get(name)) for name in {**then, **now}} for each in (then, now))
@@ -185,6 +186,7 @@ def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] 
         "rows": len(trainer.train_dataset) if isinstance(trainer.train_dataset, Dataset) else None,  # prepared
         # The command of a user's own script is not known.
         "command": f"accelerate launch {trainer.script} --config training.yaml" if trainer.script_settings else None,
+        "arguments_class": type(args).__name__,
         "arguments": without_paths(json.loads(json.dumps(arguments, default=str))),
         "steps": step,
         "epochs": epoch,

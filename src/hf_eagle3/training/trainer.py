@@ -145,7 +145,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         if not isinstance(args, self._args_class):
             raise TypeError(f"`args` must be `{self._args_class.__name__}`, got {type(args).__name__}.")
         args = copy.copy(args)
-        if args.n_gpu > 1:  # `nn.DataParallel` cannot split what the target says about a batch
+        if args.n_gpu > 1:  # `nn.DataParallel` cannot split the target's states of a batch
             logger.warning(
                 f"One process trains the draft on one GPU, the first of {args.n_gpu} here. `accelerate launch` starts a process "
                 "for each."
@@ -173,7 +173,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         """Encodes the data and calls `SFTTrainer.__init__`. Returns the feature store, if the data is one."""
         prepare_tokenizer(tokenizer, args)
         self.assistant_only_loss = args.assistant_only_loss
-        # `SFTTrainer` has no hook for arguments that it refuses, warns of, or would apply to our tokens a second time.
+        # `SFTTrainer` has no hook for these arguments, so it gets others. It would refuse our losses, look for the
+        # assistant's turns in our tokens, and warn that `model_init_kwargs` are ignored.
         hidden = {"loss_type": "nll", "assistant_only_loss": False, "model_init_kwargs": None}
         train_dataset = kwargs.pop("train_dataset", None)
         store = train_dataset if isinstance(train_dataset, FeatureStore) else None
@@ -211,13 +212,6 @@ class Eagle3Trainer(DraftSavingTrainer):
                 "`sampled_vocab_size` takes rows of the draft's head, which FSDP and DeepSpeed keep in parts. Leave it out, or "
                 "use DDP: a draft is small."
             )
-        if hasattr(self.draft, "training_loss") and (
-            self.args.ttt_row_share < 1 or self.args.sampled_vocab_size is not None
-        ):
-            raise ValueError(
-                f"{type(self.draft).__name__} learns from all rows and tokens in each step. Leave `ttt_row_share` and "
-                "`sampled_vocab_size` out."
-            )
 
     def _connect_models(self, store: FeatureStore | None) -> None:
         """Lets the draft read the target, or its stored features."""
@@ -236,7 +230,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         draft.forward = MethodType(_forward_or_unroll, draft)
 
     def _check_batches(self) -> None:
-        """Checks whether the data fills a batch, if others are dropped."""
+        """Checks that `dataloader_drop_last` does not drop all data."""
         rows_of_step = self.args.per_device_train_batch_size * self.args.world_size
         if not self.args.dataloader_drop_last or not isinstance(self.train_dataset, Dataset):
             return
