@@ -170,7 +170,7 @@ def rows_of(dataset: DatasetDict, split: str) -> Dataset | IterableDataset:
 
 
 def load_target(config: TargetConfig, with_layers: bool = True, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Loads the target, or only its embeddings and head, which are all that training from features needs."""
+    """Loads the target, or only its embeddings and head. Training from features needs no more."""
     if config.load_in_4bit and config.dtype == "auto":
         config.dtype = "bfloat16"  # 4-bit layers compute in it
     quantization_config = get_quantization_config(config)
@@ -308,7 +308,7 @@ def main(
     arguments_class: type[Eagle3TrainingArguments] = Eagle3TrainingArguments,
     script: str = Eagle3Trainer.script,
 ) -> None:
-    """Trains by the command line. `script` is what the command line begins with."""
+    """Trains with the arguments of the command line, which begins with `script`."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_eagle3").setLevel(logging.INFO)
     parser = Eagle3Parser((TrainScriptArguments, arguments_class, TargetConfig, DatasetMixtureConfig))

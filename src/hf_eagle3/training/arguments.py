@@ -61,8 +61,8 @@ def check_not_negative(args: Any, *names: str) -> None:
 @dataclass
 class Eagle3TrainingArguments(SFTConfig):
     r"""
-    Configuration of [`Eagle3Trainer`]. It adds arguments of training-time test to [`~trl.SFTConfig`], which has those of
-    data preparation, chat templates, assistant-only loss, packing, logging and checkpoints.
+    Configuration of [`Eagle3Trainer`]. It adds arguments of training-time test to [`~trl.SFTConfig`]. Data preparation, chat
+    templates, assistant-only loss, packing, logging and checkpoints have TRL's arguments.
 
     Of the packing strategies, `"bfd"` (the default) and `"bfd_split"` keep documents apart: attention, unroll and loss
     stay within a document. `"wrapped"` forgets where documents end. It is for running text.
@@ -73,11 +73,11 @@ class Eagle3TrainingArguments(SFTConfig):
         model_init_kwargs (`dict`, *optional*):
             Arguments of [`Eagle3ForSpeculation.from_target`] for a fresh draft (`model=None`).
         draft_form (`str`, *optional*, defaults to `"eagle3.1"`):
-            The form of a fresh draft. `"classic"` is that of the EAGLE-3 paper: it accepts less, and most engines take
-            it. `"p-eagle"` drafts all tokens in one pass. `model_init_kwargs` override the form.
+            The form of a fresh draft. `"classic"` is the EAGLE-3 paper's form: it accepts less, and most engines take it.
+            `"p-eagle"` drafts all tokens in one pass. `model_init_kwargs` override the form.
         draft_vocab_size (`int`, *optional*):
-            The size of a fresh draft's vocabulary, which has the most frequent supervised tokens of the training data.
-            By default the draft has the target's whole vocabulary.
+            The size of a fresh draft's vocabulary. It has the most frequent supervised tokens of the training data. By
+            default the draft has the target's whole vocabulary.
         ttt_steps (`int`, *optional*, defaults to `7`):
             The number of drafting steps in the unroll.
         ttt_warmup (`float`, *optional*, defaults to `0.8`):

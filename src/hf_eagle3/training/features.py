@@ -231,7 +231,7 @@ class FeatureStore:
 
     - `rows/`: the prepared data set (`input_ids`, `labels`, and `seq_lengths` if packed).
     - `index.json`: the target, tokenizer and layers of the features, and how they are stored.
-    - `features-00000.safetensors`, ...: the states of `rows_per_shard` rows each, which have `T` tokens together.
+    - `features-00000.safetensors`, ...: the states of `rows_per_shard` rows each, `T` tokens together.
       `states` `(T, n_aux + 1, H)` has the rows one after the other; the last of the `n_aux + 1` is the input of
       the target's head. `offsets` `(rows + 1,)` has the ends of rows. With fp8 there are `scales` `(T, n_aux + 1)`.
 

@@ -33,7 +33,7 @@ def load_target(
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
-    Returns the target and its tokenizer, and loads what is given by name or not at all.
+    Returns the target and its tokenizer. Loads the target if it is a name, and the tokenizer if there is none.
 
     Args:
         target (`str` or `PreTrainedModel`): The target, or its folder or Hub id.
