@@ -8,15 +8,14 @@ from trainers import CHATS, TEXTS, make_trainer, make_ttt_batch
 from transformers import DynamicCache
 
 from hf_eagle3.data import documents_of_row, prompt_of
-from hf_eagle3.experimental import OnPolicyTrainer, on_policy
+from hf_eagle3.experimental import OnPolicyTrainer, on_policy, recording
 from hf_eagle3.experimental.on_policy import (
     TreeBatch,
     TreeLevel,
     on_policy_loss,
-    roll_out,
-    rollout_batch,
     tree_unroll,
 )
+from hf_eagle3.experimental.recording import roll_out, rollout_batch
 from hf_eagle3.remote_code.policy_eagle3 import Calibration
 from hf_eagle3.training.checkpoint import last_whole_checkpoint
 from hf_eagle3.training.ttt import TTTCache, ttt_loss, ttt_unroll
@@ -30,7 +29,7 @@ PROMPTS = [make_prompt(length, seed=length)[0] for length in (5, 9, 7)]
 @pytest.fixture(autouse=True)
 def improbable_nodes(monkeypatch):
     """A random target is sure of little."""
-    monkeypatch.setattr(on_policy, "LEAST_PROBABILITY", LEAST_PROBABILITY)
+    monkeypatch.setattr(recording, "LEAST_PROBABILITY", LEAST_PROBABILITY)
 
 
 def make_rollout(family="llama", temperature=0.0, **overrides):
@@ -147,7 +146,7 @@ ROLLOUTS = {"rollout_share": 0.5, "rollout_start": 0.0, "rollout_interval": 2, "
 ROLLOUTS["trainer_class"] = OnPolicyTrainer
 
 
-def recording(trainer):
+def learned_batches(trainer):
     """The batches that a trainer learns from."""
     batches, learn = [], trainer.target_features
     trainer.target_features = lambda inputs: batches.append(inputs) or learn(inputs)
@@ -161,7 +160,7 @@ def recording(trainer):
 def test_some_batches_are_rollouts(tmp_path, tokenizer, arguments):
     arguments = {**ROLLOUTS, "max_steps": 8, "rollout_start": 0.5, **arguments}
     trainer = make_trainer(tmp_path, tokenizer, **arguments)
-    batches = recording(trainer)
+    batches = learned_batches(trainer)
     trainer.train()
     is_rollout = ["tree_levels" in batch for batch in batches]
     half = len(batches) // 2
@@ -181,9 +180,9 @@ def test_some_batches_are_rollouts(tmp_path, tokenizer, arguments):
 
 
 def test_improbable_nodes_leave_texts(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(on_policy, "LEAST_PROBABILITY", 2.0)
+    monkeypatch.setattr(recording, "LEAST_PROBABILITY", 2.0)
     trainer = make_trainer(tmp_path, tokenizer, **ROLLOUTS)
-    batches = recording(trainer)
+    batches = learned_batches(trainer)
     trainer.train()
     assert [batch["tree_levels"] for batch in batches if "tree_levels" in batch] == [[]]
 
@@ -270,7 +269,7 @@ def test_all_documents_of_packed_rows_are_rolled_out(tmp_path, tokenizer, monkey
 
 def test_only_answers_of_chats_are_learned(tmp_path, tokenizer):
     trainer = make_trainer(tmp_path, tokenizer, dataset=CHATS, assistant_only_loss=True, **ROLLOUTS)
-    batches = recording(trainer)
+    batches = learned_batches(trainer)
     trainer.train()
     (batch,) = [batch for batch in batches if "tree_levels" in batch]
     for tokens, labels in zip(batch["input_ids"], batch["labels"]):
