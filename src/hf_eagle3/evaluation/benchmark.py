@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
 from .memory import peak_memory, reset_peak_memory
-from .results import METHODS, OTHER_DRAFTS, OURS, BenchmarkResults
+from .results import METHODS, OTHER_DRAFTS, OURS, BenchmarkResults, speedup
 
 
 logger = logging.get_logger(__name__)
@@ -210,9 +210,9 @@ def measure_repeat(
                 total["peak_memory"] = max(total["peak_memory"] or 0, facts["peak_memory"])
             progress.update()
         row += len(expected)
-    plain = measured["plain"]
-    for total in measured.values():
-        total["speedup"] = total["new_tokens"] / total["seconds"] * plain["seconds"] / plain["new_tokens"]
+    rates = {method: total["new_tokens"] / total["seconds"] for method, total in measured.items()}
+    for method, total in measured.items():
+        total["speedup"] = speedup(rates[method], rates["plain"])
         for name in ("accepted_lengths", "drafted_lengths"):
             total[name] = {str(length): count for length, count in sorted(total[name].items())}
     return list(measured.values())

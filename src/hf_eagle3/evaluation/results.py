@@ -29,6 +29,44 @@ COLORS = dict(
 )
 
 
+def acceptance_length(lengths: Counter[int]) -> float:
+    """
+    τ, pooled: all tokens that verification forwards emitted, over the number of those forwards.
+
+    Args:
+        lengths (`Counter[int]`): How many forwards emitted 1, 2, ... tokens. At least one forward.
+    """
+    return sum(length * count for length, count in lengths.items()) / lengths.total()
+
+
+def acceptance_by_position(lengths: Counter[int]) -> list[float]:
+    """
+    Entry `k`: the share of verification forwards that accepted at least `k + 1` drafted tokens.
+
+    Args:
+        lengths (`Counter[int]`): How many forwards emitted 1, 2, ... tokens. One token of each is the target's own.
+    """
+    num_drafted = max(lengths, default=1) - 1
+    return [
+        sum(count for length, count in lengths.items() if length > k + 1) / lengths.total() for k in range(num_drafted)
+    ]
+
+
+def speedup(tokens_per_second: float, plain: float) -> float:
+    """
+    The speed-up in one repeat: its tokens per second over those of plain generation.
+
+    Args:
+        tokens_per_second, plain (`float`): Both from the same repeat.
+
+    Raises:
+        ValueError: if one of them is not positive.
+    """
+    if not (tokens_per_second > 0 and plain > 0):
+        raise ValueError(f"Tokens per second must be positive, but are {tokens_per_second} and, plain, {plain}.")
+    return tokens_per_second / plain
+
+
 @dataclass
 class BenchmarkRow:
     """
@@ -91,9 +129,7 @@ class BenchmarkRow:
         tell them apart, all tokens over all forwards of the target, at batch size 1.
         """
         if self.accepted_lengths:
-            return (
-                sum(length * count for length, count in self.accepted_lengths.items()) / self.accepted_lengths.total()
-            )
+            return acceptance_length(self.accepted_lengths)
         if self.method == "plain" or self.batch_size > 1 or self.target_forwards == 0:
             return None
         return self.new_tokens / self.target_forwards
@@ -101,20 +137,12 @@ class BenchmarkRow:
     @property
     def tree_acceptance_length(self) -> float | None:
         """τ of the trees alone: what the draft brings where it is used."""
-        lengths = self.drafted_lengths
-        return sum(length * count for length, count in lengths.items()) / lengths.total() if lengths else None
+        return acceptance_length(self.drafted_lengths) if self.drafted_lengths else None
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """
-        Entry `k`: the share of the trees of which at least `k + 1` drafted tokens were accepted.
-        """
-        lengths = self.drafted_lengths
-        num_drafted = max(lengths, default=1) - 1  # one token of each is the target's own
-        return [
-            sum(count for length, count in lengths.items() if length > k + 1) / lengths.total()
-            for k in range(num_drafted)
-        ]
+        """Entry `k`: the share of trees with at least `k + 1` accepted tokens."""
+        return acceptance_by_position(self.drafted_lengths)
 
 
 @dataclass
