@@ -263,7 +263,7 @@ def main():
     ):
         print(
             f"In {run['environment']['dtype']} a forward over several tokens rounds differently than one over a single token, so "
-            "that texts may part at near ties (recipes/measurements/low_precision.py checks that they are); --dtype float32 compares them "
+            "that texts may part at near ties (experiments/low_precision.py checks that they are); --dtype float32 compares them "
             "without."
         )
     for row in rows:

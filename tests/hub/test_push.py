@@ -10,11 +10,11 @@ import pytest
 import torch
 from conftest import make_draft, make_prompt, make_target
 from datasets import Dataset
+from hub.test_card import BENCHMARK, TRAINING
 from huggingface_hub import HfApi, ModelCard, RepoCard
 from huggingface_hub.errors import LocalEntryNotFoundError
 from loopback_hub import VALIDATES_CARDS_HERE, serve_hub
 from peft import LoraConfig
-from test_card import BENCHMARK, TRAINING
 from transformers import AutoModel
 from transformers.utils import hub as transformers_hub
 

@@ -240,14 +240,14 @@ def test_what_the_templates_mark(name, tokenizer):
     assert text.startswith("def") and "abc" not in text and text.count("def") == 2
 
 
-def test_what_a_training_will_take(tmp_path, run_recipe):
+def test_what_a_training_will_take(tmp_path, run_experiment):
     AutoConfig.for_model(
         "qwen3", **TARGETS["qwen3_8b"][1], tie_word_embeddings=False, architectures=["Qwen3ForCausalLM"]
     ).save_pretrained(tmp_path)
     page = (ROOT / "docs" / "training.md").read_text()
     for echo_factor in (2, 1):
         arguments = ("--target", tmp_path, "--tokens", 5e8, "--tflops", 989, "--echo_factor", echo_factor)
-        result = run_recipe("measurements/training_cost.py", *arguments)
+        result = run_experiment("training_cost.py", *arguments)
         assert result.returncode == 0, result.stderr[-3000:]
         lines = result.stdout.splitlines()
         for line in lines[-2:]:  # GPUs, tokens a second, hours

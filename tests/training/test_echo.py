@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
 from conftest import make_target
-from test_trainer import TEXTS, make_trainer
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from training.test_trainer import TEXTS, make_trainer
 
 from hf_eagle3.training.echo import EchoSampler
 

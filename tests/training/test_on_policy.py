@@ -3,8 +3,8 @@
 import pytest
 import torch
 from conftest import make_draft, make_prompt, make_target
-from test_trainer import CHATS, TEXTS, make_trainer
-from test_ttt import make_batch
+from training.test_trainer import CHATS, TEXTS, make_trainer
+from training.test_ttt import make_batch
 from transformers import DynamicCache
 
 from hf_eagle3.data import documents_of_row, prompt_of

@@ -4,7 +4,7 @@
 """
 What training a draft will take, computed from the sizes of the models: nothing is measured here.
 
-    python recipes/measurements/training_cost.py --target Qwen/Qwen3-8B --draft_vocab_size 32000 --tokens 5e8 \
+    python experiments/training_cost.py --target Qwen/Qwen3-8B --draft_vocab_size 32000 --tokens 5e8 \
         --tflops 989 --utilization 0.4
 
 Arithmetic is counted as two operations a weight that a token passes in forward, and four more in backward where it is trained;

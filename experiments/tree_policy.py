@@ -5,7 +5,7 @@
 Whether the tree policy `auto` keeps its promises on a pairing: never slower than plain generation, even with a useless
 draft, and as fast as the best fixed tree.
 
-    python recipes/measurements/tree_policy.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl \
+    python experiments/tree_policy.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl \
         --batch_sizes 1 4 16
 
 For each batch size and temperature it tries a grid of fixed trees on the first batch, takes the fastest of them

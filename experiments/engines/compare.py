@@ -5,7 +5,7 @@
 The same draft and prompts in transformers, vLLM, llama.cpp and OpenVINO GenAI, on the CPU: greedily, in float32, one
 prompt at a time. Each engine is compared with itself without a draft.
 
-    python recipes/measurements/engines/compare.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl \
+    python experiments/engines/compare.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl \
         --output_dir outputs/engines
 
 The draft must be classic (`draft_form="classic"`), and the target a Qwen3. Engines get environments of their own in

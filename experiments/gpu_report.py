@@ -5,8 +5,8 @@
 One report on a CUDA device: is decoding right there, what does a step cost, what does a draft bring, how fast is
 training.
 
-    python recipes/measurements/gpu_report.py --minutes 8 --output_dir gpu-report
-    python recipes/measurements/gpu_report.py --minutes 8 --output_dir gpu-report \
+    python experiments/gpu_report.py --minutes 8 --output_dir gpu-report
+    python experiments/gpu_report.py --minutes 8 --output_dir gpu-report \
         --target HuggingFaceTB/SmolLM2-135M-Instruct --chats chats.jsonl
 
 To compile trees takes minutes by itself: with `--minutes 15` the report has them, too. Without `--target` and `--chats`
@@ -15,7 +15,7 @@ each in a process of its own and with its share of the minutes. A part saves eac
 soon as it is measured, and `report.md` is written anew after each part. A part that fails or runs out of time is
 reported, and the next one begins. The same command again measures only what is missing.
 
-    python recipes/measurements/gpu_report.py --device cpu --tiny --output_dir outputs/rehearsal
+    python experiments/gpu_report.py --device cpu --tiny --output_dir outputs/rehearsal
 
 rehearses every part on a CPU in about two minutes.
 """
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS, grace
     if args.part is not None:
         return measure_part(args, folder)
 
-    command = f"python recipes/measurements/gpu_report.py {' '.join(argv)}"
+    command = f"python experiments/gpu_report.py {' '.join(argv)}"
     states_file, begun = folder / "states.json", json.dumps([args.tiny, args.config, args.target])
     kept = json.loads(states_file.read_text(encoding="utf-8")) if states_file.exists() else {}
     if kept and kept["begun"] != begun:

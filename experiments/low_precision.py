@@ -1,7 +1,7 @@
 """
 How often greedy text differs from plain `generate` in low precision, and whether each difference is a near tie.
 
-    python recipes/measurements/low_precision.py --target Qwen/Qwen3-8B --draft me/Qwen3-8B-speculator.eagle3 \
+    python experiments/low_precision.py --target Qwen/Qwen3-8B --draft me/Qwen3-8B-speculator.eagle3 \
         --prompts prompts.jsonl --dtypes bfloat16 float16
 
 A forward over a tree adds the same numbers in another order than a forward over one token, as does any batch, and

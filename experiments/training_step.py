@@ -1,7 +1,7 @@
 """
 What a step of training-time test takes, in time and memory, for sequences of several lengths.
 
-    python recipes/measurements/training_step.py --target Qwen/Qwen3-0.6B --draft_vocab_size 8192 \
+    python experiments/training_step.py --target Qwen/Qwen3-0.6B --draft_vocab_size 8192 \
         --lengths 512 1024 2048 4096
 
 Each length runs in a process of its own, forward and backward over one sequence of random tokens and random target

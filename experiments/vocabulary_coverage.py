@@ -4,7 +4,7 @@
 """
 Which share of texts, and of what a target itself writes, the most frequent tokens of the texts are: for `draft_vocab_size`.
 
-    python recipes/measurements/vocabulary_coverage.py --target Qwen/Qwen3-0.6B --dataset texts.jsonl \
+    python experiments/vocabulary_coverage.py --target Qwen/Qwen3-0.6B --dataset texts.jsonl \
         --prompts prompts.jsonl --sizes 16000 32000 64000
 """
 
