@@ -23,8 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from forked import run_in_two  # noqa: E402
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # noqa: E402
-from tokenizers.decoders import Fuse  # noqa: E402
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import (  # noqa: E402
     CONFIG_MAPPING,
     AttentionInterface,
@@ -386,10 +385,19 @@ def make_tokenizer():
     vocabulary |= {f"<unused{i}>": i for i in range(len(vocabulary), VOCAB_SIZE)}
     model = Tokenizer(models.WordLevel(vocabulary, unk_token="."))
     model.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    model.decoder = Fuse()
+    model.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", pad_token="<pad>", bos_token="<s>")
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def make_byte_tokenizer():
+    """One token a byte, so that some characters take several."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=model)
 
 
 @pytest.fixture(scope="session")
