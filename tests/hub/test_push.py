@@ -101,7 +101,7 @@ def test_everything_in_one_commit(hub, draft):
     files = files_of(hub)
     assert not {"training.json", "benchmark.jsonl", "acceptance.png"} & files.keys()
     card = ModelCard(files["README.md"].decode())
-    assert "not measured" in card.text and card.data.license == "mit"
+    assert "Not measured yet." in card.text and card.data.license == "mit"
 
 
 def test_a_licence_of_another_name(hub, draft):
