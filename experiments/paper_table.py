@@ -2,21 +2,25 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-The table of the EAGLE-3 paper on a model of your own: a draft of each method, trained for the same time on the same
-data by one trainer, and verified by one loop on the same prompts, taking turns.
+Makes the table of the EAGLE-3 paper on your own model. One trainer trains a draft of each method, for the same time on the
+same data. One loop verifies them on the same prompts, in turns.
 
     python experiments/paper_table.py --target Qwen/Qwen3-0.6B --dataset texts.jsonl --prompts prompts.jsonl \
         --minutes 10 --output_dir outputs/paper_table
 
-Methods: see `hf_eagle3.baselines`; `eagle3-classic` is EAGLE-3 as in its paper, `eagle3-no-lookup` our draft with a whole tree in every step, as the others
-have, and `eagle3` the same draft as users get it (`tree_policy="auto"`, with lookup). `--assistant` adds speculative
-sampling with a small model. Each method has its paper's loss and the number of training steps ahead that it is made
-for; learning rate, optimizer, data and the number of nodes that are verified are the same for all, and so is how
-samples are guessed (docs/decoding.md), which the other papers do not have. Drafts other than ours and P-EAGLE's have
-the target's whole vocabulary, as in their papers. Static trees are those that are best by the accuracies of the
-trained draft on training data.
+Methods are those of `hf_eagle3.baselines`, and:
 
-A draft that is trained, and what was measured, stays in the folder: interrupted, the same command goes on.
+    eagle3-classic    EAGLE-3 as in its paper
+    eagle3-no-lookup  our draft with a whole tree in every step, as the other methods have
+    eagle3            the same draft as users get it: `tree_policy="auto"`, with lookup
+    assistant         speculative sampling with a small model (`--assistant`)
+
+Each method has its paper's loss and number of drafting steps. Learning rate, optimizer, data and the number of nodes are the
+same for all. All guess samples by the same noise (docs/decoding.md), which no paper does. Our drafts and P-EAGLE's have a
+draft vocabulary. The others have the target's whole vocabulary, as in their papers. A static tree is the best one by the
+trained draft's accuracies on training data.
+
+Trained drafts and measurements stay in the folder. After an interruption, the same command goes on.
 """
 
 import argparse
@@ -41,7 +45,7 @@ from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training.budget import BY_TIME, SHORT, TimeBudget, TimedEagle3Trainer, train_for
 
 
-# The folder of each method's draft: several may be of the same weights.
+# The folder of each method's draft. Some methods share weights.
 DRAFTS = {
     "medusa": "medusa",
     "hydra": "hydra",
@@ -53,12 +57,12 @@ DRAFTS = {
     "eagle3-no-lookup": "eagle3",
     "eagle3": "eagle3",
 }
-# Arguments that say where things are, not what is measured.
+# Arguments that do not change a measurement.
 NOT_MEASURED = ("output_dir", "methods", "repeats")
 
 
 def texts_of(name: str) -> Dataset:
-    """A JSON Lines file, or a data set of the Hub."""
+    """Loads a JSON Lines file, or a data set of the Hub."""
     if Path(name).is_file():
         return load_dataset("json", data_files=name, split="train")
     return load_dataset(name, split="train")
@@ -66,10 +70,10 @@ def texts_of(name: str) -> Dataset:
 
 def settle_arguments(folder: Path, args, tasks: dict[str, list]) -> dict:
     """
-    What is measured, which is kept in the folder.
+    Returns the arguments that change a measurement, and keeps them in the folder.
 
     Raises:
-        SystemExit: if a folder was made with others.
+        SystemExit: if the folder was made with other arguments.
     """
     arguments = {name: each for name, each in vars(args).items() if name not in NOT_MEASURED}
     arguments["prompts_sha256"] = hashlib.sha256(repr(tasks).encode()).hexdigest()
@@ -133,7 +137,9 @@ def train(name, folder: Path, target, tokenizer, dataset, args) -> None:
         "weights": weights_digest(draft.state_dict()),
         "trained_parameters": sum(each.numel() for each in draft.parameters() if each.requires_grad),
     }
-    (folder / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")  # the last: only a whole draft has it
+    (folder / "facts.json").write_text(
+        json.dumps(facts, indent=2) + "\n"
+    )  # written last, so that only a complete draft has it
 
 
 def load(method: str, folder: Path, target, args):
@@ -154,7 +160,7 @@ def load(method: str, folder: Path, target, args):
 
 def tables(results: BenchmarkResults, facts: dict[str, dict]) -> str:
     """
-    Of each task, a table with a line for each method: its speed-up, acceptance length and identical texts at each
+    Returns a table for each task. Each method has a line with its speed-up, acceptance length and identical texts at each
     temperature.
     """
     temperatures = sorted({row.temperature for row in results.rows})
@@ -195,7 +201,7 @@ def main():
     length.add_argument("--minutes", type=float, help="How long to train each draft")
     length.add_argument("--tokens", type=int, help="How many tokens to train each draft on")
     parser.add_argument("--max_new_tokens", type=int, default=128)
-    parser.add_argument("--draft_vocab_size", type=int, default=4096, help="Of EAGLE-3's and P-EAGLE's drafts")
+    parser.add_argument("--draft_vocab_size", type=int, default=4096, help="Draft vocabulary of EAGLE-3 and P-EAGLE")
     parser.add_argument("--layer_type", choices=["llama", "qwen3"], help="Of EAGLE-3's and P-EAGLE's drafts")
     parser.add_argument("--learning_rate", type=float, default=5e-3, help="Tried with small targets only")
     parser.add_argument("--ttt_steps", type=int, default=5, help="Drafting steps unrolled for EAGLE-3 and P-EAGLE")

@@ -2,7 +2,7 @@
 # dependencies = ["hf-eagle3[train]", "speculators"]
 # ///
 """
-Drafts of equal training time on equal data, by this library and as others train them, in one loop on the same prompts.
+Trains drafts as this library and others train them, for the same time on the same data, and verifies them in one loop.
 
     pip install speculators
     python experiments/train_against.py --target path/to/target --dataset texts.jsonl --prompts prompts.jsonl \
@@ -13,10 +13,10 @@ Drafts of equal training time on equal data, by this library and as others train
                    before fc and of the output, head of the target, three drafting steps of equal weight, Muon at 1e-3,
                    linear schedule, 8,192 tokens a step (`--seq_len`), in its eager attention and loss where there is no GPU
     specforge      the settings of SpecForge's training in our trainer: classic form, seven drafting steps, AdamW at 1e-4,
-                   2,048 tokens a step. Its head would begin at random; here it begins as the target's
+                   2,048 tokens a step. SpecForge's head begins at random; here it begins as the target's
 
-Muon orthogonalizes in float32 for all, where the processor has no bfloat16 (`hf_eagle3.training.optimizer`). What is
-trained stays in the folder: interrupted, the same command goes on.
+Without bfloat16 units, Muon orthogonalizes in float32 for all of them (`hf_eagle3.training.optimizer`). Trained drafts stay
+in the folder. After an interruption, the same command goes on.
 """
 
 import argparse
@@ -173,7 +173,7 @@ def speculators(target, tokenizer, dataset, folder, args):
             print(f"speculators: {elapsed:.0%}, step {step}, loss {loss.item():.2f}", flush=True)
     handle.remove()
     if not math.isfinite(loss.item()):
-        raise SystemExit("speculators: the loss is no number.")
+        raise SystemExit(f"speculators: the loss is {loss.item()}. Its draft is not saved.")
     draft.save_pretrained(folder)
     return step, in_a_step * args.max_length
 
