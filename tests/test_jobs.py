@@ -15,7 +15,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from conftest import RECIPES
 
-from hf_eagle3 import _MODULES
+import hf_eagle3
 
 
 pytest.importorskip("trl")
@@ -119,8 +119,8 @@ def all_imports(path: Path) -> set[str]:
         for module in imports(files.pop()) - found:
             found.add(module)
             parts = module.split(".")
-            if parts[0] == "hf_eagle3" and parts[-1] in _MODULES:  # loads on first use
-                parts = ["hf_eagle3", *_MODULES[parts[-1]].split(".")]
+            if parts[0] == "hf_eagle3" and parts[-1] in hf_eagle3.__all__:  # loads on first use
+                parts = getattr(getattr(hf_eagle3, parts[-1]), "__module__", module).split(".")
             for i in range(1, len(parts) + 1):
                 places = [folder.joinpath(*parts[:i]) for folder in (SOURCES, path.parent)]
                 files += [place / "__init__.py" for place in places if (place / "__init__.py").is_file()]

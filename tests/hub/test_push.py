@@ -2,7 +2,6 @@
 
 import json
 from concurrent.futures import Future
-from pathlib import Path
 
 import huggingface_hub.constants
 import huggingface_hub.hf_api
@@ -24,7 +23,6 @@ from hf_eagle3.hub import push_draft, refresh_card
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 REPO = "me/tiny-speculator.eagle3"
 
 

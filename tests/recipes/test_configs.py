@@ -2,12 +2,11 @@
 
 import copy
 import json
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from conftest import make_prompt, make_target
+from conftest import RECIPES, ROOT, make_prompt, make_target
 from test_multimodal_generation import gemma4, llama4
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -15,9 +14,6 @@ from trl import chat_template_utils
 
 from hf_eagle3 import Eagle3ForSpeculation
 
-
-ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "recipes"
 
 # Model type, and what the verifiers' own config.json say.
 TARGETS = {
