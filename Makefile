@@ -30,8 +30,8 @@ quickstart: install
 	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=true $(BIN)/python recipes/quickstart.py
 
 test: $(VENV)/.tested
-	$(BIN)/python -m ruff check src tests recipes
-	$(BIN)/python -m ruff format --check src tests recipes
+	$(BIN)/python -m ruff check src tests recipes experiments
+	$(BIN)/python -m ruff format --check src tests recipes experiments
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # One draft in vLLM, llama.cpp and OpenVINO, each in an environment of its own: some 6 GB, half an hour at first.
@@ -63,8 +63,8 @@ $(VENV)/.documented: $(VENV)/.installed
 	touch $@
 
 style: install
-	$(BIN)/python -m ruff check --fix src tests recipes
-	$(BIN)/python -m ruff format src tests recipes
+	$(BIN)/python -m ruff check --fix src tests recipes experiments
+	$(BIN)/python -m ruff format src tests recipes experiments
 
 clean:
 	rm -rf $(VENV) outputs build dist .pytest_cache .ruff_cache

@@ -2,26 +2,30 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-Compares plain generation, a draft, and the other ways that transformers has to speed up generation, on the same
-prompts.
+Compares plain generation, a draft, and transformers' other ways to speed up generation, on the same prompts.
 
     python recipes/benchmark.py --target Qwen/Qwen3-8B --draft me/Qwen3-8B-speculator.eagle3 \
         --tasks mt_bench humaneval gsm8k --dtype bfloat16 --json results.jsonl
 
-`--tasks` takes tasks of the Hub (mt_bench, humaneval, gsm8k, alpaca, cnn_dm, math500, or the groups `paper` and
-`spec_bench`), JSON Lines files with a `{"prompt": "..."}` or `{"messages": [...]}` a line (and `tools` or
-`chat_template_kwargs`, if it has some), folders of them, and `python`: the standard library's sources, which every machine has. A task that cannot be reached is left out, and said
-to be.
+`--tasks` takes:
 
-What was measured is kept in the JSON Lines file; interrupted, the same command goes on. `--plots FOLDER` draws it,
-`--markdown FILE` writes the table. Two runs are compared without measuring anything:
+    tasks of the Hub    mt_bench, humaneval, gsm8k, alpaca, cnn_dm, math500, and the groups `paper` and `spec_bench`
+    JSON Lines files    with `{"prompt": "..."}` or `{"messages": [...]}` in each line. Messages may have `tools` and
+                        `chat_template_kwargs`
+    folders             of such files
+    python              the sources of Python's standard library, which every machine has
+
+A task that cannot be reached is left out and reported.
+
+The JSON Lines file keeps the results. After an interruption, the same command goes on. `--plots FOLDER` draws the results,
+and `--markdown FILE` writes the table. To compare two runs without measuring anything:
 
     python recipes/benchmark.py --compare before.jsonl after.jsonl
 
 The draft runs the installed code, or with `--code saved` the code that was saved with it. The results say which.
 
-`--profile` shows where the time of a step goes, by timers around its parts. On an accelerator each part waits for what
-it has started, so that the step takes longer than otherwise.
+`--profile` shows where the time of a step goes, by timers around its parts. On an accelerator each part ends with a
+synchronization, so a step takes longer than usual.
 """
 
 import argparse
@@ -55,7 +59,7 @@ from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_sett
 from hf_eagle3.tokenizer import load_tokenizer, read_template
 
 
-# Arguments that say where results go, not what is measured.
+# Arguments that do not change a measurement.
 NOT_MEASURED = ("json", "plots", "markdown", "compare", "profile", "trust_remote_code")
 
 
@@ -74,19 +78,17 @@ def parse_arguments():
         "--methods",
         nargs="+",
         choices=[method for method in METHODS if method not in OTHER_DRAFTS],
-        help="By default plain, those there is a model for and, at batch size 1, prompt-lookup",
+        help="By default plain, the methods that have a model, and prompt-lookup at batch size 1",
     )
     parser.add_argument("--batch_size", "--batch_sizes", type=int, nargs="+", default=[1], dest="batch_sizes")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     for name, kind in (("top_k", int), ("top_p", float)):
-        parser.add_argument(
-            f"--{name}", type=kind, help="When sampling; by default what `generate` does for the target"
-        )
+        parser.add_argument(f"--{name}", type=kind, help="For sampling. By default `generate` decides")
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument(
         "--eos_token_id", type=int, nargs="+", help="Tokens that end a text, instead of the target's own"
     )
-    parser.add_argument("--num_prompts", type=int, help="Only the first so many prompts of each task")
+    parser.add_argument("--num_prompts", type=int, help="How many prompts of each task, from the first on")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--chat_template_path", help="Jinja file, in place of the chat template of the target's tokenizer"
@@ -97,7 +99,7 @@ def parse_arguments():
     for name, default in DEFAULT_TREE_SETTINGS.items():
         choices = ("auto", "static") if name == "tree_policy" else None
         parser.add_argument(f"--{name}", type=type(default), choices=choices, help="Overrides the draft's own setting")
-    parser.add_argument("--cache_implementation", help="Of all methods that take one: `static`, for example")
+    parser.add_argument("--cache_implementation", help="For all methods that take one, such as `static`")
     parser.add_argument(
         "--compile", metavar="MODE", help="Compile the steps with a static cache: `reduce-overhead` on GPUs, `default`"
     )
@@ -130,7 +132,7 @@ def parse_arguments():
 
 
 def collect_prompts(args, tokenizer, target) -> tuple[dict[str, list[list[int]]], dict[str, str]]:
-    """Prompts by task, and the tasks that could not be had."""
+    """Returns the prompts by task, and why other tasks are missing."""
     tasks, missing = {}, {}
 
     def answer(prompt: list[int]) -> str:
@@ -148,23 +150,23 @@ def collect_prompts(args, tokenizer, target) -> tuple[dict[str, list[list[int]]]
         try:
             tasks[task_name(name)] = load_prompts(name, tokenizer, args.num_prompts, args.chat_template_kwargs, answer)
         except (OSError, ValueError) as error:
-            if Path(name).is_file():  # a file of one's own that is broken is not something to go on without
+            if Path(name).is_file():  # the user's own file must not be left out in silence
                 raise
             missing[name] = f"{type(error).__name__}: {error}"
             print(f"The task {name} is left out: {error}", file=sys.stderr)
     if not tasks:
-        raise SystemExit("There is no task left to measure.")
+        raise SystemExit("There is no task left to measure. Pass other --tasks, or fix the errors above.")
     longest = max(len(prompt) for prompts in tasks.values() for prompt in prompts)
     if (room := num_positions(target)) is not None and longest + args.max_new_tokens > room:
         raise SystemExit(
-            f"The longest prompt has {longest} tokens, and with `--max_new_tokens {args.max_new_tokens}` more than the target's table of "
-            f"{room} positions. Leave it out, or pass less."
+            f"The longest prompt has {longest} tokens. With `--max_new_tokens {args.max_new_tokens}` that exceeds the target's table of "
+            f"{room} positions. Leave the prompt out, or pass fewer new tokens."
         )
     return tasks, missing
 
 
 def call_arguments(args) -> dict:
-    """What all calls of `generate` are given."""
+    """Returns the arguments of all calls of `generate`."""
     call = {"cache_implementation": args.cache_implementation} if args.cache_implementation else {}
     if args.compile:
         call["compile_config"] = CompileConfig(mode=args.compile)
@@ -175,7 +177,7 @@ def call_arguments(args) -> dict:
 
 
 def open_results(args, run: dict, missing: dict[str, str]) -> BenchmarkResults:
-    """A fresh run, or the one in the file, if it is of the same arguments, weights and machine."""
+    """Returns new results, or those in the file, which must have the same arguments, weights and machine."""
     if not args.json or not Path(args.json).exists():
         return BenchmarkResults(run)
     results = BenchmarkResults.read(args.json)
@@ -217,14 +219,14 @@ def main():
         except ValueError as error:
             raise SystemExit(str(error)) from None
         facts["draft_code"] = code_of(draft)
-        weights = weights_digest(draft.state_dict())  # those of the checkpoint, whatever they are measured in
+        weights = weights_digest(draft.state_dict())  # of the checkpoint, whatever the dtype it runs in
         draft = draft.to(args.device, target.dtype if args.dtype != "auto" else draft.dtype)
         for name in DEFAULT_TREE_SETTINGS:
             if getattr(args, name) is not None:
                 setattr(draft.generation_config, name, getattr(args, name))
         tree = tree_settings(draft.generation_config)
     run = {
-        "draft_weights": weights,  # whose figures these are
+        "draft_weights": weights,
         "arguments": {name: value for name, value in vars(args).items() if name not in NOT_MEASURED},
         "environment": facts,
         "tree": tree,
@@ -253,7 +255,7 @@ def main():
     )
     if num_known == len(results.measurements):
         print(
-            f"Nothing was left to measure: what follows is what {args.json} held. For new figures choose another file."
+            f"Nothing was left to measure. These are the results in {args.json}. For new figures choose another file."
         )
     rows = results.rows
     several = f"medians of {args.repeats} interleaved repeats (range in brackets)"
@@ -262,35 +264,35 @@ def main():
         row.method.startswith("eagle3") and row.num_identical < row.num_prompts for row in rows
     ):
         print(
-            f"In {run['environment']['dtype']} a forward over several tokens rounds differently than one over a single token, so "
-            "that texts may part at near ties (recipes/measurements/low_precision.py checks that they are); --dtype float32 compares them "
-            "without."
+            f"In {run['environment']['dtype']} a forward over several tokens rounds differently than one over a single token. So texts "
+            "may part where two tokens are nearly tied. experiments/low_precision.py checks that, and --dtype float32 compares "
+            "without rounding."
         )
     for row in rows:
         if row.accepted_lengths:
             shares = " ".join(f"{share:.2f}" for share in row.acceptance_by_position)
             if not shares:
-                shares = "never" if row.drafted_lengths else "there was no tree"
+                shares = "none was accepted" if row.drafted_lengths else "there was no tree"
             where = f"{row.task}, batch size {row.batch_size}, T={row.temperature:g}, {row.method}"
             alone = (
                 "" if row.tree_acceptance_length is None else f" (acceptance length {row.tree_acceptance_length:.2f})"
             )
             print(
-                f"{where}: of {row.target_forwards} forwards {row.plain_steps} were plain steps, without a tree, and {row.lookup_steps} verified what "
-                f"was looked up in the text; drafting takes {row.draft_share:.0%} of the time; of the trees{alone}, the share of "
-                f"which the first, second, ... drafted token was accepted: {shares}"
+                f"{where}: of {row.target_forwards} forwards, {row.plain_steps} were plain steps without a tree, and {row.lookup_steps} verified "
+                f"looked-up tokens. Drafting took {row.draft_share:.0%} of the time. The share of trees{alone} with an accepted first, "
+                f"second, ... drafted token: {shares}"
             )
     if any(row.accepted_lengths for row in rows):
         print(
-            "The acceptance length in the table is that of all verification forwards: under the tree policy `auto` plain steps "
-            "count as 1, and looked-up tokens count. What training logs as eval_acceptance_length is of the whole tree in "
-            "every step: --tree_policy static."
+            "The acceptance length in the table is of all verification forwards. Under the tree policy `auto`, plain steps count as "
+            "1, and looked-up tokens count. Training's eval_acceptance_length has a whole tree in every step, as with "
+            "--tree_policy static."
         )
     print(f"{args.max_new_tokens} new tokens; tree {tree}; {run['environment']}")
     for name, reason in {**results.run["missing_tasks"], **results.run["left_out"]}.items():
         print(f"Left out: {name}. {reason}")
     if (alone := [name for name in args.methods if name not in IN_BATCHES]) and max(args.batch_sizes) > 1:
-        print(f"Measured at batch size 1 only, as transformers takes one sequence a call: {', '.join(alone)}.")
+        print(f"Measured at batch size 1 only, because transformers takes one sequence at a time: {', '.join(alone)}.")
     if args.markdown:
         Path(args.markdown).write_text(format_table(rows) + "\n", encoding="utf-8")
         print(f"Wrote {args.markdown}")

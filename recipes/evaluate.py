@@ -2,12 +2,12 @@
 # dependencies = ["hf-eagle3", "lm_eval[hf]"]
 # ///
 """
-Evaluates a target on tasks of lm-evaluation-harness that generate, with and without a draft: the same results, and the
-time that each took.
+Evaluates a target on generating tasks of lm-evaluation-harness, with and without a draft. The results are the same. It
+prints the time that each took.
 
     python recipes/evaluate.py --target Qwen/Qwen3-8B --draft RedHatAI/Qwen3-8B-speculator.eagle3 --tasks gsm8k --limit 100
 
-Scores of tasks that only read (multiple choice) take as long with a draft as without.
+Tasks that generate nothing (multiple choice) take as long with a draft as without.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from hf_eagle3.tokenizer import load_tokenizer
 
 
 def evaluate(target, tokenizer, context, args, limit: int | None) -> tuple[dict, list, float]:
-    """Metrics of each task, what the target said, and seconds."""
+    """Returns the metrics of each task, the target's answers, and seconds."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -47,9 +47,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     parser.add_argument("--draft", type=folder_or_hub_id, required=True, help="Folder or Hub id")
-    parser.add_argument("--tasks", nargs="+", required=True, help="Of lm_eval, or of `--include_path`")
+    parser.add_argument("--tasks", nargs="+", required=True, help="Tasks of lm_eval, or of `--include_path`")
     parser.add_argument("--include_path", help="Folder of tasks of your own, as lm_eval takes it")
-    parser.add_argument("--limit", type=int, help="Only the first so many questions of each task")
+    parser.add_argument("--limit", type=int, help="How many questions of each task, from the first on")
     parser.add_argument("--batch_size", type=int, default=1)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--json", help="Where results go")
@@ -61,7 +61,7 @@ def main():
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(device).eval()
     draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=target.dtype).to(device).eval()
     tokenizer = load_tokenizer(args.target)
-    for context in (nullcontext(), assist(target, draft)):  # downloads data, and warms up
+    for context in (nullcontext(), assist(target, draft)):  # download the data, and warm up
         evaluate(target, tokenizer, context, args, limit=1)
     plain, answers, plain_seconds = evaluate(target, tokenizer, nullcontext(), args, args.limit)
     assisted, same, seconds = evaluate(target, tokenizer, assist(target, draft), args, args.limit)

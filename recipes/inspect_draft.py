@@ -2,29 +2,30 @@
 # dependencies = ["hf-eagle3"]
 # ///
 """
-What a draft is, on one screen: format, target, layers, vocabulary, flags, sizes, and what each engine will do with
-it.
+Shows what a draft is, on one screen: format, target, layers, vocabulary, flags, sizes, and which engine takes it.
 
     python recipes/inspect_draft.py RedHatAI/Qwen3-8B-speculator.eagle3
     python recipes/inspect_draft.py path/to/draft --target Qwen/Qwen3-8B
     python recipes/inspect_draft.py path/to/draft --target Qwen/Qwen3-8B --prompt "def main(argv):"
 
-With `--target` the draft is also checked against that model; only its configuration and embedding are read. With
-`--prompt` the whole model is, and goes on from the prompt: printed are the trees of the first steps, as the tree policy
-`static` makes them, greedily, with a tick at each token that was accepted. A step without a tree is one for which the draft
-was not sure enough of any token (`assistant_confidence_threshold`).
+`--target` also checks the draft against that model. Only the model's configuration and embedding are read.
+
+`--prompt` loads the whole model and decodes greedily from the prompt, with the tree policy `static`. It prints the trees of
+the first steps, with a tick at each accepted token. A step has no tree if the draft was not sure enough of any token
+(`assistant_confidence_threshold`).
 """
 
 import argparse
 
+import torch
 from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import describe_engines, load_ends
-from hf_eagle3.demo import describe_step, encode, tree_text
+from hf_eagle3.drawing import describe_step, tree_text
 from hf_eagle3.environment import folder_or_hub_id, is_path
 from hf_eagle3.remote_code.policy_eagle3 import tree_settings
-from hf_eagle3.tokenizer import load_tokenizer
+from hf_eagle3.tokenizer import PromptEncoder, load_tokenizer
 
 
 NOT_TO_PUBLISH = (
@@ -73,7 +74,7 @@ def describe(draft, info) -> list[tuple[str, str]]:
 
 
 def describe_states(draft, target=None) -> str:
-    """Which of the target's states a draft reads, and how that is known."""
+    """Returns which of the target's states a draft reads, and how that is known."""
     config, ids = draft.config, draft.config.eagle_aux_hidden_state_layer_ids
     if target is None and ids is None:
         return "[2, L // 2, L - 3] of the target's L layers, since it does not say which"
@@ -97,14 +98,25 @@ def describe_states(draft, target=None) -> str:
 
 
 def print_trees(draft, name: str, prompt: str, num_steps: int) -> None:
-    """The trees of the first steps after a prompt, of the whole target."""
+    """Prints the trees of the first steps after a prompt."""
     tokenizer = load_tokenizer(name)
+    encoder = PromptEncoder(tokenizer)
+    chat = [{"role": "user", "content": prompt}]
+    tokens = encoder.chat(chat) if encoder.has_template else encoder.text(prompt)
+    if not tokens:
+        raise ValueError("--prompt is empty. Write a prompt.")
+    inputs = torch.tensor([tokens])
     target = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
-    inputs = encode(tokenizer, prompt, is_chat=tokenizer.chat_template is not None)
     draft.generation_config.tree_policy, draft.generation_config.output_steps = "static", True
     most = 1 + tree_settings(draft.generation_config)["tree_depth"]  # tokens that a step writes
-    # Trees get shorter where the text ends: that is after the steps that are shown.
-    target.generate(**inputs, assistant_model=draft.eval(), do_sample=False, max_new_tokens=(1 + num_steps) * most)
+    # Trees get shorter where the text ends, so it ends after the steps that are shown.
+    target.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        assistant_model=draft.eval(),
+        do_sample=False,
+        max_new_tokens=(1 + num_steps) * most,
+    )
     first, *steps = draft.last_generation.steps
     first_token = tokenizer.decode(first.new_tokens[0])
     print(f"\nAfter {prompt!r} the target writes {first_token!r}, the root of the first tree.")
@@ -119,8 +131,10 @@ def main():
     parser.add_argument(
         "--target", type=folder_or_hub_id, help="Folder or Hub id of a model to check the draft against"
     )
-    parser.add_argument("--prompt", help="Print trees that follow this; by the target's chat template, if it has one")
-    parser.add_argument("--steps", type=int, default=3, help="Of how many steps, with --prompt")
+    parser.add_argument(
+        "--prompt", help="Print the trees after this prompt. The target's chat template is used, if it has one"
+    )
+    parser.add_argument("--steps", type=int, default=3, help="How many trees --prompt prints")
     args = parser.parse_args()
     if args.prompt is not None and args.target is None:
         parser.error("--prompt needs a model to go on from it: pass --target")

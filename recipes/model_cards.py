@@ -2,13 +2,13 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-The cards of all pairings: rendered into `model_cards/`, or pushed to an owner's repos and gathered in a collection.
+Renders the cards of all pairings into `model_cards/`, or pushes them to an owner's repos and gathers these in a collection.
 
     python recipes/model_cards.py                   # renders them again from the recipes, the records and pairings.yaml
     python recipes/model_cards.py --push_to my-org  # refreshes the cards of my-org/*-speculator.eagle3, and the collection
 
-Repos are those that there are; `--create` makes one, with a card that says that there are no weights yet, for each
-recipe that has none. A card that was edited by hand is left alone.
+`--push_to` refreshes the repos that exist. With `--create` it also makes one for each recipe that has none. Its card says
+that there are no weights yet. A card that was edited by hand is left alone.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import yaml
 from huggingface_hub import HfApi, ModelCard
 
 from hf_eagle3.hub import card_of_records, refresh_card, render_card, repo_name
-from hf_eagle3.training.record import NOT_OF_TRAINING
 
 
 RECIPES = Path(__file__).parent
@@ -27,7 +26,7 @@ SUFFIX = repo_name("")
 
 
 def read_pairings(path: Path = CARDS / "pairings.yaml") -> dict[str, dict]:
-    """By target. That of the quickstart, which is nobody's, has the name of its folder."""
+    """Returns the pairings by target. The quickstart's target has no name, so its pairing has the folder's."""
     pairings = {}
     for pairing in yaml.safe_load(path.read_text(encoding="utf-8")):
         if "recipe" in pairing:
@@ -39,16 +38,14 @@ def read_pairings(path: Path = CARDS / "pairings.yaml") -> dict[str, dict]:
 
 
 def untrained_card(verifier: str, pairing: dict, owner: str) -> ModelCard:
-    """Of a recipe that has not been run."""
-    settings = {name: value for name, value in pairing["settings"].items() if name not in NOT_OF_TRAINING}
+    """Returns the card of a recipe that has not been run."""
+    command = f"accelerate launch recipes/train.py --config recipes/{pairing['recipe']}.yaml"
     return render_card(
         f"{owner}/{repo_name(verifier)}",
         verifier=verifier,
         training={
-            "datasets": [settings["dataset_name"]],
-            "command": pairing.get("command")
-            or f"accelerate launch recipes/train.py --config recipes/{pairing['recipe']}.yaml",
-            "arguments": settings,
+            "datasets": [pairing["settings"]["dataset_name"]],
+            "command": pairing.get("command") or command,
         },
         published=pairing["published"],
         license=pairing["license"],
@@ -56,7 +53,7 @@ def untrained_card(verifier: str, pairing: dict, owner: str) -> ModelCard:
 
 
 def render(owner: str = "your-org") -> dict[str, str]:
-    """All cards, by file name."""
+    """Returns all cards by file name."""
     cards = {}
     for name, pairing in read_pairings().items():
         if "recipe" in pairing:
@@ -96,7 +93,7 @@ def push(owner: str, create: bool, title: str, overwrite_card: bool) -> None:
                 untrained=untrained_card(verifier, pairing, owner) if "recipe" in pairing else None,
                 overwrite_card=overwrite_card,
             )
-        except (OSError, ValueError, KeyError) as error:  # the others have nothing to do with it
+        except (OSError, ValueError, KeyError) as error:  # go on with the others
             failed.append(repo_id)
             print(f"{repo_id}: failed. {error}")
             continue
@@ -111,7 +108,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--push_to", metavar="OWNER", help="User or organisation whose cards are refreshed on the Hub")
     parser.add_argument("--create", action="store_true", help="Also make repos for recipes that have none")
-    parser.add_argument("--title", default="EAGLE-3 drafts", help="Of the collection")
+    parser.add_argument("--title", default="EAGLE-3 drafts", help="Title of the collection")
     parser.add_argument("--overwrite_card", action="store_true", help="Replace cards that were edited by hand")
     args = parser.parse_args()
     if args.push_to:

@@ -1,6 +1,7 @@
 """Tiny random targets of every family, and drafts that get tokens accepted without training."""
 
 import gc
+import importlib.util
 import itertools
 import json
 import logging
@@ -22,8 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from forked import run_in_two  # noqa: E402
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # noqa: E402
-from tokenizers.decoders import Fuse  # noqa: E402
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import (  # noqa: E402
     CONFIG_MAPPING,
     AttentionInterface,
@@ -43,7 +43,8 @@ def pytest_collection_finish():
     gc.freeze()  # what is imported stays: collections need not look at it again and again
 
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+ROOT = Path(__file__).parents[1]
+RECIPES, EXPERIMENTS = ROOT / "recipes", ROOT / "experiments"
 VOCAB_SIZE = 96
 WINDOW = 16
 
@@ -384,10 +385,19 @@ def make_tokenizer():
     vocabulary |= {f"<unused{i}>": i for i in range(len(vocabulary), VOCAB_SIZE)}
     model = Tokenizer(models.WordLevel(vocabulary, unk_token="."))
     model.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    model.decoder = Fuse()
+    model.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", pad_token="<pad>", bos_token="<s>")
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def make_byte_tokenizer():
+    """One token a byte, so that some characters take several."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=model)
 
 
 @pytest.fixture(scope="session")
@@ -471,20 +481,32 @@ def run_in_two_processes(kind: str, folder, *command) -> subprocess.CompletedPro
     return run_in_two(FSDP_ON_CPU, *command, config=fsdp2_config(folder))
 
 
+def load_script(path: str | Path):
+    """A script of this repository as a module: `load_script("recipes/demo.py")`."""
+    path = ROOT / path
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.syspath_prepend(path.parent)  # as for any script
+        spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
-def run_recipe(monkeypatch, capsys):
+def run_script(monkeypatch, capsys):
     """
-    `run_recipe("train.py", "--max_steps", 3)` returns what `subprocess.run` would, but runs it in this process, in
-    which everything is imported already. Errors that the recipe does not turn into a message are raised.
+    `run_script("recipes/train.py", "--max_steps", 3)` returns what `subprocess.run` would, but runs it in this process,
+    in which everything is imported already. Errors that the script does not turn into a message are raised.
     """
 
-    def run(script: str, *arguments) -> subprocess.CompletedProcess:
-        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
-        monkeypatch.syspath_prepend((RECIPES / script).parent)  # as for any script
+    def run(script: str | Path, *arguments) -> subprocess.CompletedProcess:
+        path = ROOT / script
+        monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
+        monkeypatch.syspath_prepend(path.parent)  # as for any script
         capsys.readouterr()
         code = None
         try:
-            runpy.run_path(str(RECIPES / script), run_name="__main__")
+            runpy.run_path(str(path), run_name="__main__")
         except SystemExit as error:
             code = error.code
         if isinstance(code, str):
@@ -493,3 +515,15 @@ def run_recipe(monkeypatch, capsys):
         return subprocess.CompletedProcess(sys.argv, code or 0, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def run_recipe(run_script):
+    """`run_script` for a script in `recipes/`: `run_recipe("train.py", "--max_steps", 3)`."""
+    return lambda script, *arguments: run_script(RECIPES / script, *arguments)
+
+
+@pytest.fixture
+def run_experiment(run_script):
+    """`run_script` for a script in `experiments/`: `run_experiment("paper_table.py", "--minutes", 1)`."""
+    return lambda script, *arguments: run_script(EXPERIMENTS / script, *arguments)

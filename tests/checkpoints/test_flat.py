@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints.test_formats import assert_same, export, make_reference, midlayer, sglang, write
 from conftest import make_prompt, make_target
 from safetensors.torch import save_file
-from test_formats import assert_same, export, make_reference, midlayer, sglang, write
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.utils import logging
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from make_fixtures import LENGTH, STEPS, VARIANTS, make, run
+from checkpoints.make_fixtures import LENGTH, STEPS, VARIANTS, make, run
 from safetensors.torch import load_file
 
 from hf_eagle3 import Eagle3ForSpeculation

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from environments import make_environment
+from conftest import RECIPES, load_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_eagle3.evaluation.tasks import standard_library
 
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+make_environment = load_script("experiments/engines/environments.py").make_environment
 collect_ignore_glob = [] if os.environ.get("HF_EAGLE3_ENGINES") else ["test_*.py"]
 OUTPUTS = Path(os.environ.get("HF_EAGLE3_ENGINES") or "outputs/engines").absolute()
 MINUTES = 1.5

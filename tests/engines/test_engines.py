@@ -5,8 +5,7 @@ percent.
 """
 
 import pytest
-from environments import run_engine, run_transformers, tree
-from target_gguf import write_target
+from conftest import load_script
 from transformers import AutoTokenizer
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
@@ -15,6 +14,9 @@ from hf_eagle3.checkpoints.openvino import convert
 from hf_eagle3.remote_code.policy_eagle3 import Calibration
 
 
+environments = load_script("experiments/engines/environments.py")
+run_engine, run_transformers, tree = environments.run_engine, environments.run_transformers, environments.tree
+write_target = load_script("experiments/engines/target_gguf.py").write_target
 MAX_NEW_TOKENS = 64
 
 

@@ -46,33 +46,33 @@ def arguments(pairing, *others):
 @pytest.mark.parametrize(
     ("script", "few"),
     [
-        ("benchmark.py", "--methods plain eagle3 --temperatures 0 --repeats 1"),
-        ("measurements/low_precision.py", "--dtypes float32"),
+        ("recipes/benchmark.py", "--methods plain eagle3 --temperatures 0 --repeats 1"),
+        ("experiments/low_precision.py", "--dtypes float32"),
         (
-            "measurements/tree_policy.py",
+            "experiments/tree_policy.py",
             "--batch_sizes 1 --temperatures 0 --depths 1 --branching_factors 2 --budgets 4 --finalists 1 --repeats 1",
         ),
     ],
 )
-def test_the_installed_code_runs_unless_the_saved_is_asked_for(script, few, pairing, tmp_path, run_recipe):
+def test_the_installed_code_runs_unless_the_saved_is_asked_for(script, few, pairing, tmp_path, run_script):
     command = [*arguments(pairing, "--prompts", pairing / "prompts.jsonl"), *few.split()]
     codes = {}
     for name, options in (("default", []), ("installed", ["--code", "installed"]), ("saved", ["--code", "saved"])):
         file = tmp_path / name
-        result = run_recipe(script, *command, *options, "--json", file)
+        result = run_script(script, *command, *options, "--json", file)
         assert result.returncode == 0, result.stderr[-3000:]
         assert ("the saved code decodes" in result.stdout) == (name == "saved")
         text = file.read_text()
-        run = json.loads(text.splitlines()[0] if script == "benchmark.py" else text)
+        run = json.loads(text.splitlines()[0] if script == "recipes/benchmark.py" else text)
         codes[name] = run["environment"]["draft_code"]
         assert f"'draft_code': '{codes[name]}'" in result.stdout
     assert codes["default"] == codes["installed"] == INSTALLED
     assert codes["saved"].startswith("saved with the draft, in my-draft (")
-    if script == "benchmark.py":
-        result = run_recipe(script, "--compare", tmp_path / "installed", tmp_path / "saved")
+    if script == "recipes/benchmark.py":
+        result = run_script(script, "--compare", tmp_path / "installed", tmp_path / "saved")
         assert f"environment: draft_code was '{INSTALLED}' before, '{codes['saved']}' after" in result.stdout
         # Nor does a run of one go on with the other.
-        result = run_recipe(script, *command, "--code", "saved", "--json", tmp_path / "installed")
+        result = run_script(script, *command, "--code", "saved", "--json", tmp_path / "installed")
         assert result.returncode == 1 and "code was 'installed' before, 'saved' after" in result.stderr
 
 

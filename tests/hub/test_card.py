@@ -14,7 +14,7 @@ from hf_eagle3.hub import render_card
 from hf_eagle3.hub.card import is_edited, is_hub_id
 
 
-EXPECTED = Path(__file__).with_name("expected_card.md")
+EXPECTED, EXPECTED_OF_RECIPE = (Path(__file__).with_name(f"expected_{kind}.md") for kind in ("card", "recipe_card"))
 ENVIRONMENT = {
     "hf_eagle3": "0.1.0",
     "transformers": "5.23.0",
@@ -135,21 +135,35 @@ def test_the_whole_card(draft):
     }
 
 
-def test_what_is_not_measured_says_so(draft):
-    text = str(render_card("me/Model-8B-speculator.eagle3", draft))
-    assert (
-        text.count("| not measured") == 10
-        and "position: not measured" in text
-        and "other engines: not measured" in text
+def test_the_whole_card_of_a_recipe():
+    card = render_card(
+        "me/Model-8B-speculator.eagle3",
+        verifier="big/Model-8B",
+        training={"datasets": ["me/chats"], "command": "accelerate launch recipes/train.py --config model_8b.yaml"},
+        published=PUBLISHED,
+        license="apache-2.0",
+        tags=["code"],
     )
+    assert str(card) == EXPECTED_OF_RECIPE.read_text(encoding="utf-8")
+    bare = render_card("me/Model-8B-speculator.eagle3", verifier="big/Model-8B")
+    assert "have not been trained yet" in bare.text and "recipe" not in bare.text and "figures" not in bare.text
+    # People find both in the same way.
+    (of_recipe, of_draft) = (
+        render_card("me/draft", each, verifier="big/Model-8B", license="mit", training=TRAINING).data.to_dict()
+        for each in (None, Eagle3ForSpeculation.from_target(make_target("llama")))
+    )
+    assert of_recipe == of_draft
+
+
+def test_what_is_not_measured_says_so_once(draft):
+    text = str(render_card("me/Model-8B-speculator.eagle3", draft))
+    assert text.count("Not measured yet.") == 1 and "by position" not in text
     assert (
         "Data: not recorded" in text
         and "How it was trained is not recorded" in text
         and "No licence is stated" in text
     )
     assert "model-index" not in text and "Figures of others" not in text and "have not been trained" not in text
-    text = str(render_card("me/Model-8B-speculator.eagle3", verifier="big/Model-8B", training=TRAINING))
-    assert "weights have not been trained yet" in text and "1200 steps" not in text
 
 
 def test_what_cannot_be_served_says_so():
@@ -196,7 +210,7 @@ def test_cards_of_other_rows(draft):
             if each["method"] == "eagle3"
         ]
         card = render_card("me/draft", draft, benchmark=BenchmarkResults(BENCHMARK.run, changed))
-        assert "acceptance.png" not in card.text and "by position: not measured" in card.text
+        assert "acceptance.png" not in card.text and "by position" not in card.text
         metrics = [result.metric_type for result in card.data.eval_results]
         assert metrics.count("speedup") == 2 and ("acceptance_length" in metrics) == bool(accepted)
 
@@ -224,8 +238,8 @@ def test_the_draft_is_told_apart_from_what_is_looked_up(draft):
     once = render_card("me/draft", draft, benchmark=BenchmarkResults(BENCHMARK.run, one))
     assert "batch size 1, one repeat only)" in once.text and "(one repeat)" in str(once)
     assert "Of the 160 forwards of `eagle3`, 28 verified tokens that were looked up" in card.text
-    assert "was accepted (`eagle3-no-lookup`):" in card.text and "| gsm8k | 1 | 0 | 0.50 |\n" in card.text
-    assert "looked up" not in str(render_card("me/draft", draft, benchmark=BENCHMARK))
+    assert "was accepted (`eagle3-no-lookup`)." in card.text and "| gsm8k | 1 | 0 | 0.50 |\n" in card.text
+    assert "were looked up" not in str(render_card("me/draft", draft, benchmark=BENCHMARK))
 
 
 @pytest.mark.parametrize("is_chat", [False, True])

@@ -2,7 +2,6 @@
 
 import json
 from concurrent.futures import Future
-from pathlib import Path
 
 import huggingface_hub.constants
 import huggingface_hub.hf_api
@@ -10,11 +9,11 @@ import pytest
 import torch
 from conftest import make_draft, make_prompt, make_target
 from datasets import Dataset
+from hub.test_card import BENCHMARK, TRAINING
 from huggingface_hub import HfApi, ModelCard, RepoCard
 from huggingface_hub.errors import LocalEntryNotFoundError
 from loopback_hub import VALIDATES_CARDS_HERE, serve_hub
 from peft import LoraConfig
-from test_card import BENCHMARK, TRAINING
 from transformers import AutoModel
 from transformers.utils import hub as transformers_hub
 
@@ -24,7 +23,6 @@ from hf_eagle3.hub import push_draft, refresh_card
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 REPO = "me/tiny-speculator.eagle3"
 
 
@@ -101,7 +99,7 @@ def test_everything_in_one_commit(hub, draft):
     files = files_of(hub)
     assert not {"training.json", "benchmark.jsonl", "acceptance.png"} & files.keys()
     card = ModelCard(files["README.md"].decode())
-    assert "not measured" in card.text and card.data.license == "mit"
+    assert "Not measured yet." in card.text and card.data.license == "mit"
 
 
 def test_a_licence_of_another_name(hub, draft):

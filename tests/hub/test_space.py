@@ -1,11 +1,12 @@
 """The page of `recipes/demo.py` as a Space, on a Hub on this machine."""
 
+import importlib.metadata
+
 import huggingface_hub.constants
 import pytest
+from conftest import RECIPES
 from huggingface_hub import SpaceCard
 from loopback_hub import serve_hub
-
-from hf_eagle3 import demo
 
 
 @pytest.fixture
@@ -14,7 +15,10 @@ def hub(monkeypatch):
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_TOKEN", "hf_test")
-        monkeypatch.setattr(demo, "version", lambda package: {"gradio": "6.1.2"}[package])
+        version = importlib.metadata.version
+        monkeypatch.setattr(
+            importlib.metadata, "version", lambda package: "6.1.2" if package == "gradio" else version(package)
+        )
         hub.repos["org/target"] = hub.repos["me/draft"] = {"main": [{}]}
         yield hub
 
@@ -26,10 +30,11 @@ def test_a_space(hub, run_recipe):
     commits = hub.repos["spaces/me/page"]["main"]
     assert len(commits) == 2 and "spaces/me/page" in hub.private  # the empty repo's, and ours
     files = {name: content.decode() for name, content in commits[-1].items()}
-    assert files.keys() == {"app.py", "requirements.txt", "README.md"}
+    assert files.keys() == {"app.py", "demo.py", "requirements.txt", "README.md"}
     assert files["requirements.txt"] == "hf-eagle3[demo]\n"
     compile(files["app.py"], "app.py", "exec")
     assert "from_pretrained('org/target', 'me/draft')" in files["app.py"]
+    assert files["demo.py"] == (RECIPES / "demo.py").read_text(encoding="utf-8")
     card = SpaceCard(files["README.md"])
     assert (card.data.sdk, card.data.sdk_version, card.data.app_file) == ("gradio", "6.1.2", "app.py")
     assert card.data.models == ["org/target", "me/draft"] and card.data.title == "page"

@@ -2,12 +2,11 @@
 
 import copy
 import json
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from conftest import make_prompt, make_target
+from conftest import RECIPES, ROOT, make_prompt, make_target
 from test_multimodal_generation import gemma4, llama4
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -15,9 +14,6 @@ from trl import chat_template_utils
 
 from hf_eagle3 import Eagle3ForSpeculation
 
-
-ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "recipes"
 
 # Model type, and what the verifiers' own config.json say.
 TARGETS = {
@@ -240,14 +236,14 @@ def test_what_the_templates_mark(name, tokenizer):
     assert text.startswith("def") and "abc" not in text and text.count("def") == 2
 
 
-def test_what_a_training_will_take(tmp_path, run_recipe):
+def test_what_a_training_will_take(tmp_path, run_experiment):
     AutoConfig.for_model(
         "qwen3", **TARGETS["qwen3_8b"][1], tie_word_embeddings=False, architectures=["Qwen3ForCausalLM"]
     ).save_pretrained(tmp_path)
     page = (ROOT / "docs" / "training.md").read_text()
     for echo_factor in (2, 1):
         arguments = ("--target", tmp_path, "--tokens", 5e8, "--tflops", 989, "--echo_factor", echo_factor)
-        result = run_recipe("measurements/training_cost.py", *arguments)
+        result = run_experiment("training_cost.py", *arguments)
         assert result.returncode == 0, result.stderr[-3000:]
         lines = result.stdout.splitlines()
         for line in lines[-2:]:  # GPUs, tokens a second, hours

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import export
-from hf_eagle3.demo import encode
 from hf_eagle3.making import FORMS
 
 
@@ -71,7 +70,8 @@ def test_inspect_and_export(tmp_path, run_recipe):
 def test_the_first_trees(tmp_path, tokenizer, run_recipe):
     make_target("llama").save_pretrained(tmp_path / "target")
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
-    inputs = encode(tokenizer, "what is up", is_chat=True)
+    chat = [{"role": "user", "content": "what is up"}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     make_draft(target, [inputs["input_ids"]]).save_pretrained(tmp_path / "draft")
     result = run_recipe("inspect_draft.py", tmp_path / "draft", "--prompt", "a")
     assert result.returncode == 2 and "pass --target" in result.stderr

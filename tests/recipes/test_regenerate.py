@@ -6,10 +6,9 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from conftest import chat_server, make_target
+from conftest import RECIPES, chat_server, make_target
 from datasets import load_dataset
 from forked import run_forked
 from huggingface_hub import DatasetCard, constants
@@ -18,7 +17,7 @@ from loopback_hub import serve_hub
 from hf_eagle3.data.regeneration import push_dataset
 
 
-SCRIPT = Path(__file__).parents[2] / "recipes" / "regenerate.py"
+SCRIPT = RECIPES / "regenerate.py"
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 NUM_ROWS = 30
 

@@ -1,4 +1,4 @@
-"""Measuring drafts."""
+"""Measures drafts."""
 
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def __getattr__(name):
-    # Tasks need `datasets`; what measures does not.
+    # Only tasks need `datasets`.
     if name in ("TASKS", "load_prompts", "read_prompts"):
         from . import tasks
 

@@ -1,4 +1,4 @@
-"""Plain generation and the ways to speed it up, on the same prompts, interleaved."""
+"""Times plain generation and methods that speed it up, on the same prompts, in turns."""
 
 import math
 import time
@@ -14,12 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
 from .memory import peak_memory, reset_peak_memory
-from .results import METHODS, OTHER_DRAFTS, OURS, BenchmarkResults
+from .results import METHODS, OTHER_DRAFTS, OURS, BenchmarkResults, speedup
 
 
 logger = logging.get_logger(__name__)
 
-# Transformers' own methods take one sequence a call.
+# The other methods are transformers' own, which take one prompt at a time.
 IN_BATCHES = ("plain", *OTHER_DRAFTS, *OURS)
 
 
@@ -43,38 +43,39 @@ def run_benchmark(
     save: Callable[[BenchmarkResults], None] = lambda results: None,
 ) -> BenchmarkResults:
     """
-    Times each method on each prompt, or batch of prompts. Methods take turns batch by batch, so that a slow spell of
-    the machine meets all of them; seeds are the same for all.
+    Times each method on each prompt, or on each batch of prompts. Methods take turns batch by batch, so if the machine
+    becomes slow, all methods do. Seeds are the same for all.
 
-    At temperatures above 0 the call is `generate(do_sample=True, temperature=..., **sampling)`: what `sampling` leaves
-    out is the target's own generation config's or transformers' default (`top_k=50`). Pass
+    At temperatures above 0 the call is `generate(do_sample=True, temperature=..., **sampling)`. Settings that are not in
+    `sampling` come from the target's generation config, or are transformers' defaults (`top_k=50`). Pass
     `{"top_k": 0, "top_p": 1.0}` to sample from the whole distribution, which is harder to draft for.
 
     Args:
         target, tokenizer: The model, and its tokenizer.
         draft ([`Eagle3ForSpeculation`], *optional*):
-            For `eagle3`, `eagle3-no-lookup` (nothing but trees), `eagle3-chain` (one child a node).
+            The draft of `eagle3`, `eagle3-no-lookup` (trees only) and `eagle3-chain` (one child for each node).
         tasks (`Mapping[str, Sequence[list[int]]]`): Tokenized prompts, by task.
         methods (`Sequence[str]`):
-            Some of `METHODS`. `mtp` needs a target with such layers; a method that the target does not take is left
-            out, with the reason in `results.run["left_out"]`.
+            Some of `METHODS`. `mtp` needs a target with MTP layers. A method that the target does not take is left out,
+            with the reason in `results.run["left_out"]`.
         temperatures (`Sequence[float]`, *optional*): 0 is greedy.
-        batch_sizes (`Sequence[int]`, *optional*): Transformers' own methods take one prompt a call.
-        max_new_tokens (`int`, *optional*, defaults to `128`): For each prompt.
-        repeats (`int`, *optional*, defaults to `3`): Of everything, each with seeds of its own.
-        seed (`int`, *optional*, defaults to `0`): Of the first prompt in the first repeat.
-        sampling (`dict`, *optional*): `top_k`, `top_p` and the like: see above.
+        batch_sizes (`Sequence[int]`, *optional*):
+            Prompts in a call. Transformers' own methods are measured at batch size 1 only.
+        max_new_tokens (`int`, *optional*, defaults to `128`): New tokens for each prompt.
+        repeats (`int`, *optional*, defaults to `3`): How often everything is measured, each time with other seeds.
+        seed (`int`, *optional*, defaults to `0`): The seed of the first prompt in the first repeat.
+        sampling (`dict`, *optional*): `top_k`, `top_p` and other settings of sampling. See above.
         call (`dict`, *optional*):
-            Further arguments of `generate`, of all methods: `{"cache_implementation": "static"}`.
-        assistant (`PreTrainedModel`, *optional*): A small model, for `assistant`.
-        dflash (`PreTrainedModel`, *optional*): A DFlash draft, for `dflash`.
+            More arguments of `generate`, for all methods, such as `{"cache_implementation": "static"}`.
+        assistant (`PreTrainedModel`, *optional*): The small model of the method `assistant`.
+        dflash (`PreTrainedModel`, *optional*): The DFlash draft of the method `dflash`.
         drafts (`Mapping[str, PreTrainedModel]`, *optional*):
-            Other drafts than `draft`, by method: those of `hf_eagle3.baselines`, for example.
-        results (`BenchmarkResults`, *optional*): Of a run that was interrupted; what it has is not measured again.
+            More drafts by method, such as those of `hf_eagle3.baselines`.
+        results (`BenchmarkResults`, *optional*): The results of an interrupted run. They are not measured again.
         save (`Callable`, *optional*): Called with the results after each repeat.
 
     Returns:
-        `BenchmarkResults`
+        `BenchmarkResults`: One measurement for each task, batch size, temperature, repeat and method.
     """
     drafts = {method: draft for method in OURS if draft is not None} | dict(drafts or {})
     methods = check_methods(methods, drafts, assistant, dflash)
@@ -106,14 +107,16 @@ def run_benchmark(
             ).to(target.device)
             for start in range(0, len(prompts), batch_size)
         ]
-        longest = max(batches, key=lambda inputs: inputs["input_ids"].shape[1])  # static caches stay as long as it is
+        longest = max(
+            batches, key=lambda inputs: inputs["input_ids"].shape[1]
+        )  # a static cache keeps the length of its first call
         suited = [method for method in methods if batch_size == 1 or method in IN_BATCHES]
         for temperature, repeat in product(temperatures, range(repeats)):
             if (task, batch_size, temperature, repeat) in done:
                 progress.update(len(batches) * len(methods))
                 continue
             for method in suited:
-                # Of static caches, what was compiled may not fit the next task's.
+                # With a static cache, each task may compile anew.
                 kind = method, batch_size, temperature, task if settings.get("cache_implementation") else None
                 if kind in warm or method in left_out:
                     continue
@@ -142,7 +145,7 @@ def run_benchmark(
 
 @dataclass
 class TimedGeneration:
-    """One call of `generate` by one method, with what it took."""
+    """Calls `generate` by a method, and measures the call."""
 
     target: PreTrainedModel
     settings: dict
@@ -150,7 +153,7 @@ class TimedGeneration:
     assistance: dict[str, dict]  # arguments of `generate`, by method
 
     def __call__(self, inputs, method: str, temperature: float, seed: int) -> tuple[list[list[int]], dict]:
-        """The new tokens of each row, and seconds, forwards, accepted lengths and peak memory of the call."""
+        """Returns the new tokens of each row, and seconds, forwards, accepted lengths and peak memory of the call."""
         mode = {"do_sample": False}
         if temperature != 0:
             mode = {"do_sample": True, "temperature": temperature, **self.sampling}
@@ -188,7 +191,7 @@ class TimedGeneration:
 def measure_repeat(
     generate: TimedGeneration, batches: list, methods: list[str], temperature: float, seed: int, progress: tqdm
 ) -> list[dict]:
-    """All methods once over all batches, taking turns batch by batch: a measurement of each, plain generation's first."""
+    """Runs all methods once over all batches, in turns. Returns a measurement of each method, plain generation's first."""
     measured = {}
     for method in methods:
         measured[method] = {"method": method, "new_tokens": 0, "seconds": 0.0, "draft_seconds": 0.0}
@@ -210,9 +213,9 @@ def measure_repeat(
                 total["peak_memory"] = max(total["peak_memory"] or 0, facts["peak_memory"])
             progress.update()
         row += len(expected)
-    plain = measured["plain"]
-    for total in measured.values():
-        total["speedup"] = total["new_tokens"] / total["seconds"] * plain["seconds"] / plain["new_tokens"]
+    rates = {method: total["new_tokens"] / total["seconds"] for method, total in measured.items()}
+    for method, total in measured.items():
+        total["speedup"] = speedup(rates[method], rates["plain"])
         for name in ("accepted_lengths", "drafted_lengths"):
             total[name] = {str(length): count for length, count in sorted(total[name].items())}
     return list(measured.values())
@@ -220,10 +223,10 @@ def measure_repeat(
 
 def check_methods(methods, drafts, assistant, dflash) -> list[str]:
     """
-    The methods in their usual order, plain generation first.
+    Returns the methods in their usual order, plain generation first.
 
     Raises:
-        ValueError: if one is unknown, lacks its model, or plain generation is not among them.
+        ValueError: if a method is unknown or lacks its model, or plain generation is not among them.
     """
     if "plain" not in methods:
         raise ValueError("`methods` must include 'plain': speed-ups are ratios to it.")
@@ -234,7 +237,7 @@ def check_methods(methods, drafts, assistant, dflash) -> list[str]:
         if not hasattr(draft, "assisted_decoding"):
             name = getattr(getattr(draft, "config", None), "_name_or_path", None) or type(draft).__name__
             kind = "an EAGLE-3 draft" if method in OURS else f"a draft for the method {method!r}"
-            raise ValueError(f"{name} is not {kind}.")
+            raise ValueError(f"{name} is not {kind}. Pass another model, or leave out the method {method!r}.")
     for method, model in (("assistant", assistant), ("dflash", dflash)):
         if method in methods and model is None:
             raise ValueError(f"The method {method!r} needs a model: pass `{method}`.")
@@ -242,17 +245,17 @@ def check_methods(methods, drafts, assistant, dflash) -> list[str]:
 
 
 def without_padding(tokens: list[int], pad_token: int, ends: set[int]) -> list[int]:
-    """A row's own tokens: those up to the first that ends it, where padding follows."""
+    """Returns a row's own tokens, up to the first token that ends it. Padding follows that."""
     length = len(tokens)
     while length > 0 and tokens[length - 1] == pad_token:
         length -= 1
-    if length < len(tokens) and pad_token in ends:  # the first of them was the row's own end
+    if length < len(tokens) and pad_token in ends:  # the first padding token is the row's own end
         length += 1
     return tokens[:length]
 
 
 def whole_repeats(results: BenchmarkResults, methods: Sequence[str]) -> set[tuple]:
-    """Task, batch size, temperature and number of the repeats that all methods took part in; the others are dropped."""
+    """Returns task, batch size, temperature and number of each complete repeat. Drops measurements of incomplete ones."""
     measured: dict[tuple, set[str]] = {}
 
     def key(each):
@@ -271,7 +274,7 @@ def whole_repeats(results: BenchmarkResults, methods: Sequence[str]) -> set[tupl
 
 @contextmanager
 def as_chain(draft, is_chain: bool):
-    """The draft proposes a single continuation instead of a tree."""
+    """Lets the draft propose a single continuation instead of a tree."""
     if not is_chain:
         yield
         return
@@ -285,8 +288,8 @@ def as_chain(draft, is_chain: bool):
 @contextmanager
 def timing_drafter(draft):
     """
-    Sums up the seconds that drafting trees takes the host, in a list of one number. On accelerators the device may go on
-    after that: to wait for it here would slow down what is measured, and change what `auto` decides by.
+    Yields a list with one number: the seconds that the host spends on drafting trees. On accelerators the device may
+    take longer. Waiting for it would slow down the call, and change the times that `auto` decides by.
     """
     seconds = [0.0]
     if draft is None:
@@ -318,7 +321,7 @@ def timing_drafter(draft):
 
 @contextmanager
 def counting_forwards(target):
-    """Counts the target's forward passes, in a list of one number."""
+    """Yields a list with one number: the target's forward passes."""
     count = [0]
 
     def add(module, arguments):

@@ -1,4 +1,4 @@
-"""Loading a draft to measure it, with the installed code or with the code that was saved with it."""
+"""Loads a draft to measure it, with the installed code or with the code that was saved with it."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
 
 
 CODES = ("installed", "saved")
-CODE_HELP = "The code that the draft runs: the installed hf-eagle3's, or what was saved with the draft (remote code)"
+CODE_HELP = "The code that the draft runs: the installed hf-eagle3, or the code that was saved with it (remote code)"
 
 
 def load_draft(name: str, code: str = "installed", **kwargs) -> PreTrainedModel:
@@ -20,12 +20,12 @@ def load_draft(name: str, code: str = "installed", **kwargs) -> PreTrainedModel:
     Args:
         name (`str`): A folder or a Hub id.
         code (`str`, *optional*, defaults to `"installed"`):
-            `installed`: hf-eagle3 as it is installed. `saved`: what was saved with the draft, which
-            `AutoModel.from_pretrained(name, trust_remote_code=True)` runs.
-        kwargs (*optional*): Of `from_pretrained`.
+            `installed` runs the installed hf-eagle3. `saved` runs the code that was saved with the draft, as
+            `AutoModel.from_pretrained(name, trust_remote_code=True)` does.
+        kwargs (*optional*): Arguments of `from_pretrained`.
 
     Raises:
-        ValueError: if it is no EAGLE-3 draft, or no code was saved with it.
+        ValueError: if it is not an EAGLE-3 draft, or no code was saved with it.
     """
     if code == "installed":
         return Eagle3ForSpeculation.from_pretrained(name, **kwargs).eval()
@@ -38,11 +38,11 @@ def load_draft(name: str, code: str = "installed", **kwargs) -> PreTrainedModel:
 
 
 def code_of(draft: PreTrainedModel) -> str:
-    """The code that a loaded draft runs: the version of hf-eagle3, or the folder or repo, and its digest or commit."""
+    """Returns the code that a loaded draft runs: the version of hf-eagle3, or the folder or repo with its digest or commit."""
     if isinstance(draft, Eagle3ForSpeculation):
         return f"hf-eagle3 {__version__}"
     name = draft.name_or_path
     folder = Path(name).resolve().name if is_path(name) else name
-    # Transformers keeps a copy for each digest of a folder's code, or commit of a repo, in a package of that name.
+    # transformers copies the code into a package, whose name is the digest of a folder's code or the commit of a repo.
     version = type(draft).__module__.split(".")[-2]
     return f"saved with the draft, in {folder} ({version})"

@@ -1,4 +1,4 @@
-"""The most memory that a call takes: of an accelerator's allocator, or of the process where there is none."""
+"""Measures the peak memory of a call: of an accelerator's allocator, or of the process on a CPU."""
 
 import re
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 
 
-# The kernel's account of this process, https://man7.org/linux/man-pages/man5/proc.5.html
+# What Linux counts for this process: https://man7.org/linux/man-pages/man5/proc.5.html
 PROCESS = Path("/proc/self")
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Forgets what was measured so far. Returns whether anything is: for CPUs, Linux counts, where a process may tell it to."""
+    """Resets the peak. Returns whether it is counted. On a CPU only Linux counts it, if the process may reset it."""
     allocator = torch.get_device_module(device)
     if hasattr(allocator, "reset_peak_memory_stats"):
         allocator.reset_peak_memory_stats(device)
@@ -19,7 +19,7 @@ def reset_peak_memory(device: torch.device) -> bool:
     if device.type != "cpu":
         return False
     try:
-        (PROCESS / "clear_refs").write_text("5")  # which stands for the peak
+        (PROCESS / "clear_refs").write_text("5")  # 5 resets the peak
     except OSError:
         return False
     return True
@@ -27,8 +27,8 @@ def reset_peak_memory(device: torch.device) -> bool:
 
 def peak_memory(device: torch.device) -> float:
     """
-    In MiB, the weights included: the most allocated on an accelerator, or for a CPU the most that the process had
-    resident, with what its allocator keeps of earlier calls.
+    Returns the peak since the last reset, in MiB, with the weights. On an accelerator it is the most that was allocated.
+    On a CPU it is the most that the process had resident, with what its allocator keeps of earlier calls.
     """
     allocator = torch.get_device_module(device)
     if hasattr(allocator, "max_memory_allocated"):

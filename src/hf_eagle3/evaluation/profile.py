@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Measures where the time of a step goes."""
 
 import functools
 import time
@@ -13,8 +13,8 @@ from .benchmark import synchronize
 
 
 PROMPT, REST = "prompt", "Python and the rest"
-# Part, and a function that does it: of the draft's code (module, class if it is a method), or of transformers. What a
-# function of another part does inside it is that part's.
+# A part, and a function of it: in the draft's code (module, and class if it is a method), or in transformers. Where a
+# function of another part runs inside, its time counts for the other part.
 PARTS = (
     ("draft forwards", "modeling_eagle3.Eagle3ForSpeculation", "step"),
     ("tree building", "drafter_eagle3.Drafter", "propose"),
@@ -34,11 +34,11 @@ PARTS = (
 
 
 class OwnTimes:
-    """Seconds in each part, without those in other parts inside it."""
+    """Counts the seconds in each part, without those in other parts inside it."""
 
     def __init__(self, now=time.perf_counter):
         self.now, self.seconds = now, Counter()
-        self.inside = []  # what others took in each part that is open
+        self.inside = []  # seconds of other parts inside each open part
 
     @contextmanager
     def spent_on(self, part: str):
@@ -58,12 +58,12 @@ def profile_steps(
     target, draft, prompts: list[list[int]], max_new_tokens: int = 64, temperature: float = 0.0, **settings
 ) -> dict:
     """
-    Decodes prompts with the draft, one after the other, and sorts the time into parts. On an accelerator each part
-    waits for what it has started, so that a step takes longer than otherwise; its parts are what can be compared.
+    Decodes prompts with the draft, one after the other, and sorts the time into parts. On an accelerator each part ends
+    with a synchronization. So a step takes longer than usual, and only its parts can be compared.
 
     Returns:
-        `dict`: `steps`, `seconds` a step by part, without the prompts' own, and, of all calls together,
-        `seconds_of_calls` and `seconds_of_prompts`.
+        `dict`: `steps`; `seconds` of a step by part, without the prompts; and `seconds_of_calls` and
+        `seconds_of_prompts` of all calls together.
     """
     mode = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     settings = {"max_new_tokens": max_new_tokens, **mode, **settings}
@@ -88,7 +88,7 @@ def profile_steps(
 
 
 def own_module(draft, name: str):
-    """A module of the code that a draft came with, which may be a copy of ours."""
+    """Returns a module of the code that the draft runs. It may be a copy of ours."""
     if hasattr(draft, "get_base_model"):  # adapted by PEFT
         draft = draft.get_base_model()
     return import_module(f"{type(draft).__module__.rpartition('.')[0]}.{name}")
@@ -96,12 +96,12 @@ def own_module(draft, name: str):
 
 @contextmanager
 def timed_parts(draft, device, times: OwnTimes):
-    """Times the functions of `PARTS`, in the code that this draft came with."""
+    """Times the functions of `PARTS`, in the code that the draft runs."""
 
     def timed(function, part):
         @functools.wraps(function)
         def timed_function(*args, **kwargs):
-            if torch.compiler.is_compiling():  # there are no parts to be told apart in what is compiled as a whole
+            if torch.compiler.is_compiling():  # a compiled step has no separate parts
                 return function(*args, **kwargs)
             with times.spent_on(part):
                 result = function(*args, **kwargs)
@@ -114,7 +114,7 @@ def timed_parts(draft, device, times: OwnTimes):
         for part, holder, name in PARTS:
             if isinstance(holder, str):
                 module, _, owner = holder.partition(".")
-                with suppress(ModuleNotFoundError):  # a draft may run the code it was saved with
+                with suppress(ModuleNotFoundError):  # a draft may run older code, which it was saved with
                     holder = own_module(draft, module)
                 if isinstance(holder, str):
                     continue
@@ -128,7 +128,7 @@ def timed_parts(draft, device, times: OwnTimes):
 
 
 def format_profile(profiled: dict) -> str:
-    """As a Markdown table."""
+    """Returns a profile as a Markdown table."""
     step = sum(profiled["seconds"].values())
     lines = ["| part of a step | ms | share |", "| --- | --- | --- |"]
     lines += [

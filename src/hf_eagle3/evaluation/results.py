@@ -1,4 +1,4 @@
-"""What a benchmark measured: kept as JSON Lines, summed up as rows, tables and plots."""
+"""Keeps what a benchmark measured as JSON Lines, and shows it as rows, tables and plots."""
 
 import bisect
 import itertools
@@ -14,7 +14,7 @@ from pathlib import Path
 from ..environment import public_name
 
 
-# Our own draft's methods, and those of hf_eagle3.baselines.
+# The methods of our own drafts, and of hf_eagle3.baselines.
 OURS = ("eagle3-chain", "eagle3-no-lookup", "eagle3")
 OTHER_DRAFTS = ("medusa", "hydra", "eagle", "eagle-2", "hass", "p-eagle", "eagle3-classic")
 METHODS = ("plain", "prompt-lookup", "assistant", "mtp", "dflash", *OTHER_DRAFTS, *OURS)
@@ -29,10 +29,48 @@ COLORS = dict(
 )
 
 
+def acceptance_length(lengths: Counter[int]) -> float:
+    """
+    τ, pooled: all tokens that verification forwards emitted, over the number of those forwards.
+
+    Args:
+        lengths (`Counter[int]`): How many forwards emitted 1, 2, ... tokens. At least one forward.
+    """
+    return sum(length * count for length, count in lengths.items()) / lengths.total()
+
+
+def acceptance_by_position(lengths: Counter[int]) -> list[float]:
+    """
+    Entry `k`: the share of verification forwards that accepted at least `k + 1` drafted tokens.
+
+    Args:
+        lengths (`Counter[int]`): How many forwards emitted 1, 2, ... tokens. One token of each is the target's own.
+    """
+    num_drafted = max(lengths, default=1) - 1
+    return [
+        sum(count for length, count in lengths.items() if length > k + 1) / lengths.total() for k in range(num_drafted)
+    ]
+
+
+def speedup(tokens_per_second: float, plain: float) -> float:
+    """
+    The speed-up in one repeat: its tokens per second over those of plain generation.
+
+    Args:
+        tokens_per_second, plain (`float`): Both from the same repeat.
+
+    Raises:
+        ValueError: if one of them is not positive.
+    """
+    if not (tokens_per_second > 0 and plain > 0):
+        raise ValueError(f"Tokens per second must be positive, but are {tokens_per_second} and, plain, {plain}.")
+    return tokens_per_second / plain
+
+
 @dataclass
 class BenchmarkRow:
     """
-    One method on one task, at one batch size and temperature.
+    The figures of one method on one task, at one batch size and temperature.
 
     Args:
         method (`str`): One of `METHODS`.
@@ -40,21 +78,20 @@ class BenchmarkRow:
         task (`str`): Name of the prompts.
         batch_size (`int`): Prompts decoded at once.
         tokens_per_second (`list[float]`):
-            One entry a repeat: all new tokens, without the padding of finished rows, over all seconds.
-        speedups (`list[float]`): The same over plain generation's in that repeat.
-        target_forwards (`int`): Forward passes of the target in all repeats, those of the prompts included.
+            One entry for each repeat: all new tokens, without the padding of finished rows, over all seconds.
+        speedups (`list[float]`): One entry for each repeat: its tokens per second over plain generation's.
+        target_forwards (`int`): Forward passes of the target in all repeats, with those of the prompts.
         new_tokens (`int`): Tokens generated in all repeats.
-        accepted_lengths (`Counter[int]`): How many verification forwards emitted 1, 2, ... tokens. EAGLE-3 only.
-        plain_steps (`int`): How many of those drafted nothing. EAGLE-3 only.
-        lookup_steps (`int`): How many of those verified what was looked up in the text. EAGLE-3 only.
-        drafted_lengths (`Counter[int]`):
-            Which of `accepted_lengths` are of trees: not of plain steps, nor looked up.
-        draft_share (`float`): Share of the time in which trees were drafted. EAGLE-3 only.
-        num_identical (`int`): Prompts whose tokens are, in every repeat, those of plain generation.
-        num_prompts (`int`): Of how many.
+        accepted_lengths (`Counter[int]`): How many verification forwards emitted 1, 2, ... tokens. Only of our drafts.
+        plain_steps (`int`): How many verification forwards had nothing to verify. Only of our drafts.
+        lookup_steps (`int`): How many verification forwards verified looked-up tokens. Only of our drafts.
+        drafted_lengths (`Counter[int]`): `accepted_lengths` of trees only, without plain steps and lookups.
+        draft_share (`float`): The share of the time that drafting trees took. Only of our drafts.
+        num_identical (`int`): Prompts with the same tokens as plain generation, in every repeat.
+        num_prompts (`int`): All prompts.
         peak_memory (`float`, *optional*):
-            In MiB, weights included: the most allocated on an accelerator, or for a CPU the most that the process had
-            resident, with what it keeps of earlier calls. Only where the system tells.
+            In MiB, with the weights: the most that was allocated on an accelerator. On a CPU it is the most that the
+            process had resident, with what it keeps of earlier calls. `None` if the system does not count it.
     """
 
     method: str
@@ -76,45 +113,35 @@ class BenchmarkRow:
 
     @property
     def median_tokens_per_second(self) -> float:
-        """Of the repeats."""
+        """The median over repeats."""
         return statistics.median(self.tokens_per_second)
 
     @property
     def median_speedup(self) -> float:
-        """Of the repeats."""
+        """The median over repeats."""
         return statistics.median(self.speedups)
 
     @property
     def acceptance_length(self) -> float | None:
         """
-        τ, pooled: tokens emitted by verification forwards over the number of those forwards. For methods that do not
-        tell them apart, all tokens over all forwards of the target, at batch size 1.
+        τ, pooled: all tokens that verification forwards emitted, over the number of those forwards. For methods that do
+        not count them, it is all tokens over all forwards of the target, at batch size 1 only.
         """
         if self.accepted_lengths:
-            return (
-                sum(length * count for length, count in self.accepted_lengths.items()) / self.accepted_lengths.total()
-            )
+            return acceptance_length(self.accepted_lengths)
         if self.method == "plain" or self.batch_size > 1 or self.target_forwards == 0:
             return None
         return self.new_tokens / self.target_forwards
 
     @property
     def tree_acceptance_length(self) -> float | None:
-        """τ of the trees alone: what the draft brings where it is used."""
-        lengths = self.drafted_lengths
-        return sum(length * count for length, count in lengths.items()) / lengths.total() if lengths else None
+        """τ of trees only, without plain steps and lookups."""
+        return acceptance_length(self.drafted_lengths) if self.drafted_lengths else None
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """
-        Entry `k`: the share of the trees of which at least `k + 1` drafted tokens were accepted.
-        """
-        lengths = self.drafted_lengths
-        num_drafted = max(lengths, default=1) - 1  # one token of each is the target's own
-        return [
-            sum(count for length, count in lengths.items() if length > k + 1) / lengths.total()
-            for k in range(num_drafted)
-        ]
+        """Entry `k`: the share of trees with at least `k + 1` accepted tokens."""
+        return acceptance_by_position(self.drafted_lengths)
 
 
 @dataclass
@@ -123,7 +150,7 @@ class BenchmarkResults:
     A run and its measurements.
 
     Args:
-        run (`dict`): `arguments`, `environment`, `tree` settings, `draft_weights`, and what was left out and why.
+        run (`dict`): `arguments`, `environment`, `tree` settings, `draft_weights`, and why methods were `left_out`.
         measurements (`list[dict]`): One for each task, batch size, temperature, repeat and method.
     """
 
@@ -133,15 +160,15 @@ class BenchmarkResults:
     @classmethod
     def read(cls, path: str | Path) -> "BenchmarkResults":
         """
-        Reads JSON Lines. A last line that is cut off, by an interruption, is passed over.
+        Reads JSON Lines. If an interruption cut off the last line, it is ignored.
 
         Args:
             path (`str` or `Path`): The file.
 
         Raises:
-            ValueError: if they are no results of a benchmark.
+            ValueError: if the file has no results of a benchmark.
         """
-        # Not `splitlines`, which also splits at what JSON leaves as it is.
+        # `splitlines` would also split at separators that JSON allows inside of strings.
         lines = Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n")
         entries = []
         for number, line in enumerate(lines):
@@ -156,7 +183,7 @@ class BenchmarkResults:
 
     def write(self, path: str | Path) -> None:
         """
-        Writes JSON Lines, all or nothing.
+        Writes JSON Lines, completely or not at all.
 
         Args:
             path (`str` or `Path`): The file.
@@ -168,7 +195,7 @@ class BenchmarkResults:
 
     @property
     def rows(self) -> list[BenchmarkRow]:
-        """The measurements, summed up: one for each task, batch size, temperature and method."""
+        """The measurements of all repeats together, by task, batch size, temperature and method."""
         groups: dict[tuple, list[dict]] = {}
         for measured in self.measurements:
             key = (measured["task"], measured["batch_size"], measured["temperature"], measured["method"])
@@ -212,7 +239,7 @@ HEADER = ["T", "method", "tokens/s", "speed-up", "acceptance length", "identical
 
 
 def cells(row: BenchmarkRow) -> list[str]:
-    """A row of the table, without task and batch size. Medians over repeats; the range of several in brackets."""
+    """Returns a row of the table, without task and batch size. It has medians over repeats, with the range in brackets."""
     speedup, tau, identical = "1.00", "-", "-"
     if row.method != "plain":
         speedup = f"{row.median_speedup:.2f}"
@@ -225,7 +252,7 @@ def cells(row: BenchmarkRow) -> list[str]:
 
 
 def columns_of(rows: Sequence[BenchmarkRow]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells; task, batch size and memory only where there is something to tell apart."""
+    """Returns header and cells. Task and batch size are there if they differ, and memory if it was measured."""
     header, table = list(HEADER), [cells(row) for row in rows]
     if len({row.batch_size for row in rows}) > 1:
         header.insert(0, "batch size")
@@ -243,7 +270,7 @@ def columns_of(rows: Sequence[BenchmarkRow]) -> tuple[list[str], list[list[str]]
 
 def format_table(rows: Sequence[BenchmarkRow]) -> str:
     """
-    The rows as a Markdown table, which README and model card take as it is.
+    Returns the rows as a Markdown table.
 
     Args:
         rows (`Sequence[BenchmarkRow]`): The rows.
@@ -255,11 +282,11 @@ def format_table(rows: Sequence[BenchmarkRow]) -> str:
 
 def print_table(rows: Sequence[BenchmarkRow], title: str) -> None:
     """
-    The rows as a table in the terminal, or as Markdown if nobody is looking.
+    Prints the rows as a table, or as Markdown if the output is not a terminal.
 
     Args:
         rows (`Sequence[BenchmarkRow]`): The rows.
-        title (`str`): Above the table.
+        title (`str`): The line above the table.
     """
     from rich.console import Console
     from rich.table import Table
@@ -278,14 +305,14 @@ def print_table(rows: Sequence[BenchmarkRow], title: str) -> None:
     console.print(table)
 
 
-MIN_REPEATS = 5  # in each of two runs, to tell a difference from noise
+MIN_REPEATS = 5  # in each run, or noise could not be ruled out
 SIGNIFICANT = 0.05
 
 
 def chance(before: Sequence[float], after: Sequence[float]) -> float:
     """
-    How often two samples of one distribution lie at least as far apart as these: Wilcoxon's rank-sum test, two-sided
-    and exact, or by random splits where there are many.
+    Returns how often two samples of one distribution are at least as far apart as these. This is Wilcoxon's rank-sum
+    test, two-sided and exact. With many values it takes random splits.
     """
     values = [*before, *after]
     order = sorted(values)
@@ -301,9 +328,9 @@ def chance(before: Sequence[float], after: Sequence[float]) -> float:
 
 def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
     """
-    What changed from one run to another, as a Markdown table, and whether it exceeds the noise: whether the repeats of
-    two runs of one thing would differ so much in less than one of 20 cases (`chance`). Fewer than five repeats
-    cannot tell. Speed-ups are compared, not tokens per second, which a busy machine changes for all methods.
+    Returns what changed from one run to another, as a Markdown table, and whether each change exceeds the noise. It does
+    if two runs of the same thing would differ so much in less than one of 20 cases (`chance`). That takes five repeats in
+    each run. Speed-ups are compared, not tokens per second, because a busy machine slows all methods down.
 
     Args:
         before, after ([`BenchmarkResults`]): The runs.
@@ -340,7 +367,7 @@ def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
 
 
 def what_differs(before, after) -> str:
-    """The entries of two dicts, or the values, that are not the same; empty if there are none."""
+    """Returns the entries of two dicts that differ, or two values that differ, in words. Empty if they are the same."""
     if not (isinstance(before, dict) and isinstance(after, dict)):
         return "" if before == after else f"{before} before, {after} after"
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
@@ -348,7 +375,7 @@ def what_differs(before, after) -> str:
 
 
 def plot_names(rows: Sequence[BenchmarkRow]) -> list[str]:
-    """The plots that there are figures for: speed-up by task, acceptance by position, speed-up against batch size."""
+    """Returns the names of the plots that there are figures for."""
     names = ["speedup.png"] if rows else []
     names += ["acceptance.png"] * any(row.acceptance_by_position for row in rows)
     names += ["batch_size.png"] * (len({row.batch_size for row in rows}) > 1)
@@ -361,7 +388,7 @@ def plot_all(results: BenchmarkResults, folder: str | Path) -> list[Path]:
 
     Args:
         results ([`BenchmarkResults`]): What was measured.
-        folder (`str` or `Path`): Where to; made if it is not there.
+        folder (`str` or `Path`): The folder. It is created if it does not exist.
 
     Returns:
         `list[Path]`: The files.
@@ -378,7 +405,7 @@ def plot_all(results: BenchmarkResults, folder: str | Path) -> list[Path]:
 
 
 def subtitle(results: BenchmarkResults) -> str:
-    """Of what, and where, and how often the figures of a plot were measured."""
+    """Returns what was measured, where, and how often."""
     arguments, environment = results.run.get("arguments", {}), results.run.get("environment", {})
     repeats = max((len(row.speedups) for row in results.rows), default=0)
     facts = [
@@ -391,7 +418,7 @@ def subtitle(results: BenchmarkResults) -> str:
 
 
 def with_range(rows: Sequence[BenchmarkRow]) -> dict:
-    """Medians of the speed-ups, and how far their range reaches below and above."""
+    """Returns median speed-ups, and how far their range reaches below and above."""
     medians = [row.median_speedup for row in rows]
     below = [median - min(row.speedups) for median, row in zip(medians, rows)]
     above = [max(row.speedups) - median for median, row in zip(medians, rows)]
@@ -399,7 +426,7 @@ def with_range(rows: Sequence[BenchmarkRow]) -> dict:
 
 
 def plot_speedups(rows: Sequence[BenchmarkRow]):
-    """A bar for each method and task, at the smallest batch size."""
+    """Plots a bar for each method and task, at the smallest batch size."""
     smallest = min(row.batch_size for row in rows)
     rows = [row for row in rows if row.batch_size == smallest]
     tasks, temperatures = list(dict.fromkeys(row.task for row in rows)), sorted({row.temperature for row in rows})
@@ -427,7 +454,7 @@ def plot_speedups(rows: Sequence[BenchmarkRow]):
                     label + (f"\nτ = {row.acceptance_length:.2f}" if row.acceptance_length else "")
                     for label, row in zip(labels, shown)
                 ]
-            # On white, where a label meets the line at 1.
+            # A white background, because a label may cross the line at 1.
             behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
             axis.bar_label(bars, labels, padding=3, fontsize=8, bbox=behind)
         axis.set_xticks(range(len(tasks)), tasks, rotation=0 if len(tasks) < 4 else 30)
@@ -440,8 +467,8 @@ def plot_speedups(rows: Sequence[BenchmarkRow]):
 
 def plot_acceptance(rows: Sequence[BenchmarkRow]):
     """
-    How often the first, second, ... drafted token was accepted: tasks pooled, a line for each method, temperature and
-    batch size.
+    Plots how often the first, second, ... drafted token was accepted. Tasks are pooled, and each method, temperature and
+    batch size has a line.
     """
     figure, (axis,) = _figure(1, figsize=(5.5, 3.6))
     temperatures, sizes = (sorted({getattr(row, name) for row in rows}) for name in ("temperature", "batch_size"))
@@ -458,7 +485,7 @@ def plot_acceptance(rows: Sequence[BenchmarkRow]):
             style["marker"] = "os^Dv"[sizes.index(size) % 5]
             axis.plot(range(1, len(shares) + 1), shares, label=label, **style)
     axis.set_xlabel("drafted token")
-    axis.set_ylabel("share of trees of which it is accepted")
+    axis.set_ylabel("share of trees in which it is accepted")
     axis.set_ylim(0, 1)
     axis.set_xticks(range(1, 1 + max(len(row.acceptance_by_position) for row in rows)))
     axis.legend(frameon=False, fontsize=7)
@@ -466,7 +493,7 @@ def plot_acceptance(rows: Sequence[BenchmarkRow]):
 
 
 def plot_batch_sizes(rows: Sequence[BenchmarkRow]):
-    """Speed-up against the batch size: a line for each method, and the median over tasks where there are several."""
+    """Plots speed-up against batch size. Each method has a line: the median over tasks and repeats."""
     temperatures, sizes = (sorted({getattr(row, name) for row in rows}) for name in ("temperature", "batch_size"))
     figure, axes = _figure(len(temperatures), figsize=(4.5 * len(temperatures), 3.6))
     for axis, temperature in zip(axes, temperatures):
@@ -490,7 +517,7 @@ def plot_batch_sizes(rows: Sequence[BenchmarkRow]):
 
 
 def _figure(columns: int, figsize):
-    # Not by pyplot, which keeps figures and asks for a screen.
+    # pyplot would keep figures, and ask for a screen.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=figsize)

@@ -1,4 +1,4 @@
-"""What is measured on: the prompts of the literature's tasks, of a file or folder, or of this machine."""
+"""Loads prompts: of the papers' tasks, of a file or folder, or of this machine's Python sources."""
 
 import sysconfig
 from collections.abc import Callable
@@ -24,8 +24,8 @@ class Task:
 
     Args:
         path (`str`): Its id.
-        num_prompts (`int`): Its first so many rows are taken.
-        turns_of (`Callable`): What the user says, turn by turn, from a row.
+        num_prompts (`int`): How many rows are taken, from the first on.
+        turns_of (`Callable`): Returns the user's turns in a row.
         load (`dict`, *optional*): Arguments of [`~datasets.load_dataset`].
     """
 
@@ -36,12 +36,12 @@ class Task:
 
 
 def spec_bench(name: str) -> Task:
-    """One of Spec-Bench's six tasks (arXiv 2401.07851), 80 prompts each, in the copy that vLLM's speculators are measured on."""
+    """Returns one of Spec-Bench's six tasks (arXiv 2401.07851), with 80 prompts, from the copy that vLLM measures speculators on."""
     load = {"data_files": f"{name}.jsonl", "split": "train"}
     return Task("RedHatAI/speculator_benchmarks", 80, lambda row: [row["prompt"]], load)
 
 
-# The EAGLE papers measure MT-bench, HumanEval, GSM8K, Alpaca and CNN/DailyMail, on 80 prompts where there are more.
+# The EAGLE papers measure MT-bench, HumanEval, GSM8K, Alpaca and CNN/DailyMail, on at most 80 prompts each.
 TASKS = {
     "mt_bench": Task("HuggingFaceH4/mt_bench_prompts", 80, lambda row: row["prompt"], {"split": "train"}),
     "humaneval": Task("openai/openai_humaneval", 164, lambda row: [f"Complete this function.\n\n{row['prompt']}"]),
@@ -71,7 +71,7 @@ OFFLINE = "python"  # the sources of Python's standard library, which every mach
 
 
 def expand(names: list[str]) -> list[str]:
-    """Groups by their tasks, and a folder by its JSON Lines files."""
+    """Replaces groups by their tasks, and folders by their JSON Lines files."""
     expanded = []
     for name in names:
         if name not in {*TASKS, *GROUPS, OFFLINE} and Path(name).is_dir():
@@ -103,22 +103,22 @@ def load_prompts(
     answer: Callable[[list[int]], str] | None = None,
 ) -> list[list[int]]:
     """
-    The prompts of a task, tokenized. What a user says goes through the chat template, if the tokenizer has one; a
-    `prompt` of a file is taken as it is, its `messages` go through the template. A task of several turns (MT-bench)
-    has a prompt for each, with the turns before it and their answers.
+    Returns the tokenized prompts of a task. User turns and a file's `messages` go through the chat template, if the
+    tokenizer has one. A file's `prompt` is taken as it is. A task of several turns (MT-bench) has a prompt for each turn,
+    with the earlier turns and their answers.
 
     Args:
         name (`str`): A task, or a JSON Lines file; see [`read_prompts`].
         tokenizer (`PreTrainedTokenizerBase`): The target's.
-        num_prompts (`int`, *optional*): Only the first so many, or conversations.
+        num_prompts (`int`, *optional*): How many prompts or conversations are taken, from the first on.
         chat_template_kwargs (`dict`, *optional*):
-            For the template, such as `{"enable_thinking": False}`, where a row of a file does not say otherwise.
+            Arguments of the template, such as `{"enable_thinking": False}`. Those in a row of a file come first.
         answer (`Callable`, *optional*):
-            What the target says to a prompt. Without it conversations end with their first turn.
+            Returns the target's answer to a prompt. Without it, conversations end with their first turn.
 
     Raises:
         OSError: if the Hub cannot be reached.
-        ValueError: if there is nothing in it, or not what was expected.
+        ValueError: if there are no prompts, or a row is malformed.
     """
 
     encoder = PromptEncoder(tokenizer)
@@ -126,7 +126,7 @@ def load_prompts(
     def chat(messages: list[dict], **kwargs) -> list[int]:
         if not encoder.has_template:
             logger.warning_once(
-                "The tokenizer has no chat template: what is said in a chat is put together as plain text."
+                "The tokenizer has no chat template, so the messages of a chat are joined as plain text."
             )
             return encoder.text("\n\n".join(message["content"] for message in messages))
         return encoder.chat(messages, **{**(chat_template_kwargs or {}), **kwargs})
@@ -162,15 +162,15 @@ def load_prompts(
 
 def read_prompts(path: str | Path, num_prompts: int | None = None) -> list[Row]:
     """
-    Prompts of a JSON Lines file, one `{"prompt": "..."}` or `{"messages": [...]}` a line, with `tools` and
-    `chat_template_kwargs` if they have some.
+    Returns the prompts of a JSON Lines file. Each line is `{"prompt": "..."}` or `{"messages": [...]}`. Messages may have
+    `tools` and `chat_template_kwargs`.
 
     Args:
         path (`str` or `Path`): The file.
-        num_prompts (`int`, *optional*): Only the first so many.
+        num_prompts (`int`, *optional*): How many prompts are taken, from the first on.
 
     Raises:
-        ValueError: naming file and line, if a line is something else; or if there is none.
+        ValueError: if a line is something else (it names file and line), or if there is none.
     """
     return [row for _, row in _read_prompts(path, num_prompts)]
 
@@ -188,7 +188,7 @@ def _read_prompts(path: str | Path, num_prompts: int | None) -> list[tuple[int, 
 
 
 def standard_library(num_held_out: int = 20) -> tuple[list[str], list[str]]:
-    """Python's own sources, cut into documents of 2,000 characters, and the middles of files that are left out of them."""
+    """Returns Python's own sources in documents of 2,000 characters, and the second halves of held-out files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
     files = [path for path in sorted(root.rglob("*.py")) if not skipped & set(path.relative_to(root).parts)]
@@ -201,5 +201,5 @@ def standard_library(num_held_out: int = 20) -> tuple[list[str], list[str]]:
         if number not in held_out
         for i in range(0, len(source), 2000)
     ]
-    # From the middle of a file: they all begin with the same few words.
+    # Files begin with the same few words, so the held-out texts begin in the middle.
     return documents, [sources[number][len(sources[number]) // 2 :] for number in held_out][:num_held_out]

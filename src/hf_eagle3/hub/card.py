@@ -1,8 +1,9 @@
 """
 The model card of a draft.
 
-A card is a function of the files it stands beside: the draft's configuration, `training.json` (how it was trained) and
-`benchmark.jsonl` (what was measured with these weights). What is in none of them is "not measured" or "not recorded".
+A card is rendered from the files beside it: the draft's configuration, `training.json` (how it was trained) and
+`benchmark.jsonl` (what was measured with these weights). It says once what is missing. A recipe that has not been run has
+a short card.
 """
 
 import hashlib
@@ -18,13 +19,14 @@ from ..checkpoints.engines import check_vllm
 from ..environment import public_name
 from ..evaluation import BenchmarkResults, BenchmarkRow, format_table
 from ..evaluation.results import plot_names
-from ..remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
+from ..remote_code.policy_eagle3 import tree_settings
 
 
 TRAINING_RECORD = "training.json"
 BENCHMARK_RECORD = "benchmark.jsonl"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
-# By which people look for drafts.
+RECIPE_TEMPLATE = Path(__file__).with_name("recipe_card.md.jinja")
+# People search for drafts by these tags.
 TAGS = ["eagle3", "speculative-decoding", "draft-model", "assistant-model", "speculators"]
 RENDERED = re.compile(r"<!-- rendered by hf-eagle3, digest (\w+) -->\n?$")
 
@@ -50,30 +52,31 @@ def render_card(
     Args:
         repo_id (`str`): The draft's repo, `<owner>/<name>`.
         draft ([`Eagle3ForSpeculation`], *optional*):
-            The draft; its weights are not read, so that it may be on the meta device. `None`: a recipe that has not
-            been run.
-        verifier (`str`, *optional*): Hub id or path of the target. By default what the draft's configuration says.
-        training (`dict`, *optional*): What [`Eagle3Trainer`] saves as `training.json`.
+            The draft. Its weights are not read, so it may be on the meta device. `None` renders the short card of a
+            recipe that has not been run.
+        verifier (`str`, *optional*): Hub id or path of the target. By default the one in the draft's configuration.
+        training (`dict`, *optional*):
+            What [`Eagle3Trainer`] saves as `training.json`. A recipe's card reads `datasets` and `command`.
         benchmark ([`BenchmarkResults`], *optional*): What `recipes/benchmark.py --json` wrote.
         published (`Sequence[dict]`, *optional*):
-            Figures of others for the same target: `by`, `draft`, `url`, `date`, `conditions`, `metric`, and
-            `figures` by task.
+            Figures that others published for the same target: `by`, `draft`, `url`, `source`, `date`, `conditions`,
+            `metric`, and `figures` by task.
         license (`str`, *optional*): A licence id of the Hub.
         license_name (`str`, *optional*), license_link (`str`, *optional*):
-            Of the licence `"other"`: its name, and an address or the name of a file in the repo.
-        adapter_of (`str`, *optional*): The draft that this repo has a LoRA adapter for.
-        tags (`Sequence[str]`, *optional*): Tags besides those that every draft has.
-        image_folder (`str`, *optional*): Where the plots are, seen from the card, if not beside it.
+            For the licence `"other"`: its name, and an address or the name of a file in the repo.
+        adapter_of (`str`, *optional*): The draft, if this repo has a LoRA adapter for it.
+        tags (`Sequence[str]`, *optional*): More tags. Every draft has some.
+        image_folder (`str`, *optional*): The folder of the plots, relative to the card. By default they are beside it.
 
     Returns:
-        `ModelCard`: with metadata and text. `str(card)` is the README.md.
+        `ModelCard`: Metadata and text. `str(card)` is the README.md.
     """
     if verifier is None and draft is not None:
         verifier = draft.config.verifier
     is_on_hub = is_hub_id(verifier)
     rows = benchmark.rows if benchmark else []
     drafted = [row for row in rows if row.method == "eagle3"] or [row for row in rows if row.method == "eagle3-chain"]
-    # What the draft accepts by itself: where much is looked up, what is left to draft is harder.
+    # The draft's own acceptance. Lookup takes the easy tokens, so with lookup the draft accepts fewer.
     alone = [row for row in rows if row.method == "eagle3-no-lookup"] or drafted
     lookups = [row for row in rows if row.method == "prompt-lookup"]
     name, datasets = repo_id.split("/")[-1], (training or {}).get("datasets") or []
@@ -81,8 +84,7 @@ def render_card(
     base_model = base_model if is_hub_id(base_model) else None
     data = ModelCardData(
         base_model=base_model,
-        # The Hub knows no relation for drafts (it has adapter, finetune, merge and quantized); this is what it assumes when
-        # nothing is said. Nor is a speed-up a score in a leaderboard of a data set, for which `.eval_results/` is.
+        # The Hub has no relation for drafts (only adapter, finetune, merge and quantized). "finetune" is its default.
         base_model_relation=None if base_model is None else ("adapter" if adapter_of else "finetune"),
         library_name="peft" if adapter_of else "transformers",
         pipeline_tag="text-generation",
@@ -94,33 +96,37 @@ def render_card(
         model_name=name if drafted else None,
         eval_results=eval_results(drafted, alone, lookups) or None,
     )
+    verifier_link = (
+        f"[{verifier}](https://huggingface.co/{verifier})" if is_on_hub else "a model that is not on the Hub"
+    )
+    texts = {
+        "name": name,
+        "verifier_link": verifier_link,
+        "training": training,
+        "published": published_table(published),
+    }
+    if draft is None:
+        return from_template(RECIPE_TEMPLATE, data, **texts)
     cannot_export = None
-    if draft is not None:
-        try:
-            sglang.write(draft)
-        except ValueError as error:
-            cannot_export = str(error)
-    card = ModelCard.from_template(
+    try:
+        sglang.write(draft)
+    except ValueError as error:
+        cannot_export = str(error)
+    return from_template(
+        TEMPLATE,
         data,
-        template_str=TEMPLATE.read_text(encoding="utf-8"),
+        **texts,
         repo_id=repo_id,
-        name=name,
         verifier=verifier,
-        verifier_link=f"[{verifier}](https://huggingface.co/{verifier})"
-        if is_on_hub
-        else "a model that is not on the Hub",
         verifier_path=verifier if is_on_hub else "path/to/target",
         is_on_hub=is_on_hub,
-        is_trained=draft is not None or adapter_of is not None,
         is_chat=is_for_chats(training),
-        draft=draft,
-        form=None if draft is None else form(draft),
+        form=form(draft),
         adapter_of=public_name(adapter_of),
         cannot_export=cannot_export,
-        engines=None if draft is None else describe_engines(draft),
-        parallel=', "parallel_drafting": true' if draft is not None and draft.config.is_parallel else "",
+        engines=describe_engines(draft),
+        parallel=', "parallel_drafting": true' if draft.config.is_parallel else "",
         engines_run=", ".join(f"{each.name} {each.version}" for each in ENGINES if each.version is not None),
-        training=training,
         training_arguments=None if training is None else training_yaml(training),
         run=benchmark.run if benchmark else None,
         table=format_table(rows) if rows else None,
@@ -132,16 +138,31 @@ def render_card(
         num_lookups=sum(row.lookup_steps for row in drafted),
         alone=alone,
         num_positions=max((len(row.acceptance_by_position) for row in alone), default=0),
-        published=published,
-        tree=DEFAULT_TREE_SETTINGS if draft is None else tree_settings(draft.generation_config),
+        tree=tree_settings(draft.generation_config),
     )
+
+
+def from_template(template: Path, data: ModelCardData, **texts) -> ModelCard:
+    """Returns the card that a template renders, with a digest at its end."""
+    card = ModelCard.from_template(data, template_str=template.read_text(encoding="utf-8"), **texts)
     card.text = card.text.rstrip("\n") + "\n"
     card.text += f"\n<!-- rendered by hf-eagle3, digest {card_digest(card)} -->\n"
     return card
 
 
+def published_table(published: Sequence[dict]) -> str:
+    """Returns others' figures as a Markdown table."""
+    lines = ["| draft | conditions | metric | figures | source |", "| --- | --- | --- | --- | --- |"]
+    for each in published:
+        figures = ", ".join(f"{task} {value:.2f}" for task, value in each["figures"].items())
+        source = f"[{each['source']}]({each['url']}), {each['date']}"
+        draft = f"{each['draft']} ({each['by']})"
+        lines.append(f"| {draft} | {each['conditions']} | {each['metric']} | {figures} | {source} |")
+    return "\n".join(lines) if published else ""
+
+
 def engine_tags(draft, adapter_of: str | None) -> list[str]:
-    """Tags of the engines that take a draft as it is."""
+    """Returns tags of the engines that take the draft as it is."""
     if adapter_of is not None:
         return []
     try:
@@ -153,13 +174,13 @@ def engine_tags(draft, adapter_of: str | None) -> list[str]:
 
 
 def is_hub_id(name: str | None) -> bool:
-    """Whether this looks like a repo of the Hub, and is no path."""
+    """Returns whether this looks like a repo of the Hub, and is no path."""
     is_file = bool(name) and Path(name).suffix in (".json", ".jsonl", ".parquet", ".txt", ".csv")
     return bool(name) and bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)) and not is_file and not Path(name).exists()
 
 
 def form(draft) -> str:
-    """What the draft is, in a line."""
+    """Returns what the draft is, in one line."""
     config, layer = draft.config, draft.config.transformer_layer_config
     flags = [
         flag for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(config, flag)
@@ -169,15 +190,15 @@ def form(draft) -> str:
     layers = f"{config.num_hidden_layers} {kind} layer" + "s" * (config.num_hidden_layers > 1)
     return (
         f"{layers} of width {layer.hidden_size}, {num_parameters:,} parameters of its own, a draft vocabulary of "
-        f"{config.draft_vocab_size} of {config.vocab_size} tokens, reading the states that enter layers "
+        f"{config.draft_vocab_size} of {config.vocab_size} tokens. It reads the states that enter layers "
         f"{config.eagle_aux_hidden_state_layer_ids} of the target"
         + (f" (`{'`, `'.join(flags)}`)" if flags else "" if config.is_parallel else " (the form of the EAGLE-3 paper)")
-        + (", and drafting all tokens in one pass (P-EAGLE)" if config.is_parallel else "")
+        + (", and drafts all tokens in one pass (P-EAGLE)" if config.is_parallel else "")
     )
 
 
 def of_same_call(row: BenchmarkRow, others: Sequence[BenchmarkRow]) -> BenchmarkRow | None:
-    """Which of other methods' rows is of the same task, batch size and temperature."""
+    """Returns another method's row of the same task, batch size and temperature, if there is one."""
     same = (other for other in others if other.method != row.method and other.task == row.task)
     return next((o for o in same if (o.batch_size, o.temperature) == (row.batch_size, row.temperature)), None)
 
@@ -186,8 +207,10 @@ def eval_results(
     rows: Sequence[BenchmarkRow], alone: Sequence[BenchmarkRow], lookups: Sequence[BenchmarkRow]
 ) -> list[EvalResult]:
     """
-    The `model-index`, for each task, batch size and temperature: the speed-up of `rows`, and beside it what the draft
-    brings `alone`, with its acceptance length, and what transformers' prompt lookup does without any.
+    Returns the `model-index`. Each task, batch size and temperature has the speed-up of `rows`, the speed-up and
+    acceptance length of the draft `alone`, and the speed-up of transformers' prompt lookup (`lookups`).
+
+    Speed-ups are not in the Hub's `.eval_results/`, which is for scores in leaderboards.
     """
     results = []
     for row in rows:
@@ -196,7 +219,7 @@ def eval_results(
             "task_name": "Speculative decoding",
             "dataset_type": row.task,
             "dataset_name": row.task,
-            # By which the Hub keeps results apart.
+            # The Hub tells results apart by this.
             "dataset_config": f"temperature {row.temperature:g}, batch size {row.batch_size}",
             "dataset_args": {
                 "temperature": row.temperature,
@@ -230,7 +253,7 @@ def eval_results(
 
 
 def is_for_chats(training: dict | None) -> bool:
-    """Whether the target was seen to take chats: by its template, or by what it was trained on."""
+    """Returns whether the target takes chats: it has a chat template, or the draft was trained on chats."""
     training = training or {}
     return bool(training.get("has_chat_template") or (training.get("arguments") or {}).get("assistant_only_loss"))
 
@@ -240,14 +263,15 @@ def training_yaml(training: dict) -> str:
 
 
 def card_digest(card: ModelCard) -> str:
-    """Of metadata and text without the digest itself. Changes when somebody edits the card."""
+    """Returns a digest of metadata and text, without the digest in the text. It changes when somebody edits the card."""
     content = str(card.data.to_dict()) + RENDERED.sub("", card.text).strip()
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def is_edited(card: ModelCard) -> bool:
     """
-    Whether somebody wrote or changed this card by hand. One without text, with a licence at most, counts as unwritten.
+    Returns whether somebody wrote or changed this card by hand. A card without text, and with no metadata but a
+    licence, counts as unwritten.
 
     Args:
         card (`ModelCard`): The card.

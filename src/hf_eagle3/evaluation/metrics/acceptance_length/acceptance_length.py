@@ -1,13 +1,16 @@
 """Acceptance length of speculative decoding, for `evaluate.load`."""
 
+import statistics
 from collections import Counter
 
 import datasets
 import evaluate
 
+from hf_eagle3.evaluation.results import acceptance_by_position, acceptance_length
+
 
 DESCRIPTION = """
-How many tokens each verification forward of speculative decoding emits: those it accepts, and the one that it picks itself.
+How many tokens a verification forward of speculative decoding emits: the drafted tokens that it accepts, and one of its own.
 """
 
 INPUTS = """
@@ -16,10 +19,10 @@ Args:
 
 Returns:
     acceptance_length (`float`): Pooled: all tokens over all verification forwards.
-    mean_acceptance_length (`float`): The mean of the requests' own, which weighs short requests as much as long ones.
-    conditional_acceptance (`list[float]`): Entry `k`: of the forwards that accepted the first `k` drafted tokens, how many accepted
-        the next one, too.
-    acceptance_by_position (`list[float]`): Entry `k`: of all forwards, how many accepted at least `k + 1` drafted tokens.
+    mean_acceptance_length (`float`): The mean over requests. Short requests count as much as long ones.
+    conditional_acceptance (`list[float]`): Entry `k`: the share of forwards that accepted `k + 1` drafted tokens, among those that
+        accepted `k`.
+    acceptance_by_position (`list[float]`): Entry `k`: the share of all forwards that accepted at least `k + 1` drafted tokens.
 
 Example:
 
@@ -55,12 +58,10 @@ class AcceptanceLength(evaluate.Metric):
             raise ValueError("There are no verification forwards in `predictions`.")
         if min(lengths) < 1:
             raise ValueError(f"A verification forward emits at least 1 token, but `predictions` has {min(lengths)}.")
-        num_forwards = lengths.total()
-        # Forwards that accepted at least 0, 1, 2, ... drafted tokens.
-        reached = [sum(count for length, count in lengths.items() if length > k) for k in range(max(lengths))]
+        by_position = acceptance_by_position(lengths)
         return {
-            "acceptance_length": sum(length * count for length, count in lengths.items()) / num_forwards,
-            "mean_acceptance_length": sum(sum(request) / len(request) for request in requests) / len(requests),
-            "conditional_acceptance": [after / before for before, after in zip(reached, reached[1:])],
-            "acceptance_by_position": [count / num_forwards for count in reached[1:]],
+            "acceptance_length": acceptance_length(lengths),
+            "mean_acceptance_length": statistics.mean(acceptance_length(Counter(request)) for request in requests),
+            "conditional_acceptance": [after / before for before, after in zip([1.0, *by_position], by_position)],
+            "acceptance_by_position": by_position,
         }

@@ -5,19 +5,21 @@ import statistics
 import datasets
 import evaluate
 
+from hf_eagle3.evaluation.results import speedup
+
 
 DESCRIPTION = """
-Tokens per second with speculative decoding over those of plain generation, measured in turns.
+Tokens per second with speculative decoding, over those of plain generation. Measure the two in turns.
 """
 
 INPUTS = """
 Args:
-    predictions (`list[float]`): Tokens per second with speculative decoding, one entry a repeat.
-    references (`list[float]`): Of plain generation, in the same repeats.
+    predictions (`list[float]`): Tokens per second with speculative decoding, one entry for each repeat.
+    references (`list[float]`): Tokens per second of plain generation, in the same repeats.
 
 Returns:
-    speedup (`float`): The median of the repeats' ratios.
-    min_speedup, max_speedup (`float`): Their range, which says how noisy the machine was.
+    speedup (`float`): The median over repeats.
+    min_speedup, max_speedup (`float`): Their range: how noisy the machine was.
 
 Example:
 
@@ -49,7 +51,5 @@ class SpeculativeSpeedup(evaluate.Metric):
         )
 
     def _compute(self, predictions, references):
-        if min(references) <= 0 or min(predictions) <= 0:
-            raise ValueError("Tokens per second must be positive.")
-        ratios = [ours / plain for ours, plain in zip(predictions, references)]
+        ratios = [speedup(ours, plain) for ours, plain in zip(predictions, references)]
         return {"speedup": statistics.median(ratios), "min_speedup": min(ratios), "max_speedup": max(ratios)}

@@ -2,20 +2,21 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-One report on a CUDA device: is decoding right there, what does a step cost, what does a draft bring, how fast is
-training.
+Writes one report on a CUDA device: is decoding right there, what does a step cost, what does a draft bring, how fast is
+training?
 
-    python recipes/measurements/gpu_report.py --minutes 8 --output_dir gpu-report
-    python recipes/measurements/gpu_report.py --minutes 8 --output_dir gpu-report \
+    python experiments/gpu_report.py --minutes 8 --output_dir gpu-report
+    python experiments/gpu_report.py --minutes 8 --output_dir gpu-report \
         --target HuggingFaceTB/SmolLM2-135M-Instruct --chats chats.jsonl
 
-To compile trees takes minutes by itself: with `--minutes 15` the report has them, too. Without `--target` and `--chats`
-it leaves out what a trained draft brings. The parts run one after the other,
-each in a process of its own and with its share of the minutes. A part saves each of its sections in `<part>.json` as
-soon as it is measured, and `report.md` is written anew after each part. A part that fails or runs out of time is
-reported, and the next one begins. The same command again measures only what is missing.
+Compiling trees takes minutes: pass `--minutes 15` to have them in the report. Without `--target` and `--chats` it has
+nothing about a trained draft.
 
-    python recipes/measurements/gpu_report.py --device cpu --tiny --output_dir outputs/rehearsal
+The parts run one after the other. Each has its own process and its share of the minutes. A part saves each section in
+`<part>.json` as soon as it is measured, and `report.md` is written again after each part. If a part fails or runs out of
+time, the report says so, and the next part begins. The same command again measures only what is missing.
+
+    python experiments/gpu_report.py --device cpu --tiny --output_dir outputs/rehearsal
 
 rehearses every part on a CPU in about two minutes.
 """
@@ -41,12 +42,12 @@ class Part(NamedTuple):
 
     Args:
         module (`str`):
-            Its module: `measure(args, sections)` measures, `render(results)` returns Markdown, and `plot(results, folder)`,
-            if there is one, saves plots and returns their paths.
-        title (`str`)
+            Its module. `measure(args, sections)` measures, and `render(results)` returns Markdown. `plot(results, folder)`
+            is optional; it saves plots and returns their paths.
+        title (`str`): Its heading in the report.
         seconds (`float`): Its share of 500 seconds.
-        needs (`tuple[str, ...]`): Packages besides torch and transformers.
-        arguments (`tuple[str, ...]`): Arguments of this script that it cannot do without.
+        needs (`tuple[str, ...]`): Packages that it needs besides torch and transformers.
+        arguments (`tuple[str, ...]`): Arguments of this script that it needs.
     """
 
     module: str
@@ -70,10 +71,10 @@ class OutOfTime(Exception):
 
 class Sections:
     """
-    The results of a part, saved after each section. Sections that are there are not measured again.
+    The results of a part, saved after each section. A section that is saved is not measured again.
 
     Args:
-        path (`Path`): Of the JSON file.
+        path (`Path`): The JSON file.
         seconds (`float`): Time for all sections.
     """
 
@@ -91,9 +92,9 @@ class Sections:
         Measures a section, saves its result and returns it. Returns `None` if it failed or was left out.
 
         Args:
-            name (`str`)
-            function (`Callable`), args, kwargs: What to call. It returns what JSON can hold.
-            seconds (`float`, *optional*, defaults to 0): The section is left out if less time is left.
+            name (`str`): The section's name.
+            function (`Callable`), args, kwargs: What to call. Its result must fit into JSON.
+            seconds (`float`, *optional*, defaults to 0): Leave the section out if less time is left.
         """
         if name in self.results:
             return self.results[name]
@@ -119,7 +120,7 @@ class Sections:
 
 
 def what_is_missing(part: Part, args: argparse.Namespace) -> str | None:
-    """Why a part cannot run."""
+    """Returns why a part cannot run, or `None` if it can."""
     if packages := [name for name in part.needs if importlib.util.find_spec(name) is None]:
         return f"it needs {', '.join(packages)}: pip install 'hf-eagle3[train]'"
     if arguments := [f"--{name}" for name in part.arguments if getattr(args, name) is None]:
@@ -128,7 +129,7 @@ def what_is_missing(part: Part, args: argparse.Namespace) -> str | None:
 
 
 def run_part(part: Part, argv: Sequence[str], seconds: float, folder: Path, grace: float) -> str:
-    """Runs a part in a process of its own, which is killed `grace` seconds after its time. Returns how that went."""
+    """Runs a part in its own process, which is killed `grace` seconds after its time. Returns how that went."""
     log = folder / f"{part.module}.log"
     command = [sys.executable, str(Path(__file__)), *argv, "--part", part.module, "--seconds", str(seconds)]
     with log.open("w", encoding="utf-8") as file:
@@ -152,7 +153,7 @@ INCOMPLETE = 3  # exit code of a part in which sections failed or were left out
 
 
 def report(parts: Sequence[Part], folder: Path, states: dict[str, dict], command: str) -> str:
-    """The report, as Markdown."""
+    """Returns the report, as Markdown."""
     blocks = ["# hf-eagle3 on an accelerator", f"    {command}"]
     for part in parts:
         state = states.get(part.module, {"state": "not run yet"})
@@ -171,13 +172,13 @@ def report(parts: Sequence[Part], folder: Path, states: dict[str, dict], command
                 if hasattr(module, "plot") and importlib.util.find_spec("matplotlib") is not None:
                     plots = module.plot(results, folder / "plots")
                     blocks += [f"![{plot.stem.replace('_', ' ')}](plots/{plot.name})" for plot in plots]
-            except Exception as error:  # what a broken-off run left may be too little for a table
+            except Exception as error:  # an interrupted run may have left too little for a table
                 blocks.append(f"The results in {path.name} cannot be shown: {type(error).__name__}: {error}")
     return "\n\n".join(blocks) + "\n"
 
 
 def measure_part(args: argparse.Namespace, folder: Path) -> int:
-    """What the process of a part does."""
+    """Measures a part in the current process. Returns the exit code."""
     module = importlib.import_module(args.part)
     torch.manual_seed(args.seed)
     sections = Sections(folder / f"{args.part}.json", args.seconds)
@@ -195,9 +196,11 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS, grace
     parser.add_argument("--target", help="Folder or Hub id of a small chat model to train a draft for")
     parser.add_argument("--chats", nargs="+", help="JSON Lines files with `messages`: what the chat model is asked")
     parser.add_argument(
-        "--keep_answers", action="store_true", help="Answers in --chats are the target's own: train on them as well"
+        "--keep_answers", action="store_true", help="The answers in --chats are the target's own: train on them, too"
     )
-    parser.add_argument("--prompts", nargs="+", help="JSON Lines files to measure with, instead of the last chats")
+    parser.add_argument(
+        "--prompts", nargs="+", help="JSON Lines files of prompts to measure with. By default the last chats"
+    )
     parser.add_argument("--num_prompts", type=int, default=10, help="How many prompts are measured at batch 1")
     parser.add_argument(
         "--methods",
@@ -205,12 +208,12 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS, grace
         default=["prompt-lookup", "eagle3-chain", "eagle3-no-lookup", "eagle3"],
         help="What is compared with plain generation at batch 1",
     )
-    parser.add_argument("--max_new_tokens", type=int, default=96, help="With how many tokens each is answered")
-    parser.add_argument("--learning_rate", type=float, default=5e-3, help="Of the draft's training")
-    parser.add_argument("--train_batch_size", type=int, default=8, help="Sequences of 1,024 tokens a training step")
-    parser.add_argument("--config", help="Folder or Hub id: a step of a model of this size, instead of Qwen3-8B's")
+    parser.add_argument("--max_new_tokens", type=int, default=96, help="New tokens for each prompt")
+    parser.add_argument("--learning_rate", type=float, default=5e-3, help="Learning rate of the draft")
+    parser.add_argument("--train_batch_size", type=int, default=8, help="Sequences of 1,024 tokens in a training step")
+    parser.add_argument("--config", help="Folder or Hub id of a model. Its size replaces Qwen3-8B's")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tiny", action="store_true", help="Tiny models: a rehearsal, whose figures mean nothing")
+    parser.add_argument("--tiny", action="store_true", help="Rehearse with tiny models. The figures mean nothing")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
@@ -220,13 +223,12 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS, grace
     if args.part is not None:
         return measure_part(args, folder)
 
-    command = f"python recipes/measurements/gpu_report.py {' '.join(argv)}"
+    command = f"python experiments/gpu_report.py {' '.join(argv)}"
     states_file, begun = folder / "states.json", json.dumps([args.tiny, args.config, args.target])
     kept = json.loads(states_file.read_text(encoding="utf-8")) if states_file.exists() else {}
     if kept and kept["begun"] != begun:
         parser.error(f"{folder} holds the report of another --config, --target or --tiny. Choose another folder.")
     states = kept.get("states", {})
-    # Where there is no target, a rehearsal makes one.
     chosen = [part for part in parts if args.parts is None or part.module in args.parts]
     chosen = [part for part in chosen if states.get(part.module, {}).get("state") != "complete"]
     end, share = (
@@ -234,9 +236,10 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS, grace
         60 * args.minutes / sum(part.seconds for part in chosen or parts),
     )
     for number, part in enumerate(chosen):
+        # A rehearsal makes a target if it gets none.
         reason = what_is_missing(part if not args.tiny else part._replace(arguments=()), args)
         later = sum(each.seconds for each in chosen[number + 1 :]) * share
-        # What an earlier part did not need is for the later ones.
+        # Time that earlier parts did not use goes to the later ones.
         seconds = max(end - time.monotonic() - later, 0.0)
         print(f"{part.title} ({part.module}, {seconds:.0f} s)", flush=True)
         problems = folder / f"{part.module}.problems.json"

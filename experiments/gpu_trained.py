@@ -1,6 +1,6 @@
 """
-What does a trained draft bring? A part of `gpu_report.py`: a small chat model answers prompts, a draft is trained on
-the answers for a minute or two, and `generate` is timed with and without it.
+What does a trained draft bring? A part of `gpu_report.py`. A small chat model answers prompts, a draft trains on the
+answers for a minute or two, and `generate` is timed with and without it.
 """
 
 import json
@@ -26,13 +26,13 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LONGEST_PROMPT = 384  # tokens; longer ones would hold up the batches that are answered
+LONGEST_PROMPT = 384  # tokens; longer prompts would hold up their batches
 ANSWER = 256  # tokens at most
 TEMPERATURE = 0.7
 
 
 def tiny_target(folder: Path) -> tuple[Path, list[list[dict]]]:
-    """A random chat model and some chats, for a rehearsal."""
+    """Returns a random chat model and some chats, for a rehearsal."""
     words = ["a", "few", "words", "that", "chats", "may", "have", "in", "them", "and", "some", "more"]
     rng = random.Random(0)
     texts = [" ".join(rng.choices(words, k=12)) for _ in range(40)]
@@ -51,7 +51,7 @@ def tiny_target(folder: Path) -> tuple[Path, list[list[dict]]]:
 
 
 def read_chats(names: list[str]) -> list[list[dict]]:
-    """Conversations up to the first answer, which is kept if `messages` has it."""
+    """Returns conversations up to the first answer. They end with it if `messages` has one."""
     chats = []
     for name in names:
         for messages in load_dataset("json", data_files=name, split="train")["messages"]:
@@ -65,13 +65,13 @@ def has_answer(chat: list[dict]) -> bool:
 
 
 def regenerate(target, tokenizer, chats, folder: Path, batch_size: int, seconds: float, seed: int) -> dict:
-    """Answers prompts in large batches, as many as time allows."""
+    """Answers as many prompts as time allows, in large batches."""
     start, output = time.monotonic(), Output(folder, {"temperature": TEMPERATURE})
 
     def length(chat):
         return len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False))
 
-    # Prompts of one length go together, in no particular order of lengths.
+    # Prompts of similar lengths share a batch. Batches come in random order.
     lengths = {i: length(chat) for i, chat in enumerate(chats)}
     order = sorted((i for i in lengths if lengths[i] <= LONGEST_PROMPT), key=lengths.get)
     batches = [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]
@@ -133,7 +133,7 @@ def train(target, tokenizer, rows: list[list[dict]], folder: Path, args, seconds
 
 def measure(args, sections) -> None:
     folder, tiny = Path(args.output_dir), args.tiny
-    # With masks of padded batches, cuDNN's attention plans anew for each length, and may fail.
+    # With the masks of padded batches, cuDNN's attention makes a new plan for each length, and may fail.
     torch.backends.cuda.enable_cudnn_sdp(False)
     name, chats = args.target, None if args.chats is None else read_chats(args.chats)
     if name is None:
@@ -143,7 +143,7 @@ def measure(args, sections) -> None:
     tokenizer = load_tokenizer(str(name))
     if args.prompts:
         files = [load_prompts(file, tokenizer, 16) for file in args.prompts]
-        held_out = [prompt for each in zip(*files) for prompt in each]  # each file in turn
+        held_out = [prompt for each in zip(*files) for prompt in each]  # one of each file in turn
     else:
         number = min(64, len(chats) // 4)
         held_out, chats = chats[-number:], chats[:-number]
@@ -227,7 +227,7 @@ def render(results: dict) -> str:
 
 
 def plot(results: dict, folder: Path) -> list[Path]:
-    """Speed-up and acceptance of eager calls, and speed-up against batch size."""
+    """Plots speed-up and acceptance of eager calls, and speed-up against batch size."""
     eager = [result for name, result in results.items() if name.endswith(", eager")]
     measurements = [each for result in eager for each in result["measurements"]]
     return plot_all(BenchmarkResults(eager[0]["run"], measurements), folder) if eager else []

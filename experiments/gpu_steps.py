@@ -1,7 +1,7 @@
 """
 What does a step cost? A part of `gpu_report.py`: a model of Qwen3-8B's size with random weights, made on the device.
 
-What depends on trained weights (acceptance, speed-up) this part cannot say.
+Random weights say nothing about acceptance or speed-up.
 """
 
 import statistics
@@ -45,7 +45,7 @@ TINY = {
 
 
 def make_pairing(config, device: str, dtype: torch.dtype, draft_vocab_size: int):
-    """A random target, and an untrained draft."""
+    """Returns a random target and an untrained draft."""
     config.eos_token_id = None
     with torch.device(device):
         target = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -68,7 +68,7 @@ def median_ms(function, device: torch.device, repeats: int, warmups: int = 1) ->
 
 
 def ceilings(device: torch.device, tiny: bool) -> dict:
-    """What the device can do: GB/s of a copy, read and written; TFLOP/s of a matrix product in bfloat16."""
+    """Returns what the device can do: GB/s of a copy (read and written), and TFLOP/s of a matrix product in bfloat16."""
     source = torch.randint(0, 99, (1 << (20 if tiny else 31),), dtype=torch.int8, device=device)
     copied, size = torch.empty_like(source), 256 if tiny else 8192
     copy_ms = median_ms(lambda: copied.copy_(source), device, 10, 3)
@@ -79,7 +79,7 @@ def ceilings(device: torch.device, tiny: bool) -> dict:
 
 @torch.no_grad()
 def forwards(target, draft, sizes, context: int, repeats: int) -> dict:
-    """Milliseconds of a forward of the target over some tokens after a context, and of a drafting level. Eager."""
+    """Returns milliseconds of an eager forward of the target, for each number of tokens after a context, and of a drafting level."""
     device, vocab_size = target.device, target.config.vocab_size
     cache = DynamicCache(config=target.config)
     target(torch.randint(0, vocab_size, (1, context), device=device), past_key_values=cache, logits_to_keep=1)
@@ -105,14 +105,14 @@ def forwards(target, draft, sizes, context: int, repeats: int) -> dict:
 
 
 def step_ms(generate, draft, device, tokens: int, repeats: int) -> dict:
-    """Milliseconds of a step, and how often the host waits for the device in one: from calls of two lengths."""
+    """Returns milliseconds of a step, and how often the host waits for the device in one. Both come from calls of two lengths."""
 
     def measure(length):
         milliseconds = median_ms(partial(generate, max_new_tokens=length), device, repeats)
         steps = length - 1 if draft is None else draft.last_generation.target_forwards - 1
         return milliseconds, steps, count_waits(partial(generate, max_new_tokens=length), device)
 
-    # The longer first: static caches stay as long, so that nothing is compiled for the shorter.
+    # The longer call comes first. Its static cache then serves the shorter one, which compiles nothing.
     long, short = measure(tokens), measure(4)
     steps = long[1] - short[1]
     waits = None if long[2] is None else (long[2] - short[2]) / steps
@@ -120,7 +120,7 @@ def step_ms(generate, draft, device, tokens: int, repeats: int) -> dict:
 
 
 def count_waits(function, device: torch.device) -> int | None:
-    """How often the host waits for a CUDA device while `function` runs: calls that `torch.cuda` says synchronize."""
+    """Returns how often the host waits for a CUDA device while `function` runs: the calls that `torch.cuda` reports."""
     if device.type != "cuda":
         return None
     mode = torch.cuda.get_sync_debug_mode()
@@ -135,7 +135,7 @@ def count_waits(function, device: torch.device) -> int | None:
 
 
 def on_device(function, device: torch.device) -> dict | None:
-    """What the device does while `function` runs: milliseconds in kernels, their number, and the longest."""
+    """Returns what the device does while `function` runs: milliseconds in kernels, their number, and the longest of them."""
     if device.type != "cuda":
         return None
     from torch.profiler import ProfilerActivity, profile
@@ -160,7 +160,7 @@ def on_device(function, device: torch.device) -> dict | None:
 
 
 def hot_functions(function, number: int = 30) -> list[str]:
-    """Where the host spends its time, by function: its own milliseconds, and those with what it calls."""
+    """Returns where the host spends its time. Each function has its own milliseconds, and those with its callees."""
     import cProfile
     import pstats
 
@@ -193,7 +193,7 @@ def measure(args, sections) -> None:
     weights = {
         name: sum(each.nbytes for each in model.parameters()) for name, model in (("target", target), ("draft", draft))
     }
-    embedding = target.get_input_embeddings().weight.nbytes  # of which a step reads a few rows
+    embedding = target.get_input_embeddings().weight.nbytes  # a step reads only a few rows of it
     sections.measure(
         "model",
         dict,
@@ -232,7 +232,7 @@ def measure(args, sections) -> None:
         function()
         facts = on_device(function, device)
         if facts is not None:
-            # A plain call makes one forward a token.
+            # A plain call makes one forward for each token.
             facts["steps"] = draft.last_generation.target_forwards - 1 if nodes else min(tokens, 10) - 1
         return {"device": facts, "functions": hot_functions(function)}
 
@@ -248,7 +248,7 @@ def measure(args, sections) -> None:
     steps("eager", 1, (8, 60), 15)
     for batch_size in (2,) if tiny else (8, 32):
         steps("eager", batch_size, (0, 24, 8), 15)
-    # On an H100 the plain step compiled in about 55 s. A tree's took longer than 105 s, draft and cache included.
+    # On an H100 the plain step compiled in about 55 s. A step with a tree took longer than 105 s, with draft and cache.
     steps("compiled", 1, (0,), 70)
     steps("compiled", 1, (24,), 150)
     if "compiled, batch 1, 24 nodes" in sections.results:
@@ -278,8 +278,8 @@ def render(results: dict) -> str:
             floor = {name: model[f"{name}_bytes"] / copy / 1e6 for name in ("target", "draft")}
             lines += [
                 f"A random model of {model['parameters'] / 1e9:.2f} B parameters in {model['dtype']}, after a context of "
-                f"{model['context']} tokens. To read its weights once takes {floor['target']:.2f} ms at that speed, and those "
-                f"of the draft {floor['draft']:.2f} ms.",
+                f"{model['context']} tokens. Reading its weights once takes {floor['target']:.2f} ms at that speed, and reading "
+                f"the draft's takes {floor['draft']:.2f} ms.",
                 "",
             ]
     if "forwards" in results:
@@ -296,7 +296,7 @@ def render(results: dict) -> str:
             over_plain = f"{result['ms'] / plain['ms']:.2f}" if plain else "-"
             waits = "-" if result["waits"] is None else f"{result['waits']:.1f}"
             lines.append(f"| {name} | {result['ms']:.2f} | {over_floor} | {over_plain} | {waits} |")
-        lines += ["", "Tokens per second that follow at batch 1, with 24 nodes, and the speed-up:", ""]
+        lines += ["", "What follows at batch 1 with 24 nodes: tokens per second, and the speed-up:", ""]
         modes = [mode for mode in ("eager", "compiled") if f"{mode}, batch 1, 24 nodes" in ways]
         lines += ["| acceptance length | " + " | ".join(modes) + " |", "| --- |" + " --- |" * len(modes)]
         for tau in range(2, 7):
@@ -330,7 +330,7 @@ def render(results: dict) -> str:
 
 
 def plot(results: dict, folder: Path) -> list[Path]:
-    """Milliseconds of each kind of step, as bars."""
+    """Plots milliseconds of each kind of step, as bars."""
     from matplotlib.figure import Figure
 
     ways = {name: result["ms"] for name, result in results.items() if isinstance(result, dict) and "ms" in result}

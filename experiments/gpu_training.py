@@ -1,7 +1,7 @@
 """
 How fast is training? A part of `gpu_report.py`: the unroll of a draft of Qwen3-8B's size, from random states.
 
-The target's own forward is not part of it.
+The target's own forward is not measured.
 """
 
 import gc
@@ -23,7 +23,7 @@ from hf_eagle3.training.optimizer import MuonWithAdamW
 def measure(args, sections) -> None:
     device, tiny = torch.device(args.device), args.tiny
     sizes = TINY if tiny else QWEN3_8B
-    # Only embedding and head are needed of the target, and layers to count.
+    # Of the target, only the embedding and the head run. Its layers are only counted.
     config = AutoConfig.for_model("qwen3", **{**sizes, "num_hidden_layers": 8})
     target, draft = make_pairing(config, args.device, torch.bfloat16, 32 if tiny else 32000)
     target.model.layers = None

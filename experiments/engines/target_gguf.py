@@ -1,4 +1,4 @@
-"""A small Qwen3 as llama.cpp wants it: its own converter refuses tokenizers that it has not met."""
+"""Writes a small Qwen3 as GGUF. llama.cpp's own converter refuses tokenizers that it does not know."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Engines in environments of their own, and one draft in them or in our own loop."""
+"""Makes an environment for each engine, and runs a draft in an engine or in our own loop."""
 
 import hashlib
 import json
@@ -19,14 +19,11 @@ HERE = Path(__file__).parent
 
 def make_environment(engine: str, folder: Path) -> str:
     """
-    Installs an engine, unless an earlier call did.
+    Installs an engine, unless an earlier call did. Returns its interpreter.
 
     Args:
         engine (`str`): `"vllm"`, `"llama_cpp"` or `"openvino"`.
-        folder (`Path`): Where environments are.
-
-    Returns:
-        `str`: The interpreter.
+        folder (`Path`): The folder of all environments.
 
     Raises:
         RuntimeError: if it cannot be installed.
@@ -47,18 +44,18 @@ def make_environment(engine: str, folder: Path) -> str:
 
 def run_engine(python: str, engine: str, threads: int = 1, **job) -> dict:
     """
-    Runs `run_ENGINE.py`, greedily, prompt by prompt.
+    Runs `run_ENGINE.py`, which decodes prompts greedily, one at a time.
 
     Args:
         python (`str`): The interpreter of the engine's environment.
         engine (`str`): See [`make_environment`].
-        threads (`int`, *optional*): That it computes with.
-        job: `target`, `prompts` (lists of token ids), `max_new_tokens`, `draft` and `num_draft_tokens`, and what else
-            the script takes.
+        threads (`int`, *optional*, defaults to 1): Number of threads.
+        job: Arguments of the script: `target`, `prompts` (lists of token ids), `max_new_tokens`, `draft`,
+            `num_draft_tokens` and more.
 
     Returns:
-        `dict`: For each prompt its new `tokens`, the `forwards` that verified something, and `seconds`; and the
-        engine's `version`.
+        `dict`: `tokens`, `forwards` (those that verified something) and `seconds`, with one entry for each prompt. And
+        the engine's `version`.
     """
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST", "VIRTUAL_ENV"))
@@ -75,7 +72,7 @@ def run_engine(python: str, engine: str, threads: int = 1, **job) -> dict:
 
 
 def run_transformers(target, prompts, max_new_tokens: int, draft_dir=None, **tree) -> dict:
-    """The same by `generate`: plainly, or with a draft and settings of its tree."""
+    """Returns what [`run_engine`] does, by `generate`: plainly, or with a draft and settings of its tree."""
     draft, assistance = None, {}
     if draft_dir is not None:
         draft = Eagle3ForSpeculation.from_pretrained(draft_dir, dtype=target.dtype)
@@ -95,7 +92,7 @@ def run_transformers(target, prompts, max_new_tokens: int, draft_dir=None, **tre
 
 
 def tree(depth: int, branching_factor: int = 1, num_nodes: int | None = None) -> dict:
-    """Settings of the same tree in every step; a chain by default."""
+    """Returns the settings of one tree for every step. By default it is a chain."""
     return {
         "tree_policy": "static",
         "assistant_confidence_threshold": 0.0,

@@ -1,15 +1,14 @@
 """
-How often greedy text differs from plain `generate` in low precision, and whether each difference is a near tie.
+Counts how often greedy text differs from plain `generate` in low precision, and checks that each difference is a near tie.
 
-    python recipes/measurements/low_precision.py --target Qwen/Qwen3-8B --draft me/Qwen3-8B-speculator.eagle3 \
+    python experiments/low_precision.py --target Qwen/Qwen3-8B --draft me/Qwen3-8B-speculator.eagle3 \
         --prompts prompts.jsonl --dtypes bfloat16 float16
 
-A forward over a tree adds the same numbers in another order than a forward over one token, as does any batch, and
-rounds differently. Where two texts part, both methods have read the same prefix; the script prints how far apart the
-target's logits of the two tokens are there (the gap), beside the rounding noise of the target itself: how much the
-logits of plain decoding differ from those of one forward over the whole text, in which no draft takes part. A
-difference with a gap within twice that noise is a near tie, which each logit's rounding can turn. Anything else would
-be a bug.
+A forward over a tree adds the same numbers in another order than a forward over one token, and rounds differently. So
+does any batch. Where two texts part, both have the same prefix. The script prints the gap there: how far apart the target's
+logits of the two tokens are. Beside it is the target's own rounding noise: how much the logits of plain decoding differ
+from those of one forward over the whole text, without any draft. A gap of at most twice that noise is a near tie, which
+rounding can turn. Anything else is a bug.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft
 
 @torch.no_grad()
 def compare(target, draft, input_ids, max_new_tokens: int) -> dict:
-    """Decodes greedily with and without the draft."""
+    """Decodes greedily with and without the draft. Returns the noise, and where the texts part, the gap."""
     settings = {
         "max_new_tokens": max_new_tokens,
         "do_sample": False,
@@ -75,7 +74,7 @@ def main():
         "--tree_policy",
         choices=["static", "auto"],
         default="static",
-        help="static: a whole tree in every step; auto: what `generate` does, which also looks up, and may decode plainly",
+        help="static: a whole tree in every step. auto: the default of `generate`, which also looks up, and may decode plainly",
     )
     parser.add_argument("--json", help="Where to write the results")
     args = parser.parse_args()
@@ -111,7 +110,7 @@ def main():
             json.dumps({"environment": facts, "arguments": vars(args), "results": results}, indent=2), encoding="utf-8"
         )
     if unexplained:
-        raise SystemExit(f"{unexplained} differences are no near ties.")
+        raise SystemExit(f"{unexplained} differences are not near ties. Please report them.")
 
 
 if __name__ == "__main__":

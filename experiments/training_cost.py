@@ -2,14 +2,14 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-What training a draft will take, computed from the sizes of the models: nothing is measured here.
+Computes what training a draft will take, from the sizes of the models. Nothing is measured.
 
-    python recipes/measurements/training_cost.py --target Qwen/Qwen3-8B --draft_vocab_size 32000 --tokens 5e8 \
+    python experiments/training_cost.py --target Qwen/Qwen3-8B --draft_vocab_size 32000 --tokens 5e8 \
         --tflops 989 --utilization 0.4
 
-Arithmetic is counted as two operations a weight that a token passes in forward, and four more in backward where it is trained;
-attention to other tokens, the optimizer and the data are left out. `--tflops` is what a GPU is said to reach (989 of an
-H100 SXM in bfloat16, by its data sheet), `--utilization` the share of it that one hopes for.
+Each token takes two operations for each weight in forward, and four more in backward for each trained weight. Attention,
+the optimizer and the data are left out. `--tflops` is the GPU's peak in its data sheet (989 for an H100 SXM in bfloat16).
+`--utilization` is the share of the peak that you expect.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
 
 
 def matrices(module) -> int:
-    """Weights of matrices, embeddings aside."""
+    """Returns the number of weights in matrices, without embeddings."""
     tables = {id(each.weight) for each in module.modules() if isinstance(each, torch.nn.Embedding)}
     return sum(each.numel() for each in module.parameters() if each.dim() == 2 and id(each) not in tables)
 
 
 def mean_steps(steps: int, warmup: float) -> float:
-    """Drafting steps of an unroll, averaged over a training in which it grows."""
+    """Returns the mean number of drafting steps in a training whose unroll grows."""
     return steps * (1 - warmup / 2) if steps > 1 else 1.0  # 1, 2, ..., `steps - 1`, for equally many steps each
 
 
@@ -37,14 +37,14 @@ def main():
     parser.add_argument("--draft_vocab_size", type=int, default=32000)
     parser.add_argument("--layer_type", choices=["llama", "qwen3"], default="llama")
     parser.add_argument(
-        "--tokens", type=float, default=5e8, help="Tokens that are learned, those that come again among them"
+        "--tokens", type=float, default=5e8, help="Tokens to learn. A token that comes twice counts twice"
     )
     parser.add_argument(
-        "--echo_factor", type=int, default=1, help="How often each is learned, by one forward of the target"
+        "--echo_factor", type=int, default=1, help="How often a token is learned after one forward of the target"
     )
     parser.add_argument("--ttt_steps", type=int, default=Eagle3TrainingArguments.ttt_steps)
     parser.add_argument("--ttt_warmup", type=float, default=Eagle3TrainingArguments.ttt_warmup)
-    parser.add_argument("--tflops", type=float, required=True, help="Of one GPU, in the precision of training")
+    parser.add_argument("--tflops", type=float, required=True, help="Peak of one GPU, in the precision of training")
     parser.add_argument("--utilization", type=float, default=0.4)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 8])
     args = parser.parse_args()

@@ -1,5 +1,5 @@
 """
-Is it right? A part of `gpu_report.py`: small random models, whose texts with a draft must be those without.
+Is it right? A part of `gpu_report.py`: small random models must write the same texts with a draft as without.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ NEW_TOKENS = 24
 
 
 def make_pairing(kind: str, changes: dict, device: str, dtype=torch.float32):
-    """A random target, and an untrained draft that proposes what the target says most: some of it is accepted."""
+    """Returns a random target, and an untrained draft that proposes the target's most frequent tokens. Some are accepted."""
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **changes}), dtype=dtype)
     target = target.to(device).eval()
@@ -72,7 +72,7 @@ def make_pairing(kind: str, changes: dict, device: str, dtype=torch.float32):
 
 
 def make_batch(lengths: list[int], device: str) -> dict[str, torch.LongTensor]:
-    """Prompts of several lengths, padded on the left."""
+    """Returns prompts of several lengths, padded on the left."""
     longest, generator = max(lengths), torch.Generator().manual_seed(1)
     ids = torch.randint(2, SIZES["vocab_size"], (len(lengths), longest), generator=generator)
     mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
@@ -84,7 +84,7 @@ def random_state(device: str) -> torch.Tensor:
 
 
 def compare_texts(target, draft, batch, *, plain_call: dict | None = None, **call) -> dict:
-    """Greedy and sampled text with and without the draft, and the generator's state after it."""
+    """Compares greedy and sampled text with and without the draft, and the generator's state after each."""
     device, result = target.device.type, {}
     for name, mode in (("greedy", {"do_sample": False}), ("sampled", {"do_sample": True, "top_k": 0})):
         outcomes = []
@@ -101,13 +101,13 @@ def compare_texts(target, draft, batch, *, plain_call: dict | None = None, **cal
 
 
 def caches(kind: str) -> dict[str, dict]:
-    # On CUDA, transformers compiles what has a static cache.
+    # On CUDA, transformers compiles calls with a static cache.
     static = {} if kind == "qwen3_5_text" else {"static": {"cache_implementation": "static", "disable_compile": True}}
     return {"dynamic": {}, **static}
 
 
 def in_low_precision(device: str) -> dict:
-    """Texts in bfloat16 may part from plain ones, but only where two tokens are nearly tied."""
+    """In bfloat16 a text may part from the plain one only where two tokens are nearly tied."""
     target, draft = make_pairing("llama", {}, device, torch.bfloat16)
     rows = [compare(target, draft, make_batch([length], device)["input_ids"], 48) for length in (40, 17, 9)]
     noise, gaps = max(row["noise"] for row in rows), [abs(row["gap"]) for row in rows if "gap" in row]
@@ -121,7 +121,7 @@ def in_low_precision(device: str) -> dict:
 
 
 def as_remote_code(target, draft, batch) -> dict:
-    """The draft, saved and loaded with the code that was saved with it."""
+    """Saves the draft, and loads it with the code that was saved with it."""
     with tempfile.TemporaryDirectory() as folder:
         draft.save_pretrained(folder)
         loaded = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=target.dtype).to(target.device).eval()
@@ -131,14 +131,14 @@ def as_remote_code(target, draft, batch) -> dict:
 
 
 def with_prompt_on_host(target, draft) -> dict:
-    """As plain `generate`, a call takes a prompt that is on the CPU."""
+    """A call takes a prompt on the CPU, as plain `generate` does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return compare_texts(target, draft, make_batch(LENGTHS[1], "cpu"))
 
 
 def in_two_streams(target, draft, batch) -> dict:
-    """Two threads generate at once, each in a stream of its own."""
+    """Two threads generate at once, each in its own stream."""
     module, texts = torch.get_device_module(target.device), {}
     expected = target.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
     module.synchronize()
@@ -159,7 +159,7 @@ def in_two_streams(target, draft, batch) -> dict:
 
 
 def attention_in_training(device: str, tiny: bool) -> dict:
-    """Compiled flex attention of an unroll against the block-wise reference in float64: outputs and gradients."""
+    """Compares outputs and gradients of an unroll's compiled flex attention with the block-wise reference in float64."""
     from hf_eagle3.training.ttt import (
         attend_by_flex,
         blockwise_attention,
@@ -198,7 +198,7 @@ def attention_in_training(device: str, tiny: bool) -> dict:
 
 
 def learning(device: str) -> dict:
-    """A few steps of training on one batch, by Muon under bfloat16 autocast: the loss falls, and nothing is NaN."""
+    """Trains a few steps on one batch, with Muon under bfloat16 autocast. The loss must fall, and nothing may be NaN."""
     from training_step import random_batch
 
     from hf_eagle3.training.optimizer import MuonWithAdamW
@@ -267,8 +267,8 @@ def measure(args, sections) -> None:
         call = {"cache_implementation": "static", "compile_config": compiler}
 
         def compare_compiled(target, draft):
-            draft.generation_config.tree_depth = 2 if args.tiny else 4  # a tree is compiled level by level
-            # A compiled plain text rounds as it likes; the reference is the eager one.
+            draft.generation_config.tree_depth = 2 if args.tiny else 4  # each level of a tree is compiled
+            # A compiled plain call rounds differently, so the reference is eager.
             return compare_texts(target, draft, batch, plain_call={"disable_compile": True}, **call)
 
         for name in ("llama", "gemma3, windows")[: 1 if args.tiny else 2]:
@@ -277,7 +277,7 @@ def measure(args, sections) -> None:
 
 def render(results: dict) -> str:
     lines = [
-        "Float32, TF32 off; texts with a draft against plain `generate`, and the generator's state after them.",
+        "Float32, TF32 off. Texts with a draft are compared with plain `generate`, and so is the generator's state after them.",
         "",
     ]
     lines += ["| check | right | details |", "| --- | --- | --- |"]

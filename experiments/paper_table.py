@@ -2,21 +2,25 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-The table of the EAGLE-3 paper on a model of your own: a draft of each method, trained for the same time on the same
-data by one trainer, and verified by one loop on the same prompts, taking turns.
+Makes the table of the EAGLE-3 paper on your own model. One trainer trains a draft of each method, for the same time on the
+same data. One loop verifies them on the same prompts, in turns.
 
-    python recipes/measurements/paper_table.py --target Qwen/Qwen3-0.6B --dataset texts.jsonl --prompts prompts.jsonl \
+    python experiments/paper_table.py --target Qwen/Qwen3-0.6B --dataset texts.jsonl --prompts prompts.jsonl \
         --minutes 10 --output_dir outputs/paper_table
 
-Methods: see `hf_eagle3.baselines`; `eagle3-classic` is EAGLE-3 as in its paper, `eagle3-no-lookup` our draft with a whole tree in every step, as the others
-have, and `eagle3` the same draft as users get it (`tree_policy="auto"`, with lookup). `--assistant` adds speculative
-sampling with a small model. Each method has its paper's loss and the number of training steps ahead that it is made
-for; learning rate, optimizer, data and the number of nodes that are verified are the same for all, and so is how
-samples are guessed (docs/decoding.md), which the other papers do not have. Drafts other than ours and P-EAGLE's have
-the target's whole vocabulary, as in their papers. Static trees are those that are best by the accuracies of the
-trained draft on training data.
+Methods are those of `hf_eagle3.baselines`, and:
 
-A draft that is trained, and what was measured, stays in the folder: interrupted, the same command goes on.
+    eagle3-classic    EAGLE-3 as in its paper
+    eagle3-no-lookup  our draft with a whole tree in every step, as the other methods have
+    eagle3            the same draft as users get it: `tree_policy="auto"`, with lookup
+    assistant         speculative sampling with a small model (`--assistant`)
+
+Each method has its paper's loss and number of drafting steps. Learning rate, optimizer, data and the number of nodes are the
+same for all. All guess samples by the same noise (docs/decoding.md), which no paper does. Our drafts and P-EAGLE's have a
+draft vocabulary. The others have the target's whole vocabulary, as in their papers. A static tree is the best one by the
+trained draft's accuracies on training data.
+
+Trained drafts and measurements stay in the folder. After an interruption, the same command goes on.
 """
 
 import argparse
@@ -41,7 +45,7 @@ from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training.budget import BY_TIME, SHORT, TimeBudget, TimedEagle3Trainer, train_for
 
 
-# The folder of each method's draft: several may be of the same weights.
+# The folder of each method's draft. Some methods share weights.
 DRAFTS = {
     "medusa": "medusa",
     "hydra": "hydra",
@@ -53,41 +57,23 @@ DRAFTS = {
     "eagle3-no-lookup": "eagle3",
     "eagle3": "eagle3",
 }
-# Arguments that say where things are, not what is measured.
+# Arguments that do not change a measurement.
 NOT_MEASURED = ("output_dir", "methods", "repeats")
 
 
 def texts_of(name: str) -> Dataset:
-    """A JSON Lines file, or a data set of the Hub."""
+    """Loads a JSON Lines file, or a data set of the Hub."""
     if Path(name).is_file():
         return load_dataset("json", data_files=name, split="train")
     return load_dataset(name, split="train")
 
 
-def add_arguments(parser) -> None:
-    """Of training and of trees."""
-    parser.add_argument("--draft_vocab_size", type=int, default=4096, help="Of EAGLE-3's and P-EAGLE's drafts")
-    parser.add_argument("--layer_type", choices=["llama", "qwen3"], help="Of EAGLE-3's and P-EAGLE's drafts")
-    parser.add_argument("--learning_rate", type=float, default=5e-3, help="Tried with small targets only")
-    parser.add_argument("--ttt_steps", type=int, default=5, help="Drafting steps unrolled for EAGLE-3 and P-EAGLE")
-    parser.add_argument("--max_length", type=int, default=256)
-    parser.add_argument("--batch_size", type=int, default=4)
-    parser.add_argument("--tree_depth", type=int, default=6)
-    parser.add_argument("--num_assistant_tokens", type=int, default=24, help="Nodes to verify")
-    parser.add_argument("--num_prompts", type=int, help="Only the first so many prompts of each task")
-    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtype", default="auto", help="Dtype of the target and of what is measured")
-    parser.add_argument("--bf16", action="store_true", help="Train in mixed precision")
-    parser.add_argument("--seed", type=int, default=0)
-
-
 def settle_arguments(folder: Path, args, tasks: dict[str, list]) -> dict:
     """
-    What is measured, which is kept in the folder.
+    Returns the arguments that change a measurement, and keeps them in the folder.
 
     Raises:
-        SystemExit: if a folder was made with others.
+        SystemExit: if the folder was made with other arguments.
     """
     arguments = {name: each for name, each in vars(args).items() if name not in NOT_MEASURED}
     arguments["prompts_sha256"] = hashlib.sha256(repr(tasks).encode()).hexdigest()
@@ -99,8 +85,8 @@ def settle_arguments(folder: Path, args, tasks: dict[str, list]) -> dict:
     return arguments
 
 
-def train(name, folder: Path, target, tokenizer, dataset, args, minutes=None, tokens=None) -> None:
-    """Trains a draft for some minutes or tokens, or once over the data, and saves it with `facts.json`."""
+def train(name, folder: Path, target, tokenizer, dataset, args) -> None:
+    """Trains a draft for `args.minutes` or on `args.tokens`, and saves it with `facts.json`."""
     baseline = BASELINES.get(name)
     draft, settings = None, {"ttt_steps": args.ttt_steps, "ttt_warmup": 0.8, "draft_vocab_size": args.draft_vocab_size}
     if baseline is not None:
@@ -111,13 +97,9 @@ def train(name, folder: Path, target, tokenizer, dataset, args, minutes=None, to
     else:
         layer_type = {} if args.layer_type is None else {"model_type": args.layer_type}
         settings |= {"draft_form": "eagle3.1" if name == "eagle3" else name, "model_init_kwargs": layer_type}
-    if tokens is not None:
-        settings |= {"max_steps": max(tokens // (args.batch_size * args.max_length), 1)}
-    elif minutes is None:
-        settings |= {"num_train_epochs": 1}
-    else:  # the time ends it
-        settings |= BY_TIME
-    trainer = (Eagle3Trainer if minutes is None else TimedEagle3Trainer)(
+    is_timed = args.minutes is not None
+    settings |= BY_TIME if is_timed else {"max_steps": max(args.tokens // (args.batch_size * args.max_length), 1)}
+    trainer = (TimedEagle3Trainer if is_timed else Eagle3Trainer)(
         model=draft,
         target_model=target,
         args=Eagle3TrainingArguments(
@@ -136,10 +118,10 @@ def train(name, folder: Path, target, tokenizer, dataset, args, minutes=None, to
         processing_class=tokenizer,
     )
     start = time.monotonic()
-    if minutes is None:
-        trainer.train()
+    if is_timed:
+        train_for(trainer, TimeBudget(args.minutes, name))
     else:
-        train_for(trainer, TimeBudget(minutes, name))
+        trainer.train()
     seconds, draft = time.monotonic() - start, trainer.draft
     if getattr(draft.config, "static_tree", None) is not None:
         depth = len(draft.heads) if hasattr(draft, "heads") else args.tree_depth
@@ -155,7 +137,9 @@ def train(name, folder: Path, target, tokenizer, dataset, args, minutes=None, to
         "weights": weights_digest(draft.state_dict()),
         "trained_parameters": sum(each.numel() for each in draft.parameters() if each.requires_grad),
     }
-    (folder / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")  # the last: only a whole draft has it
+    (folder / "facts.json").write_text(
+        json.dumps(facts, indent=2) + "\n"
+    )  # written last, so that only a complete draft has it
 
 
 def load(method: str, folder: Path, target, args):
@@ -176,7 +160,7 @@ def load(method: str, folder: Path, target, args):
 
 def tables(results: BenchmarkResults, facts: dict[str, dict]) -> str:
     """
-    Of each task, a table with a line for each method: its speed-up, acceptance length and identical texts at each
+    Returns a table for each task. Each method has a line with its speed-up, acceptance length and identical texts at each
     temperature.
     """
     temperatures = sorted({row.temperature for row in results.rows})
@@ -217,7 +201,20 @@ def main():
     length.add_argument("--minutes", type=float, help="How long to train each draft")
     length.add_argument("--tokens", type=int, help="How many tokens to train each draft on")
     parser.add_argument("--max_new_tokens", type=int, default=128)
-    add_arguments(parser)
+    parser.add_argument("--draft_vocab_size", type=int, default=4096, help="Draft vocabulary of EAGLE-3 and P-EAGLE")
+    parser.add_argument("--layer_type", choices=["llama", "qwen3"], help="Of EAGLE-3's and P-EAGLE's drafts")
+    parser.add_argument("--learning_rate", type=float, default=5e-3, help="Tried with small targets only")
+    parser.add_argument("--ttt_steps", type=int, default=5, help="Drafting steps unrolled for EAGLE-3 and P-EAGLE")
+    parser.add_argument("--max_length", type=int, default=256)
+    parser.add_argument("--batch_size", type=int, default=4)
+    parser.add_argument("--tree_depth", type=int, default=6)
+    parser.add_argument("--num_assistant_tokens", type=int, default=24, help="Nodes to verify")
+    parser.add_argument("--num_prompts", type=int, help="Only the first so many prompts of each task")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="auto", help="Dtype of the target and of what is measured")
+    parser.add_argument("--bf16", action="store_true", help="Train in mixed precision")
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
     folder = Path(args.output_dir)
@@ -232,7 +229,7 @@ def main():
         if not (folder / name / "facts.json").exists():
             if dataset is None:
                 dataset = texts_of(args.dataset)
-            train(name, folder / name, target, tokenizer, dataset, args, args.minutes, args.tokens)
+            train(name, folder / name, target, tokenizer, dataset, args)
         facts[name] = json.loads((folder / name / "facts.json").read_text())
 
     path = folder / "results.jsonl"

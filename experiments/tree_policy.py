@@ -2,15 +2,15 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-Whether the tree policy `auto` keeps its promises on a pairing: never slower than plain generation, even with a useless
-draft, and as fast as the best fixed tree.
+Checks that the tree policy `auto` keeps its promises on a pairing: it is as fast as the best fixed tree, and never slower
+than plain generation, even with a useless draft.
 
-    python recipes/measurements/tree_policy.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl \
+    python experiments/tree_policy.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl \
         --batch_sizes 1 4 16
 
-For each batch size and temperature it tries a grid of fixed trees on the first batch, takes the fastest of them
-(`--finalists`), and times these, `auto`, `auto` with a draft of random weights and plain generation on all prompts, in
-turns. Prints medians of the repeats, as ratios to plain generation in the same repeat.
+For each batch size and temperature, it tries a grid of fixed trees on the first batch and keeps the fastest ones
+(`--finalists`). On all prompts it then times these trees, `auto`, `auto` with a draft of random weights, and plain
+generation, in turns. It prints the speed-up over plain generation in the same repeat, as the median over repeats.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def parse_arguments():
 
 
 def fixed_trees(depths, branching_factors, budgets) -> list[dict]:
-    """The trees of a grid that are not one and the same: a budget may exceed what a shape has, or cut off its depth."""
+    """Returns the trees of a grid, without those that are equal to another one or cannot reach their depth."""
     trees = []
     for depth, width, budget in itertools.product(depths, branching_factors, budgets):
         candidates = width + width * width * (depth - 1)
@@ -68,7 +68,7 @@ def fixed_trees(depths, branching_factors, budgets) -> list[dict]:
 
 
 def useless(draft):
-    """A draft of random weights."""
+    """Returns a copy of the draft with random weights."""
     draft = copy.deepcopy(draft)
     for parameter in draft.parameters():
         torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
@@ -91,7 +91,7 @@ def main():
     results = []
 
     def timed(inputs, temperature, seed, assistant=None, **tree):
-        """Tokens a second, and the text."""
+        """Returns tokens per second, and the text."""
         mode = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         if assistant is not None:
             tree = {"assistant_confidence_threshold": 0.0, **tree}
@@ -121,9 +121,9 @@ def main():
         grid.sort(key=lambda entry: -entry[0])
         ways = {"plain": {}}
         for name, assistant in drafts.items():
-            names = "tree_depth", "branching_factor", "num_assistant_tokens"  # which the grid has changed
+            names = "tree_depth", "branching_factor", "num_assistant_tokens"  # the grid has changed them
             shape = {setting: DEFAULT_TREE_SETTINGS[setting] for setting in names}
-            # Its own, under which a useless draft may propose nothing at all.
+            # The draft's own threshold. Under it a useless draft may propose nothing.
             shape["assistant_confidence_threshold"] = threshold
             ways[name] = {"assistant": assistant, "tree_policy": "auto", **shape}
         for _, tree in grid[: args.finalists]:

@@ -2,9 +2,10 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-Which share of texts, and of what a target itself writes, the most frequent tokens of the texts are: for `draft_vocab_size`.
+Computes which share of tokens a draft vocabulary covers, in texts and in the target's own writing. It helps to choose
+`draft_vocab_size`: a draft vocabulary has the most frequent tokens of the texts.
 
-    python recipes/measurements/vocabulary_coverage.py --target Qwen/Qwen3-0.6B --dataset texts.jsonl \
+    python experiments/vocabulary_coverage.py --target Qwen/Qwen3-0.6B --dataset texts.jsonl \
         --prompts prompts.jsonl --sizes 16000 32000 64000
 """
 
@@ -20,7 +21,7 @@ from hf_eagle3.evaluation import load_prompts
 
 
 def count_written(target, prompts: list[list[int]], max_new_tokens: int, **sampling) -> np.ndarray:
-    """How often the target writes each of its tokens."""
+    """Returns how often the target writes each of its tokens."""
     counts = np.zeros(target.config.get_text_config(decoder=True).vocab_size, dtype=np.int64)
     set_seed(0)
     for prompt in prompts:

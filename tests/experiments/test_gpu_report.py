@@ -1,4 +1,4 @@
-"""`recipes/measurements/gpu_report.py`: a rehearsal on a CPU, and what happens to parts that fail, hang or are cut off."""
+"""`experiments/gpu_report.py`: a rehearsal on a CPU, and what happens to parts that fail, hang or are cut off."""
 
 import json
 import subprocess
@@ -6,20 +6,18 @@ import sys
 import textwrap
 
 import pytest
-from conftest import RECIPES
+from conftest import EXPERIMENTS, load_script
 
 
-SCRIPT = RECIPES / "measurements" / "gpu_report.py"
+SCRIPT = EXPERIMENTS / "gpu_report.py"
 PARTS = ("gpu_correctness", "gpu_steps", "gpu_trained", "gpu_training")
 
 
 @pytest.fixture
 def gpu_report(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    import gpu_report
-
-    yield gpu_report
-    for name in ("gpu_report", *PARTS):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))  # it imports its parts when it shows them
+    yield load_script(SCRIPT)
+    for name in PARTS:
         sys.modules.pop(name, None)
 
 

@@ -2,10 +2,10 @@
 # dependencies = ["hf-eagle3[train]", "speculators"]
 # ///
 """
-Drafts of equal training time on equal data, by this library and as others train them, in one loop on the same prompts.
+Trains drafts as this library and others train them, for the same time on the same data, and verifies them in one loop.
 
     pip install speculators
-    python recipes/measurements/train_against.py --target path/to/target --dataset texts.jsonl --prompts prompts.jsonl \
+    python experiments/train_against.py --target path/to/target --dataset texts.jsonl --prompts prompts.jsonl \
         --minutes 10 --output_dir outputs/against
 
     hf-eagle3      as `recipes/quickstart.py` trains
@@ -13,28 +13,29 @@ Drafts of equal training time on equal data, by this library and as others train
                    before fc and of the output, head of the target, three drafting steps of equal weight, Muon at 1e-3,
                    linear schedule, 8,192 tokens a step (`--seq_len`), in its eager attention and loss where there is no GPU
     specforge      the settings of SpecForge's training in our trainer: classic form, seven drafting steps, AdamW at 1e-4,
-                   2,048 tokens a step. Its head would begin at random; here it begins as the target's
+                   2,048 tokens a step. SpecForge's head begins at random; here it begins as the target's
 
-Muon orthogonalizes in float32 for all, where the processor has no bfloat16 (`hf_eagle3.training.optimizer`). What is
-trained stays in the folder: interrupted, the same command goes on.
+Without bfloat16 units, Muon orthogonalizes in float32 for all of them (`hf_eagle3.training.optimizer`). Trained drafts stay
+in the folder. After an interruption, the same command goes on.
 """
 
 import argparse
 import json
 import math
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
-from ablation import acceptance_length
 from datasets import Dataset
 from paper_table import settle_arguments, texts_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, set_seed
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.data import count_tokens, most_frequent_tokens
 from hf_eagle3.environment import environment
 from hf_eagle3.evaluation import load_prompts
+from hf_eagle3.evaluation.results import acceptance_length
 from hf_eagle3.remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
 from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training.budget import BY_TIME, SHORT, TimeBudget, TimedEagle3Trainer, train_for
@@ -172,9 +173,25 @@ def speculators(target, tokenizer, dataset, folder, args):
             print(f"speculators: {elapsed:.0%}, step {step}, loss {loss.item():.2f}", flush=True)
     handle.remove()
     if not math.isfinite(loss.item()):
-        raise SystemExit("speculators: the loss is no number.")
+        raise SystemExit(f"speculators: the loss is {loss.item()}. Its draft is not saved.")
     draft.save_pretrained(folder)
     return step, in_a_step * args.max_length
+
+
+@torch.no_grad()
+def tree_acceptance_length(target, draft, prompts: list[list[int]], temperature: float, max_new_tokens: int) -> float:
+    """The pooled acceptance length, with a whole tree in every step. Samples come from the whole vocabulary."""
+    draft.generation_config.tree_policy, draft.generation_config.assistant_confidence_threshold = "static", 0.0
+    sampling = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    settings, lengths = {"max_new_tokens": max_new_tokens, **sampling}, Counter()
+    set_seed(0)
+    for prompt in prompts:
+        inputs = torch.tensor([prompt], device=target.device)
+        target.generate(inputs, attention_mask=torch.ones_like(inputs), assistant_model=draft, **settings)
+        lengths.update(draft.last_generation.accepted_lengths)
+    return acceptance_length(lengths)
 
 
 METHODS = {"hf-eagle3": ours, "speculators": speculators, "specforge": specforge}
@@ -212,7 +229,7 @@ def main():
             (folder / "facts.json").write_text(json.dumps(facts))
         steps, tokens = json.loads((folder / "facts.json").read_text())
         draft = Eagle3ForSpeculation.from_pretrained(folder, dtype=target.dtype).to(device).eval()
-        lengths = [acceptance_length(target, draft, prompts, T, args.max_new_tokens) for T in (0, 1)]
+        lengths = [tree_acceptance_length(target, draft, prompts, T, args.max_new_tokens) for T in (0, 1)]
         lines.append(f"| {method} | {steps:,} | {steps * tokens:,} | {lengths[0]:.2f} | {lengths[1]:.2f} |")
     print("\n".join(lines))
     print(f"{vars(args)}, {environment(device)}")

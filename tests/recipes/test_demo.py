@@ -1,36 +1,23 @@
 """The page of `recipes/demo.py`: what is behind it by itself, and where gradio is installed the page, too."""
 
+import importlib
 import os
 import re
 import runpy
+import shutil
 import sys
 from html.parser import HTMLParser
-from xml.etree import ElementTree
 
 import pytest
 import torch
-from conftest import make_oracle, make_target, make_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from conftest import RECIPES, load_script, make_byte_tokenizer, make_oracle, make_target, make_tokenizer
 
 from hf_eagle3 import Eagle3Step
-from hf_eagle3.demo import (
-    APP,
-    Comparison,
-    Pieces,
-    colour,
-    decode,
-    describe_step,
-    encode,
-    legend_html,
-    make_app,
-    step_html,
-    text_html,
-    tree_svg,
-    tree_text,
-)
+from hf_eagle3.drawing import color, decode
 
 
+demo = load_script("recipes/demo.py")
+Comparison, Pieces, encode, text_html = demo.Comparison, demo.Pieces, demo.encode, demo.text_html
 PROMPT = "what is up"
 
 
@@ -45,10 +32,6 @@ def comparison():
 def last(frames):
     *_, frame = frames
     return frame
-
-
-def tokens_of(tokenizer, text: str) -> list[int]:
-    return tokenizer.convert_tokens_to_ids(list(text))
 
 
 class Spans(HTMLParser):
@@ -92,7 +75,7 @@ def test_both_texts_are_the_same_and_the_draft_is_told(comparison, temperature, 
     page, parsed = text_html("With <it>", drafted), Spans(text_html("With <it>", drafted))
     assert parsed.text.startswith("With <it>: 40 tokens, ") and parsed.text.endswith("".join(drafted.texts))
     assert parsed.titles.count("the target's own") == origins.count(("target", 0)) > 0
-    assert parsed.titles.count("drafted at depth 1") == page.count(colour("draft", 1)) == origins.count(("draft", 1))
+    assert parsed.titles.count("drafted at depth 1") == page.count(color("draft", 1)) == origins.count(("draft", 1))
     assert ("draft", 1) in origins or policy == "auto"
     assert Spans(text_html("Without", plain)).titles == []
 
@@ -132,60 +115,30 @@ def test_a_run_that_is_closed_ends(comparison):
 
 
 def test_characters_of_several_tokens():
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    model = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model)
+    tokenizer = make_byte_tokenizer()
     tokens, pieces = tokenizer("é <€x").input_ids, Pieces(tokenizer)
     texts = ["", "é", " ", "<", "", "", "€", "x"]
     for length in (1, 2, 5, 6, 8):
         assert pieces.read(tokens[:length]) == texts[:length]
-    # In a tree a character may stay incomplete.
-    step = Eagle3Step("draft", [0], [[tokens[0], tokens[1], tokens[3]]], [[0, 0, 0]], [[1]], [[tokens[1]]])
-    assert tree_text(step, tokenizer).splitlines()[2] == "└─ <"
 
 
-def test_a_tree():
-    tokenizer = make_tokenizer()
-    tokens = [*tokens_of(tokenizer, "x ab\n"), 2]  # the last is </s>
-    step = Eagle3Step("draft", [7], [tokens], [[0, 0, 0, 1, 1, 3]], [[1, 3]], [[tokens[1], tokens[3], 2]])
-    assert describe_step(step) == "5 tokens drafted, 2 accepted, 3 written"
-    assert tree_text(step, tokenizer) == (
-        "x\n├─ ␣ ✓\n│  ├─ b ✓\n│  │  ├─ </s>\n│  │  └─ </s> (the target's own)\n│  └─ ↵\n└─ a"
-    )
-    drawn = ElementTree.fromstring(tree_svg(step, tokenizer))
-    space = "{http://www.w3.org/2000/svg}"
-    groups = [(group.get("class"), group.find(f"{space}text").text) for group in drawn.iter(f"{space}g")]
-    kinds = ["root", "accepted", "rejected", "accepted", "rejected", "rejected", "target"]
-    assert groups == list(zip(kinds, ["x", "␣", "a", "b", "↵", "</s>", "</s>"]))
-    assert len(drawn.findall(f"{space}path")) == 6
-    places = {(box.get("x"), box.get("y")) for box in drawn.iter(f"{space}rect")}
-    assert len(places) == 7 and max(float(x) for x, _ in places) < float(drawn.get("width"))
-    fills = [box.get("fill") for box in drawn.iter(f"{space}rect")]
-    assert fills[1] == colour("draft", 1) and fills[3] == colour("draft", 2) and fills[2] == "#ffffff"
-    assert "Step 2 of 2: 5 tokens drafted" in step_html([step, step], 2, tokenizer)
-
-    # What was looked up is a chain, which may have been wrong from the start; or nothing was checked at all.
-    looked_up = Eagle3Step("lookup", [0], [tokens[:3]], [[0, 0, 1]], [[]], [[5]])
-    assert describe_step(looked_up) == "2 tokens looked up, 0 accepted, 1 written"
-    assert tree_text(looked_up, tokenizer).splitlines()[1:] == ["├─ ␣", "│  └─ a", "└─ c (the target's own)"]
-    plain = Eagle3Step("target", [0], [tokens[:1]], [[0]], [[]], [[5]])
-    assert "nothing was checked" in describe_step(plain)
-    assert tree_text(plain, tokenizer).splitlines() == ["x", "└─ c (the target's own)"]
-
-
-def test_colours_tell_origins_apart():
+def test_the_legend_has_all_colors():
     origins = [("target", 0), ("lookup", 1), *(("draft", depth) for depth in range(1, 9))]
-    assert len({colour(*origin) for origin in origins}) == 10
-    assert all(colour(*origin) in legend_html() for origin in origins)
+    assert all(color(*origin) in demo.legend_html() for origin in origins)
+
+
+def test_the_drawing_of_a_step():
+    tokens = make_tokenizer().convert_tokens_to_ids(list("xab"))
+    step = Eagle3Step("draft", [7], [tokens], [[0, 0, 1]], [[1]], [tokens[1:]])
+    drawn = demo.step_html([step, step], 2, make_tokenizer())
+    assert "Step 2 of 2: 2 tokens drafted, 1 accepted, 2 written" in drawn and 'class="accepted"' in drawn
 
 
 @pytest.fixture
 def page(comparison):
     """The page, served on this machine."""
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'hf-eagle3[demo]'")
-    app = make_app(comparison)
+    app = demo.make_app(comparison)
     _, url, _ = app.launch(prevent_thread_lock=True, quiet=True)
     yield url
     app.close()
@@ -207,13 +160,19 @@ def test_the_page(page, comparison):
 
 
 def test_the_app_of_a_space(comparison, tmp_path, monkeypatch):
+    """The files that are pushed, in a folder of their own."""
     gradio = pytest.importorskip("gradio", reason="the page needs gradio: pip install 'hf-eagle3[demo]'")
     asked, launched = [], []
-    monkeypatch.setattr(Comparison, "from_pretrained", lambda *names: asked.append(names) or comparison)
     monkeypatch.setattr(gradio.Blocks, "launch", lambda app: launched.append(app))
-    (tmp_path / "app.py").write_text(APP.format(target="org/target", draft="me/draft"))
+    shutil.copy(RECIPES / "demo.py", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "demo", raising=False)
+    module = importlib.import_module("demo")
+    monkeypatch.setattr(module.Comparison, "from_pretrained", lambda *names: asked.append(names) or comparison)
+    (tmp_path / "app.py").write_text(demo.APP.format(target="org/target", draft="me/draft"))
     runpy.run_path(str(tmp_path / "app.py"), run_name="__main__")
     assert asked == [("org/target", "me/draft")] and len(launched) == 1
+    sys.modules.pop("demo")
 
 
 def test_without_gradio(comparison, monkeypatch, run_recipe):
@@ -221,7 +180,7 @@ def test_without_gradio(comparison, monkeypatch, run_recipe):
     result = run_recipe("demo.py", "--target", "nothing", "--draft", "nothing")
     assert result.returncode == 1 and "pip install 'hf-eagle3[demo]'" in result.stderr
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'hf-eagle3\[demo\]'"):
-        make_app(comparison)
+        demo.make_app(comparison)
 
 
 @pytest.mark.skipif(

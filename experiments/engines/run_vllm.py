@@ -1,4 +1,4 @@
-"""Runs vLLM: `run_vllm.py JOB.json RESULT.json`. With `"server"` in the job by its HTTP server and an OpenAI client."""
+"""Runs vLLM: `run_vllm.py JOB.json RESULT.json`. With `"server"` in the job, an OpenAI client asks its HTTP server."""
 
 import json
 import os

@@ -1,12 +1,12 @@
 """
-What a step of training-time test takes, in time and memory, for sequences of several lengths.
+Measures time and memory of a step of training-time test, for sequences of several lengths.
 
-    python recipes/measurements/training_step.py --target Qwen/Qwen3-0.6B --draft_vocab_size 8192 \
+    python experiments/training_step.py --target Qwen/Qwen3-0.6B --draft_vocab_size 8192 \
         --lengths 512 1024 2048 4096
 
-Each length runs in a process of its own, forward and backward over one sequence of random tokens and random target
-states: the target itself does not run. Memory is the peak beyond what the draft and the inputs take. Then a step of
-Muon, by torch, which orthogonalizes in bfloat16, and in float32.
+Each length runs in its own process: forward and backward over one sequence of random tokens and random target states. The
+target itself does not run. Memory is the peak, without the draft and the inputs. Then a step of Muon is timed, torch's in
+bfloat16 and ours in float32.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from hf_eagle3.training.ttt import TTTBatch, ttt_loss
 
 
 def random_batch(draft, vocab_size: int, length: int, document_length: int) -> TTTBatch:
-    """A sequence of random tokens and random states of the target, on the draft's device."""
+    """Returns a sequence of random tokens and random states of the target, on the draft's device."""
     device, config = draft.device, draft.config
     tokens = torch.randint(0, vocab_size, (1, length), device=device)
     return TTTBatch(
@@ -69,7 +69,7 @@ def measure(args, length: int, results) -> None:
 
 
 def seconds_of(muon: type[torch.optim.Optimizer], args) -> float:
-    """The median time of a step of Muon."""
+    """Returns the median time of a step of Muon, in seconds."""
     target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.target))
     draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(args.draft_vocab_size)).float()
     named = draft.to(args.device).named_parameters()

@@ -2,15 +2,15 @@
 # dependencies = ["hf-eagle3[train]", "gguf"]
 # ///
 """
-The same draft and prompts in transformers, vLLM, llama.cpp and OpenVINO GenAI, on the CPU: greedily, in float32, one
+Runs the same draft and prompts in transformers, vLLM, llama.cpp and OpenVINO GenAI, on the CPU: greedily, in float32, one
 prompt at a time. Each engine is compared with itself without a draft.
 
-    python recipes/measurements/engines/compare.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl \
+    python experiments/engines/compare.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl \
         --output_dir outputs/engines
 
-The draft must be classic (`draft_form="classic"`), and the target a Qwen3. Engines get environments of their own in
-`--output_dir`, of some gigabytes. They take turns, a process for each; the first prompt is run once more before it is
-timed. `forwards` are those that verified something.
+The draft must be classic (`draft_form="classic"`), and the target a Qwen3. Each engine gets its own environment in
+`--output_dir`. Together they take some gigabytes. Engines take turns, each in its own process. The first prompt runs once
+before it is timed. `forwards` counts the forwards that verified something.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from hf_eagle3.tokenizer import load_tokenizer
 DEPTH = 5
 TREE = {"tree_depth": 6, "branching_factor": 8, "num_assistant_tokens": 24}
 CHAIN = {"num_draft_tokens": DEPTH, "num_assistant_tokens": DEPTH}
-# What is run: engine, kind of step, and what the engine is told.
+# What runs: the engine, the kind of step, and the engine's settings.
 WAYS = (
     ("transformers", "plain", None),
     ("hf-eagle3", f"chain of {DEPTH}", tree(DEPTH)),
@@ -66,7 +66,7 @@ def parse_arguments():
 
 
 def prepare(args, target, tokenizer, folder: Path) -> dict[str, dict]:
-    """What each engine loads, and its interpreter."""
+    """Writes what each engine loads. Returns the paths, and the interpreter, by engine."""
     draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=torch.float32)
     for name, model in (("target", target), ("draft", draft)):
         if not (folder / name).exists():
@@ -88,7 +88,7 @@ def prepare(args, target, tokenizer, folder: Path) -> dict[str, dict]:
 
 
 def run(engine, settings, args, target, prompts, loaded, threads) -> dict:
-    prompts = [prompts[0], *prompts]  # the first pays for preparation
+    prompts = [prompts[0], *prompts]  # the first run also pays for preparation, and is not counted
     if engine in ("transformers", "hf-eagle3"):
         torch.set_num_threads(threads)
         draft = None if settings is None else args.draft
