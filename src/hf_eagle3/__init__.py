@@ -30,12 +30,11 @@ def __getattr__(name):
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = import_module(f".{_MODULES[name]}", __name__)
+        return getattr(import_module(f".{_MODULES[name]}", __name__), name)
     except ModuleNotFoundError as error:
         if _MODULES[name] != "training":
             raise
         raise ModuleNotFoundError(f"{name} needs {error.name}: pip install 'hf-eagle3[train]'") from error
-    return getattr(module, name)
 
 
 def __dir__():

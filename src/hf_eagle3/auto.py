@@ -6,7 +6,7 @@ from pathlib import Path
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
-from .held import HUB_ARGUMENTS, is_draft, tensor_names, tensor_names_on_hub
+from .held import HUB_ARGUMENTS, is_block_draft, is_draft, tensor_names, tensor_names_on_hub
 
 
 def install_auto_hook() -> None:
@@ -62,7 +62,8 @@ def names_of_transformers() -> frozenset[str]:
 
 def draft_config(name_or_path, content=None, trust_remote_code=None, code_revision=None, gguf_file=None, **kwargs):
     """
-    What `AutoConfig.from_pretrained` returns of a draft: an [`Eagle3Config`], and `None` if it is none.
+    What `AutoConfig.from_pretrained` returns of a draft: an [`Eagle3Config`], or a [`DFlashConfig`] of a block draft that
+    brings no code, or whose code is not trusted. `None` if it is none.
 
     Args:
         name_or_path (`str` or `Path`): Folder or Hub id.
@@ -72,16 +73,23 @@ def draft_config(name_or_path, content=None, trust_remote_code=None, code_revisi
     if gguf_file is not None:
         return None
     hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-    if content is not None and not holds_draft(content, name_or_path, hub_kwargs):
+    kind = None if content is None else kind_of_draft(content, name_or_path, hub_kwargs)
+    if content is not None and kind is None:
         return None
     content, kwargs = PreTrainedConfig.get_config_dict(name_or_path, **kwargs)
-    if trust_remote_code and "AutoConfig" in (content.get("auto_map") or {}):  # it has code of its own, which said why
+    auto_map = content.get("auto_map") or {}
+    if trust_remote_code and "AutoConfig" in auto_map:  # it has code of its own, which said why
         return None
     if (algorithm := content.get("speculators_model_type")) is not None:
         if algorithm not in ("eagle3", "peagle"):
             return None
-    elif not holds_draft(content, name_or_path, hub_kwargs):
+    elif (kind := kind or kind_of_draft(content, name_or_path, hub_kwargs)) is None:
         return None
+    if kind is is_block_draft:
+        from .baselines.dflash import DFlashConfig
+
+        has_own_code = trust_remote_code and "AutoModel" in auto_map
+        return None if has_own_code else DFlashConfig.from_dict(content, name_or_path=str(name_or_path), **kwargs)
 
     # Here, so that `import hf_eagle3` is quick.
     from .checkpoints import read
@@ -95,9 +103,10 @@ def draft_config(name_or_path, content=None, trust_remote_code=None, code_revisi
     return Eagle3Config.from_dict(content, name_or_path=str(name_or_path), **kwargs)
 
 
-def holds_draft(content: dict, name_or_path, hub_kwargs: dict) -> bool:
+def kind_of_draft(content: dict, name_or_path, hub_kwargs: dict):
+    """Which of [`is_draft`] and [`is_block_draft`] holds of a checkpoint's tensors, or `None`."""
     names = tensor_names(name_or_path, **hub_kwargs)
     if names is None and not Path(name_or_path).exists() and not hub_kwargs.get("local_files_only"):
         may_be, is_surely = may_be_draft(content)
         names = tensor_names_on_hub(name_or_path, is_surely, **hub_kwargs) if may_be else None
-    return is_draft(names or [])
+    return next((kind for kind in (is_draft, is_block_draft) if kind(names or [])), None)

@@ -37,12 +37,17 @@ def is_draft(names) -> bool:
     state, or whose vocabulary is mapped, or a single layer behind an `fc` (EAGLE 1 and 2).
     """
     names = without_prefix(names).values()
-    if "hidden_norm.weight" in names:  # DFlash, which has it beside the layers, and is transformers' own
+    if "hidden_norm.weight" in names:  # beside the layers
         return False
     if any(name.startswith(("midlayer.", "layers.0.hidden_norm.")) or name == "d2t" for name in names):
         return True
     layers = {name.split(".")[1] for name in names if name.startswith("layers.")}
     return "fc.weight" in names and layers == {"0"}
+
+
+def is_block_draft(names) -> bool:
+    """Whether tensors of these names are those of a draft like DFlash's, which reads fused states beside its layers."""
+    return {"fc.weight", "hidden_norm.weight"} <= set(names)
 
 
 def without_prefix(names) -> dict[str, str]:

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import FAMILIES, VOCAB_SIZE, make_baseline, make_batch, make_prompt, make_target, run_in_two_processes
+from conftest import (
+    BLOCK_DRAFTS,
+    FAMILIES,
+    VOCAB_SIZE,
+    make_baseline,
+    make_batch,
+    make_prompt,
+    make_target,
+    run_in_two_processes,
+)
 from datasets import Dataset
 from transformers import AutoModel
 
@@ -26,6 +35,7 @@ from hf_eagle3.training.ttt import TTTBatch, documents_of, ttt_unroll
 
 
 METHODS = [*BASELINES, "eagle-2", "p-eagle"]
+ALL_METHODS = [*METHODS, *BLOCK_DRAFTS]
 DEPTH = 4
 TEXTS = Dataset.from_dict({"text": [f"the {i} of {i * 7}, and so on to {i * i} in the end" for i in range(40)]})
 
@@ -158,7 +168,7 @@ def test_measured_accuracies_are_shares_of_rows(method):
     assert hits.sum() > 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL_METHODS)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -185,7 +195,7 @@ def test_the_text_is_that_of_plain_generate(method, settings):
         assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL_METHODS)
 def test_small_vocabularies_and_half_precision(method):
     batch, settings = make_batch([12, 5]), {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
     target = make_target("llama")
@@ -201,7 +211,7 @@ def test_small_vocabularies_and_half_precision(method):
 
 
 @pytest.mark.parametrize("family", ["gemma3", "cohere2", "llama4", "gpt_oss", "lfm2", "qwen3_5"])
-@pytest.mark.parametrize("method", ["hydra", "eagle-2", "p-eagle"])
+@pytest.mark.parametrize("method", ["hydra", "eagle-2", "p-eagle", "dflash"])
 def test_other_families(family, method):
     target, batch = make_target(family), make_batch([9, 20])
     draft = make_baseline(method, target)

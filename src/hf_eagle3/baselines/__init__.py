@@ -8,6 +8,7 @@ Other methods' drafts, to compare with: trained by [`Eagle3Trainer`], verified a
 | EAGLE | [`EagleForSpeculation`] | a layer on the last states, a static tree |
 | EAGLE-2 | the same, with `config.static_tree = None` | a dynamic tree |
 | HASS | [`HassForSpeculation`] | EAGLE's layer, trained on its own states |
+| DFlash, JetSpec | [`DFlashForSpeculation`] | layers that draft a block in one pass |
 
 P-EAGLE is a form of our own draft: `draft_form="p-eagle"`.
 """
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 from transformers import AutoConfig, AutoModel
 
+from .dflash import DFlashConfig, DFlashForSpeculation
 from .eagle import EagleConfig, EagleForSpeculation
 from .hass import HassConfig, HassForSpeculation
 from .hydra import HydraConfig, HydraForSpeculation
@@ -43,14 +45,16 @@ BASELINES = {
     "hass": Baseline(HassForSpeculation, {"ttt_steps": 3, "ttt_warmup": 0.0, "ttt_step_decay": 1.0}),
 }
 
-for _baseline in BASELINES.values():
-    _config_class = _baseline.draft_class.config_class
+for _draft_class in (*(baseline.draft_class for baseline in BASELINES.values()), DFlashForSpeculation):
+    _config_class = _draft_class.config_class
     AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)
-    AutoModel.register(_config_class, _baseline.draft_class, exist_ok=True)
+    AutoModel.register(_config_class, _draft_class, exist_ok=True)
 
 __all__ = [
     "BASELINES",
     "Baseline",
+    "DFlashConfig",
+    "DFlashForSpeculation",
     "EagleConfig",
     "EagleForSpeculation",
     "HassConfig",

@@ -1,6 +1,6 @@
 """What the drafts of other methods have in common."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedModel
@@ -24,6 +24,7 @@ class BaselineConfig(Eagle3Config):
     """
 
     _auto_class = None  # its code is not saved with it
+    reads_one_state: ClassVar[bool] = True  # what the target's head reads
     static_tree: list[list[int]] | None = None
 
     def __post_init__(self, **kwargs):
@@ -32,10 +33,9 @@ class BaselineConfig(Eagle3Config):
         on = [name for name in flags if getattr(self, name)] + ["mask_token_id"] * self.is_parallel
         if on:
             raise ValueError(f"A {self.model_type} draft has no {on}, which are of EAGLE-3's.")
-        if self.num_aux_hidden_states != 1 and self.eagle_aux_hidden_state_layer_ids is not None:
-            raise ValueError(
-                f"A {self.model_type} draft reads one state, not {self.eagle_aux_hidden_state_layer_ids}."
-            )
+        ids = self.eagle_aux_hidden_state_layer_ids
+        if self.reads_one_state and ids is not None and len(ids) != 1:
+            raise ValueError(f"A {self.model_type} draft reads one state, not {ids}.")
         known = {()}
         for path in map(tuple, self.static_tree or ()):
             if path[:-1] not in known or not path or min(path) < 0:

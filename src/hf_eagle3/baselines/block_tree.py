@@ -1,0 +1,77 @@
+"""Trees from the distributions of one pass, which say nothing of how the tokens of a path fit together."""
+
+import itertools
+import math
+
+import torch
+
+from ..remote_code.tree_eagle3 import DraftTree, Plan
+
+
+def grow_block_tree(
+    root_tokens: torch.LongTensor,
+    scores: torch.FloatTensor,
+    token_ids: torch.LongTensor | None,
+    plan: Plan,
+    threshold: float = 0.0,
+) -> DraftTree:
+    """
+    Returns the most probable paths, where the probability of a path is the product of its tokens' (DDTree,
+    https://huggingface.co/papers/2604.12989; JetSpec, https://huggingface.co/papers/2606.18394, whose code calls it
+    `accum_logp`). No other tree of that many nodes has a larger sum of probabilities.
+
+    Args:
+        root_tokens (`torch.LongTensor` of shape `(B, 1)`): The tokens the trees hang from.
+        scores (`torch.FloatTensor` of shape `(B, D, V)`): Logits of the tokens at each depth.
+        token_ids (`torch.LongTensor` of shape `(V,)`, *optional*): Target ids of the draft vocabulary, if that is another.
+        plan (`Plan`):
+            The largest tree. It has at most `branching_factor` children a node, and is a chain if that is 1. Its prices
+            make it smaller where the draft is unsure. Depth costs nothing, so that the price of a level is ignored.
+        threshold (`float`, *optional*, defaults to 0): Less probable paths are left out.
+    """
+    batch_size, depth, vocab_size = scores.shape
+    width, most = min(plan.branching_factor, vocab_size), plan.num_nodes
+    confidences, ids = scores.log_softmax(dim=-1).topk(width)  # (B, D, W)
+    # A draft may be broken and floats round: no child outranks its parent.
+    confidences = confidences.nan_to_num(nan=-torch.inf).clamp(max=0)
+    # At least `(i + 1) * (j + 1) - 1` nodes of a level are as probable as the child of rank `j` below the node of rank `i`.
+    pairs = [(i, j) for i in range(most) for j in range(min(width, most // (i + 1)))]
+    values, nodes = scores.new_zeros(batch_size, 1), root_tokens.new_full((batch_size, 1), -1)
+    pool: list[tuple[torch.Tensor, ...]] = []  # by level: values, parents (-1 is the root), ids, confidences
+    num_candidates = 0
+    for level in range(depth):
+        above, ranks = torch.tensor([pair for pair in pairs if pair[0] < values.shape[1]], device=scores.device).T
+        candidates = values[:, above] + confidences[:, level, ranks]
+        values, best = candidates.topk(min(most, candidates.shape[1]))  # (B, N)
+        parents, ranks = nodes.gather(1, above[best]), ranks[best]
+        pool.append((values, parents, ids[:, level].gather(1, ranks), confidences[:, level].gather(1, ranks)))
+        nodes = num_candidates + torch.arange(values.shape[1], device=scores.device).expand(batch_size, -1)
+        num_candidates += values.shape[1]
+    values, parents, ids, confidences = (torch.cat(levels, dim=1) for levels in zip(*pool))
+
+    # A stable sort puts a parent before a child of equal value, since the pool is in order of depth.
+    ranked_values, ranking = values.sort(dim=1, descending=True, stable=True)
+    kept = ranking[:, : num_worth_verifying(ranked_values[:, :most], plan, threshold)].sort(dim=1).values
+    parents = parents.gather(1, kept)
+    parents = torch.where(parents < 0, 0, torch.searchsorted(kept, parents) + 1)
+    tokens = ids.gather(1, kept)
+    return DraftTree.from_parents(
+        torch.cat([root_tokens, tokens if token_ids is None else token_ids.take(tokens)], dim=1),
+        torch.cat([torch.zeros_like(root_tokens), parents], dim=1),
+        confidences.gather(1, kept),
+        depth=depth,
+    )
+
+
+def num_worth_verifying(ranked_values: torch.FloatTensor, plan: Plan, threshold: float) -> int:
+    """How many of the best nodes to verify, given their log-probabilities `(B, N)`, the largest first."""
+    num_nodes = ranked_values.shape[1]
+    if threshold > 0:
+        num_nodes = min(num_nodes, int((ranked_values >= math.log(threshold)).sum(dim=1).max()))
+    if (prices := plan.prices) is not None:
+        expected = (ranked_values if all(prices.rows) else ranked_values[prices.rows]).exp().mean(dim=0).tolist()
+        gains = [
+            gain - price for gain, price in zip(itertools.accumulate(expected[:num_nodes], initial=0.0), prices.nodes)
+        ]
+        num_nodes = max(range(min(prices.must_verify, num_nodes), len(gains)), key=gains.__getitem__)
+    return num_nodes
