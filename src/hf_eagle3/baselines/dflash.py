@@ -14,7 +14,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
 
 from ..held import HUB_ARGUMENTS, find
 from ..remote_code.accept_eagle3 import Sampler, reads_without_sync
-from ..remote_code.checks_eagle3 import whole_embedding
 from ..remote_code.draft_eagle3 import DraftModel
 from ..remote_code.drafter_eagle3 import Drafter, Slots
 from ..remote_code.layers_eagle3 import Eagle3Attention, Eagle3Head, Eagle3RMSNorm, Eagle3RotaryEmbedding
