@@ -86,10 +86,13 @@ def draft_config(name_or_path, content=None, trust_remote_code=None, code_revisi
     elif (kind := kind or kind_of_draft(content, name_or_path, hub_kwargs)) is None:
         return None
     if kind is is_block_draft:
+        if content.get("model_type") not in ("qwen3", None):  # layers of another kind (Laguna)
+            return None
         from .baselines.dflash import DFlashConfig
 
-        has_own_code = trust_remote_code and "AutoModel" in auto_map
-        return None if has_own_code else DFlashConfig.from_dict(content, name_or_path=str(name_or_path), **kwargs)
+        if trust_remote_code and "AutoModel" in auto_map:  # the caller wants the code that it brings
+            return None
+        return DFlashConfig.from_dict(content, name_or_path=str(name_or_path), **kwargs)
 
     # Here, so that `import hf_eagle3` is quick.
     from .checkpoints import read

@@ -474,6 +474,13 @@ def test_a_draft_vocabulary_is_saved(tmp_path):
     assert torch.equal(loaded.lm_head.weight, target.lm_head.weight[5:50])
 
 
+def test_layers_of_another_kind_are_left_alone(tmp_path):
+    folder = write_checkpoint(tmp_path / "draft", {**ZLAB_CONFIG, "model_type": "llama"})
+    assert type(AutoConfig.from_pretrained(folder)).__name__ == "LlamaConfig"
+    with pytest.raises(ValueError, match="is no dflash draft: its config.json is of 'llama'"):
+        DFlashForSpeculation.from_pretrained(folder)
+
+
 def test_code_that_is_trusted_is_theirs(tmp_path):
     folder = write_checkpoint(tmp_path / "draft", ZLAB_CONFIG)
     code = "from transformers import Qwen3Config, PreTrainedModel\n\n\nclass DFlashDraftModel(PreTrainedModel):\n"
@@ -511,7 +518,7 @@ def test_tensors_that_are_not_understood_are_refused(tmp_path):
     head = write_checkpoint(tmp_path / "b", ZLAB_CONFIG, **{"lm_head.weight": torch.zeros(96, 32)})
     with pytest.raises(ValueError, match="has a head of its own"):
         AutoModel.from_pretrained(head)
-    with pytest.raises(ValueError, match="in no known EAGLE-3 format"):
+    with pytest.raises(ValueError, match="is a block draft .* Load it by `AutoModel.from_pretrained`"):
         Eagle3ForSpeculation.from_pretrained(write_checkpoint(tmp_path / "c", ZLAB_CONFIG))
     Eagle3ForSpeculation.from_target(make_target("llama")).save_pretrained(tmp_path / "d")
     with pytest.raises(ValueError, match="is no dflash draft"):

@@ -5,6 +5,7 @@ import math
 
 import torch
 
+from ..remote_code.ragged_eagle3 import on_device
 from ..remote_code.tree_eagle3 import DraftTree, Plan
 
 
@@ -34,15 +35,17 @@ def grow_block_tree(
     confidences, ids = scores.log_softmax(dim=-1).topk(width)  # (B, D, W)
     # A draft may be broken and floats round: no child outranks its parent.
     confidences = confidences.nan_to_num(nan=-torch.inf).clamp(max=0)
-    # At least `(i + 1) * (j + 1) - 1` nodes of a level are as probable as the child of rank `j` below the node of rank `i`.
-    pairs = [(i, j) for i in range(most) for j in range(min(width, most // (i + 1)))]
+    # The child of rank `j` below the node of rank `i` has `(i + 1) * (j + 1) - 1` nodes of its level before it.
+    num_children = [min(width, most // (i + 1)) for i in range(most)]
+    pairs = [(i, j) for i, num in enumerate(num_children) for j in range(num)]
+    all_above, all_ranks = on_device(pairs, scores.device).T
     values, nodes = scores.new_zeros(batch_size, 1), root_tokens.new_full((batch_size, 1), -1)
     pool: list[tuple[torch.Tensor, ...]] = []  # by level: values, parents (-1 is the root), ids, confidences
     num_candidates = 0
     for level in range(depth):
-        above, ranks = torch.tensor([pair for pair in pairs if pair[0] < values.shape[1]], device=scores.device).T
-        candidates = values[:, above] + confidences[:, level, ranks]
-        values, best = candidates.topk(min(most, candidates.shape[1]))  # (B, N)
+        num_pairs = sum(num_children[: values.shape[1]])
+        above, ranks = all_above[:num_pairs], all_ranks[:num_pairs]
+        values, best = (values[:, above] + confidences[:, level, ranks]).topk(min(most, num_pairs))  # (B, N)
         parents, ranks = nodes.gather(1, above[best]), ranks[best]
         pool.append((values, parents, ids[:, level].gather(1, ranks), confidences[:, level].gather(1, ranks)))
         nodes = num_candidates + torch.arange(values.shape[1], device=scores.device).expand(batch_size, -1)

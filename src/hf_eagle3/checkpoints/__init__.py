@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 from huggingface_hub.errors import StrictDataclassError
 
-from ..held import is_draft
+from ..held import is_block_draft, is_draft
 from . import flat, llama_cpp, openvino, safeailab, sglang
 from .engines import ENGINES, check_is_eagle3, describe_engines
 from .files import check_new_folder, read_tensors, save_checkpoint
@@ -69,6 +69,11 @@ def read(config: dict, source, **hub_kwargs):
         ValueError: if it holds no draft, one of a kind that is not read here, or something broken.
     """
     tensors = read_tensors(source, **hub_kwargs)
+    if is_block_draft(tensors):
+        raise ValueError(
+            f"{source} is a block draft (DFlash, JetSpec), not an EAGLE-3 draft. Load it by `AutoModel.from_pretrained`, after "
+            "`import hf_eagle3`."
+        )
     if not is_draft(tensors):
         raise ValueError(
             f"{source} is in no known EAGLE-3 format: a draft has `fc.weight` beside one layer (`midlayer` or `layers.0`) with a "
