@@ -13,8 +13,9 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.utils import logging
 
 from .checks_eagle3 import may_replay
-from .decoding_eagle3 import Eagle3GenerationStats, TreeDecoding
-from .proposer_eagle3 import Call, Proposer
+from .decoding_eagle3 import TreeDecoding
+from .outputs_eagle3 import Eagle3GenerationStats
+from .tree_eagle3 import GenerationCall, Proposer
 
 
 # A child of transformers' own logger: shown and silenced with it.
@@ -32,12 +33,12 @@ class AssistantMixin:
     # What decodes a call.
     decoding_class = TreeDecoding
 
-    def proposer(self, call: Call) -> Proposer:
+    def proposer(self, call: GenerationCall) -> Proposer:
         """
         A proposer for one call of `generate`.
 
         Args:
-            call ([`Call`]): The call.
+            call ([`GenerationCall`]): The call.
         """
         raise NotImplementedError
 
