@@ -8,17 +8,14 @@ from typing import NoReturn
 import torch
 from transformers import (
     EosTokenCriteria,
-    GenerationConfig,
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
-    StoppingCriteriaList,
     TemperatureLogitsWarper,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from .devices_eagle3 import random_state, reads_without_sync, set_random_state
 from .outputs_eagle3 import ReturnedOutputs, TreeOutputs
-from .text_eagle3 import Text, stack_right, take_rows
+from .text_eagle3 import SampleArguments, Text, stack_right, take_rows
 from .tree_eagle3 import Accepted, DraftTree
 
 
@@ -34,14 +31,8 @@ def accept(
     carries this token, and ends where there is no such child. So the text is the target's, and the tree only decides how
     much of it one step writes.
 
-    Args:
-        text (`Text`): The text, which gets the accepted tokens.
-        sampler (`Sampler`): Picks the tokens.
-        tree (`DraftTree`): The verified tree.
-        outputs (`TreeOutputs`): The target's outputs at its nodes.
-        may_discard (`bool`, *optional*, defaults to `False`):
-            Return `None`, and accept nothing, if scores of a root are NaN. The reason may be another node: its NaNs pass
-            through any mask (0 * NaN).
+    Returns `None`, and accepts nothing, if it `may_discard` the tree and scores of a root are NaN. The reason may be
+    another node: its NaNs pass through any mask (0 * NaN).
     """
     starts, was_finished = list(text.lengths), list(text.is_finished)
     walk = sampler.start_walk(tree, outputs, may_discard)
@@ -86,22 +77,10 @@ class Sampler:
 
     If no processor or criterion reads the text before a token, it picks at all nodes of a tree at once, with one sync.
     Otherwise it picks at the nodes that the walk visits. So it does on a CPU, too, if scores are to be processed.
-
-    Args:
-        text (`Text`): The text.
-        logits_processor, stopping_criteria, generation_config, streamer: What `_sample` is called with.
-        returned (`ReturnedOutputs`): Collects the outputs that the caller wants.
     """
 
-    def __init__(
-        self,
-        text: Text,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        returned: ReturnedOutputs,
-        streamer: BaseStreamer | None,
-    ):
+    def __init__(self, text: Text, arguments: SampleArguments, returned: ReturnedOutputs):
+        _, logits_processor, stopping_criteria, generation_config, streamer, _ = arguments
         self.text, self.logits_processor, self.stopping_criteria = text, logits_processor, stopping_criteria
         self.returned, self.streamer, self.do_sample = returned, streamer, generation_config.do_sample
         device = text.ids.device
@@ -206,14 +185,12 @@ class Sampler:
         return noise[:, token_ids.clamp(max=noise.shape[-1] - 1)]
 
     def _pick(self, rows: list[int], nodes: list[int], outputs: TreeOutputs) -> list[int]:
-        """Picks at visited nodes: together for rows of one length, or for all if nothing reads their text."""
-        text, picked = self.text, {}
-        groups: dict[int | None, list[tuple[int, int]]] = {}
-        for row, node in zip(rows, nodes):
-            groups.setdefault(None if self.ignores_prefix else text.lengths[row], []).append((row, node))
-        for group in groups.values():
-            group_rows, group_nodes = (list(each) for each in zip(*group))
-            picked.update(zip(group_rows, self._pick_together(group_rows, group_nodes, outputs)))
+        """Picks at visited nodes: together for all rows if nothing reads their text, else for rows of one length."""
+        lengths, picked = [None if self.ignores_prefix else self.text.lengths[row] for row in rows], {}
+        for length in dict.fromkeys(lengths):
+            group = [i for i, other in enumerate(lengths) if other == length]
+            group_rows = [rows[i] for i in group]
+            picked.update(zip(group_rows, self._pick_together(group_rows, [nodes[i] for i in group], outputs)))
         return [picked[row] for row in rows]
 
     def _pick_together(self, rows: list[int], nodes: list[int], outputs: TreeOutputs) -> list[int]:
@@ -317,15 +294,12 @@ def _sample_with(scores: torch.FloatTensor, noise: torch.FloatTensor) -> tuple[t
     return (probs / noise).argmax(dim=-1), ~torch.isfinite(probs.sum(dim=-1))  # one broken score breaks the sum
 
 
-def sample_scores(log_probs: torch.FloatTensor, noise: torch.FloatTensor) -> torch.FloatTensor:
+def sample_scores(logits: torch.FloatTensor, noise: torch.FloatTensor) -> torch.FloatTensor:
     """
-    Scores whose maximum is the best guess of a sample (Gumbel-max).
-
-    Args:
-        log_probs (`torch.FloatTensor` of shape `(B, V)` or `(B, K, V)`): The draft's logits.
-        noise (`torch.FloatTensor` of shape `(B, V)`): The noise with which each row will be sampled.
+    Scores whose maximum is the best guess of a sample (Gumbel-max), for logits `(B, V)` or `(B, K, V)` of a draft and the
+    `noise` `(B, V)` with which each row will be sampled.
     """
-    return log_probs - (noise if log_probs.dim() == 2 else noise[:, None]).log()
+    return logits - (noise if logits.dim() == 2 else noise[:, None]).log()
 
 
 class NoiseStream:
@@ -339,11 +313,6 @@ class NoiseStream:
     ([`rewind`]). Otherwise another generator predicts the noise that `torch.multinomial` will draw. (Setting back the
     device's own generator would repeat numbers that other threads have drawn.) Predictions are dropped when something else
     has drawn.
-
-    Args:
-        num_rows (`int`): The number of rows of the batch.
-        device (`torch.device`): Where tokens are sampled.
-        draws_ahead (`bool`): Whether nothing else draws between two tokens.
     """
 
     def __init__(self, num_rows: int, device: torch.device, draws_ahead: bool):
@@ -355,14 +324,7 @@ class NoiseStream:
         self.next: int | None = None  # the next position to draw for
 
     def at(self, position: int, first: int, vocab_size: int) -> torch.FloatTensor:
-        """
-        The noise of a position, `(num_rows, vocab_size)`.
-
-        Args:
-            position (`int`): A position in the text.
-            first (`int`): The first position that is not sampled in all rows. Noise before it is dropped.
-            vocab_size (`int`): The number of the target's logits.
-        """
+        """The noise of a position, `(num_rows, vocab_size)`. Noise before `first`, sampled in all rows, is dropped."""
         for old in [old for old in self.drawn if old < first]:
             del self.drawn[old]
         if self.next is None:

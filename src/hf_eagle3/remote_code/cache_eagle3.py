@@ -22,14 +22,14 @@ from .devices_eagle3 import on_device
 from .text_eagle3 import align_right, flat_indices
 
 
+# Layers that share another layer's keys. Older transformers have no such class.
+SHARING = ("DummyLayer",)
+
+
 def additive_mask(allowed: torch.BoolTensor, dtype: torch.dtype) -> torch.FloatTensor:
     """
     Zeros where attention is allowed, and the lowest number elsewhere. Rows begin at multiples of 8 entries, because fused
     kernels copy other masks first.
-
-    Args:
-        allowed (`torch.BoolTensor` of shape `(..., K)`): Where attention is allowed.
-        dtype (`torch.dtype`): The dtype of the mask.
     """
     length = allowed.shape[-1]
     shape = *allowed.shape[:-1], length + -length % 8
@@ -46,20 +46,11 @@ def tree_attention_mask(
     padding_mask: torch.Tensor | None = None,
 ) -> torch.FloatTensor | dict[str, torch.FloatTensor]:
     """
-    Additive masks for trees that follow a linear past. Windows and chunks count positions in the text: siblings have
-    different cache indices, but the same position.
+    Additive masks for trees (see [`~tree_eagle3.DraftTree`]) that follow a linear past, given the target's cache before
+    the forward and the `padding_mask` `(B, past_length)`. Returns a mask `(B, 1, N, K)`, or a dict of masks by layer type,
+    as `transformers.masking_utils.create_masks_for_generate` does.
 
-    Args:
-        config (`PreTrainedConfig`): Text configuration of the target.
-        cache (`Cache`): Its cache before the forward.
-        past_length (`int`): Number of positions before the tree.
-        ancestors (`torch.BoolTensor` of shape `(B, N, N)`), depths (`torch.LongTensor` of shape `(B, N)`):
-            See [`~tree_eagle3.DraftTree`].
-        padding_mask (`torch.Tensor` of shape `(B, past_length)`, *optional*): Zeros on padding.
-
-    Returns:
-        `torch.FloatTensor` of shape `(B, 1, N, K)`, or a dict of those by layer type if the target's layers differ, as
-        `transformers.masking_utils.create_masks_for_generate` returns.
+    Windows and chunks count positions in the text: siblings have different cache indices, but the same position.
     """
     device, left_padding = depths.device, 0
     if padding_mask is not None:
@@ -101,13 +92,8 @@ def tree_attention_mask(
 
 class TreeCache:
     """
-    The target's cache during one call. After each step it keeps what was accepted.
-
-    Args:
-        cache (`Cache`): The cache after the prefill.
-        path_length (`int`): The most nodes on a path.
-        may_replay (`bool`): Whether recurrent states may be rolled back by [`ReplayCache`].
-        takes_trees (`bool`): Whether the target can read trees, not only chains.
+    The target's cache during one call. After each step it keeps what was accepted: at most `path_length` nodes. It reads
+    chains only, unless the target `takes_trees`. Recurrent states are refused, unless it `may_replay` them.
     """
 
     num_replayed = 0  # tokens that the next forward reads again
@@ -316,11 +302,6 @@ def has_keys(layer: Any) -> bool:
     return getattr(layer, "keys", None) is not None
 
 
-def is_dummy(layer: Any) -> bool:
-    """Whether a cache layer shares another layer's keys. (Older transformers have no such class.)"""
-    return type(layer).__name__ == "DummyLayer"
-
-
 def recurrent_layers(cache: Cache) -> list[Any]:
     """The layers of a cache with recurrent states or, if it has any, with convolutions, which are treated alike."""
     layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
@@ -344,7 +325,7 @@ def is_unused_static(cache: Cache) -> bool:
         type(cache) is StaticCache
         and not is_user_defined(cache)
         and not cache.offloading
-        and all(isinstance(layer, StaticLayer) or is_dummy(layer) for layer in cache.layers)
+        and all(isinstance(layer, StaticLayer) or type(layer).__name__ in SHARING for layer in cache.layers)
         and not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
     )
 
@@ -392,14 +373,7 @@ def keep_path(cache: Cache, path: torch.LongTensor, count: torch.LongTensor, num
 def keep_rows(cache: Cache, kept: Sequence[list[int]], num_new: int, batch_growth: int, length: int) -> None:
     """
     Keeps the ascending entries `kept` of the last `num_new` entries of each row. Rows may keep different numbers of them:
-    all end at the right, like a batch that is padded on the left.
-
-    Args:
-        cache (`Cache`): The cache.
-        kept (`list[list[int]]`): What each row keeps.
-        num_new (`int`): How many entries are new.
-        batch_growth (`int`): By how much the cache becomes longer, as its longest row does.
-        length (`int`): Its length then.
+    all end at the right, like a batch that is padded on the left. The cache grows by `batch_growth`, to `length`.
     """
     most = max(map(len, kept))
     table = [[*indices, *[0] * (most - len(indices)), len(indices)] for indices in kept]
@@ -446,7 +420,7 @@ def check_cache(cache: Cache | None, may_replay: bool) -> None:
     if cache.offloading and is_static(cache):
         raise ValueError("EAGLE-3 decoding does not offload a static cache. Use `cache_implementation='static'`.")
     for layer in cache.layers:
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer) or is_dummy(layer):
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer) or type(layer).__name__ in SHARING:
             continue
         if not is_static(cache):
             if may_replay and type(layer) in (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer):

@@ -17,7 +17,7 @@ from .devices_eagle3 import CUDNN_ATTENTION, captures_graphs, compiled, reads_wi
 from .lookup_eagle3 import PromptLookup
 from .outputs_eagle3 import Eagle3GenerationStats, Eagle3Step, ReturnedOutputs, TreeOutputs
 from .policy_eagle3 import CallKind, PolicyStore, StaticPolicy, tree_settings
-from .text_eagle3 import Text
+from .text_eagle3 import SampleArguments, Text
 from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer
 from .verify_eagle3 import INPUTS_BY_TOKEN, Verifier
 
@@ -55,10 +55,12 @@ class TreeDecoding:
         streamer: BaseStreamer | None,
         model_kwargs: dict[str, Any],
     ):
-        self.assistant, self.target, self.input_ids, self.streamer = assistant, target, input_ids, streamer
-        self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
-        self.generation_config, configs = generation_config, (generation_config, assistant.generation_config)
-        self.settings = settings = tree_settings(assistant.generation_config, generation_config)
+        self.assistant, self.target = assistant, target
+        self.arguments = SampleArguments(
+            input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+        )
+        configs = assistant.generation_config, generation_config
+        self.settings = settings = tree_settings(*configs)
         self.outputs_steps = any(getattr(config, "output_steps", False) for config in configs)
         self.max_plan = Plan(
             "draft", settings["tree_depth"], settings["num_assistant_tokens"], settings["branching_factor"]
@@ -66,21 +68,18 @@ class TreeDecoding:
         may_replay = assistant.may_replay(target)
         check_call(target, input_ids, generation_config, model_kwargs, may_replay)
         self.returned = ReturnedOutputs(generation_config, batch_size=len(input_ids))
-        layer_ids = assistant.resolve_aux_layer_ids(target)
-        self.verifier = Verifier(
-            target, generation_config, model_kwargs, layer_ids, self.returned, self.max_plan.num_nodes, may_replay
-        )
+        layer_ids, num_nodes = assistant.resolve_aux_layer_ids(target), self.max_plan.num_nodes
+        self.verifier = Verifier(target, self.arguments, layer_ids, self.returned, num_nodes, may_replay)
         self.stats = Eagle3GenerationStats()
 
     def decode(self) -> torch.LongTensor | GenerateDecoderOnlyOutput:
         """Decodes until all rows are finished. Returns what `generate` returns."""
-        verifier, prompt = self.verifier, self.verifier.prefill(self.input_ids)
+        verifier, streamer = self.verifier, self.arguments.streamer
+        prompt = verifier.prefill(self.arguments.input_ids)
         self.embedding = whole_embedding(self.target)
         self.text = text = self._make_text()
-        self.sampler = Sampler(
-            text, self.logits_processor, self.stopping_criteria, self.generation_config, self.returned, self.streamer
-        )
-        self.store, self.policy = None, StaticPolicy(self.max_plan, self.generation_config.do_sample)
+        self.sampler = Sampler(text, self.arguments, self.returned)
+        self.store, self.policy = None, StaticPolicy(self.max_plan, self.sampler.do_sample)
         self.proposers = self._make_proposers(compile_config=self._compile())
         policy = self.policy
         try:
@@ -111,33 +110,32 @@ class TreeDecoding:
         if self.store is not None:
             self.store.keep(policy)
         self.stats.target_forwards = verifier.num_forwards
-        if self.streamer is not None:
-            self.streamer.end()
+        if streamer is not None:
+            streamer.end()
         return self.returned.finish(text.sequences(), cache)
 
     def _make_text(self) -> Text:
-        cache, inputs = self.verifier.cache, self.verifier.inputs
+        arguments, cache, inputs = self.arguments, self.verifier.cache, self.verifier.inputs
         # Only these are known to read each row by itself. Others may compare rows, edit ids or keep them.
-        readers = [*self.logits_processor, *self.stopping_criteria]
+        readers = [*arguments.logits_processor, *arguments.stopping_criteria]
         exposes_ids = not all(is_one_of(each, ROW_WISE) for each in readers)
-        self.can_read_padding = 0 <= (self.generation_config.pad_token_id or 0) < len(self.embedding.weight)
+        pad_token_id = arguments.generation_config.pad_token_id or 0
+        self.can_read_padding = 0 <= pad_token_id < len(self.embedding.weight)
         in_lockstep = (
-            len(self.input_ids) == 1
-            or self.streamer is not None  # if it raises, it finds all rows where plain `generate` leaves them
+            len(arguments.input_ids) == 1
+            or arguments.streamer is not None  # if it raises, it finds all rows where plain `generate` leaves them
             or exposes_ids
             or not self.can_read_padding
             or cache.is_chain
             or is_user_defined(cache.cache)  # the caller may catch an exception, and crop it
-            or depends_on_length(self.target, self.input_ids, cache, inputs, self.stopping_criteria)
+            or depends_on_length(self.target, arguments.input_ids, cache, inputs, arguments.stopping_criteria)
         )
         may_retire = not self.returned.wants_dict and may_select_rows(self.target, cache, inputs, INPUTS_BY_TOKEN)
-        return Text(
-            self.input_ids, self.stopping_criteria, self.generation_config, in_lockstep, exposes_ids, may_retire
-        )
+        return Text(arguments, in_lockstep, exposes_ids, may_retire)
 
     def _compile(self) -> Any | None:
         """Compiles the target's forward where `_sample` would. Returns the `CompileConfig`, if any."""
-        target, verifier, config = self.target, self.verifier, self.generation_config
+        target, verifier, config = self.target, self.verifier, self.arguments.generation_config
         may_compile = verifier.cache.is_static and not self.returned.wants_states
         if not may_compile or not target._valid_auto_compile_criteria(verifier.inputs, config):
             return None
@@ -154,8 +152,8 @@ class TreeDecoding:
         if settings["tree_policy"] == "auto" and not is_sharded(self.target):
             kind = CallKind(
                 self.max_plan,
-                num_rows=len(self.input_ids),
-                do_sample=self.generation_config.do_sample,
+                num_rows=self.text.num_rows,
+                do_sample=self.sampler.do_sample,
                 # A static cache takes trees of one shape: lookup must fill it.
                 looks_up=num_looked_up >= (self.max_plan.num_nodes if cache.is_static else 1),
                 reads_draft=reads_without_sync(device) and not cache.is_static,

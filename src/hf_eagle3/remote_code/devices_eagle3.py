@@ -19,14 +19,7 @@ COPIES_WITHOUT_SYNC = {"cuda"}
 
 
 def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """
-    A tensor on a device, made of Python numbers. Unlike `torch.tensor(values, device="cuda")` this forces no sync.
-
-    Args:
-        values (number, or nested lists of numbers): The numbers.
-        device (`torch.device`): The device.
-        dtype (`torch.dtype`, *optional*): Defaults to what `torch.tensor` infers.
-    """
+    """A tensor of Python numbers on a device. Unlike `torch.tensor(values, device="cuda")` this forces no sync."""
     tensor = torch.tensor(values, dtype=dtype, device="cpu")
     return tensor.to(device, non_blocking=device.type in COPIES_WITHOUT_SYNC)
 
@@ -54,19 +47,12 @@ def _random_module(device: torch.device) -> tuple[Any, tuple]:
     return torch.get_device_module(device), () if device.type == "mps" else (device,)
 
 
-# The compiled functions of each draft, by function and compiler settings.
+# The compiled functions of each owner, by function and compiler settings.
 _COMPILED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def compiled(function: Callable, owner: object, compile_config: Any | None) -> Callable:
-    """
-    `function`, compiled once for each owner; the function itself without a `compile_config`.
-
-    Args:
-        function (`Callable`): The function.
-        owner (`object`): The assistant that it is compiled for.
-        compile_config (`CompileConfig`, *optional*): Settings of the compiler.
-    """
+    """`function`, compiled once for each owner; the function itself without a `CompileConfig`."""
     if compile_config is None:
         return function
     functions = _COMPILED.setdefault(owner, {})
@@ -115,13 +101,9 @@ def captures_graphs(device: torch.device) -> bool:
 
 class CudaGraph:
     """
-    A function of tensors as a CUDA graph, which is launched at once instead of kernel by kernel.
-
-    Args:
-        function (`Callable`):
-            Takes `inputs`, and returns tensors or `None`s. It must not sync, and whatever else it reads or writes must
-            keep its address. The capture runs it twice.
-        inputs (sequence of `torch.Tensor` or `None`): Inputs of the shapes and dtypes of all calls.
+    A function of tensors as a CUDA graph, which is launched at once instead of kernel by kernel. Inputs and outputs are
+    tensors of fixed shapes, or `None`. The function must not sync, and whatever else it reads or writes must keep its
+    address. The capture runs it twice.
     """
 
     has_failed = False  # in this process
@@ -157,12 +139,7 @@ class GraphedFunction:
         self.num_calls, self.state, self.graph = 0, None, None
 
     def __call__(self, function: Callable, state: object, *inputs: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """
-        Args:
-            function (`Callable`): See [`CudaGraph`].
-            state (`object`): Whatever else the function reads and writes. Another object means a new capture.
-            inputs (`torch.Tensor` or `None`): Inputs of the function.
-        """
+        """Calls `function(*inputs)`. Another `state`, which the function reads and writes, means a new capture."""
         if state is not self.state:
             self.state, self.num_calls, self.graph = state, 0, None
         self.num_calls += 1

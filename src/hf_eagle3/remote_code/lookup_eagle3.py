@@ -39,9 +39,6 @@ class TextIndex:
     """
     The text of one row. `place` is where the guess for its next token stands, after `match_length` tokens that match the
     newest ones; `match_length` is 0 if there is no guess.
-
-    Args:
-        tokens (`list[int]`): The text so far.
     """
 
     SIZES = (3, 2)  # n-grams by which a place is found; the longer ones first
@@ -89,13 +86,8 @@ class TextIndex:
 
 class PromptLookup(Proposer):
     """
-    Proposes a chain for each row (prompt lookup decoding, as in transformers; LLMA,
+    Proposes up to `num_tokens` looked-up tokens for each row (prompt lookup decoding, as in transformers; LLMA,
     https://huggingface.co/papers/2304.04487).
-
-    Args:
-        num_tokens (`int`): The most tokens to look up at once.
-        calibration (`MatchCalibration`): Counts how often guesses are right.
-        vocab_size (`int`): The size of the target's embedding. Prompts of embeddings may have placeholders as tokens.
     """
 
     def __init__(self, num_tokens: int, calibration: MatchCalibration, vocab_size: int):
@@ -119,7 +111,7 @@ class PromptLookup(Proposer):
         guesses = [
             [token if 0 <= token < self.vocab_size else 0 for token in row.next_tokens(plan.depth)]
             for row in self.rows
-        ]
+        ]  # prompts of embeddings may have placeholders as tokens
         return DraftTree.chain(torch.cat([root_tokens, root_tokens.new_tensor(guesses)], dim=1))
 
     def select(self, rows: list[int]) -> None:

@@ -22,22 +22,13 @@ CAN_SELECT_HIDDEN_STATES = hasattr(output_capturing, "resolve_hidden_states_indi
 
 
 class TreeOutputs(NamedTuple):
-    """
-    The target's outputs at the nodes of a tree.
+    """The target's outputs at the nodes of a tree."""
 
-    Args:
-        logits (`torch.FloatTensor` of shape `(B, N, V)`): For the token after each node.
-        positions (`torch.LongTensor` of shape `(B or 1, N)`): The position of each node in the text.
-        states (`torch.FloatTensor` of shape `(B, N, n * H)`, *optional*): What the proposer reads.
-        target_outputs (`ModelOutput`): All that the target returned.
-        num_replayed (`int`): How many replayed tokens precede the nodes in `target_outputs`.
-    """
-
-    logits: torch.FloatTensor
-    positions: torch.LongTensor
-    states: torch.FloatTensor | None
-    target_outputs: ModelOutput
-    num_replayed: int = 0
+    logits: torch.FloatTensor  # (B, N, V): for the token after each node
+    positions: torch.LongTensor  # (B or 1, N): of each node in the text
+    states: torch.FloatTensor | None  # (B, N, n * H): what the proposer reads
+    target_outputs: ModelOutput  # all that the target returned
+    num_replayed: int = 0  # tokens before the nodes in `target_outputs`
 
 
 def select_hidden_states(layer_ids: Sequence[int]) -> bool | list[int]:
@@ -77,9 +68,6 @@ def keep_state_after_last_layer(target: PreTrainedModel) -> Iterator[None]:
     Adds a `state_after_last_layer` to the target's outputs: the state before the final norm. The last of its
     `hidden_states` is the state after it.
 
-    Args:
-        target (`PreTrainedModel`): The target.
-
     Raises:
         ValueError: if its layers are not found.
     """
@@ -110,10 +98,6 @@ def keep_state_after_last_layer(target: PreTrainedModel) -> Iterator[None]:
 class ReturnedOutputs:
     """
     Collects the outputs that `return_dict_in_generate` asks for, one entry per token as in `_sample`.
-
-    Args:
-        config (`GenerationConfig`): The call's.
-        batch_size (`int`): The number of rows.
 
     Raises:
         ValueError: if single hidden states are asked for, and transformers cannot select them.

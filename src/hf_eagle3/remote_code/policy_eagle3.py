@@ -36,10 +36,6 @@ def tree_settings(
     `num_assistant_tokens=20` and `assistant_confidence_threshold=0.4` cannot be set per call, because they equal
     transformers' defaults, which `generate` fills into every call. Set them on the draft instead.
 
-    Args:
-        draft_config (`GenerationConfig`, *optional*): The draft's.
-        call_config (`GenerationConfig`, *optional*): The call's.
-
     Raises:
         ValueError: if a setting is out of range, or misspelled.
     """
@@ -168,17 +164,8 @@ class StaticPolicy:
         """Plans a step. `bottlenecks` are the rows that the batch waits for: none if all texts are finished."""
         return self.max_plan
 
-    def record(
-        self,
-        plan: Plan,
-        tree: DraftTree,
-        accepted: Accepted,
-        bottlenecks: list[bool],
-        draft_seconds: float,
-        verify_seconds: float,
-        num_replayed: int = 0,
-    ) -> None:
-        """Learns from a step: how long proposing and verifying took, with `num_replayed` tokens beside the tree's."""
+    def record(self, plan: Plan, tree: DraftTree, accepted: Accepted, *timing: Any) -> None:
+        """Learns from a step. See [`Policy.record`] for its timing."""
         self.calibration.record(tree, accepted)
 
 
@@ -244,28 +231,16 @@ class DraftingTrial:
 
 
 class CallKind(NamedTuple):
-    """
-    Properties of a call that change what its steps take or bring. Only calls of one kind share what they measure.
+    """Properties of a call that change what its steps take or bring. Only calls of one kind share what they measure."""
 
-    Args:
-        max_plan (`Plan`): The largest tree.
-        num_rows (`int`): The number of rows of the call.
-        do_sample (`bool`): Whether the target samples.
-        looks_up (`bool`): Whether tokens may be looked up. That leaves the harder steps to the draft.
-        reads_draft (`bool`): Whether the draft's confidences can be read without a sync.
-        has_one_shape (`bool`): Whether all verified trees have the largest size.
-        may_retire (`bool`): Whether finished rows leave the batch.
-        drafts_whole_trees (`bool`): Whether the draft makes only the largest tree, at one cost.
-    """
-
-    max_plan: Plan
+    max_plan: Plan  # the largest tree
     num_rows: int = 1
     do_sample: bool = False
-    looks_up: bool = True
-    reads_draft: bool = True
-    has_one_shape: bool = False
-    may_retire: bool = False
-    drafts_whole_trees: bool = False
+    looks_up: bool = True  # lookup leaves the harder steps to the draft
+    reads_draft: bool = True  # the draft's confidences can be read without a sync
+    has_one_shape: bool = False  # all verified trees have the largest size
+    may_retire: bool = False  # finished rows leave the batch
+    drafts_whole_trees: bool = False  # the draft makes only the largest tree, at one cost
 
 
 class Policy(StaticPolicy):
@@ -381,6 +356,7 @@ class Policy(StaticPolicy):
         verify_seconds: float,
         num_replayed: int = 0,
     ) -> None:
+        """Learns from a step: how long proposing and verifying took, with `num_replayed` tokens beside the tree's."""
         num_rows, num_tokens = len(accepted.counts), len(accepted.counts) * tree.num_nodes
         trial, plain = self.trial(num_rows), self.plain_seconds(num_rows)
         was_drafted, self.last_proposer = self.last_proposer == "draft", plan.proposer
@@ -456,9 +432,8 @@ class PolicyStore:
     """The latest policy of each kind of call with a target and an assistant, for as long as both live."""
 
     def __init__(self, target: PreTrainedModel, assistant: Any):
-        self.policies: dict[CallKind, Policy] = _POLICIES.setdefault(target, weakref.WeakKeyDictionary()).setdefault(
-            assistant, {}
-        )
+        of_target = _POLICIES.setdefault(target, weakref.WeakKeyDictionary())
+        self.policies: dict[CallKind, Policy] = of_target.setdefault(assistant, {})
 
     def policy(self, kind: CallKind) -> Policy:
         """A copy of the latest policy for calls of this kind, or a new policy."""

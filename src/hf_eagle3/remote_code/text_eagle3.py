@@ -2,42 +2,40 @@
 """The rows of a batch: the text of each row, and tensors whose rows have different lengths (all end at the right)."""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 from .devices_eagle3 import on_device
 
 
+class SampleArguments(NamedTuple):
+    """The arguments of `GenerationMixin._sample`. The prompts `input_ids` have shape `(B, S)`."""
+
+    input_ids: torch.LongTensor
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    streamer: BaseStreamer | None
+    model_kwargs: dict[str, Any]
+
+
 class Text:
     """
-    The rows of a batch. As in `_sample`, a finished row goes on with padding up to the length of the longest row.
-
-    Args:
-        input_ids (`torch.LongTensor` of shape `(B, S)`): The prompts.
-        stopping_criteria (`StoppingCriteriaList`), generation_config (`GenerationConfig`):
-            What `_sample` is called with.
-        in_lockstep (`bool`):
-            Whether all rows advance by the same number of tokens. Then whatever reads the whole batch sees what it would
-            see in `_sample`. Otherwise each row advances at its own pace.
-        exposes_ids (`bool`): Whether processors or criteria may edit the ids that they are given, or keep them.
-        may_retire (`bool`): Whether finished rows may leave the batch.
+    The rows of a batch. As in `_sample`, a finished row goes on with padding up to the length of the longest row. All rows
+    advance by the same number of tokens (`in_lockstep`), or each at its own pace. If processors or criteria may edit or
+    keep the ids that they get, the text `exposes_ids`. If it `may_retire` finished rows, they leave the batch.
     """
 
     # How far a row may run ahead of the slowest one. Noise is kept for the positions in between.
     MAX_LEAD = 64
 
-    def __init__(
-        self,
-        input_ids: torch.LongTensor,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        in_lockstep: bool,
-        exposes_ids: bool,
-        may_retire: bool,
-    ):
+    def __init__(self, arguments: SampleArguments, in_lockstep: bool, exposes_ids: bool, may_retire: bool):
+        input_ids, stopping_criteria = arguments.input_ids, arguments.stopping_criteria
         self.num_rows, self.prompt_length = input_ids.shape
         self.rows = list(range(self.num_rows))  # the rows of the call that are still in the batch
         self.retired: dict[int, torch.LongTensor] = {}  # the texts of the others
@@ -48,13 +46,14 @@ class Text:
         self.is_finished = [False] * self.num_rows
         # A caller's criterion may be met by the prompt. Each row takes a token in any case.
         self.max_length = max(max_length_of(stopping_criteria), self.prompt_length + 1)
-        self.pad_token = None if (pad := generation_config._pad_token_tensor) is None else int(pad)
+        pad_token = arguments.generation_config._pad_token_tensor
+        self.pad_token = None if pad_token is None else int(pad_token)
         self.pads_finished_rows = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
         # A row may leave if only padding, or nothing, can follow its end.
         pads = self.pads_finished_rows or all(type(each) is MaxLengthCriteria for each in stopping_criteria)
         self.may_retire = may_retire and pads and not in_lockstep
         # Greedy calls keep no noise, so that a row may run ahead as far as it likes if it can leave then.
-        is_unlimited = self.num_rows == 1 or (self.may_retire and not generation_config.do_sample)
+        is_unlimited = self.num_rows == 1 or (self.may_retire and not arguments.generation_config.do_sample)
         self.max_lead = self.max_length if is_unlimited else self.MAX_LEAD
 
     @property
@@ -166,15 +165,8 @@ def right_index(lengths: torch.LongTensor, width: int) -> torch.LongTensor:
 
 def align_right(entries: torch.Tensor, lengths: torch.LongTensor, width: int) -> torch.Tensor:
     """
-    Moves rows from the left to the right.
-
-    Args:
-        entries (`torch.Tensor` of shape `(..., B, L)`): Row `b` has `lengths[b]` entries at the left.
-        lengths (`torch.LongTensor` of shape `(B,)`): At most `L` each, on the same device.
-        width (`int`): Columns of the result. Longer rows lose their beginning.
-
-    Returns:
-        `torch.Tensor` of shape `(..., B, width)`: Shorter rows begin with zeros.
+    Moves the first `lengths[b]` of the `entries` `(..., B, L)` of each row to the right of `width` columns. Longer rows
+    lose their beginning; shorter rows begin with zeros.
     """
     source = right_index(lengths, width)
     shape = (*entries.shape[:-2], *source.shape)

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,20 +15,12 @@ from .text_eagle3 import take_rows
 
 
 class Prices(NamedTuple):
-    """
-    What parts of a step cost, in tokens that decoding would write in the same time.
+    """What parts of a step cost, in tokens that decoding would write in the same time."""
 
-    Args:
-        level (`float`): The cost of another level of drafting.
-        nodes (`list[float]`): The cost of verifying 0, 1, ... nodes below the root.
-        rows (`list[bool]`): Which rows the batch waits for. What the others accept is worth nothing.
-        must_verify (`bool`): Whether to verify at least one node at any cost, to learn what drafting is worth.
-    """
-
-    level: float
-    nodes: list[float]
-    rows: list[bool]
-    must_verify: bool = False
+    level: float  # another level of drafting
+    nodes: list[float]  # verifying 0, 1, ... nodes below the root
+    rows: list[bool]  # which rows the batch waits for: what the others accept is worth nothing
+    must_verify: bool = False  # at least one node, at any cost, to learn what drafting is worth
 
     def worth(self, values: torch.FloatTensor) -> list[float]:
         """The probability that each node is accepted, averaged over the rows that count; `values` `(B, N)` are its logs."""
@@ -67,13 +59,7 @@ class Plan(NamedTuple):
 
 
 class TreeOnHost(NamedTuple):
-    """
-    A tree as Python lists, with an entry for each node of each row.
-
-    Args:
-        tokens, parents (`list[list[int]]`): See [`DraftTree`].
-        confidences (`list[list[float]]`): See [`DraftTree`]. The root's is 0, and so are all if the tree has none.
-    """
+    """A [`DraftTree`] as lists, with an entry for each node of each row. Confidences are 0 where it has none."""
 
     tokens: list[list[int]]
     parents: list[list[int]]
@@ -103,9 +89,6 @@ class DraftTree:
     confidences: torch.FloatTensor | None = None
     depth: int | None = None
     _on_host: TreeOnHost | None = None
-
-    FIXED_POINT: ClassVar[int] = 2**20
-    LEAST_CONFIDENCE: ClassVar[float] = -1e6
 
     @property
     def num_nodes(self) -> int:
@@ -165,18 +148,16 @@ class DraftTree:
 
     def on_host(self, *others: torch.LongTensor) -> tuple[TreeOnHost, list[list[list[int]]]]:
         """The tree, and `others` of shape `(B, N)`, as lists. All are read in one copy, because each copy syncs."""
-        rows = list(others)
+        unread = list(others)
         if self._on_host is None:
-            rows += [self.tokens, self.parents]
-            if self.confidences is not None:  # in fixed point, to be copied with the integers
-                fixed = (self.confidences.clamp(min=self.LEAST_CONFIDENCE) * self.FIXED_POINT).round().long()
-                rows.append(F.pad(fixed, (1, 0)))
-        read = torch.stack(rows).tolist() if rows else []
+            confidences = () if self.confidences is None else [F.pad(self.confidences, (1, 0))]
+            unread += [self.tokens, self.parents, *confidences]
+        read = torch.stack([each.float() for each in unread]).tolist() if unread else []
+        num_integers = len(others) + 2  # float32 holds them exactly, up to 2**24
+        read[:num_integers] = [[list(map(int, row)) for row in rows] for rows in read[:num_integers]]
         if self._on_host is None:
-            tokens, parents, *fixed = read[len(others) :]
-            unit = 1 / self.FIXED_POINT
-            confidences = [[each * unit for each in row] for row in (fixed[0] if fixed else [])]
-            self._on_host = TreeOnHost(tokens, parents, confidences or [[0.0] * self.num_nodes] * len(tokens))
+            tokens, parents, *confidences = read[len(others) :]
+            self._on_host = TreeOnHost(tokens, parents, *confidences or [[[0.0] * self.num_nodes] * len(tokens)])
         return self._on_host, read[: len(others)]
 
     def children(self) -> list[dict[tuple[int, int], int]]:
@@ -258,12 +239,7 @@ class GenerationCall(NamedTuple):
 
 
 class SampleGuesser(Protocol):
-    """
-    What a proposer knows of how the target will sample. `level` 0 is the next token of each row.
-
-    Args:
-        temperature (`float`): The target's.
-    """
+    """What a proposer knows of how the target will sample. `level` 0 is the next token of each row."""
 
     temperature: float
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .cache_eagle3 import (
@@ -21,7 +21,7 @@ from .cache_eagle3 import (
 from .checks_eagle3 import position_table, rotary_switches, takes_trees, text_positions
 from .devices_eagle3 import on_device
 from .outputs_eagle3 import CACHE, ReturnedOutputs, TreeOutputs, aux_hidden_states
-from .text_eagle3 import Text, align_right
+from .text_eagle3 import SampleArguments, Text, align_right
 from .tree_eagle3 import DraftTree, Plan
 
 
@@ -38,23 +38,23 @@ class Verifier:
     def __init__(
         self,
         target: PreTrainedModel,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
+        arguments: SampleArguments,
         layer_ids: list[int],
         returned: ReturnedOutputs,
         num_nodes: int,  # the most nodes below a root
         may_replay: bool,
     ):
         self.target = self.forward = target
-        self.generation_config, self.inputs = generation_config, model_kwargs
+        self.generation_config, self.inputs = arguments.generation_config, arguments.model_kwargs
         self.config = target.config.get_text_config(decoder=True)
         self.layer_ids, self.num_nodes, self.may_replay, self.num_forwards = layer_ids, num_nodes, may_replay, 0
         self.inputs["output_hidden_states"] = returned.hidden_states_with(layer_ids)
-        self.unused_cache, given_cache = None, model_kwargs.get(CACHE)
+        self.unused_cache, given_cache = None, self.inputs.get(CACHE)
         if given_cache is not None and is_unused_static(given_cache):
             self.unused_cache = given_cache
             # As long as the longest cache so far: compiled code fits it then.
-            max_length = max(generation_config.max_length - 1, getattr(target, "_previous_max_cache_length", 0))
+            previous = getattr(target, "_previous_max_cache_length", 0)
+            max_length = max(self.generation_config.max_length - 1, previous)
             self.inputs[CACHE] = with_room(given_cache, max_length, num_nodes)
 
     def prefill(self, input_ids: torch.LongTensor) -> TreeOutputs:
