@@ -15,12 +15,16 @@ from .text_eagle3 import flat_indices, right_index, stack_right, take_rows
 from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer, SampleGuesser
 
 
+# Tokens (B, R) to read, the states and positions before them, and how many of them, at the right, are each row's.
+Rows = tuple[torch.LongTensor, torch.FloatTensor, torch.LongTensor, list[int]]
+
+
 class Slots:
     """
     The cache of one forward of the draft. Each row has slots of its own, filled from the left by its text and then a
-    tree. So nothing moves when rows accept different numbers of tokens, or when a tree is forgotten. A forward writes to
-    the slots `indices` `(B, Q)` of `keys` and `values` `(B, num_heads, num_slots, head_dim)` of each layer, and attends
-    to the first `num_visible` where its mask allows.
+    tree. So nothing moves when rows accept different numbers of tokens, or when a tree is forgotten. The forward writes
+    to the slots `indices` `(B, Q)` of each layer's `keys` and `values` `(B, num_heads, num_slots, head_dim)`. It attends
+    to the first `num_visible` slots where its mask allows.
     """
 
     def __init__(
@@ -272,8 +276,8 @@ class Drafter(Proposer):
     def _state(self, longest: int | None) -> DraftState:
         return DraftState(self.draft, self.call.embedding, self.keys, self.values, longest)
 
-    def take_unread(self) -> tuple[torch.LongTensor, torch.FloatTensor, torch.LongTensor, list[int]]:
-        """The unread tokens `(B, R)`, the states and positions before them, and how many of the tokens are each row's."""
+    def take_unread(self) -> Rows:
+        """All that is unread, as one."""
         (tokens, states, positions), counts = self.unread[0]
         if len(self.unread) > 1:
             rows, begin = [[] for _ in counts], 0
@@ -291,26 +295,20 @@ class Drafter(Proposer):
         device = self.weight.device
         return tokens.to(device), states.to(self.weight), positions.to(device), counts
 
-    def read_all_but_newest(
-        self, has_fixed_shape: bool = False
-    ) -> tuple[torch.LongTensor, torch.FloatTensor, torch.LongTensor, list[int]]:
-        """
-        Reads all but the newest tokens. Returns those as [`take_unread`] does: at most `self.most_new` if they must fit a
-        fixed shape, else all; one if the rest is the prompt.
-        """
+    def read_all_but_newest(self, has_fixed_shape: bool) -> Rows:
+        """Reads what must be read apart: the prompt but for its last token, and what exceeds a fixed shape. Returns the rest."""
         *blocks, counts = self.take_unread()
         most = self.most_new if has_fixed_shape else blocks[0].shape[1] if self.lengths else 1
         excess = blocks[0].shape[1] - most
         if excess > 0:
-            self.read(*(block[:, :excess] for block in blocks), [max(count - most, 0) for count in counts])
+            self.read((*(block[:, :excess] for block in blocks), [max(count - most, 0) for count in counts]))
             blocks = [block[:, excess:] for block in blocks]
         self.lengths = self.lengths or [0] * len(counts)
         return *blocks, [min(count, most) for count in counts]
 
-    def read(
-        self, tokens: torch.LongTensor, states: torch.FloatTensor, positions: torch.LongTensor, counts: list[int]
-    ) -> None:
+    def read(self, rows: Rows) -> None:
         """Reads tokens, for their keys and values only."""
+        tokens, states, positions, counts = rows
         past, num_rows = self.lengths or [0] * len(counts), tokens.shape[1]
         self.lengths = [length + count for length, count in zip(past, counts)]
         self.reserve(max(past) + num_rows)

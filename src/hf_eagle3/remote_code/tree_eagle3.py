@@ -384,15 +384,7 @@ def grow_tree(
         hidden_states = take_rows(hidden_states, parent)
         above = visible.gather(1, parent[..., None].expand(-1, -1, visible.shape[-1]))
 
-    # The pool is ordered by level, and the sort is stable: a parent comes before a child of equal value. So every node
-    # is kept together with its parent. Back in the pool's order, parents precede children.
-    ranked_values, ranking = pool_values.sort(dim=1, descending=True, stable=True)
-    num_kept = min(plan.num_nodes, pool_values.shape[1])
-    if threshold > 0:
-        num_kept = min(num_kept, int((ranked_values >= lowest).sum(dim=1).max()))
-    if prices is not None:
-        num_kept = prices.num_to_keep(ranked_values[:, :num_kept])
-    kept = ranking[:, :num_kept].sort(dim=1).values  # (B, N)
+    kept = _best_nodes(pool_values, plan, lowest)
     # The pool holds the root's K children, then the K children of each expanded node, in the order of expansion.
     parents = torch.cat(expanded or [frontier], dim=1).gather(1, (kept // width - 1).clamp(min=0))
     parents = torch.where(kept < width, 0, torch.searchsorted(kept, parents) + 1)
@@ -402,3 +394,17 @@ def grow_tree(
         torch.cat(pool_confidences, dim=1).gather(1, kept),
         depth=1 + len(expanded),
     )
+
+
+def _best_nodes(pool_values: torch.FloatTensor, plan: Plan, lowest: float) -> torch.LongTensor:
+    """
+    The nodes to verify, `(B, N)`, as ascending indices into the pool: parents precede children. The pool is ordered by
+    level, and the sort is stable, so a parent comes before a child of equal value. Every node is kept with its parent.
+    """
+    ranked_values, ranking = pool_values.sort(dim=1, descending=True, stable=True)
+    num_kept = min(plan.num_nodes, pool_values.shape[1])
+    if lowest > -math.inf:
+        num_kept = min(num_kept, int((ranked_values >= lowest).sum(dim=1).max()))
+    if plan.prices is not None:
+        num_kept = plan.prices.num_to_keep(ranked_values[:, :num_kept])
+    return ranking[:, :num_kept].sort(dim=1).values
