@@ -101,10 +101,8 @@ class Sampler:
         )
         # Where reading is free, processing the scores of visited nodes only is cheaper.
         self.prefers_visits = reads_without_sync(device) and (self.do_sample or len(logits_processor) > 0)
-        ends = [criteria.eos_token_id for criteria in stopping_criteria if isinstance(criteria, EosTokenCriteria)]
-        self.eos_tokens = (
-            {token for tokens in ends for token in tokens.flatten().tolist()} if self.ignores_prefix else set()
-        )
+        ends = [each for each in stopping_criteria if self.ignores_prefix and isinstance(each, EosTokenCriteria)]
+        self.eos_tokens = {token for each in ends for token in each.eos_token_id.flatten().tolist()}
 
     def start_walk(
         self, tree: DraftTree, outputs: TreeOutputs, may_discard: bool
@@ -117,14 +115,12 @@ class Sampler:
         return tree.children(), lambda rows, nodes: self._pick(rows, nodes, outputs)
 
     def _pick_at_all_nodes(self, tree: DraftTree, outputs: TreeOutputs, may_discard: bool):
-        """[`start_walk`] with a single sync."""
+        """[`start_walk`] that picks tokens now, with a single sync."""
         device = self.text.ids.device
         tree, logits = tree.to(device), outputs.logits.to(device)
         choices, is_broken = self._choices(tree, logits)
-        flags = [is_broken.long()]
-        if may_discard:
-            flags.append(logits[:, :1].isnan().any(dim=-1).long().expand_as(choices))
-        _, (choices, is_broken, *is_nan) = tree.on_host(choices, *flags)
+        flags = [logits[:, :1].isnan().any(dim=-1).expand_as(choices)] if may_discard else []
+        _, (choices, is_broken, *is_nan) = tree.on_host(choices, is_broken, *flags)
         if any(row[0] for rows in is_nan for row in rows):
             return None
 

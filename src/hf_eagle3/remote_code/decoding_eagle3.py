@@ -79,7 +79,8 @@ class TreeDecoding:
         self.embedding = whole_embedding(self.target)
         self.text = text = self._make_text()
         self.sampler = Sampler(text, self.arguments, self.returned)
-        self.store, self.policy = None, StaticPolicy(self.max_plan, self.sampler.do_sample)
+        self.store: PolicyStore | None = None
+        self.policy = StaticPolicy(self.max_plan, self.sampler.do_sample)
         self.proposers = self._make_proposers(compile_config=self._compile())
         policy = self.policy
         try:

@@ -273,7 +273,8 @@ class Policy(StaticPolicy):
         depth = min(kind.max_plan.depth, most)
         # By level: how often it had a node whose parent was accepted, and how often one was accepted.
         self.num_reached, self.num_accepted = [0.0] * depth, [0.0] * depth
-        self.planned, self.last_proposer = kind.max_plan, None
+        self.planned = kind.max_plan
+        self.last_proposer: str | None = None
 
     def trial(self, num_rows: int) -> DraftingTrial:
         """The trial of drafting in batches of about this size."""
