@@ -22,7 +22,7 @@ torch.inference_mode = torch.no_grad  # subclasses cannot be viewed in it
 
 from conftest import RECURRENT, make_batch, make_draft, make_prompt, make_target  # noqa: E402
 
-from hf_eagle3.remote_code import ragged_eagle3  # noqa: E402
+from hf_eagle3.remote_code import devices_eagle3  # noqa: E402
 
 
 aten = torch.ops.aten
@@ -160,7 +160,7 @@ def main(families):
             print(json.dumps(case), flush=True)
 
 
-ragged_eagle3.COPIES_WITHOUT_SYNC.add("pretended")
+devices_eagle3.COPIES_WITHOUT_SYNC.add("pretended")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 
 from hf_eagle3 import Eagle3ForSpeculation  # noqa: E402
 from hf_eagle3.baselines import DFlashForSpeculation  # noqa: E402
-from hf_eagle3.remote_code.lookup_eagle3 import PromptLookup  # noqa: E402
+from hf_eagle3.remote_code.lookup_eagle3 import TextIndex  # noqa: E402
 from hf_eagle3.remote_code.policy_eagle3 import Policy  # noqa: E402
 
 
@@ -385,16 +385,13 @@ def lookups_of(text, seed: int = 0, wrong: int = 3):
         return random_.randint(0, lookup.num_tokens) if random_.random() < 0.5 else 0
 
     def next_tokens(self, num_tokens):
-        guesses = []
-        for row in self.rows:
-            known = next(known for known in text.tolist() if known[: len(row.tokens)] == row.tokens)
-            following = known[len(row.tokens) :][:num_tokens] + [0] * num_tokens
-            guesses.append([token if random_.random() < 0.9 else wrong for token in following[:num_tokens]])
-        return guesses
+        known = next(known for known in text.tolist() if known[: len(self.tokens)] == self.tokens)
+        following = known[len(self.tokens) :][:num_tokens] + [0] * num_tokens
+        return [token if random_.random() < 0.9 else wrong for token in following[:num_tokens]]
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(Policy, "num_to_look_up", num_to_look_up)
-        patches.setattr(PromptLookup, "next_tokens", next_tokens)
+        patches.setattr(TextIndex, "next_tokens", next_tokens)
         yield
 
 

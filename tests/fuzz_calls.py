@@ -485,7 +485,7 @@ def run(rng: random.Random, folder) -> tuple[int, str | None]:
                 for module in ("decoding", "drafter"):
                     name = f"hf_eagle3.remote_code.{module}_eagle3.captures_graphs"
                     stack.enter_context(mock.patch(name, lambda device: True))
-                stack.enter_context(mock.patch("hf_eagle3.remote_code.cuda_eagle3.CudaGraph", SimulatedGraph))
+                stack.enter_context(mock.patch("hf_eagle3.remote_code.devices_eagle3.CudaGraph", SimulatedGraph))
         case = {"call": run_call, "interrupted": run_interrupted, "threads": run_threads}[kind]
         num_calls, finding, kwargs = case(rng, target, lengths, seed, folder)
     if finding is not None:

@@ -12,13 +12,13 @@ _MODULES = {
     "Eagle3Config": "remote_code.configuration_eagle3",
     "Eagle3ForSpeculation": "remote_code.modeling_eagle3",
     "Eagle3Output": "remote_code.modeling_eagle3",
-    "Eagle3GenerationStats": "remote_code.decoding_eagle3",
-    "Eagle3Step": "remote_code.decoding_eagle3",
+    "Eagle3GenerationStats": "remote_code.outputs_eagle3",
+    "Eagle3Step": "remote_code.outputs_eagle3",
     "assist": "assisting",
     # To propose by other means than a draft: docs/extending.md.
     "AssistantMixin": "remote_code.assistant_eagle3",
     "DraftTree": "remote_code.tree_eagle3",
-    "Proposer": "remote_code.proposer_eagle3",
+    "Proposer": "remote_code.tree_eagle3",
     "Eagle3Trainer": "training",
     "Eagle3TrainingArguments": "training",
 }

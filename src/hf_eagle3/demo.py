@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, BatchEncoding, set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from .environment import is_path, machine_name, public_name
-from .remote_code.decoding_eagle3 import Eagle3GenerationStats, Eagle3Step
 from .remote_code.modeling_eagle3 import Eagle3ForSpeculation
+from .remote_code.outputs_eagle3 import Eagle3GenerationStats, Eagle3Step
 from .remote_code.policy_eagle3 import tree_settings
 from .tokenizer import PromptEncoder, load_tokenizer
 

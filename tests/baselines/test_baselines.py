@@ -27,8 +27,7 @@ from hf_eagle3.baselines.static_tree import grow_static_tree, part_of_tree
 from hf_eagle3.checkpoints import describe_engines
 from hf_eagle3.hub import render_card
 from hf_eagle3.remote_code.policy_eagle3 import Calibration
-from hf_eagle3.remote_code.proposer_eagle3 import Call
-from hf_eagle3.remote_code.tree_eagle3 import Plan
+from hf_eagle3.remote_code.tree_eagle3 import GenerationCall, Plan
 from hf_eagle3.training.features import TargetStates
 from hf_eagle3.training.models import draft_to_train
 from hf_eagle3.training.ttt import TTTBatch, documents_of, ttt_unroll
@@ -71,7 +70,9 @@ class Observed:
 def propose(target, draft, tokens, plan):
     """The tree below the last of some tokens `(B, L)`."""
     aux, _ = TargetStates(target, draft.resolve_aux_layer_ids(target))({"input_ids": tokens[:, :-1]})
-    proposer = draft.proposer(Call(target, target.get_input_embeddings(), plan, 0.0, Calibration(1.0), None, None))
+    proposer = draft.proposer(
+        GenerationCall(target, target.get_input_embeddings(), plan, 0.0, Calibration(1.0), None, None)
+    )
     proposer.observe(Observed(tokens, aux))
     return proposer.propose(plan, tokens[:, -1:])
 

@@ -1,12 +1,11 @@
 """Trees from the distributions of one pass, which say nothing of how the tokens of a path fit together."""
 
-import itertools
 import math
 
 import torch
 
-from ..remote_code.ragged_eagle3 import on_device
-from ..remote_code.tree_eagle3 import DraftTree, Plan
+from ..remote_code.devices_eagle3 import on_device
+from ..remote_code.tree_eagle3 import DraftTree, Plan, best_nodes
 
 
 def grow_block_tree(
@@ -52,9 +51,7 @@ def grow_block_tree(
         num_candidates += values.shape[1]
     values, parents, ids, confidences = (torch.cat(levels, dim=1) for levels in zip(*pool))
 
-    # A stable sort puts a parent before a child of equal value, since the pool is in order of depth.
-    ranked_values, ranking = values.sort(dim=1, descending=True, stable=True)
-    kept = ranking[:, : num_worth_verifying(ranked_values[:, :most], plan, threshold)].sort(dim=1).values
+    kept = best_nodes(values, plan, math.log(threshold) if threshold > 0 else -math.inf)
     parents = parents.gather(1, kept)
     parents = torch.where(parents < 0, 0, torch.searchsorted(kept, parents) + 1)
     tokens = ids.gather(1, kept)
@@ -64,17 +61,3 @@ def grow_block_tree(
         confidences.gather(1, kept),
         depth=depth,
     )
-
-
-def num_worth_verifying(ranked_values: torch.FloatTensor, plan: Plan, threshold: float) -> int:
-    """How many of the best nodes to verify, given their log-probabilities `(B, N)`, the largest first."""
-    num_nodes = ranked_values.shape[1]
-    if threshold > 0:
-        num_nodes = min(num_nodes, int((ranked_values >= math.log(threshold)).sum(dim=1).max()))
-    if (prices := plan.prices) is not None:
-        expected = (ranked_values if all(prices.rows) else ranked_values[prices.rows]).exp().mean(dim=0).tolist()
-        gains = [
-            gain - price for gain, price in zip(itertools.accumulate(expected[:num_nodes], initial=0.0), prices.nodes)
-        ]
-        num_nodes = max(range(min(prices.must_verify, num_nodes), len(gains)), key=gains.__getitem__)
-    return num_nodes

@@ -13,16 +13,16 @@ from transformers import Cache, DynamicCache, PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
 
 from ..held import HUB_ARGUMENTS, find
-from ..remote_code.accept_eagle3 import Sampler, reads_without_sync
+from ..remote_code.cache_eagle3 import additive_mask
+from ..remote_code.devices_eagle3 import on_device, reads_without_sync
 from ..remote_code.draft_eagle3 import DraftModel
-from ..remote_code.drafter_eagle3 import Drafter, Slots
+from ..remote_code.drafter_eagle3 import Drafter, Rows, Slots
 from ..remote_code.layers_eagle3 import Eagle3Attention, Eagle3Head, Eagle3RMSNorm, Eagle3RotaryEmbedding
 from ..remote_code.loading_eagle3 import read_json, weights_digest
 from ..remote_code.modeling_eagle3 import Eagle3Output
 from ..remote_code.policy_eagle3 import tree_settings
-from ..remote_code.proposer_eagle3 import Call
-from ..remote_code.ragged_eagle3 import additive_mask, flat_indices, on_device, right_index
-from ..remote_code.tree_eagle3 import DraftTree, Plan
+from ..remote_code.text_eagle3 import flat_indices, right_index
+from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Plan, SampleGuesser
 from .baseline import BaselineConfig, BaselineDraft
 from .block_tree import grow_block_tree
 from .dflash_layout import flat_form, nested_form
@@ -159,6 +159,7 @@ class DFlashForSpeculation(BaselineDraft):
     """
 
     config_class = DFlashConfig
+    drafts_in_one_pass = True
     frozen = ("embed_tokens", "lm_head")
     _no_split_modules = ["DFlashDecoderLayer"]
     _skip_keys_device_placement = ["cache"]
@@ -368,7 +369,7 @@ class DFlashForSpeculation(BaselineDraft):
             logits = torch.tanh(logits / cap) * cap
         return Eagle3Output(logits=logits, last_hidden_state=states, cache=returned)
 
-    def proposer(self, call: Call) -> "BlockProposer":
+    def proposer(self, call: GenerationCall) -> "BlockProposer":
         """See [`~assistant_eagle3.AssistantMixin.proposer`]."""
         return BlockProposer(self, call)
 
@@ -391,15 +392,16 @@ class BlockProposer(Drafter):
 
     Args:
         draft ([`DFlashForSpeculation`]): The draft.
-        call ([`Call`]): The call of `generate`.
+        call ([`GenerationCall`]): The call of `generate`.
     """
 
-    def __init__(self, draft: DFlashForSpeculation, call: Call):
+    def __init__(self, draft: DFlashForSpeculation, call: GenerationCall):
         super().__init__(draft, call)
-        self.spare = draft.config.block_size  # slots beside the text
+        self.num_spare = draft.config.block_size  # slots beside the text
 
-    def read(self, tokens, states, positions, counts) -> None:
+    def read(self, rows: Rows) -> None:
         """Adds the target's states to the context. The tokens are not read: the states know them, but for the newest."""
+        tokens, states, positions, counts = rows
         num_rows, past = tokens.shape[1], self.lengths or [0] * len(counts)
         self.lengths = [length + count for length, count in zip(past, counts)]
         self.reserve(max(past) + num_rows)
@@ -410,12 +412,13 @@ class BlockProposer(Drafter):
         slots = Slots(self.keys, self.values, past[:, None] + index % num_rows, self.keys[0].shape[2])
         self.draft.read_context(context, positions, slots)
 
-    def propose(self, plan: Plan, root_tokens: torch.LongTensor, sampler: Sampler | None = None) -> DraftTree:
+    def propose(self, plan: Plan, root_tokens: torch.LongTensor, sampler: SampleGuesser | None = None) -> DraftTree:
         draft, block_size = self.draft, self.draft.config.block_size
         with self.inference_mode():
-            tokens, states, positions, counts = self.take_unread()
-            self.read(tokens, states, positions, counts)
-            root_tokens, device = root_tokens.to(tokens.device), tokens.device
+            rows = self.take_unread()
+            self.read(rows)
+            positions, device = rows[2], self.weight.device
+            root_tokens = root_tokens.to(device)
             num_visible = max(self.lengths) + block_size
             self.reserve(num_visible)
             ahead = torch.arange(block_size, device=device)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
 from torch import nn
 
-from ..remote_code.proposer_eagle3 import Call, Proposer
+from ..remote_code.tree_eagle3 import GenerationCall, Proposer
 from ..training.ttt import TTTBatch, TTTOutput, UnrollStep, unroll_loss
 from .baseline import BaselineConfig, BaselineDraft, check_steps
 
@@ -89,7 +89,7 @@ class MedusaForSpeculation(BaselineDraft):
         """
         return hidden_states[:, :1]
 
-    def proposer(self, call: Call) -> "HeadsProposer":
+    def proposer(self, call: GenerationCall) -> "HeadsProposer":
         return HeadsProposer(self, call)
 
     # Training -----------------------------------------------------------------------------------------------------
@@ -117,10 +117,10 @@ class HeadsProposer(Proposer):
 
     Args:
         draft ([`MedusaForSpeculation`]): The heads.
-        call ([`Call`]): The call of `generate`.
+        call ([`GenerationCall`]): The call of `generate`.
     """
 
-    def __init__(self, draft: MedusaForSpeculation, call: Call):
+    def __init__(self, draft: MedusaForSpeculation, call: GenerationCall):
         self.draft, self.call, self.states = draft, call, None
 
     def observe(self, accepted: Any) -> None:

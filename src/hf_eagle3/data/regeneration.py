@@ -24,7 +24,7 @@ from trl.chat_template_utils import add_response_schema
 from trl.data_utils import get_dataset_column_names
 
 from ..environment import without_paths
-from ..remote_code.cuda_eagle3 import CUDNN_ATTENTION
+from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
 from ..tokenizer import PromptEncoder, padding_token
 from .prompts import num_positions
 from .rows import RowError, read_prompt, summary, without_nulls

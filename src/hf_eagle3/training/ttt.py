@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from ..remote_code.ragged_eagle3 import flat_indices, take_rows
+from ..remote_code.text_eagle3 import flat_indices, take_rows
 from .losses import DraftLoss, LossType, acceptance_rates, log_sum_exp, pieces, probabilities
 
 
