@@ -111,7 +111,7 @@ def rotate(states, position):
 
 
 def naive_logits(weights, target, aux, root, is_causal=(False, False), windows=(None, None), scale=1.0):
-    """The paper's network (section 4), a token and a head at a time: the block behind a context of states `(C, n * H)`."""
+    """The papers' network, a token and a head at a time: the block behind a context of states `(C, n * H)`."""
     context = rms_norm(aux @ weights["fc.weight"].T, weights["hidden_norm.weight"])
     table = target.get_input_embeddings().weight
     states, num_context = scale * table[torch.tensor([root] + [MASK] * (BLOCK - 1))], len(context)
@@ -234,7 +234,7 @@ def test_a_cache_and_padding_change_nothing(method):
 
 
 def naive_tree(log_probs, num_nodes, width):
-    """A heap of paths (DDTree, section 3): always the most probable one that may be added. Returns paths by tokens."""
+    """A heap of paths (DDTree): always the most probable one that may be added. Returns paths by tokens."""
     log_probs, best = log_probs.tolist(), log_probs.argsort(dim=-1, descending=True).tolist()
     heap = [(-log_probs[0][best[0][rank]], (best[0][rank],)) for rank in range(width)]
     heapq.heapify(heap)
@@ -378,6 +378,30 @@ def test_what_knows_the_text_is_accepted(method, do_sample):
     draft = make_oracle(target, text, 0, (1 - batch["attention_mask"]).sum(dim=1, keepdim=True), method)
     torch.manual_seed(0)
     assert torch.equal(target.generate(**batch, **settings, assistant_model=draft), text)
+    assert draft.last_generation.acceptance_length > 2.5
+
+
+@pytest.mark.parametrize("method", list(BLOCK_DRAFTS))
+def test_what_is_trained_as_the_papers_do_is_accepted(method):
+    """By heart, on a few texts: blocks behind anchors at random places, the next tokens as labels."""
+    target, prompts = make_target("llama"), make_prompt(9, batch_size=16)
+    settings = {**SETTINGS, "max_new_tokens": 30}
+    texts = target.generate(prompts, **settings)
+    draft = make_baseline(method, target)
+    draft.borrow_embeddings(target)
+    aux = states_of(target, draft, texts)
+    optimizer = torch.optim.AdamW([each for name, each in draft.named_parameters() if "lm_head" not in name], lr=3e-3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        anchor = int(torch.randint(9, texts.shape[1] - BLOCK, (1,), generator=generator))
+        block = texts[:, anchor : anchor + BLOCK]
+        masked = torch.where(torch.arange(BLOCK) == 0, block, MASK)
+        logits = draft(masked, draft.combine_hidden_states(aux[:, :anchor])).logits[:, 1:]
+        torch.nn.functional.cross_entropy(logits.transpose(1, 2), block[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    draft.generation_config.tree_policy = "static"
+    assert torch.equal(target.generate(prompts[:2], **settings, assistant_model=draft), texts[:2])
     assert draft.last_generation.acceptance_length > 2.5
 
 

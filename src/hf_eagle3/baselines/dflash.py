@@ -28,7 +28,7 @@ from .block_tree import grow_block_tree
 from .dflash_layout import flat_form, nested_form
 
 
-NUM_LAYERS = 5  # of a fresh draft, as in the paper (section 5)
+NUM_LAYERS = 5  # of a fresh draft, as in z-lab/Qwen3-4B-DFlash-b16
 
 
 @strict
@@ -92,9 +92,10 @@ class DFlashConfig(BaselineConfig):
     def recognises(cls, content: dict[str, Any], source) -> bool:
         """See [`BaselineConfig.recognises`]."""
         try:
-            return super().recognises(nested_form(content), source)
+            content = nested_form(content)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from error
+        return super().recognises(content, source)
 
     @classmethod
     def get_config_dict(cls, *args, **kwargs):
@@ -113,7 +114,7 @@ class DFlashConfig(BaselineConfig):
 
 
 class DFlashAttention(Eagle3Attention):
-    """Attention of Qwen3, which also takes the target's states as keys and values (DFlash, section 4)."""
+    """Attention of Qwen3, which also takes the target's fused states as keys and values."""
 
     def read_context(self, context: torch.FloatTensor, position_embeddings, cache) -> None:
         """Adds the keys and values of fused states `(B, C, H)` to the cache. No query is asked for them."""
