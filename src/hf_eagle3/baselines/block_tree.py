@@ -9,9 +9,9 @@ from ..remote_code.tree_eagle3 import DraftTree, Plan, best_nodes
 
 
 def grow_block_tree(
-    root_tokens: torch.LongTensor,
-    scores: torch.FloatTensor,
-    token_ids: torch.LongTensor | None,
+    root_tokens: torch.Tensor,
+    scores: torch.Tensor,
+    token_ids: torch.Tensor | None,
     plan: Plan,
     threshold: float = 0.0,
 ) -> DraftTree:

@@ -3,7 +3,9 @@ DFlash (https://huggingface.co/papers/2602.06036): a few layers draft a whole bl
 (https://huggingface.co/papers/2606.18394) is the same network with a causal block. `block_tree.py` grows their trees.
 """
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,8 @@ from .baseline import BaselineConfig, BaselineDraft
 from .block_tree import grow_block_tree
 from .dflash_layout import flat_form, nested_form
 
+
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each (B, S, head_dim)
 
 NUM_LAYERS = 5  # of a fresh draft, as in z-lab/Qwen3-4B-DFlash-b16
 
@@ -63,9 +67,10 @@ class DFlashConfig(BaselineConfig):
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        layer_type = self.transformer_layer_config.model_type
+        layer_config: Any = self.transformer_layer_config
+        layer_type = layer_config.model_type
         if layer_type != "qwen3":
             raise ValueError(f"A DFlash draft has layers of 'qwen3', not of {layer_type!r}.")
         if self.block_size < 2:
@@ -89,7 +94,7 @@ class DFlashConfig(BaselineConfig):
         return layer_type == "sliding_attention" if self.is_causal is None else self.is_causal
 
     @classmethod
-    def recognises(cls, content: dict[str, Any], source) -> bool:
+    def recognises(cls, content: dict[str, Any], source: str | Path) -> bool:
         """See [`BaselineConfig.recognises`]."""
         try:
             content = nested_form(content)
@@ -98,13 +103,13 @@ class DFlashConfig(BaselineConfig):
         return super().recognises(content, source)
 
     @classmethod
-    def get_config_dict(cls, *args, **kwargs):
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """See [`~transformers.PreTrainedConfig.get_config_dict`]."""
         content, kwargs = super().get_config_dict(*args, **kwargs)
         return nested_form(content) if content else content, kwargs
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """See [`Eagle3Config.from_dict`]. Takes z-lab's layout and that of [`to_dict`]."""
         return super().from_dict(nested_form(config_dict), **kwargs)
 
@@ -116,7 +121,7 @@ class DFlashConfig(BaselineConfig):
 class DFlashAttention(Eagle3Attention):
     """Attention of Qwen3, which also takes the target's fused states as keys and values."""
 
-    def read_context(self, context: torch.FloatTensor, position_embeddings, cache) -> None:
+    def read_context(self, context: torch.Tensor, position_embeddings: Rotary, cache: Any) -> None:
         """Adds the keys and values of fused states `(B, C, H)` to the cache. No query is asked for them."""
         cos, sin = (each.unsqueeze(1) for each in position_embeddings)  # (B, 1, C, head_dim)
         shape = (*context.shape[:-1], -1, self.head_dim)
@@ -136,7 +141,7 @@ class DFlashDecoderLayer(nn.Module):
         self.post_attention_layernorm = Eagle3RMSNorm(size, eps=eps)
         self.mlp = Qwen3MLP(layer_config)
 
-    def forward(self, hidden_states, **attention_kwargs):
+    def forward(self, hidden_states: torch.Tensor, **attention_kwargs: Any) -> torch.Tensor:
         hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **attention_kwargs)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
@@ -170,20 +175,27 @@ class DFlashForSpeculation(BaselineDraft):
 
     def __init__(self, config: DFlashConfig):
         super().__init__(config)
-        layer_config = config.transformer_layer_config
+        layer_config: Any = config.transformer_layer_config
         layer_config._attn_implementation = self.config._attn_implementation
         size, eps = layer_config.hidden_size, layer_config.rms_norm_eps
-        self.fc = nn.Linear(config.num_aux_hidden_states * config.target_hidden_size, size, bias=False)
+        aux_size: Any = config.target_hidden_size
+        self.fc = nn.Linear(config.num_aux_hidden_states * aux_size, size, bias=False)
         self.hidden_norm = Eagle3RMSNorm(size, eps=eps)
         self.layers = nn.ModuleList(DFlashDecoderLayer(layer_config, i) for i in range(config.num_hidden_layers))
         self.norm = Eagle3RMSNorm(size, eps=eps)
         self.lm_head = Eagle3Head(size, config.draft_vocab_size, bias=False)
         self.rotary_emb = Eagle3RotaryEmbedding(layer_config)
-        self.generation_config.tree_depth = config.block_size - 1
+        set_tree_depth(self)
         self.post_init()
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel, draft_token_ids=None, num_hidden_layers=NUM_LAYERS, **overrides):
+    def from_target(
+        cls,
+        target: PreTrainedModel,
+        draft_token_ids: Sequence[int] | torch.Tensor | None = None,
+        num_hidden_layers: int = NUM_LAYERS,
+        **overrides: Any,
+    ) -> "DFlashForSpeculation":
         """
         Makes an untrained draft for a loaded target. See [`~draft_eagle3.DraftModel.from_target`]. It reads as many of
         the target's states as it has layers, and the mask is the padding token, unless `overrides` say otherwise.
@@ -205,7 +217,7 @@ class DFlashForSpeculation(BaselineDraft):
         } | overrides
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
         """
         Loads a draft of z-lab, of JetSpec, or of ours. See [`~draft_eagle3.DraftModel.from_pretrained`]. A tree may be as
         deep as the block is long, unless a `generation_config.json` says otherwise (`tree_depth`).
@@ -223,10 +235,17 @@ class DFlashForSpeculation(BaselineDraft):
         hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         path = find(pretrained_model_name_or_path, "generation_config.json", **hub_kwargs)
         if path is None or "tree_depth" not in read_json(path):
-            draft.generation_config.tree_depth = draft.config.block_size - 1
+            set_tree_depth(draft)
         return loaded
 
-    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs):
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """See [`~transformers.PreTrainedModel.save_pretrained`]. The target's head is left out, and so is our code."""
         tree_settings(self.generation_config)  # with others it could not be loaded
         weights = dict(self.state_dict() if state_dict is None else state_dict)
@@ -248,18 +267,22 @@ class DFlashForSpeculation(BaselineDraft):
                 f"{num_tokens} tokens. Resize its embedding to what it was when the draft was trained."
             )
 
-    def training_loss(self, batch, steps):
+    def training_loss(self, batch: Any, steps: int) -> NoReturn:
+        """
+        Raises:
+            NotImplementedError: always.
+        """
         raise NotImplementedError(
             "`Eagle3Trainer` does not train DFlash drafts yet. Train one with z-lab's code, and load it."
         )
 
     # The network ---------------------------------------------------------------------------------------------------
 
-    def combine_hidden_states(self, aux: torch.FloatTensor) -> torch.FloatTensor:
+    def combine_hidden_states(self, aux: torch.Tensor) -> torch.Tensor:
         """Fuses the target's states `(B, C, n * target_hidden_size)` into one, `(B, C, hidden_size)`."""
         return self.hidden_norm(self.fc(aux))
 
-    def read_context(self, hidden_states: torch.FloatTensor, position_ids: torch.LongTensor, cache) -> None:
+    def read_context(self, hidden_states: torch.Tensor, position_ids: torch.Tensor, cache: Any) -> None:
         """
         Adds the keys and values of context to a cache.
 
@@ -269,12 +292,11 @@ class DFlashForSpeculation(BaselineDraft):
             cache (`Cache`): Extended in place.
         """
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        for layer in self.layers:
+        layers: Any = self.layers
+        for layer in layers:
             layer.self_attn.read_context(hidden_states, position_embeddings, cache)
 
-    def masks(
-        self, visible: torch.BoolTensor, distances: torch.LongTensor, dtype: torch.dtype
-    ) -> dict[str, torch.FloatTensor]:
+    def masks(self, visible: torch.Tensor, distances: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """
         Additive masks by layer type.
 
@@ -295,15 +317,15 @@ class DFlashForSpeculation(BaselineDraft):
 
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
-        hidden_states: torch.FloatTensor | None = None,
+        input_ids: torch.Tensor | None = None,
+        hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
-        position_ids: torch.LongTensor | None = None,
-        cache: Cache | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Any = None,
         use_cache: bool | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        logits_to_keep: int | torch.LongTensor = 0,
-        **kwargs,
+        inputs_embeds: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
     ) -> Eagle3Output:
         r"""
         One pass over a block.
@@ -351,7 +373,7 @@ class DFlashForSpeculation(BaselineDraft):
             past_length = cache.get_seq_length()
             position_ids = torch.arange(past_length, past_length + num_context + num_queries, device=states.device)
             position_ids = position_ids.expand(len(states), -1)
-        masks = attention_mask
+        masks: Any = attention_mask
         if not isinstance(masks, dict):
             keys = torch.arange(cache.get_seq_length() + num_context + num_queries, device=states.device)
             visible = torch.ones_like(keys).expand(len(states), -1) if masks is None else masks
@@ -373,6 +395,11 @@ class DFlashForSpeculation(BaselineDraft):
     def proposer(self, call: GenerationCall) -> "BlockProposer":
         """See [`~assistant_eagle3.AssistantMixin.proposer`]."""
         return BlockProposer(self, call)
+
+
+def set_tree_depth(draft: Any) -> None:
+    """Makes trees as deep as the block allows."""
+    draft.generation_config.tree_depth = draft.config.block_size - 1
 
 
 def spread_layer_ids(num_layers: int, num_states: int) -> list[int]:
@@ -413,7 +440,7 @@ class BlockProposer(Drafter):
         slots = Slots(self.keys, self.values, past[:, None] + index % num_rows, self.keys[0].shape[2])
         self.draft.read_context(context, positions, slots)
 
-    def propose(self, plan: Plan, root_tokens: torch.LongTensor, sampler: SampleGuesser | None = None) -> DraftTree:
+    def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: SampleGuesser | None = None) -> DraftTree:
         draft, block_size = self.draft, self.draft.config.block_size
         with self.inference_mode():
             rows = self.take_unread()
