@@ -39,14 +39,16 @@ def accept(
     if walk is None:
         return None
     children, pick = walk
-    at: list[int | None] = [0] * text.batch_size
+    at: dict[int, int] = dict.fromkeys(range(text.batch_size), 0)  # the node of each row whose walk goes on
     nodes: list[list[int]] = [[] for _ in at]
     tokens: list[list[int]] = [[] for _ in at]
     while rows := text.rows_to_advance(at):
         for row, token in zip(rows, pick(rows, [at[row] for row in rows])):
-            nodes[row].append(at[row])
+            node = at.pop(row)
+            nodes[row].append(node)
             tokens[row].append(token)
-            at[row] = children[row].get((at[row], token))
+            if (child := children[row].get((node, token))) is not None:
+                at[row] = child
 
     counts = list(map(len, tokens))
     unfinished = [row for row, is_finished in enumerate(was_finished) if not is_finished]

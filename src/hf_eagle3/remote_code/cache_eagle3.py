@@ -100,21 +100,18 @@ class TreeCache:
 
     def __init__(self, cache: Cache | None, path_length: int, may_replay: bool = False, takes_trees: bool = True):
         self.path_length, self.may_replay, self.takes_trees = path_length, may_replay, takes_trees
-        self.keep_path = keep_path
-        check_cache(cache, may_replay)
-        self.cache: Cache | None = None
-        self.track(cache, num_new=0)
+        self.keep_path, self.num_new = keep_path, 0  # the newest entries, which are not decided on
+        self._adopt(check_cache(cache, may_replay))
 
     def track(self, cache: Cache, num_new: int) -> None:
-        """
-        Takes the cache that a forward returned. Its last `num_new` entries are not decided on. Phi-3 exchanges its cache
-        when its rotary frequencies switch.
-        """
+        """Takes the cache that a forward returned, with `num_new` new entries."""
         self.num_new = num_new
-        if cache is self.cache:
-            return
-        check_cache(cache, self.may_replay)
-        is_exchanged, self.cache = self.cache is not None, cache
+        if cache is not self.cache:  # Phi-3 makes another one when its rotary frequencies switch
+            self._adopt(check_cache(cache, self.may_replay), num_new)
+            self.record()
+
+    def _adopt(self, cache: Cache, num_new: int = 0) -> None:
+        self.cache = cache
         self.length = int(cache.get_seq_length()) - num_new  # kept in Python: a static cache counts on its device
         # States that every token updates can follow one path only.
         is_linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
@@ -123,8 +120,6 @@ class TreeCache:
         self.layers = [layer for layer in cache.layers if layer not in recurrent_layers(cache)]
         recording_types = DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
         self.recording_layers = [layer for layer in self.layers if isinstance(layer, recording_types)]
-        if is_exchanged:
-            self.record()
 
     def record(self) -> None:
         """From here on sliding layers and convolutions keep what a rollback needs."""
@@ -225,12 +220,11 @@ class ReplayCache(TreeCache):
     # If more tokens wait to be replayed, they are replayed without a chain after them. Not measured on accelerators.
     MOST_REPLAYED = 16
 
-    def track(self, cache: Cache, num_new: int) -> None:
-        if cache is not self.cache:
-            self.recurrent_layers = recurrent_layers(cache)
-            self.saved: list[torch.Tensor] | None = None  # the states before the replayed tokens
-            self.replayed: dict[str, torch.Tensor] = {}  # their inputs, kept because the text may be edited
-        super().track(cache, num_new)
+    def _adopt(self, cache: Cache, num_new: int = 0) -> None:
+        self.recurrent_layers = recurrent_layers(cache)
+        self.saved: list[torch.Tensor] | None = None  # the states before the replayed tokens
+        self.replayed: dict[str, torch.Tensor] = {}  # their inputs, kept because the text may be edited
+        super()._adopt(cache, num_new)
 
     @property
     def num_replayed(self) -> int:
@@ -404,9 +398,9 @@ def keep_rows(cache: Cache, kept: Sequence[list[int]], num_new: int, batch_growt
         cache.crop(0)  # to what sliding layers need
 
 
-def check_cache(cache: Cache | None, may_replay: bool) -> None:
+def check_cache(cache: Cache | None, may_replay: bool) -> Cache:
     """
-    Checks that tokens can be rolled back in a cache.
+    Returns the cache, after checking that tokens can be rolled back in it.
 
     Raises:
         ValueError: if the target returned none, or one that cannot.
@@ -433,3 +427,4 @@ def check_cache(cache: Cache | None, may_replay: bool) -> None:
             "targets, convolutions beside static layers, and a `StaticCache` with sliding layers that was made before the "
             "call (`cache_implementation='static'` makes another one)."
         )
+    return cache

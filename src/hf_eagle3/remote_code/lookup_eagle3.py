@@ -46,6 +46,7 @@ class TextIndex:
     def __init__(self, tokens: list[int]):
         self.tokens: list[int] = []
         self.followers: dict[tuple[int, ...], int] = {}  # the place after the latest occurrence of each n-gram
+        self.place = self.match_length = 0
         for token in tokens:
             self._write(token)
         self._find()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of a batch: the text of each row, and tensors whose rows have different lengths (all end at the right)."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,9 +87,9 @@ class Text:
         limit = min(unfinished, default=0) + reach
         return [length < limit and not is_finished for length, is_finished in zip(self.lengths, self.is_finished)]
 
-    def rows_to_advance(self, nodes: Sequence[int | None]) -> list[int]:
-        """The rows that take another token, given the node that each row is at (`None` where its path has ended)."""
-        rows = [row for row, node in enumerate(nodes) if node is not None]
+    def rows_to_advance(self, walking: Collection[int]) -> list[int]:
+        """The rows that take another token, of those whose walk down the tree goes on."""
+        rows = sorted(walking)
         if self.in_lockstep:
             return rows if len(rows) == self.batch_size and not all(self.is_finished) else []
         unfinished_end, finished_end = min(self.max_length, self.shortest + self.max_lead), self.longest
@@ -145,8 +145,8 @@ class Text:
     def sequences(self) -> torch.LongTensor:
         """The texts of all rows of the call, `(num_rows, length)`, padded at the right."""
         texts = {row: ids[:length] for row, ids, length in zip(self.rows, self.ids, self.lengths)} | self.retired
-        texts = [texts[row] for row in range(self.num_rows)]
-        return pad_sequence(texts, batch_first=True, padding_value=self.pad_token or 0)
+        ordered = [texts[row] for row in range(self.num_rows)]
+        return pad_sequence(ordered, batch_first=True, padding_value=self.pad_token or 0)
 
 
 def max_length_of(stopping_criteria: StoppingCriteriaList) -> int:

@@ -34,8 +34,8 @@ class Prices(NamedTuple):
 
     def num_to_keep(self, values: torch.FloatTensor) -> int:
         """How many of some nodes to verify, given their `values` `(B, N)` in descending order."""
-        gains = itertools.accumulate(self.worth(values), initial=0.0)
-        gains = [gain - price for gain, price in zip(gains, self.nodes)]
+        worth = itertools.accumulate(self.worth(values), initial=0.0)
+        gains = [each - price for each, price in zip(worth, self.nodes)]
         return max(range(min(self.must_verify, len(gains) - 1), len(gains)), key=gains.__getitem__)
 
 
