@@ -1,5 +1,7 @@
 """The `config.json` of z-lab's DFlash drafts and of JetSpec's, and what [`DFlashConfig`] makes of it."""
 
+import hashlib
+import json
 from typing import Any
 
 from transformers import PreTrainedConfig, Qwen3Config
@@ -7,9 +9,10 @@ from transformers import PreTrainedConfig, Qwen3Config
 from ..remote_code.configuration_eagle3 import NEUTRAL_LAYER_KEYS, unknown_keys
 
 
-# Keys of the layers: all that transformers' Qwen3 has beyond any model's, and older names of the rotary embedding's.
-LAYER_KEYS = Qwen3Config().to_dict().keys() - PreTrainedConfig().to_dict().keys() | {"rope_scaling", "rope_theta"}
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Keys of the layers: all that transformers' Qwen3 has beyond any model's, and older names of the rotary embedding's.
+LAYER_KEYS = Qwen3Config().to_dict().keys() - PreTrainedConfig().to_dict().keys() - {*TOKEN_KEYS}
+LAYER_KEYS |= {"rope_scaling", "rope_theta"}
 # z-lab's keys stand in `dflash_config` or beside it. Its place comes first where both have one.
 BLOCK_KEYS = (
     "block_size",
@@ -29,7 +32,15 @@ OUR_KEYS = (
 )
 DFLASH_KEYS = {*BLOCK_KEYS, *CAUSAL_KEYS, "target_layer_ids", "target_hidden_size"}
 # They name the draft and its target, and do not change what it computes.
-NAMING_KEYS = ("dflash_config", "architectures", "dtype", "model_type", "num_target_layers", "verifier")
+NAMING_KEYS = (
+    "dflash_config",
+    "architectures",
+    "config_digest",
+    "dtype",
+    "model_type",
+    "num_target_layers",
+    "verifier",
+)
 
 
 def nested_form(content: dict[str, Any]) -> dict[str, Any]:
@@ -51,6 +62,11 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"This config.json has keys that DFlash does not have: {unknown}. It may be of a later kind of block draft "
             "(DFlash 2, DSpark), which hf-eagle3 does not read."
+        )
+    if content.get("config_digest") not in (None, digest_of(content)):
+        raise ValueError(
+            "This config.json is not what was saved. Download it again. If it was changed on purpose, remove `config_digest` "
+            "from it."
         )
     placed = {**content, **dflash}
     layer_ids = placed.get("target_layer_ids")
@@ -101,7 +117,7 @@ def flat_form(fields: dict[str, Any]) -> dict[str, Any]:
     )
     verifier = ((fields.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
     others = (*TOKEN_KEYS, *OUR_KEYS, "dtype", "transformers_version", "is_causal")
-    return {
+    content = {
         **{key: value for key, value in fields["transformer_layer_config"].items() if key in LAYER_KEYS},
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -110,3 +126,11 @@ def flat_form(fields: dict[str, Any]) -> dict[str, Any]:
         **{key: fields[key] for key in others if fields.get(key) is not None},
         **({"verifier": verifier} if verifier else {}),
     }
+    return {**content, "config_digest": digest_of(content)}
+
+
+def digest_of(content: dict[str, Any]) -> str:
+    """SHA-256 of what a draft computes by, in a `config.json` in z-lab's layout."""
+    names = (*LAYER_KEYS, *OUR_KEYS, "block_size", "dflash_config", "is_causal")
+    facts = {name: content[name] for name in sorted(names) if name in content and name != "weights_digest"}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
