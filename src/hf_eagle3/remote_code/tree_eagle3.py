@@ -296,14 +296,14 @@ class Proposer:
 
 
 def grow_tree(
-    root_tokens: torch.LongTensor,
-    logits: torch.FloatTensor,
-    hidden_states: torch.FloatTensor,
+    root_tokens: torch.LongTensor,  # (B, 1)
+    logits: torch.FloatTensor,  # (B, V): the draft's for the root's children
+    hidden_states: torch.FloatTensor,  # (B, H): what the root's children take
     advance: Callable[..., tuple[torch.FloatTensor, torch.FloatTensor]],
-    draft_token_ids: torch.LongTensor | None,
+    draft_token_ids: torch.LongTensor | None,  # (V,): the target's ids of the draft vocabulary, if it differs
     plan: Plan,
-    threshold: float = 0.0,
-    power: float | torch.FloatTensor = 1.0,
+    threshold: float = 0.0,  # nodes below this probability are dropped
+    power: float | torch.FloatTensor = 1.0,  # the draft's probabilities are taken to it (see `Calibration`)
     guess: Callable[[torch.FloatTensor, int], torch.FloatTensor] | None = None,
 ) -> DraftTree:
     """
@@ -311,25 +311,16 @@ def grow_tree(
     https://huggingface.co/papers/2406.16858, sections 4.1 and 4.2). A node's value is the log-probability of the path
     to it.
 
-    Args:
-        root_tokens (`torch.LongTensor` of shape `(B, 1)`): The roots.
-        logits (`torch.FloatTensor` of shape `(B, draft_vocab_size)`): The draft's logits for the root's children.
-        hidden_states (`torch.FloatTensor` of shape `(B, H)`): What the root's children take as hidden state.
-        advance (`Callable`):
-            `advance(tokens (B, K), hidden_states (B, K, H), level, visible (B, K, T)) -> logits (B, K, V),
-            hidden_states (B, K, H)`: one drafting step for `K` nodes at depth `level`. `visible` says which of the `T`
-            nodes advanced so far, these included, each of them attends to.
-        draft_token_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`, *optional*):
-            Target ids of the draft vocabulary, if it differs from the target's.
-        plan (`Plan`):
-            The largest tree, for which `advance` is called `depth - 1` times. Without prices all shapes are fixed, and
-            there is no sync (but for a `threshold`). With prices the tree is smaller where the draft is unsure, as in
-            OPT-Tree (https://huggingface.co/papers/2406.17276), and each level is read.
-        threshold (`float`, *optional*, defaults to 0): Nodes below this probability are dropped.
-        power (`float`, *optional*, defaults to 1): The draft's probabilities are taken to it (see [`Calibration`]).
-        guess (`Callable`, *optional*):
-            `guess(logits (..., V), level) -> scores (..., V)` replaces the logits for children of nodes at depth
-            `level`, if the target samples (see [`~accept_eagle3.sample_scores`]).
+    `advance(tokens (B, K), hidden_states (B, K, H), level, visible (B, K, T)) -> logits (B, K, V), hidden_states (B, K, H)`
+    is one drafting step for `K` nodes at depth `level`. `visible` says which of the `T` nodes advanced so far, these
+    included, each of them attends to.
+
+    `guess(logits (..., V), level) -> scores (..., V)` replaces the logits for children of nodes at depth `level`, if the
+    target samples (see [`~accept_eagle3.sample_scores`]).
+
+    Without prices in the plan all shapes are fixed, `advance` is called `depth - 1` times, and only a `threshold` forces a
+    sync. With prices the tree is smaller where the draft is unsure, as in OPT-Tree
+    (https://huggingface.co/papers/2406.17276), and each level forces a sync.
     """
     batch_size, device, prices = logits.shape[0], logits.device, plan.prices
     width = min(plan.branching_factor, logits.shape[-1])
