@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from hf_eagle3.baselines import DFlashConfig, DFlashForSpeculation
 from hf_eagle3.baselines.block_tree import grow_block_tree
 from hf_eagle3.baselines.dflash import BlockProposer, spread_layer_ids
 from hf_eagle3.remote_code.policy_eagle3 import Calibration
-from hf_eagle3.remote_code.tree_eagle3 import Plan, Prices
+from hf_eagle3.remote_code.tree_eagle3 import GenerationCall, Plan, Prices
 from hf_eagle3.training.features import TargetStates
 
 
@@ -353,6 +354,27 @@ def test_each_tree_is_that_of_the_text_so_far(monkeypatch, method, family):
                 num_trees, num_accepted = num_trees + 1, num_accepted + len(step.accepted[i])
             rows[row] = torch.cat([text, torch.tensor(step.new_tokens[i])])
     assert num_trees > 10 and num_accepted > 3
+
+
+@torch.no_grad()
+def test_a_row_that_waits_leaves_the_others_alone():
+    """It is near the end of a static cache while another one has much to read."""
+    target = make_target("llama")
+    draft, plan = make_baseline("dflash", target), Plan("draft", 3, 12, 3)
+    call = GenerationCall(target, target.get_input_embeddings(), plan, 0.0, Calibration(1.0), 20, None)
+    both, alone = draft.proposer(call), draft.proposer(call)
+    states = torch.randn(2, 28, draft.fc.in_features)
+    trees = []
+    for rows, proposer in (([0, 1], both), ([1], alone)):
+        for begin, counts in ((0, [16, 4]), (16, [0, 12])):
+            length, counts = max(counts), [counts[row] for row in rows]
+            positions = torch.arange(begin, begin + length).expand(len(rows), -1)
+            part = states[rows, begin : begin + length]
+            proposer.observe(SimpleNamespace(tokens=positions, states=part, positions=positions, counts=counts))
+            tree = proposer.propose(plan, torch.full((len(rows), 1), 7))
+        trees.append(tree)
+    assert torch.equal(trees[0].tokens[1:], trees[1].tokens) and torch.equal(trees[0].parents[1:], trees[1].parents)
+    torch.testing.assert_close(trees[0].confidences[1:], trees[1].confidences)
 
 
 @torch.no_grad()

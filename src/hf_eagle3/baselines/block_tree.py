@@ -17,8 +17,8 @@ def grow_block_tree(
 ) -> DraftTree:
     """
     Returns the most probable paths, where the probability of a path is the product of its tokens' (DDTree,
-    https://huggingface.co/papers/2604.12989; JetSpec, https://huggingface.co/papers/2606.18394, whose code calls it
-    `accum_logp`). No other tree of that many nodes has a larger sum of probabilities.
+    https://huggingface.co/papers/2604.12989). JetSpec (https://huggingface.co/papers/2606.18394) scores paths the same
+    way; its code calls it `accum_logp`. No other tree with as many nodes has a larger sum of probabilities.
 
     Args:
         root_tokens (`torch.LongTensor` of shape `(B, 1)`): The tokens the trees hang from.
@@ -32,7 +32,7 @@ def grow_block_tree(
     batch_size, depth, vocab_size = scores.shape
     width, most = min(plan.branching_factor, vocab_size), plan.num_nodes
     confidences, ids = scores.log_softmax(dim=-1).topk(width)  # (B, D, W)
-    # A draft may be broken and floats round: no child outranks its parent.
+    # A broken draft may return NaN, and floats round. No child may outrank its parent all the same.
     confidences = confidences.nan_to_num(nan=-torch.inf).clamp(max=0)
     # The child of rank `j` below the node of rank `i` has `(i + 1) * (j + 1) - 1` nodes of its level before it.
     num_children = [min(width, most // (i + 1)) for i in range(most)]

@@ -416,7 +416,7 @@ def spread_layer_ids(num_layers: int, num_states: int) -> list[int]:
 class BlockProposer(Drafter):
     """
     A block draft, during one call of `generate`. It runs the whole block in each step, once, whatever the plan: less of
-    it is not what the draft was trained on. Context needs no queries, so a long prompt is read by two projections.
+    it is not what the draft was trained on. Context needs no queries, so a long prompt is cheap to read.
 
     Args:
         draft ([`DFlashForSpeculation`]): The draft.
@@ -437,7 +437,9 @@ class BlockProposer(Drafter):
         index = right_index(counts, num_rows)
         # Padding goes to free slots behind the row's text, as zeros: NaNs pass through any mask.
         context = self.draft.combine_hidden_states(states).where((index >= 0)[..., None], 0)
-        slots = Slots(self.keys, self.values, past[:, None] + index % num_rows, self.keys[0].shape[2])
+        num_slots = self.keys[0].shape[2]
+        indices = (past[:, None] + index % num_rows).clamp(max=num_slots - 1)
+        slots = Slots(self.keys, self.values, indices, num_slots)
         self.draft.read_context(context, positions, slots)
 
     def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: SampleGuesser | None = None) -> DraftTree:
@@ -466,7 +468,7 @@ class BlockProposer(Drafter):
             if sampler is not None:
                 guesses = [sampler.guess(logits[:, i], i, self.token_ids) for i in range(logits.shape[1])]
                 scores = torch.stack(guesses, dim=1)
-            # Counting the nodes above a threshold would wait for the device, or change a shape that is compiled.
+            # Counting the nodes above a threshold forces a sync, or changes a shape that is compiled.
             may_count = reads_without_sync(device) and not self.has_fixed_shapes
             threshold, power = self.call.threshold if may_count else 0.0, self.call.calibration.power
             return grow_block_tree(root_tokens, power * scores, self.token_ids, plan, threshold)
