@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export PIP_NO_COMPILE = 0
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install quickstart test test-engines test-clients test-wheel docs style clean
+.PHONY: install quickstart test types test-engines test-clients test-wheel docs style clean
 
 install: $(VENV)/.installed
 
@@ -32,7 +32,12 @@ quickstart: install
 test: $(VENV)/.tested
 	$(BIN)/python -m ruff check src tests recipes
 	$(BIN)/python -m ruff format --check src tests recipes
+	$(BIN)/python -m mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Types of the package. Half a minute the first time, then only what changed.
+types: install
+	$(BIN)/python -m mypy
 
 # One draft in vLLM, llama.cpp and OpenVINO, each in an environment of its own: some 6 GB, half an hour at first.
 test-engines: install
@@ -67,4 +72,4 @@ style: install
 	$(BIN)/python -m ruff format src tests recipes
 
 clean:
-	rm -rf $(VENV) outputs build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) outputs build dist .mypy_cache .pytest_cache .ruff_cache
