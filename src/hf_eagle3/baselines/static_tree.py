@@ -41,9 +41,11 @@ def best_static_tree(accuracies: torch.Tensor, num_nodes: int = MOST_NODES) -> l
         *above, rank = path
         level = len(above)
         if rank + 1 < width and rates[level][rank] > 0:
-            candidates[(*above, rank + 1)] = value / rates[level][rank] * rates[level][rank + 1]
+            sibling = (*above, rank + 1)
+            candidates[sibling] = value / rates[level][rank] * rates[level][rank + 1]
         if level + 1 < depth:
-            candidates[(*path, 0)] = value * rates[level + 1][0]
+            child = (*path, 0)
+            candidates[child] = value * rates[level + 1][0]
     return tree
 
 
