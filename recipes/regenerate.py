@@ -104,12 +104,62 @@ class RegenerationArguments:
     private: bool = field(default=False, metadata={"help": "Make a new data set private."})
 
 
+def load_prompts(script_args, args, target_config, mixture):
+    """Returns the data set of prompts, the tokenizer (`None` with a server), and whether the prompts are pieces of texts."""
+    dataset = rows_of(load_data(script_args, mixture), script_args.dataset_train_split)
+    dataset = plain_rows(dataset, script_args.dataset_train_split)
+    is_continued = has_texts(dataset)
+    if args.base_url is not None:
+        if is_continued:
+            raise ValueError(
+                "A server answers messages, but this data has texts. Leave `--base_url` out, so that the target in this process "
+                "continues them."
+            )
+        return dataset, None, False
+    name, revision = target_config.model_name_or_path, target_config.model_revision
+    tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    if args.chat_template_path is not None:
+        tokenizer.chat_template = read_template(args.chat_template_path)
+    first = next(iter(dataset), {})
+    if any(isinstance(first.get(name), list) for name in ("messages", "conversations", "prompt")):
+        check_chat_template(tokenizer)
+    if is_continued:
+        dataset = beginnings(dataset, tokenizer, args.prompt_tokens, args.max_new_tokens)
+    return dataset, tokenizer, is_continued
+
+
+def ask_server(args, model, pending, output, sampling) -> int:
+    """Answers with the server. Returns how many rows failed."""
+    sampling = {**sampling, "max_tokens": sampling["max_new_tokens"]}
+    del sampling["max_new_tokens"]
+    model = args.served_model_name or model
+    limits = (args.concurrency, args.max_retries, args.timeout, args.api_key)
+    try:
+        return asyncio.run(regenerate_by_server(args.base_url, model, pending, output, *limits, **sampling))
+    except ConnectionRefusedError as error:
+        raise SystemExit(str(error)) from None
+
+
+def ask_target(script_args, args, target_config, device, tokenizer, pending, output, sampling) -> None:
+    """Loads the target, and an earlier draft if there is one, and answers with them."""
+    if "temperature" in sampling:
+        sampling = {**sampling, "do_sample": sampling["temperature"] > 0}
+        if not sampling["do_sample"]:
+            del sampling["temperature"]
+    target = load_target(target_config, trust_remote_code=args.trust_remote_code)
+    if target_config.device_map is None:
+        target = target.to(device)
+    draft = None
+    if script_args.draft_name_or_path is not None:
+        draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path, dtype=target.dtype)
+        draft = draft.to(target.device)
+    regenerate_locally(target.eval(), tokenizer, pending, output, args.batch_size, draft, **sampling)
+
+
 def main():
     parser = Eagle3Parser((TrainScriptArguments, RegenerationArguments, TargetConfig, DatasetMixtureConfig), WITHOUT)
     script_args, args, target_config, mixture = parser.parse_args_and_config()
     state = PartialState()
-    dataset = rows_of(load_data(script_args, mixture), script_args.dataset_train_split)
-    dataset = plain_rows(dataset, script_args.dataset_train_split)
     try:
         template_kwargs = read_template_kwargs({"chat_template_kwargs": args.chat_template_kwargs})
     except RowError as error:
@@ -119,22 +169,7 @@ def main():
             "`--tp_plan` and `--fsdp_size` share one batch between processes, but each process answers its own rows. Spread the "
             "target over GPUs with `--device_map auto` in one process, or use a server (`--base_url`)."
         )
-    is_continued = has_texts(dataset)
-    if is_continued and args.base_url is not None:
-        raise ValueError(
-            "A server answers messages, but this data has texts. Leave `--base_url` out, so that the target in this process "
-            "continues them."
-        )
-    if args.base_url is None:
-        trust = {"trust_remote_code": args.trust_remote_code}
-        tokenizer = load_tokenizer(target_config.model_name_or_path, revision=target_config.model_revision, **trust)
-        if args.chat_template_path is not None:
-            tokenizer.chat_template = read_template(args.chat_template_path)
-        columns = next(iter(dataset), {})
-        if any(isinstance(columns.get(name), list) for name in ("messages", "conversations", "prompt")):
-            check_chat_template(tokenizer)
-    if is_continued:
-        dataset = beginnings(dataset, tokenizer, args.prompt_tokens, args.max_new_tokens)
+    dataset, tokenizer, is_continued = load_prompts(script_args, args, target_config, mixture)
     sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
     settings = {
         "model": target_config.model_name_or_path,
@@ -155,26 +190,9 @@ def main():
     sampling = {name: value for name, value in sampling.items() if value is not None}
     pending = output.pending(dataset, state.process_index, state.num_processes, template_kwargs)
     if args.base_url is not None:
-        sampling["max_tokens"] = sampling.pop("max_new_tokens")
-        model = args.served_model_name or target_config.model_name_or_path
-        limits = (args.concurrency, args.max_retries, args.timeout, args.api_key)
-        try:
-            num_failed = asyncio.run(regenerate_by_server(args.base_url, model, pending, output, *limits, **sampling))
-        except ConnectionRefusedError as error:
-            raise SystemExit(str(error)) from None
+        num_failed = ask_server(args, target_config.model_name_or_path, pending, output, sampling)
     else:
-        if "temperature" in sampling:
-            sampling["do_sample"] = sampling["temperature"] > 0
-            if not sampling["do_sample"]:
-                del sampling["temperature"]
-        target = load_target(target_config, **trust)
-        if target_config.device_map is None:
-            target = target.to(state.device)
-        draft = None
-        if script_args.draft_name_or_path is not None:
-            draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path, dtype=target.dtype)
-            draft = draft.to(target.device)
-        regenerate_locally(target.eval(), tokenizer, pending, output, args.batch_size, draft, **sampling)
+        ask_target(script_args, args, target_config, state.device, tokenizer, pending, output, sampling)
     print(
         f"{len(output.done) - num_done} rows written to {args.output_dir}, {num_done} were there, {num_failed} failed, "
         f"{len(output.left_out)} were left out."

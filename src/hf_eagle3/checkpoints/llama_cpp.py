@@ -42,7 +42,6 @@ def check(draft: DraftModel) -> None:
     refuse(
         {
             **beyond_classic(draft),
-            "biases": layer.attention_bias or getattr(layer, "mlp_bias", False),
             f"an MLP with {layer.hidden_act}": layer.hidden_act != "silu",
             f"rotary embeddings of the type {rope_type}": rope_type not in ("default", "linear", "llama3"),
         },

@@ -40,11 +40,10 @@ def check(draft: DraftModel) -> None:
     Raises:
         ValueError: naming what GenAI would refuse, or silently ignore.
     """
-    config, layer = draft.config, draft.config.transformer_layer_config
+    config = draft.config
     refuse(
         {
             **beyond_classic(draft),
-            "biases": layer.attention_bias or getattr(layer, "mlp_bias", False),
             "`norm_before_fc`": config.norm_before_fc,
             "`norm_before_residual`": config.norm_before_residual,
             "the target's embedding (id 0) among its states": 0 in (config.eagle_aux_hidden_state_layer_ids or ()),

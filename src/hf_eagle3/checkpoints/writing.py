@@ -28,7 +28,7 @@ def flat_config(draft: DraftModel, refused: dict[str, bool], to: str) -> dict[st
         "`norm_before_residual`": config.norm_before_residual,
         "layers with a window": set(layer_config.layer_types) != {"full_attention"},
         "parallel drafting": config.is_parallel,
-        "biases": layer_config.attention_bias or getattr(layer_config, "mlp_bias", False),
+        "biases": has_biases(draft),
         **refused,
     }
     refuse(refused, to)
@@ -58,9 +58,16 @@ def beyond_classic(draft: DraftModel) -> dict[str, bool]:
         "`fc_norm`": config.fc_norm,
         "`norm_output`": config.norm_output,
         "layers with a window": set(layer.layer_types) != {"full_attention"},
+        "biases": has_biases(draft),
         "parallel drafting": config.is_parallel,
         f"{config.num_aux_hidden_states} states in place of three": config.num_aux_hidden_states != 3,
     }
+
+
+def has_biases(draft: DraftModel) -> bool:
+    """Whether attention or MLP of the draft's layers have biases."""
+    layer_config = draft.config.transformer_layer_config
+    return layer_config.attention_bias or getattr(layer_config, "mlp_bias", False)  # Qwen3 has no biases in its MLP
 
 
 def check_layer_ids(draft: DraftModel) -> None:

@@ -5,7 +5,7 @@ A row is read before anything else happens to it. An error names the row, says w
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -366,7 +366,7 @@ def _refuse_beside_text(row: dict[str, Any]) -> None:
 
 
 def _is_something(value: Any) -> bool:
-    return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
+    return value is not None and not (isinstance(value, Sized) and len(value) == 0)
 
 
 def _shown(value: Any) -> str:

@@ -55,4 +55,4 @@ def check_license(license: str | None, name: str | None = None, link: str | None
 def license_of(card: ModelCard | None) -> dict[str, str | None]:
     """Returns the licence in a card, as arguments of [`render_card`]. All are `None` without a card."""
     keys = ("license", "license_name", "license_link")
-    return {key: None if card is None else getattr(card.data, key, None) for key in keys}
+    return {key: None if card is None else card.data.get(key) for key in keys}
