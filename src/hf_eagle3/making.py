@@ -14,7 +14,7 @@ from .remote_code.configuration_eagle3 import Eagle3Config, default_aux_layer_id
 
 
 if TYPE_CHECKING:
-    from .remote_code.draft_eagle3 import DraftModel
+    from .remote_code.modeling_eagle3 import DraftModel
 
 SPECULATIVE_TOKENS = 6  # the length of the chain that engines such as vLLM draft
 

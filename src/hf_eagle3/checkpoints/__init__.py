@@ -22,7 +22,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from ..remote_code.configuration_eagle3 import Eagle3Config
-from ..remote_code.draft_eagle3 import DraftModel
+from ..remote_code.modeling_eagle3 import DraftModel
 from ..tensor_names import is_draft
 from . import flat, llama_cpp, openvino, safeailab, sglang
 from .engines import ENGINES, check_is_eagle3, describe_engines

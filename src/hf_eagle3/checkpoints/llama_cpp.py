@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..remote_code.draft_eagle3 import DraftModel
+from ..remote_code.modeling_eagle3 import DraftModel
 from .writing import beyond_classic, check_layer_ids, refuse
 
 
