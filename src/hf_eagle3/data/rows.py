@@ -30,6 +30,7 @@ CONVERSATIONS = ("messages", "conversations")
 SYSTEM = ("system", "system_prompt")  # columns of system prompts beside a conversation
 IMAGES = ("image", "images", "audio", "audios", "video", "videos")
 MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask")
+NUM_SHOWN = 3  # how many reasons, and rows for each, a message names
 # An assistant's message without content may have one of these.
 WITHOUT_CONTENT = {"tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"}
 
@@ -374,23 +375,22 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def summary(problems: Iterable[tuple[int, str]], num_shown: int = 3) -> str:
+def summary(problems: Iterable[tuple[int, str]]) -> str:
     """
-    Returns a sentence for each reason why rows are wrong, with the numbers of the first rows.
+    Returns a sentence for each of the first three reasons why rows are wrong, with the numbers of three rows.
 
     Args:
         problems (iterable of `(int, str)`): Numbers of rows, and what is wrong with them.
-        num_shown (`int`, *optional*, defaults to 3): How many reasons to give, and how many rows for each.
     """
     by_reason: dict[str, list[int]] = {}
     for number, reason in problems:
         by_reason.setdefault(reason.rstrip("."), []).append(number)
     parts = []
-    for reason, (first, *others) in list(by_reason.items())[:num_shown]:
-        also = ", ".join(map(str, others[: num_shown - 1])) + (", ..." if len(others) >= num_shown else "")
+    for reason, (first, *others) in list(by_reason.items())[:NUM_SHOWN]:
+        also = ", ".join(map(str, others[: NUM_SHOWN - 1])) + (", ..." if len(others) >= NUM_SHOWN else "")
         parts.append(f"Row {first}{f' ({len(others)} more: {also})' if others else ''}: {reason}.")
-    if len(by_reason) > num_shown:
-        parts.append(f"And {sum(map(len, list(by_reason.values())[num_shown:]))} more rows, for other reasons.")
+    if len(by_reason) > NUM_SHOWN:
+        parts.append(f"And {sum(map(len, list(by_reason.values())[NUM_SHOWN:]))} more rows, for other reasons.")
     return " ".join(parts)
 
 
