@@ -1,6 +1,7 @@
 """EAGLE-3 speculative decoding for Hugging Face models: train a draft, generate with it, publish it."""
 
 from importlib import import_module
+from typing import Any
 
 from .auto import install_auto_hook
 
@@ -15,7 +16,7 @@ _MODULES = {
     "Eagle3GenerationStats": "remote_code.outputs_eagle3",
     "Eagle3Step": "remote_code.outputs_eagle3",
     "assist": "assisting",
-    # To propose by other means than a draft: docs/extending.md.
+    # For proposers other than a draft: docs/extending.md.
     "AssistantMixin": "remote_code.assistant_eagle3",
     "DraftTree": "remote_code.tree_eagle3",
     "Proposer": "remote_code.tree_eagle3",
@@ -26,7 +27,7 @@ _MODULES = {
 __all__ = [*_MODULES, "__version__"]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -37,7 +38,7 @@ def __getattr__(name):
         raise ModuleNotFoundError(f"{name} needs {error.name}: pip install 'hf-eagle3[train]'") from error
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return __all__
 
 

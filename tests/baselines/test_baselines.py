@@ -324,7 +324,7 @@ def test_training_saving_and_loading(tmp_path, tokenizer, method):
         with pytest.raises(ValueError, match="in no known EAGLE-3 format"):
             Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
         other = next(each for each in BASELINES if each != method)
-        with pytest.raises(ValueError, match=f"is no {other} draft: its config.json is of '{method}'"):
+        with pytest.raises(ValueError, match=f"is not a {other} draft: its config.json is of '{method}'"):
             BASELINES[other].draft_class.from_pretrained(tmp_path / "draft")
         assert not list((tmp_path / "draft").rglob("*.py"))
 
