@@ -523,7 +523,7 @@ def test_a_draft_vocabulary_is_saved(tmp_path):
 def test_layers_of_another_kind_are_left_alone(tmp_path):
     folder = write_checkpoint(tmp_path / "draft", {**ZLAB_CONFIG, "model_type": "llama"})
     assert type(AutoConfig.from_pretrained(folder)).__name__ == "LlamaConfig"
-    with pytest.raises(ValueError, match="is no dflash draft: its config.json is of 'llama'"):
+    with pytest.raises(ValueError, match="is (no|not a) dflash draft: its config.json is of 'llama'"):
         DFlashForSpeculation.from_pretrained(folder)
 
 
@@ -567,7 +567,7 @@ def test_tensors_that_are_not_understood_are_refused(tmp_path):
     with pytest.raises(ValueError, match="is a block draft .* Load it by `AutoModel.from_pretrained`"):
         Eagle3ForSpeculation.from_pretrained(write_checkpoint(tmp_path / "c", ZLAB_CONFIG))
     Eagle3ForSpeculation.from_target(make_target("llama")).save_pretrained(tmp_path / "d")
-    with pytest.raises(ValueError, match="is no dflash draft"):
+    with pytest.raises(ValueError, match="is (no|not a) dflash draft"):
         DFlashForSpeculation.from_pretrained(tmp_path / "d")
 
 

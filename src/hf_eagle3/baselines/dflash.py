@@ -17,11 +17,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
 from ..held import HUB_ARGUMENTS, find
 from ..remote_code.cache_eagle3 import additive_mask
 from ..remote_code.devices_eagle3 import on_device, reads_without_sync
-from ..remote_code.draft_eagle3 import DraftModel
 from ..remote_code.drafter_eagle3 import Drafter, Rows, Slots
 from ..remote_code.layers_eagle3 import Eagle3Attention, Eagle3Head, Eagle3RMSNorm, Eagle3RotaryEmbedding
 from ..remote_code.loading_eagle3 import read_json, weights_digest
-from ..remote_code.modeling_eagle3 import Eagle3Output
+from ..remote_code.modeling_eagle3 import DraftModel, Eagle3Output
 from ..remote_code.policy_eagle3 import tree_settings
 from ..remote_code.text_eagle3 import flat_indices, right_index
 from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Plan, SampleGuesser
@@ -197,7 +196,7 @@ class DFlashForSpeculation(BaselineDraft):
         **overrides: Any,
     ) -> "DFlashForSpeculation":
         """
-        Makes an untrained draft for a loaded target. See [`~draft_eagle3.DraftModel.from_target`]. It reads as many of
+        Makes an untrained draft for a loaded target. See [`~modeling_eagle3.DraftModel.from_target`]. It reads as many of
         the target's states as it has layers, and the mask is the padding token, unless `overrides` say otherwise.
         """
         depth = target.config.get_text_config(decoder=True).num_hidden_layers
@@ -219,7 +218,7 @@ class DFlashForSpeculation(BaselineDraft):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
         """
-        Loads a draft of z-lab, of JetSpec, or of ours. See [`~draft_eagle3.DraftModel.from_pretrained`]. A tree may be as
+        Loads a draft of z-lab, of JetSpec, or of ours. See [`~modeling_eagle3.DraftModel.from_pretrained`]. A tree may be as
         deep as the block is long, unless a `generation_config.json` says otherwise (`tree_depth`).
 
         Raises:
@@ -258,7 +257,7 @@ class DFlashForSpeculation(BaselineDraft):
             self.config.weights_digest = None
 
     def validate_target(self, target: PreTrainedModel) -> None:
-        """See [`~draft_eagle3.DraftModel.validate_target`]."""
+        """See [`~modeling_eagle3.DraftModel.validate_target`]."""
         DraftModel.validate_target(self, target)
         num_tokens = len(target.get_input_embeddings().weight)
         if not self.config.has_own_embed_tokens and self.config.mask_token_id >= num_tokens:
