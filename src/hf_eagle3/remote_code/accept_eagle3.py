@@ -28,8 +28,8 @@ def accept(
 ) -> Accepted | None:
     """
     Walks down the tree in each row: picks the next token from the target's scores at a node, goes on at the child that
-    carries this token, and ends where there is no such child. So the text is the target's, and the tree only decides how
-    much of it one step writes.
+    carries this token, and ends where there is no such child. So the text is the target's, and the tree only decides
+    how much of it one step writes.
 
     Returns `None`, and accepts nothing, if it `may_discard` the tree and scores of a root are NaN. The reason may be
     another node: its NaNs pass through any mask (0 * NaN).
@@ -270,7 +270,8 @@ ROW_WISE = {
     *("SequenceBiasLogitsProcessor", "StopStringCriteria", "SuppressTokensAtBeginLogitsProcessor"),
     *("TopHLogitsWarper", "WatermarkLogitsProcessor"),
 }
-# Applied to a draft's logits, too. The others sort all scores, which takes longer than it saves, or change them little.
+# Applied to a draft's logits, too. The others sort all scores, which takes longer than it saves, or change them
+# little.
 WARP_DRAFTS = {"MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper"}
 STREAMERS = {"AsyncTextIteratorStreamer", "TextIteratorStreamer", "TextStreamer"}
 
@@ -287,15 +288,15 @@ def _is_by_row(processor: Callable) -> bool:
 
 
 def _sample_with(scores: torch.FloatTensor, noise: torch.FloatTensor) -> tuple[torch.LongTensor, torch.BoolTensor]:
-    """What `torch.multinomial` samples from `scores` `(..., V)` with this noise, and whether it would raise: `(...)`."""
+    """What `torch.multinomial` samples from scores `(..., V)` with this noise, and whether it would raise."""
     probs = torch.softmax(scores, dim=-1)
     return (probs / noise).argmax(dim=-1), ~torch.isfinite(probs.sum(dim=-1))  # one broken score breaks the sum
 
 
 def sample_scores(logits: torch.FloatTensor, noise: torch.FloatTensor) -> torch.FloatTensor:
     """
-    Scores whose maximum is the best guess of a sample (Gumbel-max), for logits `(B, V)` or `(B, K, V)` of a draft and the
-    `noise` `(B, V)` with which each row will be sampled.
+    Scores whose maximum is the best guess of a sample (Gumbel-max), for logits `(B, V)` or `(B, K, V)` of a draft and
+    the `noise` `(B, V)` with which each row will be sampled.
     """
     return logits - (noise if logits.dim() == 2 else noise[:, None]).log()
 
@@ -309,8 +310,8 @@ class NoiseStream:
 
     If nothing else draws between two tokens, noise is drawn ahead, and what was not used is given back at the end
     ([`rewind`]). Otherwise another generator predicts the noise that `torch.multinomial` will draw. (Setting back the
-    device's own generator would repeat numbers that other threads have drawn.) Predictions are dropped when something else
-    has drawn.
+    device's own generator would repeat numbers that other threads have drawn.) Predictions are dropped when something
+    else has drawn.
     """
 
     def __init__(self, num_rows: int, device: torch.device, draws_ahead: bool):

@@ -28,8 +28,8 @@ SHARING = ("DummyLayer",)
 
 def additive_mask(allowed: torch.BoolTensor, dtype: torch.dtype) -> torch.FloatTensor:
     """
-    Zeros where attention is allowed, and the lowest number elsewhere. Rows begin at multiples of 8 entries, because fused
-    kernels copy other masks first.
+    Zeros where attention is allowed, and the lowest number elsewhere. Rows begin at multiples of 8 entries, because
+    fused kernels copy other masks first.
     """
     length = allowed.shape[-1]
     shape = *allowed.shape[:-1], length + -length % 8
@@ -46,9 +46,9 @@ def tree_attention_mask(
     padding_mask: torch.Tensor | None = None,
 ) -> torch.FloatTensor | dict[str, torch.FloatTensor]:
     """
-    Additive masks for trees (see [`~tree_eagle3.DraftTree`]) that follow a linear past, given the target's cache before
-    the forward and the `padding_mask` `(B, past_length)`. Returns a mask `(B, 1, N, K)`, or a dict of masks by layer type,
-    as `transformers.masking_utils.create_masks_for_generate` does.
+    Additive masks for trees (see [`~tree_eagle3.DraftTree`]) that follow a linear past, given the target's cache
+    before the forward and the `padding_mask` `(B, past_length)`. Returns a mask `(B, 1, N, K)`, or a dict of masks by
+    layer type, as `transformers.masking_utils.create_masks_for_generate` does.
 
     Windows and chunks count positions in the text: siblings have different cache indices, but the same position.
     """
@@ -92,8 +92,8 @@ def tree_attention_mask(
 
 class TreeCache:
     """
-    The target's cache during one call. After each step it keeps what was accepted: at most `path_length` nodes. It reads
-    chains only, unless the target `takes_trees`. Recurrent states are refused, unless it `may_replay` them.
+    The target's cache during one call. After each step it keeps what was accepted: at most `path_length` nodes. It
+    reads chains only, unless the target `takes_trees`. Recurrent states are refused, unless it `may_replay` them.
     """
 
     num_replayed = 0  # tokens that the next forward reads again
@@ -149,7 +149,7 @@ class TreeCache:
             layer.crop(tokens_to_remove)
 
     def prepare(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Called before a forward with its inputs by token `(..., B, N)`. Returns those of replayed tokens and these."""
+        """Puts the inputs of replayed tokens before those of the nodes, `(..., B, N)`. Called before a forward."""
         return inputs
 
     def keep(self, nodes: list[list[int]], batch_growth: int) -> None:
@@ -326,8 +326,8 @@ def is_unused_static(cache: Cache) -> bool:
 
 def with_room(cache: StaticCache, max_length: int, num_slots: int) -> Cache:
     """
-    A cache like an unused static one, with at least `max_length` slots and `num_slots` more for a tree. Its sliding layers
-    keep all tokens, because they would overwrite what a rollback needs.
+    A cache like an unused static one, with at least `max_length` slots and `num_slots` more for a tree. Its sliding
+    layers keep all tokens, because they would overwrite what a rollback needs.
     """
     lengths = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
     capacity = num_slots + max(max_length, *lengths)
@@ -366,8 +366,9 @@ def keep_path(cache: Cache, path: torch.LongTensor, count: torch.LongTensor, num
 
 def keep_rows(cache: Cache, kept: Sequence[list[int]], num_new: int, batch_growth: int, length: int) -> None:
     """
-    Keeps the ascending entries `kept` of the last `num_new` entries of each row. Rows may keep different numbers of them:
-    all end at the right, like a batch that is padded on the left. The cache grows by `batch_growth`, to `length`.
+    Keeps the ascending entries `kept` of the last `num_new` entries of each row. Rows may keep different numbers of
+    them: all end at the right, like a batch that is padded on the left. The cache grows by `batch_growth`, to
+    `length`.
     """
     most = max(map(len, kept))
     table = [[*indices, *[0] * (most - len(indices)), len(indices)] for indices in kept]
@@ -423,8 +424,8 @@ def check_cache(cache: Cache | None, may_replay: bool) -> Cache:
                 continue
         raise ValueError(
             f"EAGLE-3 decoding cannot roll back a {type(cache).__name__} with {type(layer).__name__} layers. Use the "
-            "default `DynamicCache` (no `cache_implementation`). Also impossible are recurrent states, except those of a few "
-            "targets, convolutions beside static layers, and a `StaticCache` with sliding layers that was made before the "
-            "call (`cache_implementation='static'` makes another one)."
+            "default `DynamicCache` (no `cache_implementation`). Also impossible are recurrent states, except those of a "
+            "few targets, convolutions beside static layers, and a `StaticCache` with sliding layers that was made before "
+            "the call (`cache_implementation='static'` makes another one)."
         )
     return cache

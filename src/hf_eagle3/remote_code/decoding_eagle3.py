@@ -24,14 +24,14 @@ from .verify_eagle3 import INPUTS_BY_TOKEN, Verifier
 
 class TreeDecoding:
     r"""
-    One call of `generate` with an assistant. Decodes as `GenerationMixin._sample` does, several tokens per forward of the
-    target.
+    One call of `generate` with an assistant. Decodes as `GenerationMixin._sample` does, several tokens per forward of
+    the target.
 
-    At each node of the verified tree the next token is picked from the target's own processed scores, as `_sample` picks
-    it. If a child carries this token, the walk goes on there; else the step ends. Proposers only decide which nodes exist.
-    So greedy text is the target's greedy text, samples follow the target's distribution, and a seed gives the sample that
-    it gives without an assistant. The rows of a batch advance at their own pace, or in lockstep where the difference could
-    be noticed (see [`Text`]).
+    At each node of the verified tree the next token is picked from the target's own processed scores, as `_sample`
+    picks it. If a child carries this token, the walk goes on there; else the step ends. Proposers only decide which
+    nodes exist. So greedy text is the target's greedy text, samples follow the target's distribution, and a seed gives
+    the sample that it gives without an assistant. The rows of a batch advance at their own pace, or in lockstep where
+    the difference could be noticed (see [`Text`]).
 
     Args:
         assistant (`AssistantMixin`): Makes the proposer.

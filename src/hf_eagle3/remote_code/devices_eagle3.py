@@ -65,7 +65,7 @@ def compiled(function: Callable, owner: object, compile_config: Any | None) -> C
 
 
 class CudnnSwitch:
-    """Turns off cuDNN's attention during calls. PyTorch has one switch per process: the last call to end restores it."""
+    """Turns off cuDNN's attention during calls. The process has one switch: the last call to end restores it."""
 
     def __init__(self) -> None:
         self.lock, self.num_calls, self.was_on = threading.Lock(), 0, True
@@ -73,8 +73,8 @@ class CudnnSwitch:
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
         """
-        Turns it off, whatever devices the models are on. cuDNN's attention, PyTorch's first choice on H100, makes a plan
-        for each new length of the cache. That takes longer than a step, and fails for some masks
+        Turns it off, whatever devices the models are on. cuDNN's attention, PyTorch's first choice on H100, makes a
+        plan for each new length of the cache. That takes longer than a step, and fails for some masks
         (https://github.com/pytorch/pytorch/issues/190321).
         """
         with self.lock:
@@ -101,9 +101,9 @@ def captures_graphs(device: torch.device) -> bool:
 
 class CudaGraph:
     """
-    A function of tensors as a CUDA graph, which is launched at once instead of kernel by kernel. Inputs and outputs are
-    tensors of fixed shapes, or `None`. The function must not sync, and whatever else it reads or writes must keep its
-    address. The capture runs it twice.
+    A function of tensors as a CUDA graph, which is launched at once instead of kernel by kernel. Inputs and outputs
+    are tensors of fixed shapes, or `None`. The function must not sync, and whatever else it reads or writes must keep
+    its address. The capture runs it twice.
     """
 
     has_failed = False  # in this process

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft as a proposer: its keys and values during one call, what it has yet to read, and the tree that it grows."""
+"""The draft as a proposer: its keys and values during one call, what it has to read, and the tree that it grows."""
 
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -22,9 +22,9 @@ Rows = tuple[torch.LongTensor, torch.FloatTensor, torch.LongTensor, list[int]]
 class Slots:
     """
     The cache of one forward of the draft. Each row has slots of its own, filled from the left by its text and then a
-    tree. So nothing moves when rows accept different numbers of tokens, or when a tree is forgotten. The forward writes
-    to the slots `indices` `(B, Q)` of each layer's `keys` and `values` `(B, num_heads, num_slots, head_dim)`. It attends
-    to the first `num_visible` slots where its mask allows.
+    tree. So nothing moves when rows accept different numbers of tokens, or when a tree is forgotten. The forward
+    writes to the slots `indices` `(B, Q)` of each layer's `keys` and `values` `(B, num_heads, num_slots, head_dim)`.
+    It attends to the first `num_visible` slots where its mask allows.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Slots:
     def masks(
         self, config: PreTrainedConfig, allowed: torch.BoolTensor, distances: torch.LongTensor
     ) -> dict[str, torch.FloatTensor]:
-        """Additive masks by layer type, given the slots `(B, Q, num_visible)` that may be seen, and their distances."""
+        """Additive masks by layer type, given the allowed slots `(B, Q, num_visible)` and their distances."""
         dtype, masks = self.keys[0].dtype, {}
         for layer_type in set(config.layer_types):
             seen = allowed & (distances < config.sliding_window) if layer_type == "sliding_attention" else allowed
@@ -54,7 +54,7 @@ class Slots:
 
 
 class DraftState(NamedTuple):
-    """A draft during a call: the embedding that it may borrow from the target, and its keys and values (see [`Slots`])."""
+    """A draft during a call, the embedding that it may borrow from the target, and its [`Slots`]."""
 
     draft: PreTrainedModel
     embedding: torch.nn.Embedding
@@ -75,8 +75,8 @@ class Unread(NamedTuple):
 
 def read(state: DraftState, unread: Unread, num_masks: int = 0) -> Any:
     """
-    Reads tokens, and `num_masks` places behind them if the draft is a parallel one. Returns the [`Eagle3Output`] of the
-    last token of each row and of those places.
+    Reads tokens, and `num_masks` places behind them if the draft is a parallel one. Returns the [`Eagle3Output`] of
+    the last token of each row and of those places.
     """
     draft, embedding, keys, values, longest = state
     tokens, states, positions, counts, lengths = unread
@@ -108,9 +108,9 @@ def read(state: DraftState, unread: Unread, num_masks: int = 0) -> Any:
 
 def read_and_grow(state: DraftState, unread: Unread, plan: Plan, *settings: Any) -> DraftTree:
     """
-    Reads tokens and grows a tree below them, which it forgets again. A parallel draft is run once: its logits for a token
-    do not depend on the tokens before it that are not known yet. `settings` are those of [`~tree_eagle3.grow_tree`],
-    from `threshold` on.
+    Reads tokens and grows a tree below them, which it forgets again. A parallel draft is run once: its logits for a
+    token do not depend on the tokens before it that are not known yet. `settings` are those of
+    [`~tree_eagle3.grow_tree`], from `threshold` on.
     """
     draft, embedding, keys, values, longest = state
     tokens, positions = unread.tokens, unread.positions
@@ -161,8 +161,8 @@ def read_and_grow_fixed(
     temperature: torch.FloatTensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """
-    [`read_and_grow`] as a function of tensors, to be compiled. Noise `(B, plan.depth, draft_vocab_size)` and temperature
-    are those of the next samples, or `None`. Returns the fields of a [`DraftTree`].
+    [`read_and_grow`] as a function of tensors, to be compiled. Noise `(B, plan.depth, draft_vocab_size)` and
+    temperature are those of the next samples, or `None`. Returns the fields of a [`DraftTree`].
     """
 
     def guess(logits, level):
@@ -174,9 +174,9 @@ def read_and_grow_fixed(
 
 class Drafter(Proposer):
     """
-    The draft during one call. Beside a static cache it grows the same tree in every step by one function of fixed shapes,
-    which is compiled if the target is. On CUDA devices it does so beside other caches, too, and the function is captured
-    as a CUDA graph.
+    The draft during one call. Beside a static cache it grows the same tree in every step by one function of fixed
+    shapes, which is compiled if the target is. On CUDA devices it does so beside other caches, too, and the function
+    is captured as a CUDA graph.
     """
 
     # Older steps that nobody read are dropped. Otherwise plain decoding would keep the states of the whole text.
@@ -296,7 +296,7 @@ class Drafter(Proposer):
         return tokens.to(device), states.to(self.weight), positions.to(device), counts
 
     def read_all_but_newest(self, has_fixed_shape: bool) -> Rows:
-        """Reads what must be read apart: the prompt but for its last token, and what exceeds a fixed shape. Returns the rest."""
+        """Reads the prompt but for its last token, and what exceeds a fixed shape. Returns the rest."""
         *blocks, counts = self.take_unread()
         most = self.most_new if has_fixed_shape else blocks[0].shape[1] if self.lengths else 1
         excess = blocks[0].shape[1] - most

@@ -37,8 +37,8 @@ class MatchCalibration:
 
 class TextIndex:
     """
-    The text of one row. `place` is where the guess for its next token stands, after `match_length` tokens that match the
-    newest ones; `match_length` is 0 if there is no guess.
+    The text of one row. `place` is where the guess for its next token stands, after `match_length` tokens that match
+    the newest ones; `match_length` is 0 if there is no guess.
     """
 
     SIZES = (3, 2)  # n-grams by which a place is found; the longer ones first
@@ -119,7 +119,7 @@ class PromptLookup(Proposer):
         self.rows, self.is_finished = [self.rows[row] for row in rows], [self.is_finished[row] for row in rows]
 
     def expected_progress(self, num_tokens: int) -> list[float]:
-        """The expected progress of the slowest unfinished row if 0, 1, ... `num_tokens` guesses of each are verified."""
+        """The expected progress of the slowest unfinished row, if 0, 1, ... `num_tokens` guesses are verified."""
         rows = [row for row, is_finished in zip(self.rows, self.is_finished) if not is_finished]
         shortest = min((len(row.tokens) for row in rows), default=0)
         states = {(len(row.tokens) - shortest, row.match_length) for row in rows}

@@ -16,8 +16,8 @@ from transformers.utils import ModelOutput, output_capturing
 # What transformers calls the cache among arguments and outputs. It was another name before 5.24.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 
-# Before 5.23 a list passed as `output_hidden_states` counted from the first layer's output instead of the embeddings. The
-# outputs look alike, so all states are asked for there.
+# Before 5.23 a list passed as `output_hidden_states` counted from the first layer's output instead of the embeddings.
+# The outputs look alike, so all states are asked for there.
 CAN_SELECT_HIDDEN_STATES = hasattr(output_capturing, "resolve_hidden_states_indices")
 
 
@@ -76,8 +76,8 @@ def keep_state_after_last_layer(target: PreTrainedModel) -> Iterator[None]:
     layers = next((each for each in lists if len(each) == num_layers), None)
     if layers is None:
         raise ValueError(
-            f"The draft reads the state after the last layer, but {type(target).__name__} has no list of its {num_layers} "
-            "layers. Use a draft that reads other layers."
+            f"The draft reads the state after the last layer, but {type(target).__name__} has no list of its "
+            f"{num_layers} layers. Use a draft that reads other layers."
         )
     kept = threading.local()
 
@@ -151,7 +151,7 @@ class ReturnedOutputs:
     def add(
         self, row: int, outputs: TreeOutputs, logits: torch.FloatTensor, scores: torch.FloatTensor, node: int
     ) -> None:
-        """Adds the token that a row picked at a node. Forwards without drafted nodes are plain: all positions are added."""
+        """Adds the token that a row picked at a node. Of forwards without drafted nodes all positions are added."""
         if not self.wants_dict:
             return
         num_replayed, is_plain = outputs.num_replayed, outputs.logits.shape[1] == 1
@@ -262,8 +262,8 @@ class Eagle3GenerationStats:
 
     def origins(self, row: int = 0) -> list[tuple[str, int]]:
         """
-        Where each new token of a row came from. `("draft", 2)` was drafted at the second level of a tree, `("lookup", 5)`
-        was the fifth that was looked up, and `("target", 0)` is the target's own.
+        Where each new token of a row came from. `("draft", 2)` was drafted at the second level of a tree,
+        `("lookup", 5)` was the fifth that was looked up, and `("target", 0)` is the target's own.
 
         Args:
             row (`int`, *optional*, defaults to `0`): A row of the call.

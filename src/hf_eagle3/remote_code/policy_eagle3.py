@@ -67,9 +67,9 @@ def tree_settings(
 
 class StepCosts:
     """
-    Seconds that parts of a step take, by size: `"draft"` by levels, `"verify"` by tokens of all rows. Each size has its
-    five latest measurements, of which the second shortest counts: others may have met a pause. The first one of a size
-    includes warm-up and is dropped.
+    Seconds that parts of a step take, by size: `"draft"` by levels, `"verify"` by tokens of all rows. Each size has
+    its five latest measurements, of which the second shortest counts: others may have met a pause. The first one of a
+    size includes warm-up and is dropped.
     """
 
     LATEST = 5
@@ -124,9 +124,9 @@ def measurable(seconds: float) -> float:
 class Calibration:
     """
     Learns the `power` to which the draft's probabilities are taken, so that they say how often the target accepts its
-    guesses (temperature scaling: Guo et al., https://huggingface.co/papers/1706.04599). A draft learns to give each token
-    its share, but a greedy target always takes its best token; and a draft may be sure of wrong ones. The power rises if
-    the best children of nodes are accepted more often than their probabilities say.
+    guesses (temperature scaling: Guo et al., https://huggingface.co/papers/1706.04599). A draft learns to give each
+    token its share, but a greedy target always takes its best token; and a draft may be sure of wrong ones. The power
+    rises if the best children of nodes are accepted more often than their probabilities say.
     """
 
     RATE = 0.1  # by how much the power's logarithm rises per accepted node that was not expected at all
@@ -231,7 +231,7 @@ class DraftingTrial:
 
 
 class CallKind(NamedTuple):
-    """Properties of a call that change what its steps take or bring. Only calls of one kind share what they measure."""
+    """What changes the costs and gains of a call's steps. Only calls of one kind share measurements."""
 
     max_plan: Plan  # the largest tree
     num_rows: int = 1
@@ -252,8 +252,8 @@ class Policy(StaticPolicy):
 
     where `rate` is the tokens per second of the best way of decoding so far. Seconds are measured. How often looked-up
     tokens are right, and how deep the target follows the draft, is counted. Where the draft's confidences can be read
-    without a sync, the plan has prices, by which the draft makes each tree as large as pays. The text does not depend on
-    the tree, so timing may decide.
+    without a sync, the plan has prices, by which the draft makes each tree as large as pays. The text does not depend
+    on the tree, so timing may decide.
 
     A batch ends with its slowest row, so a step of a batch is worth what its slowest row gains.
     """
@@ -394,10 +394,10 @@ class Policy(StaticPolicy):
 
     def equivalent_plain_steps(self, accepted: Accepted, bottlenecks: list[bool], trial: DraftingTrial) -> float:
         """
-        How many plain steps a step is worth. A batch ends with its slowest row. Similar rows take turns at being slowest,
-        and the slowest falls behind their mean by the square root of the steps. So the mean over possible slowest rows
-        counts at first, and the slowest row later. If finished rows leave, the time that each row adds to a step is saved
-        from then on.
+        How many plain steps a step is worth. A batch ends with its slowest row. Similar rows take turns at being
+        slowest, and the slowest falls behind their mean by the square root of the steps. So the mean over possible
+        slowest rows counts at first, and the slowest row later. If finished rows leave, the time that each row adds to
+        a step is saved from then on.
         """
         counts, num_rows = accepted.counts, len(accepted.counts)
         if num_rows == 1:

@@ -26,9 +26,9 @@ class SampleArguments(NamedTuple):
 
 class Text:
     """
-    The rows of a batch. As in `_sample`, a finished row goes on with padding up to the length of the longest row. All rows
-    advance by the same number of tokens (`in_lockstep`), or each at its own pace. If processors or criteria may edit or
-    keep the ids that they get, the text `exposes_ids`. If it `may_retire` finished rows, they leave the batch.
+    The rows of a batch. As in `_sample`, a finished row goes on with padding up to the length of the longest row. All
+    rows advance by the same number of tokens (`in_lockstep`), or each at its own pace. If processors or criteria may
+    edit or keep the ids that they get, the text `exposes_ids`. If it `may_retire` finished rows, they leave the batch.
     """
 
     # How far a row may run ahead of the slowest one. Noise is kept for the positions in between.
@@ -82,7 +82,7 @@ class Text:
         return all(self.is_finished) and (self.may_retire or self.shortest == self.longest)
 
     def bottlenecks(self, reach: int) -> list[bool]:
-        """For each row: whether the batch waits for it, or may soon: it is less than `reach` tokens ahead of the slowest."""
+        """Whether the batch waits for each row, or may soon: it is less than `reach` tokens ahead of the slowest."""
         unfinished = [length for length, is_finished in zip(self.lengths, self.is_finished) if not is_finished]
         limit = min(unfinished, default=0) + reach
         return [length < limit and not is_finished for length, is_finished in zip(self.lengths, self.is_finished)]
@@ -106,7 +106,7 @@ class Text:
         """The ids of all rows, `(B, capacity)`. Entries beyond the end of a row mean nothing."""
         if any(self.unwritten):
             if self.longest > self._ids.shape[1]:
-                # If others may edit or keep these ids, they get no room to spare: the next token goes to another tensor.
+                # If others may edit or keep these ids, there is no room to spare: the next token makes another tensor.
                 self._ids = F.pad(self._ids, (0, 1 if self.exposes_ids else max(self.longest, 256)))
             starts = [length - len(tokens) for length, tokens in zip(self.lengths, self.unwritten)]
             rows = [row for row, tokens in enumerate(self.unwritten) for _ in tokens]
@@ -165,8 +165,8 @@ def right_index(lengths: torch.LongTensor, width: int) -> torch.LongTensor:
 
 def align_right(entries: torch.Tensor, lengths: torch.LongTensor, width: int) -> torch.Tensor:
     """
-    Moves the first `lengths[b]` of the `entries` `(..., B, L)` of each row to the right of `width` columns. Longer rows
-    lose their beginning; shorter rows begin with zeros.
+    Moves the first `lengths[b]` of the `entries` `(..., B, L)` of each row to the right of `width` columns. Longer
+    rows lose their beginning; shorter rows begin with zeros.
     """
     source = right_index(lengths, width)
     shape = (*entries.shape[:-2], *source.shape)
@@ -183,7 +183,8 @@ def stack_right(rows: list[list[int]], device: torch.device) -> torch.LongTensor
 def flat_indices(indices: torch.LongTensor, shape: Sequence[int]) -> torch.LongTensor:
     """
     The places `(B * H * K,)` of the entries `indices` `(B, K)` of states `(B, H, S, ...)` of this `shape`, once their
-    first three dimensions are flattened. `index_select` with them copies whole vectors; `gather` copies number by number.
+    first three dimensions are flattened. `index_select` with them copies whole vectors; `gather` copies number by
+    number.
     """
     batch_size, num_heads, num_entries = shape[:3]
     first = torch.arange(batch_size * num_heads, device=indices.device).view(batch_size, num_heads, 1) * num_entries

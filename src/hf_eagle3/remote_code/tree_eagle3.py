@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's three values, [`Plan`], [`DraftTree`] and [`Accepted`]; what proposes trees; and growing them by confidence."""
+"""The three values of a step, [`Plan`], [`DraftTree`] and [`Accepted`]; proposers; and growing trees by confidence."""
 
 import itertools
 import math
@@ -23,11 +23,11 @@ class Prices(NamedTuple):
     must_verify: bool = False  # at least one node, at any cost, to learn what drafting is worth
 
     def worth(self, values: torch.FloatTensor) -> list[float]:
-        """The probability that each node is accepted, averaged over the rows that count; `values` `(B, N)` are its logs."""
+        """The mean probability over the rows that count that each node is accepted, given its log `(B, N)`."""
         return (values if all(self.rows) else values[self.rows]).exp().mean(dim=0).tolist()
 
     def num_to_expand(self, worth: list[float], share: float) -> int:
-        """How many nodes to expand, if each passes this share of its worth on to its children; 0 if that does not pay."""
+        """How many nodes to expand, if each passes this share of its worth on. 0 if that does not pay."""
         node_price = self.nodes[-1] / (len(self.nodes) - 1)
         gains = [share * each - node_price for each in worth if share * each > node_price]
         return max(len(gains), 1) if sum(gains) > self.level else 0
@@ -252,7 +252,7 @@ class SampleGuesser(Protocol):
         ...
 
     def noise_ahead(self, level: int, token_ids: torch.LongTensor | None, like: torch.Tensor) -> torch.FloatTensor:
-        """The noise `(B, V)` with which the target will draw, for logits with the last dimension and device of `like`."""
+        """The noise `(B, V)` with which the target will draw, for logits of the width and device of `like`."""
         ...
 
 
@@ -311,15 +311,15 @@ def grow_tree(
     https://huggingface.co/papers/2406.16858, sections 4.1 and 4.2). A node's value is the log-probability of the path
     to it.
 
-    `advance(tokens (B, K), hidden_states (B, K, H), level, visible (B, K, T)) -> logits (B, K, V), hidden_states (B, K, H)`
-    is one drafting step for `K` nodes at depth `level`. `visible` says which of the `T` nodes advanced so far, these
-    included, each of them attends to.
+    `advance(tokens (B, K), hidden_states (B, K, H), level, visible (B, K, T))` is one drafting step for `K` nodes at
+    depth `level`. It returns logits `(B, K, V)` and hidden states `(B, K, H)`. `visible` says which of the `T` nodes
+    advanced so far, these included, each of them attends to.
 
-    `guess(logits (..., V), level) -> scores (..., V)` replaces the logits for children of nodes at depth `level`, if the
-    target samples (see [`~accept_eagle3.sample_scores`]).
+    `guess(logits (..., V), level) -> scores (..., V)` replaces the logits for children of nodes at depth `level`, if
+    the target samples (see [`~accept_eagle3.sample_scores`]).
 
-    Without prices in the plan all shapes are fixed, `advance` is called `depth - 1` times, and only a `threshold` forces a
-    sync. With prices the tree is smaller where the draft is unsure, as in OPT-Tree
+    Without prices in the plan all shapes are fixed, `advance` is called `depth - 1` times, and only a `threshold`
+    forces a sync. With prices the tree is smaller where the draft is unsure, as in OPT-Tree
     (https://huggingface.co/papers/2406.17276), and each level forces a sync.
     """
     batch_size, device, prices = logits.shape[0], logits.device, plan.prices

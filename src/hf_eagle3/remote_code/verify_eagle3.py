@@ -31,7 +31,7 @@ INPUTS_BY_TOKEN = ("attention_mask", "position_ids", *TOKEN_TYPES)
 
 
 class Verifier:
-    """The target during one call, with its cache and the inputs of its next forward. It reads states of `layer_ids`."""
+    """The target during one call, with its cache and the inputs of its next forward."""
 
     cache: TreeCache
 
@@ -120,8 +120,8 @@ class Verifier:
         if target_outputs.logits.shape[1] != num_replayed + num_nodes:
             raise ValueError(
                 f"{type(self.target).__name__} returned logits of {target_outputs.logits.shape[1]} of the "
-                f"{num_replayed + num_nodes} tokens that it was given, but a tree needs those of all. Let `forward` return "
-                "them, or leave `assistant_model` out."
+                f"{num_replayed + num_nodes} tokens that it was given, but a tree needs those of all. Let `forward` "
+                "return them, or leave `assistant_model` out."
             )
         self.cache.track(target_outputs[CACHE], num_nodes)
         states = self._states_of(target_outputs)
@@ -170,8 +170,8 @@ class Verifier:
         has_positions = passed is not None and (passed.is_set_to(positions) or torch.equal(passed, positions))
         if not has_positions or (attention_mask is not None and mask is None):
             raise ValueError(
-                f"{type(target).__name__}.prepare_inputs_for_generation does not pass on the positions and the mask that it "
-                "is given, which a tree needs. Leave `assistant_model` out."
+                f"{type(target).__name__}.prepare_inputs_for_generation does not pass on the positions and the mask that "
+                "it is given, which a tree needs. Leave `assistant_model` out."
             )
         return prepared, node_positions
 
@@ -214,8 +214,8 @@ def extended_inputs(
     target: PreTrainedModel, target_outputs: ModelOutput, inputs: dict, counts: list[int], batch_growth: int
 ) -> dict:
     """
-    The inputs of the next forward, given those of the last one and its outputs. Row `b` wrote `counts[b]` tokens, and the
-    longest row grew by `batch_growth`.
+    The inputs of the next forward, given those of the last one and its outputs. Row `b` wrote `counts[b]` tokens, and
+    the longest row grew by `batch_growth`.
     """
     token_types, most = inputs.get("token_type_ids"), max(counts)
     inputs = target._update_model_kwargs_for_generation(
