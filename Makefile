@@ -1,14 +1,14 @@
-# `make quickstart` and `make test` need Python >= 3.10 and nothing else: they make an environment of their own.
+# These commands need only Python >= 3.10. They make an environment of their own.
 PYTHON ?= python3
 VENV ?= .venv
-# Pinned for development; the package itself takes a range.
+# Pinned for development. The package itself takes a range.
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
-# Python compiles what it imports, the smaller part of what is installed, and keeps it. (0 is how pip takes `--no-compile`.)
+# Python compiles only the modules that it imports. (0 stands for pip's `--no-compile`.)
 export PIP_NO_COMPILE = 0
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install quickstart test test-engines test-clients test-wheel docs style clean
+.PHONY: install quickstart test types test-engines test-clients test-wheel docs style clean
 
 install: $(VENV)/.installed
 
@@ -32,19 +32,24 @@ quickstart: install
 test: $(VENV)/.tested
 	$(BIN)/python -m ruff check src tests recipes experiments
 	$(BIN)/python -m ruff format --check src tests recipes experiments
+	$(BIN)/python -m mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-# One draft in vLLM, llama.cpp and OpenVINO, each in an environment of its own: some 6 GB, half an hour at first.
+# Types of the package. Half a minute the first time, then only what changed.
+types: install
+	$(BIN)/python -m mypy
+
+# One draft in vLLM, llama.cpp and OpenVINO, each in its own environment. The first run takes 6 GB and half an hour.
 test-engines: install
 	HF_EAGLE3_ENGINES=outputs/engines $(BIN)/python -m pytest tests/engines -v -rs
 
-# Other people's programs that call `generate`: lm-evaluation-harness, LangChain, `transformers serve`.
+# Programs that call `generate` with a draft: lm-evaluation-harness, LangChain, `transformers serve`.
 test-clients:
 	$(MAKE) install VENV=outputs/clients
 	outputs/clients/bin/python -m pip install --quiet lm_eval langchain-huggingface "transformers[serving]"
 	outputs/clients/bin/python -m pytest tests/clients -v -rs
 
-# The wheel as users install it, in an environment that knows nothing of this folder: it does what the quickstart does.
+# Builds the wheel, installs it in a clean environment, and runs the steps of the quickstart there.
 test-wheel:
 	rm -rf dist outputs/wheel
 	$(PYTHON) -m venv outputs/wheel
@@ -54,7 +59,7 @@ test-wheel:
 	outputs/wheel/bin/python -m pip install --quiet "$(TORCH)" "$$(ls dist/*.whl)[train]"
 	cd outputs/wheel && PYTHONPATH= bin/python ../../tests/wheel.py
 
-# The site with the API reference, into outputs/site. A link that leads nowhere fails.
+# The site with the API reference, into outputs/site. A broken link fails.
 docs: $(VENV)/.documented
 	$(BIN)/python -m mkdocs build --strict
 
@@ -67,4 +72,4 @@ style: install
 	$(BIN)/python -m ruff format src tests recipes experiments
 
 clean:
-	rm -rf $(VENV) outputs build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) outputs build dist .mypy_cache .pytest_cache .ruff_cache

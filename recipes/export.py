@@ -2,18 +2,18 @@
 # dependencies = ["hf-eagle3"]
 # ///
 """
-Writes a draft in the format of another engine.
+Writes a draft in the format of an engine.
 
     python recipes/export.py me/Qwen3-8B-speculator.eagle3 --to sglang --output_dir Qwen3-8B-eagle3-sglang
 
-The format that drafts are saved in is what `vllm serve` takes (`--to speculators --target Qwen/Qwen3-8B` for a draft
-of another format); others want their own:
+`vllm serve` takes drafts as they are saved. (`--to speculators --target Qwen/Qwen3-8B` converts a draft of another
+format for it.) Other engines need their own format:
 
     python recipes/export.py my-draft --to gguf --target_gguf Qwen3-8B.gguf --output_dir draft-gguf
     python recipes/export.py my-draft --to openvino --python openvino/bin/python --output_dir draft-openvino
 
-`--push_to` pushes it to a branch of the draft's Hub repo, by default of the format's name (`--revision`), so that one repo
-serves all:
+`--push_to` pushes the result to a branch of the draft's Hub repo, so that one repo serves all engines. The branch has the
+format's name, or that of `--revision`:
 
     python recipes/export.py me/Qwen3-8B-speculator.eagle3 --to sglang --output_dir Qwen3-8B-eagle3-sglang \
         --push_to me/Qwen3-8B-speculator.eagle3
@@ -36,16 +36,16 @@ def main():
     parser.add_argument(
         "--target",
         type=folder_or_hub_id,
-        help="The draft's target, where its own format does not name it: folder or Hub id",
+        help="The draft's target, if its format does not name it: folder or Hub id",
     )
-    parser.add_argument("--target_gguf", help="For gguf: the target as llama.cpp has it")
+    parser.add_argument("--target_gguf", help="For gguf: the target's GGUF file")
     parser.add_argument(
-        "--python", help="For openvino: the interpreter of an environment that has optimum-intel and openvino"
+        "--python", help="For openvino: the interpreter of an environment with optimum-intel and openvino"
     )
     parser.add_argument("--output_dir", required=True, help="A new folder")
     parser.add_argument("--draft_revision", help="Revision of the draft on the Hub")
     parser.add_argument("--push_to", help="Hub repo to push the folder to")
-    parser.add_argument("--revision", help="Branch of that repo; by default the format's name")
+    parser.add_argument("--revision", help="Branch of that repo. By default the format's name")
     args = parser.parse_args()
     for option, form in (("target_gguf", "gguf"), ("python", "openvino")):
         if getattr(args, option) is not None and args.to != form:
@@ -55,7 +55,7 @@ def main():
         draft.pair_with(load_ends(args.target))
     if args.to == "speculators":
         if draft.config.speculators_config is None:
-            raise SystemExit("vLLM wants to know the target, which this draft's format does not say: pass --target.")
+            raise SystemExit("vLLM needs the target's name, and this draft's format does not have it. Pass --target.")
         check_new_folder(args.output_dir)
         draft.save_pretrained(args.output_dir)
     else:
@@ -69,7 +69,7 @@ def main():
             repo_id=args.push_to,
             folder_path=args.output_dir,
             revision=branch,
-            # The branch begins as a copy of the other format's.
+            # A new branch begins with the files of the main branch.
             delete_patterns=["*.json", "*.py", "*.safetensors"],
             commit_message=f"The draft in the {args.to} format",
         )

@@ -2,17 +2,17 @@
 # dependencies = ["hf-eagle3", "gguf"]
 # ///
 """
-Unpacks a GGUF file into a folder in transformers' format: weights in bfloat16, configuration and tokenizer.
+Converts a GGUF file to a folder in transformers' format: weights in bfloat16, configuration and tokenizer.
 
     python recipes/from_gguf.py SmolLM2-135M-Instruct.Q4_1.gguf outputs/smollm2
 
-The weights are those of the file: a 4-bit file gives a model that writes a little differently from the original.
+The weights are dequantized. The model of a 4-bit file writes a little differently from the original.
 """
 
 import argparse
 from pathlib import Path
 
-import gguf  # noqa: F401  which transformers reads the file with, and asks for too late
+import gguf  # noqa: F401  transformers needs it, and reports too late that it is missing
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -2,14 +2,13 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-Pushes a draft to the Hub: weights, configuration, the code that travels with it, what was measured, and its card, in
-one commit.
+Pushes a draft to the Hub in one commit: weights, configuration, the code that ships with it, benchmark and card.
 
     python recipes/benchmark.py --target Qwen/Qwen3-8B --draft Qwen3-8B-speculator.eagle3 --tasks paper --json results.jsonl
     python recipes/push.py Qwen3-8B-speculator.eagle3 --repo_id me/Qwen3-8B-speculator.eagle3 --benchmark results.jsonl
 
-Cut off, it is simply run again: weights that have arrived are not sent twice. `--dry_run` writes to a folder what
-would be pushed.
+After an interruption just run it again: weights that have arrived are not sent twice. `--dry_run` writes to a folder
+what would be pushed.
 """
 
 import argparse
@@ -26,16 +25,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("draft", type=folder_or_hub_id, help="Folder or Hub id, in any format that can be read")
     parser.add_argument("--repo_id", help="By default <you>/<target>-speculator.eagle3")
-    parser.add_argument("--benchmark", help="What `recipes/benchmark.py --json` wrote about this draft")
-    parser.add_argument("--target", help="Hub id of the target, if the draft names it otherwise")
+    parser.add_argument("--benchmark", help="File that `recipes/benchmark.py --json` wrote for this draft")
+    parser.add_argument("--target", help="Hub id of the target, if the draft has another name for it")
     parser.add_argument("--license", help="Licence id of the Hub, such as apache-2.0 or llama3.1, or other")
-    parser.add_argument("--license_name", help="With --license other: what it is called")
+    parser.add_argument("--license_name", help="With --license other: its name")
     parser.add_argument("--license_link", help="With --license other: an address, or the name of a file in the repo")
     parser.add_argument(
-        "--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="To push the weights in"
+        "--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="Dtype of the pushed weights"
     )
-    parser.add_argument("--private", action="store_true", help="Make the repo private, if it is not there yet")
-    parser.add_argument("--revision", help="Branch to push to; made if it is not there")
+    parser.add_argument("--private", action="store_true", help="Make a new repo private")
+    parser.add_argument("--revision", help="Branch to push to. It is made if it does not exist")
     parser.add_argument("--create_pr", action="store_true", help="Open a pull request instead of committing")
     parser.add_argument("--commit_message", default="Upload draft")
     parser.add_argument("--overwrite_card", action="store_true", help="Replace a card that was edited by hand")
@@ -52,7 +51,7 @@ def main():
     benchmark = BenchmarkResults.read(args.benchmark) if args.benchmark else None
     verifier = (draft.config.speculators_config or {}).get("verifier", {})
     if args.repo_id is None and not verifier.get("name_or_path"):
-        parser.error("this draft names no target: pass --target, or the name of its repo by --repo_id")
+        parser.error("this draft names no target: pass --target, or the name of its repo as --repo_id")
     name = repo_name(draft.config.verifier)
     if args.dry_run:
         write_draft(draft, args.dry_run, args.repo_id or name, benchmark=benchmark, **license)

@@ -2,22 +2,25 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-Replaces the answers of a data set by the target's own, which is what its draft has to predict.
+Replaces the answers of a data set with the target's own, because these are what its draft has to predict.
 
-By the target in this process, or in as many as there are GPUs:
+With the target in this process, or in one process per GPU:
 
     accelerate launch recipes/regenerate.py --model_name_or_path Qwen/Qwen3-8B --dtype bfloat16 \
         --dataset_name HuggingFaceH4/ultrachat_200k --dataset_train_split train_sft --output_dir ultrachat-qwen3-8b
 
-By a server with an OpenAI-compatible API (vLLM, SGLang), which is faster:
+With an OpenAI-compatible server (vLLM, SGLang), which is faster:
 
     python recipes/regenerate.py --model_name_or_path Qwen/Qwen3-8B --base_url http://localhost:8000/v1 --concurrency 128 \
         --dataset_name HuggingFaceH4/ultrachat_200k --dataset_train_split train_sft --output_dir ultrachat-qwen3-8b
 
-Every turn of the assistant is replaced, the later ones in answer to a conversation of the new ones. Prompts that are
-texts are continued, and of rows with a `text` pieces of `--prompt_tokens`, one for as many tokens as piece and answer have:
-that takes no chat template. A finished row is written at once; the same command goes on where it was stopped, and tries rows again that failed. Then train on the
-folder: `recipes/train.py --dataset_name ultrachat-qwen3-8b ...`, or on what `--push_to_hub me/ultrachat-qwen3-8b` made of it.
+Each of the assistant's turns is replaced, and later answers see the new earlier ones. Prompts that are texts are continued.
+Rows with only a `text` are cut into prompts of `--prompt_tokens`, so that prompts and answers together are as long as the
+text. Texts need no chat template.
+
+Finished rows are written at once. After an interruption the same command goes on, and tries failed rows again. Then train
+on the folder with `recipes/train.py --dataset_name ultrachat-qwen3-8b ...`, or on the data set that `--push_to_hub
+me/ultrachat-qwen3-8b` makes of it.
 """
 
 import asyncio
@@ -43,7 +46,7 @@ from hf_eagle3.tokenizer import load_tokenizer, read_template
 from hf_eagle3.training.parser import Eagle3Parser
 
 
-# What is about a training.
+# Arguments that only training uses.
 WITHOUT = (
     "features_dir",
     "dataset_test_split",
@@ -57,79 +60,116 @@ WITHOUT = (
 
 @dataclass
 class RegenerationArguments:
-    """What to generate, and how."""
+    """Arguments of this script."""
 
-    output_dir: str = field(metadata={"help": "Folder for the new data, JSON Lines."})
-    max_new_tokens: int = field(default=2048, metadata={"help": "Longest answer; longer ones are cut there."})
+    output_dir: str = field(metadata={"help": "Folder for the new data, in JSON Lines files."})
+    max_new_tokens: int = field(default=2048, metadata={"help": "Longer answers are cut here."})
     temperature: float | None = field(
-        default=None, metadata={"help": "By default as the target is configured; 0 is greedy."}
+        default=None, metadata={"help": "By default as the target is configured. 0 is greedy."}
     )
     top_p: float | None = field(default=None, metadata={"help": "By default as the target is configured."})
     chat_template_path: str | None = field(
-        default=None, metadata={"help": "Jinja file, in place of the chat template of the target's tokenizer."}
+        default=None, metadata={"help": "Jinja file that replaces the chat template of the target's tokenizer."}
     )
     prompt_tokens: int = field(
-        default=32, metadata={"help": "Of rows that are texts: how long the pieces are that are continued."}
+        default=32, metadata={"help": "Length of the prompts that are cut from rows with only a text."}
     )
     batch_size: int = field(default=16, metadata={"help": "Conversations at a time in each process."})
     chat_template_kwargs: dict | str | None = field(
         default=None,
-        metadata={"help": "JSON for the chat template, such as '{\"enable_thinking\": false}', where a row has none."},
+        metadata={
+            "help": "JSON for the chat template, such as '{\"enable_thinking\": false}'. A row's own comes first."
+        },
     )
     drop_cut_answers: bool = field(
         default=False,
         metadata={
             "help": "Leave out rows with an answer that was cut at `--max_new_tokens` (finish_reason `length`). They are "
-            "counted in any case."
+            "counted either way."
         },
     )
     base_url: str | None = field(default=None, metadata={"help": "Server to ask, instead of loading the target."})
     served_model_name: str | None = field(
-        default=None, metadata={"help": "The model's name on the server; by default `--model_name_or_path`."}
+        default=None, metadata={"help": "The model's name on the server. By default `--model_name_or_path`."}
     )
-    api_key: str | None = field(default=None, metadata={"help": "Its key, if it wants one."})
-    concurrency: int = field(default=64, metadata={"help": "Conversations at a time that the server gets."})
-    max_retries: int = field(default=5, metadata={"help": "How often a request that failed is sent again."})
+    api_key: str | None = field(default=None, metadata={"help": "The server's key, if it asks for one."})
+    concurrency: int = field(default=64, metadata={"help": "Conversations that the server gets at a time."})
+    max_retries: int = field(default=5, metadata={"help": "How often to send a failed request again."})
     timeout: float = field(default=600.0, metadata={"help": "Seconds to wait for an answer of the server."})
     push_to_hub: str | None = field(
         default=None,
-        metadata={"help": "Data set of the Hub, `<owner>/<name>`, that all rows are pushed to at the end."},
+        metadata={"help": "Data set on the Hub, `<owner>/<name>`, to push all rows to at the end."},
     )
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run the code that the target's repo brings."})
-    private: bool = field(default=False, metadata={"help": "Make it a private one, if it is not there yet."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code from the target's repo."})
+    private: bool = field(default=False, metadata={"help": "Make a new data set private."})
+
+
+def load_prompts(script_args, args, target_config, mixture):
+    """Returns the data set of prompts, the tokenizer (`None` with a server), and whether the prompts are pieces of texts."""
+    dataset = rows_of(load_data(script_args, mixture), script_args.dataset_train_split)
+    dataset = plain_rows(dataset, script_args.dataset_train_split)
+    is_continued = has_texts(dataset)
+    if args.base_url is not None:
+        if is_continued:
+            raise ValueError(
+                "A server answers messages, but this data has texts. Leave `--base_url` out, so that the target in this process "
+                "continues them."
+            )
+        return dataset, None, False
+    name, revision = target_config.model_name_or_path, target_config.model_revision
+    tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    if args.chat_template_path is not None:
+        tokenizer.chat_template = read_template(args.chat_template_path)
+    first = next(iter(dataset), {})
+    if any(isinstance(first.get(name), list) for name in ("messages", "conversations", "prompt")):
+        check_chat_template(tokenizer)
+    if is_continued:
+        dataset = beginnings(dataset, tokenizer, args.prompt_tokens, args.max_new_tokens)
+    return dataset, tokenizer, is_continued
+
+
+def ask_server(args, model, pending, output, sampling) -> int:
+    """Answers with the server. Returns how many rows failed."""
+    sampling = {**sampling, "max_tokens": sampling["max_new_tokens"]}
+    del sampling["max_new_tokens"]
+    model = args.served_model_name or model
+    limits = (args.concurrency, args.max_retries, args.timeout, args.api_key)
+    try:
+        return asyncio.run(regenerate_by_server(args.base_url, model, pending, output, *limits, **sampling))
+    except ConnectionRefusedError as error:
+        raise SystemExit(str(error)) from None
+
+
+def ask_target(script_args, args, target_config, device, tokenizer, pending, output, sampling) -> None:
+    """Loads the target, and an earlier draft if there is one, and answers with them."""
+    if "temperature" in sampling:
+        sampling = {**sampling, "do_sample": sampling["temperature"] > 0}
+        if not sampling["do_sample"]:
+            del sampling["temperature"]
+    target = load_target(target_config, trust_remote_code=args.trust_remote_code)
+    if target_config.device_map is None:
+        target = target.to(device)
+    draft = None
+    if script_args.draft_name_or_path is not None:
+        draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path, dtype=target.dtype)
+        draft = draft.to(target.device)
+    regenerate_locally(target.eval(), tokenizer, pending, output, args.batch_size, draft, **sampling)
 
 
 def main():
     parser = Eagle3Parser((TrainScriptArguments, RegenerationArguments, TargetConfig, DatasetMixtureConfig), WITHOUT)
     script_args, args, target_config, mixture = parser.parse_args_and_config()
     state = PartialState()
-    dataset = rows_of(load_data(script_args, mixture), script_args.dataset_train_split)
-    dataset = plain_rows(dataset, script_args.dataset_train_split)
     try:
         template_kwargs = read_template_kwargs({"chat_template_kwargs": args.chat_template_kwargs})
     except RowError as error:
         raise ValueError(f"`--chat_template_kwargs`: {error}.") from None
     if args.base_url is None and (target_config.tp_plan is not None or target_config.fsdp_size is not None):
         raise ValueError(
-            "Processes that share a target compute one batch together, but each would answer rows of its own. Spread the target "
-            "by `--device_map auto` in one process, or let a server do it (`--base_url`)."
+            "`--tp_plan` and `--fsdp_size` share one batch between processes, but each process answers its own rows. Spread the "
+            "target over GPUs with `--device_map auto` in one process, or use a server (`--base_url`)."
         )
-    is_continued = has_texts(dataset)
-    if is_continued and args.base_url is not None:
-        raise ValueError(
-            "A server is asked for answers to messages, and this data has texts. Leave `--base_url` out: the target in this "
-            "process continues them."
-        )
-    if args.base_url is None:
-        trust = {"trust_remote_code": args.trust_remote_code}
-        tokenizer = load_tokenizer(target_config.model_name_or_path, revision=target_config.model_revision, **trust)
-        if args.chat_template_path is not None:
-            tokenizer.chat_template = read_template(args.chat_template_path)
-        columns = next(iter(dataset), {})
-        if any(isinstance(columns.get(name), list) for name in ("messages", "conversations", "prompt")):
-            check_chat_template(tokenizer)
-    if is_continued:
-        dataset = beginnings(dataset, tokenizer, args.prompt_tokens, args.max_new_tokens)
+    dataset, tokenizer, is_continued = load_prompts(script_args, args, target_config, mixture)
     sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
     settings = {
         "model": target_config.model_name_or_path,
@@ -150,26 +190,9 @@ def main():
     sampling = {name: value for name, value in sampling.items() if value is not None}
     pending = output.pending(dataset, state.process_index, state.num_processes, template_kwargs)
     if args.base_url is not None:
-        sampling["max_tokens"] = sampling.pop("max_new_tokens")
-        model = args.served_model_name or target_config.model_name_or_path
-        limits = (args.concurrency, args.max_retries, args.timeout, args.api_key)
-        try:
-            num_failed = asyncio.run(regenerate_by_server(args.base_url, model, pending, output, *limits, **sampling))
-        except ConnectionRefusedError as error:
-            raise SystemExit(str(error)) from None
+        num_failed = ask_server(args, target_config.model_name_or_path, pending, output, sampling)
     else:
-        if "temperature" in sampling:
-            sampling["do_sample"] = sampling["temperature"] > 0
-            if not sampling["do_sample"]:
-                del sampling["temperature"]
-        target = load_target(target_config, **trust)
-        if target_config.device_map is None:
-            target = target.to(state.device)
-        draft = None
-        if script_args.draft_name_or_path is not None:
-            draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path, dtype=target.dtype)
-            draft = draft.to(target.device)
-        regenerate_locally(target.eval(), tokenizer, pending, output, args.batch_size, draft, **sampling)
+        ask_target(script_args, args, target_config, state.device, tokenizer, pending, output, sampling)
     print(
         f"{len(output.done) - num_done} rows written to {args.output_dir}, {num_done} were there, {num_failed} failed, "
         f"{len(output.left_out)} were left out."
@@ -179,7 +202,7 @@ def main():
     if num_failed:
         raise SystemExit(1)
     if not output.done:
-        raise SystemExit("There is nothing to train on: no row could be answered, for the reason above.")
+        raise SystemExit("No row could be answered, for the reasons above, so there is nothing to train on.")
     state.wait_for_everyone()
     if args.push_to_hub is not None and state.is_main_process:
         print(f"Pushed to {push_dataset(args.output_dir, args.push_to_hub, args.private or None).commit_url}.")

@@ -2,14 +2,14 @@
 # dependencies = ["hf-eagle3", "transformers[serving]"]
 # ///
 """
-`transformers serve` (chat completions, completions and responses in OpenAI's format) with a draft.
+Runs `transformers serve` with a draft: chat completions, completions and responses in OpenAI's format.
 
     python recipes/serve.py --target Qwen/Qwen3-8B --draft RedHatAI/Qwen3-8B-speculator.eagle3 --port 8000
     curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" \
         -d '{"model": "Qwen/Qwen3-8B", "messages": [{"role": "user", "content": "Hello"}]}'
 
-It answers one request after the other. For many at once take an engine that batches them as they come, such as vLLM,
-which loads the same draft.
+It answers one request after the other. For many at once use an engine with continuous batching, such as vLLM, which
+loads the same draft.
 """
 
 import argparse
@@ -26,11 +26,11 @@ def main():
         "--target",
         type=folder_or_hub_id,
         required=True,
-        help="Folder or Hub id; also the name that requests call it by",
+        help="Folder or Hub id. Requests use it as the model's name",
     )
     parser.add_argument("--draft", type=folder_or_hub_id, required=True, help="Folder or Hub id")
-    parser.add_argument("--dtype", default="auto", help="Of both")
-    parser.add_argument("--device", default="auto", help="Where both are: cpu, cuda:0, ...")
+    parser.add_argument("--dtype", default="auto", help="Dtype of both")
+    parser.add_argument("--device", default="auto", help="Device of both: cpu, cuda:0, ...")
     parser.add_argument("--host", default="localhost")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--log_level", default="warning")
@@ -46,7 +46,7 @@ def main():
         log_level=args.log_level,
         non_blocking=True,
     )
-    (loaded,) = server._model_manager.loaded_models.values()  # there is no other way to the model that it serves
+    (loaded,) = server._model_manager.loaded_models.values()  # it has no public attribute for its model
     try:
         with assist(loaded.model, draft.to(loaded.model.device)):
             print(f"Serving {args.target} with {args.draft} on {args.host}:{args.port}", flush=True)

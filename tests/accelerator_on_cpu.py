@@ -20,9 +20,9 @@ from transformers.generation import utils as generation
 
 torch.inference_mode = torch.no_grad  # subclasses cannot be viewed in it
 
-from conftest import RECURRENT, make_batch, make_draft, make_prompt, make_target  # noqa: E402
+from conftest import RECURRENT, make_batch, make_block_draft, make_draft, make_prompt, make_target  # noqa: E402
 
-from hf_eagle3.remote_code import ragged_eagle3  # noqa: E402
+from hf_eagle3.remote_code import devices_eagle3  # noqa: E402
 
 
 aten = torch.ops.aten
@@ -123,8 +123,9 @@ def move(model):
 def main(families):
     global num_waits
     for family in families:
+        family, _, method = family.partition(":")  # of a block draft
         target, prompt = make_target(family, attn_implementation="eager"), make_prompt(9)
-        draft = make_draft(target, [prompt], num_tokens=8)
+        draft = make_block_draft(method, target) if method else make_draft(target, [prompt], num_tokens=8)
         draft._borrowed_embedding.clear()
         accelerated_target, accelerated_draft = move(target), move(draft)
         for lengths, policy, settings in (
@@ -160,7 +161,7 @@ def main(families):
             print(json.dumps(case), flush=True)
 
 
-ragged_eagle3.COPIES_WITHOUT_SYNC.add("pretended")
+devices_eagle3.COPIES_WITHOUT_SYNC.add("pretended")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ from transformers.integrations.sdpa_attention import repeat_kv  # noqa: E402
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask  # noqa: E402
 
 from hf_eagle3 import Eagle3ForSpeculation  # noqa: E402
-from hf_eagle3.remote_code.lookup_eagle3 import PromptLookup  # noqa: E402
+from hf_eagle3.baselines import DFlashForSpeculation  # noqa: E402
+from hf_eagle3.remote_code.lookup_eagle3 import TextIndex  # noqa: E402
 from hf_eagle3.remote_code.policy_eagle3 import Policy  # noqa: E402
 
 
@@ -273,13 +274,12 @@ def draft(target):
     return make_draft(target, [make_prompt(5), make_prompt(40)])
 
 
-class OracleDraft(Eagle3ForSpeculation):
-    """A draft that knows a text and is unsure of it: it favours each next token by a random amount."""
+class Oracle:
+    """Knows a text and is unsure of it: it favours each next token by a random amount."""
 
-    def forward(self, *args, position_ids, inputs_embeds, **kwargs):
-        outputs = super().forward(*args, position_ids=position_ids, inputs_embeds=inputs_embeds, **kwargs)
-        self.find_rows(position_ids[:, -1:], inputs_embeds[:, -1])
-        predicted = position_ids[:, -outputs.logits.shape[1] :] + 2 + self.padding[self.rows]
+    def favour(self, outputs, predicted):
+        """Favours the tokens at positions `(B, Q)`, which the rows of logits predict."""
+        predicted = predicted + self.padding[self.rows]
         known = self.text[self.rows].gather(1, predicted.clamp(max=self.text.shape[1] - 1))
         favour = torch.rand(known.shape, generator=self.generator) * 30
         outputs.logits = outputs.logits.scatter_add(-1, known[..., None], favour[..., None])
@@ -304,6 +304,22 @@ class OracleDraft(Eagle3ForSpeculation):
             candidates = candidates[index + 1 :]
 
 
+class OracleDraft(Oracle, Eagle3ForSpeculation):
+    def forward(self, *args, position_ids, inputs_embeds, **kwargs):
+        outputs = super().forward(*args, position_ids=position_ids, inputs_embeds=inputs_embeds, **kwargs)
+        self.find_rows(position_ids[:, -1:], inputs_embeds[:, -1])
+        return self.favour(outputs, position_ids[:, -outputs.logits.shape[1] :] + 2)
+
+
+class OracleBlockDraft(Oracle, DFlashForSpeculation):
+    def forward(self, *args, position_ids, inputs_embeds, logits_to_keep, **kwargs):
+        outputs = super().forward(
+            *args, position_ids=position_ids, inputs_embeds=inputs_embeds, logits_to_keep=logits_to_keep, **kwargs
+        )
+        self.find_rows(position_ids[:, :1] - 1, inputs_embeds[:, 0])
+        return self.favour(outputs, position_ids[:, logits_to_keep])
+
+
 @pytest.fixture
 def warned():
     """What is said by the logger of drafts."""
@@ -315,19 +331,29 @@ def warned():
     logger.removeHandler(handler)
 
 
-def make_oracle(target, text, seed=0, padding=0):
+def make_oracle(target, text, seed=0, padding=0, method="eagle3"):
     """
     A draft for `target` that has seen `text` of shape `(batch_size, length)`, so that whole branches are accepted.
-    Rows begin with `padding` tokens of padding, `(batch_size, 1)`.
+    Rows begin with `padding` tokens of padding, `(batch_size, 1)`. Of EAGLE-3, or of a block draft's method.
     """
     torch.manual_seed(seed)
-    draft = Eagle3ForSpeculation.from_target(target).eval()
+    is_block = method in BLOCK_DRAFTS
+    draft = make_block_draft(method, target) if is_block else Eagle3ForSpeculation.from_target(target).eval()
     draft.generation_config.tree_policy = "static"
-    draft.__class__ = OracleDraft
+    draft.__class__ = OracleBlockDraft if is_block else OracleDraft
     draft.text, draft.generator, draft.rows = text, torch.Generator().manual_seed(seed), []
     draft.padding = torch.as_tensor(padding).expand(len(text), 1)
     draft.table = target.get_input_embeddings().weight.detach()
     return draft
+
+
+# Drafts of a whole block, by what of their network differs.
+BLOCK_DRAFTS = {"dflash": {}, "jetspec": {"is_causal": True}}
+
+
+def make_block_draft(method, target, **overrides):
+    sizes = {"num_hidden_layers": 2, "block_size": 6, "mask_token_id": 3}
+    return DFlashForSpeculation.from_target(target, **sizes, **BLOCK_DRAFTS[method], **overrides).eval()
 
 
 def make_baseline(method, target, **overrides):
@@ -339,6 +365,8 @@ def make_baseline(method, target, **overrides):
         draft = Eagle3ForSpeculation.from_target(target, mask_token_id="pad", **overrides)
     elif method == "eagle-2":
         draft = BASELINES["eagle"].draft_class.from_target(target, static_tree=None, **overrides)
+    elif method in BLOCK_DRAFTS:
+        draft = make_block_draft(method, target, **overrides)
     else:
         draft = BASELINES[method].draft_class.from_target(target, **overrides)
     for parameter in draft.parameters():
@@ -358,16 +386,13 @@ def lookups_of(text, seed: int = 0, wrong: int = 3):
         return random_.randint(0, lookup.num_tokens) if random_.random() < 0.5 else 0
 
     def next_tokens(self, num_tokens):
-        guesses = []
-        for row in self.rows:
-            known = next(known for known in text.tolist() if known[: len(row.tokens)] == row.tokens)
-            following = known[len(row.tokens) :][:num_tokens] + [0] * num_tokens
-            guesses.append([token if random_.random() < 0.9 else wrong for token in following[:num_tokens]])
-        return guesses
+        known = next(known for known in text.tolist() if known[: len(self.tokens)] == self.tokens)
+        following = known[len(self.tokens) :][:num_tokens] + [0] * num_tokens
+        return [token if random_.random() < 0.9 else wrong for token in following[:num_tokens]]
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(Policy, "num_to_look_up", num_to_look_up)
-        patches.setattr(PromptLookup, "next_tokens", next_tokens)
+        patches.setattr(TextIndex, "next_tokens", next_tokens)
         yield
 
 

@@ -12,12 +12,14 @@ from unittest import mock
 
 import torch
 from conftest import (
+    BLOCK_DRAFTS,
     CONVOLUTIONAL,
     FAMILIES,
     RECURRENT,
     VOCAB_SIZE,
     lookups_of,
     make_batch,
+    make_block_draft,
     make_oracle,
     make_prompt,
     make_target,
@@ -330,18 +332,23 @@ def make_clock(rng):
 
 
 def draw_draft(rng, target, text, padding, folder):
-    """A draft: that knows the text, that knows nothing, that is broken, or that came with its own code."""
+    """A draft, of EAGLE-3 or of a block: that knows the text, that knows nothing, that is broken, or that came with its own code."""
     kind = rng.choice(["oracle", "oracle", "oracle", "random", "random", "broken", "copy"])
+    method = rng.choice(["eagle3", "eagle3", *BLOCK_DRAFTS])
     if kind == "oracle" and text is not None:
-        return make_oracle(target, text, rng.randrange(1000), padding)
+        return make_oracle(target, text, rng.randrange(1000), padding, method)
     torch.manual_seed(rng.randrange(1000))
-    draft = Eagle3ForSpeculation.from_target(target, range(rng.randrange(90), VOCAB_SIZE)).eval()
+    token_ids = range(rng.randrange(90), VOCAB_SIZE)
+    if method in BLOCK_DRAFTS:
+        draft = make_block_draft(method, target, draft_token_ids=token_ids)
+    else:
+        draft = Eagle3ForSpeculation.from_target(target, token_ids).eval()
     if kind == "broken":
         weight = rng.choice([each for each in draft.parameters() if each.dim() == 2])
         weight.data.view(-1)[rng.randrange(weight.numel())] = rng.choice([math.nan, math.inf, 1e30])
     elif kind == "copy" and rng.random() < 0.2:
         draft.save_pretrained(folder)
-        draft = AutoModel.from_pretrained(folder, trust_remote_code=True)
+        draft = AutoModel.from_pretrained(folder, trust_remote_code=method == "eagle3")
     return draft
 
 
@@ -478,7 +485,7 @@ def run(rng: random.Random, folder) -> tuple[int, str | None]:
                 for module in ("decoding", "drafter"):
                     name = f"hf_eagle3.remote_code.{module}_eagle3.captures_graphs"
                     stack.enter_context(mock.patch(name, lambda device: True))
-                stack.enter_context(mock.patch("hf_eagle3.remote_code.cuda_eagle3.CudaGraph", SimulatedGraph))
+                stack.enter_context(mock.patch("hf_eagle3.remote_code.devices_eagle3.CudaGraph", SimulatedGraph))
         case = {"call": run_call, "interrupted": run_interrupted, "threads": run_threads}[kind]
         num_calls, finding, kwargs = case(rng, target, lengths, seed, folder)
     if finding is not None:

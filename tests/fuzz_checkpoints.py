@@ -9,7 +9,7 @@ import shutil
 import sys
 
 import torch
-from conftest import make_prompt, make_target
+from conftest import BLOCK_DRAFTS, make_block_draft, make_prompt, make_target
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
@@ -27,6 +27,10 @@ NEVER_LOADED = 'import pathlib\npathlib.Path(__file__).with_name("was_run").touc
 
 
 def make_draft(rng):
+    if rng.random() < 0.2:
+        torch.manual_seed(rng.randrange(1000))
+        overrides = rng.choice([{}, {"draft_token_ids": range(5, 40)}, {"has_own_embed_tokens": True}])
+        return make_block_draft(rng.choice(list(BLOCK_DRAFTS)), target("llama"), **overrides)
     overrides = rng.choice(
         [
             {},
@@ -175,7 +179,8 @@ def corrupt(rng, folder) -> str:
 
 def run(rng, scratch) -> tuple[int, str | None]:
     draft, folder = make_draft(rng), scratch / "draft"
-    form = rng.choice(["ours", "ours", "sharded", "sglang", "safeailab"])
+    is_block, draft_class = draft.config.model_type == "dflash", type(draft)
+    form = rng.choice(["ours", "sharded"] if is_block else ["ours", "ours", "sharded", "sglang", "safeailab"])
     if form in ("ours", "sharded"):
         draft.save_pretrained(folder, max_shard_size="10KB" if form == "sharded" else "5GB")
     else:
@@ -189,14 +194,18 @@ def run(rng, scratch) -> tuple[int, str | None]:
     what = corrupt(rng, folder)
     # Not with code that is not ours, or a map to it that is broken: there transformers fails before us.
     by_remote_code = (
-        form in ("ours", "sharded") and "code" not in what and "auto_map" not in what and rng.random() < 0.1
+        not is_block
+        and form in ("ours", "sharded")
+        and "code" not in what
+        and "auto_map" not in what
+        and rng.random() < 0.1
     )
-    where = f"({form}{', remote code' * by_remote_code}: {what})"
+    where = f"({draft.config.model_type}, {form}{', remote code' * by_remote_code}: {what})"
     try:
         if by_remote_code:
             loaded = AutoModel.from_pretrained(folder, trust_remote_code=True)
         else:
-            loaded = Eagle3ForSpeculation.from_pretrained(folder, trust_remote_code=rng.choice([None, True]))
+            loaded = draft_class.from_pretrained(folder, trust_remote_code=rng.choice([None, True]))
     except CLEAR as error:
         finding = None if len(str(error)) > 20 else f"an error that tells nothing: {error!r} {where}"
         return 1, finding
@@ -211,6 +220,8 @@ def run(rng, scratch) -> tuple[int, str | None]:
         return 1, f"code of the folder was run {where}"
     if form in ("ours", "sharded"):
         before, after = draft.state_dict(), loaded.state_dict()
+        if is_block:  # the target's head is left out
+            before.pop("lm_head.weight"), after.pop("lm_head.weight")
         if weights_digest(before) != weights_digest(after) or config_digest(loaded.config.to_dict()) != config_digest(
             draft.config.to_dict()
         ):

@@ -19,12 +19,12 @@ PROGRAM = Path(__file__).parent / "accelerator_on_cpu.py"
     reason="older torch has no devices written in Python",
 )
 def test_nothing_is_mixed_with_the_host():
-    command = [sys.executable, str(PROGRAM), "gemma3", "qwen3_5"]
+    command = [sys.executable, str(PROGRAM), "gemma3", "qwen3_5", "gemma3:dflash"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=PROGRAM.parent)
     assert result.returncode == 0, result.stderr[-3000:]
     cases = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
-    assert len(cases) == 4 + 3 + 2 * hasattr(generation, "move_to_device")
+    assert len(cases) == 4 + 3 + 4 + 3 * hasattr(generation, "move_to_device")
     for family, lengths, policy, settings, is_prompt_on_host, is_equal, num_forwards, num_waits in cases:
         assert is_equal, (family, lengths, policy, settings)
         advances_in_step = family == "qwen3_5" and len(lengths) > 1

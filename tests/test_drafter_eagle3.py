@@ -10,8 +10,7 @@ from conftest import VOCAB_SIZE, make_target
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.drafter_eagle3 import Drafter
 from hf_eagle3.remote_code.policy_eagle3 import Calibration
-from hf_eagle3.remote_code.proposer_eagle3 import Call
-from hf_eagle3.remote_code.tree_eagle3 import Plan
+from hf_eagle3.remote_code.tree_eagle3 import GenerationCall, Plan
 
 
 WHOLE, POWER = Plan("draft", depth=4, num_nodes=9, branching_factor=3), 1.5
@@ -69,7 +68,10 @@ def test_confidences_of_a_tree(layer_types, batch_size, mask_token_id):
         mask_token_id=mask_token_id,
     ).eval()
     growing, fixed = (
-        Drafter(draft, Call(target, target.get_input_embeddings(), WHOLE, 0.0, Calibration(POWER), capacity, None))
+        Drafter(
+            draft,
+            GenerationCall(target, target.get_input_embeddings(), WHOLE, 0.0, Calibration(POWER), capacity, None),
+        )
         for capacity in (None, 90)
     )
     rows, num_drafted = [Row(random_.randint(0, 3)) for _ in range(batch_size)], 0

@@ -9,7 +9,7 @@ from conftest import each_once, lookups_of, make_batch, make_oracle, make_prompt
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.lookup_eagle3 import MatchCalibration, PromptLookup, TextIndex
-from hf_eagle3.remote_code.policy_eagle3 import Policy, StepCosts
+from hf_eagle3.remote_code.policy_eagle3 import CallKind, Policy, StepCosts
 from hf_eagle3.remote_code.tree_eagle3 import DraftTree, Plan
 from hf_eagle3.remote_code.verify_eagle3 import Verifier
 
@@ -61,11 +61,15 @@ def test_short_texts_have_nothing_to_look_up(tokens):
 
 def test_calibration_of_matches():
     calibration, random_ = MatchCalibration(), random.Random(0)
-    assert calibration(2) == calibration(1000) == 0.5
+    assert calibration.probability(2) == calibration.probability(1000) == 0.5
     for _ in range(1000):
         calibration.record(2, random_.random() < 0.2)
         calibration.record(40, True)
-    assert abs(calibration(3) - 0.2) < 0.15 and calibration(4) == 0.5 and calibration(50) > 0.97
+    assert (
+        abs(calibration.probability(3) - 0.2) < 0.15
+        and calibration.probability(4) == 0.5
+        and calibration.probability(50) > 0.97
+    )
 
 
 def test_a_batch_comes_as_far_as_its_slowest_row():
@@ -90,7 +94,7 @@ def test_a_batch_comes_as_far_as_its_slowest_row():
     expected(0, 1, 2)
     observe(lookup, [[], [7, 5, 6], []], [True, False, False])
     lookup.select([1])
-    assert lookup.next_tokens(2) == [[7, 8]] and lookup.is_finished == [False]
+    assert [row.next_tokens(2) for row in lookup.rows] == [[7, 8]] and lookup.is_finished == [False]
 
 
 def test_padding_tells_nothing():
@@ -125,17 +129,17 @@ def record(policy, plan, seconds, draft_seconds=0.0, num_accepted=1):
 
 def make_policy(reads_draft, per_node=0.05):
     """That knows what plain steps take and, where those of trees are measured apart, nothing of these."""
-    policy = Policy(WHOLE, reads_draft)
+    policy = Policy(CallKind(WHOLE, reads_draft=reads_draft))
     for num_nodes in (0, 24) if reads_draft else (0,):
         for _ in range(3):
-            policy.costs.record(policy.part(None), 1 + num_nodes, 1 + per_node * num_nodes)
+            policy.costs.record(policy.cost_part(None), 1 + num_nodes, 1 + per_node * num_nodes)
     return policy
 
 
 @pytest.mark.parametrize("reads_draft", [True, False])
 def test_a_bad_draft_is_given_up_between_lookups(reads_draft):
     """After each of which it has more to read than usual."""
-    policy, num_drafted = Policy(WHOLE, reads_draft), 0
+    policy, num_drafted = Policy(CallKind(WHOLE, reads_draft=reads_draft)), 0
     for step in range(600):
         if step % 2:
             record(policy, Plan("lookup", 24, 24), 1.5)
@@ -155,7 +159,7 @@ def test_looks_up_as_much_as_pays():
         plan = policy.plan([True], make_lookup([text], num_tokens, matches))
         return plan.num_nodes if plan.proposer == "lookup" else 0
 
-    assert chosen(Policy(WHOLE, True), text) == 0
+    assert chosen(Policy(CallKind(WHOLE)), text) == 0
     assert 0 < chosen(cheap, text) < 12 and chosen(dear, text) == 0  # nothing known of matches: half of them go on
     assert chosen(cheap, [5, 6, 7, 8]) == 0 and chosen(cheap, text, num_tokens=1) == 1
     assert chosen(planned, text) == 24
@@ -164,7 +168,7 @@ def test_looks_up_as_much_as_pays():
             matches.record(length, True)
     assert chosen(cheap, text) == chosen(dear, text) == 24
     # Not where drafting brings more still.
-    dear.of(1).latest = [(6.0, 1.0)] * 10
+    dear.trial(1).latest = [(6.0, 1.0)] * 10
     assert chosen(dear, text) == 0
     for _ in range(300):
         matches.record(2, False)

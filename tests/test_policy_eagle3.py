@@ -8,7 +8,7 @@ import torch
 from conftest import each_once, make_batch, make_draft, make_oracle, make_prompt, make_target
 
 from hf_eagle3.remote_code import policy_eagle3
-from hf_eagle3.remote_code.policy_eagle3 import Calibration, Drafting, Measured, Policy, StepCosts
+from hf_eagle3.remote_code.policy_eagle3 import Calibration, CallKind, DraftingTrial, Policy, StepCosts
 from hf_eagle3.remote_code.tree_eagle3 import DraftTree, Plan, grow_tree
 
 
@@ -27,7 +27,7 @@ class Machine:
         self.skill, self.confidence = skill, skill if confidence is None else confidence
         self.unread = unread  # seconds to catch up with what was decoded plainly
         self.plain, self.per_node, self.first, self.level, self.threshold = plain, per_node, first, level, threshold
-        self.policy = Policy(WHOLE, **{"reads_draft": True, **kind})
+        self.policy = Policy(CallKind(WHOLE, **kind))
         self.random = random.Random(0)
         self.chosen, self.depths, self.trees = [], [], []
 
@@ -76,7 +76,7 @@ class Machine:
 
     @property
     def drafting(self):
-        return self.policy.of(1)
+        return self.policy.trial(1)
 
 
 KINDS = [{}, {"reads_draft": False}, {"reads_draft": False, "has_one_shape": True}]
@@ -92,6 +92,21 @@ def test_drafts_where_it_pays(kind):
     assert machine.speedup(1000) > 0.94 * 3.95 / (1.82 if not kind else 2.18)
 
 
+def test_one_pass_has_one_price():
+    """Whatever the clock says of trees of several depths."""
+    machine = Machine(skill=0.8, drafts_in_one_pass=True)
+    machine.speedup(60)
+    assert machine.policy.draft_plan([True]).prices.level == 0 and len(set(machine.depths)) > 1
+    assert [size for size, _ in machine.policy.costs.known("draft")] == [1]
+    # Where the host does not read the draft, the whole tree is drafted from the first step on.
+    machine = Machine(skill=0.3, drafts_in_one_pass=True, reads_draft=False)
+    machine.speedup(60)
+    assert set(machine.depths) == {WHOLE.depth}
+    other = Machine(skill=0.3, reads_draft=False)
+    other.speedup(60)
+    assert set(other.depths) != {WHOLE.depth}
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=ids)
 def test_remembers_plain_steps(kind):
     """Which are rare where drafting pays, and without which nothing can be judged, nor looked up."""
@@ -99,7 +114,7 @@ def test_remembers_plain_steps(kind):
     machine.speedup(60)
     for _ in range(2000):
         machine.step()
-        assert machine.policy.plain(1) is not None
+        assert machine.policy.plain_seconds(1) is not None
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=ids)
@@ -170,7 +185,7 @@ def test_a_slow_moment_is_soon_forgotten():
     """Whatever the first steps seemed to cost, it is tried again."""
     machine = Machine(skill=0.8)
     machine.first, machine.level, steps = 30.0, 5.0, 0
-    while machine.drafting.plain_left < Drafting.INTERVALS[0] - 1:
+    while machine.drafting.plain_left < DraftingTrial.INTERVALS[0] - 1:
         machine.step()
         steps += 1
     machine.first, machine.level = 0.2, 0.1
@@ -183,7 +198,7 @@ def test_luck_is_told_from_loss(gain, least, most):
     """A draft that brings a little is not given up for a few unlucky steps, one that costs a little soon is."""
     shares = []
     for seed in range(20):
-        drafting, random_, drafted = Drafting(num_rows=4), random.Random(seed), 0
+        drafting, random_, drafted = DraftingTrial(num_rows=4), random.Random(seed), 0
         for _ in range(300):
             if not drafting.decodes_plainly():
                 drafted += 1
@@ -248,7 +263,7 @@ def test_what_calls_learn_of_a_draft(monkeypatch, tree_policy, cache):
     monkeypatch.setattr(
         Calibration, "record", lambda self, *args: (powers[-1].append(self.power), record(self, *args))
     )
-    monkeypatch.setattr(Drafting, "decodes_plainly", lambda self: False)  # whatever it measured
+    monkeypatch.setattr(DraftingTrial, "decodes_plainly", lambda self: False)  # whatever it measured
     for _ in range(2):
         powers.append([])
         target.generate(prompt, assistant_model=draft, **cache, **settings)
@@ -261,10 +276,10 @@ def contents(policy):
     return copy.deepcopy(
         (
             policy.costs.samples,
-            {rows: vars(drafting) for rows, drafting in policy.drafting.items()},
+            {rows: vars(drafting) for rows, drafting in policy.trials.items()},
             policy.calibration.power,
             policy.matches.counts,
-            (policy.asked, policy.followed),
+            (policy.num_reached, policy.num_accepted),
         )
     )
 
@@ -277,7 +292,7 @@ def test_what_threads_share_is_replaced_not_changed():
     settings = {"max_new_tokens": 40, "do_sample": False}
     expected = [target.generate(prompt, **settings).tolist() for prompt in prompts]
     target.generate(prompts[0], assistant_model=draft, **settings)
-    (shared,) = policy_eagle3._MEASURED[target][draft].values()
+    (shared,) = policy_eagle3._POLICIES[target][draft].values()
     before = contents(shared)
     texts = {}
 
@@ -293,7 +308,7 @@ def test_what_threads_share_is_replaced_not_changed():
         thread.join()
     assert len(texts) == 12 and all(text == expected[index] for (_, index), text in texts.items())
     assert contents(shared) == before
-    (now,) = policy_eagle3._MEASURED[target][draft].values()
+    (now,) = policy_eagle3._POLICIES[target][draft].values()
     assert now is not shared and now.costs.num_recorded["verify"] > shared.costs.num_recorded["verify"]
 
 
@@ -301,7 +316,7 @@ def test_what_threads_share_is_replaced_not_changed():
 def test_a_tree_that_was_taken_back_was_drafted(kind):
     """Where the states of a token are no numbers, all that is left of a tree is its root."""
     policy, root = (
-        Policy(WHOLE, **{"reads_draft": True, **kind}),
+        Policy(CallKind(WHOLE, **kind)),
         DraftTree.chain(torch.zeros(1, 1, dtype=torch.long)),
     )
     accepted = SimpleNamespace(counts=[1], nodes=[[0]], progress=1, is_finished=[False])
@@ -315,9 +330,7 @@ def test_a_tree_that_was_taken_back_was_drafted(kind):
 
 def test_misspelled_arguments_are_refused():
     with pytest.raises(TypeError):
-        Policy(WHOLE, reads_drafts=True)
-    with pytest.raises(TypeError):
-        Measured(make_target("llama"), object(), do_sampel=True)
+        CallKind(WHOLE, reads_drafts=True)
 
 
 def test_costs():
@@ -363,9 +376,9 @@ def test_learns_nothing_from_padding(monkeypatch, cache):
         return plan_step(self, behind, lookup)
 
     # Every step drafts, at times that lead to trees of all sizes.
-    monkeypatch.setattr(Drafting, "FIRST_PLAIN_STEPS", 0)
+    monkeypatch.setattr(DraftingTrial, "FIRST_PLAIN_STEPS", 0)
     monkeypatch.setattr(Policy, "plan", noting_padding)
-    monkeypatch.setattr(Drafting, "judge", lambda self, tokens, *seconds: judged.append((tokens, of_padding[-1])))
+    monkeypatch.setattr(DraftingTrial, "judge", lambda self, tokens, *seconds: judged.append((tokens, of_padding[-1])))
     monkeypatch.setattr(StepCosts, "seconds", lambda self, part, size: times.random())
     monkeypatch.setattr(StepCosts, "known", lambda self, part: [(1, 0.2), (4, 0.5)])
     for seed in range(60):
@@ -405,13 +418,13 @@ def step_of(counts, progress):
 @pytest.mark.parametrize(("fixed", "per_token"), [(1.0, 0.0), (0.0, 0.1), (0.6, 0.1)])
 def test_what_it_is_worth_that_rows_run_ahead(fixed, per_token):
     """Where rows that are finished leave, they take their share of a step's time with them."""
-    leaving, staying = (Policy(WHOLE, reads_draft=True, may_retire=may_retire) for may_retire in (True, False))
+    leaving, staying = (Policy(CallKind(WHOLE, may_retire=may_retire)) for may_retire in (True, False))
     worth = []
     for policy in (leaving, staying):
         for size in (4, 4, 4, 12, 12, 12):
             policy.costs.record("verify", size, fixed + per_token * size)
-        policy.of(4).num_drafted = 100
-        worth.append(policy.equivalent_plain_steps(step_of([2, 2, 2, 1], 1), [True] * 4, policy.of(4)))
+        policy.trial(4).num_drafted = 100
+        worth.append(policy.equivalent_plain_steps(step_of([2, 2, 2, 1], 1), [True] * 4, policy.trial(4)))
     # Three of four rows came two tokens on, the slowest one: each of theirs is a row less in a later step.
     share = 3 * per_token / (fixed + 4 * per_token)
     assert worth == pytest.approx([1 + share, 1])
@@ -420,7 +433,7 @@ def test_what_it_is_worth_that_rows_run_ahead(fixed, per_token):
 def test_rows_that_are_alike_are_not_judged_by_the_least_lucky():
     """In few steps some row of many is unlucky, but each time another one."""
     generator, num_rows, num_steps = torch.Generator().manual_seed(0), 16, 400
-    policy, drafting = Policy(WHOLE, reads_draft=True), Drafting(num_rows)
+    policy, drafting = Policy(CallKind(WHOLE)), DraftingTrial(num_rows)
     lengths, worth = torch.zeros(num_rows), []
     for drafting.num_drafted in range(num_steps):
         advances = torch.randint(1, 6, (num_rows,), generator=generator)

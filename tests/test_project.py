@@ -22,6 +22,22 @@ def commands(job: dict) -> str:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_are_valid(path):
+    """Each has a name and a trigger (YAML reads `on` as true), and jobs whose steps use a pinned action or run a script."""
+    content = yaml.safe_load(path.read_text())
+    assert (
+        set(content) <= {"name", True, "permissions", "env", "jobs"} and content["name"] == path.stem and content[True]
+    )
+    for job in content["jobs"].values():
+        known = {"needs", "runs-on", "strategy", "timeout-minutes", "environment", "permissions", "steps"}
+        assert set(job) <= known and job["runs-on"] == "ubuntu-latest"
+        assert {job["needs"]} <= content["jobs"].keys() if "needs" in job else True
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step) and set(step) <= {"uses", "run", "with", "env"}
+            assert re.fullmatch(r"[\w-]+/[\w-]+@[\w./]+", step.get("uses", "a/b@v1"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_workflows_run_what_there_is(path):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     for job in jobs(path.stem).values():
@@ -71,6 +87,19 @@ def test_the_changelog_is_one_of_versions():
 
 def test_types_are_for_those_who_import_the_package():
     assert (Path(hf_eagle3.__file__).parent / "py.typed").exists()
+
+
+def test_types_are_checked_wherever_tests_run():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("test", "types"):
+        assert "-m mypy" in makefile[makefile.index(f"\n{target}:") :].split("\n\n")[0]
+    hooks = [
+        hook
+        for repo in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+        for hook in repo["hooks"]
+    ]
+    assert next(hook["entry"] for hook in hooks if hook["id"] == "mypy") == "make types"
+    assert "make test" in commands(jobs("tests")["pinned"])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github").glob("ISSUE_TEMPLATE/*.yml")), ids=lambda path: path.stem)

@@ -12,6 +12,7 @@ import re
 import pytest
 import torch
 from conftest import (
+    BLOCK_DRAFTS,
     CONVOLUTIONAL,
     FAMILIES,
     RECURRENT,
@@ -108,7 +109,9 @@ def calls(draw):
         }
     ),
     cache=st.sampled_from([{}, {"cache_implementation": "static"}]),
-    method=st.sampled_from(["eagle3", "knows the text", *BASELINES, "eagle-2", "p-eagle"]),
+    method=st.sampled_from(
+        ["eagle3", "knows the text", "block that knows the text", *BASELINES, "eagle-2", "p-eagle", *BLOCK_DRAFTS]
+    ),
     looks_up=st.booleans(),
     waits=st.booleans(),
     seed=st.integers(0, 1000),
@@ -124,10 +127,12 @@ def test_any_settings(family, lengths, kwargs, tree, cache, method, looks_up, wa
         expected = target.generate(**batch, **kwargs)
     except (RuntimeError, ValueError) as error:  # settings that contradict each other, or leave nothing to sample from
         expected, message = None, str(error)
-    if method not in ("eagle3", "knows the text"):
+    if method.endswith("knows the text") and expected is not None:
+        kind = "dflash" if method.startswith("block") else "eagle3"
+        padding = (1 - batch["attention_mask"]).sum(dim=1, keepdim=True)
+        draft = make_oracle(target, expected, seed, padding, kind)
+    elif method in (*BASELINES, "eagle-2", "p-eagle", *BLOCK_DRAFTS):
         draft = make_baseline(method, target)
-    elif method == "knows the text" and expected is not None:
-        draft = make_oracle(target, expected, seed, padding=(1 - batch["attention_mask"]).sum(dim=1, keepdim=True))
     else:
         torch.manual_seed(seed)
         draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(seed % 90, VOCAB_SIZE)).eval()

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_eagle3.remote_code.cache_eagle3 import TreeCache, tree_attention_mask
-from hf_eagle3.remote_code.ragged_eagle3 import align_right, flat_indices, right_index, stack_right, take_rows
+from hf_eagle3.remote_code.text_eagle3 import align_right, flat_indices, right_index, stack_right, take_rows
 from hf_eagle3.remote_code.tree_eagle3 import DraftTree, Plan
 from hf_eagle3.remote_code.verify_eagle3 import Verifier, extended_inputs
 
@@ -283,7 +283,7 @@ def limited(
         | cache
     )
     verifier.inputs = {"position_ids": torch.tensor([[0], [newest], [1]])}  # of three rows
-    return verifier.limited(plan, SimpleNamespace(max_length=21 + room, shortest=21, longest=21 + ahead))
+    return verifier.limit(plan, SimpleNamespace(max_length=21 + room, shortest=21, longest=21 + ahead))
 
 
 LONGROPE = {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 30}}

@@ -20,19 +20,16 @@ TRAVELLING = (
     "cache_eagle3.py",
     "checks_eagle3.py",
     "configuration_eagle3.py",
-    "cuda_eagle3.py",
     "decoding_eagle3.py",
+    "devices_eagle3.py",
     "draft_eagle3.py",
     "drafter_eagle3.py",
     "layers_eagle3.py",
     "loading_eagle3.py",
     "lookup_eagle3.py",
     "modeling_eagle3.py",
-    "noise_eagle3.py",
     "outputs_eagle3.py",
     "policy_eagle3.py",
-    "proposer_eagle3.py",
-    "ragged_eagle3.py",
     "text_eagle3.py",
     "tree_eagle3.py",
     "verify_eagle3.py",
@@ -172,7 +169,7 @@ REACHING = {
     ("loading_eagle3.py", "check_whole", "open"),
     ("modeling_eagle3.py", "save_pretrained", "mkdir"),
     ("modeling_eagle3.py", "save_pretrained", "write_text"),
-    ("cache_eagle3.py", "compiled", "compile"),  # torch's
+    ("devices_eagle3.py", "compiled", "compile"),  # torch's
     ("draft_eagle3.py", "installed", "import_module"),  # the package itself
     ("auto_eagle3.py", "newer_package", "import_module"),  # likewise
 }

@@ -115,7 +115,7 @@ class DraftsAtFirstAndLate(StaticPolicy):
 
     def plan(self, behind, lookup=None):
         self.num_steps += 1
-        return Plan() if 14 < self.num_steps < 52 else self.whole
+        return Plan() if 14 < self.num_steps < 52 else self.max_plan
 
 
 def test_rows_that_are_far_apart(monkeypatch):
@@ -138,13 +138,13 @@ def test_rows_that_are_far_apart(monkeypatch):
 class DraftsLate(StaticPolicy):
     """Drafts after many plain steps, and perhaps in the first."""
 
-    def __init__(self, whole, do_sample, first, num_plain):
-        super().__init__(whole, do_sample)
+    def __init__(self, max_plan, do_sample, first, num_plain):
+        super().__init__(max_plan, do_sample)
         self.first, self.num_plain, self.num_steps = first, num_plain, 0
 
     def plan(self, behind, lookup=None):
         self.num_steps += 1
-        return Plan() if self.first < self.num_steps <= self.first + self.num_plain else self.whole
+        return Plan() if self.first < self.num_steps <= self.first + self.num_plain else self.max_plan
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def graphs(monkeypatch, waiting_host):
     """As on a CUDA device, where the draft is captured."""
     for module in ("decoding", "drafter"):
         monkeypatch.setattr(f"hf_eagle3.remote_code.{module}_eagle3.captures_graphs", lambda device: True)
-    monkeypatch.setattr("hf_eagle3.remote_code.cuda_eagle3.CudaGraph", SimulatedGraph)
+    monkeypatch.setattr("hf_eagle3.remote_code.devices_eagle3.CudaGraph", SimulatedGraph)
     monkeypatch.setattr(SimulatedGraph, "made", [])
     monkeypatch.setattr(SimulatedGraph, "has_failed", False)
     return SimulatedGraph.made

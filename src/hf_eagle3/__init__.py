@@ -1,6 +1,7 @@
 """EAGLE-3 speculative decoding for Hugging Face models: train a draft, generate with it, publish it."""
 
 from importlib import import_module
+from typing import Any
 
 from .auto import install_auto_hook
 
@@ -12,13 +13,13 @@ _MODULES = {
     "Eagle3Config": "remote_code.configuration_eagle3",
     "Eagle3ForSpeculation": "remote_code.modeling_eagle3",
     "Eagle3Output": "remote_code.modeling_eagle3",
-    "Eagle3GenerationStats": "remote_code.decoding_eagle3",
-    "Eagle3Step": "remote_code.decoding_eagle3",
+    "Eagle3GenerationStats": "remote_code.outputs_eagle3",
+    "Eagle3Step": "remote_code.outputs_eagle3",
     "assist": "assisting",
-    # To propose by other means than a draft: docs/extending.md.
+    # For proposers other than a draft: docs/extending.md.
     "AssistantMixin": "remote_code.assistant_eagle3",
     "DraftTree": "remote_code.tree_eagle3",
-    "Proposer": "remote_code.proposer_eagle3",
+    "Proposer": "remote_code.tree_eagle3",
     "Eagle3Trainer": "training",
     "Eagle3TrainingArguments": "training",
 }
@@ -26,19 +27,18 @@ _MODULES = {
 __all__ = [*_MODULES, "__version__"]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = import_module(f".{_MODULES[name]}", __name__)
+        return getattr(import_module(f".{_MODULES[name]}", __name__), name)
     except ModuleNotFoundError as error:
         if _MODULES[name] != "training":
             raise
         raise ModuleNotFoundError(f"{name} needs {error.name}: pip install 'hf-eagle3[train]'") from error
-    return getattr(module, name)
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return __all__
 
 

@@ -1,4 +1,4 @@
-"""A draft for calls of `generate` that somebody else writes."""
+"""Using a draft in calls of `generate` that other code makes."""
 
 import functools
 import inspect
@@ -6,15 +6,19 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 
-# The drafts of each target for which a `with` is open, the innermost last.
-_DRAFTS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+if TYPE_CHECKING:
+    from .remote_code.assistant_eagle3 import AssistantMixin
+
+# For each target the drafts of the open contexts, the innermost last.
+_DRAFTS: "weakref.WeakKeyDictionary[PreTrainedModel, dict[object, AssistantMixin]]" = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
-# A call with one of these goes another way, which is the caller's choice.
-OTHER_WAYS = (
+# Arguments with which the caller chooses another way of decoding.
+OTHER_DECODING = (
     "assistant_early_exit",
     "assistant_ensemble_weight",
     "assistant_model",
@@ -27,37 +31,37 @@ OTHER_WAYS = (
 
 
 @contextmanager
-def assist(target: PreTrainedModel, draft) -> Iterator[None]:
+def assist(target: PreTrainedModel, draft: "AssistantMixin") -> Iterator[None]:
     """
-    Within it each call of `target.generate` is assisted by a draft, whoever makes it, in whichever thread: a pipeline,
-    an evaluation, a trainer's rollouts. The text is what it would be.
+    Assists every call of `target.generate` inside the context with a draft. It does not matter who makes the call, or in
+    which thread: a pipeline, an evaluation, a trainer's rollouts. The text is the same as without the draft.
 
     ```py
     with assist(target, draft):
         results = lm_eval.simple_evaluate(HFLM(pretrained=target), tasks=["gsm8k"])
     ```
 
-    Calls that are decoded in another way (by beams, without a cache, by another assistant), or ask for attentions, are
-    left as they are.
-    Inside another `assist` of the same target the inner draft is used. Nothing on the target is changed, but for
-    transformers' own hooks for hidden states, which stay.
+    Calls that ask for attentions or another way of decoding (beams, no cache, another assistant) are left alone. Contexts
+    of one target may be nested: the innermost draft is used. The target is unchanged, except that transformers' hooks for
+    hidden states stay on it.
 
     Args:
-        target (`PreTrainedModel`): The target, or an adapted one (`PeftModel`), or a compiled one.
-        draft ([`Eagle3ForSpeculation`]): Or any other assistant that brings its own decoding.
+        target (`PreTrainedModel`): The target. It may be compiled, or adapted (`PeftModel`).
+        draft ([`Eagle3ForSpeculation`] or [`AssistantMixin`]): The loaded draft, or another assistant.
 
     Raises:
-        TypeError: if the draft is none, but its name or another model, or the target does not generate.
+        TypeError: if `draft` is a name, or not a draft, or the target cannot generate.
         ValueError: if the draft is not for this target.
     """
     if not hasattr(draft, "validate_target"):
         raise TypeError(
-            f"`assist(target, draft)` takes a draft that is loaded, by `AutoModel.from_pretrained`; this is {type(draft).__name__}."
+            f"`assist(target, draft)` takes a draft that is loaded, not {type(draft).__name__}. Load it with "
+            "`AutoModel.from_pretrained`."
         )
-    model = getattr(target, "_orig_mod", target)  # which `torch.compile` wraps
+    model: Any = getattr(target, "_orig_mod", target)  # unwraps `torch.compile`
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(model, GenerationMixin):
-        raise TypeError(f"`assist(target, draft)` takes a model that generates; this is {type(target).__name__}.")
+        raise TypeError(f"`assist(target, draft)` takes a model that generates, not {type(target).__name__}.")
     draft.validate_target(model)
     _install()
     entry = object()
@@ -70,30 +74,32 @@ def assist(target: PreTrainedModel, draft) -> Iterator[None]:
             del _DRAFTS[model][entry]
 
 
-def draft_for(model) -> object | None:
-    """The draft that assists a model now."""
+def draft_for(model: PreTrainedModel) -> "AssistantMixin | None":
+    """Returns the draft that assists a model now, or `None`."""
     with _LOCK:
         drafts = _DRAFTS.get(model)
         return list(drafts.values())[-1] if drafts else None
 
 
-def goes_another_way(model, generation_config=None, **kwargs) -> bool:
-    """Whether a call of `generate` with these arguments asks for what a draft does not do."""
-    # As `generate` does: what a call leaves open, its configuration says, and else the model's.
+def needs_other_decoding(
+    model: PreTrainedModel, generation_config: GenerationConfig | None = None, **kwargs: Any
+) -> bool:
+    """Whether a call of `generate` with these arguments asks for something that a draft cannot do."""
+    # In the order of `generate`: the call's arguments, then its configuration, then the model's.
     configs = [vars(config) for config in (generation_config, model.generation_config) if config is not None]
 
-    def asked(name):
+    def asked(name: str) -> Any:
         return next((each[name] for each in (kwargs, *configs) if each.get(name) is not None), None)
 
     wants_attentions = asked("return_dict_in_generate") and asked("output_attentions")
     keeps_cache = kwargs.get("use_cache", True) and asked("use_cache") is not False
     is_paged = asked("cache_implementation") == "paged"  # continuous batching
-    is_other = (asked("num_beams") or 1) > 1 or any(map(asked, OTHER_WAYS))
+    is_other = (asked("num_beams") or 1) > 1 or any(map(asked, OTHER_DECODING))
     return bool(wants_attentions or not keeps_cache or is_paged or is_other)
 
 
 def _install() -> None:
-    """Lets `generate` look for a draft. Installing twice changes nothing."""
+    """Makes `generate` look for a draft. Installing twice changes nothing."""
     generate = GenerationMixin.generate
     if getattr(generate, "_looks_for_drafts", False):
         return
@@ -102,15 +108,15 @@ def _install() -> None:
     _, *names = signature.parameters
 
     @functools.wraps(generate)
-    def generate_with_drafts(self, *args, **kwargs):
+    def generate_with_drafts(self: Any, *args: Any, **kwargs: Any) -> Any:
         draft = draft_for(self)
         if draft is None:
             return generate(self, *args, **kwargs)
-        signature.bind(self, *args, **kwargs)  # raises where `generate` would: an argument that is given twice
+        signature.bind(self, *args, **kwargs)  # raises like `generate` if an argument is passed twice
         kwargs |= zip(names, args)
-        if not goes_another_way(self, **kwargs):
+        if not needs_other_decoding(self, **kwargs):
             kwargs["assistant_model"] = draft
         return generate(self, **kwargs)
 
-    generate_with_drafts._looks_for_drafts = True
+    setattr(generate_with_drafts, "_looks_for_drafts", True)  # noqa: B010  for type checkers
     GenerationMixin.generate = generate_with_drafts

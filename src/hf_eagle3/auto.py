@@ -1,87 +1,117 @@
-"""Lets `AutoConfig` and `AutoModel` know the drafts of others, whose `config.json` transformers cannot tell apart."""
+"""Makes `AutoConfig` and `AutoModel` recognise drafts of other projects, whose `config.json` names another model."""
 
 import functools
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
-from .held import HUB_ARGUMENTS, is_draft, tensor_names, tensor_names_on_hub
+from .tensor_names import HUB_ARGUMENTS, is_block_draft, is_draft, tensor_names, tensor_names_on_hub
+
+
+if TYPE_CHECKING:
+    from .baselines.dflash import DFlashConfig
+    from .remote_code.configuration_eagle3 import Eagle3Config
 
 
 def install_auto_hook() -> None:
     """
-    `AutoModel.from_pretrained("RedHatAI/Qwen3-8B-speculator.eagle3")` returns an [`Eagle3ForSpeculation`]: drafts of
-    `speculators` name no `model_type`, and those of others name the target's, so that transformers would take them for
-    such a model and fill it with random weights. A draft is told by the names of its tensors. Nothing else is read of
-    other checkpoints, and nothing at all of those with code of their own. Installing twice changes nothing.
+    Makes `AutoModel.from_pretrained("RedHatAI/Qwen3-8B-speculator.eagle3")` return an [`Eagle3ForSpeculation`].
+
+    Drafts of `speculators` name no `model_type`. Other drafts name the target's, so transformers would load them as such
+    a model with random weights. The hook recognises a draft by the names of its tensors. It reads nothing else of other
+    checkpoints, and nothing at all of checkpoints that bring code. Installing it twice changes nothing.
     """
     from_pretrained = AutoConfig.from_pretrained.__func__
-    if getattr(from_pretrained, "_knows_drafts", False):
+    if getattr(from_pretrained, "_recognises_drafts", False):
         return
 
     @functools.wraps(from_pretrained)
-    def with_drafts(cls, pretrained_model_name_or_path, **kwargs):
+    def with_drafts(cls: type, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Any:
         try:
             found = from_pretrained(cls, pretrained_model_name_or_path, **kwargs)
         except OSError:  # there is no configuration
             raise
         except Exception as error:
-            # Transformers' configurations refuse what drafts have in many ways; but whether to trust code is the caller's.
-            draft = (
-                None if "trust_remote_code" in str(error) else draft_config(pretrained_model_name_or_path, **kwargs)
-            )
+            if "trust_remote_code" in str(error):  # whether to trust code is the caller's decision
+                raise
+            # The configuration classes of transformers reject the keys of drafts with many kinds of errors.
+            draft = draft_config(pretrained_model_name_or_path, **kwargs)
             if draft is None:
                 raise
             return draft
         config = found[0] if isinstance(found, tuple) else found
-        if not type(config).__module__.startswith("transformers.models."):  # it has code of its own
+        if not type(config).__module__.startswith("transformers.models."):  # the checkpoint brings code
             return found
         return draft_config(pretrained_model_name_or_path, config.to_dict(), **kwargs) or found
 
-    with_drafts._knows_drafts = True
+    setattr(with_drafts, "_recognises_drafts", True)  # noqa: B010  for type checkers
     AutoConfig.from_pretrained = classmethod(with_drafts)
 
 
 def may_be_draft(content: dict) -> tuple[bool, bool]:
     """
-    Whether a `config.json` may be a draft's, and whether it surely is one's: by which the Hub is asked what the
-    checkpoint holds. Those in folders are always looked at.
+    Whether a `config.json` may be a draft's, and whether it certainly is. Only then are names of tensors fetched from
+    the Hub. Checkpoints in folders are always read.
     """
     architectures = [str(name) for name in content.get("architectures") or []]
     words = ("eagle", "draft", "speculat")
-    is_surely = any(word in name.lower() for name in [*content, *architectures] for word in words)
+    is_certain = any(word in name.lower() for name in [*content, *architectures] for word in words)
     is_known = bool(architectures) and names_of_transformers().issuperset(architectures)
-    return is_surely or not is_known or content.get("num_hidden_layers") == 1, is_surely
+    return is_certain or not is_known or content.get("num_hidden_layers") == 1, is_certain
 
 
 @functools.cache
 def names_of_transformers() -> frozenset[str]:
-    return frozenset(dir(transformers))  # which takes long
+    """Returns the public names of transformers. Cached, because `dir` is slow there."""
+    return frozenset(dir(transformers))
 
 
-def draft_config(name_or_path, content=None, trust_remote_code=None, code_revision=None, gguf_file=None, **kwargs):
+def draft_config(
+    name_or_path: str | Path,
+    content: dict | None = None,
+    trust_remote_code: bool | None = None,
+    code_revision: str | None = None,
+    gguf_file: str | None = None,
+    **kwargs: Any,
+) -> "Eagle3Config | DFlashConfig | tuple[Eagle3Config | DFlashConfig, dict] | None":
     """
-    What `AutoConfig.from_pretrained` returns of a draft: an [`Eagle3Config`], and `None` if it is none.
+    Returns what `AutoConfig.from_pretrained` returns for a draft, or `None` if the checkpoint is not a draft.
 
     Args:
         name_or_path (`str` or `Path`): Folder or Hub id.
-        content (`dict`, *optional*): What transformers made of the `config.json`, if it made anything of it.
-        kwargs (*optional*): As `AutoConfig.from_pretrained` takes them.
+        content (`dict`, *optional*): The configuration that transformers read, if it could.
+        trust_remote_code, code_revision, gguf_file, kwargs (*optional*): Of `AutoConfig.from_pretrained`.
+
+    Returns:
+        [`Eagle3Config`], or [`DFlashConfig`] for a block draft whose own code is not trusted. With
+        `return_unused_kwargs=True` a tuple of it and those arguments.
     """
     if gguf_file is not None:
         return None
     hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-    if content is not None and not holds_draft(content, name_or_path, hub_kwargs):
+    kind = None if content is None else kind_of_draft(content, name_or_path, hub_kwargs)
+    if content is not None and kind is None:
         return None
     content, kwargs = PreTrainedConfig.get_config_dict(name_or_path, **kwargs)
-    if trust_remote_code and "AutoConfig" in (content.get("auto_map") or {}):  # it has code of its own, which said why
+    auto_map = content.get("auto_map") or {}
+    if trust_remote_code and "AutoConfig" in auto_map:  # its own code has failed, and said why
         return None
     if (algorithm := content.get("speculators_model_type")) is not None:
         if algorithm not in ("eagle3", "peagle"):
             return None
-    elif not holds_draft(content, name_or_path, hub_kwargs):
+    elif (kind := kind or kind_of_draft(content, name_or_path, hub_kwargs)) is None:
         return None
+    if kind is is_block_draft:
+        if content.get("model_type") not in ("qwen3", None):  # layers of another kind (Laguna)
+            return None
+        from .baselines.dflash import DFlashConfig
+
+        if trust_remote_code and "AutoModel" in auto_map:  # the caller wants the code that it brings
+            return None
+        return DFlashConfig.from_dict(content, name_or_path=str(name_or_path), **kwargs)
 
     # Here, so that `import hf_eagle3` is quick.
     from .checkpoints import read
@@ -95,9 +125,12 @@ def draft_config(name_or_path, content=None, trust_remote_code=None, code_revisi
     return Eagle3Config.from_dict(content, name_or_path=str(name_or_path), **kwargs)
 
 
-def holds_draft(content: dict, name_or_path, hub_kwargs: dict) -> bool:
+def kind_of_draft(
+    content: dict, name_or_path: str | Path, hub_kwargs: dict[str, Any]
+) -> Callable[[Iterable[str]], bool] | None:
+    """Which of [`is_draft`] and [`is_block_draft`] holds for the names of a checkpoint's tensors, or `None`."""
     names = tensor_names(name_or_path, **hub_kwargs)
     if names is None and not Path(name_or_path).exists() and not hub_kwargs.get("local_files_only"):
-        may_be, is_surely = may_be_draft(content)
-        names = tensor_names_on_hub(name_or_path, is_surely, **hub_kwargs) if may_be else None
-    return is_draft(names or [])
+        may_be, is_certain = may_be_draft(content)
+        names = tensor_names_on_hub(name_or_path, is_certain, **hub_kwargs) if may_be else None
+    return next((kind for kind in (is_draft, is_block_draft) if kind(names or [])), None)

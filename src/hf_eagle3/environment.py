@@ -1,10 +1,11 @@
-"""What a figure was measured with."""
+"""Versions and machine of a measurement, and names that are safe to publish."""
 
 import argparse
 import os
 import platform
 import sys
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import torch
 import transformers
@@ -13,7 +14,7 @@ from . import __version__
 
 
 def machine_name(device: torch.device | str) -> str:
-    """The accelerator, or the processor and how many cores there are."""
+    """Returns the name of the accelerator, or of the processor with its number of cores."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -29,7 +30,7 @@ def machine_name(device: torch.device | str) -> str:
 
 
 def environment(device: torch.device | str) -> dict[str, str | int]:
-    """Versions and machine, to be kept with what was measured."""
+    """Returns versions and machine, to store beside a measurement."""
     return {
         "hf_eagle3": __version__,
         "transformers": transformers.__version__,
@@ -40,28 +41,30 @@ def environment(device: torch.device | str) -> dict[str, str | int]:
     }
 
 
-def is_path(name: str | None) -> bool:
+def is_path(name: str | None) -> TypeGuard[str]:
     """Whether the name of a model is a path on this machine."""
-    return bool(name) and (Path(name).is_absolute() or name.startswith((".", "~")) or Path(name).exists())
+    if not name:
+        return False
+    return Path(name).is_absolute() or name.startswith((".", "~")) or Path(name).exists()
 
 
 def folder_or_hub_id(name: str) -> str:
-    """The name of a model on a command line (`type` of an argument): a mistyped path is told from an id of the Hub."""
+    """Returns the name of a model on a command line (argparse `type`), and refuses a path that does not exist."""
     if not Path(name).is_dir():
         if is_path(name) or name.count("/") > 1:
             raise argparse.ArgumentTypeError(f"there is no folder {name}")
         if Path(name).parent.is_dir():
-            print(f"There is no folder {name}: it is looked for on the Hub.", file=sys.stderr)
+            print(f"There is no folder {name}. Looking for it on the Hub.", file=sys.stderr)
     return name
 
 
 def public_name(name: str | None) -> str | None:
-    """A name to publish: an id of the Hub as it is, a path of this machine without the folders that it lies in."""
+    """Returns a name that is safe to publish: a Hub id as it is, a path without its parent folders."""
     return Path(name).name if is_path(name) else name
 
 
-def without_paths(facts):
-    """The same dictionary, list or value, with the `public_name` of each text in it."""
+def without_paths(facts: Any) -> Any:
+    """Returns a copy of a dictionary, list or value, with the `public_name` of each string in it."""
     if isinstance(facts, dict):
         return {key: without_paths(value) for key, value in facts.items()}
     if isinstance(facts, list):

@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making a draft for a target: its sizes, rotary embedding, special tokens and vocabulary."""
+"""Making a new draft for a target, changing its vocabulary, and pairing it with a target."""
 
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from .remote_code.checks_eagle3 import fingerprint, whole
 from .remote_code.configuration_eagle3 import Eagle3Config, default_aux_layer_ids
 
 
-SPECULATIVE_TOKENS = 6  # of engines that draft chains, such as vLLM; trees go deeper
+if TYPE_CHECKING:
+    from .remote_code.modeling_eagle3 import DraftModel
 
-# Rotary scalings whose parameters mean the same for any head size, so that the draft can take the target's.
+SPECULATIVE_TOKENS = 6  # the length of the chain that engines such as vLLM draft
+
+# A draft can take these rotary scalings of its target, because their parameters do not depend on the head size.
 PORTABLE_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
-# What a fresh draft may be: EAGLE-3.1's (https://huggingface.co/papers/2605.09992), with norms around what it reads
-# and hands on; that of the EAGLE-3 paper, which is all that some engines take; or one that drafts all tokens in one
-# pass (P-EAGLE, https://huggingface.co/papers/2602.01469).
-FORMS = {
+# Forms of a new draft:
+# - EAGLE-3.1 (https://huggingface.co/papers/2605.09992) normalises the states that a draft reads and passes on.
+# - The EAGLE-3 paper's has no such norms. Some engines take only this one.
+# - P-EAGLE (https://huggingface.co/papers/2602.01469) drafts all tokens in one pass.
+FORMS: dict[str, dict[str, Any]] = {
     "eagle3.1": {},
     "classic": {"fc_norm": False, "norm_output": False, "model_type": "llama"},
     "p-eagle": {"mask_token_id": "pad"},
@@ -29,30 +33,27 @@ FORMS = {
 
 
 def from_target(
-    cls: type,
+    cls: "type[DraftModel]",
     target: PreTrainedModel,
     draft_token_ids: Sequence[int] | torch.Tensor | None = None,
     num_hidden_layers: int = 1,
     **overrides: Any,
-):
-    r"""
-    Makes an untrained draft for a loaded target: its sizes, rotary embedding, special tokens and dtype are the
-    target's, and so are the rows of `lm_head`. [`Eagle3ForSpeculation.from_target`].
+) -> "DraftModel":
+    """
+    Returns an untrained draft for a loaded target. It takes the target's sizes, rotary embedding, special tokens, dtype
+    and rows of `lm_head`. See [`Eagle3ForSpeculation.from_target`].
 
     Args:
-        cls (`type`):
-            The class of the draft.
-        target (`PreTrainedModel`):
-            The target.
+        cls (`type`): The class of the draft.
+        target (`PreTrainedModel`): The target.
         draft_token_ids (`Sequence[int]` or `torch.Tensor`, *optional*):
-            Target token ids that make up the draft vocabulary. Defaults to all that the target's head has.
-        num_hidden_layers (`int`, *optional*, defaults to `1`):
-            Number of decoder layers.
+            Target token ids that make up the draft vocabulary. Defaults to all rows of the target's head.
+        num_hidden_layers (`int`, *optional*, defaults to `1`): Number of decoder layers.
         overrides (*optional*):
             Fields of [`Eagle3Config`], or of its `transformer_layer_config` (`model_type="qwen3"`,
-            `intermediate_size=...`). `fc_norm` and `norm_output` are on by default (EAGLE-3.1);
-            `fc_norm=False, norm_output=False` is the draft of the EAGLE-3 paper, and `mask_token_id="pad"`, or any token,
-            makes a parallel one (P-EAGLE).
+            `intermediate_size=...`). `fc_norm` and `norm_output` are on by default (EAGLE-3.1).
+            `fc_norm=False, norm_output=False` makes the draft of the EAGLE-3 paper. `mask_token_id="pad"`, or any token
+            id, makes a parallel draft (P-EAGLE).
 
     Raises:
         ValueError: if no draft can be made for the target, or an override or a token id does not exist.
@@ -70,28 +71,31 @@ def from_target(
     return draft
 
 
-def set_draft_vocabulary(draft, draft_token_ids: Sequence[int] | torch.Tensor | None, target: PreTrainedModel) -> None:
+def set_draft_vocabulary(
+    draft: "DraftModel", draft_token_ids: Sequence[int] | torch.Tensor | None, target: PreTrainedModel
+) -> None:
     """
-    Replaces a draft's vocabulary, and its `lm_head` by the target's rows for it.
+    Replaces a draft's vocabulary, and its `lm_head` with the target's rows for these tokens. If the target's head has
+    another width, the new `lm_head` is random.
 
     Args:
         draft (`Eagle3ForSpeculation`): The draft.
         draft_token_ids (`Sequence[int]` or `torch.Tensor`, *optional*):
-            Target token ids, in any order. `None` stands for all that the target's head has.
-        target (`PreTrainedModel`):
-            The target whose output embeddings are copied.
+            Target token ids, in any order. `None` stands for all rows of the target's head.
+        target (`PreTrainedModel`): The target.
 
     Raises:
-        ValueError: if there are no ids, or some that the target has no output embedding for.
+        ValueError: if there are no ids, or the target's head has no row for one of them.
     """
     device, vocab_size = draft.get_output_embeddings().weight.device, draft.config.vocab_size
     target_head = whole(target.get_output_embeddings().weight.detach())
     num_ids = min(vocab_size, len(target_head))  # a head may have fewer rows than the vocabulary, or more
-    token_ids = range(num_ids) if draft_token_ids is None else draft_token_ids
-    token_ids = torch.as_tensor(token_ids, dtype=torch.long).flatten().unique()  # ascending
+    ids = range(num_ids) if draft_token_ids is None else draft_token_ids
+    token_ids = torch.as_tensor(ids, dtype=torch.long).flatten().unique()  # ascending
     if len(token_ids) == 0 or token_ids[0] < 0 or token_ids[-1] >= num_ids:
         raise ValueError(
-            f"`draft_token_ids` must be ids that the target has output embeddings for, 0 to {num_ids - 1}, and not be empty."
+            f"`draft_token_ids` must not be empty, and must be from 0 to {num_ids - 1}, the tokens that the target's head has "
+            f"rows for. It has {len(token_ids)} ids{f' from {token_ids[0]} to {token_ids[-1]}' if len(token_ids) else ''}."
         )
     token_ids = token_ids.to(device)
     draft.config.draft_vocab_size = len(token_ids)
@@ -115,9 +119,9 @@ def set_draft_vocabulary(draft, draft_token_ids: Sequence[int] | torch.Tensor | 
         draft.d2t = draft.t2d = None
 
 
-def pair_with(draft, target: PreTrainedModel) -> None:
+def pair_with(draft: "DraftModel", target: PreTrainedModel) -> None:
     """
-    Writes down which target a draft is for: for drafts of formats that do not say so. vLLM requires it.
+    Stores in a draft's configuration which target it is for. Some formats do not say it, and vLLM requires it.
 
     Raises:
         ValueError: see [`~Eagle3ForSpeculation.validate_target`].
@@ -133,7 +137,7 @@ def config_for_target(
     target: PreTrainedModel, num_hidden_layers: int, config_class: type[Eagle3Config] = Eagle3Config, **overrides: Any
 ) -> Eagle3Config:
     """
-    The configuration of a fresh draft. See [`from_target`].
+    Returns the configuration of a new draft. See [`from_target`].
 
     Raises:
         ValueError: if no draft can be made for the target, or an override does not exist.
@@ -154,14 +158,14 @@ def config_for_target(
             f"Unknown overrides {unknown}: neither {config_class.__name__} nor the {layer_config['model_type']} layer "
             "configuration has such a field."
         )
-    # The usual ids, which readers assume where a checkpoint has none, are [2, 3, 3] of six layers, and of fewer begin with
-    # the embedding, which not every engine's format can name.
+    # The default ids have a repetition with six layers ([2, 3, 3]), and with fewer they begin with the embedding, which
+    # the formats of some engines cannot name.
     depth = text_config.num_hidden_layers
     layer_ids = [1, depth // 2, depth - 1] if 4 <= depth <= 6 else default_aux_layer_ids(depth)
     if layer_config["hidden_size"] != embedding.weight.shape[-1]:
         raise ValueError(
-            f"A draft for {type(target).__name__} is {embedding.weight.shape[-1]} wide, as the embeddings that it takes from it, "
-            f"not {layer_config['hidden_size']}."
+            f"`hidden_size` is {layer_config['hidden_size']}, but must be {embedding.weight.shape[-1]}, the width of the embeddings "
+            f"that the draft takes from {type(target).__name__}. Leave it out."
         )
     tokens = {
         key: getattr(target.generation_config or text_config, key, None)
@@ -187,9 +191,9 @@ def config_for_target(
 
 
 def speculators_config_for(target: PreTrainedModel, algorithm: str) -> dict[str, Any]:
-    """How to propose, and for whom, in the form that vLLM requires. Of a target in a folder, the whole path."""
+    """Returns the `speculators_config` that vLLM requires: how to propose tokens, and for which target."""
     name = target.config._name_or_path
-    if name and Path(name).is_dir():  # from other directories a relative one would look like an id of the Hub
+    if name and Path(name).is_dir():  # a relative path would look like a Hub id elsewhere
         name = str(Path(name).absolute())
     return {
         "algorithm": algorithm,
@@ -208,11 +212,11 @@ def speculators_config_for(target: PreTrainedModel, algorithm: str) -> dict[str,
 
 def architecture_of(target: PreTrainedModel) -> str:
     """
-    The class of a model, and not of what is around it (PEFT, `torch.compile`, DDP) or derived from it (FSDP, or a class of
-    the user's).
+    Returns the name of a model's class in transformers, or of its own class if it has code of its own. Looks through
+    wrappers (PEFT, `torch.compile`, DDP) and subclasses (FSDP, or a user's).
     """
     while True:
-        if hasattr(target, "get_base_model"):  # of PEFT's
+        if hasattr(target, "get_base_model"):  # PEFT
             target = target.get_base_model()
         elif isinstance(inner := target._modules.get("_orig_mod", target._modules.get("module")), PreTrainedModel):
             target = inner
@@ -223,28 +227,30 @@ def architecture_of(target: PreTrainedModel) -> str:
     return next(known, type(target).__name__)
 
 
-def layer_config_for(text_config, num_hidden_layers: int) -> dict[str, Any]:
-    """Configuration of Llama layers as wide as the target's."""
+def layer_config_for(text_config: PreTrainedConfig, num_hidden_layers: int) -> dict[str, Any]:
+    """Returns the configuration of Llama layers with the target's width."""
     stored = text_config.to_dict()
 
-    def get(name):  # attributes that differ by layer (Gemma 4) refuse to be read; what is stored is the common one
+    def get(
+        name: str,
+    ) -> Any:  # reading an attribute that differs by layer raises (Gemma 4); the common value is stored
         return stored[name] if name in stored else getattr(text_config, name, None)
 
     num_heads, intermediate_size = get("num_attention_heads"), get("intermediate_size")
-    if isinstance(intermediate_size, list):  # one a layer (Gemma 3n)
+    if isinstance(intermediate_size, list):  # one per layer (Gemma 3n)
         intermediate_size = max(intermediate_size)
     if not num_heads:
         raise ValueError(
-            f"No draft can be made for a target of type {text_config.model_type!r}: it has no attention (`num_attention_heads`), and "
-            "what cannot forget drafted tokens cannot verify them."
+            f"No draft can be made for a target of type {text_config.model_type!r}: it has no attention (`num_attention_heads`). "
+            "Without attention a target cannot drop rejected tokens."
         )
     head_dim = get("head_dim") or text_config.hidden_size // num_heads
-    if get("kv_lora_rank") is not None:  # MLA's head sizes mean something else
+    if get("kv_lora_rank") is not None:  # with MLA `head_dim` means something else
         head_dim = text_config.hidden_size // num_heads
     rope = get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope) or {}  # one set a layer type (Gemma 3), or none (BEAM)
+    rope = rope.get("full_attention", rope) or {}  # one set per layer type (Gemma 3), or none (BEAM)
     if rope.get("rope_type", "default") in PORTABLE_ROPE_TYPES:
-        # Drafts rotate whole heads at one-dimensional positions.
+        # Drafts rotate whole heads, by one position a token.
         rope = {key: value for key, value in rope.items() if key not in ("partial_rotary_factor", "mrope_section")}
     else:
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}

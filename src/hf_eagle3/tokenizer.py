@@ -1,41 +1,49 @@
-"""The target's tokenizer, and how texts and conversations become tokens."""
+"""Loading the target's tokenizer, and turning texts and conversations into tokens."""
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 
-# What only drafts have in their config.json: ours and those of `speculators`, and those of other projects.
-OF_DRAFTS = {"speculators_model_type", "draft_vocab_size", "eagle_config"}
-# Where the templates of processors are that were saved before templates had a file of their own, which tokenizers read.
+# Keys of config.json that only drafts have: ours and those of `speculators`, and those of other projects.
+DRAFT_KEYS = {"speculators_model_type", "draft_vocab_size", "eagle_config"}
+# Older processors store their chat template here, where `AutoTokenizer` does not read it.
 PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
 
 
-def check_is_target(name: str | Path, **kwargs) -> None:
+def check_is_target(name: str | Path, **kwargs: Any) -> None:
     """
-    Says that a draft is no target, before anything else does.
+    Checks that a model is not a draft.
+
+    Args:
+        name (`str` or `Path`): Folder or Hub id.
+        kwargs (*optional*): For `PreTrainedConfig.get_config_dict`.
 
     Raises:
         ValueError: if it is a draft.
     """
     try:
         content, _ = PreTrainedConfig.get_config_dict(name, **kwargs)
-    except OSError:  # whoever loads it says what it lacks
+    except OSError:  # the code that loads the model reports what is missing
         return
-    if OF_DRAFTS & content.keys():
+    if DRAFT_KEYS & content.keys():
         raise ValueError(f"{name} is a draft, not a target. Pass the model that it was made for as the target.")
 
 
-def load_tokenizer(name: str | Path, **kwargs):
+def load_tokenizer(name: str | Path, **kwargs: Any) -> PreTrainedTokenizerBase:
     """
-    `AutoTokenizer.from_pretrained`, which misses a package where a folder has no tokenizer, and chat templates that are
-    saved with the processor.
+    Returns the tokenizer of a target, with the chat template of its processor if it has none of its own.
+
+    Args:
+        name (`str` or `Path`): Folder or Hub id.
+        kwargs (*optional*): For `AutoTokenizer.from_pretrained`.
 
     Raises:
-        FileNotFoundError: if it has none.
+        FileNotFoundError: if the folder has no tokenizer. (`AutoTokenizer` asks for a missing package instead.)
         ValueError: if it is a draft.
     """
     check_is_target(name, **kwargs)
@@ -47,15 +55,15 @@ def load_tokenizer(name: str | Path, **kwargs):
             )
     tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     if tokenizer.chat_template is None:
-        tokenizer.chat_template = _template_of_processor(name, **kwargs)
+        tokenizer.chat_template = _processor_template(name, **kwargs)
     return tokenizer
 
 
-def _template_of_processor(name: str | Path, **kwargs) -> str | None:
-    of_hub = {key: value for key, value in kwargs.items() if key not in ("trust_remote_code", "code_revision")}
+def _processor_template(name: str | Path, **kwargs: Any) -> str | None:
+    hub_kwargs = {key: value for key, value in kwargs.items() if key not in ("trust_remote_code", "code_revision")}
     for file in PROCESSOR_FILES:
         try:
-            content = json.loads(Path(cached_file(name, file, **of_hub)).read_text(encoding="utf-8"))
+            content = json.loads(Path(cached_file(name, file, **hub_kwargs)).read_text(encoding="utf-8"))
         except OSError:
             continue
         if content.get("chat_template"):
@@ -65,7 +73,7 @@ def _template_of_processor(name: str | Path, **kwargs) -> str | None:
 
 def read_template(path: str | Path) -> str:
     """
-    A chat template from a Jinja file.
+    Returns the chat template in a Jinja file.
 
     Args:
         path (`str` or `Path`): The file, in UTF-8.
@@ -75,7 +83,7 @@ def read_template(path: str | Path) -> str:
         ValueError: if it is not in UTF-8.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"There is no file {path} (`chat_template_path`).")
+        raise FileNotFoundError(f"There is no file {path}. `chat_template_path` must be a Jinja file.")
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -83,12 +91,12 @@ def read_template(path: str | Path) -> str:
 
 
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A token to pad with: where there is none for it, any one, because padding is masked."""
+    """Returns a token to pad with. Any token will do if the tokenizer has none for it, because padding is masked."""
     return tokenizer.pad_token or tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
 
 
 def has_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template marks what the assistant says, by `{% generation %}`."""
+    """Whether the chat template marks the assistant's turns with `{% generation %}`."""
     template = tokenizer.chat_template
     template = template.get("default", "") if isinstance(template, dict) else template or ""
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
@@ -96,14 +104,14 @@ def has_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 class PromptEncoder:
     """
-    Texts and conversations as the target reads them.
+    Turns texts and conversations into the tokens that the target reads.
 
-    A text begins with the tokenizer's special tokens, once, and does not end with any: what ends is not continued. A
-    conversation has those that the chat template writes.
+    A text begins with the tokenizer's special tokens, once. It does not end with any, because the target would not
+    continue it. A conversation has the special tokens that the chat template writes.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        chat_template (`str`, *optional*): In place of the tokenizer's own.
+        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
+        chat_template (`str`, *optional*): Replaces the tokenizer's own.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None):
@@ -120,51 +128,52 @@ class PromptEncoder:
         return (self.chat_template or self.tokenizer.chat_template) is not None
 
     def _drops_texts(self) -> bool:
-        """Whether the template writes the content of messages only where it is a list of parts, as processors have it."""
+        """Whether the template writes contents only if they are lists of parts, as processors pass them."""
         probe = "3.14159"
         try:
             return probe not in self.render([{"role": "user", "content": probe}], with_parts=False) and (
                 probe in self.render([{"role": "user", "content": probe}], with_parts=True)
             )
-        except Exception:  # a template that refuses the probe is asked about the rows themselves
+        except Exception:  # the template refuses the probe; rows themselves will show what it takes
             return False
 
-    def render(self, messages: list[dict], with_parts: bool | None = None, **kwargs) -> str:
+    def render(self, messages: list[dict], with_parts: bool | None = None, **kwargs: Any) -> str:
         """
-        The text that the chat template makes of a conversation.
+        Returns the text that the chat template makes of a conversation.
 
         Args:
             messages (`list[dict]`): The conversation.
-            with_parts (`bool`, *optional*): Whether contents are handed over as lists of parts; by default where the template needs it.
+            with_parts (`bool`, *optional*):
+                Whether to pass contents as lists of parts. By default if the template needs it.
             kwargs (*optional*): For the template, such as `tools` and `add_generation_prompt`.
         """
-        messages = self.as_taken(messages, with_parts)
+        messages = self.as_expected(messages, with_parts)
         return self.tokenizer.apply_chat_template(messages, chat_template=self.chat_template, tokenize=False, **kwargs)
 
-    def as_taken(self, messages: list[dict], with_parts: bool | None = None) -> list[dict]:
-        """Messages as the chat template takes them."""
+    def as_expected(self, messages: list[dict], with_parts: bool | None = None) -> list[dict]:
+        """Returns messages in the form that the chat template expects."""
         if self.takes_parts if with_parts is None else with_parts:
             return [with_text_part(message) for message in messages]
         return messages
 
     def rendered_tokens(self, text: str) -> list[int]:
-        """The tokens of a text that has all its special tokens in it."""
+        """Returns the tokens of a text that already contains its special tokens."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def text(self, text: str) -> list[int]:
-        """The tokens of a text that goes on."""
+        """Returns the tokens of a text to continue."""
         tokens = self.rendered_tokens(text)
         if self.special_tokens and tokens[: len(self.special_tokens)] == self.special_tokens:
-            return tokens  # a text with a BOS token of its own
+            return tokens  # the text contains its BOS token
         return [*self.special_tokens, *tokens]
 
-    def chat(self, messages: list[dict], **kwargs) -> list[int]:
-        """The tokens of a conversation and of what comes before the answer to it."""
+    def chat(self, messages: list[dict], **kwargs: Any) -> list[int]:
+        """Returns the tokens of a conversation, up to where the answer begins."""
         return self.rendered_tokens(self.render(messages, add_generation_prompt=True, **kwargs))
 
 
 def with_text_part(message: dict) -> dict:
-    """A message whose content is a list of parts."""
+    """Returns the message with its content as a list of parts."""
     if not isinstance(message.get("content"), str):
         return message
     return {**message, "content": [{"type": "text", "text": message["content"]}]}

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import FAMILIES, VOCAB_SIZE, make_baseline, make_batch, make_prompt, make_target, run_in_two_processes
+from conftest import (
+    BLOCK_DRAFTS,
+    FAMILIES,
+    VOCAB_SIZE,
+    make_baseline,
+    make_batch,
+    make_prompt,
+    make_target,
+    run_in_two_processes,
+)
 from datasets import Dataset
 from transformers import AutoModel
 
@@ -18,14 +27,14 @@ from hf_eagle3.baselines.static_tree import grow_static_tree, part_of_tree
 from hf_eagle3.checkpoints import describe_engines
 from hf_eagle3.hub import render_card
 from hf_eagle3.remote_code.policy_eagle3 import Calibration
-from hf_eagle3.remote_code.proposer_eagle3 import Call
-from hf_eagle3.remote_code.tree_eagle3 import Plan
+from hf_eagle3.remote_code.tree_eagle3 import GenerationCall, Plan
 from hf_eagle3.training.features import TargetStates
 from hf_eagle3.training.models import draft_to_train
 from hf_eagle3.training.ttt import TTTBatch, documents_of, ttt_unroll
 
 
 METHODS = [*BASELINES, "eagle-2", "p-eagle"]
+ALL_METHODS = [*METHODS, *BLOCK_DRAFTS]
 DEPTH = 4
 TEXTS = Dataset.from_dict({"text": [f"the {i} of {i * 7}, and so on to {i * i} in the end" for i in range(40)]})
 
@@ -61,7 +70,9 @@ class Observed:
 def propose(target, draft, tokens, plan):
     """The tree below the last of some tokens `(B, L)`."""
     aux, _ = TargetStates(target, draft.resolve_aux_layer_ids(target))({"input_ids": tokens[:, :-1]})
-    proposer = draft.proposer(Call(target, target.get_input_embeddings(), plan, 0.0, Calibration(1.0), None, None))
+    proposer = draft.proposer(
+        GenerationCall(target, target.get_input_embeddings(), plan, 0.0, Calibration(1.0), None, None)
+    )
     proposer.observe(Observed(tokens, aux))
     return proposer.propose(plan, tokens[:, -1:])
 
@@ -158,7 +169,7 @@ def test_measured_accuracies_are_shares_of_rows(method):
     assert hits.sum() > 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL_METHODS)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -185,7 +196,7 @@ def test_the_text_is_that_of_plain_generate(method, settings):
         assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL_METHODS)
 def test_small_vocabularies_and_half_precision(method):
     batch, settings = make_batch([12, 5]), {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
     target = make_target("llama")
@@ -201,7 +212,7 @@ def test_small_vocabularies_and_half_precision(method):
 
 
 @pytest.mark.parametrize("family", ["gemma3", "cohere2", "llama4", "gpt_oss", "lfm2", "qwen3_5"])
-@pytest.mark.parametrize("method", ["hydra", "eagle-2", "p-eagle"])
+@pytest.mark.parametrize("method", ["hydra", "eagle-2", "p-eagle", "dflash"])
 def test_other_families(family, method):
     target, batch = make_target(family), make_batch([9, 20])
     draft = make_baseline(method, target)
@@ -313,7 +324,7 @@ def test_training_saving_and_loading(tmp_path, tokenizer, method):
         with pytest.raises(ValueError, match="in no known EAGLE-3 format"):
             Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
         other = next(each for each in BASELINES if each != method)
-        with pytest.raises(ValueError, match=f"is no {other} draft: its config.json is of '{method}'"):
+        with pytest.raises(ValueError, match=f"is not a {other} draft: its config.json is of '{method}'"):
             BASELINES[other].draft_class.from_pretrained(tmp_path / "draft")
         assert not list((tmp_path / "draft").rglob("*.py"))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_draft, make_prompt, make_target
+from conftest import make_baseline, make_draft, make_prompt, make_target
 from loopback_hub import serve_hub
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -73,7 +73,7 @@ import sys, hf_eagle3
 from pathlib import Path
 from huggingface_hub import HfApi, constants
 from transformers import AutoConfig, AutoModel
-for name in ("speculator.eagle3", "sglang", "target"):
+for name in ("speculator.eagle3", "sglang", "dflash", "target"):
     HfApi().create_repo("me/" + name)
     HfApi().upload_folder(repo_id="me/" + name, folder_path=Path(sys.argv[1], name))
     config = AutoConfig.from_pretrained("me/" + name)
@@ -82,6 +82,7 @@ for name in ("speculator.eagle3", "sglang", "target"):
 """
     target = make_target("llama", num_hidden_layers=1)  # which is asked about, since drafts have one layer, too
     target.save_pretrained(tmp_path / "target")
+    make_baseline("dflash", target).save_pretrained(tmp_path / "dflash")
     shutil.copytree(FIXTURES / "classic", tmp_path / "speculator.eagle3")
     target = make_target("llama", num_hidden_layers=6)
     export(Eagle3ForSpeculation.from_target(target, fc_norm=False, norm_output=False), tmp_path / "sglang", "sglang")
@@ -98,6 +99,7 @@ for name in ("speculator.eagle3", "sglang", "target"):
     assert result.stdout.splitlines() == [
         "speculator.eagle3 Eagle3Config Eagle3ForSpeculation",
         "sglang Eagle3Config Eagle3ForSpeculation model.safetensors",
+        "dflash DFlashConfig DFlashForSpeculation",
         "target LlamaConfig LlamaModel",
     ], result.stderr
 

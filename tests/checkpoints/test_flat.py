@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.utils import logging
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.held import is_draft, without_prefix
+from hf_eagle3.tensor_names import is_draft, without_prefix
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +88,9 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"kv_lora_rank": 8}, "MLA.*SGLang and vLLM"),
         ({"model_type": "gpt_oss", "num_local_experts": 16}, "draft of experts"),
         ({"parallel_drafting": True}, "several tokens in one pass .*vLLM"),
-        ({"fc_norm": True, "eagle_config": {"fc_norm": False}}, "`fc_norm` is True in config.json, and False"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, "5", 8]}, "must be a list of numbers"),
-        ({"num_aux_hidden_states": 4, "eagle_aux_hidden_state_layer_ids": [1, 5, 8]}, "ids of 3 layers"),
+        ({"fc_norm": True, "eagle_config": {"fc_norm": False}}, "`fc_norm` is True in config.json, but False"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, "5", 8]}, "must be a list of layer numbers"),
+        ({"num_aux_hidden_states": 4, "eagle_aux_hidden_state_layer_ids": [1, 5, 8]}, "but there are 3 layer ids"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -319,7 +319,7 @@ def test_layers_of_the_target_that_are_counted(tmp_path, target, reference):
     draft, info = load(
         tmp_path / "draft", sglang(reference, num_hidden_layers=40), midlayer(reference), output_loading_info=True
     )
-    assert "40 are the target's" in info["assumed"]["num_hidden_layers"]
+    assert "the target has 40" in info["assumed"]["num_hidden_layers"]
     assert_same(draft, reference, target)
 
 
@@ -351,7 +351,7 @@ def test_layer_ids_that_sglang_reads(tmp_path, family, ids, written):
     back = Eagle3ForSpeculation.from_pretrained(tmp_path / "other")
     assert back.resolve_aux_layer_ids(target) == ids
     if ids[0] != 2:  # for which SGLang must be told apart
-        with pytest.raises(ValueError, match="does not say which its target is"):
+        with pytest.raises(ValueError, match="this draft does not name its target"):
             export(back, tmp_path / "again", "sglang")
 
 

@@ -333,7 +333,7 @@ def test_bad_checkpoints(tmp_path, target):
     load(paper)
     with pytest.raises(ValueError, match="EAGLE-1"):
         load({**paper, "eagle_config": {"use_aux_hidden_state": False}})
-    with pytest.raises(ValueError, match="`next_layer_regular` is False; only drafts with True"):
+    with pytest.raises(ValueError, match="`next_layer_regular` is False, but only drafts with True"):
         load({**paper, "eagle_config": {"next_layer_regular": False}})
     with pytest.raises(ValueError, match="sliding_window"):
         load({**good, "sliding_window": 8})

@@ -183,12 +183,12 @@ def test_rows_with_lost_turns_are_counted_and_more_than_a_few_refused(caplog):
     one_turn = [PLAIN[:2]] * 39
     with caplog.at_level(logging.WARNING):
         dataset = encode_rows(Dataset.from_dict({"messages": [*one_turn, PLAIN]}), encoder, "train")
-    assert "In 1 of 40 rows of the train data, the first of them rows [39], turns of the assistant" in caplog.text
+    assert "In 1 of 40 rows of the train data (the first are [39]) assistant turns cannot be found." in caplog.text
     assert len(learned(tokenizer, dataset[39])) == 1
-    with pytest.raises(ValueError, match=r"In 3 of 42 rows .*rows \[39, 40, 41\].*`chat_template_path`"):
+    with pytest.raises(ValueError, match=r"In 3 of 42 rows .*first are \[39, 40, 41\].*`chat_template_path`"):
         encode_rows(Dataset.from_dict({"messages": [*one_turn, PLAIN, PLAIN, PLAIN]}), encoder, "train")
     stream = Dataset.from_dict({"messages": [PLAIN] * 20}).to_iterable_dataset()
-    with pytest.raises(ValueError, match="turns of the assistant cannot be told from the rest"):
+    with pytest.raises(ValueError, match="assistant turns cannot be found"):
         list(encode_rows(stream, encoder, "train"))
 
 
@@ -272,9 +272,13 @@ def test_what_cannot_be_encoded():
     for encode, row, told in (
         (encoder("messages"), {"messages": PLAIN}, "the chat template refuses it: never"),
         (encoder("messages", assistant_only_loss=True), {"messages": PLAIN[:1]}, r"no assistant turn, but \['user'\]"),
-        (encoder("messages", assistant_only_loss=True), {"messages": PLAIN[1:2]}, "answers nobody in it"),
+        (
+            encoder("messages", assistant_only_loss=True),
+            {"messages": PLAIN[1:2]},
+            "no assistant turn in it answers anyone",
+        ),
         (encoder("text", vocab_size=5), {"text": "abc"}, "the target's vocabulary ends at 4"),
-        (encoder("text", formatting_func=lambda row: [row["text"]]), {"text": "a"}, "`formatting_func` makes"),
+        (encoder("text", formatting_func=lambda row: [row["text"]]), {"text": "a"}, "`formatting_func` returned"),
     ):
         with pytest.raises(RowError, match=told):
             encode(row)
@@ -286,10 +290,7 @@ def test_rows_that_teach_nothing_are_dropped_and_counted(caplog):
     encoder = RowEncoder(tokenizer, "input_ids")
     with caplog.at_level(logging.WARNING):
         assert len(encode_rows(Dataset.from_dict(rows), encoder, "train")) == 2
-    assert (
-        "1 of 3 rows of the train data have nothing to learn, and are dropped, the first of them rows [1]"
-        in caplog.text
-    )
+    assert "1 of 3 rows of the train data have nothing to learn and are dropped (the first are [1])" in caplog.text
     with pytest.raises(ValueError, match="1 of 1 rows of the train data have nothing to learn"):
         encode_rows(Dataset.from_dict(rows).select([1]), encoder, "train")
 

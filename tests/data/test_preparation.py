@@ -185,7 +185,7 @@ def test_long_rows_are_reported(tokenizer, tmp_path, caplog, packing, fate):
     with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
         trainer = make_trainer(tokenizer, rows, tmp_path, max_length=30, **packing)
     assert (
-        f"1 of 3 rows of the train data are longer than `max_length=30`: 21 of 92 tokens are beyond it, and are {fate}"
+        f"1 of 3 rows of the train data are longer than `max_length=30`: 21 of 92 tokens are beyond it and are {fate}"
         in caplog.text
     )
     kept = sum(len(row) for row in trainer.train_dataset["input_ids"])
@@ -211,7 +211,7 @@ def test_bad_data(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="4 of 8 rows .* Row 4 "):
         make_trainer(tokenizer, some, tmp_path, assistant_only_loss=True)
     for assistant_only_loss in (False, True):
-        with pytest.raises(ValueError, match="has no chat template: pass one as `chat_template_path`"):
+        with pytest.raises(ValueError, match="has no chat template. Pass one as `chat_template_path`"):
             make_trainer(tokenizer, chat(), tmp_path, template=None, assistant_only_loss=assistant_only_loss)
     with pytest.raises(ValueError, match="needs conversations, but the train data has 'text'"):
         make_trainer(tokenizer, {"text": ["abc"]}, tmp_path, assistant_only_loss=True)
@@ -243,10 +243,15 @@ def test_bad_data(tokenizer, tmp_path):
         ("messages", [*turns, None]),
     ):
         empty = [i for i, row in enumerate(rows) if not row]
-        message = f"{len(empty)} of {len(rows)} rows .* Row {empty[0]}.*: it has nothing as {column!r}. Mend or remove"
+        message = (
+            f"{len(empty)} of {len(rows)} rows .* Row {empty[0]}.*: {column!r} is missing or empty. Fix or remove"
+        )
         with pytest.raises(ValueError, match=message):
             make_trainer(tokenizer, {column: rows}, tmp_path)
-        with pytest.raises(ValueError, match=f"Row {empty[0]} of the train data cannot .* nothing as {column!r}"):
+        with pytest.raises(
+            ValueError,
+            match=f"Row {empty[0]} of the train data cannot .* {column!r} is missing or empty. Fix or remove",
+        ):
             make_trainer(tokenizer, {column: rows}, tmp_path, stream=True, max_steps=2).train()
     for token in (200, -1):
         rows = {"input_ids": [[3, 4, 5, 6], [3, token, 5, 6]]}
@@ -299,7 +304,10 @@ def test_formats_and_columns(tokenizer, tmp_path, kind):
         dataset = Dataset.from_list([{"messages": chat()["messages"][0], "image": "x"}])
     else:
         dataset = dataset.with_transform(lambda rows: rows)
-    told = {"with_transform": "computes its rows anew", "images": "Row 0: it has 'image', and drafts learn from text"}
+    told = {
+        "with_transform": "computes its rows each time",
+        "images": "Row 0: it has 'image', and drafts learn from text",
+    }
     with pytest.raises(ValueError, match=told[kind]) if kind in told else nullcontext():
         trainer = make_trainer(tokenizer, dataset, tmp_path, assistant_only_loss=True)
         assert "d0</s>" in {learned(trainer, index)[0] for index in range(len(trainer.train_dataset))}

@@ -91,49 +91,64 @@ GOOD = {
     ),
 }
 BAD = {
-    "no conversation": ({"messages": None}, "nothing as 'messages'"),
-    "an empty one": ({"conversations": []}, "nothing as 'conversations'"),
-    "JSON": ({"messages": json.dumps(CHAT)}, "a text as 'messages', .* parse it: .*json.loads"),
-    "a number": ({"messages": 5}, "has 5 as 'messages', which must be a list of messages"),
-    "lists of two lengths": ({"messages": {"role": ["user"], "content": []}}, "which must be a list of messages"),
+    "no conversation": ({"messages": None}, "'messages' is missing or empty"),
+    "an empty one": ({"conversations": []}, "'conversations' is missing or empty"),
+    "JSON": ({"messages": json.dumps(CHAT)}, "'messages' is the text .* parse it: .*json.loads"),
+    "a number": ({"messages": 5}, "'messages' is 5, but must be a list of messages"),
+    "lists of two lengths": ({"messages": {"role": ["user"], "content": []}}, "but must be a list of messages"),
     "nothing among them": ({"messages": [U, None]}, "message 1 of 'messages' is None"),
-    "a text among them": ({"messages": [U, "b"]}, "message 1 of 'messages' is 'b', and must have role"),
+    "a text among them": ({"messages": [U, "b"]}, "message 1 of 'messages' is 'b', but must have role"),
     "no role": ({"messages": [{"content": "a"}]}, "message 0 of 'messages' has no role"),
     "no content": ({"messages": [{"role": "user", "content": None}]}, "message 0 of 'messages' has no content"),
     "an assistant without any": ({"messages": [U, {"role": "assistant"}]}, "message 1 of 'messages' has no content"),
-    "another content": ({"messages": [{"role": "user", "content": 5}]}, "has 5 as content, which must be a text"),
+    "another content": (
+        {"messages": [{"role": "user", "content": 5}]},
+        "the content of message 0 of 'messages' is 5, but must be a text",
+    ),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        "message 0 of 'messages' has .*image_url.* and drafts learn from text only",
+        "the content of message 0 of 'messages' has .*image_url.* and drafts learn from text only",
     ),
     "a column of images": ({"messages": CHAT, "images": ["x"]}, "has 'images', and drafts learn from text only"),
     "an unknown speaker": ({"conversations": [{"from": "narrator", "value": "a"}]}, "from 'narrator', .* Rename it"),
     "two system prompts": (
         {"messages": [{"role": "system", "content": "s"}, *CHAT], "system": "t"},
-        "two system prompts, in 'system' and in 'messages'",
+        "two different system prompts, in 'system' and in 'messages'",
     ),
-    "tools that are none": ({"messages": CHAT, "tools": "f(city)"}, r"'f\(city\)' in 'tools', which is not JSON"),
-    "tools of another type": ({"messages": CHAT, "tools": [5]}, "as 'tools', which must be a list of JSON schemas"),
+    "tools that are none": ({"messages": CHAT, "tools": "f(city)"}, r"'tools' has 'f\(city\)', which is not JSON"),
+    "tools of another type": (
+        {"messages": CHAT, "tools": [5]},
+        r"'tools' is \[5\], but must be a list of JSON schemas",
+    ),
     "template arguments of another type": (
         {"messages": CHAT, "chat_template_kwargs": [1]},
-        "as 'chat_template_kwargs', which must be a dictionary",
+        r"'chat_template_kwargs' is \[1\], but must be a dictionary",
     ),
     "calls of another type": ({"messages": [U, {**A, "tool_calls": ["f"]}]}, "'f' among its tool_calls"),
-    "no text": ({"text": None}, "nothing as 'text'"),
-    "a number as text": ({"text": 5}, "has 5 as 'text', which must be a text"),
-    "a system prompt beside a text": ({"text": "a", "system": "s"}, "has 'system', which only conversations can have"),
-    "tools beside a text": ({"prompt": "a", "completion": "b", "tools": [TOOL]}, "has 'tools', which only"),
-    "no completion": ({"prompt": "a", "completion": None}, "nothing as 'completion'"),
-    "half a conversation": ({"prompt": [U], "completion": "b"}, "as 'prompt', which must be a text"),
-    "no tokens": ({"input_ids": []}, "nothing as 'input_ids'"),
-    "a text as tokens": ({"input_ids": "abc"}, "'abc' as 'input_ids', which must be a list of token ids"),
-    "half tokens": ({"input_ids": [5, 6.5]}, "6.5 in 'input_ids'"),
-    "fewer labels": ({"input_ids": [5, 6], "labels": [5]}, "1 entries as 'labels', but 2 tokens"),
-    "a longer mask": ({"input_ids": [5, 6], "loss_mask": [1, 1, 1]}, "3 entries as 'loss_mask', but 2 tokens"),
+    "no text": ({"text": None}, "'text' is missing or empty"),
+    "a number as text": ({"text": 5}, "'text' is 5, but must be a text"),
+    "a system prompt beside a text": (
+        {"text": "a", "system": "s"},
+        "has 'system' beside a text, but only conversations",
+    ),
+    "tools beside a text": (
+        {"prompt": "a", "completion": "b", "tools": [TOOL]},
+        "has 'tools' beside a text, but only",
+    ),
+    "no completion": ({"prompt": "a", "completion": None}, "'completion' is missing or empty"),
+    "half a conversation": ({"prompt": [U], "completion": "b"}, "'prompt' is .*, but must be a text"),
+    "no tokens": ({"input_ids": []}, "'input_ids' is missing or empty"),
+    "a text as tokens": ({"input_ids": "abc"}, "'input_ids' is 'abc', but must be a list of token ids"),
+    "half tokens": ({"input_ids": [5, 6.5]}, "'input_ids' has 6.5, but"),
+    "fewer labels": ({"input_ids": [5, 6], "labels": [5]}, "'labels' has 1 entries, but there are 2 tokens"),
+    "a longer mask": (
+        {"input_ids": [5, 6], "loss_mask": [1, 1, 1]},
+        "'loss_mask' has 3 entries, but there are 2 tokens",
+    ),
     "shifted labels": ({"input_ids": [5, 6, 7], "labels": [6, 7, -100]}, "label 0 is 6, but token 0 is 5"),
-    "a hole": ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, "leaves out tokens in the middle"),
-    "only padding": ({"input_ids": [0, 0], "attention_mask": [0, 0]}, "leaves out tokens in the middle, or all"),
-    "documents of another length": ({"input_ids": [5, 6], "seq_lengths": [1]}, "sum to 1, but it has 2 tokens"),
+    "a hole": ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, "excludes tokens in the middle"),
+    "only padding": ({"input_ids": [0, 0], "attention_mask": [0, 0]}, "excludes tokens in the middle, or all"),
+    "documents of another length": ({"input_ids": [5, 6], "seq_lengths": [1]}, "sum to 1, but there are 2 tokens"),
     "documents by positions": ({"input_ids": [5, 6], "position_ids": [0, 0]}, "Say where documents end"),
 }
 
@@ -144,8 +159,8 @@ def test_rows(name):
     if expected == "call":
         expected = {"messages": [U, {"role": "assistant", "content": "", "tool_calls": [CALL]}]}
     read = read_row(row, kind_of(row))
-    assert {key: value for key, value in vars(read).items() if value not in (None, {})} == expected
-    if read.messages is not None and read.num_given is None:
+    assert {key: value for key, value in vars(read).items() if value not in (None, {}, [])} == expected
+    if read.messages and read.num_given is None:
         assert read_prompt(row) == read
 
 
@@ -159,7 +174,7 @@ def test_rows_that_are_something_else(name):
 def test_rows_to_answer():
     assert read_prompt({"prompt": "a"}).text == "a" and read_prompt({"prompt": [U]}).messages == [U]
     for row, told in (
-        ({"text": "a"}, r"neither messages nor a prompt or text, but \['text'\]"),
+        ({"text": "a"}, r"it has no messages and no prompt, but \['text'\]"),
         ({"prompt": ""}, "empty"),
     ):
         with pytest.raises(RowError, match=told):
@@ -170,5 +185,5 @@ def test_a_summary_names_the_first_few_of_each_kind():
     problems = [(1, "it is a"), (2, "it is b."), (5, "it is a"), (7, "it is a"), (9, "it is a"), (11, "c"), (12, "d")]
     assert (
         summary(problems)
-        == "Row 1 (3 more: 5, 7, ...): it is a. Row 2: it is b. Row 11: c. And 1 rows for other reasons."
+        == "Row 1 (3 more: 5, 7, ...): it is a. Row 2: it is b. Row 11: c. And 1 more rows, for other reasons."
     )

@@ -114,7 +114,7 @@ def test_files(tmp_path, tokenizer, monkeypatch, caplog):
 @pytest.mark.parametrize(
     "lines, told",
     [
-        (['{"prompt": "a"}', '{"text": "b"}'], "line 2: it has neither messages nor a prompt"),
+        (['{"prompt": "a"}', '{"text": "b"}'], "line 2: it has no messages and no prompt"),
         (['{"prompt": "a"}', "", '{"messages": [{"role": "us'], "line 3 is not JSON"),
         (['[{"prompt": "a"}]'], "line 1 is .* but must be an object"),
         (["[", '{"prompt": "a"},', "]"], "line 1 is not JSON"),

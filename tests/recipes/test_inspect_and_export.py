@@ -48,7 +48,7 @@ def test_inspect_and_export(tmp_path, run_recipe):
     # Back again: vLLM requires the target's name, which SGLang's format does not say.
     back = ("export.py", tmp_path / "sglang", "--to", "speculators", "--output_dir", tmp_path / "back")
     result = run_recipe(*back)
-    assert result.returncode != 0 and "pass --target" in result.stderr and not (tmp_path / "back").exists()
+    assert result.returncode != 0 and "Pass --target" in result.stderr and not (tmp_path / "back").exists()
     weights = (tmp_path / "sglang" / "model.safetensors").read_bytes()
     onto_itself = (*back[:-1], tmp_path / "sglang", "--target", tmp_path / "target")
     result = run_recipe(*onto_itself)

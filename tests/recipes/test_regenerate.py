@@ -82,7 +82,7 @@ def test_a_target_in_the_process(tmp_path, data, tokenizer, run_recipe, caplog):
     bare.chat_template = None
     bare.save_pretrained(tmp_path / "target")
     command = ("--model_name_or_path", tmp_path / "target", "--dataset_name", data, "--output_dir", tmp_path / "out")
-    with pytest.raises(ValueError, match="no chat template: pass one as `chat_template_path`"):
+    with pytest.raises(ValueError, match="no chat template. Pass one as `chat_template_path`"):
         run_recipe("regenerate.py", *command)
     assert not (tmp_path / "out").exists()
     (tmp_path / "chat.jinja").write_text(tokenizer.chat_template)
@@ -111,7 +111,7 @@ def test_texts_are_continued_and_pushed(tmp_path, tokenizer, run_recipe, monkeyp
     command += ("--output_dir", tmp_path / "out", "--prompt_tokens", 6, "--max_new_tokens", 5, "--temperature", 0)
     with pytest.raises(ValueError, match="this data has texts. Leave `--base_url` out"):
         run_recipe("regenerate.py", *command, "--base_url", "http://localhost:1/v1")
-    with pytest.raises(ValueError, match="each would answer rows of its own"):
+    with pytest.raises(ValueError, match="each process answers its own rows"):
         run_recipe("regenerate.py", *command, "--tp_plan", "auto")
     with serve_hub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)

@@ -271,7 +271,7 @@ def test_files(files, tmp_path, run_recipe):
     for file, content, error in (
         ("texts.csv", texts.encode(), "is not one of"),
         ("none.jsonl", b"", "is empty"),
-        ("numbers.jsonl", b'{"text": 5}\n', "Row 0: it has 5 as 'text', which must be a text"),
+        ("numbers.jsonl", b'{"text": 5}\n', "Row 0: 'text' is 5, but must be a text"),
         ("cut.jsonl", b'{"text": "ab"}\n{"text": "cd', r"cut.jsonl, line 2 is not JSON"),
         ("texts.jsonl.gz", gzip.compress(texts.encode()), None),
     ):

@@ -603,7 +603,7 @@ def test_wrong_arguments(tmp_path, tokenizer):
     )
     without_template = copy.deepcopy(tokenizer)
     without_template.chat_template = None
-    with pytest.raises(ValueError, match="no chat template: pass one as `chat_template_path`"):
+    with pytest.raises(ValueError, match="no chat template. Pass one as `chat_template_path`"):
         make_trainer(tmp_path, without_template, dataset=chats)
     with pytest.raises(ValueError, match="where they are already"):
         make_trainer(tmp_path, tokenizer, activation_offloading=True)

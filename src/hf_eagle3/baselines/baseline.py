@@ -1,56 +1,62 @@
-"""What the drafts of other methods have in common."""
+"""Base classes of other methods' drafts and their configurations."""
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
 
+import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedModel
 
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.draft_eagle3 import DraftModel
+from ..remote_code.tree_eagle3 import DraftTree, Plan
 from .static_tree import best_static_tree, grow_static_tree, guessed_accuracies
 
 
 @strict
 class BaselineConfig(Eagle3Config):
     """
-    Of the draft of another method. It is [`Eagle3Config`]'s, of which flags that the method does not know are off, and
-    is not saved in the `speculators` schema, which has no such drafts.
+    The configuration of another method's draft: an [`Eagle3Config`] without EAGLE-3's flags. It is not saved in the
+    `speculators` schema, which has no such drafts.
 
     Args:
         static_tree (`list[list[int]]`, *optional*):
-            The nodes of the tree that is verified in every step, by the ranks of the children on the path to each, the
-            most promising first: [`~static_tree.best_static_tree`]. `None` grows a tree by the draft's confidence in
-            each step (EAGLE-2, https://huggingface.co/papers/2406.16858).
+            The tree to verify in every step. Each node is a path of ranks of children, and the most promising nodes come
+            first: see [`~static_tree.best_static_tree`]. With `None` each step grows a tree by the draft's confidence
+            (EAGLE-2, https://huggingface.co/papers/2406.16858).
     """
 
-    _auto_class = None  # its code is not saved with it
+    _auto_class = None  # drafts are saved without this code
+    reads_one_state: ClassVar[bool] = True  # the state that the target's head reads
     static_tree: list[list[int]] | None = None
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         on = [name for name in flags if getattr(self, name)] + ["mask_token_id"] * self.is_parallel
         if on:
-            raise ValueError(f"A {self.model_type} draft has no {on}, which are of EAGLE-3's.")
-        if self.num_aux_hidden_states != 1 and self.eagle_aux_hidden_state_layer_ids is not None:
-            raise ValueError(
-                f"A {self.model_type} draft reads one state, not {self.eagle_aux_hidden_state_layer_ids}."
-            )
-        known = {()}
+            raise ValueError(f"A {self.model_type} draft has no {on}. Only EAGLE-3 drafts have them: leave them out.")
+        ids = self.eagle_aux_hidden_state_layer_ids
+        if self.reads_one_state and ids is not None and len(ids) != 1:
+            raise ValueError(f"A {self.model_type} draft reads one state, not those of {ids}.")
+        known: set[tuple[int, ...]] = {()}
         for path in map(tuple, self.static_tree or ()):
             if path[:-1] not in known or not path or min(path) < 0:
-                raise ValueError(f"`static_tree` has {list(path)} before its parent.")
+                raise ValueError(f"`static_tree` has {list(path)} before its parent. Put each node behind its parent.")
             known.add(path)
 
     @classmethod
-    def recognises(cls, content: dict[str, Any], source) -> bool:
+    def recognises(cls, content: dict[str, Any], source: str | Path) -> bool:
         """
+        Returns `True`.
+
         Raises:
-            ValueError: if it is the `config.json` of something else.
+            ValueError: if the `config.json` is of another model.
         """
         if content.get("model_type") != cls.model_type:
             name = content.get("model_type") or content.get("speculators_model_type")
-            raise ValueError(f"{source} is no {cls.model_type} draft: its config.json is of {name!r}.")
+            raise ValueError(f"{source} is not a {cls.model_type} draft: its config.json is of {name!r}.")
         return True
 
     def _saved_form(self, output: dict[str, Any]) -> dict[str, Any]:
@@ -62,9 +68,9 @@ class BaselineConfig(Eagle3Config):
 
 class BaselineDraft(DraftModel):
     """
-    A draft that reads what the target's head reads, at the newest position, and has a tree of fixed form.
+    A draft that reads the state that the target's head reads, and by default proposes a static tree.
 
-    A subclass is trained by its `training_loss(batch, steps)`, on the steps of its `unroll(batch, steps)`.
+    A subclass trains with its `training_loss(batch, steps)`, on the steps of its `unroll(batch, steps)`.
     """
 
     config_class = BaselineConfig
@@ -77,28 +83,39 @@ class BaselineDraft(DraftModel):
         tree = best_static_tree(guessed_accuracies())
         return {"eagle_aux_hidden_state_layer_ids": [depth], "static_tree": tree} | overrides
 
-    def grow_tree(self, root, logits, hidden_states, advance, token_ids, plan, threshold=0.0, power=1.0, guess=None):
-        """The static tree, or that of [`~tree_eagle3.grow_tree`]."""
+    def grow_tree(
+        self,
+        root: torch.Tensor,
+        logits: torch.Tensor,
+        hidden_states: torch.Tensor,
+        advance: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        token_ids: torch.Tensor | None,
+        plan: Plan,
+        threshold: float = 0.0,
+        power: float | torch.Tensor = 1.0,
+        guess: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
+    ) -> DraftTree:
+        """Returns the static tree, or without one that of [`~tree_eagle3.grow_tree`]."""
         arguments = root, logits, hidden_states, advance, token_ids, plan
         if self.config.static_tree is None:
             return DraftModel.grow_tree(*arguments, threshold, power, guess)
         return grow_static_tree(*arguments, self.config.static_tree, guess)
 
-    def save_pretrained(self, *args, **kwargs):
-        """See [`~transformers.PreTrainedModel.save_pretrained`]. No code is saved: it is this package's."""
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Saves the draft without code. See [`~transformers.PreTrainedModel.save_pretrained`]."""
         DraftModel.save_pretrained(self, *args, **kwargs)
 
-    def push_to_hub(self, repo_id: str, **kwargs):
-        """See [`~transformers.utils.PushToHubMixin.push_to_hub`]. There are no cards of ours for such drafts."""
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Pushes the draft with transformers' own card. See [`~transformers.utils.PushToHubMixin.push_to_hub`]."""
         return PreTrainedModel.push_to_hub(self, repo_id, **kwargs)
 
 
-def check_steps(draft, steps: int, most: int) -> None:
+def check_steps(draft: DraftModel, steps: int, most: int) -> None:
     """
     Raises:
-        ValueError: if a draft cannot be trained so many steps deep.
+        ValueError: if a draft cannot be trained `steps` steps deep.
     """
     if steps > most:
         raise ValueError(
-            f"A {draft.config.model_type} draft is trained at most {most} steps deep, not {steps}: pass `ttt_steps={most}`."
+            f"A {draft.config.model_type} draft is trained at most {most} steps deep, not {steps}. Pass `ttt_steps={most}`."
         )

@@ -1,30 +1,35 @@
 """
-HASS (https://huggingface.co/papers/2408.15766): EAGLE's network, trained on its own states as it will be used, and on the
-target's most probable tokens.
+HASS (https://huggingface.co/papers/2408.15766): EAGLE's network, trained on its own states, and on the target's most
+probable tokens.
 """
+
+from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedModel
 
 from ..training.losses import DraftLoss
+from ..training.ttt import RowTargets
 from .eagle import EagleConfig, EagleForSpeculation
 
 
 @strict
 class HassConfig(EagleConfig):
-    """Of the draft of HASS. See [`EagleConfig`]. The paper decodes with EAGLE-2's tree: `static_tree=None`, which is the default."""
+    """The configuration of HASS's draft. Like the paper it defaults to EAGLE-2's tree. See [`EagleConfig`]."""
 
     model_type = "hass"
 
 
 class HassForSpeculation(EagleForSpeculation):
     """
-    Harmonized context alignment (section 3.2): later steps of training read what earlier ones predicted, and attend to
-    what they would attend to when drafting, which is what EAGLE-3 came to call training-time test. Gradients go through
-    all steps. Harmonized objective distillation (section 3.1): a loss on the target's `TOP_K` most probable tokens.
+    Harmonized context alignment (section 3.2): each step of training reads the predictions of the step before, with the
+    attention of drafting. EAGLE-3 calls this training-time test. Gradients flow through all steps.
+
+    Harmonized objective distillation (section 3.1): a loss on the target's `TOP_K` most probable tokens.
 
     Args:
-        config ([`HassConfig`]): Of the network.
+        config ([`HassConfig`]): The configuration.
     """
 
     config_class = HassConfig
@@ -32,10 +37,10 @@ class HassForSpeculation(EagleForSpeculation):
     TOP_K, TOP_K_WEIGHT = 10, 1.0
 
     @classmethod
-    def overrides_for(cls, target, overrides):
+    def overrides_for(cls, target: PreTrainedModel, overrides: dict[str, Any]) -> dict[str, Any]:
         return super().overrides_for(target, {"static_tree": None} | overrides)
 
-    def row_loss(self, logits, targets):
+    def row_loss(self, logits: torch.Tensor, targets: RowTargets) -> torch.Tensor:
         loss = DraftLoss.apply(logits, targets.probs, targets.mass, targets.entropy, "kl")
         probs, tokens = targets.probs.topk(min(self.TOP_K, targets.probs.shape[-1]), dim=-1)
         log_probs = logits.float().gather(-1, tokens) - torch.logsumexp(logits.float(), dim=-1, keepdim=True)

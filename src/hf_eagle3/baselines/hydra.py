@@ -1,10 +1,11 @@
-"""Hydra (https://huggingface.co/papers/2402.05109): Medusa's heads, which also read the tokens drafted before theirs."""
+"""Hydra (https://huggingface.co/papers/2402.05109): Medusa's heads, which also read the tokens drafted before."""
 
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
+from torch import nn
 
 from ..training.ttt import TTTBatch, UnrollStep
 from .medusa import MedusaConfig, MedusaForSpeculation
@@ -12,32 +13,34 @@ from .medusa import MedusaConfig, MedusaForSpeculation
 
 @strict
 class HydraConfig(MedusaConfig):
-    """Of the draft of Hydra. See [`MedusaConfig`]."""
+    """The configuration of Hydra's draft. See [`MedusaConfig`]."""
 
     model_type = "hydra"
 
 
 class HydraForSpeculation(MedusaForSpeculation):
     """
-    Head `k` reads the target's state at position `t`, and the embeddings of the tokens from `t + 1` to `t + 1 + k`
-    (section 3): what it predicts depends on the path. The heads are those of the paper's first form, one layer each, and
-    learn as Medusa's do.
+    Head `k` reads the target's state at position `t` and the embeddings of the tokens from `t + 1` to `t + 1 + k`
+    (section 3), so its prediction depends on the path. Each head has one layer, as in the paper's first form. Training is
+    that of Medusa.
 
     Args:
-        config ([`HydraConfig`]): Of the heads.
+        config ([`HydraConfig`]): The configuration.
     """
 
     config_class = HydraConfig
 
     @staticmethod
-    def input_size(config, k: int) -> int:
+    def input_size(config: MedusaConfig, k: int) -> int:
         return (2 + k) * config.hidden_size
 
-    def inputs_after(self, hidden_states, tokens, embedding):
+    def inputs_after(self, hidden_states: torch.Tensor, tokens: torch.Tensor, embedding: nn.Embedding) -> torch.Tensor:
         return torch.cat([hidden_states, self.embed(tokens, embedding)], dim=-1)
 
     def unroll(self, batch: TTTBatch, steps: int) -> Iterator[UnrollStep]:
-        states, embeds = batch.aux_hidden_states, self.embed(batch.input_ids)
+        """Yields a step for each head, whose states `(B, L, (2 + k) * H)` include the embeddings of the path."""
+        states: torch.Tensor = batch.aux_hidden_states
+        embeds = self.embed(batch.input_ids)
         for k in range(min(steps, len(self.heads))):
             ahead = min(1 + k, embeds.shape[1])
             states = torch.cat([states, F.pad(embeds[:, ahead:], (0, 0, 0, ahead))], dim=-1)

@@ -1,4 +1,4 @@
-"""Medusa (https://huggingface.co/papers/2401.10774): heads on the target's last state, each for a token further ahead."""
+"""Medusa (https://huggingface.co/papers/2401.10774): heads on the target's last state, one for each token ahead."""
 
 import copy
 from collections.abc import Iterator
@@ -9,18 +9,18 @@ import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
 from torch import nn
 
-from ..remote_code.proposer_eagle3 import Call, Proposer
-from ..training.ttt import TTTBatch, TTTOutput, UnrollStep, unroll_loss
+from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Plan, Proposer
+from ..training.ttt import RowTargets, TTTBatch, TTTOutput, UnrollStep, unroll_loss
 from .baseline import BaselineConfig, BaselineDraft, check_steps
 
 
 @strict
 class MedusaConfig(BaselineConfig):
     """
-    Of the draft of Medusa. See [`BaselineConfig`].
+    The configuration of Medusa's draft. See [`BaselineConfig`].
 
     Args:
-        num_heads (`int`, *optional*, defaults to `5`): How many tokens ahead the heads look (section 2.1.1).
+        num_heads (`int`, *optional*, defaults to `5`): Number of heads, each one token further ahead (section 2.1.1).
     """
 
     model_type = "medusa"
@@ -29,48 +29,49 @@ class MedusaConfig(BaselineConfig):
 
 class MedusaHead(nn.Module):
     """
-    `lm_head(x + SiLU(W x))` with `x` the target's last state (section 2.1.1): at first `W` is zero and `lm_head` the
-    target's own. Of a wider input, `x` is the beginning (Hydra).
+    Computes `lm_head(x + SiLU(W x))` from the target's last state `x` (section 2.1.1). A new head has `W = 0` and the
+    target's `lm_head`. The residual `x` is the beginning of a wider input (Hydra).
     """
 
-    def __init__(self, config, input_size: int):
+    def __init__(self, config: MedusaConfig, input_size: int):
         super().__init__()
         self.hidden_size = config.hidden_size
         self.linear = nn.Linear(input_size, config.hidden_size)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
-    def forward(self, states):
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
         return self.lm_head(self.features(states))
 
-    def features(self, states):
-        """What `lm_head` reads."""
+    def features(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns the states that `lm_head` reads."""
         return states[..., : self.hidden_size] + F.silu(self.linear(states))
 
 
 class MedusaForSpeculation(BaselineDraft):
     """
-    Medusa-1: the target stays as it is. Head `k` reads the target's state at position `t`, of which the target's own
-    head has told the token at `t + 1`, and predicts the token at `t + 2 + k`, whatever those between are.
+    Medusa-1: the target is not trained. Head `k` reads the target's state at position `t`, and predicts the token at
+    `t + 2 + k`, independently of the tokens between. (The target's own head predicts the token at `t + 1`.)
 
     Args:
-        config ([`MedusaConfig`]): Of the heads.
+        config ([`MedusaConfig`]): The configuration.
     """
 
     config_class = MedusaConfig
-    _no_split_modules = ["Linear"]  # FSDP2 in accelerate shards the output embedding, a part of a head, by itself
+    _no_split_modules = ["Linear"]  # accelerate's FSDP2 shards the output embedding of a head alone
 
     def __init__(self, config: MedusaConfig):
         super().__init__(config)
-        self.heads = nn.ModuleList(MedusaHead(config, self.input_size(config, k)) for k in range(config.num_heads))
+        heads = [MedusaHead(config, self.input_size(config, k)) for k in range(config.num_heads)]
+        self.heads: Any = nn.ModuleList(heads)
         self.post_init()
-        with torch.no_grad():  # which draws them at random
-            for head in self.heads:
+        with torch.no_grad():  # `post_init` made them random
+            for head in heads:
                 head.linear.weight.zero_()
                 head.linear.bias.zero_()
 
     @staticmethod
-    def input_size(config, k: int) -> int:
-        """How wide what head `k` reads is."""
+    def input_size(config: MedusaConfig, k: int) -> int:
+        """Returns the width of the input of head `k`."""
         return config.hidden_size
 
     def get_output_embeddings(self) -> nn.Linear:
@@ -82,70 +83,83 @@ class MedusaForSpeculation(BaselineDraft):
 
     # Proposing ----------------------------------------------------------------------------------------------------
 
-    def inputs_after(self, hidden_states: torch.FloatTensor, tokens: torch.LongTensor, embedding) -> torch.FloatTensor:
+    def inputs_after(self, hidden_states: torch.Tensor, tokens: torch.Tensor, embedding: nn.Embedding) -> torch.Tensor:
         """
-        What a head reads below some nodes, `(B, K, n)`, or `(B, 1, n)` if it is the same for all: of what the head
-        before read there, or the target's newest state, and their tokens `(B, K)`.
+        Returns the input of the next head for the children of some nodes.
+
+        Args:
+            hidden_states (`torch.FloatTensor` of shape `(B, K, m)`): The inputs of the head before at these nodes.
+            tokens (`torch.LongTensor` of shape `(B, K)`): The tokens of these nodes.
+            embedding (`nn.Embedding`): The target's embedding.
+
+        Returns:
+            `torch.FloatTensor` of shape `(B, K, n)`, or `(B, 1, n)` if it is the same for all nodes.
         """
         return hidden_states[:, :1]
 
-    def proposer(self, call: Call) -> "HeadsProposer":
+    def proposer(self, call: GenerationCall) -> "HeadsProposer":
+        """See [`~assistant_eagle3.AssistantMixin.proposer`]."""
         return HeadsProposer(self, call)
 
     # Training -----------------------------------------------------------------------------------------------------
 
     def unroll(self, batch: TTTBatch, steps: int) -> Iterator[UnrollStep]:
-        """Heads are steps."""
+        """Yields a step for each head."""
         for k in range(min(steps, len(self.heads))):
             yield UnrollStep(batch.aux_hidden_states, self.heads[k])
 
     def training_loss(self, batch: TTTBatch, steps: int) -> TTTOutput:
-        """Cross-entropy with the tokens of the text (section 2.2.1; `ttt_step_decay=0.8` are its weights λ_k)."""
+        """Returns the cross-entropy with the text (section 2.2.1; `ttt_step_decay=0.8` gives its weights λ_k)."""
         check_steps(self, steps, len(self.heads))
         return unroll_loss(self, batch, self.unroll(batch, steps), self.row_loss)
 
-    def row_loss(self, logits, targets):
+    def row_loss(self, logits: torch.Tensor, targets: RowTargets) -> torch.Tensor:
+        """Returns the loss of each row `(B, R)`."""
         labels = torch.full((self.config.vocab_size,), -100, device=logits.device)
         labels[self.draft_token_ids] = torch.arange(self.config.draft_vocab_size, device=logits.device)
-        labels = labels[targets.actual]  # what the draft's vocabulary has not, it cannot learn
+        labels = labels[targets.actual]  # tokens outside of the draft's vocabulary are not learned
         return F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none")
 
 
 class HeadsProposer(Proposer):
     """
-    Asks the heads about the newest state, one a level of the tree.
+    Proposes trees from the target's newest state: each head predicts one level.
 
     Args:
-        draft ([`MedusaForSpeculation`]): The heads.
-        call ([`Call`]): The call of `generate`.
+        draft ([`MedusaForSpeculation`]): The draft.
+        call ([`GenerationCall`]): The call of `generate`.
     """
 
-    def __init__(self, draft: MedusaForSpeculation, call: Call):
-        self.draft, self.call, self.states = draft, call, None
+    def __init__(self, draft: MedusaForSpeculation, call: GenerationCall):
+        self.draft, self.call = draft, call
+        self.states: Any = None  # (B, H), from the first `observe` on
 
     def observe(self, accepted: Any) -> None:
         newest = accepted.states[:, -1]  # (B, H)
-        if self.states is not None and 0 in accepted.counts:  # of rows that wait for others
+        if self.states is not None and 0 in accepted.counts:  # some rows accepted nothing: they wait for others
             has_new = torch.tensor(accepted.counts, device=newest.device)[:, None] > 0
             newest = torch.where(has_new, newest, self.states)
         self.states = newest
 
-    def select(self, rows):
+    def select(self, rows: list[int]) -> None:
         self.states = self.states[rows]
 
     @torch.no_grad()
-    def propose(self, plan, root_tokens, sampler=None):
+    def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Any = None) -> DraftTree:
         draft, heads, embedding = self.draft, self.draft.heads, self.call.embedding
         parameter = draft.get_output_embeddings().weight
         root_tokens, states = root_tokens.to(parameter.device), self.states.to(parameter)
         hidden_states = draft.inputs_after(states[:, None], root_tokens, embedding)[:, 0]
 
-        def advance(tokens, hidden_states, level, visible):
+        def advance(
+            tokens: torch.Tensor, hidden_states: torch.Tensor, level: int, visible: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             hidden_states = draft.inputs_after(hidden_states, tokens, embedding)
             logits = heads[level](hidden_states)
-            return tuple(each.expand(-1, tokens.shape[1], -1) for each in (logits, hidden_states))
+            num_nodes = tokens.shape[1]
+            return logits.expand(-1, num_nodes, -1), hidden_states.expand(-1, num_nodes, -1)
 
-        def guess(logits, level):
+        def guess(logits: torch.Tensor, level: int) -> torch.Tensor:
             return sampler.guess(logits, level, token_ids)
 
         token_ids = None if draft.d2t is None else draft.draft_token_ids

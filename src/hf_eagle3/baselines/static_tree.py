@@ -1,11 +1,12 @@
-"""Trees of a fixed form: of which children are verified below which nodes does not depend on what the draft says."""
+"""Static trees: the same ranks of children are verified in every step, whatever the draft's confidence."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
+from typing import Any
 
 import torch
 
-from ..remote_code.tree_eagle3 import DraftTree
+from ..remote_code.tree_eagle3 import DraftTree, Plan
 from ..training.ttt import TTTBatch, counted_rows
 
 
@@ -13,68 +14,79 @@ MOST_NODES = 64
 
 
 def guessed_accuracies(depth: int = 8, width: int = 8) -> torch.Tensor:
-    """How often the child of each rank is right, at each depth, where nothing was measured: `(depth, width)`."""
+    """Returns a guess of how often the child of each rank is right, at each depth: `(depth, width)`."""
     return (0.5 ** torch.arange(1, width + 1, dtype=torch.float64)).expand(depth, width)
 
 
 def best_static_tree(accuracies: torch.Tensor, num_nodes: int = MOST_NODES) -> list[list[int]]:
     """
-    The tree of so many nodes that is expected to have the most accepted: of all nodes that could be added, always the
-    one whose path is the most probable (Medusa, https://huggingface.co/papers/2401.10774, section 2.3.3, where depths
-    are taken to be independent).
+    Returns the tree with the most expected accepted tokens. It grows greedily by the node with the most probable path, and
+    treats depths as independent (Medusa, https://huggingface.co/papers/2401.10774, section 2.3.3).
 
     Args:
         accuracies (`torch.Tensor` of shape `(depth, width)`): How often the child of each rank is right, at each depth.
-        num_nodes (`int`, *optional*, defaults to `64`): How many nodes, at most.
+        num_nodes (`int`, *optional*, defaults to `64`): The most nodes that it may have.
 
     Returns:
-        `list[list[int]]`: The path to each node, as the ranks of children. Its first `n` entries are the best tree of
-        `n` nodes.
+        `list[list[int]]`: The path to each node, as ranks of children. The first `n` entries are the best tree of `n` nodes.
     """
     depth, width = accuracies.shape
     rates = accuracies.double().tolist()
-    tree, candidates = [], {(0,): rates[0][0]}
+    tree: list[list[int]] = []
+    candidates: dict[tuple[int, ...], float] = {(0,): rates[0][0]}
     while candidates and len(tree) < num_nodes:
-        path = max(candidates, key=candidates.get)
+        path = max(candidates, key=candidates.__getitem__)
         value = candidates.pop(path)
         tree.append(list(path))
         *above, rank = path
         level = len(above)
         if rank + 1 < width and rates[level][rank] > 0:
-            candidates[(*above, rank + 1)] = value / rates[level][rank] * rates[level][rank + 1]
+            sibling = (*above, rank + 1)
+            candidates[sibling] = value / rates[level][rank] * rates[level][rank + 1]
         if level + 1 < depth:
-            candidates[(*path, 0)] = value * rates[level + 1][0]
+            child = (*path, 0)
+            candidates[child] = value * rates[level + 1][0]
     return tree
 
 
-def part_of_tree(tree: list[list[int]], plan) -> list[tuple[int, ...]]:
-    """The nodes that a [`Plan`] has room for, level by level, parents before their children."""
+def part_of_tree(tree: list[list[int]], plan: Plan) -> list[tuple[int, ...]]:
+    """Returns the nodes that a [`Plan`] has room for, level by level."""
     fits = [path for path in tree if len(path) <= plan.depth and max(path) < plan.branching_factor]
     return sorted(map(tuple, islice(fits, plan.num_nodes)), key=len)
 
 
-def grow_static_tree(root_tokens, logits, hidden_states, advance, token_ids, plan, tree, guess=None) -> DraftTree:
+def grow_static_tree(
+    root_tokens: torch.Tensor,
+    logits: torch.Tensor,
+    hidden_states: torch.Tensor,
+    advance: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    token_ids: torch.Tensor | None,
+    plan: Plan,
+    tree: list[list[int]],
+    guess: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
+) -> DraftTree:
     """
-    Grows a tree of a fixed form.
+    Fills a static tree with the draft's tokens.
 
     Args:
         root_tokens, logits, hidden_states, advance, token_ids, plan, guess: See [`~tree_eagle3.grow_tree`].
         tree (`list[list[int]]`): See [`best_static_tree`].
     """
     paths = part_of_tree(tree, plan)
-    number = {(): 0} | {path: i for i, path in enumerate(paths, start=1)}
+    number: dict[tuple[int, ...], int] = {(): 0} | {path: i for i, path in enumerate(paths, start=1)}
     has_children = {path[:-1] for path in paths}
     batch_size, device = logits.shape[0], logits.device
     tokens, parents = [root_tokens], [0, *(number[path[:-1]] for path in paths)]
-    frontier, logits, hidden_states = [()], logits[:, None], hidden_states[:, None]  # nodes with children, (B, K, ...)
-    above = torch.zeros(batch_size, 1, 0, dtype=torch.bool, device=device)  # which rows advanced so far, (B, K, T)
+    frontier: list[tuple[int, ...]] = [()]  # the K nodes of the level above that have children
+    logits, hidden_states = logits[:, None], hidden_states[:, None]  # of these, (B, K, ...)
+    above = torch.zeros(batch_size, 1, 0, dtype=torch.bool, device=device)  # the advanced rows on each path, (B, K, T)
     for level in range(plan.depth):
         nodes = [path for path in paths if len(path) == level + 1]
         if not nodes:
             break
         scores = logits if guess is None else guess(logits, level)
         place = [frontier.index(path[:-1]) for path in nodes]
-        # Ranks that a small vocabulary does not have repeat its last token, which is then verified twice.
+        # A small vocabulary may lack a rank. Its last token stands in, and is verified twice.
         ranks = [min(path[-1], scores.shape[-1] - 1) for path in nodes]
         children = scores.topk(max(ranks) + 1, dim=-1).indices[:, place, ranks]  # (B, N)
         children = children if token_ids is None else token_ids.take(children)
@@ -87,23 +99,26 @@ def grow_static_tree(root_tokens, logits, hidden_states, advance, token_ids, pla
         above = torch.cat([above[:, place], itself], dim=-1)
         logits, hidden_states = advance(children[:, expanded], hidden_states[:, place], level + 1, above)
         frontier = [nodes[i] for i in expanded]
-    parents = torch.tensor(parents, device=device).expand(batch_size, -1)
-    return DraftTree.from_parents(torch.cat(tokens, dim=1), parents, depth=max(map(len, paths), default=0))
+    parent_ids = torch.tensor(parents, device=device).expand(batch_size, -1)
+    return DraftTree.from_parents(torch.cat(tokens, dim=1), parent_ids, depth=max(map(len, paths), default=0))
 
 
 @torch.no_grad()
 def measure_accuracies(
-    draft, batches: Iterable[TTTBatch], depth: int, width: int = 8, max_logits: int = 2**25
+    draft: Any, batches: Iterable[TTTBatch], depth: int, width: int = 8, max_logits: int = 2**25
 ) -> torch.Tensor:
     """
-    How often the target's most probable token is the draft's of each rank, `depth` steps deep, on text: `(depth,
-    width)`, for [`best_static_tree`].
+    Measures on texts how often the draft's child of each rank is the target's most probable token. For
+    [`best_static_tree`].
 
     Args:
         draft (`PreTrainedModel`): The draft.
         batches (`Iterable[TTTBatch]`): Texts, with the target's states.
-        depth, width (`int`): Of the tree, at most.
-        max_logits (`int`, *optional*, defaults to `2**25`): How many logits stand in memory at a time, at most.
+        depth, width (`int`): How many steps and ranks to measure.
+        max_logits (`int`, *optional*, defaults to `2**25`): The most logits to keep in memory at a time.
+
+    Returns:
+        `torch.DoubleTensor` of shape `(depth, width)`.
     """
     hits, num_rows = torch.zeros(depth, width, dtype=torch.float64), torch.zeros(depth, 1, dtype=torch.float64)
     was_training = draft.training

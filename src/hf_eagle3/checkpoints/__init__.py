@@ -1,48 +1,52 @@
 """
-EAGLE-3 checkpoints of other writers: recognised, read, and written.
+Reading and writing EAGLE-3 checkpoints of other projects.
 
-| format | read by | written by | of |
+| format | read by | written by | used by |
 | --- | --- | --- | --- |
-| speculators | (ours) | (ours) | speculators, hf-eagle3; what vLLM serves |
+| speculators | `from_pretrained` | `save_pretrained` | speculators, hf-eagle3, vLLM |
 | modelopt | `flat` | | NVIDIA Model-Optimizer |
-| sglang | `flat` | `sglang` | SpecForge and others; what SGLang serves |
+| sglang | `flat` | `sglang` | SpecForge and others, SGLang |
 | safeailab | `flat` | `safeailab` | SafeAILab/EAGLE |
 | gguf | | `llama_cpp` | llama.cpp |
 | openvino | | `openvino` | OpenVINO GenAI |
 
-A module of a format that is exported to has `NAME` and `write(draft)`, which returns configuration and tensors, or
-`write(draft, folder, ...)`.
+The module of an export format has `NAME` and `write`. Either `write(draft)` returns configuration and tensors, or
+`write(draft, folder, ...)` writes the files itself.
 """
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from ..held import is_draft
+from ..remote_code.configuration_eagle3 import Eagle3Config
+from ..remote_code.modeling_eagle3 import DraftModel
+from ..tensor_names import is_block_draft, is_draft
 from . import flat, llama_cpp, openvino, safeailab, sglang
 from .engines import ENGINES, check_is_eagle3, describe_engines
 from .files import check_new_folder, read_tensors, save_checkpoint
 from .target import load_ends
 
 
-# What is exported to as configuration and tensors.
+# Formats of a configuration and tensors.
 FORMATS = {module.NAME: module for module in (sglang, safeailab)}
-# What engines read that do not load checkpoints.
-CONVERSIONS = {module.NAME: module for module in (llama_cpp, openvino)}
+# Formats of engines that do not load checkpoints.
+CONVERSIONS: dict[str, Any] = {module.NAME: module for module in (llama_cpp, openvino)}
 WRITABLE = (*FORMATS, *CONVERSIONS)
 
 
-def recognise(config: dict, source) -> str:
+def recognise(config: dict, source: str | Path) -> str:
     """
-    The name of the format that a draft's `config.json` is in.
+    Returns the name of the format of a draft's `config.json`.
 
     Args:
-        config (`dict`): What it says.
+        config (`dict`): Its contents.
         source (`str` or `Path`): Folder or Hub id, for messages.
 
     Raises:
-        ValueError: if it is broken.
+        ValueError: if `architectures` is broken.
     """
     if config.get("speculators_model_type") is not None:
         return "speculators"
@@ -52,43 +56,44 @@ def recognise(config: dict, source) -> str:
     return flat.format_of(config)
 
 
-def read(config: dict, source, **hub_kwargs):
+def read(
+    config: dict, source: str | Path, **hub_kwargs: Any
+) -> tuple[Eagle3Config, dict[str, torch.Tensor], dict[str, Any]]:
     """
-    Reads a checkpoint of another format.
+    Reads a checkpoint of another project.
 
     Args:
-        config (`dict`): What its `config.json` says.
+        config (`dict`): The contents of its `config.json`.
         source (`str` or `Path`): Folder or Hub id.
         hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
 
     Returns:
         `tuple[Eagle3Config, dict[str, torch.Tensor], dict]`: The configuration, the tensors by our names, and a
-        report: the `format`, what was `renamed`, `ignored` and `assumed`.
+        report: the `format`, and what was `renamed`, `ignored` and `assumed`.
 
     Raises:
-        ValueError: if it holds no draft, one of a kind that is not read here, or something broken.
+        ValueError: if it is not a draft, is a draft of an unsupported kind, or is broken.
     """
     tensors = read_tensors(source, **hub_kwargs)
+    if is_block_draft(tensors):
+        raise ValueError(
+            f"{source} is a block draft (DFlash, JetSpec), not an EAGLE-3 draft. Load it by `AutoModel.from_pretrained`, after "
+            "`import hf_eagle3`."
+        )
     if not is_draft(tensors):
         raise ValueError(
-            f"{source} is in no known EAGLE-3 format: a draft has `fc.weight` beside one layer (`midlayer` or `layers.0`) with a "
+            f"{source} is in no known EAGLE-3 format. A draft has `fc.weight` and one layer (`midlayer` or `layers.0`) with a "
             f"`hidden_norm`, but this checkpoint holds {sorted(tensors)[:6]} ..."
         )
     name = recognise(config, source)
     try:
         return flat.read(config, tensors)
-    except (
-        AttributeError,
-        KeyError,
-        StrictDataclassError,
-        TypeError,
-        ValueError,
-    ) as error:  # what is there is not what it should be
+    except (AttributeError, KeyError, StrictDataclassError, TypeError, ValueError) as error:  # a value is malformed
         reason = f"there is no {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{source}, read as {name}: {reason}") from error
 
 
-def export(draft, folder, to: str, **options) -> None:
+def export(draft: DraftModel, folder: str | Path, to: str, **options: Any) -> None:
     """
     Writes a draft in another format.
 
@@ -99,10 +104,10 @@ def export(draft, folder, to: str, **options) -> None:
         options (*optional*): `target_gguf` for `"gguf"`, `python` for `"openvino"`.
 
     Raises:
-        ValueError: if that format, or the engine that reads it, cannot express the draft.
+        ValueError: if that format, or the engine that reads it, cannot express the draft, or the folder is not empty.
     """
     if to not in WRITABLE:
-        raise ValueError(f"Drafts are exported to {WRITABLE}, not to {to!r}.")
+        raise ValueError(f"Unknown format {to!r}. Drafts can be exported to {WRITABLE}.")
     check_is_eagle3(draft)
     check_new_folder(folder)
     folder = Path(folder).absolute()

@@ -1,31 +1,38 @@
-"""Which engines take a draft: what tests/engines has run, and what is known of the others."""
+"""Which engines take a draft. tests/engines runs some of them; the others are known from their source."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..remote_code.modeling_eagle3 import DraftModel
 from . import llama_cpp, openvino, safeailab, sglang
 from .writing import CannotExpress
 
 
 class Engine(NamedTuple):
     """
-    What serves drafts.
+    An engine that serves drafts.
 
     Args:
-        name (`str`): Of the engine.
-        format (`str`): What it reads.
-        version (`str`, *optional*): That tests/engines runs. `None`: names, shapes and keys are tested, no more.
-        check: Raises `ValueError` where it cannot express a draft, or would leave something out without a word.
+        name (`str`): Its name.
+        format (`str`): The format that it reads.
+        version (`str`, *optional*):
+            The version that tests/engines runs. `None` if tests only check names, shapes and keys of the exported files.
+        check (`Callable`):
+            `check(draft)` raises a `ValueError` if the engine cannot express the draft, or would silently ignore a part.
     """
 
     name: str
     format: str
     version: str | None
-    check: Callable
+    check: Callable[[DraftModel], Any]
 
 
-def check_vllm(draft) -> None:
-    if draft.config.is_parallel and draft.config.fc_norm:  # vLLM does not hand the flag to the layers of such drafts
+def check_vllm(draft: DraftModel) -> None:
+    """
+    Raises:
+        CannotExpress: naming what vLLM would ignore.
+    """
+    if draft.config.is_parallel and draft.config.fc_norm:  # vLLM does not pass the flag to the layers of such drafts
         raise CannotExpress("speculators", ["`fc_norm` in a parallel draft"])
 
 
@@ -38,30 +45,34 @@ ENGINES = (
 )
 
 
-def describe_engines(draft, format: str = "speculators") -> list[tuple[str, str]]:
+def describe_engines(draft: DraftModel, format: str = "speculators") -> list[tuple[str, str]]:
     """
-    For each engine whether it takes this very draft: as it is, by which export, or why not.
+    Returns for each engine its name, and whether it takes this draft: as it is, after an export, or why not.
 
     Args:
         draft ([`Eagle3ForSpeculation`]): The draft.
-        format (`str`, *optional*): That it was read from.
+        format (`str`, *optional*, defaults to `"speculators"`): The format that it was read from.
+
+    Raises:
+        ValueError: if it is a draft of another method.
     """
     check_is_eagle3(draft)
     return [(engine.name, describe(engine, draft, format)) for engine in ENGINES]
 
 
-def check_is_eagle3(draft) -> None:
+def check_is_eagle3(draft: DraftModel) -> None:
     """
     Raises:
-        ValueError: if it is the draft of another method.
+        ValueError: if it is a draft of another method.
     """
     if draft.config.model_type != "eagle3":
         raise ValueError(
-            f"This draft is of {draft.config.model_type}, to compare with; engines and cards are for EAGLE-3's."
+            f"This draft is of {draft.config.model_type}. Only EAGLE-3 drafts have exports, engines and cards."
         )
 
 
-def describe(engine: Engine, draft, format: str) -> str:
+def describe(engine: Engine, draft: DraftModel, format: str) -> str:
+    """Returns whether an engine takes a draft. See [`describe_engines`]."""
     try:
         engine.check(draft)
     except CannotExpress as error:

@@ -1,33 +1,35 @@
-"""Files of a checkpoint, local or on the Hub."""
+"""Reading and writing the files of a checkpoint, in a folder or on the Hub."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ..held import WEIGHT_FILES, find
 from ..remote_code.loading_eagle3 import read_index
+from ..tensor_names import WEIGHT_FILES, find
 
 
-def read_tensors(source, **hub_kwargs) -> dict[str, torch.Tensor]:
+def read_tensors(source: str | Path, **hub_kwargs: Any) -> dict[str, torch.Tensor]:
     """
-    All tensors of a checkpoint, in one file or several.
+    Returns all tensors of a checkpoint, from one file or several.
 
     Raises:
-        FileNotFoundError: if there are no weights, or a part of them is missing.
-        ValueError: if a file is cut off, holds other things than tensors, or names files outside of its folder.
+        FileNotFoundError: if there are no weights, or a file is missing.
+        ValueError: if a file is cut off, holds something other than tensors, or names files outside of its folder.
     """
     for name in WEIGHT_FILES:
         if (path := find(source, name, **hub_kwargs)) is None:
             continue
         if not name.endswith(".index.json"):
             return read_file(path)
-        tensors, index = {}, read_index(path)
+        tensors: dict[str, torch.Tensor] = {}
+        index = read_index(path)
         for part in sorted(set(index.values())):
             if (part_path := find(source, part, **hub_kwargs)) is None:
-                raise FileNotFoundError(f"{source}: {name} lists {part}, which is not there.")
+                raise FileNotFoundError(f"{source}: {name} lists {part}, which does not exist. Download it again.")
             tensors |= read_file(part_path)
         if absent := sorted(index.keys() - tensors.keys()):
             raise ValueError(f"{source}: {name} lists tensors that its files do not hold: {absent}.")
@@ -36,30 +38,31 @@ def read_tensors(source, **hub_kwargs) -> dict[str, torch.Tensor]:
 
 
 def read_file(path: Path) -> dict[str, torch.Tensor]:
+    """Returns the tensors in a safetensors file or a pickle."""
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        # Tensors and nothing else: a pickle can hold code.
+        # `weights_only`, because a pickle can hold code.
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"{path} cannot be read; is it complete? {error}") from error
+        raise ValueError(f"{path} cannot be read. Check that it is complete: {error}") from error
     except Exception as error:  # unpickling fails in many ways
-        raise ValueError(f"{path} holds other things than tensors, which are not loaded: {error}") from error
+        raise ValueError(f"{path} holds other things than tensors, which are never loaded: {error}") from error
     if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
-        raise ValueError(f"{path} holds other things than named tensors.")
+        raise ValueError(f"{path} holds other things than tensors: a {type(tensors).__name__}, not tensors by name.")
     return tensors
 
 
-def check_new_folder(folder) -> None:
+def check_new_folder(folder: str | Path) -> None:
     """
     Raises:
-        ValueError: if a folder has anything in it.
+        ValueError: if a folder is not empty.
     """
     if Path(folder).exists() and any(Path(folder).iterdir()):
         raise ValueError(f"{folder} is not empty. Choose another folder.")
 
 
-def save_checkpoint(folder, config: dict, tensors: dict[str, torch.Tensor]) -> None:
+def save_checkpoint(folder: str | Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Writes `config.json` and `model.safetensors`."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

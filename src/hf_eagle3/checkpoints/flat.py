@@ -1,6 +1,6 @@
 """
-Reads what others write: a flat configuration of a Llama, with the keys of the layer and of EAGLE side by side, or the
-latter in `eagle_config`. Who wrote it matters little: what a draft is, its tensors tell.
+Reading drafts with a flat Llama configuration, as most projects write them. Keys of the layer and of EAGLE stand side by
+side, or those of EAGLE in `eagle_config`. The names of the tensors show what a draft is, whoever wrote it.
 """
 
 from typing import Any
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-from ..held import without_prefix
 from ..remote_code.configuration_eagle3 import Eagle3Config, check_sizes
+from ..tensor_names import without_prefix
 
 
 LAYER_KEYS = (
@@ -30,7 +30,7 @@ LAYER_KEYS = (
 )
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# What a draft is. They stand at the top level or in `eagle_config`.
+# Keys that describe the draft. They stand at the top level or in `eagle_config`.
 EAGLE_KEYS = (
     "eagle_aux_hidden_state_layer_ids",
     "fc_norm",
@@ -41,7 +41,7 @@ EAGLE_KEYS = (
     "target_hidden_size",
     "use_aux_hidden_state",
 )
-# Model-Optimizer's flags, and what each must say for the network to be the one that is implemented here.
+# Model-Optimizer's flags, and their values for the network that is implemented here.
 EXPECTED = {
     "next_layer_regular": True,
     "parallel_draft_step": 1,
@@ -49,10 +49,10 @@ EXPECTED = {
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
 }
-# What exports of ours write beside ids that other programs count in ways of their own.
+# Our exports write the exact ids here, because programs count `eagle_aux_hidden_state_layer_ids` differently.
 EXACT_IDS = "eagle_aux_hidden_state_input_ids"
 NUM_EXPERTS = ("moe_num_experts", "n_routed_experts", "num_experts", "num_local_experts")
-# Keys that change no number of a draft. Those that say what a draft holds are checked against its tensors.
+# Keys that do not change what a draft computes, or that are checked elsewhere.
 NEUTRAL_KEYS = {
     *PreTrainedConfig().to_dict(),
     *vars(GenerationConfig()),
@@ -70,7 +70,7 @@ NEUTRAL_KEYS = {
     "modal_type",
     "model_type",
     "org_vocab_size",
-    "parallel_draft_heads_num_layers",  # of heads that are not there where a step drafts one token
+    "parallel_draft_heads_num_layers",  # without effect if a step drafts one token
     "pool_type",
     "prefix",
     "pretraining_tp",
@@ -88,12 +88,12 @@ NEUTRAL_KEYS = {
     "use_qk_norm",
     "use_sliding_window",
 }
-# Of comments, of the target, and of its inputs.
+# Comments, and keys about the target and its inputs.
 NEUTRAL_BEGINNINGS = ("_", "target_", "image_", "video_", "audio_", "vision_", "linear_")
 NEUTRAL_ENDS = ("_id", "_ids", "_token", "_token_index")
-# Of experts and their routers, which drafts do not have.
+# Keys about experts and their routers, which drafts do not have.
 NEUTRAL_PARTS = ("expert", "router", "moe_", "topk", "n_group", "routed_scaling")
-# What a reader takes where such a key is missing.
+# Values that are the same as leaving the key out.
 DEFAULTS = {
     "norm_type": "rms",
     "partial_rotary_factor": 1.0,
@@ -116,12 +116,12 @@ ROPE_KEYS = {
     "short_factor",
     "truncate",
 }
-# Tables that are computed, not learned.
+# Tables that are computed, not trained.
 COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
 def format_of(config: dict) -> str:
-    """The name of who writes such a `config.json`, for messages."""
+    """Returns the name of the project that writes such a `config.json`, for messages."""
     if (config.get("eagle_config") or {}).keys() & EXPECTED.keys():
         return "modelopt"
     return "safeailab" if config.get("architectures") == ["LlamaForCausalLM"] else "sglang"
@@ -129,16 +129,18 @@ def format_of(config: dict) -> str:
 
 def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, dict[str, torch.Tensor], dict]:
     """
+    Reads a draft from its configuration and tensors.
+
     Args:
-        config (`dict`): What `config.json` says.
-        tensors (`dict[str, torch.Tensor]`): All of a checkpoint.
+        config (`dict`): The contents of `config.json`.
+        tensors (`dict[str, torch.Tensor]`): All tensors of the checkpoint.
 
     Returns:
         `tuple[Eagle3Config, dict[str, torch.Tensor], dict]`: The configuration, the tensors by our names, and a
-        report: the `format`, what was `renamed`, `ignored` and `assumed`.
+        report: the `format`, and what was `renamed`, `ignored` and `assumed`.
 
     Raises:
-        ValueError: if it is a draft of another kind, or one with keys that nobody here understands.
+        ValueError: if the draft is of an unsupported kind, or has unknown keys.
     """
     if missing := [key for key in REQUIRED_KEYS if config.get(key) is None]:
         raise ValueError(f"config.json lacks {missing}.")
@@ -149,41 +151,43 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
     ours, report = tensors_of(tensors, config)
     assumed: dict[str, Any] = {}
     layer_config = layer_config_of(config, ours, assumed)
-    # Those that say nothing else of themselves; a norm that is there is used.
+    # If no flag says otherwise, a norm that the checkpoint holds is used.
     norms = {"norm_before_fc": "input_norm.weight" in ours, "fc_norm": "fc_norm.0.weight" in ours}
     for flag, default in {"norm_before_residual": False, "norm_output": False, **norms}.items():
         if flags.get(flag) is None:
             assumed[flag] = default
     if flags.get("norm_output") and not flags.get("fc_norm"):
-        assumed["norm_output"] = "true, as SGLang takes it; SpecForge has exported it for drafts trained without"
-    ids, of_inputs = layer_ids_of(config, flags)
+        assumed["norm_output"] = (
+            "true, as SGLang reads it, but SpecForge has exported it for drafts trained without it"
+        )
+    ids, counts_inputs = layer_ids_of(config, flags)
     if ids is None:
         assumed["eagle_aux_hidden_state_layer_ids"] = "[2, L // 2, L - 3] of the target's L layers"
-    elif not of_inputs:
+    elif not counts_inputs:
         counted = [layer_id - 1 for layer_id in ids]
         assumed["eagle_aux_hidden_state_layer_ids"] = (
-            f"{counted} count outputs of layers, unless the target shows that they count inputs"
+            f"{counted} count outputs of layers, unless the target's depth shows that they count inputs"
         )
-    draft_config = Eagle3Config(
-        transformer_layer_config=layer_config,
-        draft_vocab_size=len(ours["d2t"]) if "d2t" in ours else config["vocab_size"],
-        has_own_embed_tokens="embed_tokens.weight" in ours,
-        eagle_aux_hidden_state_layer_ids=ids,
-        aux_layer_ids_assumed=not of_inputs,
-        target_hidden_size=flags.get("target_hidden_size"),
+    fields: dict[str, Any] = {
+        "transformer_layer_config": layer_config,
+        "draft_vocab_size": len(ours["d2t"]) if "d2t" in ours else config["vocab_size"],
+        "has_own_embed_tokens": "embed_tokens.weight" in ours,
+        "eagle_aux_hidden_state_layer_ids": ids,
+        "aux_layer_ids_assumed": not counts_inputs,
+        "target_hidden_size": flags.get("target_hidden_size"),
         **{flag: bool(flags.get(flag)) for flag in ("norm_before_residual", "norm_output")},
         **{flag: held if flags.get(flag) is None else bool(flags[flag]) for flag, held in norms.items()},
         **{key: config.get(key) for key in TOKEN_KEYS},
-    )
-    return draft_config, ours, {"format": format_of(config), **report, "assumed": assumed}
+    }
+    return Eagle3Config(**fields), ours, {"format": format_of(config), **report, "assumed": assumed}
 
 
 def flags_of(config: dict) -> dict:
     """
-    What the draft is, from both places.
+    Returns the keys that describe the draft, from the top level and `eagle_config`. Missing ones are `None`.
 
     Raises:
-        ValueError: if they contradict each other.
+        ValueError: if the two places contradict each other.
     """
     eagle_config = config.get("eagle_config") or {}
     if not isinstance(eagle_config, dict):
@@ -192,7 +196,7 @@ def flags_of(config: dict) -> dict:
     for key in (*EAGLE_KEYS, *EXPECTED):
         said = [place[key] for place in (config, eagle_config) if place.get(key) is not None]
         if len(said) == 2 and said[0] != said[1]:
-            raise ValueError(f"`{key}` is {said[0]!r} in config.json, and {said[1]!r} in its `eagle_config`.")
+            raise ValueError(f"`{key}` is {said[0]!r} in config.json, but {said[1]!r} in its `eagle_config`.")
         flags[key] = said[0] if said else None
     return flags
 
@@ -200,18 +204,18 @@ def flags_of(config: dict) -> dict:
 def check_kind(config: dict, flags: dict, tensors: dict) -> None:
     """
     Raises:
-        ValueError: if it is a draft of a kind that is not implemented here: what it is, and who can run it.
+        ValueError: if the draft is of an unsupported kind. The message says which, and what can run it.
     """
     names = without_prefix(tensors).values()
     if config.get("kv_lora_rank") or any("kv_a_proj" in name for name in names):
         raise ValueError(
-            "it is a draft with multi-head latent attention (MLA), but drafts here have Llama or Qwen3 layers. SGLang and vLLM "
+            "it is a draft with multi-head latent attention (MLA), but only Llama and Qwen3 layers are supported. SGLang and vLLM "
             "run it."
         )
     num_experts = max([config.get(key) or 0 for key in NUM_EXPERTS], default=0)
     if any(".experts." in name for name in names) or (num_experts > 1 and config.get("model_type") != "llama"):
         raise ValueError(
-            f"it is a draft of experts (MoE, {num_experts or 'some'} of them), but drafts here have one MLP a layer. The version "
+            f"it is a draft of experts (MoE, {num_experts or 'some'} of them), but only one MLP per layer is supported. The version "
             "of SpecForge that trained it runs it."
         )
     if flags["use_aux_hidden_state"] is False or not any("hidden_norm" in name for name in names):
@@ -219,38 +223,38 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
             "`use_aux_hidden_state` is false" if flags["use_aux_hidden_state"] is False else "it has no `hidden_norm`"
         )
         raise ValueError(
-            f"it is a draft in the form of EAGLE-1 and 2 ({why}), which reads the target's last state only. SGLang and vLLM run "
+            f"it is a draft in the form of EAGLE-1 and 2 ({why}), which reads only the target's last state. SGLang and vLLM run "
             "it as EAGLE, not EAGLE3."
         )
     steps = flags["parallel_draft_step"]
     if config.get("parallel_drafting") or any(name == "mask_hidden" for name in names) or steps not in (None, 1):
         raise ValueError(
-            "it drafts several tokens in one pass (`parallel_drafting`, or `parallel_draft_step` other than 1) in a form that "
-            "is not read here. vLLM runs such drafts."
+            "it drafts several tokens in one pass (`parallel_drafting`, or `parallel_draft_step` other than 1) in an unsupported "
+            "form. vLLM runs such drafts."
         )
     rope = rope_of(config)
     if rope.get("mrope_section") or rope["rope_type"] == "mrope" or config.get("use_mrope"):
         raise ValueError(
-            "it rotates by three positions a token, of time, height and width (`mrope_section`, Qwen-VL), but drafts here by "
-            "one. SGLang runs it."
+            "it rotates by three positions a token, of time, height and width (`mrope_section`, Qwen-VL), but only one position "
+            "is supported. SGLang runs it."
         )
     if rope["rope_type"] == "dynamic" and rope.get("alpha"):
         raise ValueError(
-            f"it scales its rotary embedding by `dynamic` with `alpha` ({rope['alpha']}), as HunYuan's models do, which drafts "
-            "here do not. AngelSlim and vLLM run it."
+            f"it scales its rotary embedding by `dynamic` with `alpha` ({rope['alpha']}), as HunYuan's models do. That is not "
+            "supported. AngelSlim and vLLM run it."
         )
     for flag, expected in EXPECTED.items():
         if flags[flag] not in (expected, None):
-            raise ValueError(f"`{flag}` is {flags[flag]}; only drafts with {expected} are supported.")
+            raise ValueError(f"`{flag}` is {flags[flag]}, but only drafts with {expected} are supported.")
 
 
 def check_keys(config: dict, flags: dict) -> None:
     """
     Raises:
-        ValueError: naming the keys that nobody here understands, if they are on.
+        ValueError: naming the unknown keys that are not false, zero or empty.
     """
 
-    def has_effect(key, value):
+    def has_effect(key: str, value: Any) -> bool:
         return not (
             not value  # false, null, zero, empty
             or key in NEUTRAL_KEYS
@@ -274,28 +278,30 @@ def check_keys(config: dict, flags: dict) -> None:
     longest = config.get("max_position_embeddings")
     if window and is_on and not (longest and window >= longest):
         raise ValueError(
-            f"config.json has a `sliding_window` of {window}, which this format's readers ignore. If the draft was trained "
+            f"config.json has a `sliding_window` of {window}, which readers of this format ignore. If the draft was trained "
             "without one, set `use_sliding_window` to false."
         )
 
 
 def layer_config_of(config: dict, tensors: dict[str, torch.Tensor], assumed: dict) -> dict:
-    """Configuration of the layers. What of it was told by `tensors` against the configuration goes into `assumed`."""
+    """Returns the configuration of the layers. Where `tensors` contradict `config`, the correction goes into `assumed`."""
     layer_config = {key: config[key] for key in LAYER_KEYS if config.get(key) is not None}
     is_held = tensors.keys().__contains__
     layer_config["model_type"] = "qwen3" if is_held("layers.0.self_attn.q_norm.weight") else "llama"
     layer_config.setdefault("num_hidden_layers", 1)
     held = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     if layer_config["num_hidden_layers"] > 1 and held == {"0"}:
-        assumed["num_hidden_layers"] = f"1, which it holds; {layer_config['num_hidden_layers']} are the target's"
+        assumed["num_hidden_layers"] = (
+            f"1, the layer that it holds; the target has {layer_config['num_hidden_layers']}"
+        )
         layer_config["num_hidden_layers"] = 1
     layer_config.setdefault("num_key_value_heads", config["num_attention_heads"])
     layer_config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    # Whether EAGLE's own code derives the size of a head or takes the config's depends on its version.
+    # Versions of EAGLE's own code differ: some take `head_dim` from the configuration, some compute it.
     if format_of(config) == "safeailab" and is_held("layers.0.self_attn.q_proj.weight"):
         num_rows = len(tensors["layers.0.self_attn.q_proj.weight"])
         layer_config["head_dim"] = num_rows // config["num_attention_heads"]
-    for name, weight in list(tensors.items()):  # Qwen2's layers have three of Llama's four
+    for name, weight in list(tensors.items()):  # Qwen2's attention has three biases, Llama's four
         if name.endswith("self_attn.q_proj.bias"):
             layer_config["attention_bias"] = True
             tensors.setdefault(
@@ -308,10 +314,10 @@ def layer_config_of(config: dict, tensors: dict[str, torch.Tensor], assumed: dic
 
 def rope_of(config: dict) -> dict:
     """
-    Rotary embedding from the new `rope_parameters`, or from the old `rope_theta` and `rope_scaling`.
+    Returns the rotary embedding's parameters, from the new `rope_parameters`, or the old `rope_theta` and `rope_scaling`.
 
     Raises:
-        ValueError: if one of them is no mapping.
+        ValueError: if one of them is not a mapping.
     """
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(key) or {}, dict):
@@ -328,22 +334,24 @@ def rope_of(config: dict) -> dict:
 
 def layer_ids_of(config: dict, flags: dict) -> tuple[list[int] | None, bool]:
     """
-    Ids of the layers that the states enter, and whether it is known that they are. Others write ids of layers of which
-    a state is the *output*, in most cases; [`~Eagle3ForSpeculation.resolve_aux_layer_ids`] knows the target, and tells.
+    Returns the ids of the layers that the states enter, and whether this is certain.
+
+    Most projects write the ids of layers whose *output* the states are. Only the target can show what ids count:
+    [`~Eagle3ForSpeculation.resolve_aux_layer_ids`] decides it later.
 
     Raises:
-        ValueError: if there are others than `num_aux_hidden_states` says.
+        ValueError: if the ids are malformed, or do not fit `num_aux_hidden_states`.
     """
     ids, num_states = flags["eagle_aux_hidden_state_layer_ids"], flags["num_aux_hidden_states"]
     for each in (ids, exact := config.get(EXACT_IDS)):
         if each and not (isinstance(each, list) and all(type(layer_id) is int and layer_id >= 0 for layer_id in each)):
-            raise ValueError(
-                f"`eagle_aux_hidden_state_layer_ids` is {each!r}, but must be a list of numbers of layers."
-            )
+            raise ValueError(f"`eagle_aux_hidden_state_layer_ids` is {each!r}, but must be a list of layer numbers.")
     if ids and num_states is not None and len(ids) != num_states:
-        raise ValueError(f"`num_aux_hidden_states` is {num_states}, but there are ids of {len(ids)} layers.")
+        raise ValueError(f"`num_aux_hidden_states` is {num_states}, but there are {len(ids)} layer ids.")
     if not ids and num_states not in (None, 3):
-        raise ValueError(f"`num_aux_hidden_states` is {num_states}, but which states they are is not said.")
+        raise ValueError(
+            f"`num_aux_hidden_states` is {num_states}, but `eagle_aux_hidden_state_layer_ids` does not say which they are."
+        )
     if exact:
         return exact, True
     return ([layer_id + 1 for layer_id in ids] if ids else None), False
@@ -351,10 +359,10 @@ def layer_ids_of(config: dict, flags: dict) -> tuple[list[int] | None, bool]:
 
 def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str, torch.Tensor], dict]:
     """
-    Tensors by our names, and a report of what was `renamed` and `ignored`.
+    Returns the tensors by our names, and a report of what was `renamed` and `ignored`.
 
     Raises:
-        ValueError: if two are of one name, or the vocabulary mapping contradicts the configuration.
+        ValueError: if two tensors have one name, or the vocabulary mapping contradicts the configuration.
     """
     renamed, ignored, ours = {}, [], {}
     for name, new_name in without_prefix(tensors).items():
@@ -366,7 +374,7 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
         if new_name != name:
             renamed[name] = new_name
         if new_name in ours:
-            raise ValueError(f"two tensors are called {new_name}, one of them by the name {name}.")
+            raise ValueError(f"two tensors are called {new_name}; one of them is stored as {name}.")
         ours[new_name] = tensors[name]
     if "lm_head.weight" not in ours and config.get("tie_word_embeddings") and "embed_tokens.weight" in ours:
         ours["lm_head.weight"] = ours["embed_tokens.weight"].clone()
@@ -375,7 +383,7 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
     held = len(ours["d2t"]) if "d2t" in ours else None
     draft_vocab_size = config.get("draft_vocab_size") or held or vocab_size
     if draft_vocab_size == vocab_size and held in (None, vocab_size):
-        for name, neutral in (("d2t", 0), ("t2d", True)):  # some old files carry a mapping that maps nothing
+        for name, neutral in (("d2t", 0), ("t2d", True)):  # some old files have a mapping without effect
             if name in ours and (ours[name] == neutral).all():
                 del ours[name]
                 ignored.append(name)

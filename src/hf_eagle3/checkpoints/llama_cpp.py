@@ -1,15 +1,18 @@
-"""GGUF files of drafts, which llama.cpp's server takes (`--spec-type draft-eagle3`)."""
+"""Writing drafts as GGUF files, for llama.cpp's server (`--spec-type draft-eagle3`)."""
 
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 
+from ..remote_code.modeling_eagle3 import DraftModel
 from .writing import beyond_classic, check_layer_ids, refuse
 
 
 NAME = "gguf"
 ARCHITECTURE = "eagle3"
-# Its names of the tensors (gguf-py's constants, `MODEL_ARCH.EAGLE3`).
+# Our names of tensors, and llama.cpp's (gguf-py's constants, `MODEL_ARCH.EAGLE3`).
 TENSORS = {
     "fc": "fc",
     "input_norm": "enc.output_norm",
@@ -29,17 +32,16 @@ TENSORS = {
 }
 
 
-def check(draft) -> None:
+def check(draft: DraftModel) -> None:
     """
     Raises:
-        ValueError: naming what llama.cpp would refuse, or leave out without a word.
+        ValueError: naming what llama.cpp would refuse, or silently ignore.
     """
     layer = draft.config.transformer_layer_config
     rope_type = layer.rope_parameters["rope_type"]
     refuse(
         {
             **beyond_classic(draft),
-            "biases": layer.attention_bias or getattr(layer, "mlp_bias", False),
             f"an MLP with {layer.hidden_act}": layer.hidden_act != "silu",
             f"rotary embeddings of the type {rope_type}": rope_type not in ("default", "linear", "llama3"),
         },
@@ -48,23 +50,23 @@ def check(draft) -> None:
     check_layer_ids(draft)
 
 
-def write(draft, folder, target_gguf=None) -> None:
+def write(draft: DraftModel, folder: str | Path, target_gguf: str | Path | None = None) -> None:
     """
     Writes `draft.gguf`.
 
     Args:
-        draft ([`Eagle3ForSpeculation`])
+        draft ([`Eagle3ForSpeculation`]): The draft.
         folder (`str` or `Path`): A new or empty folder.
-        target_gguf (`str` or `Path`): The target as llama.cpp has it; the draft gets its tokenizer.
+        target_gguf (`str` or `Path`): The target's GGUF file. The draft gets its tokenizer.
 
     Raises:
-        ValueError: if llama.cpp cannot express the draft, or the target is another one.
+        ValueError: if llama.cpp cannot express the draft, or the file is not its target's.
         ModuleNotFoundError: if the package `gguf` is not installed.
     """
     check(draft)
     if target_gguf is None:
         raise ValueError(
-            "llama.cpp wants the tokenizer in the draft's file, too: pass the target's (`--target_gguf`)."
+            "llama.cpp needs the tokenizer in the draft's file, too. Pass the target's file (`--target_gguf`)."
         )
     try:
         import gguf
@@ -82,7 +84,7 @@ def write(draft, folder, target_gguf=None) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
     writer.add_vocab_size(config.vocab_size)
-    # For which the package has no methods, up to 0.19.
+    # gguf has no methods for these, up to version 0.19.
     writer.add_array(f"{ARCHITECTURE}.target_layers", config.eagle_aux_hidden_state_layer_ids)
     writer.add_uint32(f"{ARCHITECTURE}.target_hidden_size", config.target_hidden_size)
     writer.add_bool(f"{ARCHITECTURE}.norm_before_residual", config.norm_before_residual)
@@ -97,8 +99,8 @@ def write(draft, folder, target_gguf=None) -> None:
     writer.close()
 
 
-def add_sizes(writer, layer_config) -> None:
-    """What GGUF wants to know of the layers of any model."""
+def add_sizes(writer: Any, layer_config: Any) -> None:
+    """Writes the keys that GGUF needs for the layers of any model."""
     writer.add_block_count(layer_config.num_hidden_layers)
     writer.add_context_length(layer_config.max_position_embeddings)
     writer.add_embedding_length(layer_config.hidden_size)
@@ -111,8 +113,8 @@ def add_sizes(writer, layer_config) -> None:
     writer.add_rope_freq_base(layer_config.rope_parameters["rope_theta"])
 
 
-def read_tokenizer(gguf, draft, target_gguf) -> dict:
-    """The tokenizer in a target's file: by name, values with their types."""
+def read_tokenizer(gguf: ModuleType, draft: DraftModel, target_gguf: str | Path) -> dict[str, tuple[Any, list]]:
+    """Returns the tokenizer in a target's file: values and their types, by name."""
     try:
         fields = gguf.GGUFReader(target_gguf).fields
         architecture = fields["general.architecture"].contents()
@@ -120,42 +122,43 @@ def read_tokenizer(gguf, draft, target_gguf) -> dict:
         num_tokens = len(fields["tokenizer.ggml.tokens"].data)
     except (IndexError, KeyError, ValueError) as error:
         raise ValueError(
-            f"{target_gguf} is no GGUF file of a model with its tokenizer, or not whole: {error!r}."
+            f"{target_gguf} is not a complete GGUF file of a model with its tokenizer: {error!r}. Convert the target again."
         ) from error
     config = draft.config
     last_layer, last_token = max(config.eagle_aux_hidden_state_layer_ids), int(draft.draft_token_ids.max())
     if width != config.target_hidden_size or depth <= last_layer or not last_token < num_tokens <= config.vocab_size:
         raise ValueError(
             f"{target_gguf} is a target of width {width} with {depth} layers and {num_tokens} tokens, but the draft needs one "
-            f"of width {config.target_hidden_size} with {config.vocab_size} tokens, of which it reads layer {last_layer}."
+            f"of width {config.target_hidden_size} with {config.vocab_size} tokens, and reads layer {last_layer}."
         )
     return {name: (field.contents(), field.types) for name, field in fields.items() if name.startswith("tokenizer.")}
 
 
-def tensors_of(draft) -> dict[str, torch.Tensor]:
-    """A draft's tensors by the names of GGUF."""
+def tensors_of(draft: DraftModel) -> dict[str, torch.Tensor]:
+    """Returns a draft's tensors by their names in GGUF."""
     layer, tensors = draft.config.transformer_layer_config, {}
     for name, tensor in draft.state_dict().items():
         if name in ("d2t", "t2d"):
             continue
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            # Pairs of numbers that are rotated together stand side by side there, half a head apart here.
+            # llama.cpp keeps numbers that are rotated together side by side. Here they are half a head apart.
             tensor = tensor.unflatten(0, (-1, 2, layer.head_dim // 2)).transpose(1, 2).flatten(0, 2)
         tensors[TENSORS[name.removesuffix(".weight")] + ".weight"] = tensor
     if draft.d2t is not None:
-        tensors["d2t"] = draft.draft_token_ids  # ids, not distances
+        tensors["d2t"] = draft.draft_token_ids  # token ids, not offsets
     if (rope := layer.rope_parameters)["rope_type"] == "llama3":
         plain = rope["rope_theta"] ** -(torch.arange(0, layer.head_dim, 2) / layer.head_dim)
         tensors["rope_freqs.weight"] = plain / draft.rotary_emb.inv_freq.cpu()
     return tensors
 
 
-def add_tensor(gguf, writer, name: str, tensor: torch.Tensor) -> None:
+def add_tensor(gguf: ModuleType, writer: Any, name: str, tensor: torch.Tensor) -> None:
+    """Writes a tensor, in a dtype that llama.cpp computes with."""
     types = gguf.GGMLQuantizationType
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype == torch.bfloat16 and tensor.dim() > 1:
         writer.add_tensor(name, tensor.view(torch.uint8).numpy(), raw_dtype=types.BF16)
     elif tensor.is_floating_point() and (tensor.dim() == 1 or tensor.dtype != torch.float16):
-        writer.add_tensor(name, tensor.float().numpy())  # it computes with vectors in float32
+        writer.add_tensor(name, tensor.float().numpy())  # vectors must be float32
     else:
         writer.add_tensor(name, tensor.numpy())

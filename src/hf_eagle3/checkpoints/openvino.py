@@ -1,25 +1,28 @@
 """
-Drafts for OpenVINO GenAI. Its converter (`optimum-intel`) reads SGLang's layout, and takes the form of the EAGLE-3
-paper for granted.
+Converting drafts for OpenVINO GenAI. Its converter (`optimum-intel`) reads SGLang's layout, and knows only the form of
+the EAGLE-3 paper.
 """
 
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ..remote_code.modeling_eagle3 import DraftModel
 from . import sglang
 from .files import save_checkpoint
 from .writing import beyond_classic, check_layer_ids, check_table, refuse
 
 
 NAME = "openvino"
-# GenAI looks for the layers there, and reads others without a word where it finds nothing.
+# GenAI looks for the layer ids in `rt_info`. Without them it silently reads other layers.
 WRITE_LAYER_IDS = """
 import sys
 from pathlib import Path
+from typing import Any
 import openvino
 
 folder, ids = Path(sys.argv[1]), [int(layer_id) for layer_id in sys.argv[2].split(",")]
@@ -32,16 +35,15 @@ for suffix in (".xml", ".bin"):
 """
 
 
-def check(draft) -> None:
+def check(draft: DraftModel) -> None:
     """
     Raises:
-        ValueError: naming what GenAI would refuse, or leave out without a word.
+        ValueError: naming what GenAI would refuse, or silently ignore.
     """
-    config, layer = draft.config, draft.config.transformer_layer_config
+    config = draft.config
     refuse(
         {
             **beyond_classic(draft),
-            "biases": layer.attention_bias or getattr(layer, "mlp_bias", False),
             "`norm_before_fc`": config.norm_before_fc,
             "`norm_before_residual`": config.norm_before_residual,
             "the target's embedding (id 0) among its states": 0 in (config.eagle_aux_hidden_state_layer_ids or ()),
@@ -53,41 +55,41 @@ def check(draft) -> None:
     check_layer_ids(draft)
 
 
-def write(draft, folder, python: str | None = None) -> None:
+def write(draft: DraftModel, folder: str | Path, python: str | None = None) -> None:
     """
     Converts a draft.
 
     Args:
-        draft ([`Eagle3ForSpeculation`])
+        draft ([`Eagle3ForSpeculation`]): The draft.
         folder (`str` or `Path`): A new or empty folder.
         python (`str`, *optional*):
-            The interpreter of an environment with `optimum-intel` and `openvino`, which want an older transformers than
-            this package. Defaults to this one.
+            The interpreter of an environment with `optimum-intel` and `openvino`. They need an older transformers than
+            this package. Defaults to the current interpreter.
 
     Raises:
         ValueError: if GenAI cannot express the draft, or the converter fails.
     """
     check(draft)
     config, tensors = sglang.write(draft)
-    # Where a draft has the whole vocabulary the converter makes a table of whatever is in memory.
+    # Without `d2t` (a full vocabulary) the converter would fill it from uninitialised memory.
     tensors.setdefault("d2t", torch.zeros(draft.config.draft_vocab_size, dtype=torch.long))
     python = python or sys.executable
-    with tempfile.TemporaryDirectory() as layout:
-        layout = Path(layout, "draft")
+    with tempfile.TemporaryDirectory() as scratch:
+        layout = Path(scratch, "draft")
         save_checkpoint(layout, config, tensors)
         convert(python, layout, folder)
         ids = ",".join(str(layer_id - 1) for layer_id in draft.config.eagle_aux_hidden_state_layer_ids)
         run(python, "-c", WRITE_LAYER_IDS, folder, ids)
 
 
-def convert(python: str, model, folder) -> None:
+def convert(python: str, model: str | Path, folder: str | Path) -> None:
     """
-    Converts a model, a target or a draft in SGLang's layout, in float32.
+    Converts a target, or a draft in SGLang's layout, in float32.
 
     Args:
         python (`str`): See [`write`].
-        model (`str` or `Path`): Its folder.
-        folder (`str` or `Path`): The new one.
+        model (`str` or `Path`): The folder of the model.
+        folder (`str` or `Path`): The new folder.
 
     Raises:
         ValueError: if the converter fails.
@@ -97,11 +99,12 @@ def convert(python: str, model, folder) -> None:
     run(python, *command, *options, folder)
 
 
-def run(python: str, *arguments) -> None:
+def run(python: str, *arguments: Any) -> None:
+    """Runs an interpreter, and raises a `ValueError` with the end of its output if it fails."""
     try:
         subprocess.run([python, *map(str, arguments)], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise ValueError(
-            f"{python} could not convert the model. It needs optimum-intel and openvino (`--python` names the interpreter of "
-            f"an environment that has them): {error}\n{(getattr(error, 'stderr', None) or '')[-2000:]}"
+            f"{python} could not convert the model. It needs optimum-intel and openvino: pass the interpreter of an environment "
+            f"that has them as `--python`. {error}\n{(getattr(error, 'stderr', None) or '')[-2000:]}"
         ) from error

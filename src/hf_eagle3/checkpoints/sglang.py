@@ -1,18 +1,29 @@
-"""What SGLang serves, in the form that SpecForge writes."""
+"""The format that SGLang serves and SpecForge writes."""
 
+from typing import Any
+
+import torch
+
+from ..remote_code.modeling_eagle3 import DraftModel
 from .writing import CannotExpress, flat_config, flat_tensors, layer_ids
 
 
 NAME = "sglang"
-# The version whose source the following is read in. It takes several layers and any number of states; `norm_before_fc`
-# since 0.5.17.
-VERSION = "0.5.23"
-# Targets of its deepseek_v2.py and glm4_moe_lite.py take ids as they are unless the first is 1 (since 0.5.13); all
-# others add one to each.
-TAKE_IDS_AS_THEY_ARE = ("Deepseek", "Kimi", "GlmMoeDsa", "Glm4MoeLite", "MistralLarge3")
+# This module follows the source of SGLang 0.5.23. That takes several layers, any number of states, and (since 0.5.17)
+# `norm_before_fc`.
+# Most of its targets add one to each layer id. Those of deepseek_v2.py and glm4_moe_lite.py do so only if the first id
+# is 1 (since 0.5.13).
+READS_IDS_UNCHANGED = ("Deepseek", "Kimi", "GlmMoeDsa", "Glm4MoeLite", "MistralLarge3")
 
 
-def write(draft):
+def write(draft: DraftModel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """
+    Returns the configuration and tensors of a draft in this format.
+
+    Raises:
+        CannotExpress: if SGLang would ignore a part of the draft.
+        ValueError: if the layer ids depend on the target, and the draft does not name it.
+    """
     config = draft.config
     ids = config.eagle_aux_hidden_state_layer_ids
     refused = {"the state that is the embedding (id 0)": 0 in (ids or ()) and not config.aux_layer_ids_assumed}
@@ -24,7 +35,7 @@ def write(draft):
         "norm_output": config.norm_output,
         "target_hidden_size": config.target_hidden_size,
         "num_aux_hidden_states": config.num_aux_hidden_states,
-        **layer_ids(draft, as_inputs(draft)),
+        **layer_ids(draft, reads_ids_unchanged(draft)),
     }
     if config.norm_before_fc:
         flat["norm_before_fc"] = True
@@ -32,26 +43,27 @@ def write(draft):
     return flat, flat_tensors(draft)
 
 
-def as_inputs(draft) -> bool:
+def reads_ids_unchanged(draft: DraftModel) -> bool:
     """
-    Whether it will take the ids as they are for this draft's target.
+    Whether SGLang reads the layer ids unchanged for this draft's target, or adds one to each.
 
     Raises:
-        CannotExpress: if it can be told to read these states in no way.
+        CannotExpress: if no ids make SGLang read the draft's states.
+        ValueError: if the draft does not name its target.
     """
     config = draft.config
     ids = config.eagle_aux_hidden_state_layer_ids
     verifier = (config.speculators_config or {}).get("verifier", {})
     architectures = verifier.get("architectures") or []
-    # The first id 2 is written as 1, to which all add one. What is assumed is written as it was read.
+    # A first id of 2 is written as 1, and then all targets add one. Assumed ids are written as they were read.
     if ids is None or ids[0] == 2 or config.aux_layer_ids_assumed:
         return False
     if not architectures:
         raise ValueError(
-            "SGLang counts layers otherwise for some targets, and this draft does not say which its target is. Pair it with "
-            "its target first (`--target`, or `draft.pair_with(target)`)."
+            "SGLang counts layers differently for some targets, and this draft does not name its target. Pair it with its "
+            "target first (`--target`, or `draft.pair_with(target)`)."
         )
-    if not any(word in name for name in architectures for word in TAKE_IDS_AS_THEY_ARE):
+    if not any(word in name for name in architectures for word in READS_IDS_UNCHANGED):
         return False
     if ids[0] == 1:
         reason = f"states {ids} of a {architectures[0]}, for which SGLang adds one to ids that begin with 1"

@@ -1,12 +1,15 @@
-"""A target without its layers."""
+"""Loading a target without its layers."""
+
+from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 
-def load_ends(name, revision: str | None = None, **kwargs) -> PreTrainedModel:
+def load_ends(name: str | Path, revision: str | None = None, **kwargs: Any) -> PreTrainedModel:
     """
-    Loads a target's embedding and head only: all that a draft is compared with, and that training from features needs.
+    Loads only the embedding and head of a target. Checking a draft and training from features need no more.
 
     Args:
         name (`str` or `Path`): Folder or Hub id.
@@ -14,16 +17,16 @@ def load_ends(name, revision: str | None = None, **kwargs) -> PreTrainedModel:
         kwargs (*optional*): For `from_pretrained`.
 
     Raises:
-        ValueError: if the checkpoint does not hold them in the sizes that its configuration says.
+        ValueError: if the checkpoint lacks them, or their sizes differ from its configuration.
     """
     config = AutoConfig.from_pretrained(
         name, revision=revision, trust_remote_code=kwargs.get("trust_remote_code", False)
     )
     text_config = config.get_text_config(decoder=True)
     num_layers, text_config.num_hidden_layers = text_config.num_hidden_layers, 0
-    # Tables that are as wide as there are layers (Gemma's per-layer embeddings) do not fit any more.
+    # Without layers, tables with a part for each layer (Gemma's per-layer embeddings) no longer fit.
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # that all layers are left out is no news
+    logging.set_verbosity_error()  # it would report every missing layer
     try:
         target, info = AutoModelForCausalLM.from_pretrained(
             name, config=config, revision=revision, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs
@@ -35,5 +38,7 @@ def load_ends(name, revision: str | None = None, **kwargs) -> PreTrainedModel:
     names = {f"{path}.weight" for path, module in target.named_modules() if module in ends}
     broken = names & {*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}
     if broken:
-        raise ValueError(f"{name} lacks {sorted(broken)}, or has them in sizes other than its configuration says.")
+        raise ValueError(
+            f"{name} lacks {sorted(broken)}, or their sizes differ from its configuration. Download the model again."
+        )
     return target

@@ -1,17 +1,22 @@
-"""What formats with a flat Llama configuration can say of a draft of ours, and what engines would leave out of it."""
+"""Writing drafts in formats with a flat Llama configuration, and checking what these formats can express."""
+
+from typing import Any
 
 import torch
 
 from ..remote_code.checks_eagle3 import fingerprint, similarity
+from ..remote_code.modeling_eagle3 import DraftModel
 from .flat import EXACT_IDS, LAYER_KEYS, TOKEN_KEYS
 
 
-def flat_config(draft, refused: dict[str, bool], to: str) -> dict:
+def flat_config(draft: DraftModel, refused: dict[str, bool], to: str) -> dict[str, Any]:
     """
-    A draft's configuration with the layer's keys at the top level.
+    Returns a draft's configuration with the keys of its layers at the top level.
 
     Args:
-        refused (`dict[str, bool]`): What the format cannot express, and whether the draft has it.
+        draft ([`Eagle3ForSpeculation`]): The draft.
+        refused (`dict[str, bool]`): Features that the format cannot express, and whether the draft has them.
+        to (`str`): The name of the format.
 
     Raises:
         ValueError: naming what cannot be expressed.
@@ -19,11 +24,11 @@ def flat_config(draft, refused: dict[str, bool], to: str) -> dict:
     config = draft.config
     layer_config = config.transformer_layer_config
     refused = {
-        "Qwen3 layers, whose q_norm and k_norm readers would skip": layer_config.model_type != "llama",
+        "Qwen3 layers, whose q_norm and k_norm readers would ignore": layer_config.model_type != "llama",
         "`norm_before_residual`": config.norm_before_residual,
         "layers with a window": set(layer_config.layer_types) != {"full_attention"},
         "parallel drafting": config.is_parallel,
-        "biases": layer_config.attention_bias or getattr(layer_config, "mlp_bias", False),
+        "biases": has_biases(draft),
         **refused,
     }
     refuse(refused, to)
@@ -37,15 +42,15 @@ def flat_config(draft, refused: dict[str, bool], to: str) -> dict:
         "draft_vocab_size": config.draft_vocab_size,
         "tie_word_embeddings": False,
         "dtype": str(draft.dtype).removeprefix("torch."),
-        # For old readers and new ones.
+        # Old readers take the first two, new ones the third.
         "rope_theta": theta,
         "rope_scaling": rope if scaled else None,
         "rope_parameters": {**rope, "rope_theta": theta},
     }
 
 
-def beyond_classic(draft) -> dict[str, bool]:
-    """What engines that know the EAGLE-3 paper only would leave out, and whether the draft has it."""
+def beyond_classic(draft: DraftModel) -> dict[str, bool]:
+    """Returns the features beyond the EAGLE-3 paper, and whether the draft has them."""
     config, layer = draft.config, draft.config.transformer_layer_config
     return {
         "more than one layer": config.num_hidden_layers > 1,
@@ -53,15 +58,22 @@ def beyond_classic(draft) -> dict[str, bool]:
         "`fc_norm`": config.fc_norm,
         "`norm_output`": config.norm_output,
         "layers with a window": set(layer.layer_types) != {"full_attention"},
+        "biases": has_biases(draft),
         "parallel drafting": config.is_parallel,
         f"{config.num_aux_hidden_states} states in place of three": config.num_aux_hidden_states != 3,
     }
 
 
-def check_layer_ids(draft) -> None:
+def has_biases(draft: DraftModel) -> bool:
+    """Whether attention or MLP of the draft's layers have biases."""
+    layer_config = draft.config.transformer_layer_config
+    return layer_config.attention_bias or getattr(layer_config, "mlp_bias", False)  # Qwen3 has no biases in its MLP
+
+
+def check_layer_ids(draft: DraftModel) -> None:
     """
     Raises:
-        ValueError: if a draft does not say which states it reads, or what it counts.
+        ValueError: if a draft does not say which states it reads, or what its ids count.
     """
     config = draft.config
     if config.eagle_aux_hidden_state_layer_ids is None or config.aux_layer_ids_assumed:
@@ -69,74 +81,75 @@ def check_layer_ids(draft) -> None:
 
 
 class CannotExpress(ValueError):
-    """What a format cannot express (`reasons`), of what a draft has."""
+    """A draft has features that a format cannot express (`reasons`)."""
 
     def __init__(self, to: str, reasons: list[str]):
         self.reasons = reasons
         super().__init__(
-            f"The {to} format cannot express this draft: it has {'; '.join(reasons)}. These are choices of training "
-            '(`draft_form="classic"` makes a draft that most engines take); a trained draft cannot be converted.'
+            f"The {to} format cannot express this draft: it has {'; '.join(reasons)}. Training decides this, and a trained draft "
+            'cannot be converted. `draft_form="classic"` trains a draft that most engines take.'
         )
 
 
 def refuse(refused: dict[str, bool], to: str) -> None:
     """
     Raises:
-        CannotExpress: if a draft has something that a format cannot express.
+        CannotExpress: if a draft has a feature that a format cannot express.
     """
     if reasons := [what for what, has in refused.items() if has]:
         raise CannotExpress(to, reasons)
 
 
-def check_table(draft, to: str) -> None:
+def check_table(draft: DraftModel, to: str) -> None:
     """
     Raises:
-        ValueError: if a draft's embedding table is not that of its target, which engines use in its place.
+        ValueError: if a draft's embedding table differs from its target's, which engines use instead.
     """
     of_target = draft.config.verifier_fingerprint
     if of_target is None:
         raise ValueError(
-            f"This draft stores an embedding table, in place of which readers of the {to} format take the target's. To see "
-            "whether they are the same, the target is needed: `--target` of recipes/export.py, or `draft.pair_with(target)`."
+            f"This draft stores an embedding table, but readers of the {to} format use the target's. Pass the target, to see whether "
+            "they are the same: `--target` of recipes/export.py, or `draft.pair_with(target)`."
         )
     if similarity(fingerprint(draft.embed_tokens.weight), of_target) < 0.9999:
         raise ValueError(
-            f"This draft has an embedding table of its own, in place of which readers of the {to} format would take the "
-            "target's, which is another one: it would draft something else."
+            f"This draft has its own embedding table, but readers of the {to} format would use the target's, which differs. The "
+            "draft would draft something else."
         )
 
 
-def check_head(draft) -> None:
+def check_head(draft: DraftModel) -> None:
     """
     Raises:
-        ValueError: if a draft stores no head, and has not met the target whose head it uses.
+        ValueError: if a draft uses its target's head, and is not paired with it yet.
     """
     if draft.get_output_embeddings().out_features == 0:
         raise ValueError(
-            "This draft stores no head, and uses its target's. Pair it with its target first (`--target`, or "
+            "This draft stores no head and uses its target's. Pair it with its target first (`--target`, or "
             "`draft.pair_with(target)`)."
         )
 
 
-def layer_ids(draft, as_inputs: bool = False) -> dict:
+def layer_ids(draft: DraftModel, unchanged: bool = False) -> dict[str, Any]:
     """
-    The ids of the states that a draft reads, as those write them that count outputs of layers; and beside them, as they
-    are counted here, for those who read the draft back.
+    Returns the keys for the layer ids of the states that a draft reads. Most formats count the outputs of layers, and we
+    count the inputs. Our ids are stored as well, so that we read the draft back exactly.
 
     Args:
-        as_inputs (`bool`, *optional*, defaults to `False`): Whether the reader takes ids as they are counted here.
+        draft ([`Eagle3ForSpeculation`]): The draft.
+        unchanged (`bool`, *optional*, defaults to `False`): Whether to write ids that count inputs.
     """
     config = draft.config
     ids = config.eagle_aux_hidden_state_layer_ids
     if ids is None:
         return {}
-    written = ids if as_inputs else [layer_id - 1 for layer_id in ids]
+    written = ids if unchanged else [layer_id - 1 for layer_id in ids]
     exact = {} if config.aux_layer_ids_assumed else {EXACT_IDS: ids}
     return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": written, "use_aux_hidden_state": True}, **exact}
 
 
-def flat_tensors(draft) -> dict[str, torch.Tensor]:
-    """A draft's tensors, a single layer as `midlayer`, which all readers know."""
+def flat_tensors(draft: DraftModel) -> dict[str, torch.Tensor]:
+    """Returns a draft's tensors. A single layer is called `midlayer`, which all readers know."""
     check_head(draft)
     if draft.config.num_hidden_layers > 1:
         return draft.state_dict()

@@ -1,4 +1,4 @@
-"""From data sets to what the trainer needs."""
+"""Reading, checking and encoding training data; choosing the draft vocabulary."""
 
 from .checks import check_chat_template, check_lengths, check_positions, kind_of_data, plain_rows, report_long_rows
 from .encoding import RowEncoder, encode_rows

@@ -1,7 +1,8 @@
-"""What is wrong with training data, said before or while it is prepared."""
+"""Checks of training data, before or while it is prepared."""
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -13,23 +14,23 @@ from .rows import kind_of
 
 logger = logging.getLogger(__name__)
 
-VERY_LONG = 16_384  # tokens in a row that nothing cuts
+VERY_LONG = 16_384  # tokens in a row, above which `max_length=None` gives a warning
 
 
 def plain_rows(dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
     """
-    A data set whose rows are Python objects, in whatever format (NumPy, torch, ...) it gives them.
+    Returns the data set with rows of Python objects, whatever its format (NumPy, torch, ...).
 
     Args:
         dataset (`Dataset` or `IterableDataset`): The data.
         name (`str`): `"train"` or `"eval"`, for messages.
 
     Raises:
-        ValueError: if it computes its rows anew each time.
+        ValueError: if it computes its rows each time they are read (`with_transform`).
     """
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
-            f"The {name} data computes its rows anew each time they are read (`with_transform`). Compute them once, by "
+            f"The {name} data computes its rows each time they are read (`with_transform`). Compute them once, with "
             "`dataset.map`."
         )
     return dataset.with_format(None)
@@ -37,19 +38,19 @@ def plain_rows(dataset: Dataset | IterableDataset, name: str) -> Dataset | Itera
 
 def kind_of_data(dataset: Dataset | IterableDataset, text_field: str, name: str) -> str:
     """
-    What a data set is; see [`~hf_eagle3.data.kind_of`].
+    Returns the kind of a data set. See [`~hf_eagle3.data.kind_of`].
 
     Args:
         dataset (`Dataset` or `IterableDataset`): The data.
-        text_field (`str`): The column of texts.
+        text_field (`str`): The column that has texts.
         name (`str`): `"train"` or `"eval"`, for messages.
 
     Raises:
-        ValueError: if the data has no rows, or no column that can be trained on.
+        ValueError: if the data has no rows, or no column to train on.
     """
     first = next(iter(dataset), None)
     if first is None:
-        raise ValueError(f"The {name} data has no rows.")
+        raise ValueError(f"The {name} data has no rows. Check the split and the files.")
     try:
         return kind_of(first, text_field)
     except ValueError as error:
@@ -58,61 +59,62 @@ def kind_of_data(dataset: Dataset | IterableDataset, text_field: str, name: str)
 
 def check_lengths(dataset: Dataset | IterableDataset, name: str) -> None:
     """
-    Checks that a tokenized row is long enough; those of a stream are not known.
+    Checks that some tokenized row is long enough to learn from. Streams are not checked.
 
     Args:
         dataset (`Dataset` or `IterableDataset`): With `input_ids`.
         name (`str`): `"train"` or `"eval"`, for messages.
 
     Raises:
-        ValueError: if no tokenized row has three tokens: one whose state is read, the next, and what these predict.
+        ValueError: if no row has three tokens. A draft reads the state at one and the next, and predicts the third.
     """
     if isinstance(dataset, Dataset) and max((int(lengths.max()) for lengths in row_lengths(dataset)), default=0) < 3:
-        raise ValueError(f"No row of the {name} data has more than two tokens: there is nothing to learn.")
+        raise ValueError(
+            f"No row of the {name} data has more than two tokens. A draft learns from rows of three or more."
+        )
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """
-    Checks that there is a chat template for data that are conversations.
+    Checks that there is a chat template for conversations.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): Should have one.
+        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
 
     Raises:
-        ValueError: if it has none.
+        ValueError: if it has no chat template.
     """
     if tokenizer.chat_template is None:
         name = tokenizer.name_or_path or "the tokenizer"
         raise ValueError(
-            f"The data are conversations, and {name} has no chat template: pass one as `chat_template_path`, a Jinja file."
+            f"The data has conversations, and {name} has no chat template. Pass one as `chat_template_path`, a Jinja file."
         )
 
 
 def check_positions(dataset: Dataset | IterableDataset, num_positions: int, max_length: int | None, name: str) -> None:
     """
-    Checks that no row has more tokens than a target has positions, where it looks these up in a table.
+    Checks that no row has more tokens than the target's table of positions has entries.
 
     Args:
         dataset (`Dataset` or `IterableDataset`): With `input_ids`.
-        num_positions (`int`): The size of that table.
+        num_positions (`int`): The size of the table.
         max_length (`int`, *optional*): Rows are cut, split or dropped beyond it.
         name (`str`): `"train"` or `"eval"`, for messages.
 
     Raises:
-        ValueError: if one has more; of a stream, if one may have more.
+        ValueError: if a row has more, or a row of a stream may have more.
     """
     if max_length is not None and max_length <= num_positions:
         return
-    too_long, longest = 0, max_length
+    rows = f"rows of the {name} data may be longer"
     if isinstance(dataset, Dataset):
         lengths = np.concatenate(list(row_lengths(dataset)))
-        too_long, longest = int((lengths > num_positions).sum()), int(lengths.max())
-        if not too_long:
+        if not (num_long := int((lengths > num_positions).sum())):
             return
-    of_rows = f"{too_long} of {len(dataset)} rows" if isinstance(dataset, Dataset) else "rows"
+        rows = f"{num_long} of {len(dataset)} rows of the {name} data are longer (up to {lengths.max()} tokens)"
     raise ValueError(
-        f"The target has a table of {num_positions} positions, but {of_rows} of the {name} data may be longer (`max_length={max_length}`, "
-        f"longest row: {longest} tokens). Pass `max_length={num_positions}`, or less."
+        f"The target has a table of {num_positions} positions, but {rows} and `max_length` is {max_length}. Pass "
+        f"`max_length={num_positions}`, or less."
     )
 
 
@@ -120,14 +122,16 @@ def report_long_rows(
     dataset: Dataset | IterableDataset, max_length: int | None, fate: str, name: str
 ) -> Dataset | IterableDataset:
     """
-    Logs a warning of how many tokenized rows are longer than `max_length`, and what becomes of them; without one, of
-    rows that take very long. For a stream, whose rows are not known in advance, at the first row that is longer, the
-    second, the fourth, and so on.
+    Logs a warning if tokenized rows are longer than `max_length`: how many, and what happens to their tokens. Without a
+    `max_length` it warns of rows that take very long.
+
+    The rows of a stream are not known in advance. There the warning comes at the first long row, the second, the fourth,
+    and so on.
 
     Args:
         dataset (`Dataset` or `IterableDataset`): With `input_ids`.
-        max_length (`int`, *optional*): Rows are cut, split or dropped beyond it; `None` keeps them whole.
-        fate (`str`): What becomes of the tokens beyond it, for the message.
+        max_length (`int`, *optional*): Rows are cut, split or dropped beyond it. `None` keeps them whole.
+        fate (`str`): What happens to the tokens beyond it, for the message.
         name (`str`): `"train"` or `"eval"`, for messages.
 
     Returns:
@@ -137,9 +141,9 @@ def report_long_rows(
         longest = max(int(lengths.max()) for lengths in row_lengths(dataset))
         if longest > VERY_LONG:
             logger.warning(
-                f"The longest row of the {name} data has {longest} tokens, and `max_length=None` cuts none: attention over it takes "
+                f"The longest row of the {name} data has {longest} tokens, and `max_length=None` keeps it whole. Attention over it takes "
                 f"{(longest / 2048) ** 2:,.0f} times as long as over 2,048 tokens, in the target and in each drafting step, which "
-                "may be hours. Pass `max_length`; with `packing=True` and `packing_strategy='bfd_split'` nothing is lost."
+                "may be hours. Pass `max_length`. With `packing=True` and `packing_strategy='bfd_split'` no token is lost."
             )
     if max_length is None:
         return dataset
@@ -150,26 +154,29 @@ def report_long_rows(
     if too_long.any():
         logger.warning(
             f"{too_long.sum()} of {len(lengths)} rows of the {name} data are longer than `max_length={max_length}`: "
-            f"{(lengths - max_length)[too_long].sum()} of {lengths.sum()} tokens are beyond it, and are {fate}."
+            f"{(lengths - max_length)[too_long].sum()} of {lengths.sum()} tokens are beyond it and are {fate}."
         )
     return dataset
 
 
 def row_lengths(dataset: Dataset) -> Iterator[np.ndarray]:
+    """Yields the numbers of tokens of 1,000 rows at a time."""
     for table in dataset.select_columns("input_ids").with_format("arrow").iter(batch_size=1000):
         yield pc.list_value_length(table["input_ids"]).to_numpy()
 
 
 class LongRowWarning:
+    """Counts the long rows of a stream, and warns whenever their number is a power of two."""
+
     def __init__(self, max_length: int, fate: str, name: str):
         self.max_length, self.fate, self.name, self.count = max_length, fate, name, 0
 
-    def __call__(self, row):
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         if len(row["input_ids"]) > self.max_length:
             self.count += 1
             if self.count.bit_count() == 1:
                 logger.warning(
-                    f"{self.count} rows of the {self.name} data so far are longer than `max_length={self.max_length}`; the "
+                    f"{self.count} rows of the {self.name} data so far are longer than `max_length={self.max_length}`. The "
                     f"tokens beyond it are {self.fate}."
                 )
         return row

@@ -1,4 +1,4 @@
-"""From rows to tokens, and to what is learned of them."""
+"""Turning rows into tokens and labels."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -17,24 +17,23 @@ from .rows import Row, RowError, read_row, summary
 
 logger = logging.getLogger(__name__)
 
-# Where a turn of the assistant cannot be found, in at most this share of the rows, it is not learned; in more, training
-# is refused.
-FEW = 0.05
+# If assistant turns cannot be found in at most this share of the rows, they are not learned. Above it training is refused.
+MAX_LOST_SHARE = 0.05
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """
-    The chat template to find the assistant's turns by: TRL's marked version of a tokenizer's template, or `None` for the
-    tokenizer's own, marked or not.
+    Returns TRL's version of the tokenizer's chat template, which marks the assistant's turns. `None` if the template
+    already has markers, or TRL knows no such version.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): Has a chat template.
+        tokenizer (`PreTrainedTokenizerBase`): A tokenizer with a chat template.
     """
     if has_markers(tokenizer):
         return None
     try:
         return get_training_chat_template(tokenizer)
-    except Exception:  # TRL knows no marked version, or cannot render its probes by this template
+    except Exception:  # TRL knows no marked version, or this template cannot render its probes
         return None
 
 
@@ -42,20 +41,21 @@ class RowEncoder(PromptEncoder):
     """
     Turns rows into `input_ids` and `labels`.
 
-    A text begins with the tokenizer's special tokens and ends with EOS, each once. A conversation has those that the
-    chat template writes.
+    A text begins with the tokenizer's special tokens and ends with EOS, each once. A conversation has the special tokens
+    that the chat template writes.
 
-    What the assistant says is found by the template's `{% generation %}` markers. Where it has none, the conversation
-    is rendered up to each of the assistant's turns, with what comes before an answer, and with the turn: the target says
-    what is between the two. That holds where both begin the whole conversation, as texts and as tokens.
+    The template's `{% generation %}` markers show what the assistant says. A template without markers renders the
+    conversation twice for each of the assistant's turns: up to where the turn begins, and up to its end. The turn is the
+    difference. This works only if the tokens of both are a prefix of the whole conversation's.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        kind (`str`): See [`~hf_eagle3.data.kind_of`].
-        vocab_size (`int`, *optional*): The target's.
-        assistant_only_loss (`bool`, *optional*, defaults to `False`): Whether only what the assistant says is learned.
-        completion_only_loss (`bool`, *optional*): Whether of prompts with completions only these are learned. By default they are.
-        formatting_func (`Callable`, *optional*): Makes a text of a row.
+        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
+        kind (`str`): The kind of the rows. See [`~hf_eagle3.data.kind_of`].
+        vocab_size (`int`, *optional*): The target's vocabulary size. Tokens beyond it are refused.
+        assistant_only_loss (`bool`, *optional*, defaults to `False`): Whether to learn only what the assistant says.
+        completion_only_loss (`bool`, *optional*, defaults to `True`):
+            Whether to learn only the completions of rows with prompts and completions.
+        formatting_func (`Callable`, *optional*): Makes a text from a row.
     """
 
     def __init__(
@@ -78,40 +78,40 @@ class RowEncoder(PromptEncoder):
         Reads and encodes a row.
 
         Args:
-            row (`dict`): As the data set has it.
+            row (`dict`): A row of the data set.
 
         Returns:
-            `dict`: `input_ids` and `labels`; `seq_lengths` where the row has them; and as `lost`, the turns of the assistant
-            that were not found.
+            `dict`: `input_ids`, `labels`, and `seq_lengths` if the row has them. `lost` is the number of assistant turns that
+            could not be found.
 
         Raises:
-            RowError: saying what is wrong with it.
+            RowError: if the row cannot be learned from.
         """
-        encoded = {"lost": 0}
+        encoded: dict[str, Any] = {"lost": 0}
         if self.formatting_func is not None and self.kind != "input_ids":
             text = self.formatting_func(row)
             if not isinstance(text, str):
-                raise RowError(f"`formatting_func` makes {text!r:.80} of it, which must be a text")
-            encoded |= self.encode_text(Row(text=text))
+                raise RowError(f"`formatting_func` returned {text!r:.80}, but must return a text")
+            encoded |= self.encode_text(text)
         else:
             content = read_row(row, self.kind)
             if content.tokens is not None:
                 encoded |= content.tokens if "attention_mask" in row else self._without_padding(content.tokens)
-            elif content.messages is not None:
+            elif content.messages:
                 encoded |= self.encode_chat(content)
             else:
-                encoded |= self.encode_text(content)
+                encoded |= self.encode_text(content.text or "", content.completion)
         tokens = encoded["input_ids"]
         for token in (min(tokens, default=0), max(tokens, default=0)):
             if self.vocab_size is not None and not 0 <= token < self.vocab_size:
                 raise RowError(
-                    f"it has token {token}, but the target's vocabulary ends at {self.vocab_size - 1}: it was tokenized for "
-                    "another target"
+                    f"it has token {token}, but the target's vocabulary ends at {self.vocab_size - 1}. It was tokenized for another "
+                    "target: tokenize it again"
                 )
         return encoded
 
     def _without_padding(self, tokens: dict[str, list[int]]) -> dict[str, list[int]]:
-        """Tokens of a row that has no attention mask, without those at either end that are padding and nothing else."""
+        """Removes padding tokens at both ends of a row without an attention mask, if they cannot be anything else."""
         padding, text = self.tokenizer.pad_token_id, tokens["input_ids"]
         others = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, self.tokenizer.unk_token_id)
         if padding is None or padding in others or "seq_lengths" in tokens:
@@ -120,19 +120,19 @@ class RowEncoder(PromptEncoder):
         kept = slice(places[0], places[-1] + 1)
         return {name: values[kept] for name, values in tokens.items()}
 
-    def encode_text(self, row: Row) -> dict[str, list[int]]:
-        """A text, or a prompt and its completion."""
-        text = row.text + (row.completion or "")
+    def encode_text(self, prompt: str, completion: str | None = None) -> dict[str, list[int]]:
+        """Encodes a text, or a prompt and its completion."""
+        text = prompt + (completion or "")
         tokens, eos = self.text(text), self.tokenizer.eos_token
         if eos is not None and not text.rstrip().endswith(eos):
             tokens = [*tokens, self.tokenizer.eos_token_id]
         start = 0
-        if row.completion is not None and self.completion_only_loss:
-            start = common_prefix(self.text(row.text), tokens)
+        if completion is not None and self.completion_only_loss:
+            start = common_prefix(self.text(prompt), tokens)
         return {"input_ids": tokens, "labels": [-100] * start + tokens[start:]}
 
     def encode_chat(self, row: Row) -> dict[str, Any]:
-        """A conversation, or one that is a prompt and its completion."""
+        """Encodes a conversation, or a prompt and its completion that are messages."""
         text, spans = self._render(row)
         tokens = self.rendered_tokens(text)
         lost, start = 0, 0
@@ -140,7 +140,7 @@ class RowEncoder(PromptEncoder):
             if not any(message["role"] == "assistant" for message in row.messages):
                 roles = sorted({message["role"] for message in row.messages})
                 raise RowError(
-                    f"it has no assistant turn, but {roles}: with `assistant_only_loss=True` nothing is learned from it"
+                    f"it has no assistant turn, but {roles}. With `assistant_only_loss=True` it has nothing to learn"
                 )
             ranges, lost = self._marked(text, tokens, spans) if self.is_marked else self._turns(row, tokens)
         else:
@@ -153,15 +153,15 @@ class RowEncoder(PromptEncoder):
         return {"input_ids": tokens, "labels": labels, "lost": lost}
 
     def _render(self, row: Row) -> tuple[str, list[tuple[int, int]]]:
-        """A conversation's text, and what of it is between markers."""
+        """Renders a conversation, and returns its text and the spans `(start, end)` between markers."""
         try:
             if not (self.assistant_only_loss and self.is_marked):
                 return self.render(row.messages, **row.template_kwargs), []
-            # What `apply_chat_template` does. It gives the places as a mask of tokens only, and of fast tokenizers.
+            # `apply_chat_template` gives the spans only as a mask of tokens, and only for fast tokenizers.
             kwargs = {**self.tokenizer.special_tokens_map, **row.template_kwargs}
             tools = kwargs.pop("tools", None)
             texts, spans = render_jinja_template(
-                conversations=[self.as_taken(row.messages)],
+                conversations=[self.as_expected(row.messages)],
                 tools=tools,
                 chat_template=self.tokenizer.get_chat_template(self.chat_template, tools),
                 return_assistant_tokens_mask=True,
@@ -172,19 +172,20 @@ class RowEncoder(PromptEncoder):
             raise RowError(f"the chat template refuses it: {error or type(error).__name__}") from error
 
     def _prompt(self, row: Row, num_messages: int) -> list[int]:
+        """Returns the tokens of the first messages, up to where the answer begins."""
         try:
             return self.chat(row.messages[:num_messages], **row.template_kwargs)
         except Exception as error:
             raise RowError(f"the chat template refuses its prompt: {error or type(error).__name__}") from error
 
-    def _marked(self, text: str, tokens: list[int], spans) -> tuple[list[tuple[int, int]], int]:
-        """The tokens between markers."""
+    def _marked(self, text: str, tokens: list[int], spans: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], int]:
+        """Returns the ranges of tokens between markers, and how many could not be found."""
         if not spans:
-            raise RowError("the chat template marks nothing in it that the assistant says")
-        if not self.tokenizer.is_fast:  # which does not say where its tokens are
-            ranges = [tuple(self._num_tokens(text[:place], tokens) for place in span) for span in spans]
-            found = [span for span in ranges if None not in span]
-            return found, len(ranges) - len(found)
+            raise RowError("the chat template marks no assistant turn in it")
+        if not self.tokenizer.is_fast:  # it has no offsets
+            bounds = [[self._num_tokens(text[:place], tokens) for place in span] for span in spans]
+            found = [(start, end) for start, end in bounds if start is not None and end is not None]
+            return found, len(spans) - len(found)
         offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         ranges, place = [], 0
         for start, end in spans:
@@ -198,19 +199,19 @@ class RowEncoder(PromptEncoder):
         return ranges, 0
 
     def _num_tokens(self, beginning: str, tokens: list[int]) -> int | None:
-        """How many of the tokens of a text are of its beginning; `None` if the beginning alone has other tokens."""
+        """Returns how many tokens of a text belong to its beginning, or `None` if the beginning alone has other tokens."""
         alone = self.rendered_tokens(beginning)
         num_tokens = common_prefix(alone, tokens)
-        # At the end white space may be another token than where more follows, and some templates end a text with EOS.
+        # White space at the end may be another token than before more text, and some templates end a text with EOS.
         rest = self.tokenizer.decode(alone[num_tokens:], skip_special_tokens=True) if num_tokens < len(alone) else ""
         return None if rest.strip() else num_tokens
 
     def _turns(self, row: Row, tokens: list[int]) -> tuple[list[tuple[int, int]], int]:
-        """The tokens of the assistant's turns, and how many turns could not be found."""
+        """Returns the ranges of tokens of the assistant's turns, and how many turns could not be found."""
         ranges, lost = [], 0
         for number, message in enumerate(row.messages):
             is_asked = any(each["role"] not in ("system", "developer") for each in row.messages[:number])
-            if message["role"] != "assistant" or not is_asked:  # nobody asks a target for a greeting
+            if message["role"] != "assistant" or not is_asked:  # a target is never asked for a greeting
                 continue
             try:
                 before = self.render(row.messages[:number], add_generation_prompt=True, **row.template_kwargs)
@@ -225,38 +226,38 @@ class RowEncoder(PromptEncoder):
                 ranges.append((len(start), end))
         if not ranges and not lost:
             raise RowError(
-                "the assistant answers nobody in it: with `assistant_only_loss=True` nothing is learned from it"
+                "no assistant turn in it answers anyone. With `assistant_only_loss=True` it has nothing to learn"
             )
         return ranges, lost
 
     def report_lost(self, rows: Sequence[int], num_rows: int, name: str) -> None:
         """
-        Says in which rows turns of the assistant were not found.
+        Warns that assistant turns were not found in some rows.
 
         Args:
-            rows (sequence of `int`): Their numbers.
-            num_rows (`int`): How many rows there are.
+            rows (sequence of `int`): The numbers of these rows.
+            num_rows (`int`): How many rows there are in all.
             name (`str`): `"train"` or `"eval"`, for messages.
 
         Raises:
-            ValueError: if it is more than a few.
+            ValueError: if these are more than 5% of all rows.
         """
         message = (
-            f"In {len(rows)} of {num_rows} rows of the {name} data, the first of them rows {list(rows[:3])}, turns of the assistant "
-            "cannot be told from the rest: the chat template has no generation markers, and writes these conversations in another "
-            "way when they go on, or when the target is asked (thoughts that are left out of earlier turns, for example)."
+            f"In {len(rows)} of {num_rows} rows of the {name} data (the first are {list(rows[:3])}) assistant turns cannot be found. The "
+            "chat template has no generation markers, and renders a turn differently when the conversation goes on or the "
+            "target is asked for it (for example, without the thoughts of earlier turns)."
         )
-        if len(rows) > FEW * num_rows:
+        if len(rows) > MAX_LOST_SHARE * num_rows:
             raise ValueError(
-                f"{message} Pass a template as `chat_template_path` in which what the assistant says stands between `{{% generation %}}` "
-                "and `{% endgeneration %}`; or data of one turn a row, as the target writes them (recipes/regenerate.py); or set "
-                "`assistant_only_loss=False` to learn from all tokens."
+                f"{message} Pass a template as `chat_template_path` that has `{{% generation %}}` and `{{% endgeneration %}}` around what "
+                "the assistant says. Or use data with one turn a row, as the target writes it (recipes/regenerate.py), or learn from "
+                "all tokens (`assistant_only_loss=False`)."
             )
-        logger.warning(f"{message} They are not learned.")
+        logger.warning(f"{message} These turns are not learned.")
 
 
 def common_prefix(tokens: list[int], others: list[int]) -> int:
-    """How many tokens two texts have in common at their beginnings."""
+    """Returns how many tokens two texts share at their beginnings."""
     pairs = zip(tokens, others)
     return next((place for place, (token, other) in enumerate(pairs) if token != other), min(len(tokens), len(others)))
 
@@ -265,21 +266,21 @@ def encode_rows(
     dataset: Dataset | IterableDataset, encoder: RowEncoder, name: str, num_proc: int | None = None
 ) -> Dataset | IterableDataset:
     """
-    Encodes a data set, or the rows of a stream when they come.
+    Encodes a data set. The rows of a stream are encoded when they are read.
 
     Args:
         dataset (`Dataset` or `IterableDataset`): The data.
-        encoder ([`RowEncoder`]): For its rows.
+        encoder ([`RowEncoder`]): Encodes its rows.
         name (`str`): `"train"` or `"eval"`, for messages.
-        num_proc (`int`, *optional*): Processes that encode a `Dataset`.
+        num_proc (`int`, *optional*): Number of processes that encode a `Dataset`.
 
     Returns:
-        The data set with `input_ids` and `labels`, and `seq_lengths` if it had them, without rows of which nothing is
-        learned: these are counted and reported.
+        The data set with `input_ids` and `labels`, and `seq_lengths` if it had them. Rows with nothing to learn are dropped,
+        with a warning.
 
     Raises:
-        ValueError: naming rows that cannot be learned from; or if turns of the assistant are not found in more than a few
-            rows, or there is nothing to learn.
+        ValueError: if rows cannot be learned from (the message names them), assistant turns cannot be found in more than 5%
+            of the rows, or there is nothing to learn.
     """
     if isinstance(dataset, IterableDataset):
         columns = get_dataset_column_names(dataset)
@@ -289,9 +290,9 @@ def encode_rows(
         lists["seq_lengths"] = List(Value("int64"))
     features = Features({**lists, "lost": Value("int32"), "teaches": Value("bool"), "problem": Value("string")})
     state = PartialState()
-    with state.main_process_first(), state.local_main_process_first():  # the others read what these have cached
+    with state.main_process_first(), state.local_main_process_first():  # the other processes read their cache
         encoded = dataset.map(
-            encode_or_tell,
+            encode_or_explain,
             fn_kwargs={"encoder": encoder, "columns": list(features)},
             remove_columns=[column for column in dataset.column_names if column not in features],
             features=features,
@@ -301,7 +302,7 @@ def encode_rows(
     problems = [(number, problem) for number, problem in enumerate(encoded["problem"]) if problem]
     if problems:
         raise ValueError(
-            f"{len(problems)} of {len(encoded)} rows of the {name} data cannot be learned from. {summary(problems)} Mend or remove "
+            f"{len(problems)} of {len(encoded)} rows of the {name} data cannot be learned from. {summary(problems)} Fix or remove "
             "them."
         )
     lost = [number for number, num_lost in enumerate(encoded["lost"]) if num_lost]
@@ -310,20 +311,22 @@ def encode_rows(
     taught = [number for number, teaches in enumerate(encoded["teaches"]) if teaches]
     encoded = encoded.remove_columns(["lost", "teaches", "problem"])
     if not taught:
-        raise ValueError(f"{len(encoded)} of {len(encoded)} rows of the {name} data have nothing to learn.")
+        raise ValueError(
+            f"{len(encoded)} of {len(encoded)} rows of the {name} data have nothing to learn: all their labels are -100."
+        )
     if len(taught) < len(encoded):
         first = sorted(set(range(len(encoded))) - set(taught))[:3]
         logger.warning(
-            f"{len(encoded) - len(taught)} of {len(encoded)} rows of the {name} data have nothing to learn, and are dropped, the "
-            f"first of them rows {first}."
+            f"{len(encoded) - len(taught)} of {len(encoded)} rows of the {name} data have nothing to learn and are dropped (the first "
+            f"are {first})."
         )
         encoded = encoded.select(taught)
     return encoded
 
 
-def encode_or_tell(row: dict[str, Any], encoder: RowEncoder, columns: list[str]) -> dict[str, Any]:
-    """An encoded row, or an empty one that says as `problem` what is wrong with it."""
-    empty = {column: [] for column in columns} | {"lost": 0, "teaches": False, "problem": ""}
+def encode_or_explain(row: dict[str, Any], encoder: RowEncoder, columns: list[str]) -> dict[str, Any]:
+    """Returns an encoded row, or an empty one with a `problem` that says what is wrong."""
+    empty: dict[str, Any] = {column: [] for column in columns} | {"lost": 0, "teaches": False, "problem": ""}
     try:
         encoded = encoder(row)
         return empty | encoded | {"teaches": any(label != -100 for label in encoded["labels"])}
@@ -332,17 +335,18 @@ def encode_or_tell(row: dict[str, Any], encoder: RowEncoder, columns: list[str])
 
 
 class EncodedStream:
-    """Encodes the rows of a stream."""
+    """Encodes the rows of a stream, and counts the rows whose assistant turns were not found."""
 
     def __init__(self, encoder: RowEncoder, name: str):
-        self.encoder, self.name, self.lost = encoder, name, []
+        self.encoder, self.name = encoder, name
+        self.lost: list[int] = []
 
-    def __call__(self, row, index):
+    def __call__(self, row: dict[str, Any], index: int) -> dict[str, Any]:
         try:
             encoded = self.encoder(row)
         except RowError as error:
             raise ValueError(
-                f"Row {index} of the {self.name} data cannot be learned from: {error}. Mend or remove it."
+                f"Row {index} of the {self.name} data cannot be learned from: {error}. Fix or remove it."
             ) from error
         if encoded.pop("lost"):
             self.lost.append(index)

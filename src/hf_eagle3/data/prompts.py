@@ -1,4 +1,4 @@
-"""Prompts to decode from."""
+"""Prompts from training data, and how long they may be."""
 
 import torch
 from transformers import PreTrainedModel
@@ -8,13 +8,13 @@ from ..remote_code.checks_eagle3 import position_table
 
 def documents_of_row(row: dict[str, list[int]]) -> list[dict[str, list[int]]]:
     """
-    The documents that are packed in a row, or the row itself.
+    Returns the documents that are packed in a row, or the row itself if nothing is packed.
 
     Args:
-        row (`dict[str, list[int]]`): With `input_ids` and, if it has them, `labels` and `seq_lengths`.
+        row (`dict[str, list[int]]`): `input_ids`, and optionally `labels` and `seq_lengths`.
 
     Returns:
-        `list[dict[str, list[int]]]`: `input_ids` and `labels` of each; where there are no labels, all is learned.
+        `list[dict[str, list[int]]]`: `input_ids` and `labels` of each. Without labels every token is learned.
     """
     documents, start = [], 0
     for length in row.get("seq_lengths", [len(row["input_ids"])]):
@@ -25,9 +25,9 @@ def documents_of_row(row: dict[str, list[int]]) -> list[dict[str, list[int]]]:
     return documents
 
 
-def prompt_of(document: dict[str, list[int]]) -> torch.LongTensor:
+def prompt_of(document: dict[str, list[int]]) -> torch.Tensor:
     """
-    A prompt `(1, L)`: what is not learned at the beginning of a document, or else its first half.
+    Returns a prompt `(1, L)`: the tokens before the first learned one, or else the first half of the document.
 
     Args:
         document (`dict[str, list[int]]`): See [`documents_of_row`].
@@ -39,7 +39,7 @@ def prompt_of(document: dict[str, list[int]]) -> torch.LongTensor:
 
 def num_positions(target: PreTrainedModel) -> int | None:
     """
-    How long texts can be for a target that looks positions up in a table (GPT-2, OPT); `None` if it computes them.
+    Returns the longest text that a target with a table of positions takes (GPT-2, OPT), or `None` if it has no table.
 
     Args:
         target (`PreTrainedModel`): The target.
@@ -47,5 +47,5 @@ def num_positions(target: PreTrainedModel) -> int | None:
     size = position_table(target.config.get_text_config(decoder=True))
     tokens = target.get_input_embeddings()
     tables = [each for each in target.modules() if isinstance(each, torch.nn.Embedding) and each is not tokens]
-    # OPT's has two entries for padding.
+    # OPT's table has two more entries, for padding.
     return size if size is not None and any(size <= table.num_embeddings <= size + 2 for table in tables) else None

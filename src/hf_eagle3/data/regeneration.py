@@ -1,8 +1,7 @@
 """
-On-policy data: the answers of a data set, replaced by the target's own.
+On-policy data: a data set whose answers are replaced by the target's own.
 
-A draft is trained to say what its target would say; answers by someone else show it states that the target is seldom
-in.
+A draft learns to say what its target would say. Answers of other writers show it states that the target rarely has.
 """
 
 import asyncio
@@ -13,9 +12,11 @@ import random
 from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import aiohttp
 import torch
+from datasets import Dataset, IterableDataset
 from huggingface_hub import CommitInfo, CommitOperationAdd, DatasetCard, DatasetCardData, HfApi
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,7 +25,7 @@ from trl.chat_template_utils import add_response_schema
 from trl.data_utils import get_dataset_column_names
 
 from ..environment import without_paths
-from ..remote_code.cuda_eagle3 import CUDNN_ATTENTION
+from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
 from ..tokenizer import PromptEncoder, padding_token
 from .prompts import num_positions
 from .rows import RowError, read_prompt, summary, without_nulls
@@ -33,18 +34,17 @@ from .rows import RowError, read_prompt, summary, without_nulls
 logger = logging.getLogger(__name__)
 
 ROLES = {"system", "developer", "user", "assistant"}
-# Worth another try: timeouts, conflicts, rate limits. All other 4xx say that the request itself is wrong,
-PASSING_STATUS = {408, 409, 425, 429}
-# and these that it is so for what the row holds, a prompt that is too long for example.
+# Timeouts, conflicts and rate limits are worth another try. All other 4xx say that the request itself is wrong.
+RETRIED_STATUS = {408, 409, 425, 429}
+# These may be caused by the row, for example by a prompt that is too long.
 ROW_STATUS = {400, 413, 422}
-# As many requests, one after the other, that are refused for the same reason: then something else is wrong than a row.
+# If so many requests in a row are refused with one status, the rows are not the cause.
 NUM_REFUSED = 10
-# The server gave an answer up: it is none.
+# Finish reasons of answers that the server did not complete.
 GIVEN_UP = {"abort", "error", "content_filter"}
-NUM_NAMED = 3  # of the rows that are left out
+NUM_NAMED = 3  # rows to name at once when they are left out
 
-
-# Hidden: `load_dataset` takes them for no data.
+# Hidden, so that `load_dataset` does not read them as data.
 SETTINGS, LEFT_OUT = ".settings.json", ".left_out-{:0>5}.jsonl"
 CARD = """---
 {metadata}
@@ -52,15 +52,15 @@ CARD = """---
 
 # {title}
 
-{num_rows} rows of {dataset}, in which the answers are those of {model} itself: data to train its
-[EAGLE-3](https://huggingface.co/papers/2503.01840) draft on, which has to predict what {model} says. Made by
-`recipes/regenerate.py` of hf-eagle3 with
+{num_rows} rows of {dataset}, with answers that {model} wrote. An [EAGLE-3](https://huggingface.co/papers/2503.01840)
+draft of {model} trains on them, because it has to predict what {model} says. Made by `recipes/regenerate.py` of
+hf-eagle3 with
 
 ```json
 {settings}
 ```
 
-`row` is the number of the row in the source, `finish_reasons` has `stop`, `length` or `tool_calls` for each answer.
+`row` is the number of the row in the source. `finish_reasons` has `stop`, `length` or `tool_calls` for each answer.
 
 ```bash
 accelerate launch recipes/train.py --model_name_or_path {model} --dataset_name {repo_id} --eval_strategy no
@@ -70,17 +70,19 @@ accelerate launch recipes/train.py --model_name_or_path {model} --dataset_name {
 
 class Output:
     """
-    A folder of JSON Lines files, one for each process, with a finished row a line. `load_dataset(folder)` reads it. Rows
-    that cannot be answered are in hidden files beside these, so that no other run tries them again.
+    A folder of JSON Lines files, one for each process, with one finished row a line. `load_dataset(folder)` reads it. Rows
+    that cannot be answered are listed in hidden files, so that no later run tries them again.
 
     Args:
-        folder (`str` or `Path`)
-        settings (`dict`): What the rows were made with; must be the same when a run goes on.
-        process_index (`int`): Whose file to write. The first process must come before the others.
-        drops_cut_answers (`bool`): Whether rows are left out of which an answer was cut for its length.
+        folder (`str` or `Path`): The folder. It is made, or belongs to an earlier run with the same settings.
+        settings (`dict`): What the rows are made with.
+        process_index (`int`, *optional*, defaults to 0):
+            The process that writes. The first process must open the folder before the others.
+        drops_cut_answers (`bool`, *optional*, defaults to `False`):
+            Whether to leave out rows with an answer that was cut for its length.
 
     Raises:
-        ValueError: if the folder was made with other settings.
+        ValueError: if the folder was made with other settings, or holds something else.
     """
 
     def __init__(self, folder: str | Path, settings: dict, process_index: int = 0, drops_cut_answers: bool = False):
@@ -90,7 +92,7 @@ class Output:
         if kept.exists():
             known = json.loads(kept.read_text(encoding="utf-8"))
             if not any(part.stat().st_size for part in folder.glob("rows-*.jsonl")):
-                kept.write_text(json.dumps(settings), encoding="utf-8")  # of a run that failed before its first row
+                kept.write_text(json.dumps(settings), encoding="utf-8")  # the earlier run failed before its first row
             elif known != settings:
                 changed = {key: (known.get(key), settings.get(key)) for key in known.keys() | settings.keys()}
                 changed = {key: values for key, values in changed.items() if values[0] != values[1]}
@@ -103,7 +105,7 @@ class Output:
             kept.write_text(json.dumps(settings), encoding="utf-8")
         path = folder / f"rows-{process_index:05d}.jsonl"
         left_out = LEFT_OUT.format(process_index)
-        if process_index == 0:  # before the others begin, and for those that there may have been more of
+        if process_index == 0:  # before the others start; an earlier run may have had more processes
             for part in (*folder.glob("rows-*.jsonl"), *folder.glob(LEFT_OUT.format("*"))):
                 drop_unfinished_line(part)
         self.done = {row["row"] for row in rows_in(folder.glob("rows-*.jsonl"))}
@@ -112,7 +114,7 @@ class Output:
         self.file, self.left_out_file = path.open("a", encoding="utf-8"), folder / left_out
 
     def write(self, row: int, content: dict) -> None:
-        """Keeps a finished row."""
+        """Writes a finished row, or leaves it out if an answer was cut and such rows are dropped."""
         self.num_cut += "length" in content.get("finish_reasons", ())
         if self.drops_cut_answers and "length" in content.get("finish_reasons", ()):
             return self.leave_out(row, "an answer was cut for its length")
@@ -121,20 +123,26 @@ class Output:
         self.done.add(row)
 
     def leave_out(self, row: int, reason: str) -> None:
-        """Keeps that a row cannot be answered. The first few are named at once."""
+        """Records that a row cannot be answered. Warns at once of the first few."""
         if len(self.left_out) - self.num_before < NUM_NAMED:
-            say_left_out(row, reason)
+            warn_left_out(row, reason)
         self.left_out[row] = reason
         with self.left_out_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"row": row, "reason": reason}, ensure_ascii=False) + "\n")
 
-    def pending(self, dataset: Iterable[dict], *args, **kwargs) -> Iterator["Conversation"]:
-        """The [`conversations`] of a data set that are neither written nor left out."""
+    def pending(
+        self,
+        dataset: Iterable[dict],
+        process_index: int = 0,
+        num_processes: int = 1,
+        template_kwargs: dict | None = None,
+    ) -> Iterator["Conversation"]:
+        """Returns the [`conversations`] of a data set that are neither written nor left out."""
         known = {*self.done, *self.left_out}
-        return conversations(dataset, known, *args, **kwargs, leave_out=self.leave_out)
+        return conversations(dataset, known, process_index, num_processes, template_kwargs, self.leave_out)
 
     def report(self) -> str:
-        """What became of the rows that are not as others are, for a message."""
+        """Returns a message about rows that were left out or have cut answers. Empty if there are none."""
         parts = [f"{self.num_cut} rows have an answer that was cut for its length (finish reason 'length')."] * (
             self.num_cut > 0
         )
@@ -144,16 +152,18 @@ class Output:
 
 
 def rows_in(paths: Iterable[Path]) -> Iterator[dict]:
+    """Yields the rows of JSON Lines files."""
     return (json.loads(line) for path in paths for line in complete_lines(path))
 
 
 def complete_lines(path: Path) -> Iterator[str]:
+    """Yields the lines of a file. Skips a last line that was cut off."""
     with path.open(encoding="utf-8") as file:
         yield from (line for line in file if line.endswith("\n"))
 
 
 def drop_unfinished_line(path: Path) -> None:
-    """What was being written when the process was killed."""
+    """Removes a line that was being written when the process was killed."""
     content = path.read_bytes()
     with path.open("r+b") as file:
         file.truncate(content.rfind(b"\n") + 1)
@@ -161,34 +171,35 @@ def drop_unfinished_line(path: Path) -> None:
 
 def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) -> CommitInfo:
     """
-    Pushes the rows of an [`Output`] to a data set of the Hub, in one commit, with a card that says what they are. A
-    card that is there stays.
+    Pushes the rows of an [`Output`] to a data set on the Hub, in one commit, with a card. An existing card stays.
 
     Args:
-        folder (`str` or `Path`)
-        repo_id (`str`): `<owner>/<name>`; made if it is not there.
-        private (`bool`, *optional*): Whether it is private, if it is not there yet.
+        folder (`str` or `Path`): The folder of the [`Output`].
+        repo_id (`str`): `<owner>/<name>`. It is made if it does not exist.
+        private (`bool`, *optional*): Whether a new data set is private.
 
     Raises:
-        ValueError: if there are no rows, or the data set has others, made with other settings.
+        ValueError: if there are no rows, or the data set has rows that were made with other settings.
     """
     folder, api = Path(folder), HfApi()
     settings = without_paths(json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
     files = [path for path in sorted(folder.glob("rows-*.jsonl")) if path.stat().st_size > 0]
     if not files:
-        raise ValueError(f"{folder} has no rows to push.")
+        raise ValueError(f"{folder} has no rows to push. Run recipes/regenerate.py until some are written.")
     operations = [CommitOperationAdd(path.name, path) for path in files]
     repo_id = api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True).repo_id
     there = set(api.list_repo_files(repo_id, repo_type="dataset"))
     others = sorted(there - {path.name for path in files} - {"README.md", ".gitattributes", SETTINGS})
-    if not others and there & {path.name for path in files}:  # of this folder, at an earlier time?
+    if not others and there & {path.name for path in files}:  # an earlier push of this folder?
         known = None
         if SETTINGS in there:
             path = api.hf_hub_download(repo_id, SETTINGS, repo_type="dataset")
             known = json.loads(Path(path).read_text(encoding="utf-8"))
         others = [] if known == settings else [files[0].name]
     if others:
-        raise ValueError(f"{repo_id} has {others[0]}, but not of {folder}. Push to another data set, or delete it.")
+        raise ValueError(
+            f"{repo_id} has {others[0]}, which does not come from {folder}. Push to another data set, or delete it."
+        )
     operations.append(CommitOperationAdd(SETTINGS, json.dumps(settings, indent=2).encode()))
     if "README.md" not in there:
         source = settings["dataset"] or ", ".join(str(each["path"]) for each in settings["mixture"])
@@ -202,56 +213,66 @@ def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) 
         shown = json.dumps({name: value for name, value in settings.items() if value not in (None, [])}, indent=2)
         card = DatasetCard(CARD.format(metadata=metadata.to_yaml(), num_rows=num_rows, settings=shown, **facts))
         operations.append(CommitOperationAdd("README.md", str(card).encode()))
-    message = "Add answers of the target's own"
+    message = "Add the target's own answers"
     return api.create_commit(repo_id, operations, commit_message=message, repo_type="dataset")
 
 
-def has_texts(dataset) -> bool:
-    """Whether the rows of a `Dataset` or `IterableDataset` are texts, with nothing in them to answer."""
+def has_texts(dataset: Dataset | IterableDataset) -> bool:
+    """Whether the rows of a data set are texts, without prompts or messages to answer."""
     columns = set(get_dataset_column_names(dataset))
     return "text" in columns and not columns & {"prompt", "messages", "conversations"}
 
 
-def beginnings(dataset, tokenizer: PreTrainedTokenizerBase, num_tokens: int, num_new_tokens: int):
+def beginnings(
+    dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, num_tokens: int, num_new_tokens: int
+) -> Dataset | IterableDataset:
     """
-    Prompts of `num_tokens` tokens out of texts, one for each `num_tokens + num_new_tokens` tokens of a text: continued,
-    they are as long as it was. A text has one at least, however short it is.
+    Returns a data set of prompts, which are pieces of texts. There is one for each `num_tokens + num_new_tokens` tokens of
+    a text, so the continued prompts are as long as the text. Even a short text has one.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): With a column `text`.
+        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
+        num_tokens (`int`): Length of a prompt.
+        num_new_tokens (`int`): Length of its continuation.
     """
     apart = num_tokens + num_new_tokens
 
-    def of_rows(rows):
+    def prompts_of(rows: dict[str, list]) -> dict[str, list[str]]:
         prompts = []
-        texts = [text if isinstance(text, str) else "" for text in rows["text"]]  # of an empty prompt is told later
+        texts = [text if isinstance(text, str) else "" for text in rows["text"]]  # empty prompts are reported later
         for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"]:
             starts = [0, *range(apart, len(tokens) - num_tokens + 1, apart)]
             prompts += [tokenizer.decode(tokens[start : start + num_tokens]) for start in starts]
         return {"prompt": prompts}
 
-    return dataset.map(of_rows, batched=True, remove_columns=get_dataset_column_names(dataset))
+    return dataset.map(prompts_of, batched=True, remove_columns=get_dataset_column_names(dataset))
 
 
 class Conversation:
     """
-    A row on its way: the turns so far, and what others say between the answers that are still to come.
+    A row that is being answered: its turns so far, and the messages between the answers that are still missing.
 
     Args:
-        row (`int`): Its number in the data set.
-        example (`dict`): See [`~hf_eagle3.data.read_prompt`].
-        template_kwargs (`dict`, *optional*): For the chat template, where the row does not say otherwise.
+        row (`int`): The row's number in the data set.
+        example (`dict`): The row. See [`~hf_eagle3.data.read_prompt`].
+        template_kwargs (`dict`, *optional*): For the chat template. What the row says itself comes first.
 
     Raises:
-        RowError: if there is nothing to answer, or a role that only the original answer gave rise to (`tool`).
+        RowError: if there is nothing to answer, or a message that depends on an original answer (`tool`).
     """
 
     def __init__(self, row: int, example: dict, template_kwargs: dict | None = None):
         content = read_prompt(example)
-        self.row, self.text, self.finish_reasons = row, content.text, []
+        self.row, self.text, self.completion = row, content.text, ""
+        self.finish_reasons: list[str] = []
         self.template_kwargs = {**(template_kwargs or {}), **content.template_kwargs}
         if self.text is not None:
             return
         if unknown := {message["role"] for message in content.messages} - ROLES:
             raise RowError(f"it has messages of {sorted(unknown)}, which depend on the answers that are replaced")
-        self.pending, before = [], []
+        self.pending: list[list[dict]] = []
+        before: list[dict] = []
         for message in [*content.messages, {"role": "assistant"}]:
             if message["role"] != "assistant":
                 before.append(message)
@@ -259,13 +280,12 @@ class Conversation:
                 self.pending.append(before)
                 before = []
         if not self.pending:
-            raise RowError("it has no user's message to answer")
+            raise RowError("it has no user message to answer")
         self.turns = self.pending.pop(0)
 
     def answer(self, message: dict, finish_reason: str) -> bool:
         """
-        Adds an answer; whether it was the last one. What a tool would say to a call is not known, so that a call is the
-        last.
+        Adds an answer. Returns whether it was the last one. A tool call is the last, because the tool's result is unknown.
         """
         self.finish_reasons.append(finish_reason)
         if self.text is not None:
@@ -278,19 +298,19 @@ class Conversation:
         return True
 
     def result(self) -> dict:
-        """The row, of the same tools and settings of the template."""
+        """Returns the new row, with the tools and template settings of the old one."""
         if self.text is not None:
             return {"prompt": self.text, "completion": self.completion, "finish_reasons": self.finish_reasons}
         kwargs = dict(self.template_kwargs)
         tools = kwargs.pop("tools", None)
-        content = {"messages": [with_arguments_as_text(message) for message in self.turns]}
+        content: dict[str, Any] = {"messages": [with_arguments_as_text(message) for message in self.turns]}
         content |= {"tools": json.dumps(tools, ensure_ascii=False)} if tools else {}
         content |= {"chat_template_kwargs": kwargs} if kwargs else {}
         return {**content, "finish_reasons": self.finish_reasons}
 
 
 def with_arguments_as_text(message: dict) -> dict:
-    """A message whose calls have their arguments as JSON: columns of a data set have one type in all rows."""
+    """Returns a message with JSON as arguments of tool calls, because a column of a data set has one type in all rows."""
     if not message.get("tool_calls"):
         return message
     calls = copy.deepcopy(message["tool_calls"])
@@ -301,8 +321,8 @@ def with_arguments_as_text(message: dict) -> dict:
     return {**message, "tool_calls": calls}
 
 
-def say_left_out(row: int, reason: str) -> None:
-    """Names a row that cannot be answered."""
+def warn_left_out(row: int, reason: str) -> None:
+    """Warns that a row cannot be answered."""
     logger.warning(f"Row {row} is left out: {reason}.")
 
 
@@ -312,9 +332,9 @@ def conversations(
     process_index: int = 0,
     num_processes: int = 1,
     template_kwargs: dict | None = None,
-    leave_out: Callable[[int, str], None] = say_left_out,
+    leave_out: Callable[[int, str], None] = warn_left_out,
 ) -> Iterator[Conversation]:
-    """This process's rows that are not done; `leave_out` is called with the number of each that cannot be answered, and why."""
+    """Yields this process's rows that are not done. Calls `leave_out(row, reason)` for rows that cannot be answered."""
     for row, example in enumerate(dataset):
         if row % num_processes != process_index or row in done:
             continue
@@ -332,92 +352,129 @@ def regenerate_locally(
     output: Output,
     batch_size: int,
     draft: PreTrainedModel | None = None,
-    **generation_kwargs,
+    **generation_kwargs: Any,
 ) -> None:
     """
-    Answers by `target.generate`, `batch_size` conversations at a time. Prompts that are texts are continued as they
-    are.
+    Answers with `target.generate`, `batch_size` conversations at a time. Continues prompts that are texts.
 
     Args:
-        draft ([`Eagle3ForSpeculation`], *optional*): An earlier draft of this target, to make it faster.
+        target (`PreTrainedModel`): The target.
+        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
+        pending (iterable of [`Conversation`]): What to answer.
+        output ([`Output`]): Where finished rows go.
+        batch_size (`int`): Number of conversations in a batch.
+        draft ([`Eagle3ForSpeculation`], *optional*): An earlier draft of this target, which makes it faster.
         generation_kwargs (*optional*): For `generate`.
     """
     tokenizer.pad_token = padding_token(tokenizer)
     try:
-        tokenizer = add_response_schema(tokenizer)  # tells reasoning from answers
+        tokenizer = add_response_schema(tokenizer)  # separates reasoning from answers
     except ValueError:
-        logger.info("TRL knows no response template for this chat template: answers are kept as texts.")
-    special_ids, encoder = set(tokenizer.all_special_ids), PromptEncoder(tokenizer)
-    longest = num_positions(target)
-
-    def prompt_of(conversation: Conversation) -> tuple[str, list[int]]:
-        try:
-            if conversation.text is not None:
-                text, tokens = conversation.text, encoder.text(conversation.text)
-            else:
-                text = encoder.render(conversation.turns, add_generation_prompt=True, **conversation.template_kwargs)
-                tokens = encoder.rendered_tokens(text)
-        except Exception as error:
-            raise RowError(f"the chat template refuses it: {error or type(error).__name__}") from error
-        if not tokens:
-            raise RowError("its prompt has no tokens")
-        room = generation_kwargs.get("max_new_tokens", 1)
-        if longest is not None and len(tokens) + room > longest:
-            raise RowError(
-                f"its prompt has {len(tokens)} tokens, and with `max_new_tokens={room}` more than the target's table of {longest} "
-                "positions"
-            )
-        return text, tokens
-
-    pending, active = iter(pending), []
+        logger.info("TRL knows no response template for this chat template. Answers are kept as texts.")
+    encoder, room = PromptEncoder(tokenizer), generation_kwargs.get("max_new_tokens", 1)
+    positions = num_positions(target)
+    upcoming, active = iter(pending), list[Conversation]()
     progress = tqdm(desc="Rows", initial=len(output.done), disable=None)
     while True:
         prompts = {}
-        for conversation in chain(active, pending):
+        for conversation in chain(active, upcoming):
             try:
-                prompts[conversation] = prompt_of(conversation)
+                prompts[conversation] = encode_prompt(conversation, encoder, room, positions)
             except RowError as error:
                 output.leave_out(conversation.row, str(error))
             if len(prompts) >= batch_size:
                 break
-        active = list(prompts)
-        if not active:
+        if not prompts:
             return
-        texts = [text for text, _ in prompts.values()]
-        prompts = [{"input_ids": tokens} for _, tokens in prompts.values()]
-        inputs = pad_without_fast_tokenizer_warning(tokenizer, prompts, return_tensors="pt", padding_side="left")
-        inputs = inputs.to(target.device)
-        with CUDNN_ATTENTION.off():  # which plans anew for each length of a padded batch
-            sequences = target.generate(
-                **inputs, assistant_model=draft, pad_token_id=tokenizer.pad_token_id, **generation_kwargs
-            )
-        stops = target.generation_config.eos_token_id
-        stops = {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])}
-        remaining = []
-        new_tokens = sequences[:, inputs["input_ids"].shape[1] :].tolist()
-        for place, (conversation, sequence) in enumerate(zip(active, new_tokens)):
-            end = next((i for i, token in enumerate(sequence) if token in stops), None)
-            tokens, reason = sequence[:end], "length" if end is None else "stop"
-            if conversation.text is not None or not tokens:
-                message = {"role": "assistant", "content": tokenizer.decode(tokens)}
-            elif getattr(tokenizer, "response_template", None) is not None:
-                try:
-                    message = {"content": "", **tokenizer.parse_response(tokens, prefix=texts[place])}
-                except ValueError as error:
-                    output.leave_out(conversation.row, f"its answer cannot be parsed: {error}")
-                    continue
-            elif special := special_ids & set(tokens):
-                names = tokenizer.convert_ids_to_tokens(sorted(special))
-                output.leave_out(conversation.row, f"its answer has the special tokens {names}")
+        inputs = [tokens for _, tokens in prompts.values()]
+        answers = generate_answers(target, tokenizer, inputs, assistant_model=draft, **generation_kwargs)
+        active = []
+        for (conversation, (prompt, _)), (tokens, finish_reason) in zip(prompts.items(), answers, strict=True):
+            try:
+                message = parse_answer(tokenizer, tokens, None if conversation.text is not None else prompt)
+            except RowError as error:
+                output.leave_out(conversation.row, str(error))
                 continue
-            else:
-                message = {"role": "assistant", "content": tokenizer.decode(tokens)}
-            if conversation.answer(message, reason):
+            if conversation.answer(message, finish_reason):
                 output.write(conversation.row, conversation.result())
                 progress.update()
             else:
-                remaining.append(conversation)
-        active = remaining
+                active.append(conversation)
+
+
+def encode_prompt(
+    conversation: Conversation, encoder: PromptEncoder, room: int, positions: int | None
+) -> tuple[str, list[int]]:
+    """
+    Returns the prompt of the next answer, as text and as tokens.
+
+    Args:
+        conversation ([`Conversation`]): What to answer.
+        encoder ([`PromptEncoder`]): Of the target's tokenizer.
+        room (`int`): How many tokens the answer may have.
+        positions (`int`, *optional*): The size of the target's table of positions, if it has one.
+
+    Raises:
+        RowError: if the prompt cannot be rendered, is empty, or is too long.
+    """
+    try:
+        if conversation.text is not None:
+            text, tokens = conversation.text, encoder.text(conversation.text)
+        else:
+            text = encoder.render(conversation.turns, add_generation_prompt=True, **conversation.template_kwargs)
+            tokens = encoder.rendered_tokens(text)
+    except Exception as error:
+        raise RowError(f"the chat template refuses it: {error or type(error).__name__}") from error
+    if not tokens:
+        raise RowError("its prompt has no tokens")
+    if positions is not None and len(tokens) + room > positions:
+        raise RowError(
+            f"its prompt has {len(tokens)} tokens, and with `max_new_tokens={room}` more than the target's table of {positions} "
+            "positions"
+        )
+    return text, tokens
+
+
+def generate_answers(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], **generation_kwargs: Any
+) -> list[tuple[list[int], str]]:
+    """Returns for each prompt the new tokens, up to the end of the answer, and `"stop"` or `"length"`."""
+    rows = [{"input_ids": tokens} for tokens in prompts]
+    inputs = pad_without_fast_tokenizer_warning(tokenizer, rows, return_tensors="pt", padding_side="left")
+    inputs = inputs.to(target.device)
+    with CUDNN_ATTENTION.off():  # cuDNN plans again for each length of a padded batch
+        sequences = target.generate(**inputs, pad_token_id=tokenizer.pad_token_id, **generation_kwargs)
+    stops = target.generation_config.eos_token_id
+    stops = {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])}
+    answers = []
+    for sequence in sequences[:, inputs["input_ids"].shape[1] :].tolist():
+        end = next((i for i, token in enumerate(sequence) if token in stops), None)
+        answers.append((sequence[:end], "length" if end is None else "stop"))
+    return answers
+
+
+def parse_answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int], prompt: str | None) -> dict:
+    """
+    Returns the message in an answer, with its reasoning and tool calls if the tokenizer can parse them.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
+        tokens (`list[int]`): The answer.
+        prompt (`str`, *optional*): The rendered conversation. `None` if the answer continues a text.
+
+    Raises:
+        RowError: if it cannot be parsed.
+    """
+    if prompt is not None and tokens:
+        if getattr(tokenizer, "response_template", None) is not None:
+            try:
+                return {"content": "", **tokenizer.parse_response(tokens, prefix=prompt)}
+            except ValueError as error:
+                raise RowError(f"its answer cannot be parsed: {error}") from error
+        if special := set(tokenizer.all_special_ids) & set(tokens):
+            names = tokenizer.convert_ids_to_tokens(sorted(special))
+            raise RowError(f"its answer has the special tokens {names}")
+    return {"role": "assistant", "content": tokenizer.decode(tokens)}
 
 
 async def regenerate_by_server(
@@ -430,128 +487,167 @@ async def regenerate_by_server(
     timeout: float = 600.0,
     api_key: str | None = None,
     first_wait: float = 1.0,
-    **sampling,
+    **sampling: Any,
 ) -> int:
     """
-    Answers by an OpenAI-compatible server (vLLM, SGLang), `concurrency` conversations at a time. A request that fails
-    for a reason that may pass (no connection, timeout, rate limit, 5xx) is sent again up to `max_retries` times, after
-    waits that double. A row that the server refuses for what it holds (400, 413, 422), or filters, is left out for good.
+    Answers with an OpenAI-compatible server (vLLM, SGLang), `concurrency` conversations at a time.
+
+    A request is sent again if its failure may pass (no connection, timeout, rate limit, 5xx), after waits that double. A
+    row is left out for good if the server refuses it for its content (400, 413, 422) or filters the answer.
+
+    Args:
+        base_url (`str`): Address of the server, such as `http://localhost:8000/v1`.
+        model (`str`): The target's name on the server.
+        pending (iterable of [`Conversation`]): What to answer.
+        output ([`Output`]): Where finished rows go.
+        concurrency (`int`): Number of requests at a time.
+        max_retries (`int`, *optional*, defaults to 5): How often to send a failed request again.
+        timeout (`float`, *optional*, defaults to 600): Seconds to wait for an answer.
+        api_key (`str`, *optional*): The key that the server asks for.
+        first_wait (`float`, *optional*, defaults to 1): Seconds before the first retry.
+        sampling (*optional*): More fields of the requests, such as `temperature` and `max_tokens`.
 
     Returns:
-        `int`: How many rows failed; another run tries them again.
+        `int`: The number of rows that failed. Another run tries them again.
 
     Raises:
-        ConnectionRefusedError: if the first requests are all refused for one reason: it is not that of a row.
+        ConnectionRefusedError: if the server refuses all of the first requests with one status.
+        ValueError: if a prompt is a text. Servers answer messages.
     """
-    failed, progress = [], tqdm(desc="Rows", initial=len(output.done), disable=None)
-    # Rows that were refused since one was answered; whether they are to blame is known when another one is.
-    refused: list[tuple[int, aiohttp.ClientResponseError]] = []
-    has_answered = bool(output.done)
+    client = ServerClient(base_url, model, pending, output, max_retries, first_wait, sampling)
+    async with aiohttp.ClientSession(
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+        timeout=aiohttp.ClientTimeout(total=timeout),
+        connector=aiohttp.TCPConnector(limit=concurrency),
+    ) as session:
+        await asyncio.gather(*(client.work(session) for _ in range(concurrency)))
+    client.check_refused(is_end=True)
+    client.settle_refused()
+    return len(client.failed)
 
-    async def request(session, conversation):
+
+class ServerClient:
+    """What the workers of [`regenerate_by_server`] share. For the arguments see there."""
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        pending: Iterable[Conversation],
+        output: Output,
+        max_retries: int,
+        first_wait: float,
+        sampling: dict[str, Any],
+    ):
+        self.base_url, self.model, self.pending, self.output = base_url, model, iter(pending), output
+        self.max_retries, self.first_wait, self.sampling = max_retries, first_wait, sampling
+        self.progress = tqdm(desc="Rows", initial=len(output.done), disable=None)
+        self.failed: list[int] = []
+        # Rows that were refused since the last answer. The next answer shows that the rows are the cause.
+        self.refused: list[tuple[int, aiohttp.ClientResponseError]] = []
+        self.has_answered = bool(output.done)
+
+    async def work(self, session: aiohttp.ClientSession) -> None:
+        """Answers pending conversations, one after the other."""
+        for conversation in self.pending:  # shared: each worker takes the next
+            if conversation.text is not None:
+                raise ValueError(
+                    "A server answers messages, but this data has texts as prompts. Leave `--base_url` out, to load the target "
+                    "instead."
+                )
+            try:
+                await self.answer(session, conversation)
+            except Exception as error:
+                if is_refusal(error):
+                    self.refused.append((conversation.row, error))
+                else:
+                    self.fail(conversation.row, f"{type(error).__name__}: {error}")
+            self.check_refused()
+
+    async def answer(self, session: aiohttp.ClientSession, conversation: Conversation) -> None:
+        """Asks for the answers of a conversation until it is finished, and writes it."""
+        is_finished = False
+        while not is_finished:
+            choice = await self.request(session, conversation)
+            self.has_answered = True
+            self.settle_refused()
+            reason = choice["finish_reason"]
+            if reason == "content_filter":
+                self.output.leave_out(
+                    conversation.row, "the server filters the answer (finish reason 'content_filter')"
+                )
+                return
+            if reason in GIVEN_UP:
+                self.fail(conversation.row, f"the server gave up on the answer (finish reason {reason!r})")
+                return
+            is_finished = conversation.answer(message_of(choice), reason)
+        self.output.write(conversation.row, conversation.result())
+        self.progress.update()
+
+    async def request(self, session: aiohttp.ClientSession, conversation: Conversation) -> dict:
+        """Returns the server's choice for the next answer. Sends the request again if its failure may pass."""
         payload = {
-            "model": model,
+            "model": self.model,
             "messages": [with_arguments_as_text(turn) for turn in conversation.turns],
-            **sampling,
+            **self.sampling,
         }
         kwargs = dict(conversation.template_kwargs)
         if tools := kwargs.pop("tools", None):
             payload["tools"] = tools
         if kwargs:
             payload["chat_template_kwargs"] = kwargs
-        for attempt in range(max_retries + 1):
+        url, attempt = f"{self.base_url.rstrip('/')}/chat/completions", 0
+        while True:
             try:
-                # Not huggingface_hub's client, which reaches nothing, local servers included, where HF_HUB_OFFLINE is
-                # set.
+                # huggingface_hub's client would reach no server at all with HF_HUB_OFFLINE, not even a local one.
                 async with session.post(url, json=payload) as response:
                     if not response.ok:
                         response.reason = (await response.text())[:500]
                     response.raise_for_status()
                     return (await response.json())["choices"][0]
             except Exception as error:
-                if is_refusal(error) or attempt == max_retries:
+                if is_refusal(error) or attempt == self.max_retries:
                     raise
-                await asyncio.sleep(first_wait * 2**attempt * random.uniform(0.5, 1.0))
+            await asyncio.sleep(self.first_wait * 2**attempt * random.uniform(0.5, 1.0))
+            attempt += 1
 
-    def settle_refused():
-        for row, error in refused:
+    def fail(self, row: int, reason: str) -> None:
+        """Counts a row as failed. Another run tries it again."""
+        logger.warning(f"Row {row} failed: {reason}")
+        self.failed.append(row)
+
+    def settle_refused(self) -> None:
+        """Leaves out the refused rows, after another request was answered."""
+        for row, error in self.refused:
             if error.status in ROW_STATUS:
-                output.leave_out(row, f"the server refuses it: {error.status} {error.message}")
+                self.output.leave_out(row, f"the server refuses it: {error.status} {error.message}")
             else:
-                fail(row, error)
-        refused.clear()
+                self.fail(row, f"{type(error).__name__}: {error}")
+        self.refused.clear()
 
-    def fail(row, error):
-        logger.warning(f"Row {row} failed: {type(error).__name__}: {error}")
-        failed.append(row)
-
-    def stop_if_all_are_refused(is_end: bool = False):
-        """Refusals of one kind are not the rows' fault if nothing else comes."""
-        statuses = {error.status for _, error in refused}
-        is_of_rows = has_answered and statuses <= ROW_STATUS
-        if (
-            refused
-            and not is_of_rows
-            and (is_end and not has_answered or len(statuses) == 1 and len(refused) >= NUM_REFUSED)
-        ):
-            row, error = refused[0]
+    def check_refused(self, is_end: bool = False) -> None:
+        """Stops the run if all requests are refused for a reason that is not in the rows."""
+        statuses = {error.status for _, error in self.refused}
+        is_of_rows = self.has_answered and statuses <= ROW_STATUS
+        has_stuck = len(statuses) == 1 and len(self.refused) >= NUM_REFUSED
+        if self.refused and not is_of_rows and (has_stuck or is_end and not self.has_answered):
+            row, error = self.refused[0]
             raise ConnectionRefusedError(
-                f"{base_url} refuses all of the first {len(refused)} requests. Row {row}: {error.status} {error.message}. Check the "
-                "name of the model (`--served_model_name`), the key (`--api_key`) and the sampling arguments; nothing was left out."
+                f"{self.base_url} refuses {len(self.refused)} requests in a row. Row {row}: {error.status} {error.message}. "
+                "Check the name of the model (`--served_model_name`), the key (`--api_key`) and the sampling arguments. "
+                "No row was left out."
             )
 
-    async def work(session):
-        nonlocal has_answered
-        for conversation in pending:  # shared: each takes the next
-            if conversation.text is not None:
-                raise ValueError(
-                    "A server is asked for answers to messages, and this data has texts as prompts: load the target instead."
-                )
-            try:
-                is_finished = False
-                while not is_finished:
-                    choice = await request(session, conversation)
-                    has_answered = True
-                    settle_refused()
-                    reason = choice["finish_reason"]
-                    if reason in GIVEN_UP:
-                        break
-                    is_finished = conversation.answer(message_of(choice), reason)
-                if is_finished:
-                    output.write(conversation.row, conversation.result())
-                    progress.update()
-                elif reason == "content_filter":
-                    output.leave_out(
-                        conversation.row, "the server filters the answer (finish reason 'content_filter')"
-                    )
-                else:
-                    fail(conversation.row, f"the server gave its answer up (finish reason {reason!r})")
-            except Exception as error:
-                if is_refusal(error):
-                    refused.append((conversation.row, error))
-                else:
-                    fail(conversation.row, error)
-            stop_if_all_are_refused()
 
-    pending, url = iter(pending), f"{base_url.rstrip('/')}/chat/completions"
-    async with aiohttp.ClientSession(
-        headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
-        timeout=aiohttp.ClientTimeout(total=timeout),
-        connector=aiohttp.TCPConnector(limit=concurrency),
-    ) as session:
-        await asyncio.gather(*(work(session) for _ in range(concurrency)))
-    stop_if_all_are_refused(is_end=True)
-    settle_refused()
-    return len(failed)
-
-
-def is_refusal(error: Exception) -> bool:
-    """Whether a server says that the request itself is wrong."""
-    return 400 <= getattr(error, "status", 0) < 500 and error.status not in PASSING_STATUS
+def is_refusal(error: Exception) -> TypeGuard[aiohttp.ClientResponseError]:
+    """Whether the server says that the request itself is wrong."""
+    if not isinstance(error, aiohttp.ClientResponseError):
+        return False
+    return 400 <= error.status < 500 and error.status not in RETRIED_STATUS
 
 
 def message_of(choice: dict) -> dict:
-    """What an assistant says in a server's choice: its content, its thoughts and its calls of tools."""
+    """Returns the message of a server's choice: its content, reasoning and tool calls."""
     said = choice["message"]
     message = {"role": "assistant", "content": said.get("content") or ""}
     if reasoning := said.get("reasoning_content") or said.get("reasoning"):

@@ -1,18 +1,17 @@
 """
-What a row of data may be: the one place that knows.
+Reading rows of data: the only place that knows which forms a row may have.
 
-A row is read before anything is done with it. What is wrong with one is said with its number, what was expected and the
-remedy.
+A row is read before anything else happens to it. An error names the row, says what is wrong and what to do.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 
-# ShareGPT's names for who speaks.
+# ShareGPT's names of speakers, and the roles they stand for.
 ROLES = {
     "human": "user",
     "user": "user",
@@ -28,21 +27,20 @@ ROLES = {
     "observation": "tool",
 }
 CONVERSATIONS = ("messages", "conversations")
-SYSTEM = ("system", "system_prompt")  # columns beside a conversation
+SYSTEM = ("system", "system_prompt")  # columns of system prompts beside a conversation
 IMAGES = ("image", "images", "audio", "audios", "video", "videos")
 MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask")
-
-
-# What an assistant may say in place of a content.
+NUM_SHOWN = 3  # how many reasons, and rows for each, a message names
+# An assistant's message without content may have one of these.
 WITHOUT_CONTENT = {"tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"}
 
 
 class RowError(ValueError):
     """
-    Something is wrong with a row.
+    Says what is wrong with a row. The code that iterates over rows adds the row's number.
 
     Args:
-        reason (`str`): What, without the number of the row, which whoever reads rows adds.
+        reason (`str`): What is wrong.
     """
 
     def __init__(self, reason: str):
@@ -52,18 +50,18 @@ class RowError(ValueError):
 @dataclass
 class Row:
     """
-    A row that has been read: a conversation, a text, a prompt and its completion, or tokens.
+    A row that has been read. It has one of `messages`, `text` and `tokens`.
 
     Args:
-        messages (`list[dict]`, *optional*): A conversation, as chat templates take it.
-        num_given (`int`, *optional*): How many of the messages are the prompt of a completion, the rest of them.
-        text (`str`, *optional*): A text.
-        completion (`str`, *optional*): What follows the text, if it is a prompt.
-        tokens (`dict[str, list[int]]`, *optional*): `input_ids` and `labels`.
-        template_kwargs (`dict`, *optional*): `tools` and `chat_template_kwargs` for the chat template, if there are any.
+        messages (`list[dict]`, *optional*): A conversation, in the form that chat templates take.
+        num_given (`int`, *optional*): With a prompt and a completion: how many of the messages are the prompt.
+        text (`str`, *optional*): A text, or the prompt of a completion.
+        completion (`str`, *optional*): The completion of the prompt.
+        tokens (`dict[str, list[int]]`, *optional*): `input_ids`, `labels` and, for packed rows, `seq_lengths`.
+        template_kwargs (`dict`, *optional*): `tools` and `chat_template_kwargs` for the chat template.
     """
 
-    messages: list[dict] | None = None
+    messages: list[dict] = field(default_factory=list)
     num_given: int | None = None
     text: str | None = None
     completion: str | None = None
@@ -73,16 +71,18 @@ class Row:
 
 def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
     """
-    What a data set is, by its columns: `"input_ids"`, `"prompt"` (and `"completion"`), `"messages"`, `"conversations"`
-    or the name of its texts. Conversations that have their first prompt in a column of its own (ultrachat_200k) are
-    conversations.
+    Returns the kind of a data set, by the names of its columns.
 
     Args:
-        columns (iterable of `str`): Their names.
-        text_field (`str`, *optional*, defaults to `"text"`): That of texts.
+        columns (iterable of `str`): The names.
+        text_field (`str`, *optional*, defaults to `"text"`): The column that has texts.
+
+    Returns:
+        `str`: `"input_ids"`, `"prompt"` (with `"completion"`), `"messages"`, `"conversations"`, or `text_field`. A data set
+        with conversations and their first prompt in a column `prompt` (ultrachat_200k) is one of conversations.
 
     Raises:
-        ValueError: if there is nothing to learn from.
+        ValueError: if no column can be learned from.
     """
     columns = set(columns)
     if "input_ids" in columns:
@@ -94,14 +94,14 @@ def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
             return name
     if "prompt" in columns:
         raise ValueError(
-            f"has prompts, but no 'completion' to learn. Its columns are {sorted(columns)}. Remove 'prompt' to learn one of the "
-            "others."
+            f"has prompts, but no 'completion' to learn. Its columns are {sorted(columns)}. Remove 'prompt' to learn from another "
+            "column."
         )
     if text_field in columns:
         return text_field
     raise ValueError(
-        f"has columns {sorted(columns)}, but needs one of {['input_ids', 'messages', 'prompt', text_field]}. Rename the one to "
-        "learn from."
+        f"has columns {sorted(columns)}, but needs one of {['input_ids', 'messages', 'prompt', text_field]}. Rename the column "
+        "to learn from."
     )
 
 
@@ -110,16 +110,16 @@ def read_row(row: dict[str, Any], kind: str) -> Row:
     Reads a row to learn from.
 
     Args:
-        row (`dict`): As the data set has it.
+        row (`dict`): A row of the data set.
         kind (`str`): See [`~hf_eagle3.data.kind_of`].
 
     Raises:
-        RowError: saying what is wrong with it.
+        RowError: if the row has another form.
     """
     for name in IMAGES:
         if _is_something(row.get(name)):
             raise RowError(
-                f"it has {name!r}, and drafts learn from text only. Remove the column, or the rows that have some"
+                f"it has {name!r}, and drafts learn from text only. Remove the column, or the rows that use it"
             )
     if kind == "input_ids":
         return Row(tokens=read_tokens(row))
@@ -142,19 +142,18 @@ def read_row(row: dict[str, Any], kind: str) -> Row:
 
 def read_prompt(row: dict[str, Any]) -> Row:
     """
-    Reads a row to answer: `messages` (or `conversations`), or a `prompt`, which is a text or messages.
+    Reads a row to answer: `messages` (or `conversations`), or a `prompt` that is a text or messages.
 
     Args:
-        row (`dict`): As the data set or file has it.
+        row (`dict`): A row of the data set or file.
 
     Raises:
-        RowError: saying what is wrong with it.
+        RowError: if the row has another form.
     """
     kind = next((name for name in (*CONVERSATIONS, "prompt") if row.get(name) is not None), None)
     if kind is None:
         raise RowError(
-            f'it has neither messages nor a prompt or text, but {sorted(row)}. Expected {{"messages": [...]}} or '
-            '{"prompt": "..."}'
+            f'it has no messages and no prompt, but {sorted(row)}. Expected {{"messages": [...]}} or {{"prompt": "..."}}'
         )
     if isinstance(row[kind], str) and kind == "prompt":
         if not row[kind]:
@@ -165,15 +164,16 @@ def read_prompt(row: dict[str, Any]) -> Row:
 
 
 def read_text(value: Any, name: str) -> str:
+    """Returns the text in the column `name`."""
     if value is None:
-        raise RowError(f"it has nothing as {name!r}")
+        raise RowError(f"{name!r} is missing or empty")
     if not isinstance(value, str):
-        raise RowError(f"it has {_shown(value)} as {name!r}, which must be a text")
+        raise RowError(f"{name!r} is {_shown(value)}, but must be a text")
     return value
 
 
 def read_conversation(row: dict[str, Any], name: str) -> list[dict]:
-    """The messages of a row, with the system prompt that it may have in a column of its own."""
+    """Returns the messages of a row, with the system prompt from its own column, if the row has one."""
     messages = read_messages(row.get(name), name)
     for column in SYSTEM:
         system = row.get(column)
@@ -183,21 +183,21 @@ def read_conversation(row: dict[str, Any], name: str) -> list[dict]:
         if first["role"] != "system":
             return [{"role": "system", "content": read_text(system, column)}, *messages]
         if first.get("content") != system:
-            raise RowError(f"it has two system prompts, in {column!r} and in {name!r}. Remove one")
+            raise RowError(f"it has two different system prompts, in {column!r} and in {name!r}. Remove one")
     return messages
 
 
 def read_messages(value: Any, name: str) -> list[dict]:
     """
-    Messages with `role` and `content`, from those, from ShareGPT's with `from` and `value` (or `text`), or from a
-    structure of lists.
+    Returns messages with `role` and `content`. Also reads ShareGPT's with `from` and `value` (or `text`), and a
+    dictionary of lists.
     """
     if not _is_something(value):
-        raise RowError(f"it has nothing as {name!r}")
+        raise RowError(f"{name!r} is missing or empty")
     if isinstance(value, str):
         raise RowError(
-            f"it has a text as {name!r}, {_shown(value)}, which must be a list of messages with role and content. If it is JSON, "
-            f"parse it: dataset.map(lambda row: {{{name!r}: json.loads(row[{name!r}])}})"
+            f"{name!r} is the text {_shown(value)}, but must be a list of messages with role and content. If it is JSON, parse "
+            f"it: dataset.map(lambda row: {{{name!r}: json.loads(row[{name!r}])}})"
         )
     value = _as_list(value, f"{name!r}", "of messages with role and content")
     return [_read_message(message, f"message {number} of {name!r}") for number, message in enumerate(value)]
@@ -205,16 +205,16 @@ def read_messages(value: Any, name: str) -> list[dict]:
 
 def _read_message(message: Any, where: str) -> dict:
     if not isinstance(message, dict):
-        raise RowError(f"{where} is {_shown(message)}, and must have role and content")
+        raise RowError(f"{where} is {_shown(message)}, but must have role and content")
     others = {key: value for key, value in message.items() if value is not None}
     role = others.pop("role", None)
     if role is None and "from" in others:
         speaker = others.pop("from")
         role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
         if role is None:
-            raise RowError(f"{where} is from {speaker!r}, which is none of {sorted(ROLES)}. Rename it")
+            raise RowError(f"{where} is from {speaker!r}, but must be from one of {sorted(ROLES)}. Rename it")
     if not isinstance(role, str):
-        raise RowError(f"{where} has no role, but {_shown(message)}")
+        raise RowError(f"{where} has no role: {_shown(message)}")
     contents = [others.pop(key) for key in ("content", "value", "text") if key in others]
     calls = others.get("tool_calls")
     if calls is not None:
@@ -222,7 +222,7 @@ def _read_message(message: Any, where: str) -> dict:
     if not contents and role == "assistant" and others.keys() & WITHOUT_CONTENT:
         contents = [""]
     if not contents:
-        raise RowError(f"{where} has no content, but {_shown(message)}")
+        raise RowError(f"{where} has no content: {_shown(message)}")
     return {"role": role, "content": _read_content(contents[0], where), **others}
 
 
@@ -230,28 +230,28 @@ def _read_content(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RowError(f"{where} has {_shown(content)} as content, which must be a text")
+        raise RowError(f"the content of {where} is {_shown(content)}, but must be a text")
     texts = []
     for part in content:
         text = part.get("text") if isinstance(part, dict) else part
         kind = part.get("type") if isinstance(part, dict) else "text"
         if not isinstance(text, str) or kind not in (None, "text", "input_text", "output_text"):
-            raise RowError(f"{where} has {_shown(part)} in its content, and drafts learn from text only")
+            raise RowError(f"the content of {where} has {_shown(part)}, and drafts learn from text only")
         texts.append(text)
     return "".join(texts)
 
 
 def _read_call(call: Any, where: str) -> dict:
-    """A call of a tool, without the names of arguments of other rows, and with arguments that are JSON parsed."""
+    """Returns a tool call without the arguments that Arrow added from other rows, and with JSON arguments parsed."""
     if not isinstance(call, dict):
-        raise RowError(f"{where} has {_shown(call)} among its tool_calls, which must be dictionaries")
+        raise RowError(f"{where} has {_shown(call)} among its tool_calls, but they must be dictionaries")
     call = without_nulls(call)
     function = call.get("function", call)
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         try:
             arguments = json.loads(function["arguments"])
         except ValueError:
-            return call  # a text: whatever it says, the template writes it
+            return call  # any other text goes to the template as it is
         if isinstance(arguments, dict):
             function["arguments"] = arguments
     return call
@@ -259,24 +259,24 @@ def _read_call(call: Any, where: str) -> dict:
 
 def read_template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
     """
-    What a row gives its chat template beside the messages: `tools`, a list or JSON, and what `chat_template_kwargs`
-    has, a dictionary or JSON.
+    Returns what a row gives its chat template besides the messages: `tools` (a list or JSON) and the contents of
+    `chat_template_kwargs` (a dictionary or JSON).
     """
     kwargs = _from_json(row.get("chat_template_kwargs"), "chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):
-        raise RowError(f"it has {_shown(kwargs)} as 'chat_template_kwargs', which must be a dictionary or JSON of one")
+        raise RowError(f"'chat_template_kwargs' is {_shown(kwargs)}, but must be a dictionary or JSON of one")
     kwargs = without_nulls(kwargs or {})
     tools = _from_json(row.get("tools"), "tools")
     if tools:
         tools = [_from_json(tool, "tools") for tool in _as_list(tools, "'tools'")]
         if not all(isinstance(tool, dict) for tool in tools):
-            raise RowError(f"it has {_shown(tools)} as 'tools', which must be a list of JSON schemas")
+            raise RowError(f"'tools' is {_shown(tools)}, but must be a list of JSON schemas")
         kwargs["tools"] = without_nulls(tools)
     return kwargs
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without what is `None` in dictionaries: Arrow gives each row the names that any row has."""
+    """Returns a value without the `None`s in its dictionaries. Arrow adds them: each row gets the keys of all rows."""
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):
@@ -286,18 +286,18 @@ def without_nulls(value: Any) -> Any:
 
 def read_tokens(row: dict[str, Any]) -> dict[str, list[int]]:
     """
-    Tokens and labels, -100 where nothing is learned: by the row's `labels` and each of its masks. What the attention
-    mask leaves out at either end is padding, and goes.
+    Returns `input_ids` and `labels`. A label is -100 if the row's `labels` or one of its masks exclude the token. Padding
+    at both ends, which the attention mask excludes, is removed.
     """
     tokens = row.get("input_ids")
     if tokens is None or len(tokens) == 0:
-        raise RowError("it has nothing as 'input_ids'")
+        raise RowError("'input_ids' is missing or empty")
     tokens = _integers(tokens, "input_ids")
     labels = row.get("labels")
     labels = list(tokens) if labels is None else _integers(labels, "labels")
     for name, mask in {"labels": labels, **{name: row[name] for name in MASKS if row.get(name) is not None}}.items():
         if len(mask) != len(tokens):
-            raise RowError(f"it has {len(mask)} entries as {name!r}, but {len(tokens)} tokens")
+            raise RowError(f"{name!r} has {len(mask)} entries, but there are {len(tokens)} tokens")
         if name != "labels":
             labels = [label if seen else -100 for label, seen in zip(labels, mask)]
     attended = row.get("attention_mask")
@@ -305,7 +305,7 @@ def read_tokens(row: dict[str, Any]) -> dict[str, list[int]]:
         places = [place for place, seen in enumerate(attended) if seen]
         if not places or len(places) != places[-1] - places[0] + 1:
             raise RowError(
-                "its 'attention_mask' leaves out tokens in the middle, or all, but a draft learns from whole texts. Remove these "
+                "'attention_mask' excludes tokens in the middle, or all of them, but a draft learns from whole texts. Remove these "
                 "tokens from the row"
             )
         kept = slice(places[0], places[-1] + 1)
@@ -313,37 +313,37 @@ def read_tokens(row: dict[str, Any]) -> dict[str, list[int]]:
     for place, (token, label) in enumerate(zip(tokens, labels)):
         if label not in (-100, token):
             raise RowError(
-                f"its label {place} is {label}, but token {place} is {token}. Labels must be the tokens themselves, not shifted, "
-                "or -100"
+                f"label {place} is {label}, but token {place} is {token}. Labels must be the tokens themselves, not shifted, or "
+                "-100"
             )
     read = {"input_ids": tokens, "labels": labels}
     if row.get("seq_lengths") is not None:
         read["seq_lengths"] = _integers(row["seq_lengths"], "seq_lengths")
         if sum(read["seq_lengths"]) != len(tokens):
-            raise RowError(f"its 'seq_lengths' sum to {sum(read['seq_lengths'])}, but it has {len(tokens)} tokens")
+            raise RowError(f"'seq_lengths' sum to {sum(read['seq_lengths'])}, but there are {len(tokens)} tokens")
     elif row.get("position_ids") is not None and list(row["position_ids"])[1:].count(0):
-        raise RowError("its 'position_ids' begin anew within it. Say where documents end by 'seq_lengths'")
+        raise RowError("'position_ids' start again within the row. Say where documents end with 'seq_lengths'")
     return read
 
 
 def _integers(values: Any, name: str) -> list[int]:
     values = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise RowError(f"it has {_shown(values)} as {name!r}, which must be a list of token ids")
+        raise RowError(f"{name!r} is {_shown(values)}, but must be a list of token ids")
     if not all(type(value) is int for value in values):
         wrong = next(value for value in values if type(value) is not int)
-        raise RowError(f"it has {_shown(wrong)} in {name!r}, which must be a list of token ids")
+        raise RowError(f"{name!r} has {_shown(wrong)}, but must be a list of token ids")
     return list(values)
 
 
 def _as_list(value: Any, where: str, of_what: str = "of dictionaries") -> list:
-    """A list, also of what comes as a NumPy array or as a structure of lists of one length."""
+    """Returns a list. Also reads a NumPy array, and a dictionary of lists of one length."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, dict) and all(isinstance(each, list) for each in value.values()):
         lengths = set(map(len, value.values()))
         value = [dict(zip(value, each)) for each in zip(*value.values())] if len(lengths) == 1 else value
     if not isinstance(value, list):
-        raise RowError(f"it has {_shown(value)} as {where}, which must be a list {of_what}")
+        raise RowError(f"{where} is {_shown(value)}, but must be a list {of_what}")
     return value
 
 
@@ -355,19 +355,19 @@ def _from_json(value: Any, name: str) -> Any:
     try:
         return json.loads(value)
     except ValueError:
-        raise RowError(f"it has {_shown(value)} in {name!r}, which is not JSON") from None
+        raise RowError(f"{name!r} has {_shown(value)}, which is not JSON") from None
 
 
 def _refuse_beside_text(row: dict[str, Any]) -> None:
     for name in (*SYSTEM, "tools", "chat_template_kwargs"):
         if _is_something(row.get(name)) and row[name] not in ("[]", "{}"):
             raise RowError(
-                f"it has {name!r}, which only conversations can have, beside a text. Remove the column, or use messages"
+                f"it has {name!r} beside a text, but only conversations can have that. Remove the column, or use messages"
             )
 
 
 def _is_something(value: Any) -> bool:
-    return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
+    return value is not None and not (isinstance(value, Sized) and len(value) == 0)
 
 
 def _shown(value: Any) -> str:
@@ -375,35 +375,34 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def summary(problems: Iterable[tuple[int, str]], num_shown: int = 3) -> str:
+def summary(problems: Iterable[tuple[int, str]]) -> str:
     """
-    Which rows something is wrong with, for a message.
+    Returns a sentence for each of the first three reasons why rows are wrong, with the numbers of three rows.
 
     Args:
         problems (iterable of `(int, str)`): Numbers of rows, and what is wrong with them.
-        num_shown (`int`, *optional*, defaults to 3): How many reasons are given, and rows for each.
     """
     by_reason: dict[str, list[int]] = {}
     for number, reason in problems:
         by_reason.setdefault(reason.rstrip("."), []).append(number)
     parts = []
-    for reason, (first, *others) in list(by_reason.items())[:num_shown]:
-        also = ", ".join(map(str, others[: num_shown - 1])) + (", ..." if len(others) >= num_shown else "")
+    for reason, (first, *others) in list(by_reason.items())[:NUM_SHOWN]:
+        also = ", ".join(map(str, others[: NUM_SHOWN - 1])) + (", ..." if len(others) >= NUM_SHOWN else "")
         parts.append(f"Row {first}{f' ({len(others)} more: {also})' if others else ''}: {reason}.")
-    if len(by_reason) > num_shown:
-        parts.append(f"And {sum(map(len, list(by_reason.values())[num_shown:]))} rows for other reasons.")
+    if len(by_reason) > NUM_SHOWN:
+        parts.append(f"And {sum(map(len, list(by_reason.values())[NUM_SHOWN:]))} more rows, for other reasons.")
     return " ".join(parts)
 
 
 def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict]]:
     """
-    The objects of a JSON Lines file, and the numbers of their lines, from 1.
+    Yields the objects of a JSON Lines file with the numbers of their lines, from 1.
 
     Args:
         path (`str` or `Path`): The file, in UTF-8.
 
     Raises:
-        ValueError: naming file and line, if one is no JSON object.
+        ValueError: if a line is not a JSON object. The message names the file and the line.
     """
     content = Path(path).read_bytes()
     if content.startswith(b"\xef\xbb\xbf"):
@@ -419,7 +418,7 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict]]:
             shown = line.decode("utf-8")[:80]
             raise ValueError(
                 f"{path}, line {number} is not JSON ({error}): {shown!r}. Expected one object a line, such as "
-                '{"messages": [...]}; a file that holds one array, or objects over several lines, must be rewritten so.'
+                '{"messages": [...]}. Rewrite a file that holds one array, or objects over several lines.'
             ) from None
         if not isinstance(row, dict):
             raise ValueError(

@@ -8,12 +8,12 @@ from datasets import Dataset, IterableDataset
 
 def count_tokens(dataset: Dataset | IterableDataset, vocab_size: int, max_streamed_rows: int = 100_000) -> np.ndarray:
     """
-    How often each token occurs in a tokenized data set.
+    Counts how often each token occurs in a tokenized data set.
 
     Args:
-        dataset (`Dataset` or `IterableDataset`): With `labels`, of which negative ones are not counted, or `input_ids`.
+        dataset (`Dataset` or `IterableDataset`): With `labels` (negative ones are not counted), or `input_ids`.
         vocab_size (`int`): The target's vocabulary size.
-        max_streamed_rows (`int`, *optional*, defaults to 100000): How many rows of a stream are read.
+        max_streamed_rows (`int`, *optional*, defaults to 100000): How many rows of a stream to read.
 
     Returns:
         `np.ndarray` of shape `(vocab_size,)`.
@@ -30,22 +30,22 @@ def count_tokens(dataset: Dataset | IterableDataset, vocab_size: int, max_stream
         ids = ids[ids >= 0]
         if len(ids) and ids.max() >= vocab_size:
             raise ValueError(
-                f"The data set holds token {ids.max()}, but the target's vocabulary ends at {vocab_size - 1}: it was "
-                "tokenized for another target."
+                f"The data set holds token {ids.max()}, but the target's vocabulary ends at {vocab_size - 1}. It was "
+                "tokenized for another target: tokenize it again."
             )
         counts += np.bincount(ids, minlength=vocab_size)
     if counts.sum() == 0:
-        raise ValueError("No token of the data is supervised, so there is no draft vocabulary to take from it.")
+        raise ValueError("No token of the data is supervised (all labels are -100), so it gives no draft vocabulary.")
     return counts
 
 
 def most_frequent_tokens(counts: np.ndarray, size: int) -> list[int]:
     """
-    The ids of the `size` most frequent tokens, ascending (EAGLE-3 drafts for large vocabularies propose only those).
+    Returns the ids of the `size` most frequent tokens, ascending. EAGLE-3 drafts for large vocabularies propose only those.
 
     Args:
         counts (`np.ndarray`): How often each token occurs: see [`count_tokens`].
-        size (`int`): How many.
+        size (`int`): How many tokens.
     """
     # Ties go to the lower id, so that the same data gives the same vocabulary everywhere.
     return np.sort(np.argsort(-counts, kind="stable")[:size]).tolist()
@@ -53,10 +53,10 @@ def most_frequent_tokens(counts: np.ndarray, size: int) -> list[int]:
 
 def coverage(counts: np.ndarray, token_ids: Sequence[int]) -> float:
     """
-    The share of the counted tokens that some make up.
+    Returns the share of the counted tokens that are among `token_ids`.
 
     Args:
         counts (`np.ndarray`): How often each token occurs: see [`count_tokens`].
-        token_ids (`Sequence[int]`): Which.
+        token_ids (`Sequence[int]`): The draft vocabulary.
     """
     return float(counts[token_ids].sum() / counts.sum())

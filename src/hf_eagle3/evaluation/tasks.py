@@ -152,9 +152,7 @@ def load_prompts(
     prompts = []
     for number, row in _read_prompts(name, num_prompts):
         try:
-            prompts.append(
-                encoder.text(row.text) if row.messages is None else chat(row.messages, **row.template_kwargs)
-            )
+            prompts.append(chat(row.messages, **row.template_kwargs) if row.messages else encoder.text(row.text))
         except Exception as error:
             raise ValueError(f"{name}, line {number}: the chat template refuses it: {error}") from error
     return prompts

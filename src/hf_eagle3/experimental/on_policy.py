@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ..data import documents_of_row, num_positions, prompt_of
 from ..remote_code.checks_eagle3 import is_sharded
 from ..remote_code.draft_eagle3 import DraftModel
-from ..remote_code.ragged_eagle3 import take_rows
+from ..remote_code.text_eagle3 import take_rows
 from ..training import Eagle3Trainer, Eagle3TrainingArguments, FeatureStore
 from ..training.arguments import check_integers, check_not_negative, check_shares
 from ..training.losses import DraftLoss, LossType, probabilities

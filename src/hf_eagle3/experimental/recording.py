@@ -82,7 +82,7 @@ class RecordedDecoding(TreeDecoding):
             return tree, accepted
         outputs, rows = self.last_outputs, torch.tensor(self.text.rows)[:, None]
         logits, device = outputs.logits, outputs.logits.device
-        tree, states = tree.to(device), outputs.of_target.hidden_states[-1][:, -tree.num_nodes :].to(device)
+        tree, states = tree.to(device), outputs.target_outputs.hidden_states[-1][:, -tree.num_nodes :].to(device)
         # The target's probability of each node, at its parent.
         parents, tokens = tree.parents, tree.tokens.clamp(max=logits.shape[-1] - 1)
         log_probs = logits[torch.arange(len(logits), device=device)[:, None], parents, tokens].float()

@@ -1,4 +1,4 @@
-"""A draft's page on the Hub: its card, and pushing it."""
+"""Pushing a draft to the Hub, with its model card."""
 
 from .card import BENCHMARK_RECORD, TRAINING_RECORD, is_edited, render_card
 from .licenses import check_license

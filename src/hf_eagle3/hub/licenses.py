@@ -1,7 +1,9 @@
-"""What the Hub takes as the licence of a repo."""
+"""Licences that the Hub knows."""
 
 import difflib
 import re
+
+from huggingface_hub import ModelCard
 
 
 # https://huggingface.co/docs/hub/repositories-licenses
@@ -21,26 +23,27 @@ IDS = frozenset(
 
 def check_license(license: str | None, name: str | None = None, link: str | None = None) -> None:
     """
+    Checks a licence, before anything is pushed.
+
     Args:
-        license (`str`, *optional*): An id of the Hub.
-        name (`str`, *optional*), link (`str`, *optional*):
-            Of a licence that has none: `license_name`, and an address or the name of a file in the repo as
-            `license_link`.
+        license (`str`, *optional*): A licence id of the Hub, or `"other"`.
+        name (`str`, *optional*): With `"other"`: the licence's name.
+        link (`str`, *optional*): With `"other"`: an address, or the name of a file in the repo.
 
     Raises:
-        ValueError: if it is no id of the Hub, or one that needs a name and a link, or takes none.
+        ValueError: if the Hub does not know the id, or name and link do not fit it.
     """
     if license is not None and license not in IDS:
         spelled = re.sub(r"[\s_]+|-?v(?=\d)", "-", license.strip().lower()).replace("license", "").strip("-")
         close = difflib.get_close_matches(spelled, sorted(IDS), n=1, cutoff=0.5)
         raise ValueError(
-            f"{license!r} is no id of a licence on the Hub{f'; the closest is {close[0]!r}' if close else ''}. Licences without an "
-            "id are 'other', with a name and a link (`--license_name`, `--license_link`)."
+            f"{license!r} is not a licence id of the Hub{f'; the closest is {close[0]!r}' if close else ''}. For a licence without "
+            "an id pass 'other', with a name and a link (`--license_name`, `--license_link`)."
         )
     if license == "other" and not (name and link):
         raise ValueError(
-            "The licence 'other' needs a name and a link: `--license_name` and `--license_link`, an address or the name of a "
-            "file in the repo."
+            "The licence 'other' needs a name and a link. Pass `--license_name`, and as `--license_link` an address or the name "
+            "of a file in the repo."
         )
     if license != "other" and (name or link):
         raise ValueError(
@@ -49,7 +52,7 @@ def check_license(license: str | None, name: str | None = None, link: str | None
         )
 
 
-def license_of(card) -> dict[str, str | None]:
-    """The licence that a card states, as arguments of [`render_card`]; all are `None` if there is no card."""
+def license_of(card: ModelCard | None) -> dict[str, str | None]:
+    """Returns the licence in a card, as arguments of [`render_card`]. All are `None` without a card."""
     keys = ("license", "license_name", "license_link")
-    return {key: None if card is None else getattr(card.data, key, None) for key in keys}
+    return {key: None if card is None else card.data.get(key) for key in keys}

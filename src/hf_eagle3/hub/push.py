@@ -1,10 +1,11 @@
-"""Pushing a draft, and its card, to the Hub."""
+"""Pushing a draft with its card and records to the Hub."""
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import CommitInfo, HfApi, ModelCard, get_token, snapshot_download
@@ -17,13 +18,14 @@ from huggingface_hub.errors import (
 from transformers import GenerationConfig
 from transformers.utils import logging
 
+from ..checkpoints.files import check_new_folder
 from ..environment import public_name, without_paths
 from ..evaluation import BenchmarkResults, plot_all
 from ..evaluation.results import PLOTS
-from ..held import find
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.loading_eagle3 import weights_digest
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
+from ..tensor_names import find
 from .card import BENCHMARK_RECORD, TRAINING_RECORD, is_edited, is_hub_id, render_card
 from .licenses import check_license, license_of
 
@@ -33,7 +35,7 @@ logger = logging.get_logger(__name__)
 
 def repo_name(verifier: str) -> str:
     """
-    `<target>-speculator.eagle3`, without the target's owner.
+    Returns `<target>-speculator.eagle3`, without the target's owner.
 
     Args:
         verifier (`str`): Name or path of the target.
@@ -62,34 +64,33 @@ def push_draft(
     tags: list[str] | None = None,
 ) -> CommitInfo:
     """
-    Pushes weights, configuration, generation configuration, the code that travels with a draft, its records, plot and
-    card, in one commit. Weights that the Hub has already are not sent again, so that a push that was cut off is simply
-    made again.
+    Pushes a draft in one commit: weights, configurations, the code that ships with it, records, plots and card. After an
+    interruption just push again: weights that the Hub already has are not sent twice.
 
     Args:
         draft ([`Eagle3ForSpeculation`]): The draft.
-        repo_id (`str`): `<owner>/<name>`, or a name of yours; made if it is not there.
+        repo_id (`str`): `<owner>/<name>`, or a name in your account. The repo is made if it does not exist.
         training (`dict`, *optional*), benchmark ([`BenchmarkResults`], *optional*):
             Records for the card: see [`render_card`]. By default those in the folder that the draft was loaded from,
-            if they are about the weights it has.
+            if they are about its weights.
         published, license, license_name, license_link (*optional*):
-            See [`render_card`]. The licence is by default that of the card that is there.
+            See [`render_card`]. The licence defaults to that of the existing card.
         overwrite_card (`bool`, *optional*, defaults to `False`):
-            Whether a card that somebody has edited is replaced. By default it stays as it is.
+            Whether to replace a card that was edited by hand.
         commit_message, commit_description, private, token, revision, create_pr, max_shard_size, tags (*optional*):
             See [`~transformers.utils.PushToHubMixin.push_to_hub`].
 
     Raises:
         PermissionError: if there is no token.
-        ValueError: if `training` or `benchmark` is about other weights, or the licence is none that the Hub knows.
+        ValueError: if `training` or `benchmark` is about other weights, or the Hub does not know the licence.
     """
     check_license(license, license_name, license_link)
     if token in (None, True) and get_token() is None:
-        raise PermissionError("There is no token to push with. Log in by `hf auth login`, or set `HF_TOKEN`.")
+        raise PermissionError("There is no token to push with. Log in with `hf auth login`, or set `HF_TOKEN`.")
     api = HfApi()
     repo_id = repo_id if "/" in repo_id else f"{api.whoami(token)['name']}/{repo_id}"
-    # A branch that is not there yet begins as a copy of the main one.
-    there = card_on_hub(repo_id, revision, token) or card_on_hub(repo_id, None, token)
+    # A new branch begins as a copy of the main branch.
+    existing = card_on_hub(repo_id, revision, token) or card_on_hub(repo_id, None, token)
     stated = {"license": license, "license_name": license_name, "license_link": license_link}
     with tempfile.TemporaryDirectory() as folder:
         card = write_draft(
@@ -99,12 +100,12 @@ def push_draft(
             training=training,
             benchmark=benchmark,
             published=published,
-            **(stated if license else license_of(there)),
+            **(stated if license else license_of(existing)),
             tags=tags or (),
             max_shard_size=max_shard_size,
         )
-        if there is not None and is_edited(there) and not overwrite_card:
-            logger.warning(f"The card of {repo_id} was edited, and stays as it is. `overwrite_card=True` replaces it.")
+        if existing is not None and is_edited(existing) and not overwrite_card:
+            logger.warning(f"The card of {repo_id} was edited by hand and is kept. `overwrite_card=True` replaces it.")
             Path(folder, "README.md").unlink()
         else:
             card.validate()
@@ -119,7 +120,7 @@ def push_draft(
             token=token,
             revision=revision,
             create_pr=create_pr,
-            # What belongs to other weights, or to another version of the code.
+            # Old files may belong to other weights, or another version of the code.
             delete_patterns=[
                 TRAINING_RECORD,
                 BENCHMARK_RECORD,
@@ -146,24 +147,27 @@ def write_draft(
     max_shard_size: int | str = "50GB",
 ) -> ModelCard:
     """
-    Writes what [`push_draft`] pushes to a new or empty folder.
+    Writes to a new or empty folder what [`push_draft`] would push.
 
     Args:
         draft ([`Eagle3ForSpeculation`]): The draft.
         folder (`str` or `Path`): A new or empty folder.
         repo_id (`str`): `<owner>/<name>`, for the card.
-        training, benchmark, published, license, license_name, license_link, tags, max_shard_size (*optional*): See there.
+        training, benchmark, published, license, license_name, license_link, tags, max_shard_size (*optional*):
+            See [`push_draft`].
 
     Returns:
         `ModelCard`: The card, which is the folder's README.md.
+
+    Raises:
+        ValueError: if the folder is not empty, the draft has an adapter, or a record is about other weights.
     """
     folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty. Choose another folder.")
+    check_new_folder(folder)
     if getattr(draft, "_hf_peft_config_loaded", False):
         raise ValueError(
-            "This draft has an adapter beside its weights, which engines do not read. Load its base, merge the adapter into it "
-            "(`PeftModel.from_pretrained(base, adapter).merge_and_unload()`), and push that."
+            "This draft has an adapter beside its weights, and engines do not read adapters. Load its base, merge the adapter "
+            "into it (`PeftModel.from_pretrained(base, adapter).merge_and_unload()`), and push the result."
         )
     training, benchmark = records_of(draft, training, benchmark)
     if benchmark is not None:
@@ -171,8 +175,8 @@ def write_draft(
     verifier = draft.config.verifier
     if not is_hub_id(verifier):
         logger.warning(
-            f"The draft's target is {verifier}, which is not on the Hub: nobody else can use the draft. What is published says "
-            f"{public_name(verifier)}. If the target is there under another name, push with `recipes/push.py --target`."
+            f"The draft's target is {verifier}, which is not on the Hub, so nobody else can use the draft. The published files say "
+            f"{public_name(verifier)}. If the target has another name on the Hub, push with `recipes/push.py --target`."
         )
     with verifier_without_path(draft):
         draft.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -193,8 +197,8 @@ def write_draft(
 
 
 @contextmanager
-def verifier_without_path(draft):
-    """The draft's configuration does not say where on this machine its target lies."""
+def verifier_without_path(draft: Eagle3ForSpeculation) -> Iterator[None]:
+    """Removes the path on this machine from the target's name in the draft's configuration, inside the context."""
     verifier = (draft.config.speculators_config or {}).get("verifier", {})
     name = verifier.get("name_or_path")
     verifier["name_or_path"] = public_name(name)
@@ -204,12 +208,20 @@ def verifier_without_path(draft):
         verifier["name_or_path"] = name
 
 
-def records_of(draft, training: dict | None, benchmark: BenchmarkResults | None):
-    """How the draft was trained and what was measured with it: what is passed, or what lies beside it."""
+def records_of(
+    draft: Eagle3ForSpeculation, training: dict | None, benchmark: BenchmarkResults | None
+) -> tuple[dict | None, BenchmarkResults | None]:
+    """
+    Returns the training record and the benchmark of a draft: those that are passed, or else those beside the draft that
+    are about its weights.
+
+    Raises:
+        ValueError: if a record that is passed is about other weights.
+    """
     source = draft.config._name_or_path
-    records = {TRAINING_RECORD: training, BENCHMARK_RECORD: benchmark}
-    found = dict(records)
-    for name, record in records.items():
+    given: dict[str, Any] = {TRAINING_RECORD: training, BENCHMARK_RECORD: benchmark}
+    found = dict(given)
+    for name, record in given.items():
         if record is None and source:
             found[name] = record_beside(source, name)
     if not any(found.values()):
@@ -218,9 +230,10 @@ def records_of(draft, training: dict | None, benchmark: BenchmarkResults | None)
     for name, record in found.items():
         if record is None or weights_of(record) == digest:
             continue
-        if records[name] is not None:
+        if given[name] is not None:
             raise ValueError(
-                f"The {Path(name).stem} record is about other weights than this draft's. Measure the draft that you push (`recipes/benchmark.py --json`)."
+                f"The {Path(name).stem} record is about other weights than this draft's. Measure the draft that you push "
+                "(`recipes/benchmark.py --json`)."
             )
         logger.warning(f"{name} of {source} is about other weights than this draft's, and is left out.")
         found[name] = None
@@ -228,7 +241,7 @@ def records_of(draft, training: dict | None, benchmark: BenchmarkResults | None)
 
 
 def record_beside(source: str, name: str) -> dict | BenchmarkResults | None:
-    """The record in the folder or repo that a draft was loaded from, if there is one."""
+    """Returns a record from the folder or repo that a draft was loaded from, or `None`."""
     try:
         path = find(source, name)
     except OSError as error:
@@ -239,17 +252,17 @@ def record_beside(source: str, name: str) -> dict | BenchmarkResults | None:
 
 
 def weights_of(record: dict | BenchmarkResults | None) -> str | None:
-    """Digest of the weights that a record is about."""
+    """Returns the digest of the weights that a record is about."""
     run = record.run if isinstance(record, BenchmarkResults) else record or {}
     return run.get("draft_weights")
 
 
 def read_record(path: Path) -> dict | BenchmarkResults | None:
     """
-    A record of training or of a benchmark, or `None` if there is no such file.
+    Reads a record of training or of a benchmark. Returns `None` if there is no such file.
 
     Args:
-        path (`Path`): [`BenchmarkResults`], if its name ends in `.jsonl`.
+        path (`Path`): The file. A name that ends in `.jsonl` has [`BenchmarkResults`].
     """
     if not path.is_file():
         return None
@@ -258,10 +271,10 @@ def read_record(path: Path) -> dict | BenchmarkResults | None:
 
 def write_records(folder: Path, training: dict | None, benchmark: BenchmarkResults | None) -> None:
     """
-    Writes records of a draft beside its weights, and the benchmark's plots.
+    Writes a draft's records, and the plots of its benchmark, beside its weights.
 
     Args:
-        folder (`Path`): The draft's.
+        folder (`Path`): The draft's folder.
         training (`dict`, *optional*): How it was trained.
         benchmark ([`BenchmarkResults`], *optional*): What was measured with it.
     """
@@ -274,7 +287,7 @@ def write_records(folder: Path, training: dict | None, benchmark: BenchmarkResul
 
 def card_on_hub(repo_id: str, revision: str | None = None, token: bool | str | None = None) -> ModelCard | None:
     """
-    The card that a repo has, if it has one.
+    Returns the card of a repo, or `None` if it has none.
 
     Args:
         repo_id (`str`): The repo.
@@ -283,7 +296,7 @@ def card_on_hub(repo_id: str, revision: str | None = None, token: bool | str | N
     """
     try:
         path = HfApi().hf_hub_download(repo_id, "README.md", revision=revision, token=token)
-    except LocalEntryNotFoundError:  # not known to be missing: the Hub was not reached
+    except LocalEntryNotFoundError:  # the Hub was not reached, so the card may exist
         raise
     except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
         return None
@@ -303,12 +316,12 @@ def refresh_card(
     token: bool | str | None = None,
 ) -> str:
     """
-    Renders the card of a draft that is on the Hub again, from the records in its repo, and pushes it if it has
-    changed. No weights are read.
+    Renders the card of a draft on the Hub again from the records in its repo, and pushes it if it changed. Reads no
+    weights.
 
     Args:
         repo_id (`str`): The draft's repo.
-        untrained (`ModelCard`, *optional*): The card of a repo that holds no draft yet.
+        untrained (`ModelCard`, *optional*): The card to push to a repo that holds no draft yet.
         published, license, license_name, license_link, revision, overwrite_card, token (*optional*):
             See [`push_draft`].
 
@@ -316,42 +329,44 @@ def refresh_card(
         `str`: `"unchanged"`, `"refreshed"`, `"edited by hand, kept"`, `"an adapter, kept"` or `"no draft in it"`.
     """
     check_license(license, license_name, license_link)
-    there = card_on_hub(repo_id, revision, token)
-    if there is not None and is_edited(there) and not overwrite_card:
+    existing = card_on_hub(repo_id, revision, token)
+    if existing is not None and is_edited(existing) and not overwrite_card:
         return "edited by hand, kept"
     folder = Path(
         snapshot_download(repo_id, revision=revision, token=token, allow_patterns=["*.json", BENCHMARK_RECORD])
     )
     if (folder / "config.json").exists():
         stated = {"license": license, "license_name": license_name, "license_link": license_link}
-        card = card_of_records(repo_id, folder, published=published, **(stated if license else license_of(there)))
+        card = card_of_records(repo_id, folder, published=published, **(stated if license else license_of(existing)))
     elif (folder / "adapter_config.json").exists():
         return "an adapter, kept"
     elif untrained is not None:
         card = untrained
     else:
         return "no draft in it"
-    if there is not None and str(there) == str(card):
+    if existing is not None and str(existing) == str(card):
         return "unchanged"
-    card.push_to_hub(repo_id, token=token, revision=revision, commit_message="Refresh the card")
+    message = "Refresh the card"
+    card.push_to_hub(repo_id, token=token, revision=revision, commit_message=message)  # type: ignore[arg-type]
     return "refreshed"
 
 
-def card_of_records(repo_id: str, folder: Path, **kwargs) -> ModelCard:
+def card_of_records(repo_id: str, folder: Path, **kwargs: Any) -> ModelCard:
     """
-    The card of a draft's configurations and records in a folder, where its weights need not be.
+    Renders a draft's card from the configurations and records in a folder. Needs no weights.
 
     Args:
         repo_id (`str`): The draft's repo.
         folder (`Path`): The folder.
-        kwargs (*optional*): Of [`render_card`].
+        kwargs (*optional*): For [`render_card`].
     """
     config = Eagle3Config.from_pretrained(folder)
     with torch.device("meta"):
         draft = Eagle3ForSpeculation(config)
     if (folder / "generation_config.json").exists():
         draft.generation_config = GenerationConfig.from_pretrained(folder)
-    training, benchmark = (read_record(folder / name) for name in (TRAINING_RECORD, BENCHMARK_RECORD))
+    training: Any = read_record(folder / TRAINING_RECORD)
+    benchmark: Any = read_record(folder / BENCHMARK_RECORD)
     if training and benchmark and weights_of(training) != weights_of(benchmark):
         logger.warning(
             f"{BENCHMARK_RECORD} of {repo_id} is about other weights than {TRAINING_RECORD}, and is left out."

@@ -1,80 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The acceptance rule, and picking tokens as `_sample` does."""
+"""The acceptance rule, and picking tokens as `_sample` does, with the noise that it would draw."""
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+)
 
-from .noise_eagle3 import NoiseStream, sample_scores
-from .ragged_eagle3 import stack_right, take_rows
-from .text_eagle3 import Text
-from .tree_eagle3 import DraftTree
+from .devices_eagle3 import random_state, reads_without_sync, set_random_state
+from .outputs_eagle3 import ReturnedOutputs, TreeOutputs
+from .text_eagle3 import SampleArguments, Text, stack_right, take_rows
+from .tree_eagle3 import Accepted, DraftTree
 
 
-@dataclass
-class Accepted:
+# Picks the next token of some rows at one node each: `pick(rows, nodes) -> tokens`.
+Pick = Callable[[list[int], list[int]], list[int]]
+
+
+def accept(
+    text: Text, sampler: "Sampler", tree: DraftTree, outputs: TreeOutputs, may_discard: bool = False
+) -> Accepted | None:
     """
-    What a step wrote, or, first of all, the prompt. Rows end at the right, those of tensors after padding.
+    Walks down the tree in each row: picks the next token from the target's scores at a node, goes on at the child that
+    carries this token, and ends where there is no such child. So the text is the target's, and the tree only decides
+    how much of it one step writes.
 
-    Args:
-        tokens (`torch.LongTensor` of shape `(B, R)`): The new tokens.
-        counts (`list[int]`): How many of them, at the right, are each row's own.
-        positions (`torch.LongTensor` of shape `(B, R)`): In the text, of the tokens before them.
-        states (`torch.FloatTensor` of shape `(B, R, n * H)`, *optional*):
-            The target's at those positions, from the layers that the proposer reads.
-        new_tokens (`list[list[int]]`): The new tokens on the host; of the prompt all.
-        nodes (`list[list[int]]`): Where in the tree their parents are.
-        growth (`int`): By how much the longest row became longer.
-        progress (`int`): How far the slowest of the rows came that were unfinished: 1 in plain decoding.
-        was_finished, is_finished (`list[bool]`): Rows that go on with padding, or nothing, before and after the step.
-    """
-
-    tokens: torch.LongTensor
-    counts: list[int]
-    positions: torch.LongTensor
-    states: torch.FloatTensor | None
-    new_tokens: list[list[int]]
-    nodes: list[list[int]]
-    growth: int
-    progress: int
-    was_finished: list[bool]
-    is_finished: list[bool]
-
-
-def accept(text: Text, sampler: "Sampler", tree: DraftTree, outputs, may_discard: bool = False) -> Accepted | None:
-    """
-    Each row walks down its tree: it picks the next token from the target's scores at the node it is at, and goes on at
-    the child that carries that token, until there is none or it is time to stop. So the text is the target's, and the
-    tree only decides how much of it a step can write.
-
-    Args:
-        text (`Text`): Extended by what is accepted.
-        sampler (`Sampler`): Picks the tokens.
-        tree (`DraftTree`): What was verified.
-        outputs (`Outputs`): The target's, at the nodes of the tree.
-        may_discard (`bool`, *optional*, defaults to `False`):
-            Accept nothing, and return `None`, where scores of a root are no numbers: a node whose states are none
-            reaches all others through any mask (0 * NaN).
+    Returns `None`, and accepts nothing, if it `may_discard` the tree and scores of a root are NaN. The reason may be
+    another node: its NaNs pass through any mask (0 * NaN).
     """
     starts, was_finished = list(text.lengths), list(text.is_finished)
-    asked = sampler.ask(tree, outputs, may_discard)
-    if asked is None:
+    walk = sampler.start_walk(tree, outputs, may_discard)
+    if walk is None:
         return None
-    children, pick = asked
-    at: list[int | None] = [0] * text.batch_size
-    nodes, tokens = [[] for _ in at], [[] for _ in at]
-    while rows := text.advancing(at):
+    children, pick = walk
+    at: dict[int, int] = dict.fromkeys(range(text.batch_size), 0)  # the node of each row whose walk goes on
+    nodes: list[list[int]] = [[] for _ in at]
+    tokens: list[list[int]] = [[] for _ in at]
+    while rows := text.rows_to_advance(at):
         for row, token in zip(rows, pick(rows, [at[row] for row in rows])):
-            nodes[row].append(at[row])
+            node = at.pop(row)
+            nodes[row].append(node)
             tokens[row].append(token)
-            at[row] = children[row].get((at[row], token))
+            if (child := children[row].get((node, token))) is not None:
+                at[row] = child
 
     counts = list(map(len, tokens))
-    unfinished = [row for row, done in enumerate(was_finished) if not done]
+    unfinished = [row for row, is_finished in enumerate(was_finished) if not is_finished]
     progress = min((text.lengths[row] for row in unfinished), default=0)
     progress -= min((starts[row] for row in unfinished), default=0)
     positions, states = outputs.positions.expand(len(nodes), -1), outputs.states
@@ -82,80 +59,80 @@ def accept(text: Text, sampler: "Sampler", tree: DraftTree, outputs, may_discard
         index = stack_right(nodes, device=positions.device)
         positions = positions.gather(1, index)
         states = None if states is None else take_rows(states, index.to(states.device))
-    growth = text.longest - max(starts)
     return Accepted(
-        text.newest(max(counts)), counts, positions, states, tokens, nodes, growth, progress, was_finished,
-        list(text.is_finished),
-    )  # fmt: skip
+        tokens=text.newest(max(counts)),
+        counts=counts,
+        positions=positions,
+        states=states,
+        new_tokens=tokens,
+        nodes=nodes,
+        batch_growth=text.longest - max(starts),
+        progress=progress,
+        was_finished=was_finished,
+        is_finished=list(text.is_finished),
+    )
 
 
 class Sampler:
     """
-    Picks tokens as `_sample` does, from the target's scores.
+    Picks tokens from the target's scores as `_sample` does.
 
-    Where no processor or criterion reads the text before a token, tokens are picked at all nodes of a tree at once, so
-    that the host waits once. Otherwise, and on a CPU if scores are to be processed, only at the nodes that the walk visits.
-
-    Args:
-        text (`Text`): What it picks for.
-        logits_processor, stopping_criteria, generation_config, streamer: What `_sample` is called with.
-        returned (`ReturnedOutputs`): Collects what the caller wants besides the text.
+    If no processor or criterion reads the text before a token, it picks at all nodes of a tree at once, with one sync.
+    Otherwise it picks at the nodes that the walk visits. So it does on a CPU, too, if scores are to be processed.
     """
 
-    def __init__(self, text, logits_processor, stopping_criteria, generation_config, returned, streamer):
+    def __init__(self, text: Text, arguments: SampleArguments, returned: ReturnedOutputs):
+        _, logits_processor, stopping_criteria, generation_config, streamer, _ = arguments
         self.text, self.logits_processor, self.stopping_criteria = text, logits_processor, stopping_criteria
         self.returned, self.streamer, self.do_sample = returned, streamer, generation_config.do_sample
         device = text.ids.device
-        # Noise is drawn ahead, and a draft may see it, where nothing else draws in between.
+        # Noise may be drawn ahead, and shown to a draft, if nothing else draws between two tokens.
         is_known = streamer is None or (is_one_of(streamer, STREAMERS) and "on_finalized_text" not in vars(streamer))
-        self.draws_ahead = self.do_sample and is_known and not text.may_be_edited
+        self.draws_ahead = self.do_sample and is_known and not text.exposes_ids
         self.noise = NoiseStream(text.num_rows, device, self.draws_ahead)
         self.warpers = [processor for processor in logits_processor if is_one_of(processor, WARP_DRAFTS)]
-        self.temperature = next((each.temperature for each in self.warpers if hasattr(each, "temperature")), 1.0)
-        self.may_pick_at_once = (
-            (text.batch_size == 1 or not text.in_step)
+        temperatures = (each.temperature for each in self.warpers if isinstance(each, TemperatureLogitsWarper))
+        self.temperature = next(temperatures, 1.0)
+        # Whether a token depends on nothing but the scores at its node, and on noise that can be drawn ahead.
+        self.ignores_prefix = (
+            (text.batch_size == 1 or not text.in_lockstep)
             and (self.draws_ahead or not self.do_sample)
             and not returned.collects
             and all(is_one_of(processor, PREFIX_FREE) for processor in logits_processor)
             and all(is_one_of(criteria, READ_LAST_TOKEN) for criteria in stopping_criteria)
         )
-        # Where a look is free, it is cheaper to process the scores of visited nodes only.
-        self.visits_nodes = reads_without_sync(device) and (self.do_sample or len(logits_processor) > 0)
-        if self.may_pick_at_once:
-            ends = [criteria.eos_token_id for criteria in stopping_criteria if hasattr(criteria, "eos_token_id")]
-            self.eos_tokens = {token for tokens in ends for token in tokens.flatten().tolist()}
+        # Where reading is free, processing the scores of visited nodes only is cheaper.
+        self.prefers_visits = reads_without_sync(device) and (self.do_sample or len(logits_processor) > 0)
+        ends = [each for each in stopping_criteria if self.ignores_prefix and isinstance(each, EosTokenCriteria)]
+        self.eos_tokens = {token for each in ends for token in each.eos_token_id.flatten().tolist()}
 
-    def ask(self, tree, outputs, may_discard) -> tuple[list[dict], Callable] | None:
-        """
-        The children of the tree's nodes, and how to pick the next tokens of some rows at nodes of theirs:
-        `pick(rows, nodes) -> tokens`. `None` if the tree is to be discarded.
-        """
-        if self.may_pick_at_once and (not self.visits_nodes or tree.num_nodes == 1 < self.text.batch_size):
-            return self._ask_at_once(tree, outputs, may_discard)
+    def start_walk(
+        self, tree: DraftTree, outputs: TreeOutputs, may_discard: bool
+    ) -> tuple[list[dict[tuple[int, int], int]], Pick] | None:
+        """What a walk down a tree needs: its `children`, and how to pick tokens. `None` if the tree is discarded."""
+        if self.ignores_prefix and (not self.prefers_visits or tree.num_nodes == 1 < self.text.batch_size):
+            return self._pick_at_all_nodes(tree, outputs, may_discard)
         if may_discard and outputs.logits[:, 0].isnan().any():
             return None
         return tree.children(), lambda rows, nodes: self._pick(rows, nodes, outputs)
 
-    def _ask_at_once(self, tree, outputs, may_discard):
-        """Picks at every node, and lets the host look once."""
+    def _pick_at_all_nodes(self, tree: DraftTree, outputs: TreeOutputs, may_discard: bool):
+        """[`start_walk`] that picks tokens now, with a single sync."""
         device = self.text.ids.device
         tree, logits = tree.to(device), outputs.logits.to(device)
         choices, is_broken = self._choices(tree, logits)
-        facts = [choices, is_broken.long()]
-        if may_discard:
-            facts.append(logits[:, :1].isnan().any(dim=-1).long().expand_as(choices))
-        _, (choices, is_broken, *is_nan) = tree.on_host(*facts)
-        if may_discard and any(is_nan_in_row[0] for is_nan_in_row in is_nan[0]):
+        flags = [logits[:, :1].isnan().any(dim=-1).expand_as(choices)] if may_discard else []
+        _, (choices, is_broken, *is_nan) = tree.on_host(choices, is_broken, *flags)
+        if any(row[0] for rows in is_nan for row in rows):
             return None
-        children = tree.children()
 
-        def pick(rows, nodes):
+        def pick(rows: list[int], nodes: list[int]) -> list[int]:
             picked = []
             for row, node in zip(rows, nodes):
-                token, is_token_broken = choices[row][node], is_broken[row][node]
+                token = choices[row][node]
                 if self.text.is_finished[row] and self.text.pads_finished_rows:
                     token = self.text.pad_token
-                if is_token_broken:
+                if is_broken[row][node]:
                     self._raise_broken([row])
                 self.text.append(row, token)
                 picked.append(token)
@@ -164,13 +141,13 @@ class Sampler:
                 self.streamer.put(torch.tensor(picked, device="cpu"))
             return picked
 
-        return children, pick
+        return tree.children(), pick
 
-    def _choices(self, tree, logits):
-        """The next token at each node `(B, N)`, and where there is none to pick."""
+    def _choices(self, tree: DraftTree, logits: torch.FloatTensor) -> tuple[torch.LongTensor, torch.BoolTensor]:
+        """The next token at each node `(B, N)`, and whether its probabilities are broken."""
         num_nodes, scores = logits.shape[1], logits.float()
         if len(self.logits_processor):
-            ids = self.text.ids[:, :1].repeat_interleave(num_nodes, dim=0)  # which none of these processors reads
+            ids = self.text.ids[:, :1].repeat_interleave(num_nodes, dim=0)  # these processors do not read them
             scores = self.logits_processor(ids, scores.flatten(0, 1)).view_as(scores)
         if not self.do_sample:
             choices = scores.argmax(dim=-1)
@@ -180,9 +157,9 @@ class Sampler:
         return _sample_with(scores, noise if num_nodes == 1 else take_rows(noise, tree.depths))
 
     def _noise_of_rows(self, level: int, rows: list[int] | None = None) -> torch.FloatTensor:
-        """With what the token `level` after the next one of each row is sampled, `(rows, V)`."""
+        """The noise `(rows, V)` of the token `level` after the next one, in these rows or all."""
         text, first = self.text, self.text.shortest
-        rows = range(text.batch_size) if rows is None else rows
+        rows = list(range(text.batch_size)) if rows is None else rows
         positions = {text.lengths[row] + level for row in rows}
         if len(positions) == 1 and len(rows) == text.num_rows:
             return self.noise.at(*positions, first, self.vocab_size)
@@ -190,68 +167,63 @@ class Sampler:
         return torch.stack(noise)
 
     def guess(self, logits: torch.FloatTensor, level: int, token_ids: torch.LongTensor | None) -> torch.FloatTensor:
-        """
-        A draft's scores `(..., V)` for the tokens `level` after the next ones, as the target will sample them: warped,
-        as far as that costs little, and with the same noise.
-        """
+        """See [`~tree_eagle3.SampleGuesser`]."""
         scores = logits.float().flatten(0, -2)
         for warper in self.warpers:
             scores = warper(None, scores)
         return sample_scores(scores.view_as(logits), self.noise_ahead(level, token_ids, logits))
 
     def noise_ahead(self, level: int, token_ids: torch.LongTensor | None, like: torch.Tensor) -> torch.FloatTensor:
-        """The noise `(B, draft_vocab_size)` of the tokens `level` after the next ones, for logits like a draft's."""
+        """See [`~tree_eagle3.SampleGuesser`]."""
         noise = self._noise_of_rows(level).to(like.device)
         if token_ids is None and noise.shape[-1] == like.shape[-1]:
             return noise
-        # A target may have fewer logits than tokens, or more: what it cannot say has any noise.
+        # A target may have fewer logits than tokens, or more. Tokens that it cannot pick get any noise.
         token_ids = torch.arange(like.shape[-1], device=like.device) if token_ids is None else token_ids
         return noise[:, token_ids.clamp(max=noise.shape[-1] - 1)]
 
-    def _pick(self, rows: list[int], nodes: list[int], outputs) -> list[int]:
-        """Picks where the walk has come to: for rows of one length together, if anything reads their text."""
-        text, picked = self.text, {}
-        groups: dict[int | None, list[tuple[int, int]]] = {}
-        for row, node in zip(rows, nodes):
-            groups.setdefault(None if self.may_pick_at_once else text.lengths[row], []).append((row, node))
-        for group in groups.values():
-            group_rows, group_nodes = (list(each) for each in zip(*group))
-            picked.update(zip(group_rows, self._pick_together(group_rows, group_nodes, outputs)))
+    def _pick(self, rows: list[int], nodes: list[int], outputs: TreeOutputs) -> list[int]:
+        """Picks at visited nodes: together for all rows if nothing reads their text, else for rows of one length."""
+        lengths, picked = [None if self.ignores_prefix else self.text.lengths[row] for row in rows], {}
+        for length in dict.fromkeys(lengths):
+            group = [i for i, other in enumerate(lengths) if other == length]
+            group_rows = [rows[i] for i in group]
+            picked.update(zip(group_rows, self._pick_together(group_rows, [nodes[i] for i in group], outputs)))
         return [picked[row] for row in rows]
 
-    def _pick_together(self, rows, nodes, outputs) -> list[int]:
+    def _pick_together(self, rows: list[int], nodes: list[int], outputs: TreeOutputs) -> list[int]:
         text = self.text
         length, device = max(text.lengths[row] for row in rows), text.ids.device
         if len(rows) == text.batch_size and len(set(nodes)) == 1:
             logits = outputs.logits[:, nodes[0]].to(copy=True, dtype=torch.float32, device=device)
         else:
             logits = outputs.logits[rows, nodes].float().to(device)
-        ids = text.read(rows, 1 if self.may_pick_at_once else length)
+        ids = text.read(rows, 1 if self.ignores_prefix else length)
         scores = self._processor_of(rows)(ids, logits)
         next_tokens = self._sample(rows, scores)
         tokens = next_tokens.tolist()
         for i, (row, node, token) in enumerate(zip(rows, nodes, tokens)):
             text.append(row, token)
             self.returned.add(row, outputs, logits[i : i + 1], scores[i : i + 1], node)
-        if self.may_pick_at_once:
+        if self.ignores_prefix:
             self._end(rows, tokens)
         else:
-            all_scores = self.returned.all_scores() if text.in_step else None  # no other criteria read them
+            all_scores = self.returned.all_scores() if text.in_lockstep else None  # only unknown criteria read them
             is_done = self.stopping_criteria(text.read(rows, length + 1), all_scores).tolist()
-            tokens = text.ids[rows, [length] * len(rows)].tolist() if text.may_be_edited else tokens
+            tokens = text.ids[rows, [length] * len(rows)].tolist() if text.exposes_ids else tokens
             for row, is_row_done in zip(rows, is_done):
                 text.is_finished[row] |= is_row_done
-        if self.streamer is not None:  # with which rows are in step
-            self.streamer.put(next_tokens.cpu())  # as they were picked, whatever the criteria have made of the text
+        if self.streamer is not None:  # rows are in lockstep then
+            self.streamer.put(next_tokens.cpu())  # the picked tokens, even if criteria edited the text
         return tokens
 
-    def _end(self, rows, tokens) -> None:
-        """Notes which rows the tokens end that were just written, by criteria that look at nothing else."""
+    def _end(self, rows: list[int], tokens: list[int]) -> None:
+        """Finishes rows by their newest tokens and lengths, where no criterion looks at anything else."""
         for row, token in zip(rows, tokens):
             self.text.is_finished[row] |= token in self.eos_tokens or self.text.lengths[row] >= self.text.max_length
 
     def _sample(self, rows: list[int], scores: torch.FloatTensor) -> torch.LongTensor:
-        """The next tokens of rows, as `_sample` picks them."""
+        """The next tokens of rows, as `_sample` picks them from processed scores."""
         text, self.vocab_size = self.text, scores.shape[-1]
         if not self.do_sample:
             next_tokens = torch.argmax(scores, dim=-1)
@@ -267,36 +239,30 @@ class Sampler:
         return next_tokens
 
     def _raise_broken(self, rows: list[int]) -> NoReturn:
-        """As `torch.multinomial` does, at the next tokens of these rows, before it draws anything for them."""
+        """Raises what `torch.multinomial` raises, before anything is drawn for the next tokens of these rows."""
         self.noise.rewind(min(self.text.lengths[row] for row in rows))
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
 
-    def _processor_of(self, rows: list[int]):
-        """The logits processors for some rows. One of transformers' has an entry for each row of the batch."""
+    def _processor_of(self, rows: list[int]) -> LogitsProcessorList:
+        """The logits processors for some rows. The repetition penalty may have an entry for each row of the batch."""
         processors = self.logits_processor
-        if len(rows) == self.text.num_rows or all(_lengths_to_ignore(each) is None for each in processors):
+        if len(rows) == self.text.num_rows or not any(map(_is_by_row, processors)):
             return processors
         processors = LogitsProcessorList(map(copy.copy, processors))
-        for processor in processors:
-            if (lengths := _lengths_to_ignore(processor)) is not None:
-                processor.prompt_ignore_length = lengths[[self.text.rows[row] for row in rows]]
+        for processor in filter(_is_by_row, processors):
+            processor.prompt_ignore_length = processor.prompt_ignore_length[[self.text.rows[row] for row in rows]]
         return processors
 
 
-def reads_without_sync(device) -> bool:
-    """Whether the host reads a tensor of a device without waiting for it."""
-    return device.type == "cpu"
-
-
-# Logits processors and stopping criteria of transformers that do not look at the text before a token.
+# Logits processors and stopping criteria of transformers, by what they read of a text. None of it:
 PREFIX_FREE = {
     *("EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor", "LogitNormalization"),
     *("MinPLogitsWarper", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper"),
     *("TopPLogitsWarper", "TypicalLogitsWarper"),
 }
-# Those that look at its end and its length only.
+# Its last token and its length:
 READ_LAST_TOKEN = {"EosTokenCriteria", "MaxLengthCriteria"}
-# Those that look at each row by itself, whichever others are there.
+# Their own row, whatever the other rows are:
 ROW_WISE = {
     *(*PREFIX_FREE, *READ_LAST_TOKEN, "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor"),
     *("ForcedEOSTokenLogitsProcessor", "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"),
@@ -304,24 +270,90 @@ ROW_WISE = {
     *("SequenceBiasLogitsProcessor", "StopStringCriteria", "SuppressTokensAtBeginLogitsProcessor"),
     *("TopHLogitsWarper", "WatermarkLogitsProcessor"),
 }
-# Those that drafted samples follow: the others sort all scores, which takes longer than it saves, or change them
+# Applied to a draft's logits, too. The others sort all scores, which takes longer than it saves, or change them
 # little.
 WARP_DRAFTS = {"MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper"}
 STREAMERS = {"AsyncTextIteratorStreamer", "TextIteratorStreamer", "TextStreamer"}
 
 
-def is_one_of(processor, names: set[str]) -> bool:
-    """Whether a logits processor or stopping criterion is transformers' own of one of these names."""
-    return type(processor).__module__.startswith("transformers.generation.") and type(processor).__name__ in names
+def is_one_of(instance: object, names: set[str]) -> bool:
+    """Whether an object's class is one of transformers' own with these names."""
+    return type(instance).__module__.startswith("transformers.generation.") and type(instance).__name__ in names
 
 
-def _lengths_to_ignore(processor) -> torch.LongTensor | None:
-    """How much of each row's prompt a logits processor passes over, where it was told that for each by itself."""
-    lengths = getattr(processor, "prompt_ignore_length", None)
-    return lengths if isinstance(lengths, torch.Tensor) else None
+def _is_by_row(processor: Callable) -> bool:
+    if not isinstance(processor, RepetitionPenaltyLogitsProcessor):
+        return False
+    return isinstance(processor.prompt_ignore_length, torch.Tensor)
 
 
 def _sample_with(scores: torch.FloatTensor, noise: torch.FloatTensor) -> tuple[torch.LongTensor, torch.BoolTensor]:
-    """What `torch.multinomial` samples from `scores` `(..., V)` with that noise, and where it would raise: both `(...)`."""
+    """What `torch.multinomial` samples from scores `(..., V)` with this noise, and whether it would raise."""
     probs = torch.softmax(scores, dim=-1)
     return (probs / noise).argmax(dim=-1), ~torch.isfinite(probs.sum(dim=-1))  # one broken score breaks the sum
+
+
+def sample_scores(logits: torch.FloatTensor, noise: torch.FloatTensor) -> torch.FloatTensor:
+    """
+    Scores whose maximum is the best guess of a sample (Gumbel-max), for logits `(B, V)` or `(B, K, V)` of a draft and
+    the `noise` `(B, V)` with which each row will be sampled.
+    """
+    return logits - (noise if logits.dim() == 2 else noise[:, None]).log()
+
+
+class NoiseStream:
+    """
+    The noise that `torch.multinomial` draws to sample a token for each row of a batch, by position in the text. It is
+    exponential noise: the token with the largest `probability / noise` is the sample. It does not depend on the
+    probabilities, so a draft that divides its own probabilities by it can guess the very sample (Gumbel coupling:
+    Daliri, Musco and Suresh, https://huggingface.co/papers/2408.07978).
+
+    If nothing else draws between two tokens, noise is drawn ahead, and what was not used is given back at the end
+    ([`rewind`]). Otherwise another generator predicts the noise that `torch.multinomial` will draw. (Setting back the
+    device's own generator would repeat numbers that other threads have drawn.) Predictions are dropped when something
+    else has drawn.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device, draws_ahead: bool):
+        self.num_rows, self.device, self.draws_ahead = num_rows, device, draws_ahead
+        self.generator = None if draws_ahead else torch.Generator(device)
+        # By position: the noise, and the generator's state before it was drawn.
+        self.drawn: dict[int, tuple[torch.FloatTensor, torch.Tensor | None]] = {}
+        self.last_state: torch.Tensor | None = None  # of the device's generator, after the last draw
+        self.next: int | None = None  # the next position to draw for
+
+    def at(self, position: int, first: int, vocab_size: int) -> torch.FloatTensor:
+        """The noise of a position, `(num_rows, vocab_size)`. Noise before `first`, sampled in all rows, is dropped."""
+        for old in [old for old in self.drawn if old < first]:
+            del self.drawn[old]
+        if self.next is None:
+            self.next = first
+        if not self.draws_ahead:
+            state = random_state(self.device)
+            if first not in self.drawn or not torch.equal(self.drawn[first][1], state):
+                self.drawn.clear()
+                self.generator.set_state(state)
+                self.next = first
+        while self.next <= position:
+            self.drawn[self.next] = self._draw(vocab_size)
+            self.next += 1
+        return self.drawn[position][0]
+
+    def _draw(self, vocab_size: int) -> tuple[torch.FloatTensor, torch.Tensor]:
+        noise = torch.empty(self.num_rows, vocab_size, dtype=torch.float32, device=self.device)
+        if not self.draws_ahead:
+            before = self.generator.get_state()
+            return noise.exponential_(generator=self.generator), before
+        before = random_state(self.device)
+        if self.last_state is not None and not torch.equal(before, self.last_state):
+            # Another thread has drawn: no state before that can be restored.
+            self.drawn = {position: (drawn, None) for position, (drawn, _) in self.drawn.items()}
+        noise.exponential_()
+        self.last_state = random_state(self.device)
+        return noise, before
+
+    def rewind(self, position: int) -> None:
+        """Restores the device's generator to before `position` was drawn, unless others have drawn since."""
+        _, state = self.drawn.get(position, (None, None))
+        if self.draws_ahead and state is not None and torch.equal(random_state(self.device), self.last_state):
+            set_random_state(self.device, state)

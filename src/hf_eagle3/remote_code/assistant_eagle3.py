@@ -13,8 +13,9 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.utils import logging
 
 from .checks_eagle3 import may_replay
-from .decoding_eagle3 import Eagle3GenerationStats, TreeDecoding
-from .proposer_eagle3 import Call, Proposer
+from .decoding_eagle3 import TreeDecoding
+from .outputs_eagle3 import Eagle3GenerationStats
+from .tree_eagle3 import GenerationCall, Proposer
 
 
 # A child of transformers' own logger: shown and silenced with it.
@@ -29,15 +30,17 @@ class AssistantMixin:
 
     # With settings of the tree (`tree_depth`, `num_assistant_tokens`, ...), which a call may override.
     generation_config: GenerationConfig | None = None
+    # Whether its proposers run once a step, so that a deep tree costs as much as a shallow one.
+    drafts_in_one_pass = False
     # What decodes a call.
     decoding_class = TreeDecoding
 
-    def proposer(self, call: Call) -> Proposer:
+    def proposer(self, call: GenerationCall) -> Proposer:
         """
         A proposer for one call of `generate`.
 
         Args:
-            call ([`Call`]): The call.
+            call ([`GenerationCall`]): The call.
         """
         raise NotImplementedError
 

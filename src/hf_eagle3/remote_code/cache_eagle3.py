@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache of a model that reads trees: what a query attends to, and what is kept of what was read."""
+"""The target's cache during a call: masks for trees, keeping what was accepted, and rolling back what was not."""
 
-import types
-import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     DynamicLayer,
@@ -17,32 +18,46 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from .ragged_eagle3 import additive_mask, align_right, flat_indices, on_device
+from .devices_eagle3 import on_device
+from .text_eagle3 import align_right, flat_indices
 
 
-def tree_attention_mask(config, cache, past_length, ancestors, depths, padding_mask=None):
+# Layers that share another layer's keys. Older transformers have no such class.
+SHARING = ("DummyLayer",)
+
+
+def additive_mask(allowed: torch.BoolTensor, dtype: torch.dtype) -> torch.FloatTensor:
     """
-    Additive masks for the nodes of trees that follow a linear past. Distances are those of positions in the text:
-    siblings lie at different cache indices but at one position, which is what windows and chunks count.
+    Zeros where attention is allowed, and the lowest number elsewhere. Rows begin at multiples of 8 entries, because
+    fused kernels copy other masks first.
+    """
+    length = allowed.shape[-1]
+    shape = *allowed.shape[:-1], length + -length % 8
+    mask = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=allowed.device)[..., :length]
+    return mask.masked_fill_(allowed, 0)
 
-    Args:
-        config (`PreTrainedConfig`): Text configuration of the model that attends.
-        cache (`Cache`): Its cache, before the forward.
-        past_length (`int`): Number of positions before the tree.
-        ancestors (`torch.BoolTensor` of shape `(B, N, N)`), depths (`torch.LongTensor` of shape `(B, N)`):
-            See [`~tree_eagle3.DraftTree`].
-        padding_mask (`torch.Tensor` of shape `(B, past_length)`, *optional*): Zeros on padding.
 
-    Returns:
-        `torch.FloatTensor` of shape `(B, 1, N, K)`, or a dict of those by layer type if the model's layers differ, as
-        `transformers.masking_utils.create_masks_for_generate` does.
+def tree_attention_mask(
+    config: PreTrainedConfig,
+    cache: Cache,
+    past_length: int,
+    ancestors: torch.BoolTensor,
+    depths: torch.LongTensor,
+    padding_mask: torch.Tensor | None = None,
+) -> torch.FloatTensor | dict[str, torch.FloatTensor]:
+    """
+    Additive masks for trees (see [`~tree_eagle3.DraftTree`]) that follow a linear past, given the target's cache
+    before the forward and the `padding_mask` `(B, past_length)`. Returns a mask `(B, 1, N, K)`, or a dict of masks by
+    layer type, as `transformers.masking_utils.create_masks_for_generate` does.
+
+    Windows and chunks count positions in the text: siblings have different cache indices, but the same position.
     """
     device, left_padding = depths.device, 0
     if padding_mask is not None:
         padding_mask = padding_mask.bool()
-        left_padding = (padding_mask.cumsum(dim=1) == 0).sum(dim=1)[:, None, None]  # not holes
+        left_padding = (padding_mask.cumsum(dim=1) == 0).sum(dim=1)[:, None, None]  # holes in the text do not count
 
-    def mask_for(layer_type, layer):
+    def mask_for(layer_type: str, layer: Any) -> torch.FloatTensor:
         num_slots = layer.keys.shape[-2] if type(layer) is StaticLayer else None
         num_past = past_length if num_slots else layer.keys.shape[-2]
         allowed = F.pad(ancestors, (num_past, 0), value=True)  # (B, N, K)
@@ -59,8 +74,7 @@ def tree_attention_mask(config, cache, past_length, ancestors, depths, padding_m
                 allowed &= (query - left_padding) // chunk == (key - left_padding) // chunk
         if num_slots:
             allowed = F.pad(allowed, (0, num_slots - allowed.shape[-1]), value=False)
-        # Additive: eager attention would add a boolean mask to the scores.
-        return additive_mask(allowed, layer.keys.dtype)[:, None]
+        return additive_mask(allowed, layer.keys.dtype)[:, None]  # eager attention adds it to the scores
 
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
@@ -69,64 +83,60 @@ def tree_attention_mask(config, cache, past_length, ancestors, depths, padding_m
         )
         layer_type = "sliding_attention" if is_sliding else "chunked_attention" if is_chunked else "full_attention"
         return mask_for(layer_type, cache.layers[0])
-    first_layers = {}
+    first_layers: dict[str, Any] = {}
     for layer_type, layer in zip(layer_types, cache.layers):
-        if getattr(layer, "keys", None) is not None:  # layers that share another one's keys store none
+        if has_keys(layer):
             first_layers.setdefault(layer_type, layer)
     return {layer_type: mask_for(layer_type, layer) for layer_type, layer in first_layers.items()}
 
 
 class TreeCache:
     """
-    The target's cache during one call, rolled back after each step to what was accepted.
-
-    Args:
-        cache (`Cache`): As the prefill left it.
-        path_length (`int`): The most nodes that a path may have.
-        may_replay (`bool`): Whether recurrent states of the target may be rolled back, by [`ReplayCache`].
-        takes_trees (`bool`): Whether the target can read more than chains.
+    The target's cache during one call. After each step it keeps what was accepted: at most `path_length` nodes. It
+    reads chains only, unless the target `takes_trees`. Recurrent states are refused, unless it `may_replay` them.
     """
 
     num_replayed = 0  # tokens that the next forward reads again
 
-    def __init__(self, cache, path_length: int, may_replay: bool = False, takes_trees: bool = True):
-        self.path_length, self.may_replay, self.keep_path = path_length, may_replay, keep_path
-        self.takes_trees = takes_trees
-        check_cache(cache, may_replay)
-        self.cache = None
-        self.track(cache, num_new=0)
+    def __init__(self, cache: Cache | None, path_length: int, may_replay: bool = False, takes_trees: bool = True):
+        self.path_length, self.may_replay, self.takes_trees = path_length, may_replay, takes_trees
+        self.keep_path, self.num_new = keep_path, 0  # the newest entries, which are not decided on
+        self._adopt(check_cache(cache, may_replay))
 
-    def track(self, cache, num_new: int) -> None:
-        """
-        Takes the cache of the target's outputs, which a target may exchange (Phi-3 at its rotary switch), with
-        `num_new` entries that are not decided on.
-        """
+    def track(self, cache: Cache, num_new: int) -> None:
+        """Takes the cache that a forward returned, with `num_new` new entries."""
         self.num_new = num_new
-        if cache is self.cache:
-            return
-        check_cache(cache, self.may_replay)
-        is_exchanged, self.cache = self.cache is not None, cache
-        self.length = int(cache.get_seq_length()) - num_new  # on the host: a static cache counts on its device
-        # States that each token updates can be rolled back to along one path only.
+        if cache is not self.cache:  # Phi-3 makes another one when its rotary frequencies switch
+            self._adopt(check_cache(cache, self.may_replay), num_new)
+            self.record()
+
+    def _adopt(self, cache: Cache, num_new: int = 0) -> None:
+        self.cache = cache
+        self.length = int(cache.get_seq_length()) - num_new  # kept in Python: a static cache counts on its device
+        # States that every token updates can follow one path only.
         is_linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
         self.is_chain = is_linear or not self.takes_trees
         self.is_static = is_static(cache)
         self.layers = [layer for layer in cache.layers if layer not in recurrent_layers(cache)]
-        self.recording_layers = [layer for layer in self.layers if hasattr(layer, "record_past")]
-        if is_exchanged:
-            self.record()
+        recording_types = DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+        self.recording_layers = [layer for layer in self.layers if isinstance(layer, recording_types)]
 
     def record(self) -> None:
-        """From here on sliding layers and convolutions keep what a step may have to roll back to."""
+        """From here on sliding layers and convolutions keep what a rollback needs."""
         for layer in self.recording_layers:
             layer.activate_past_recording()
         if not self.is_static:
             self.crop(0)
 
+    def release(self) -> None:
+        """Ends what [`record`] began."""
+        for layer in self.recording_layers:
+            layer.record_past = False
+
     @property
     def capacity(self) -> int:
         """How many entries a static cache can hold."""
-        return min(layer.max_cache_len for layer in self.cache.layers if not stores_nothing(layer))
+        return min(layer.max_cache_len for layer in self.cache.layers if isinstance(layer, StaticLayer))
 
     @property
     def may_read_tree(self) -> bool:
@@ -134,93 +144,87 @@ class TreeCache:
         return True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """`Cache.crop`, but for recurrent states."""
+        """`Cache.crop` without recurrent states."""
         for layer in self.layers:
             layer.crop(tokens_to_remove)
 
     def prepare(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Called before a forward, with what has an entry for each node `(..., B, N)`."""
+        """Puts the inputs of replayed tokens before those of the nodes, `(..., B, N)`. Called before a forward."""
         return inputs
 
-    def keep(self, nodes: list[list[int]], growth: int) -> None:
-        """Keeps some nodes of the newest tree in each row, ascending. The cache becomes longer by `growth`."""
+    def keep(self, nodes: list[list[int]], batch_growth: int) -> None:
+        """Keeps the ascending `nodes` of each row's newest tree. The cache becomes longer by `batch_growth`."""
         num_nodes, self.num_new, path = self.num_new, 0, nodes[0]
-        self.length += growth
-        if any(other != path for other in nodes) or len(path) != growth:
-            keep_rows(self.cache, nodes, num_nodes, growth, self.length)
-        elif self.is_static and growth < num_nodes:
+        self.length += batch_growth
+        if any(other != path for other in nodes) or len(path) != batch_growth:
+            keep_rows(self.cache, nodes, num_nodes, batch_growth, self.length)
+        elif self.is_static and len(path) < num_nodes:
             device = self.cache.layers[0].keys.device
-            padding = [0] * (self.path_length - growth)
-            path, growth = on_device([*path, *padding, growth], device).split([self.path_length, 1])
-            self.keep_path(self.cache, path, growth[0], num_nodes)
+            padding = [0] * (self.path_length - len(path))
+            index, count = on_device([*path, *padding, len(path)], device).split([self.path_length, 1])
+            self.keep_path(self.cache, index, count[0], num_nodes)
         elif not self.is_static:
-            if path != list(range(growth)):
-                index = None
-                for layer in self.cache.layers:
-                    if getattr(layer, "keys", None) is None:
-                        continue
-                    if index is None or index.device != layer.keys.device:
-                        index = on_device(path, layer.keys.device)
-                    for states in (layer.keys, layer.values):
-                        new = states[..., -num_nodes:, :]
-                        new[..., :growth, :] = new.index_select(-2, index)
-            self.crop(growth - num_nodes)
+            if path != list(range(len(path))):
+                self._move_to_front(path, num_nodes)
+            self.crop(len(path) - num_nodes)
+
+    def _move_to_front(self, path: list[int], num_nodes: int) -> None:
+        """Moves the entries `path` of the last `num_nodes` to their front."""
+        index = None
+        for layer in filter(has_keys, self.cache.layers):
+            if index is None or index.device != layer.keys.device:
+                index = on_device(path, layer.keys.device)
+            for states in (layer.keys, layer.values):
+                new = states[..., -num_nodes:, :]
+                new[..., : len(path), :] = new.index_select(-2, index)
 
     def discard_tree(self) -> None:
-        """Forgets all of the newest nodes, and what they left in the slots of a static cache: perhaps no numbers."""
-        self.keep([[]], growth=0)
+        """Forgets the newest tree. Zeros its slots in a static cache: NaNs pass through any mask."""
+        self.keep([[]], batch_growth=0)
         if self.is_static:
-            for layer in self.cache.layers:
-                if not stores_nothing(layer):
-                    for states in (layer.keys, layer.values):
-                        states[..., self.length :, :] = 0
+            for layer in filter(has_keys, self.cache.layers):
+                for states in (layer.keys, layer.values):
+                    states[..., self.length :, :] = 0
 
     def roll_back(self) -> None:
-        """Forgets a step that was broken off, perhaps in a forward that some layers had not come to."""
+        """Returns to the last complete step, when a step has raised. Only some layers may have read its tree."""
         for layer in self.layers:
-            if stores_nothing(layer):
-                continue
-            if getattr(layer, "keys", None) is not None:
+            if has_keys(layer):
                 num_new = int(layer.get_seq_length()) - self.length + self.num_replayed
-            else:  # a convolution
+            elif isinstance(layer, LinearAttentionCacheLayerMixin):  # a convolution
                 num_new = layer.conv_states[0].shape[-1] - layer.conv_kernel_size[0]
+            else:
+                continue
             if num_new > 0 and self.is_static:
                 layer.cumulative_length.fill_(self.length)
             elif num_new > 0:
                 layer.crop(-num_new)
 
-    def finish(self, target, forward, inputs: dict) -> None:
-        """Completes what a call leaves to whoever sees the cache after it. `inputs` are those of the next token."""
+    def finish(self, target: PreTrainedModel, forward: Any, inputs: dict) -> None:
+        """Completes the cache for use after the call. `inputs` are those of the next token."""
 
     def select(self, rows: list[int], excess: int) -> None:
-        """Forgets all rows but these, and the `excess` positions at the left that only others had."""
+        """Keeps only these rows, and drops the `excess` positions at the left that only other rows used."""
         self.length -= excess
         self.cache.batch_select_indices(rows)
-        if excess > 0:  # as if the newest position were new
-            keep_rows(self.cache, [[0] for _ in rows], num_new=1, growth=1 - excess, length=self.length)
-
-    def release(self) -> None:
-        """Leaves the cache as plain `generate` does."""
-        for layer in self.recording_layers:
-            layer.record_past = False
+        if excess > 0:  # treats the newest position as new, and keeps it
+            keep_rows(self.cache, [[0] for _ in rows], 1, 1 - excess, self.length)
 
 
 class ReplayCache(TreeCache):
     """
-    A cache with recurrent states, which cannot forget a token. They are put back to what they were before a step, and
-    replay what it accepted together with the next chain.
+    A cache with recurrent states, which cannot forget a token. They are restored to before a step, and replay what it
+    accepted together with the next chain.
     """
 
-    # More tokens than so many are replayed without a chain after them. A guess: accelerators, for which it matters,
-    # have not been measured.
+    # If more tokens wait to be replayed, they are replayed without a chain after them. Not measured on accelerators.
     MOST_REPLAYED = 16
 
-    def track(self, cache, num_new: int) -> None:
-        if cache is not self.cache:
-            self.recurrent_layers = recurrent_layers(cache)
-            self.saved = None  # their states before what is to be replayed
-            self.replayed: dict[str, torch.Tensor] = {}  # what the target read of it, as the text may be edited
-        super().track(cache, num_new)
+    def _adopt(self, cache: Cache, num_new: int = 0) -> None:
+        self.recurrent_layers = recurrent_layers(cache)
+        self.saved: list[torch.Tensor] | None = None  # the states before the replayed tokens
+        self.replayed: dict[str, torch.Tensor] = {}  # their inputs, kept because the text may be edited
+        super()._adopt(cache, num_new)
 
     @property
     def num_replayed(self) -> int:
@@ -233,10 +237,10 @@ class ReplayCache(TreeCache):
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         for layer in self.recurrent_layers:
-            if isinstance(layer, DynamicLayer):  # with keys beside them
+            if isinstance(layer, DynamicLayer):  # it has keys, too
                 DynamicLayer.crop(layer, tokens_to_remove)
 
-    def prepare(self, inputs):
+    def prepare(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.saved is None and inputs["input_ids"].shape[-1] > 1:
             self.saved = [state.clone() for state in self._states()]
         self.read = inputs
@@ -247,7 +251,7 @@ class ReplayCache(TreeCache):
             }
         return self.read
 
-    def _states(self):
+    def _states(self) -> Iterator[torch.Tensor]:
         for layer in self.recurrent_layers:
             for states in (layer.conv_states, layer.recurrent_states):
                 yield from (state for state in states.values() if state is not None)
@@ -256,32 +260,28 @@ class ReplayCache(TreeCache):
         for state, saved in zip(self._states(), self.saved):
             state.copy_(saved)
 
-    def keep(self, nodes, growth):
+    def keep(self, nodes: list[list[int]], batch_growth: int) -> None:
         num_nodes, self.num_new = self.num_new, 0
-        self.length += growth
-        if growth < num_nodes and self.saved is not None:  # a single node is not taken back
+        self.length += batch_growth
+        if batch_growth < num_nodes and self.saved is not None:  # a single node is always accepted
             self._restore()
             num_read = self.num_replayed
             self.crop(-num_read - num_nodes)
-            self.replayed = {name: entries[..., : num_read + growth] for name, entries in self.read.items()}
+            self.replayed = {name: entries[..., : num_read + batch_growth] for name, entries in self.read.items()}
         else:
             self.crop(0)
             self.replayed, self.saved = {}, None
 
-    def roll_back(self):
-        """Rolls back to before what was to be replayed. A plain step has read one token, and that is the text's."""
-        if self.saved is None:
+    def roll_back(self) -> None:
+        if self.saved is None:  # a plain step reads one token, which belongs to the text
             return
         self._restore()
         super().roll_back()
-        for layer in self.recurrent_layers:
-            if getattr(layer, "keys", None) is not None:
-                DynamicLayer.crop(layer, min(self.length - self.num_replayed - int(layer.get_seq_length()), 0))
+        for layer in filter(has_keys, self.recurrent_layers):
+            DynamicLayer.crop(layer, min(self.length - self.num_replayed - int(layer.get_seq_length()), 0))
 
-    def finish(self, target, forward, inputs: dict) -> None:
-        """Replays what is left, so that the cache is as plain `generate` leaves it."""
-        num_replayed = self.num_replayed
-        if num_replayed == 0:
+    def finish(self, target: PreTrainedModel, forward: Any, inputs: dict) -> None:
+        if self.num_replayed == 0:
             return
         inputs = {**inputs, **self.replayed}
         if inputs.get("attention_mask") is not None:
@@ -291,117 +291,102 @@ class ReplayCache(TreeCache):
         self.replayed, self.saved = {}, None
 
 
-def recurrent_layers(cache) -> list:
-    """If a cache has recurrent states: its layers with these or with convolutions, which are then treated like them."""
+def has_keys(layer: Any) -> bool:
+    """Whether a cache layer stores keys. Convolutions do not, nor do layers that share another layer's keys."""
+    return getattr(layer, "keys", None) is not None
+
+
+def recurrent_layers(cache: Cache) -> list[Any]:
+    """The layers of a cache with recurrent states or, if it has any, with convolutions, which are treated alike."""
     layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
     are_recurrent = any(any(layer.is_recurrent_states_initialized.values()) for layer in layers)
     return layers if are_recurrent else []
 
 
-def is_static(cache) -> bool:
-    """Whether a cache has room for a fixed number of tokens, into which it writes by index."""
+def is_user_defined(cache: Cache) -> bool:
+    """Whether the caller passed the cache to `generate`, and can read it after the call."""
+    return getattr(cache, "_is_user_defined", False)
+
+
+def is_static(cache: Cache) -> bool:
+    """Whether a cache has a fixed number of slots."""
     return any(isinstance(layer, StaticLayer) for layer in cache.layers)
 
 
-def is_unused_static(cache) -> bool:
+def is_unused_static(cache: Cache) -> bool:
     """Whether a cache is a static one that `generate` made for this call."""
     return (
         type(cache) is StaticCache
-        and not getattr(cache, "_is_user_defined", False)
+        and not is_user_defined(cache)
         and not cache.offloading
-        and all(isinstance(layer, StaticLayer) or stores_nothing(layer) for layer in cache.layers)
+        and all(isinstance(layer, StaticLayer) or type(layer).__name__ in SHARING for layer in cache.layers)
         and not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
     )
 
 
-def with_room(cache, max_length: int, num_slots: int):
+def with_room(cache: StaticCache, max_length: int, num_slots: int) -> Cache:
     """
-    A cache like an unused static one, of at least `max_length` slots and with `num_slots` more for the nodes of a
-    tree. Its sliding layers, which would have overwritten what a step may have to roll back to, hold all tokens.
+    A cache like an unused static one, with at least `max_length` slots and `num_slots` more for a tree. Its sliding
+    layers keep all tokens, because they would overwrite what a rollback needs.
     """
-    lengths = [layer.max_cache_len for layer in cache.layers if not stores_nothing(layer)]
+    lengths = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
     capacity = num_slots + max(max_length, *lengths)
-    layers = [layer if stores_nothing(layer) else StaticLayer(capacity) for layer in cache.layers]
+    layers = [StaticLayer(capacity) if isinstance(layer, StaticLayer) else layer for layer in cache.layers]
     for layer, given in zip(layers, cache.layers):
-        if given.is_initialized and not stores_nothing(given):  # ahead of a prefill that is compiled
+        if has_keys(given):  # initialized before a compiled prefill
             layer.lazy_initialization(given.keys[..., :0, :], given.values[..., :0, :])
     return Cache(layers=layers)
 
 
-def copy_into(cache, source, prompt_length: int, length: int) -> None:
-    """Fills an unused static cache with the first `length` entries of another, as if they had come after a prompt."""
+def copy_into(cache: StaticCache, source: Cache, prompt_length: int, length: int) -> None:
+    """Fills an unused static cache with the first `length` entries of another, as a prompt and the text after it."""
     for layer, source_layer in zip(cache.layers, source.layers):
-        if stores_nothing(layer):
+        if not has_keys(source_layer):
             continue
-        full = max(prompt_length, min(length, layer.max_cache_len))  # sliding layers go on otherwise from there
+        full = max(prompt_length, min(length, layer.max_cache_len))  # sliding layers go on differently when full
         for begin, end in ((0, prompt_length), (prompt_length, full), (full, length)):
             if begin < end:
                 layer.update(source_layer.keys[..., begin:end, :], source_layer.values[..., begin:end, :])
 
 
-def stores_nothing(layer) -> bool:
-    """Whether a layer of a cache shares another one's keys."""
-    return type(layer).__name__ == "DummyLayer"
-
-
-# What was compiled for each draft, by the settings of the compiler.
-_COMPILED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-
-def compiled(function, module, compile_config):
-    """`function`, compiled for the calls with `module`; itself without a `compile_config` (`CompileConfig`)."""
-    if compile_config is None:
-        return function
-    functions = _COMPILED.setdefault(module, {})
-    key = (function.__name__, repr(sorted(compile_config.to_dict().items(), key=str)))
-    if key not in functions:
-        # Dynamo counts how often it compiled a code object, and gives up: each draft gets its own.
-        own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-        functions[key] = torch.compile(own, **compile_config.to_dict())
-    return functions[key]
-
-
-def keep_path(cache, path: torch.LongTensor, growth: torch.LongTensor, num_new: int) -> None:
+def keep_path(cache: Cache, path: torch.LongTensor, count: torch.LongTensor, num_new: int) -> None:
     """
-    Of the last `num_new` entries of a static cache, keeps the first `growth` of the ascending ones in `path`. Shapes
-    depend on neither, so that it can be compiled.
+    Keeps, of the last `num_new` entries of a static cache, the first `count` of the ascending ones in `path`. No shape
+    depends on either, so that this can be compiled.
     """
     for layer in cache.layers:
-        if stores_nothing(layer):
+        if not has_keys(layer):
             continue
         begin, source = layer.cumulative_length - num_new, path[:num_new].to(layer.keys.device)
         target = begin + torch.arange(len(source), device=source.device)
         for states in (layer.keys, layer.values):
             states.index_copy_(-2, target, states.index_select(-2, begin + source))
-        layer.cumulative_length.add_(growth.to(source.device) - num_new)
+        layer.cumulative_length.add_(count.to(source.device) - num_new)
 
 
-def keep_rows(cache, kept: list[list[int]], num_new: int, growth: int, length: int) -> None:
+def keep_rows(cache: Cache, kept: Sequence[list[int]], num_new: int, batch_growth: int, length: int) -> None:
     """
-    Of the last `num_new` entries of each row of a cache, keeps the ascending ones in `kept`. Rows may keep different
-    numbers: all end at the cache's right, like a batch that is padded on the left. The cache becomes longer by
-    `growth`, which is what its longest row does, and has `length` positions then.
+    Keeps the ascending entries `kept` of the last `num_new` entries of each row. Rows may keep different numbers of
+    them: all end at the right, like a batch that is padded on the left. The cache grows by `batch_growth`, to
+    `length`.
     """
     most = max(map(len, kept))
     table = [[*indices, *[0] * (most - len(indices)), len(indices)] for indices in kept]
-    indices_of = {}
-    for layer in cache.layers:
-        if getattr(layer, "keys", None) is None:
-            continue
+    indices_of: dict[tuple, torch.LongTensor] = {}
+    for layer in filter(has_keys, cache.layers):
         has_slots = type(layer) is StaticLayer
-        num_past = length - growth if has_slots else layer.keys.shape[-2] - num_new
+        num_past = length - batch_growth if has_slots else layer.keys.shape[-2] - num_new
         moved = []
         for states in (layer.keys, layer.values):
             key = num_past, *states.shape[:3], states.device
-            if key not in indices_of:  # the past of each row, and what it keeps after that
+            if key not in indices_of:  # each row's past, and what it keeps of the new entries
                 new, counts = on_device(table, states.device).split([most, 1], dim=1)
                 past = torch.arange(num_past, device=states.device).expand(len(kept), -1)
                 source = torch.cat([past, num_past + new], dim=1)
                 source = align_right(source, num_past + counts[:, 0], min(length, num_past + most))
                 indices_of[key] = flat_indices(source, states.shape)
-            moved.append(
-                states.flatten(0, 2).index_select(0, indices_of[key]).view(*states.shape[:2], -1, states.shape[3])
-            )
+            entries = states.flatten(0, 2).index_select(0, indices_of[key])
+            moved.append(entries.view(*states.shape[:2], -1, states.shape[3]))
         if has_slots:
             for states, kept_states in zip((layer.keys, layer.values), moved):
                 states[..., :length, :] = kept_states
@@ -414,20 +399,23 @@ def keep_rows(cache, kept: list[list[int]], num_new: int, growth: int, length: i
         cache.crop(0)  # to what sliding layers need
 
 
-def check_cache(cache, may_replay: bool) -> None:
-    """Refuses caches from which the nodes of a tree, or of a chain, cannot be taken out again (see [`TreeCache`])."""
+def check_cache(cache: Cache | None, may_replay: bool) -> Cache:
+    """
+    Returns the cache, after checking that tokens can be rolled back in it.
+
+    Raises:
+        ValueError: if the target returned none, or one that cannot.
+    """
     if cache is None:
-        raise ValueError("EAGLE-3 decoding needs a target that returns a cache.")
-    if getattr(type(cache), "crop", None) is not Cache.crop:
+        raise ValueError("EAGLE-3 decoding needs a target that returns a cache. Leave `assistant_model` out.")
+    if not isinstance(cache, Cache) or type(cache).crop is not Cache.crop:
         raise ValueError(
             f"EAGLE-3 decoding cannot roll back a {type(cache).__name__}. Use the default `DynamicCache`."
         )
-    if getattr(cache, "offloading", False) and is_static(cache):
+    if cache.offloading and is_static(cache):
         raise ValueError("EAGLE-3 decoding does not offload a static cache. Use `cache_implementation='static'`.")
     for layer in cache.layers:
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer):
-            continue
-        if stores_nothing(layer):
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer) or type(layer).__name__ in SHARING:
             continue
         if not is_static(cache):
             if may_replay and type(layer) in (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer):
@@ -436,7 +424,8 @@ def check_cache(cache, may_replay: bool) -> None:
                 continue
         raise ValueError(
             f"EAGLE-3 decoding cannot roll back a {type(cache).__name__} with {type(layer).__name__} layers. Use the "
-            "default `DynamicCache` (no `cache_implementation`). What cannot be rolled back: recurrent states, but for those of a few targets; "
-            "convolutions beside static layers; a `StaticCache` with sliding layers that was made before the call (`cache_implementation='static'` makes "
-            "another)."
+            "default `DynamicCache` (no `cache_implementation`). Also impossible are recurrent states, except those of a "
+            "few targets, convolutions beside static layers, and a `StaticCache` with sliding layers that was made before "
+            "the call (`cache_implementation='static'` makes another one)."
         )
+    return cache

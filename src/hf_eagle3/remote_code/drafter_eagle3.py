@@ -1,43 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft proposes: its keys and values during one call, what it has yet to read, and the tree that it grows."""
+"""The draft as a proposer: its keys and values during one call, what it has to read, and the tree that it grows."""
+
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from .accept_eagle3 import reads_without_sync
-from .cache_eagle3 import compiled
-from .cuda_eagle3 import GraphedFunction, captures_graphs
-from .noise_eagle3 import sample_scores
-from .proposer_eagle3 import Call, Proposer
-from .ragged_eagle3 import additive_mask, flat_indices, on_device, right_index, stack_right, take_rows
-from .tree_eagle3 import DraftTree, Plan
+from .accept_eagle3 import sample_scores
+from .cache_eagle3 import additive_mask
+from .devices_eagle3 import GraphedFunction, captures_graphs, compiled, on_device, reads_without_sync
+from .text_eagle3 import flat_indices, right_index, stack_right, take_rows
+from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer, SampleGuesser
+
+
+# Tokens (B, R) to read, the states and positions before them, and how many of them, at the right, are each row's.
+Rows = tuple[torch.LongTensor, torch.FloatTensor, torch.LongTensor, list[int]]
 
 
 class Slots:
     """
-    What a forward of the draft takes as its cache. A row has slots of its own, which its text fills from the left and
-    a tree goes on with: nothing is moved when rows accept different numbers of tokens, or when a tree is forgotten.
-
-    Args:
-        keys, values (`list[torch.Tensor]`): Of each layer, `(B, num_heads, num_slots, head_dim)`.
-        indices (`torch.LongTensor` of shape `(B, Q)`): Slots of the tokens that are read.
-        num_visible (`int`): It attends to so many from the left, but for those that the mask hides.
+    The cache of one forward of the draft. Each row has slots of its own, filled from the left by its text and then a
+    tree. So nothing moves when rows accept different numbers of tokens, or when a tree is forgotten. The forward
+    writes to the slots `indices` `(B, Q)` of each layer's `keys` and `values` `(B, num_heads, num_slots, head_dim)`.
+    It attends to the first `num_visible` slots where its mask allows.
     """
 
-    def __init__(self, keys, values, indices, num_visible):
+    def __init__(
+        self, keys: list[torch.Tensor], values: list[torch.Tensor], indices: torch.LongTensor, num_visible: int
+    ):
         self.keys, self.values, self.indices, self.num_visible = keys, values, indices, num_visible
 
-    def update(self, key_states, value_states, layer_idx):
-        """What attention calls, as of a [`~transformers.Cache`]."""
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See [`~transformers.Cache.update`]."""
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         indices = flat_indices(self.indices, keys.shape)
         for states, new in ((keys, key_states), (values, value_states)):
             states.view(-1, states.shape[3]).index_copy_(0, indices, new.flatten(0, 2).to(states.dtype))
         return keys[:, :, : self.num_visible], values[:, :, : self.num_visible]
 
-    def masks(self, config, allowed, distances) -> dict[str, torch.FloatTensor]:
-        """Additive masks by layer type, of which slots `(B, Q, num_visible)` are attended to, and how far away those are."""
+    def masks(
+        self, config: PreTrainedConfig, allowed: torch.BoolTensor, distances: torch.LongTensor
+    ) -> dict[str, torch.FloatTensor]:
+        """Additive masks by layer type, given the allowed slots `(B, Q, num_visible)` and their distances."""
         dtype, masks = self.keys[0].dtype, {}
         for layer_type in set(config.layer_types):
             seen = allowed & (distances < config.sliding_window) if layer_type == "sliding_attention" else allowed
@@ -45,27 +53,35 @@ class Slots:
         return masks
 
 
-def read(draft, embedding, keys, values, longest, tokens, features, positions, counts, lengths, num_masks=0):
-    """
-    Reads the newest tokens of each row.
+class DraftState(NamedTuple):
+    """A draft during a call, the embedding that it may borrow from the target, and its [`Slots`]."""
 
-    Args:
-        draft (`Eagle3ForSpeculation`): The draft.
-        embedding (`nn.Embedding`): The target's, for drafts without a table of their own.
-        keys, values: See [`Slots`].
-        longest (`int`, *optional*): The largest of `lengths`. `None` if shapes must not depend on it.
-        tokens (`torch.LongTensor` of shape `(B, R)`): The newest `R` tokens of each row.
-        features (`torch.FloatTensor` of shape `(B, R, n_aux * H)`): The target's states at the positions before them.
-        positions (`torch.LongTensor` of shape `(B, R)`): Those positions.
-        counts (`torch.LongTensor` of shape `(B,)`): How many of them, at the right, are to be read.
-        lengths (`torch.LongTensor` of shape `(B,)`): How many each row has read before.
-        num_masks (`int`, *optional*, defaults to 0): How many places behind them a parallel draft reads, too.
+    draft: PreTrainedModel
+    embedding: torch.nn.Embedding
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    longest: int | None  # tokens that the longest row has read; `None` if shapes must not depend on it
 
-    Returns:
-        [`Eagle3Output`], of the last token of each row, and of the places behind it.
+
+class Unread(NamedTuple):
+    """What the draft is to read: the newest tokens of each row, at the right, and the target's states before them."""
+
+    tokens: torch.LongTensor  # (B, R)
+    states: torch.FloatTensor  # (B, R, n_aux * H)
+    positions: torch.LongTensor  # (B, R): of the states
+    counts: torch.LongTensor  # (B,): how many of the R tokens are each row's
+    lengths: torch.LongTensor  # (B,): how many tokens each row has read before
+
+
+def read(state: DraftState, unread: Unread, num_masks: int = 0) -> Any:
     """
+    Reads tokens, and `num_masks` places behind them if the draft is a parallel one. Returns the [`Eagle3Output`] of
+    the last token of each row and of those places.
+    """
+    draft, embedding, keys, values, longest = state
+    tokens, states, positions, counts, lengths = unread
     index = right_index(counts, tokens.shape[1])  # (B, R)
-    inputs_embeds, hidden_states = draft.embed(tokens, embedding), draft.combine_hidden_states(features)
+    inputs_embeds, hidden_states = draft.embed(tokens, embedding), draft.combine_hidden_states(states)
     if num_masks > 0:
         ahead = torch.arange(num_masks, device=tokens.device)
         index = torch.cat([index, counts[:, None] + ahead], dim=1)
@@ -74,9 +90,10 @@ def read(draft, embedding, keys, values, longest, tokens, features, positions, c
             torch.cat([read, mask.expand(len(tokens), -1, -1)], dim=1)
             for read, mask in zip((inputs_embeds, hidden_states), draft.mask_inputs(num_masks, embedding))
         )
-    num_visible = keys[0].shape[2] if longest is None else longest + index.shape[1]
+    num_slots = keys[0].shape[2]
+    num_visible = num_slots if longest is None else longest + index.shape[1]
     # Padding goes to free slots behind the row's text.
-    indices = (lengths[:, None] + index % index.shape[1]).clamp(max=keys[0].shape[2] - 1)
+    indices = (lengths[:, None] + index % index.shape[1]).clamp(max=num_slots - 1)
     slots = Slots(keys, values, indices, num_visible)
     distances = (lengths[:, None] + index.clamp(min=0))[..., None] - torch.arange(num_visible, device=tokens.device)
     return draft(
@@ -89,37 +106,35 @@ def read(draft, embedding, keys, values, longest, tokens, features, positions, c
     )
 
 
-def read_and_grow(
-    draft, embedding, keys, values, longest, tokens, features, positions, counts, lengths, plan, *settings
-) -> DraftTree:
+def read_and_grow(state: DraftState, unread: Unread, plan: Plan, *settings: Any) -> DraftTree:
     """
-    Reads the newest tokens of each row and grows a tree below them, which it forgets again. A parallel draft is asked
-    once: what it says of a token does not depend on those before it that are not known yet.
-
-    Args:
-        draft, embedding, keys, values, longest, tokens, features, positions, counts, lengths: See [`read`].
-        plan (`Plan`), settings: See [`~tree_eagle3.grow_tree`]: from `threshold` on.
+    Reads tokens and grows a tree below them, which it forgets again. A parallel draft is run once: its logits for a
+    token do not depend on the tokens before it that are not known yet. `settings` are those of
+    [`~tree_eagle3.grow_tree`], from `threshold` on.
     """
+    draft, embedding, keys, values, longest = state
+    tokens, positions = unread.tokens, unread.positions
     num_masks = plan.depth - 1 if draft.config.is_parallel else 0
-    newest = read(draft, embedding, keys, values, longest, tokens, features, positions, counts, lengths, num_masks)
+    newest = read(state, unread, num_masks)
     logits, hidden_states = newest.logits[:, -1 - num_masks], newest.last_hidden_state[:, -1 - num_masks]
-    lengths, num_read = (lengths + counts)[:, None], tokens.shape[1]  # (B, 1)
+    lengths = (unread.lengths + unread.counts)[:, None]  # (B, 1)
     depths, all_slots = tokens[:, :0], torch.arange(keys[0].shape[2], device=tokens.device).expand(len(tokens), -1)
 
-    def advance(tokens, hidden_states, level, visible):
+    def advance(node_tokens, hidden_states, level, visible):
         nonlocal depths
+        width = node_tokens.shape[1]
         if draft.config.is_parallel:
-            return newest.logits[:, level - 1 - num_masks, None].expand(-1, tokens.shape[1], -1), hidden_states
-        depths = torch.cat([depths, torch.full_like(tokens, level)], dim=1)  # (B, T) of all nodes so far
-        width, nodes = tokens.shape[1], lengths + torch.arange(depths.shape[1], device=tokens.device)
-        past = all_slots if longest is None else all_slots[:, : longest + num_read + depths.shape[1]]
+            return newest.logits[:, level - 1 - num_masks, None].expand(-1, width, -1), hidden_states
+        depths = torch.cat([depths, torch.full_like(node_tokens, level)], dim=1)  # (B, T), of all nodes so far
+        nodes = lengths + torch.arange(depths.shape[1], device=tokens.device)  # their slots
+        past = all_slots if longest is None else all_slots[:, : longest + tokens.shape[1] + depths.shape[1]]
         slots = Slots(keys, values, nodes[:, -width:], past.shape[1])
         allowed = (past < lengths)[:, None].expand(-1, width, -1)
         allowed = allowed.scatter(2, nodes[:, None].expand(-1, width, -1), visible)
-        # Siblings are at one position; that of the first level is the one after the newest token's.
+        # Siblings share a position. The first level's is the one after the newest token's.
         distances = (lengths + level - 1) - past.scatter(1, nodes, lengths + depths - 1)
         outputs = draft(
-            inputs_embeds=draft.embed(tokens, embedding),
+            inputs_embeds=draft.embed(node_tokens, embedding),
             hidden_states=hidden_states,
             position_ids=(positions[:, -1:] + level).expand(-1, width),
             attention_mask=slots.masks(draft.config.transformer_layer_config, allowed, distances[:, None]),
@@ -129,7 +144,7 @@ def read_and_grow(
 
     token_ids = None if draft.d2t is None else draft.draft_token_ids
     tree = draft.grow_tree(tokens[:, -1:], logits, hidden_states, advance, token_ids, plan, *settings)
-    # What it leaves may be no numbers, and no mask keeps those from the next step.
+    # Zero the slots of the tree: NaNs pass through any mask.
     num_left = depths.shape[1] + num_masks
     indices = flat_indices(lengths + torch.arange(num_left, device=tokens.device), keys[0].shape)
     for states in (*keys, *values):
@@ -137,121 +152,132 @@ def read_and_grow(
     return tree
 
 
-def read_and_grow_fixed(*args):
+def read_and_grow_fixed(
+    state: DraftState,
+    unread: Unread,
+    plan: Plan,
+    power: torch.FloatTensor,
+    noise: torch.FloatTensor | None,
+    temperature: torch.FloatTensor | None,
+) -> tuple[torch.Tensor, ...]:
     """
-    [`read_and_grow`] as a function of tensors, to be compiled: the last three arguments are the power, and the noise
-    `(B, plan.depth, draft_vocab_size)` and the temperature with which the next tokens will be sampled, or `None`.
-    Returns the fields of a [`DraftTree`].
+    [`read_and_grow`] as a function of tensors, to be compiled. Noise `(B, plan.depth, draft_vocab_size)` and
+    temperature are those of the next samples, or `None`. Returns the fields of a [`DraftTree`].
     """
-    *args, power, noise, temperature = args
 
     def guess(logits, level):
         return sample_scores(logits.float() / temperature, noise[:, level])
 
-    tree = read_and_grow(*args, 0.0, power, None if noise is None else guess)
+    tree = read_and_grow(state, unread, plan, 0.0, power, None if noise is None else guess)
     return tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.confidences
 
 
 class Drafter(Proposer):
     """
-    The draft, during one call. Beside a static cache it draws the same tree in every step, by one function of fixed
-    shapes, which is compiled where the target is. On CUDA devices it does so beside other caches, too, and the function
+    The draft during one call. Beside a static cache it grows the same tree in every step by one function of fixed
+    shapes, which is compiled if the target is. On CUDA devices it does so beside other caches, too, and the function
     is captured as a CUDA graph.
-
-    Args:
-        draft (`Eagle3ForSpeculation`): The draft.
-        call (`Call`): The call of `generate`.
     """
 
-    # At most so many steps wait to be read; older ones are dropped, so that plain decoding keeps no states of the whole text.
+    # Older steps that nobody read are dropped. Otherwise plain decoding would keep the states of the whole text.
     MAX_UNREAD = 256
 
-    def __init__(self, draft, call: Call):
+    def __init__(self, draft: PreTrainedModel, call: GenerationCall):
         self.draft, self.call, self.has_fixed_shapes = draft, call, call.capacity is not None
-        self.whole = call.whole._replace(depth=min(call.whole.depth, call.whole.num_nodes))
-        self.most = self.whole.depth + 1  # tokens that a step with a tree leaves to read
-        self.spare = max(self.most, self.whole.branching_factor * (self.whole.depth - 1))  # slots beside the text
+        self.max_plan = call.max_plan._replace(depth=min(call.max_plan.depth, call.max_plan.num_nodes))
+        self.most_new = self.max_plan.depth + 1  # tokens that a step with a tree may accept
+        # Slots beside the text: for accepted tokens, or a tree.
+        self.num_spare = max(self.most_new, self.max_plan.branching_factor * (self.max_plan.depth - 1))
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        self.lengths: list[int] = []  # of what each row has read
-        # What was accepted and not read yet: tokens, states and positions (B, R, ...), and how many of each row.
+        self.lengths: list[int] = []  # how many tokens each row has read
+        # Accepted and not yet read: tokens, states and positions (B, R, ...), and how many are each row's.
         self.unread: list[tuple[tuple[torch.Tensor, ...], list[int]]] = []
+        self.token_ids = None if draft.d2t is None else draft.draft_token_ids
+        self.weight = draft.get_output_embeddings().weight
         self.fixed_tree = compiled(read_and_grow_fixed, draft, call.compile_config)
         self.graphed_tree = None
-        if not self.has_fixed_shapes and captures_graphs(draft.get_output_embeddings().weight.device):
+        if not self.has_fixed_shapes and captures_graphs(self.weight.device):
             self.graphed_tree = GraphedFunction()
 
-    def inference_mode(self):
-        """What it computes never leaves the call, and costs less in inference mode, if it is not compiled."""
+    def inference_mode(self) -> AbstractContextManager:
+        """Inference mode, which is faster, unless functions may be compiled."""
         return torch.no_grad() if self.has_fixed_shapes else torch.inference_mode()
 
-    def observe(self, accepted):
-        blocks, counts = (accepted.tokens, accepted.states, accepted.positions), accepted.counts
-        self.unread.append((tuple(block[:, -max(counts) :] for block in blocks), counts))
+    def observe(self, accepted: Accepted) -> None:
+        self._add((accepted.tokens, accepted.states, accepted.positions), accepted.counts)
         if len(self.unread) > self.MAX_UNREAD:
-            if not self.lengths:  # the prompt, to whose first tokens all later ones attend
+            if self.lengths:
+                del self.unread[0]
+            else:  # the prompt: all later tokens attend to its first ones
                 with self.inference_mode():
                     *blocks, counts = self.read_all_but_newest(self.has_fixed_shapes)
-                self.unread = [(tuple(block[:, -max(counts) :] for block in blocks), counts)]
-            else:
-                del self.unread[0]
+                self.unread = []
+                self._add(blocks, counts)
 
-    def select(self, rows):
+    def _add(self, blocks: Any, counts: list[int]) -> None:
+        self.unread.append((tuple(block[:, -max(counts) :] for block in blocks), counts))
+
+    def select(self, rows: list[int]) -> None:
         unread, self.unread = self.unread, []
         for blocks, counts in unread:
-            counts = [counts[row] for row in rows]
-            self.unread.append((tuple(block[rows, -max(counts) :] for block in blocks), counts))
+            self._add([block[rows] for block in blocks], [counts[row] for row in rows])
         if self.lengths:
             with self.inference_mode():
                 self.lengths = [self.lengths[row] for row in rows]
                 self.keys, self.values = ([states[rows] for states in each] for each in (self.keys, self.values))
 
-    def propose(self, plan: Plan, root_tokens, sampler=None) -> DraftTree:
+    def propose(self, plan: Plan, root_tokens: torch.LongTensor, sampler: SampleGuesser | None = None) -> DraftTree:
         with self.inference_mode():
-            is_graphed = self.graphed_tree is not None and plan == self.whole
-            *blocks, counts = self.read_all_but_newest(has_fixed_shape := self.has_fixed_shapes or is_graphed)
-            past, num_rows = self.lengths, blocks[0].shape[1]
-            self.reserve(max(past) + max(num_rows, self.most * has_fixed_shape) + self.spare)
-            self.lengths = [length + count for length, count in zip(past, counts)]
-            longest = None if has_fixed_shape else max(past)
-            arguments = self.draft, self.call.embedding, self.keys, self.values, longest
-            numbers = on_device([counts, past], blocks[0].device)
-            if has_fixed_shape:
-                blocks = [_padded(block, self.most - num_rows) for block in blocks]
-                power = on_device(self.call.calibration.power, blocks[0].device, torch.float32)
-
-                def grow(tokens, features, positions, counts, past, *settings):
-                    inputs = tokens, features, positions, counts, past
-                    return self.fixed_tree(*arguments, *inputs, self.whole, *settings)
-
-                inputs = *blocks, *numbers, power, *self.noise_ahead(sampler)
-                fields = self.graphed_tree(grow, self.keys, *inputs) if is_graphed else grow(*inputs)
-                # What a CUDA graph returns is overwritten by the next one.
-                fields = (None if entries is None else entries.clone() for entries in fields)
-                return DraftTree(*fields, depth=self.whole.depth)
+            is_graphed = self.graphed_tree is not None and plan == self.max_plan
+            if self.has_fixed_shapes or is_graphed:
+                return self._fixed_tree(sampler, is_graphed)
+            state, unread = self._prepare(has_fixed_shape=False)
 
             def guess(logits, level):
                 return sampler.guess(logits, level, self.token_ids)
 
-            # To count the nodes above a threshold is to wait for the device, which verifies a few more as fast.
-            threshold = self.call.threshold if reads_without_sync(blocks[0].device) else 0.0
-            settings = threshold, self.call.calibration.power, None if sampler is None else guess
-            return read_and_grow(*arguments, *blocks, *numbers, plan, *settings)
+            # Counting the nodes above a threshold forces a sync. Verifying a few more is as fast there.
+            threshold = self.call.threshold if reads_without_sync(unread.tokens.device) else 0.0
+            power = self.call.calibration.power
+            return read_and_grow(state, unread, plan, threshold, power, None if sampler is None else guess)
 
-    @property
-    def token_ids(self) -> torch.LongTensor | None:
-        return None if self.draft.d2t is None else self.draft.draft_token_ids
+    def _fixed_tree(self, sampler: SampleGuesser | None, is_graphed: bool) -> DraftTree:
+        state, unread = self._prepare(has_fixed_shape=True)
+        device = unread.tokens.device
+        noise = temperature = None
+        if sampler is not None:
+            like = self.weight.T  # as wide as logits
+            levels = range(self.max_plan.depth)
+            noise = torch.stack([sampler.noise_ahead(level, self.token_ids, like) for level in levels], dim=1)
+            temperature = on_device(sampler.temperature, device)
+        power = on_device(self.call.calibration.power, device, torch.float32)
 
-    def noise_ahead(self, sampler):
-        """What [`read_and_grow_fixed`] takes."""
-        if sampler is None:
-            return None, None
-        like, token_ids = self.draft.get_output_embeddings().weight.T, self.token_ids  # as wide as logits
-        noise = [sampler.noise_ahead(level, token_ids, like) for level in range(self.whole.depth)]
-        return torch.stack(noise, dim=1), on_device(sampler.temperature, like.device)
+        def grow(tokens, states, positions, counts, lengths, *settings):
+            return self.fixed_tree(state, Unread(tokens, states, positions, counts, lengths), self.max_plan, *settings)
 
-    def take_unread(self) -> tuple[torch.LongTensor, torch.FloatTensor, torch.LongTensor, list[int]]:
-        """The newest tokens `(B, R)`, the states and positions before them, and how many of those each row has to read."""
+        inputs = *unread, power, noise, temperature
+        fields = self.graphed_tree(grow, self.keys, *inputs) if is_graphed else grow(*inputs)
+        # The next CUDA graph overwrites what this one returned.
+        fields = (None if entries is None else entries.clone() for entries in fields)
+        return DraftTree(*fields, depth=self.max_plan.depth)
+
+    def _prepare(self, has_fixed_shape: bool) -> tuple[DraftState, Unread]:
+        """What a tree is grown from. Reads all but the newest tokens, and makes room for the rest."""
+        *blocks, counts = self.read_all_but_newest(has_fixed_shape)
+        past, num_rows = self.lengths, blocks[0].shape[1]
+        self.reserve(max(past) + max(num_rows, self.most_new * has_fixed_shape) + self.num_spare)
+        self.lengths = [length + count for length, count in zip(past, counts)]
+        numbers = on_device([counts, past], blocks[0].device)
+        if has_fixed_shape:
+            blocks = [_padded(block, self.most_new - num_rows) for block in blocks]
+        return self._state(None if has_fixed_shape else max(past)), Unread(*blocks, *numbers)
+
+    def _state(self, longest: int | None) -> DraftState:
+        return DraftState(self.draft, self.call.embedding, self.keys, self.values, longest)
+
+    def take_unread(self) -> Rows:
+        """All that is unread, as one."""
         (tokens, states, positions), counts = self.unread[0]
         if len(self.unread) > 1:
             rows, begin = [[] for _ in counts], 0
@@ -266,34 +292,32 @@ class Drafter(Proposer):
             tokens, positions = tokens.gather(1, index), positions.gather(1, index.to(positions.device))
             states = take_rows(states, index.to(states.device))
         self.unread = []
-        parameter = self.draft.get_output_embeddings().weight
-        return tokens.to(parameter.device), states.to(parameter), positions.to(parameter.device), counts
+        device = self.weight.device
+        return tokens.to(device), states.to(self.weight), positions.to(device), counts
 
-    def read_all_but_newest(self, has_fixed_shape: bool = False):
-        """
-        Catches up with all but the newest tokens. Returns what [`take_unread`] does, of those: of at most `self.most`
-        if they must fit a fixed shape.
-        """
+    def read_all_but_newest(self, has_fixed_shape: bool) -> Rows:
+        """Reads the prompt but for its last token, and what exceeds a fixed shape. Returns the rest."""
         *blocks, counts = self.take_unread()
-        most = self.most if has_fixed_shape else blocks[0].shape[1] if self.lengths else 1
+        most = self.most_new if has_fixed_shape else blocks[0].shape[1] if self.lengths else 1
         excess = blocks[0].shape[1] - most
         if excess > 0:
-            self.read(*(block[:, :excess] for block in blocks), [max(count - most, 0) for count in counts])
+            self.read((*(block[:, :excess] for block in blocks), [max(count - most, 0) for count in counts]))
             blocks = [block[:, excess:] for block in blocks]
         self.lengths = self.lengths or [0] * len(counts)
         return *blocks, [min(count, most) for count in counts]
 
-    def read(self, tokens, states, positions, counts) -> None:
+    def read(self, rows: Rows) -> None:
+        """Reads tokens, for their keys and values only."""
+        tokens, states, positions, counts = rows
         past, num_rows = self.lengths or [0] * len(counts), tokens.shape[1]
         self.lengths = [length + count for length, count in zip(past, counts)]
         self.reserve(max(past) + num_rows)
         numbers = on_device([counts, past], tokens.device)
         if any(past):
-            longest = None if self.has_fixed_shapes else max(past)
-            arguments = self.draft, self.call.embedding, self.keys, self.values, longest
-            read(*arguments, tokens, states, positions, *numbers)
+            state = self._state(None if self.has_fixed_shapes else max(past))
+            read(state, Unread(tokens, states, positions, *numbers))
             return
-        # A prompt may be long, and attention can do without a mask over all pairs of its tokens.
+        # A prompt may be long. Attention needs no mask over all pairs of its tokens.
         index, cache = right_index(numbers[0], num_rows), DynamicCache()
         self.draft.step(
             inputs_embeds=self.draft.embed(tokens, self.call.embedding),
@@ -304,29 +328,29 @@ class Drafter(Proposer):
             only_last=True,
         )
         slots = Slots(self.keys, self.values, index % num_rows, num_rows)
-        is_text = (index >= 0)[:, None, :, None]  # what padding leaves may be no numbers
+        is_text = (index >= 0)[:, None, :, None]  # padding may leave NaNs
         for i, layer in enumerate(cache.layers):
             slots.update(layer.keys.where(is_text, 0), layer.values.where(is_text, 0), i)
 
     def reserve(self, num_slots: int) -> None:
         """Makes room for so many tokens in each row."""
-        config, parameter = self.draft.config.transformer_layer_config, self.draft.get_output_embeddings().weight
+        config = self.draft.config.transformer_layer_config
         if self.has_fixed_shapes:
-            num_slots = self.call.capacity + self.spare
+            num_slots = self.call.capacity + self.num_spare
         if not self.keys:
             shape = len(self.lengths), config.num_key_value_heads, 0, config.head_dim
-            self.keys, self.values = ([parameter.new_zeros(shape) for _ in self.draft.layers] for _ in range(2))
+            self.keys, self.values = ([self.weight.new_zeros(shape) for _ in self.draft.layers] for _ in range(2))
         if (missing := num_slots - self.keys[0].shape[2]) > 0:
             missing = missing if self.has_fixed_shapes else max(missing, num_slots)  # twice as many each time
             self.keys, self.values = (
                 [F.pad(states, (0, 0, 0, missing)) for states in each] for each in (self.keys, self.values)
             )
-            if self.has_fixed_shapes:  # as for static caches in transformers: CUDA graphs write to them
+            if self.has_fixed_shapes:  # as transformers does for static caches: CUDA graphs write to them
                 for states in (*self.keys, *self.values):
                     torch._dynamo.mark_static_address(states)
 
 
 def _padded(block: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Rows of so many entries more at the left. Compilers look at strides, even where there is but one row."""
+    """A block with `num_rows` more entries at the left. It is contiguous, because compilers look at strides."""
     padding = *(0, 0) * (block.dim() - 2), num_rows, 0
     return F.pad(block, padding).clone(memory_format=torch.contiguous_format)

@@ -18,7 +18,7 @@ from .draft_eagle3 import DraftModel
 from .drafter_eagle3 import Drafter
 from .layers_eagle3 import Eagle3DecoderLayer, Eagle3Head, Eagle3RMSNorm, Eagle3RotaryEmbedding
 from .outputs_eagle3 import CACHE
-from .proposer_eagle3 import Call
+from .tree_eagle3 import GenerationCall
 
 
 @dataclass
@@ -253,7 +253,7 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
         folder.mkdir(exist_ok=True)
         (folder / "generate.py").write_text(CUSTOM_GENERATE, encoding="utf-8")
 
-    def proposer(self, call: Call) -> Drafter:
+    def proposer(self, call: GenerationCall) -> Drafter:
         """See [`~assistant_eagle3.AssistantMixin.proposer`]."""
         return Drafter(self, call)
 

@@ -1,30 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's outputs beside its logits: states that a draft reads, and those that `return_dict_in_generate` asks for."""
+"""The target's outputs at the nodes of a tree, and what a call returns beside the text: outputs and statistics."""
 
 import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
+from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
-from transformers.utils import output_capturing
+from transformers.utils import ModelOutput, output_capturing
 
 
-# What transformers calls the cache among arguments and outputs: before 5.24, and since.
+# What transformers calls the cache among arguments and outputs. It was another name before 5.24.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 
 # Before 5.23 a list passed as `output_hidden_states` counted from the first layer's output instead of the embeddings.
-# What comes back looks alike, so there all states are asked for.
+# The outputs look alike, so all states are asked for there.
 CAN_SELECT_HIDDEN_STATES = hasattr(output_capturing, "resolve_hidden_states_indices")
 
 
-def select_hidden_states(layer_ids) -> bool | list[int]:
-    """The `output_hidden_states` to pass for [`aux_hidden_states`]: just these, where transformers can."""
+class TreeOutputs(NamedTuple):
+    """The target's outputs at the nodes of a tree."""
+
+    logits: torch.FloatTensor  # (B, N, V): for the token after each node
+    positions: torch.LongTensor  # (B or 1, N): of each node in the text
+    states: torch.FloatTensor | None  # (B, N, n * H): what the proposer reads
+    target_outputs: ModelOutput  # all that the target returned
+    num_replayed: int = 0  # tokens before the nodes in `target_outputs`
+
+
+def select_hidden_states(layer_ids: Sequence[int]) -> bool | list[int]:
+    """The `output_hidden_states` to pass for [`aux_hidden_states`]: only these layers, if transformers can select."""
     return sorted(set(layer_ids)) if CAN_SELECT_HIDDEN_STATES else True
 
 
-def aux_hidden_states(outputs, layer_ids, num_layers: int) -> torch.FloatTensor:
+def aux_hidden_states(outputs: ModelOutput, layer_ids: Sequence[int], num_layers: int) -> torch.FloatTensor:
     """
-    The states a draft reads, concatenated. Id `k` is the stream entering decoder layer `k`, `hidden_states[k]`.
+    The states that a draft reads, concatenated. Id `k` is the state entering decoder layer `k`, `hidden_states[k]`.
 
     Args:
         outputs (`ModelOutput`): The target's.
@@ -33,12 +47,15 @@ def aux_hidden_states(outputs, layer_ids, num_layers: int) -> torch.FloatTensor:
 
     Returns:
         `torch.FloatTensor` of shape `(batch_size, sequence_length, n_aux * target_hidden_size)`.
+
+    Raises:
+        ValueError: if the target did not return `num_layers + 1` states.
     """
     states = outputs.hidden_states
     if states is None or len(states) != num_layers + 1:
         raise ValueError(
-            f"The target returned {'no' if states is None else len(states)} hidden states, but one entering each of its "
-            f"{num_layers} layers and a last one are needed to tell which is which."
+            f"The target returned {'no' if states is None else len(states)} hidden states. A draft needs "
+            f"{num_layers + 1}: one entering each of its {num_layers} layers, and a last one."
         )
     if (last := getattr(outputs, "state_after_last_layer", None)) is not None:
         states = (*states[:num_layers], last)
@@ -46,13 +63,10 @@ def aux_hidden_states(outputs, layer_ids, num_layers: int) -> torch.FloatTensor:
 
 
 @contextmanager
-def keep_state_after_last_layer(target):
+def keep_state_after_last_layer(target: PreTrainedModel) -> Iterator[None]:
     """
-    Within it a target's outputs have a `state_after_last_layer`, before the final norm. The last of `hidden_states` is
-    after it.
-
-    Args:
-        target (`PreTrainedModel`): The target.
+    Adds a `state_after_last_layer` to the target's outputs: the state before the final norm. The last of its
+    `hidden_states` is the state after it.
 
     Raises:
         ValueError: if its layers are not found.
@@ -62,7 +76,8 @@ def keep_state_after_last_layer(target):
     layers = next((each for each in lists if len(each) == num_layers), None)
     if layers is None:
         raise ValueError(
-            f"The draft reads the state after the last layer, but {type(target).__name__} has no list of layers."
+            f"The draft reads the state after the last layer, but {type(target).__name__} has no list of its "
+            f"{num_layers} layers. Use a draft that reads other layers."
         )
     kept = threading.local()
 
@@ -80,92 +95,88 @@ def keep_state_after_last_layer(target):
             handle.remove()
 
 
-def without_first(outputs, num_tokens: int):
-    """A target's outputs as if it had not been asked about the first tokens of its input again."""
-    outputs.logits = outputs.logits[:, num_tokens:]
-    if (layers := outputs.get("hidden_states")) is not None:  # of each layer (B, R, H)
-        outputs.hidden_states = tuple(layer if layer is None else layer[:, num_tokens:] for layer in layers)
-    if (last := getattr(outputs, "state_after_last_layer", None)) is not None:
-        outputs.state_after_last_layer = last[:, num_tokens:]
-    return outputs
-
-
 class ReturnedOutputs:
-    """The outputs that `return_dict_in_generate` asks for, one entry a token as in `_sample`."""
+    """
+    Collects the outputs that `return_dict_in_generate` asks for, one entry per token as in `_sample`.
 
-    def __init__(self, config, batch_size):
+    Raises:
+        ValueError: if single hidden states are asked for, and transformers cannot select them.
+    """
+
+    def __init__(self, config: GenerationConfig, batch_size: int):
         self.wants_dict = config.return_dict_in_generate
         self.wants_hidden_states = config.output_hidden_states
 
-        def collect(wanted):  # a list of entries for each row
-            return [[] for _ in range(batch_size)] if self.wants_dict and wanted else None
+        def collect(is_wanted: Any) -> list[list] | None:  # a list of entries for each row
+            return [[] for _ in range(batch_size)] if self.wants_dict and is_wanted else None
 
         self.scores, self.logits = collect(config.output_scores), collect(config.output_logits)
         self.hidden_states = collect(self.wants_hidden_states)
-        self.scores_of_batch = []  # the same, of all rows together
+        self.scores_of_batch: list[torch.FloatTensor] = []  # `scores`, of all rows together
 
         if isinstance(self.wants_hidden_states, int) and not isinstance(self.wants_hidden_states, bool):
             self.wants_hidden_states = [self.wants_hidden_states]
         if isinstance(self.wants_hidden_states, list) and not CAN_SELECT_HIDDEN_STATES:
             raise ValueError(
-                "EAGLE-3 decoding takes a list as `output_hidden_states` from transformers 5.23 on. Pass True instead."
+                f"`output_hidden_states` is {self.wants_hidden_states}, but EAGLE-3 decoding takes a list only from "
+                "transformers 5.23 on. Pass True instead."
             )
 
     @property
     def collects(self) -> bool:
-        """Whether anything is kept of each token."""
+        """Whether anything is collected for each token."""
         return any(each is not None for each in (self.scores, self.logits, self.hidden_states))
 
     @property
     def wants_states(self) -> bool:
-        """Whether states of the target's forwards are kept, which compiled forwards overwrite."""
+        """Whether hidden states are collected. Compiled forwards would overwrite them."""
         return self.hidden_states is not None
 
-    def hidden_states_with(self, layer_ids):
-        """The `output_hidden_states` to pass: the caller's choice and `layer_ids`."""
+    def hidden_states_with(self, layer_ids: Sequence[int]) -> bool | list[int] | None:
+        """The `output_hidden_states` to pass to the target: the caller's choice and `layer_ids`."""
         if self.wants_hidden_states is True or not layer_ids:
             return self.wants_hidden_states
         return select_hidden_states([*(self.wants_hidden_states or []), *layer_ids])
 
-    def all_scores(self):
-        """The scores that stopping criteria get, and the caller: an entry `(B, vocab_size)` a token."""
+    def all_scores(self) -> tuple[torch.FloatTensor, ...] | None:
+        """The scores that stopping criteria and the caller get: `(B, vocab_size)` for each token."""
         if self.scores is None:
             return None
         for i in range(len(self.scores_of_batch), len(self.scores[0])):
             self.scores_of_batch.append(stack([entries[i] for entries in self.scores]))
-            for row, entries in enumerate(self.scores):  # kept once
+            for row, entries in enumerate(self.scores):  # views, to keep them once
                 entries[i] = self.scores_of_batch[i][row : row + 1]
         return tuple(self.scores_of_batch)
 
-    def add(self, row, outputs, logits, scores, node):
-        """
-        Adds the token that a row picked at a node. A forward without drafted nodes is plain, and all of its positions
-        go in.
-        """
+    def add(
+        self, row: int, outputs: TreeOutputs, logits: torch.FloatTensor, scores: torch.FloatTensor, node: int
+    ) -> None:
+        """Adds the token that a row picked at a node. Of forwards without drafted nodes all positions are added."""
         if not self.wants_dict:
             return
-        is_plain = outputs.logits.shape[1] == 1
-        rows, nodes = slice(row, row + 1), slice(None) if is_plain else slice(node, node + 1)
+        num_replayed, is_plain = outputs.num_replayed, outputs.logits.shape[1] == 1
+        nodes = slice(num_replayed, None) if is_plain else slice(num_replayed + node, num_replayed + node + 1)
         if self.scores is not None:
             self.scores[row].append(scores)
         if self.logits is not None:
             self.logits[row].append(logits)
         if self.hidden_states is not None:
-            states = outputs.of_target.hidden_states
+            states = outputs.target_outputs.hidden_states
             if self.wants_hidden_states is not True:
                 wanted = {index % len(states) for index in self.wants_hidden_states}
                 states = [state if index in wanted else None for index, state in enumerate(states)]
+            states = (None if state is None else state[row : row + 1, nodes] for state in states)
             # A view would keep the states of the whole tree.
-            states = (None if state is None else state[rows, nodes] for state in states)
             self.hidden_states[row].append(
                 tuple(state if state is None or is_plain else state.clone() for state in states)
             )
 
-    def finish(self, sequences, cache):
+    def finish(self, sequences: torch.LongTensor, cache: Cache) -> torch.LongTensor | GenerateDecoderOnlyOutput:
+        """What `generate` returns."""
         if not self.wants_dict:
             return sequences
 
-        def by_token(rows):
+        def by_token(rows: list[list] | None) -> tuple | None:
             return None if rows is None else tuple(stack(entries) for entries in zip(*rows))
 
         return GenerateDecoderOnlyOutput(
@@ -177,10 +188,98 @@ class ReturnedOutputs:
         )
 
 
-def stack(entries):
-    """One entry of all rows: tensors, or tuples of tensors and `None`."""
+def stack(entries: Sequence[Any]) -> Any:
+    """The entries of all rows as one: tensors, or tuples of tensors and `None`."""
     if len(entries) == 1 or entries[0] is None:
         return entries[0]
     if isinstance(entries[0], tuple):
         return tuple(stack(layer) for layer in zip(*entries))
     return torch.cat(entries)
+
+
+@dataclass
+class Eagle3Step:
+    """
+    One step of a call. Each list has an entry for each row that was still in the batch.
+
+    Args:
+        source (`str`): What proposed the tree: `"draft"`, `"lookup"`, or `"target"` if there was nothing to verify.
+        rows (`list[int]`): The rows of the call.
+        tokens (`list[list[int]]`): The tree's tokens. The first is the root, the last token written before.
+        parents (`list[list[int]]`): Index of each node's parent; the root's is 0.
+        accepted (`list[list[int]]`): The accepted nodes below the root, from the top down.
+        new_tokens (`list[list[int]]`): The written tokens: those of accepted nodes, then the target's own.
+    """
+
+    source: str
+    rows: list[int]
+    tokens: list[list[int]]
+    parents: list[list[int]]
+    accepted: list[list[int]]
+    new_tokens: list[list[int]]
+
+
+@dataclass(repr=False)
+class Eagle3GenerationStats:
+    """
+    How one call of `generate` went.
+
+    Args:
+        new_tokens (`int`): Generated tokens of all rows. Each row's first comes from the forward over the prompt.
+        target_forwards (`int`):
+            Forward passes of the target, the prompt's included. Plain `generate` takes one for each token of the
+            longest text.
+        accepted_lengths (`list[int]`):
+            Tokens that each verification forward wrote in each unfinished row. The forward over the prompt verifies
+            nothing and is left out.
+        plain_steps (`int`): How many of those forwards had no token to verify, because drafting did not pay.
+        lookup_steps (`int`): How many of them verified tokens that were looked up in the text instead of drafted.
+        drafted_lengths (`list[int]`): Those `accepted_lengths` that come from drafted trees.
+        steps (`list[Eagle3Step]`):
+            Each step, the prompt's first, if the generation config of the call or of the assistant has
+            `output_steps=True`. The list grows during the call.
+    """
+
+    new_tokens: int = 0
+    target_forwards: int = 0
+    accepted_lengths: list[int] = field(default_factory=list)
+    plain_steps: int = 0
+    lookup_steps: int = 0
+    drafted_lengths: list[int] = field(default_factory=list)
+    steps: list[Eagle3Step] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(new_tokens={self.new_tokens}, target_forwards={self.target_forwards}, "
+            f"plain_steps={self.plain_steps}, lookup_steps={self.lookup_steps}, "
+            f"acceptance_length={self.acceptance_length:.2f})"
+        )
+
+    @property
+    def acceptance_length(self) -> float:
+        """τ: tokens per verification forward and row; 0 if there was none."""
+        return sum(self.accepted_lengths) / len(self.accepted_lengths) if self.accepted_lengths else 0.0
+
+    def origins(self, row: int = 0) -> list[tuple[str, int]]:
+        """
+        Where each new token of a row came from. `("draft", 2)` was drafted at the second level of a tree,
+        `("lookup", 5)` was the fifth that was looked up, and `("target", 0)` is the target's own.
+
+        Args:
+            row (`int`, *optional*, defaults to `0`): A row of the call.
+
+        Raises:
+            ValueError: if the call kept no steps.
+        """
+        if self.new_tokens and not self.steps:
+            raise ValueError(
+                "This call kept no steps: set `output_steps=True` in its generation config, or the draft's."
+            )
+        origins = []
+        for step in self.steps:
+            if row in step.rows:
+                i = step.rows.index(row)
+                num_accepted = len(step.accepted[i])
+                origins += [(step.source, depth) for depth in range(1, 1 + num_accepted)]
+                origins += [("target", 0)] * (len(step.new_tokens[i]) - num_accepted)
+        return origins

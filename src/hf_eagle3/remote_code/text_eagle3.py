@@ -1,129 +1,135 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of a batch as it grows, row by row."""
+"""The rows of a batch: the text of each row, and tensors whose rows have different lengths (all end at the right)."""
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import MaxLengthCriteria
+from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
-from .ragged_eagle3 import align_right, on_device
+from .devices_eagle3 import on_device
+
+
+class SampleArguments(NamedTuple):
+    """The arguments of `GenerationMixin._sample`. The prompts `input_ids` have shape `(B, S)`."""
+
+    input_ids: torch.LongTensor
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    streamer: BaseStreamer | None
+    model_kwargs: dict[str, Any]
 
 
 class Text:
     """
-    The rows of a batch. A finished row goes on as in `_sample`: with padding, up to the length of the longest.
-
-    Args:
-        input_ids (`torch.LongTensor` of shape `(B, S)`): The prompts.
-        stopping_criteria, generation_config: What `_sample` is called with.
-        in_step (`bool`):
-            Whether the rows advance by as much as the slowest can, so that whoever looks at the batch as a whole sees
-            what `_sample` would show. Otherwise each advances at its own pace.
-        may_be_edited (`bool`): Whether processors or criteria may change the ids that they are given, or keep them.
-        may_retire (`bool`): Whether finished rows may leave the batch.
+    The rows of a batch. As in `_sample`, a finished row goes on with padding up to the length of the longest row. All
+    rows advance by the same number of tokens (`in_lockstep`), or each at its own pace. If processors or criteria may
+    edit or keep the ids that they get, the text `exposes_ids`. If it `may_retire` finished rows, they leave the batch.
     """
 
-    # How far a row may run ahead of the slowest; noise is kept for the rows in between.
+    # How far a row may run ahead of the slowest one. Noise is kept for the positions in between.
     MAX_LEAD = 64
 
-    def __init__(self, input_ids, stopping_criteria, generation_config, in_step, may_be_edited, may_retire):
+    def __init__(self, arguments: SampleArguments, in_lockstep: bool, exposes_ids: bool, may_retire: bool):
+        input_ids, stopping_criteria = arguments.input_ids, arguments.stopping_criteria
         self.num_rows, self.prompt_length = input_ids.shape
-        self.rows = list(range(self.num_rows))  # of the batch, those that have not left it
+        self.rows = list(range(self.num_rows))  # the rows of the call that are still in the batch
         self.retired: dict[int, torch.LongTensor] = {}  # the texts of the others
-        self.in_step, self.may_be_edited = in_step, may_be_edited
-        self._ids = input_ids.long()  # (B, capacity), of which each row has written its length
+        self.in_lockstep, self.exposes_ids = in_lockstep, exposes_ids
+        self._ids = input_ids.long()  # (B, capacity)
         self.lengths = [self.prompt_length] * self.num_rows
-        self.unwritten: list[list[int]] = [[] for _ in self.rows]  # the last tokens, not yet in `_ids`
+        self.unwritten: list[list[int]] = [[] for _ in self.rows]  # the last tokens of each row, not yet in `_ids`
         self.is_finished = [False] * self.num_rows
-        # A criterion of the caller's may have been met before; each row takes a token in any case.
+        # A caller's criterion may be met by the prompt. Each row takes a token in any case.
         self.max_length = max(max_length_of(stopping_criteria), self.prompt_length + 1)
-        self.pad_token = None if (pad := generation_config._pad_token_tensor) is None else int(pad)
+        pad_token = arguments.generation_config._pad_token_tensor
+        self.pad_token = None if pad_token is None else int(pad_token)
         self.pads_finished_rows = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
-        # What follows a finished row is padding, or nothing at all.
+        # A row may leave if only padding, or nothing, can follow its end.
         pads = self.pads_finished_rows or all(type(each) is MaxLengthCriteria for each in stopping_criteria)
-        self.may_retire = may_retire and pads and not in_step
-        # Noise is kept for the positions between the slowest and the fastest row. Greedy calls need none.
-        hurries = self.num_rows == 1 or (self.may_retire and not generation_config.do_sample)
-        self.max_lead = self.max_length if hurries else self.MAX_LEAD
+        self.may_retire = may_retire and pads and not in_lockstep
+        # Greedy calls keep no noise, so that a row may run ahead as far as it likes if it can leave then.
+        is_unlimited = self.num_rows == 1 or (self.may_retire and not arguments.generation_config.do_sample)
+        self.max_lead = self.max_length if is_unlimited else self.MAX_LEAD
 
     @property
     def batch_size(self) -> int:
-        """How many rows have not left."""
+        """The number of rows that are still in the batch."""
         return len(self.rows)
 
     @property
     def shortest(self) -> int:
+        """The length of the shortest row in the batch."""
         return min(self.lengths)
 
     @property
     def longest(self) -> int:
+        """The length of the longest row in the batch."""
         return max(self.lengths)
 
     @property
-    def length(self) -> int:
-        """Of the longest row, whether or not it has left."""
+    def longest_of_call(self) -> int:
+        """The length of the longest row, rows that left the batch included."""
         return max([self.longest, *map(len, self.retired.values())])
 
     @property
     def is_complete(self) -> bool:
+        """Whether all rows are finished, and padded where they must be."""
         return all(self.is_finished) and (self.may_retire or self.shortest == self.longest)
 
-    def rows_behind(self, reach: int) -> list[bool]:
-        """Which rows hold up the batch: unfinished ones that the slowest of those could overtake by `reach` tokens."""
+    def bottlenecks(self, reach: int) -> list[bool]:
+        """Whether the batch waits for each row, or may soon: it is less than `reach` tokens ahead of the slowest."""
         unfinished = [length for length, is_finished in zip(self.lengths, self.is_finished) if not is_finished]
         limit = min(unfinished, default=0) + reach
-        return [length < limit and not done for length, done in zip(self.lengths, self.is_finished)]
+        return [length < limit and not is_finished for length, is_finished in zip(self.lengths, self.is_finished)]
 
-    def advancing(self, nodes: list[int | None]) -> list[int]:
-        """The rows that go on by a token, of those that have come to a node of their tree."""
-        rows = [row for row, node in enumerate(nodes) if node is not None]
-        if self.in_step:
+    def rows_to_advance(self, walking: Collection[int]) -> list[int]:
+        """The rows that take another token, of those whose walk down the tree goes on."""
+        rows = sorted(walking)
+        if self.in_lockstep:
             return rows if len(rows) == self.batch_size and not all(self.is_finished) else []
         unfinished_end, finished_end = min(self.max_length, self.shortest + self.max_lead), self.longest
         ends = [finished_end if is_finished else unfinished_end for is_finished in self.is_finished]
         return [row for row in rows if self.lengths[row] < ends[row]]
 
     def append(self, row: int, token: int) -> None:
-        """Goes on with a token, which is written to the device with those that follow."""
+        """Appends a token to a row. It is copied to the device with the tokens after it."""
         self.unwritten[row].append(token)
         self.lengths[row] += 1
 
-    def _make_room(self, length: int) -> None:
-        if length > self._ids.shape[1]:
-            # Who may edit the text, or keep it, gets it itself, and another one after the next token.
-            self._ids = F.pad(self._ids, (0, 1 if self.may_be_edited else max(length, 256)))
-
     @property
     def ids(self) -> torch.LongTensor:
-        """`(B, capacity)`: what is behind the end of a row is not its text."""
+        """The ids of all rows, `(B, capacity)`. Entries beyond the end of a row mean nothing."""
         if any(self.unwritten):
-            self._make_room(self.longest)
+            if self.longest > self._ids.shape[1]:
+                # If others may edit or keep these ids, there is no room to spare: the next token makes another tensor.
+                self._ids = F.pad(self._ids, (0, 1 if self.exposes_ids else max(self.longest, 256)))
             starts = [length - len(tokens) for length, tokens in zip(self.lengths, self.unwritten)]
-            if len(set(starts)) == len(set(self.lengths)) == 1:
-                tokens = on_device(self.unwritten, self._ids.device)
-                self._ids[:, starts[0] : self.longest] = tokens
-            else:
-                rows = [row for row, tokens in enumerate(self.unwritten) for _ in tokens]
-                columns = [start + i for start, tokens in zip(starts, self.unwritten) for i in range(len(tokens))]
-                tokens = [token for tokens in self.unwritten for token in tokens]
-                rows, columns, tokens = on_device([rows, columns, tokens], self._ids.device)
-                self._ids[rows, columns] = tokens
+            rows = [row for row, tokens in enumerate(self.unwritten) for _ in tokens]
+            columns = [start + i for start, tokens in zip(starts, self.unwritten) for i in range(len(tokens))]
+            tokens = [token for tokens in self.unwritten for token in tokens]
+            rows, columns, tokens = on_device([rows, columns, tokens], self._ids.device)
+            self._ids[rows, columns] = tokens
             self.unwritten = [[] for _ in self.rows]
         return self._ids
 
     def read(self, rows: list[int], length: int) -> torch.LongTensor:
-        """The first `length` tokens of some rows."""
+        """The first `length` tokens of some rows, `(len(rows), length)`."""
         return self.ids[:, :length].contiguous() if len(rows) == self.batch_size else self.ids[rows, :length]
 
     def newest(self, num_tokens: int) -> torch.LongTensor:
-        """The last tokens of every row, `(B, num_tokens)`; shorter rows begin with zeros."""
+        """The last tokens of every row, `(B, num_tokens)`. Shorter rows begin with zeros."""
         ids = self.ids
         if self.shortest == self.longest:
             return ids[:, self.longest - num_tokens : self.longest]
         return align_right(ids, on_device(self.lengths, ids.device), num_tokens)
 
     def retire(self) -> list[int] | None:
-        """Lets finished rows leave. Returns the indices of those that stay, and `None` if all do, or none."""
+        """Removes finished rows from the batch. Returns the indices of the others; `None` if nothing changes."""
         if not self.may_retire or not any(self.is_finished) or all(self.is_finished):
             return None
         ids = self.ids
@@ -132,18 +138,60 @@ class Text:
             if self.is_finished[i]:
                 self.retired[row] = ids[i, : self.lengths[i]].clone()
         self._ids = ids[staying]
-        for name in ("rows", "lengths", "is_finished", "unwritten"):
-            setattr(self, name, [getattr(self, name)[i] for i in staying])
+        self.rows, self.lengths = [self.rows[i] for i in staying], [self.lengths[i] for i in staying]
+        self.is_finished, self.unwritten = [False] * len(staying), [[] for _ in staying]
         return staying
 
     def sequences(self) -> torch.LongTensor:
-        """The texts of all rows, `(num_rows, length)`."""
+        """The texts of all rows of the call, `(num_rows, length)`, padded at the right."""
         texts = {row: ids[:length] for row, ids, length in zip(self.rows, self.ids, self.lengths)} | self.retired
-        texts = [texts[row] for row in range(self.num_rows)]
-        return pad_sequence(texts, batch_first=True, padding_value=self.pad_token or 0)
+        ordered = [texts[row] for row in range(self.num_rows)]
+        return pad_sequence(ordered, batch_first=True, padding_value=self.pad_token or 0)
 
 
-def max_length_of(stopping_criteria) -> int:
-    """The length at which the first of them ends every row. One that somebody derived may go on."""
+def max_length_of(stopping_criteria: StoppingCriteriaList) -> int:
+    """The length at which `MaxLengthCriteria` end every row. Subclasses of it may not."""
     lengths = [criteria.max_length for criteria in stopping_criteria if type(criteria) is MaxLengthCriteria]
     return min(lengths, default=torch.iinfo(torch.long).max)
+
+
+def right_index(lengths: torch.LongTensor, width: int) -> torch.LongTensor:
+    """
+    For rows of these `lengths` `(B,)` that end at the right of `width` columns: which entry of its row is in which
+    column, `(B, width)`. Negative indices are padding.
+    """
+    return torch.arange(width, device=lengths.device) - width + lengths[:, None]
+
+
+def align_right(entries: torch.Tensor, lengths: torch.LongTensor, width: int) -> torch.Tensor:
+    """
+    Moves the first `lengths[b]` of the `entries` `(..., B, L)` of each row to the right of `width` columns. Longer
+    rows lose their beginning; shorter rows begin with zeros.
+    """
+    source = right_index(lengths, width)
+    shape = (*entries.shape[:-2], *source.shape)
+    moved = entries.expand(*shape[:-1], -1).gather(-1, source.clamp(min=0).expand(shape))
+    return moved.masked_fill(source < 0, 0)
+
+
+def stack_right(rows: list[list[int]], device: torch.device) -> torch.LongTensor:
+    """A tensor `(B, length of the longest)` of lists of numbers. Shorter ones begin with zeros."""
+    width = max(map(len, rows))
+    return on_device([[0] * (width - len(row)) + row for row in rows], device, dtype=torch.long)
+
+
+def flat_indices(indices: torch.LongTensor, shape: Sequence[int]) -> torch.LongTensor:
+    """
+    The places `(B * H * K,)` of the entries `indices` `(B, K)` of states `(B, H, S, ...)` of this `shape`, once their
+    first three dimensions are flattened. `index_select` with them copies whole vectors; `gather` copies number by
+    number.
+    """
+    batch_size, num_heads, num_entries = shape[:3]
+    first = torch.arange(batch_size * num_heads, device=indices.device).view(batch_size, num_heads, 1) * num_entries
+    return (first + indices[:, None]).flatten()
+
+
+def take_rows(states: torch.Tensor, indices: torch.LongTensor) -> torch.Tensor:
+    """The vectors `(B, K, D)` of `states` `(B, S, D)` at `indices` `(B, K)`."""
+    flat = flat_indices(indices, states[:, None].shape)
+    return states.flatten(0, 1).index_select(0, flat).view(*indices.shape, -1)

@@ -1,33 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft tree: its nodes, and growing it by the draft's confidence (EAGLE-2, https://huggingface.co/papers/2406.16858)."""
+"""The three values of a step, [`Plan`], [`DraftTree`] and [`Accepted`]; proposers; and growing trees by confidence."""
 
 import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedModel
 
-from .ragged_eagle3 import take_rows
+from .text_eagle3 import take_rows
 
 
 class Prices(NamedTuple):
-    """
-    What parts of a step cost, in tokens that decoding would otherwise write in their time.
+    """What parts of a step cost, in tokens that decoding would write in the same time."""
 
-    Args:
-        level (`float`): Each further level of drafting.
-        nodes (`list[float]`): Verifying 0, 1, ... nodes below the root.
-        rows (`list[bool]`): Which rows of the batch hold it up: what others accept is worth nothing.
-        must_verify (`bool`): Whether to verify at least one node, whatever it costs: only that tells what it brings.
-    """
+    level: float  # another level of drafting
+    nodes: list[float]  # verifying 0, 1, ... nodes below the root
+    rows: list[bool]  # which rows the batch waits for: what the others accept is worth nothing
+    must_verify: bool = False  # at least one node, at any cost, to learn what drafting is worth
 
-    level: float
-    nodes: list[float]
-    rows: list[bool]
-    must_verify: bool = False
+    def worth(self, values: torch.FloatTensor) -> list[float]:
+        """The mean probability over the rows that count that each node is accepted, given its log `(B, N)`."""
+        return (values if all(self.rows) else values[self.rows]).exp().mean(dim=0).tolist()
+
+    def num_to_expand(self, worth: list[float], share: float) -> int:
+        """How many nodes to expand, if each passes this share of its worth on. 0 if that does not pay."""
+        node_price = self.nodes[-1] / (len(self.nodes) - 1)
+        gains = [share * each - node_price for each in worth if share * each > node_price]
+        return max(len(gains), 1) if sum(gains) > self.level else 0
+
+    def num_to_keep(self, values: torch.FloatTensor) -> int:
+        """How many of some nodes to verify, given their `values` `(B, N)` in descending order."""
+        worth = itertools.accumulate(self.worth(values), initial=0.0)
+        gains = [each - price for each, price in zip(worth, self.nodes)]
+        return max(range(min(self.must_verify, len(gains) - 1), len(gains)), key=gains.__getitem__)
 
 
 class Plan(NamedTuple):
@@ -36,10 +45,10 @@ class Plan(NamedTuple):
 
     Args:
         proposer (`str`, *optional*): `"draft"`, `"lookup"`, or `None` to decode plainly.
-        depth (`int`): Longest path below the root.
-        num_nodes (`int`): Nodes below the root, at most.
-        branching_factor (`int`): Children tried per node, and nodes expanded per level; 1 allows chains only.
-        prices (`Prices`, *optional*): By which a proposer that knows its own confidence may propose less.
+        depth (`int`): The longest path below the root.
+        num_nodes (`int`): The most nodes below the root.
+        branching_factor (`int`): Children tried per node, and nodes expanded per level. 1 allows chains only.
+        prices (`Prices`, *optional*): With them a proposer that knows its own confidence may propose less.
     """
 
     proposer: str | None = None
@@ -50,13 +59,7 @@ class Plan(NamedTuple):
 
 
 class TreeOnHost(NamedTuple):
-    """
-    What the host reads of a tree: lists with an entry for each node of each row.
-
-    Args:
-        tokens, parents (`list[list[int]]`): As [`DraftTree`] has them.
-        confidences (`list[list[float]]`): Likewise, with 0 for the root; zeros where the tree has none.
-    """
+    """A [`DraftTree`] as lists, with an entry for each node of each row. Confidences are 0 where it has none."""
 
     tokens: list[list[int]]
     parents: list[list[int]]
@@ -66,7 +69,7 @@ class TreeOnHost(NamedTuple):
 @dataclass
 class DraftTree:
     """
-    A tree of tokens to verify. Node 0 is the root, the last token that is already decided; parents precede children.
+    A tree of tokens to verify. Node 0 is the root, the last token that is already written. Parents precede children.
 
     Args:
         tokens (`torch.LongTensor` of shape `(batch_size, num_nodes)`): Target token ids.
@@ -75,7 +78,7 @@ class DraftTree:
         ancestors (`torch.BoolTensor` of shape `(batch_size, num_nodes, num_nodes)`):
             `ancestors[b, i, j]`: node `j` is node `i` or above it, so `i` attends to `j`.
         confidences (`torch.FloatTensor` of shape `(batch_size, num_nodes - 1)`, *optional*):
-            Log-probabilities that nodes are accepted if their parents are, by the draft: of all but the root.
+            The draft's log-probability that a node is accepted if its parent is. The root has none.
         depth (`int`, *optional*): No node is deeper, if that is known.
     """
 
@@ -85,15 +88,17 @@ class DraftTree:
     ancestors: torch.BoolTensor
     confidences: torch.FloatTensor | None = None
     depth: int | None = None
-    _on_host: "TreeOnHost | None" = None
-
-    FIXED_POINT: ClassVar[int] = 2**20
-    LEAST_CONFIDENCE: ClassVar[float] = -1e6
+    _on_host: TreeOnHost | None = None
 
     @property
     def num_nodes(self) -> int:
-        """With the root."""
+        """The number of nodes, with the root."""
         return self.tokens.shape[1]
+
+    @property
+    def max_depth(self) -> int:
+        """No node is deeper."""
+        return self.num_nodes - 1 if self.depth is None else min(self.depth, self.num_nodes - 1)
 
     @classmethod
     def from_parents(
@@ -109,7 +114,7 @@ class DraftTree:
         Args:
             tokens (`torch.LongTensor` of shape `(batch_size, num_nodes)`): Target token ids, the root's first.
             parents (`torch.LongTensor` of shape `(batch_size, num_nodes)`): `parents[b, i] < i`, but for the root.
-            confidences, depth (*optional*): As [`DraftTree`] has them.
+            confidences, depth (*optional*): See [`DraftTree`].
         """
         batch_size, num_nodes = tokens.shape
         ancestors = torch.eye(num_nodes, dtype=torch.bool, device=tokens.device).repeat(batch_size, 1, 1)
@@ -123,7 +128,7 @@ class DraftTree:
     @classmethod
     def chain(cls, tokens: torch.LongTensor) -> "DraftTree":
         """
-        The tree of one path, or of nothing but the root.
+        A tree of one path, or of the root alone.
 
         Args:
             tokens (`torch.LongTensor` of shape `(batch_size, num_nodes)`): Target token ids, the root's first.
@@ -131,44 +136,32 @@ class DraftTree:
         num_nodes = tokens.shape[1]
         depths = torch.arange(num_nodes, device=tokens.device).expand_as(tokens)
         ancestors = torch.ones(num_nodes, num_nodes, dtype=torch.bool, device=tokens.device).tril()
-        return cls(
-            tokens, (depths - 1).clamp(min=0), depths, ancestors.expand(len(tokens), -1, -1), depth=num_nodes - 1
-        )
+        ancestors = ancestors.expand(len(tokens), -1, -1)
+        return cls(tokens, (depths - 1).clamp(min=0), depths, ancestors, depth=num_nodes - 1)
 
-    def to(self, device) -> "DraftTree":
+    def to(self, device: torch.device) -> "DraftTree":
         """The tree on a device."""
         if self.tokens.device == device:
             return self
-        confidences = None if self.confidences is None else self.confidences.to(device)
-        return DraftTree(
-            *(x.to(device) for x in (self.tokens, self.parents, self.depths, self.ancestors)), confidences, self.depth
-        )
-
-    @property
-    def max_depth(self) -> int:
-        """No node is deeper."""
-        return self.num_nodes - 1 if self.depth is None else min(self.depth, self.num_nodes - 1)
+        fields = self.tokens, self.parents, self.depths, self.ancestors, self.confidences
+        return DraftTree(*(None if each is None else each.to(device) for each in fields), depth=self.depth)
 
     def on_host(self, *others: torch.LongTensor) -> tuple[TreeOnHost, list[list[list[int]]]]:
-        """
-        The tree as lists, and `others` `(B, N)` with it: all in one copy, since each one waits for the device.
-        """
-        rows = list(others)
+        """The tree, and `others` of shape `(B, N)`, as lists. All are read in one copy, because each copy syncs."""
+        unread = list(others)
         if self._on_host is None:
-            rows += [self.tokens, self.parents]
-            if self.confidences is not None:  # as numbers with a fixed point, to travel with integers
-                fixed = (self.confidences.clamp(min=self.LEAST_CONFIDENCE) * self.FIXED_POINT).round().long()
-                rows.append(F.pad(fixed, (1, 0)))
-        read = torch.stack(rows).tolist() if rows else []
+            confidences = () if self.confidences is None else [F.pad(self.confidences, (1, 0))]
+            unread += [self.tokens, self.parents, *confidences]
+        read = torch.stack([each.float() for each in unread]).tolist() if unread else []
+        num_integers = len(others) + 2  # float32 holds them exactly, up to 2**24
+        read[:num_integers] = [[list(map(int, row)) for row in rows] for rows in read[:num_integers]]
         if self._on_host is None:
             tokens, parents, *confidences = read[len(others) :]
-            unit = 1 / self.FIXED_POINT
-            confidences = [[each * unit for each in row] for row in (confidences[0] if confidences else [])]
-            self._on_host = TreeOnHost(tokens, parents, confidences or [[0.0] * self.num_nodes] * len(tokens))
+            self._on_host = TreeOnHost(tokens, parents, *confidences or [[[0.0] * self.num_nodes] * len(tokens)])
         return self._on_host, read[: len(others)]
 
     def children(self) -> list[dict[tuple[int, int], int]]:
-        """For each batch row `{(parent, token): node}`, on the host: what a walk from the root looks up."""
+        """For each row `{(parent, token): node}`: what a walk from the root looks up."""
         if self.num_nodes == 1:
             return [{} for _ in self.tokens]
         read, _ = self.on_host()
@@ -178,8 +171,10 @@ class DraftTree:
         ]
 
     def with_padded_rows(self, rows: list[bool], pad_token: int, depth: int) -> "DraftTree":
-        """Replaces the trees of some rows, whose next tokens are known to be padding, by chains of that: of `depth`, or as
-        deep as the others."""
+        """
+        The tree, with chains of padding in those rows that are known to go on with padding. Chains are as deep as the
+        tree, or `depth` if that is not known.
+        """
         if self.num_nodes == 1 or not any(rows):
             return self
         depth = depth if self.depth is None else self.depth
@@ -189,84 +184,182 @@ class DraftTree:
         return DraftTree.from_parents(tokens, parents, self.confidences, depth)
 
 
+@dataclass
+class Accepted:
+    """
+    What a step wrote. The first one is the prompt. In tensors the rows end at the right, and begin with padding.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(B, R)`): The new tokens.
+        counts (`list[int]`): How many entries of each row, at the right, are not padding.
+        positions (`torch.LongTensor` of shape `(B, R)`): The position before each new token.
+        states (`torch.FloatTensor` of shape `(B, R, n * H)`, *optional*):
+            The target's hidden states at those positions, of the layers that the proposer reads.
+        new_tokens (`list[list[int]]`): The new tokens as lists; all tokens of the prompt.
+        nodes (`list[list[int]]`): The node of the tree before each new token.
+        batch_growth (`int`): By how many tokens the longest row grew.
+        progress (`int`): By how many tokens the slowest unfinished row got ahead. Plain decoding makes 1.
+        was_finished, is_finished (`list[bool]`):
+            Whether each row was finished before and after the step. Finished rows grow by padding, or not at all.
+    """
+
+    tokens: torch.LongTensor
+    counts: list[int]
+    positions: torch.LongTensor
+    states: torch.FloatTensor | None
+    new_tokens: list[list[int]]
+    nodes: list[list[int]]
+    batch_growth: int
+    progress: int
+    was_finished: list[bool]
+    is_finished: list[bool]
+
+
+class GenerationCall(NamedTuple):
+    """
+    One call of `generate`.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        embedding (`nn.Embedding`): The target's input embedding. It is gathered if processes hold shards of it.
+        max_plan (`Plan`): The largest tree of a step.
+        threshold (`float`): Nodes that the proposer gives a lower probability are not worth proposing.
+        calibration (`Calibration`): Its `power` corrects the proposer's probabilities.
+        capacity (`int`, *optional*): The most tokens of a row, if the target's cache is static.
+        compile_config (`CompileConfig`, *optional*): The compiler's settings, if the target is compiled.
+    """
+
+    target: PreTrainedModel
+    embedding: torch.nn.Embedding
+    max_plan: Plan
+    threshold: float
+    calibration: Any
+    capacity: int | None
+    compile_config: Any
+
+
+class SampleGuesser(Protocol):
+    """What a proposer knows of how the target will sample. `level` 0 is the next token of each row."""
+
+    temperature: float
+
+    def guess(self, logits: torch.FloatTensor, level: int, token_ids: torch.LongTensor | None) -> torch.FloatTensor:
+        """
+        Scores `(..., V)` for a draft's `logits` `(..., V)`. The largest one belongs to the likeliest sample, since
+        the target will draw with the same noise. Logits are warped like the target's where that is cheap.
+        `token_ids` `(V,)` are the target's ids of the draft vocabulary, `None` if both are the same.
+        """
+        ...
+
+    def noise_ahead(self, level: int, token_ids: torch.LongTensor | None, like: torch.Tensor) -> torch.FloatTensor:
+        """The noise `(B, V)` with which the target will draw, for logits of the width and device of `like`."""
+        ...
+
+
+class Proposer:
+    """
+    Proposes next tokens during one call of `generate`. The text is the target's, whatever is proposed; only its speed
+    depends on that. A subclass implements [`propose`], and [`observe`] if it learns from the text.
+    """
+
+    def observe(self, accepted: Accepted) -> None:
+        """
+        Called with what each step wrote; first with the prompt and its first new token.
+
+        Args:
+            accepted ([`Accepted`]): What was written.
+        """
+
+    def propose(self, plan: Plan, root_tokens: torch.LongTensor, sampler: SampleGuesser | None = None) -> DraftTree:
+        """
+        Returns tokens that may follow.
+
+        Args:
+            plan (`Plan`): The most that the tree may have: `depth` levels and `num_nodes` nodes below its root. With a
+                `branching_factor` of 1 it must be a chain.
+            root_tokens (`torch.LongTensor` of shape `(B, 1)`): The newest token of each row, the roots of the trees.
+            sampler (`SampleGuesser`, *optional*): Helps to guess samples; `None` if the target decodes greedily.
+
+        Returns:
+            `DraftTree`: One for each row, all with the same number of nodes. Tokens must be ids of the target's
+            embedding.
+        """
+        raise NotImplementedError
+
+    def select(self, rows: list[int]) -> None:
+        """
+        Called when finished rows leave the batch.
+
+        Args:
+            rows (`list[int]`): The indices of the rows that stay.
+        """
+
+
 def grow_tree(
-    root_tokens: torch.LongTensor,
-    logits: torch.FloatTensor,
-    hidden_states: torch.FloatTensor,
+    root_tokens: torch.LongTensor,  # (B, 1)
+    logits: torch.FloatTensor,  # (B, V): the draft's for the root's children
+    hidden_states: torch.FloatTensor,  # (B, H): what the root's children take
     advance: Callable[..., tuple[torch.FloatTensor, torch.FloatTensor]],
-    draft_token_ids: torch.LongTensor | None,
+    draft_token_ids: torch.LongTensor | None,  # (V,): the target's ids of the draft vocabulary, if it differs
     plan: Plan,
-    threshold: float = 0.0,
-    power: float | torch.FloatTensor = 1.0,
+    threshold: float = 0.0,  # nodes below this probability are dropped
+    power: float | torch.FloatTensor = 1.0,  # the draft's probabilities are taken to it (see `Calibration`)
     guess: Callable[[torch.FloatTensor, int], torch.FloatTensor] | None = None,
 ) -> DraftTree:
     """
-    Expands the most probable nodes level by level, then keeps the most probable of all of them (EAGLE-2, sections 4.1
-    and 4.2). A node's value is the probability of the whole path to it.
+    Expands the most probable nodes level by level, then keeps the most probable nodes of all levels (EAGLE-2,
+    https://huggingface.co/papers/2406.16858, sections 4.1 and 4.2). A node's value is the log-probability of the path
+    to it.
 
-    Args:
-        root_tokens (`torch.LongTensor` of shape `(B, 1)`): The tokens the trees hang from.
-        logits (`torch.FloatTensor` of shape `(B, draft_vocab_size)`): The draft's scores for the root's children.
-        hidden_states (`torch.FloatTensor` of shape `(B, H)`): What the root's children take as hidden state.
-        advance (`Callable`):
-            `advance(tokens (B, K), hidden_states (B, K, H), level, visible (B, K, T)) -> logits (B, K, V),
-            hidden_states (B, K, H)`: one drafting step for `K` nodes at depth `level`. `visible` tells which of the
-            `T` rows advanced so far, these included, each of them attends to.
-        draft_token_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`, *optional*):
-            Target ids of the draft vocabulary, if that is another one.
-        plan (`Plan`):
-            The largest tree: `depth - 1` calls of `advance`. Its prices make it smaller where the draft is unsure, in
-            the way of OPT-Tree (https://huggingface.co/papers/2406.17276); then the host reads each level. Without
-            them all shapes are fixed, and nothing is read but for a `threshold`.
-        threshold (`float`, *optional*, defaults to 0): Nodes of a lower value are not kept.
-        power (`float`, *optional*, defaults to 1): The draft's probabilities are taken to it (see `Calibration`).
-        guess (`Callable`, *optional*):
-            `guess(logits (..., V), level) -> scores (..., V)`: what takes the place of the draft's logits for the
-            children of nodes at depth `level`, if the target samples ([`~noise_eagle3.sample_scores`]).
+    `advance(tokens (B, K), hidden_states (B, K, H), level, visible (B, K, T))` is one drafting step for `K` nodes at
+    depth `level`. It returns logits `(B, K, V)` and hidden states `(B, K, H)`. `visible` says which of the `T` nodes
+    advanced so far, these included, each of them attends to.
+
+    `guess(logits (..., V), level) -> scores (..., V)` replaces the logits for children of nodes at depth `level`, if
+    the target samples (see [`~accept_eagle3.sample_scores`]).
+
+    Without prices in the plan all shapes are fixed, `advance` is called `depth - 1` times, and only a `threshold`
+    forces a sync. With prices the tree is smaller where the draft is unsure, as in OPT-Tree
+    (https://huggingface.co/papers/2406.17276), and each level forces a sync.
     """
     batch_size, device, prices = logits.shape[0], logits.device, plan.prices
     width = min(plan.branching_factor, logits.shape[-1])
     lowest = math.log(threshold) if threshold > 0 else -math.inf
 
-    def best_children(logits, level):  # (..., V) -> log-probabilities and ids, both (..., K)
+    def best_children(logits: torch.FloatTensor, level: int) -> tuple[torch.FloatTensor, torch.LongTensor]:
+        """Log-probabilities and ids, both `(..., K)`, of logits `(..., V)`."""
         scores = logits.float() if guess is None else guess(logits, level)
         confidences, ids = (power * scores).log_softmax(dim=-1).topk(width)
-        # A draft may be broken and floats round: whatever it says, no child outranks its parent.
+        # A broken draft may return NaN, and floats round. No child may outrank its parent all the same.
         return confidences.nan_to_num(nan=-torch.inf).clamp(max=0), ids
 
-    def target_ids(ids):
+    def target_ids(ids: torch.LongTensor) -> torch.LongTensor:
         return ids if draft_token_ids is None else draft_token_ids.take(ids)
 
-    def expected(values):  # probabilities that nodes are accepted, averaged over the rows that count
-        return (values if all(prices.rows) else values[prices.rows]).exp().mean(dim=0).tolist()
-
-    # The pool of all candidates, and the frontier: the K of them that may be expanded next.
+    # All candidates are in the pool; the K in the frontier may be expanded next.
     values, ids = best_children(logits, 0)  # (B, K)
     pool_values, pool_ids, pool_confidences = values, ids, [values]
-    frontier = torch.arange(width, device=device).expand(batch_size, width)  # as indices into the pool
+    frontier = torch.arange(width, device=device).expand(batch_size, width)  # indices into the pool
     expanded: list[torch.LongTensor] = []
     hidden_states = hidden_states[:, None].expand(-1, width, -1)  # (B, K, H)
-    # Which of the rows advanced so far are above each of them, (B, K, T).
-    above = torch.ones(batch_size, width, 0, dtype=torch.bool, device=device)
+    above = torch.ones(batch_size, width, 0, dtype=torch.bool, device=device)  # (B, K, T): the ancestors' rows
     mass_before = 1.0
     for level in range(1, plan.depth):
         if prices is not None:
-            # A child is worth at most what its parent is: nothing below would be among the best.
+            # No child is worth more than its parent. Stop if none could be among the best.
             num_better = (pool_values >= values[:, :1]).sum(dim=1)
             if not ((values[:, 0] > lowest) & (num_better < plan.num_nodes)).any():
                 break
-            # A level keeps about as much of each node as the one before did. Only nodes that are worth verifying count.
-            worth, node_price = expected(values), prices.nodes[-1] / (len(prices.nodes) - 1)
+            # Assume that the next level keeps the same share of the probability as this one did.
+            worth = prices.worth(values)
             mass = max(sum(worth), 1e-9)
-            kept, mass_before = min(mass / mass_before, 1.0), mass
-            gains = [kept * each - node_price for each in worth if kept * each > node_price]
-            num_expanded = max(len(gains), 1)
-            if sum(gains) <= prices.level:
+            num_expanded = prices.num_to_expand(worth, share=min(mass / mass_before, 1.0))
+            mass_before = mass
+            if num_expanded == 0:
                 break
-            if num_expanded < ids.shape[1]:
-                values, ids, frontier, hidden_states, above = (
-                    entries[:, :num_expanded] for entries in (values, ids, frontier, hidden_states, above)
-                )
+            values, ids, frontier, hidden_states, above = (
+                entries[:, :num_expanded] for entries in (values, ids, frontier, hidden_states, above)
+            )
         expanded.append(frontier)
         itself = torch.eye(ids.shape[1], dtype=torch.bool, device=device).expand(batch_size, -1, -1)
         visible = torch.cat([above, itself], dim=-1)
@@ -282,19 +375,8 @@ def grow_tree(
         hidden_states = take_rows(hidden_states, parent)
         above = visible.gather(1, parent[..., None].expand(-1, -1, visible.shape[-1]))
 
-    # Candidates stand in the pool level by level, so a stable sort puts a parent before a child of equal value, and
-    # whatever is kept is kept with its parent. Back in pool order, parents precede children.
-    ranked_values, ranking = pool_values.sort(dim=1, descending=True, stable=True)
-    num_kept = min(plan.num_nodes, pool_values.shape[1])
-    if threshold > 0:
-        num_kept = min(num_kept, int((ranked_values >= lowest).sum(dim=1).max()))
-    if prices is not None:
-        gains = list(itertools.accumulate(expected(ranked_values[:, :num_kept]), initial=0.0))
-        gains = [gain - price for gain, price in zip(gains, prices.nodes)]
-        least = min(prices.must_verify, num_kept)
-        num_kept = max(range(least, len(gains)), key=gains.__getitem__)
-    kept = ranking[:, :num_kept].sort(dim=1).values  # (B, N)
-    # After the root's come the K children of each node that was expanded, in the order in which that was done.
+    kept = best_nodes(pool_values, plan, lowest)
+    # The pool holds the root's K children, then the K children of each expanded node, in the order of expansion.
     parents = torch.cat(expanded or [frontier], dim=1).gather(1, (kept // width - 1).clamp(min=0))
     parents = torch.where(kept < width, 0, torch.searchsorted(kept, parents) + 1)
     return DraftTree.from_parents(
@@ -303,3 +385,17 @@ def grow_tree(
         torch.cat(pool_confidences, dim=1).gather(1, kept),
         depth=1 + len(expanded),
     )
+
+
+def best_nodes(pool_values: torch.FloatTensor, plan: Plan, lowest: float) -> torch.LongTensor:
+    """
+    The nodes to verify, `(B, N)`, as ascending indices into the pool: parents precede children. The pool is ordered by
+    level, and the sort is stable, so a parent comes before a child of equal value. Every node is kept with its parent.
+    """
+    ranked_values, ranking = pool_values.sort(dim=1, descending=True, stable=True)
+    num_kept = min(plan.num_nodes, pool_values.shape[1])
+    if lowest > -math.inf:
+        num_kept = min(num_kept, int((ranked_values >= lowest).sum(dim=1).max()))
+    if plan.prices is not None:
+        num_kept = plan.prices.num_to_keep(ranked_values[:, :num_kept])
+    return ranking[:, :num_kept].sort(dim=1).values

@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils.checkpoint import checkpoint
 
 from ..remote_code.draft_eagle3 import DraftModel
-from ..remote_code.ragged_eagle3 import flat_indices, take_rows
+from ..remote_code.text_eagle3 import flat_indices, take_rows
 from .losses import DraftLoss, LossType, acceptance_rates, log_sum_exp, pieces, probabilities
 
 

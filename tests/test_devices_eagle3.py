@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import make_prompt
 
-from hf_eagle3.remote_code.cuda_eagle3 import CudnnSwitch, captures_graphs
-from hf_eagle3.remote_code.ragged_eagle3 import additive_mask, on_device
+from hf_eagle3.remote_code.cache_eagle3 import additive_mask
+from hf_eagle3.remote_code.devices_eagle3 import CudnnSwitch, captures_graphs, on_device
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,10 @@
-"""What a checkpoint holds: the names of its tensors, without reading any of them."""
+"""The names of a checkpoint's tensors, read without any of the tensors, and whether they are a draft's."""
 
 import json
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from transformers.utils.hub import cached_file
 
@@ -14,9 +16,9 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-# A file without any of these is none of a draft, which saves parsing the long headers and indices of other models.
+# Every draft has one of these in its names. Without them the long headers and indices of other models need no parsing.
 TRACES = (b"fc.weight", b"midlayer.", b"hidden_norm.weight", b"d2t")
-# As `cached_file` takes them: what is not there is no error.
+# Arguments of `cached_file` that make it return `None` for a missing file.
 LENIENT = {
     "_raise_exceptions_for_missing_entries": False,
     "_raise_exceptions_for_gated_repo": False,
@@ -24,20 +26,20 @@ LENIENT = {
 }
 
 
-def find(source, name: str, **hub_kwargs) -> Path | None:
-    """The path of a file in a folder or on the Hub, or `None`."""
+def find(source: str | Path, name: str, **hub_kwargs: Any) -> Path | None:
+    """Returns the path of a file in a folder or on the Hub, or `None` if it does not exist."""
     hub_kwargs = {"_raise_exceptions_for_missing_entries": False, **hub_kwargs}
     found = cached_file(str(source), name, **hub_kwargs)
     return None if found is None else Path(found)
 
 
-def is_draft(names) -> bool:
+def is_draft(names: Iterable[str]) -> bool:
     """
-    Whether tensors of these names are those of an EAGLE draft: one with a first layer that reads the token beside the
-    state, or whose vocabulary is mapped, or a single layer behind an `fc` (EAGLE 1 and 2).
+    Whether tensors with these names make up an EAGLE draft. A draft has a first layer that reads the token beside the
+    state, or a vocabulary mapping, or (EAGLE 1 and 2) a single layer behind an `fc`.
     """
     names = without_prefix(names).values()
-    if "hidden_norm.weight" in names:  # DFlash, which has it beside the layers, and is transformers' own
+    if "hidden_norm.weight" in names:  # a block draft has it outside of its layers
         return False
     if any(name.startswith(("midlayer.", "layers.0.hidden_norm.")) or name == "d2t" for name in names):
         return True
@@ -45,15 +47,23 @@ def is_draft(names) -> bool:
     return "fc.weight" in names and layers == {"0"}
 
 
-def without_prefix(names) -> dict[str, str]:
+def is_block_draft(names: Iterable[str]) -> bool:
+    """Whether tensors with these names make up a draft like DFlash's, which fuses the target's states before its layers."""
+    return {"fc.weight", "hidden_norm.weight"} <= set(names)
+
+
+def without_prefix(names: Iterable[str]) -> dict[str, str]:
     """
-    Names of tensors, and what they are without what wrappers put before them: that which `fc` or the first layer has
-    (`model.`, `module.model.`), or as much of it as a name has.
+    Maps names of tensors to the names without the prefix that wrappers added (`model.`, `module.model.`).
+
+    The prefix is what stands before `fc` or the first layer. A name that has only a part of it loses that part.
     """
+    names = list(names)
     marks = ("fc.weight", "midlayer.self_attn.o_proj.weight", "layers.0.self_attn.o_proj.weight")
     prefixes = [name[: -len(mark)] for name in names for mark in marks if name.endswith(mark)]
     prefixes = [prefix for prefix in prefixes if not prefix or prefix.endswith(".")]
-    parts, shorter = min(prefixes, key=len, default="").split(".")[:-1], {}
+    parts = min(prefixes, key=len, default="").split(".")[:-1]
+    shorter = {}
     for name in names:
         shorter[name] = name
         for part in parts:
@@ -61,14 +71,17 @@ def without_prefix(names) -> dict[str, str]:
     return shorter
 
 
-def tensor_names(source, **hub_kwargs) -> list[str] | None:
+def tensor_names(source: str | Path, **hub_kwargs: Any) -> list[str] | None:
     """
-    The names of a checkpoint's tensors on this machine, as far as they may be those of a draft: those of other models, and of
-    files that cannot be read, are left out. `None` if no weights are there.
+    Returns the names of a checkpoint's tensors, if its weights are on this machine.
 
     Args:
         source (`str` or `Path`): Folder or Hub id.
         hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
+
+    Returns:
+        `list[str]`, *optional*: `None` if there are no weights on this machine. The list is empty if the file cannot be
+        read, or cannot be a draft's.
     """
     local = {**hub_kwargs, **LENIENT, "local_files_only": True, "force_download": False}
     paths = (find(source, name, **local) for name in WEIGHT_FILES)
@@ -76,13 +89,15 @@ def tensor_names(source, **hub_kwargs) -> list[str] | None:
     return None if path is None else names_in(path)
 
 
-def tensor_names_on_hub(source, with_pickles: bool = False, **hub_kwargs) -> list[str]:
+def tensor_names_on_hub(source: str | Path, with_pickles: bool = False, **hub_kwargs: Any) -> list[str]:
     """
-    Likewise of a checkpoint on the Hub, of which the headers are fetched.
+    Returns the names of a checkpoint's tensors on the Hub. Fetches only the headers and indices of its files.
 
     Args:
+        source (`str` or `Path`): Hub id.
         with_pickles (`bool`, *optional*, defaults to `False`):
-            Whether pickles are downloaded, which have no header.
+            Whether to download pickles. They have no header, so they are downloaded whole.
+        hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
     """
     for name in WEIGHT_FILES:
         if name == "model.safetensors":
@@ -98,11 +113,12 @@ def tensor_names_on_hub(source, with_pickles: bool = False, **hub_kwargs) -> lis
 
 
 def names_in(path: Path) -> list[str]:
+    """Returns the names of the tensors in a file or index. Empty if it cannot be read, or cannot be a draft's."""
     try:
         if path.suffix == ".bin":
             import torch  # here, so that `import hf_eagle3` is quick
 
-            can_map = zipfile.is_zipfile(path)  # since torch 1.6
+            can_map = zipfile.is_zipfile(path)  # the format of torch 1.6 and later
             return list(torch.load(path, map_location="meta", weights_only=True, mmap=can_map))
         with open(path, "rb") as file:
             if path.suffix == ".safetensors":
@@ -114,17 +130,24 @@ def names_in(path: Path) -> list[str]:
             return []
         names = json.loads(content)
         return list(names["weight_map"] if path.suffix == ".json" else names)
-    except Exception:  # a file that is broken, or of another kind: whoever loads it says so
+    except Exception:  # the code that loads the weights reports a broken file
         return []
 
 
-def header_on_hub(source, name: str, revision=None, token=None, subfolder=None, **hub_kwargs) -> list[str]:
-    """From a header on the Hub, of which only the beginning is fetched."""
+def header_on_hub(
+    source: str | Path,
+    name: str,
+    revision: str | None = None,
+    token: bool | str | None = None,
+    subfolder: str | None = None,
+    **hub_kwargs: Any,
+) -> list[str]:
+    """Returns the names of the tensors in a safetensors file on the Hub, from its header."""
     from huggingface_hub import HfApi
 
     name = f"{subfolder}/{name}" if subfolder else name
     try:
         metadata = HfApi().parse_safetensors_file_metadata(str(source), name, revision=revision, token=token)
-    except Exception:  # no such file, or no connection: whoever loads it says so
+    except Exception:  # the code that loads the weights reports a missing file or connection
         return []
     return list(metadata.tensors)

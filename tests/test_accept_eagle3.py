@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.remote_code.noise_eagle3 import NoiseStream
+from hf_eagle3.remote_code.accept_eagle3 import NoiseStream
 
 
 CPU = torch.device("cpu")

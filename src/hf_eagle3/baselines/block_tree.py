@@ -1,0 +1,63 @@
+"""Trees from the distributions of one pass, which say nothing of how the tokens of a path fit together."""
+
+import math
+
+import torch
+
+from ..remote_code.devices_eagle3 import on_device
+from ..remote_code.tree_eagle3 import DraftTree, Plan, best_nodes
+
+
+def grow_block_tree(
+    root_tokens: torch.Tensor,
+    scores: torch.Tensor,
+    token_ids: torch.Tensor | None,
+    plan: Plan,
+    threshold: float = 0.0,
+) -> DraftTree:
+    """
+    Returns the most probable paths, where the probability of a path is the product of its tokens' (DDTree,
+    https://huggingface.co/papers/2604.12989). JetSpec (https://huggingface.co/papers/2606.18394) scores paths the same
+    way; its code calls it `accum_logp`. No other tree with as many nodes has a larger sum of probabilities.
+
+    Args:
+        root_tokens (`torch.LongTensor` of shape `(B, 1)`): The tokens the trees hang from.
+        scores (`torch.FloatTensor` of shape `(B, D, V)`): Logits of the tokens at each depth.
+        token_ids (`torch.LongTensor` of shape `(V,)`, *optional*): Target ids of the draft vocabulary, if that is another.
+        plan (`Plan`):
+            The largest tree. It has at most `branching_factor` children a node, and is a chain if that is 1. Its prices
+            make it smaller where the draft is unsure. Depth costs nothing, so that the price of a level is ignored.
+        threshold (`float`, *optional*, defaults to 0): Less probable paths are left out.
+    """
+    batch_size, depth, vocab_size = scores.shape
+    width, most = min(plan.branching_factor, vocab_size), plan.num_nodes
+    confidences, ids = scores.log_softmax(dim=-1).topk(width)  # (B, D, W)
+    # A broken draft may return NaN, and floats round. No child may outrank its parent all the same.
+    confidences = confidences.nan_to_num(nan=-torch.inf).clamp(max=0)
+    # The child of rank `j` below the node of rank `i` has `(i + 1) * (j + 1) - 1` nodes of its level before it.
+    num_children = [min(width, most // (i + 1)) for i in range(most)]
+    pairs = [(i, j) for i, num in enumerate(num_children) for j in range(num)]
+    all_above, all_ranks = on_device(pairs, scores.device).T
+    values, nodes = scores.new_zeros(batch_size, 1), root_tokens.new_full((batch_size, 1), -1)
+    pool: list[tuple[torch.Tensor, ...]] = []  # by level: values, parents (-1 is the root), ids, confidences
+    num_candidates = 0
+    for level in range(depth):
+        num_pairs = sum(num_children[: values.shape[1]])
+        above, ranks = all_above[:num_pairs], all_ranks[:num_pairs]
+        values, best = (values[:, above] + confidences[:, level, ranks]).topk(min(most, num_pairs))  # (B, N)
+        parents, ranks = nodes.gather(1, above[best]), ranks[best]
+        pool.append((values, parents, ids[:, level].gather(1, ranks), confidences[:, level].gather(1, ranks)))
+        nodes = num_candidates + torch.arange(values.shape[1], device=scores.device).expand(batch_size, -1)
+        num_candidates += values.shape[1]
+    values, parents, ids, confidences = (torch.cat(levels, dim=1) for levels in zip(*pool))
+
+    kept = best_nodes(values, plan, math.log(threshold) if threshold > 0 else -math.inf)
+    parents = parents.gather(1, kept)
+    parents = torch.where(parents < 0, 0, torch.searchsorted(kept, parents) + 1)
+    tokens = ids.gather(1, kept)
+    return DraftTree.from_parents(
+        torch.cat([root_tokens, tokens if token_ids is None else token_ids.take(tokens)], dim=1),
+        torch.cat([torch.zeros_like(root_tokens), parents], dim=1),
+        confidences.gather(1, kept),
+        depth=depth,
+    )

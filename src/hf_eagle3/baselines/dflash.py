@@ -1,0 +1,473 @@
+"""
+DFlash (https://huggingface.co/papers/2602.06036): a few layers draft a whole block of tokens in one pass. JetSpec
+(https://huggingface.co/papers/2606.18394) is the same network with a causal block. `block_tree.py` grows their trees.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
+
+from ..remote_code.cache_eagle3 import additive_mask
+from ..remote_code.devices_eagle3 import on_device, reads_without_sync
+from ..remote_code.drafter_eagle3 import Drafter, Rows, Slots
+from ..remote_code.layers_eagle3 import Eagle3Attention, Eagle3Head, Eagle3RMSNorm, Eagle3RotaryEmbedding
+from ..remote_code.loading_eagle3 import read_json, weights_digest
+from ..remote_code.modeling_eagle3 import DraftModel, Eagle3Output
+from ..remote_code.policy_eagle3 import tree_settings
+from ..remote_code.text_eagle3 import flat_indices, right_index
+from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Plan, SampleGuesser
+from ..tensor_names import HUB_ARGUMENTS, find
+from .baseline import BaselineConfig, BaselineDraft
+from .block_tree import grow_block_tree
+from .dflash_layout import flat_form, nested_form
+
+
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each (B, S, head_dim)
+
+NUM_LAYERS = 5  # of a fresh draft, as in z-lab/Qwen3-4B-DFlash-b16
+
+
+@strict
+class DFlashConfig(BaselineConfig):
+    """
+    Configuration of a DFlash or JetSpec draft. `config.json` has z-lab's layout, which vLLM and SGLang read. Of the
+    fields of [`BaselineConfig`], `transformer_layer_config` describes Qwen3 layers, and `mask_token_id` is required.
+
+    Args:
+        block_size (`int`, *optional*, defaults to `16`):
+            Tokens of a block: one that is known, and the masks behind it. A draft proposes `block_size - 1` tokens.
+        is_causal (`bool`, *optional*):
+            Whether a token of the block attends only to those before it (JetSpec), or to all (DFlash). `None` makes
+            the layers with sliding windows causal, and the others not, as z-lab's code and vLLM do.
+        input_embedding_scale (`float`, *optional*, defaults to `1.0`):
+            Factor of the embeddings.
+        output_multiplier (`float`, *optional*, defaults to `1.0`):
+            Factor of the logits.
+        final_logit_softcapping (`float`, *optional*):
+            Soft cap of the logits, after the factor.
+
+    Raises:
+        ValueError: if the layers are not Qwen3's, or a value is missing or out of range.
+    """
+
+    model_type = "dflash"
+    reads_one_state: ClassVar[bool] = False
+
+    block_size: int = 16
+    is_causal: bool | None = None
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        layer_config: Any = self.transformer_layer_config
+        layer_type = layer_config.model_type
+        if layer_type != "qwen3":
+            raise ValueError(f"A DFlash draft has layers of 'qwen3', not of {layer_type!r}.")
+        if self.block_size < 2:
+            raise ValueError(f"`block_size` is {self.block_size}, but must be at least 2: a known token and a mask.")
+        if self.mask_token_id is None or not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"`mask_token_id` is {self.mask_token_id}, but must be one of the target's {self.vocab_size} tokens."
+            )
+        if self.static_tree is not None:
+            raise ValueError("A DFlash draft grows its trees by its confidence. Leave `static_tree` out.")
+        if self.eagle_aux_hidden_state_layer_ids is None:
+            raise ValueError("A DFlash draft must say which states it reads (`eagle_aux_hidden_state_layer_ids`).")
+
+    @property
+    def is_parallel(self) -> bool:
+        """`False`: that is the form of EAGLE-3 (P-EAGLE), with a mask of its own."""
+        return False
+
+    def is_causal_in(self, layer_type: str) -> bool:
+        """Whether the block is causal in layers of a type."""
+        return layer_type == "sliding_attention" if self.is_causal is None else self.is_causal
+
+    @classmethod
+    def recognises(cls, content: dict[str, Any], source: str | Path) -> bool:
+        """See [`BaselineConfig.recognises`]."""
+        try:
+            content = nested_form(content)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
+        return super().recognises(content, source)
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See [`~transformers.PreTrainedConfig.get_config_dict`]."""
+        content, kwargs = super().get_config_dict(*args, **kwargs)
+        return nested_form(content) if content else content, kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """See [`Eagle3Config.from_dict`]. Takes z-lab's layout and that of [`to_dict`]."""
+        return super().from_dict(nested_form(config_dict), **kwargs)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Returns what is saved: z-lab's layout."""
+        return flat_form(self.to_dict())
+
+
+class DFlashAttention(Eagle3Attention):
+    """Attention of Qwen3, which also takes the target's fused states as keys and values."""
+
+    def read_context(self, context: torch.Tensor, position_embeddings: Rotary, cache: Any) -> None:
+        """Adds the keys and values of fused states `(B, C, H)` to the cache. No query is asked for them."""
+        cos, sin = (each.unsqueeze(1) for each in position_embeddings)  # (B, 1, C, head_dim)
+        shape = (*context.shape[:-1], -1, self.head_dim)
+        key = self.k_norm(self.k_proj(context).view(shape)).transpose(1, 2)
+        value = self.v_proj(context).view(shape).transpose(1, 2)
+        cache.update(key * cos + rotate_half(key) * sin, value, self.layer_idx)
+
+
+class DFlashDecoderLayer(nn.Module):
+    """A layer of Qwen3's."""
+
+    def __init__(self, layer_config: Qwen3Config, layer_idx: int):
+        super().__init__()
+        size, eps = layer_config.hidden_size, layer_config.rms_norm_eps
+        self.input_layernorm = Eagle3RMSNorm(size, eps=eps)
+        self.self_attn = DFlashAttention(layer_config, layer_idx, input_size=size)
+        self.post_attention_layernorm = Eagle3RMSNorm(size, eps=eps)
+        self.mlp = Qwen3MLP(layer_config)
+
+    def forward(self, hidden_states: torch.Tensor, **attention_kwargs: Any) -> torch.Tensor:
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **attention_kwargs)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class DFlashForSpeculation(BaselineDraft):
+    r"""
+    A DFlash or JetSpec draft. It reads the target's fused states at all positions of the text, and a block: the newest
+    token, of which there is no state yet, and masks. At each mask it predicts the token that stands there.
+
+    ```py
+    import hf_eagle3
+
+    draft = AutoModel.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", dtype="auto")
+    target.generate(**inputs, assistant_model=draft)
+    ```
+
+    Embedding and head are the target's. They are neither saved nor trained.
+
+    Args:
+        config ([`DFlashConfig`]): Of the network, whose weights are random.
+    """
+
+    config_class = DFlashConfig
+    drafts_in_one_pass = True
+    frozen = ("embed_tokens", "lm_head")
+    _no_split_modules = ["DFlashDecoderLayer"]
+    _skip_keys_device_placement = ["cache"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _keys_to_ignore_on_save = ["lm_head.weight"]
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__(config)
+        layer_config: Any = config.transformer_layer_config
+        layer_config._attn_implementation = self.config._attn_implementation
+        size, eps = layer_config.hidden_size, layer_config.rms_norm_eps
+        aux_size: Any = config.target_hidden_size
+        self.fc = nn.Linear(config.num_aux_hidden_states * aux_size, size, bias=False)
+        self.hidden_norm = Eagle3RMSNorm(size, eps=eps)
+        self.layers = nn.ModuleList(DFlashDecoderLayer(layer_config, i) for i in range(config.num_hidden_layers))
+        self.norm = Eagle3RMSNorm(size, eps=eps)
+        self.lm_head = Eagle3Head(size, config.draft_vocab_size, bias=False)
+        self.rotary_emb = Eagle3RotaryEmbedding(layer_config)
+        set_tree_depth(self)
+        self.post_init()
+
+    @classmethod
+    def from_target(
+        cls,
+        target: PreTrainedModel,
+        draft_token_ids: Sequence[int] | torch.Tensor | None = None,
+        num_hidden_layers: int = NUM_LAYERS,
+        **overrides: Any,
+    ) -> "DFlashForSpeculation":
+        """
+        Makes an untrained draft for a loaded target. See [`~modeling_eagle3.DraftModel.from_target`]. It reads as many of
+        the target's states as it has layers, and the mask is the padding token, unless `overrides` say otherwise.
+        """
+        depth = target.config.get_text_config(decoder=True).num_hidden_layers
+        overrides.setdefault("eagle_aux_hidden_state_layer_ids", spread_layer_ids(depth, num_hidden_layers))
+        return super().from_target(target, draft_token_ids, num_hidden_layers, **overrides)
+
+    @classmethod
+    def overrides_for(cls, target: PreTrainedModel, overrides: dict[str, Any]) -> dict[str, Any]:
+        """Factors and soft cap of the target's logits become the draft's."""
+        config = target.config.get_text_config(decoder=True)
+        factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        return {
+            "model_type": "qwen3",
+            "mask_token_id": "pad",
+            "output_multiplier": float(factor),
+            "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
+        } | overrides
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
+        """
+        Loads a draft of z-lab, of JetSpec, or of ours. See [`~modeling_eagle3.DraftModel.from_pretrained`]. A tree may be as
+        deep as the block is long, unless a `generation_config.json` says otherwise (`tree_depth`).
+
+        Raises:
+            ValueError: as there, and if the checkpoint is of another kind of block draft (DFlash 2, DSpark).
+        """
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        draft = loaded[0] if isinstance(loaded, tuple) else loaded
+        if draft.lm_head.out_features > 0:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} has a head of its own (`lm_head.weight`), but a DFlash draft uses its "
+                "target's. It is another kind of draft, or the head was saved by mistake: remove it then."
+            )
+        hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+        path = find(pretrained_model_name_or_path, "generation_config.json", **hub_kwargs)
+        if path is None or "tree_depth" not in read_json(path):
+            set_tree_depth(draft)
+        return loaded
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """See [`~transformers.PreTrainedModel.save_pretrained`]. The target's head is left out, and so is our code."""
+        tree_settings(self.generation_config)  # with others it could not be loaded
+        weights = dict(self.state_dict() if state_dict is None else state_dict)
+        if is_main_process and all(type(weight) is torch.Tensor and not weight.is_meta for weight in weights.values()):
+            weights["lm_head.weight"] = weights["lm_head.weight"][:0]  # as when it is loaded
+            self.config.weights_digest = weights_digest(weights)
+        try:
+            PreTrainedModel.save_pretrained(self, save_directory, is_main_process, weights, *args, **kwargs)
+        finally:
+            self.config.weights_digest = None
+
+    def validate_target(self, target: PreTrainedModel) -> None:
+        """See [`~modeling_eagle3.DraftModel.validate_target`]."""
+        DraftModel.validate_target(self, target)
+        num_tokens = len(target.get_input_embeddings().weight)
+        if not self.config.has_own_embed_tokens and self.config.mask_token_id >= num_tokens:
+            raise ValueError(
+                f"The draft's `mask_token_id` is {self.config.mask_token_id}, but {type(target).__name__} embeds "
+                f"{num_tokens} tokens. Resize its embedding to what it was when the draft was trained."
+            )
+
+    def training_loss(self, batch: Any, steps: int) -> NoReturn:
+        """
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "`Eagle3Trainer` does not train DFlash drafts yet. Train one with z-lab's code, and load it."
+        )
+
+    # The network ---------------------------------------------------------------------------------------------------
+
+    def combine_hidden_states(self, aux: torch.Tensor) -> torch.Tensor:
+        """Fuses the target's states `(B, C, n * target_hidden_size)` into one, `(B, C, hidden_size)`."""
+        return self.hidden_norm(self.fc(aux))
+
+    def read_context(self, hidden_states: torch.Tensor, position_ids: torch.Tensor, cache: Any) -> None:
+        """
+        Adds the keys and values of context to a cache.
+
+        Args:
+            hidden_states (`torch.FloatTensor` of shape `(B, C, hidden_size)`): [`combine_hidden_states`] of the target's.
+            position_ids (`torch.LongTensor` of shape `(B, C)`): Of those states.
+            cache (`Cache`): Extended in place.
+        """
+        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        layers: Any = self.layers
+        for layer in layers:
+            layer.self_attn.read_context(hidden_states, position_embeddings, cache)
+
+    def masks(self, visible: torch.Tensor, distances: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """
+        Additive masks by layer type.
+
+        Args:
+            visible (`torch.BoolTensor` of shape `(B, K)`): Which keys hold something.
+            distances (`torch.LongTensor` of shape `(B or 1, Q, K)`): How far keys are before the block's tokens.
+            dtype (`torch.dtype`): Of the masks.
+        """
+        layer_config, masks = self.config.transformer_layer_config, {}
+        for layer_type in set(layer_config.layer_types):
+            allowed = visible[:, None].expand(-1, distances.shape[1], -1)
+            if self.config.is_causal_in(layer_type):
+                allowed = allowed & (distances >= 0)
+            if layer_type == "sliding_attention":
+                allowed = allowed & (distances.abs() < layer_config.sliding_window)
+            masks[layer_type] = additive_mask(allowed, dtype)[:, None]
+        return masks
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Any = None,
+        use_cache: bool | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> Eagle3Output:
+        r"""
+        One pass over a block.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch_size, block_size)`):
+                The newest token, and `config.mask_token_id` behind it.
+            hidden_states (`torch.FloatTensor` of shape `(batch_size, context_length, hidden_size)`, *optional*):
+                [`combine_hidden_states`] of the target's states, at the positions that `cache` does not hold yet.
+            attention_mask (`torch.Tensor`, *optional*):
+                Of shape `(batch_size, past_length + context_length + block_size)` with zeros on padding, or a dict of
+                additive masks `(batch_size, 1, block_size, past_length + context_length + block_size)` by layer type.
+            position_ids (`torch.LongTensor` of shape `(batch_size, context_length + block_size)`, *optional*):
+                Of the context, then of the block. Counted on from the cache by default.
+            cache (`Cache`, *optional*):
+                The draft's cache. Context and block are added to it. Crop the block before the next pass:
+                `cache.crop(-block_size)`.
+            use_cache (`bool`, *optional*, defaults to `False`):
+                Whether to return a cache if none is passed.
+            inputs_embeds (`torch.FloatTensor` of shape `(batch_size, block_size, hidden_size)`, *optional*):
+                In place of `input_ids`.
+            logits_to_keep (`int` or `torch.LongTensor`, *optional*, defaults to `0`):
+                Return the last so many rows only, or these rows. 0 stands for all.
+            kwargs (*optional*):
+                Not used.
+
+        Returns:
+            [`Eagle3Output`]: Row `k` predicts the `k`-th token of the block itself. Row 0 predicts nothing.
+
+        Raises:
+            ValueError: if there are both `input_ids` and `inputs_embeds`, or none.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError(
+                "A block is given by one of `input_ids` and `inputs_embeds`. To generate text, call "
+                "`target.generate(..., assistant_model=draft)`."
+            )
+        states = (
+            self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        ) * self.config.input_embedding_scale
+        num_context, num_queries = 0 if hidden_states is None else hidden_states.shape[1], states.shape[1]
+        returned = cache if cache is not None or not use_cache else DynamicCache()
+        cache = DynamicCache() if returned is None else returned
+        if position_ids is None:
+            past_length = cache.get_seq_length()
+            position_ids = torch.arange(past_length, past_length + num_context + num_queries, device=states.device)
+            position_ids = position_ids.expand(len(states), -1)
+        masks: Any = attention_mask
+        if not isinstance(masks, dict):
+            keys = torch.arange(cache.get_seq_length() + num_context + num_queries, device=states.device)
+            visible = torch.ones_like(keys).expand(len(states), -1) if masks is None else masks
+            masks = self.masks(visible.bool(), (keys[-num_queries:, None] - keys)[None], states.dtype)
+        if hidden_states is not None:
+            self.read_context(hidden_states, position_ids[:, :num_context], cache)
+        position_embeddings = self.rotary_emb(states, position_ids[:, num_context:])
+        for layer, layer_type in zip(self.layers, self.config.transformer_layer_config.layer_types, strict=True):
+            states = layer(
+                states, position_embeddings=position_embeddings, attention_mask=masks[layer_type], cache=cache
+            )
+        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        states = self.norm(states)[:, rows]
+        logits = self.lm_head(states) * self.config.output_multiplier
+        if (cap := self.config.final_logit_softcapping) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return Eagle3Output(logits=logits, last_hidden_state=states, cache=returned)
+
+    def proposer(self, call: GenerationCall) -> "BlockProposer":
+        """See [`~assistant_eagle3.AssistantMixin.proposer`]."""
+        return BlockProposer(self, call)
+
+
+def set_tree_depth(draft: Any) -> None:
+    """Makes trees as deep as the block allows."""
+    draft.generation_config.tree_depth = draft.config.block_size - 1
+
+
+def spread_layer_ids(num_layers: int, num_states: int) -> list[int]:
+    """
+    Ids of the states that a fresh draft reads, from the second layer's output to that of the last but two, as in z-lab's
+    code. Id `k` is the state that enters layer `k`, which z-lab calls `k - 1`.
+    """
+    first, last = (2, num_layers - 2) if num_layers >= 6 else (1, max(num_layers - 1, 1))
+    if num_states == 1:
+        return [(first + last) // 2]
+    return sorted({round(first + i * (last - first) / (num_states - 1)) for i in range(num_states)})
+
+
+class BlockProposer(Drafter):
+    """
+    A block draft, during one call of `generate`. It runs the whole block in each step, once, whatever the plan: less of
+    it is not what the draft was trained on. Context needs no queries, so a long prompt is cheap to read.
+
+    Args:
+        draft ([`DFlashForSpeculation`]): The draft.
+        call ([`GenerationCall`]): The call of `generate`.
+    """
+
+    def __init__(self, draft: DFlashForSpeculation, call: GenerationCall):
+        super().__init__(draft, call)
+        self.num_spare = draft.config.block_size  # slots beside the text
+
+    def read(self, rows: Rows) -> None:
+        """Adds the target's states to the context. The tokens are not read: the states know them, but for the newest."""
+        tokens, states, positions, counts = rows
+        num_rows, past = tokens.shape[1], self.lengths or [0] * len(counts)
+        self.lengths = [length + count for length, count in zip(past, counts)]
+        self.reserve(max(past) + num_rows)
+        counts, past = on_device([counts, past], tokens.device)
+        index = right_index(counts, num_rows)
+        # Padding goes to free slots behind the row's text, as zeros: NaNs pass through any mask.
+        context = self.draft.combine_hidden_states(states).where((index >= 0)[..., None], 0)
+        num_slots = self.keys[0].shape[2]
+        indices = (past[:, None] + index % num_rows).clamp(max=num_slots - 1)
+        slots = Slots(self.keys, self.values, indices, num_slots)
+        self.draft.read_context(context, positions, slots)
+
+    def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: SampleGuesser | None = None) -> DraftTree:
+        draft, block_size = self.draft, self.draft.config.block_size
+        with self.inference_mode():
+            rows = self.take_unread()
+            self.read(rows)
+            positions, device = rows[2], self.weight.device
+            root_tokens = root_tokens.to(device)
+            num_visible = max(self.lengths) + block_size
+            self.reserve(num_visible)
+            ahead = torch.arange(block_size, device=device)
+            indices = on_device(self.lengths, device)[:, None] + ahead  # (B, Q): slots of the block
+            slots, keys = Slots(self.keys, self.values, indices, num_visible), torch.arange(num_visible, device=device)
+            block = F.pad(root_tokens, (0, block_size - 1), value=draft.config.mask_token_id)
+            logits = draft(
+                inputs_embeds=draft.embed(block, self.call.embedding),
+                position_ids=positions[:, -1:] + 1 + ahead,
+                attention_mask=draft.masks(keys <= indices[:, -1:], indices[..., None] - keys, self.keys[0].dtype),
+                cache=slots,
+                logits_to_keep=ahead[1 : 1 + plan.depth],
+            ).logits  # (B, depth, V)
+            for each in (*self.keys, *self.values):  # the block is forgotten
+                each.view(-1, each.shape[3]).index_fill_(0, flat_indices(indices, each.shape), 0)
+            scores = logits.float()
+            if sampler is not None:
+                guesses = [sampler.guess(logits[:, i], i, self.token_ids) for i in range(logits.shape[1])]
+                scores = torch.stack(guesses, dim=1)
+            # Counting the nodes above a threshold forces a sync, or changes a shape that is compiled.
+            may_count = reads_without_sync(device) and not self.has_fixed_shapes
+            threshold, power = self.call.threshold if may_count else 0.0, self.call.calibration.power
+            return grow_block_tree(root_tokens, power * scores, self.token_ids, plan, threshold)

@@ -1,0 +1,136 @@
+"""The `config.json` of z-lab's DFlash drafts and of JetSpec's, and what [`DFlashConfig`] makes of it."""
+
+import hashlib
+import json
+from typing import Any
+
+from transformers import PreTrainedConfig, Qwen3Config
+
+from ..remote_code.configuration_eagle3 import NEUTRAL_LAYER_KEYS, unknown_keys
+
+
+TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Keys of the layers: all that transformers' Qwen3 has beyond any model's, and older names of the rotary embedding's.
+LAYER_KEYS = Qwen3Config().to_dict().keys() - PreTrainedConfig().to_dict().keys() - {*TOKEN_KEYS}
+LAYER_KEYS |= {"rope_scaling", "rope_theta"}
+# z-lab's keys stand in `dflash_config` or beside it. Its place comes first where both have one.
+BLOCK_KEYS = (
+    "block_size",
+    "mask_token_id",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+)
+CAUSAL_KEYS = ("is_causal", "causal", "causal_head")  # z-lab's and vLLM's names, and JetSpec's
+# What drafts of ours add at the top level. Other readers pass over them.
+OUR_KEYS = (
+    "draft_vocab_size",
+    "has_own_embed_tokens",
+    "target_hidden_size",
+    "verifier_fingerprint",
+    "weights_digest",
+)
+DFLASH_KEYS = {*BLOCK_KEYS, *CAUSAL_KEYS, "target_layer_ids", "target_hidden_size"}
+# They name the draft and its target, and do not change what it computes.
+NAMING_KEYS = (
+    "dflash_config",
+    "architectures",
+    "config_digest",
+    "dtype",
+    "model_type",
+    "num_target_layers",
+    "verifier",
+)
+
+
+def nested_form(content: dict[str, Any]) -> dict[str, Any]:
+    """
+    Returns the fields of a [`DFlashConfig`], given them or a `config.json` in z-lab's layout. There, ids of layers count
+    outputs, so `k` is the state that enters layer `k + 1`.
+
+    Raises:
+        ValueError: if it is not a block draft's, or has keys that nobody here understands.
+    """
+    if "transformer_layer_config" in content or content.get("model_type") not in ("qwen3", None):
+        return content
+    dflash = content.get("dflash_config") or {}
+    if not isinstance(dflash, dict):
+        raise ValueError(f"`dflash_config` is {dflash!r}, but must be a mapping.")
+    known = {*DFLASH_KEYS, *LAYER_KEYS, *TOKEN_KEYS, *OUR_KEYS, *NAMING_KEYS, *NEUTRAL_LAYER_KEYS}
+    known |= PreTrainedConfig().to_dict().keys()
+    if unknown := sorted({*unknown_keys(dflash, DFLASH_KEYS), *unknown_keys(content, known)}):
+        raise ValueError(
+            f"This config.json has keys that DFlash does not have: {unknown}. It may be of a later kind of block draft "
+            "(DFlash 2, DSpark), which hf-eagle3 does not read."
+        )
+    if content.get("config_digest") not in (None, digest_of(content)):
+        raise ValueError(
+            "This config.json is not what was saved. Download it again. If it was changed on purpose, remove `config_digest` "
+            "from it."
+        )
+    placed = {**content, **dflash}
+    layer_ids = placed.get("target_layer_ids")
+    if not isinstance(layer_ids, list) or not layer_ids or not all(type(id_) is int and id_ >= 0 for id_ in layer_ids):
+        raise ValueError(f"`target_layer_ids` is {layer_ids!r}, but must be a list of layers, counted from 0.")
+    said = {bool(placed[key]) for key in CAUSAL_KEYS if placed.get(key) is not None}
+    if len(said) > 1:
+        raise ValueError(f"{', '.join(CAUSAL_KEYS)} contradict each other in this config.json.")
+    fields = {key: placed[key] for key in BLOCK_KEYS if placed.get(key) is not None}
+    for key in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"):
+        if key in fields:
+            fields[key] = float(fields[key])
+    if fields.get("final_logit_softcapping") == 0:  # off
+        del fields["final_logit_softcapping"]
+    others = (*TOKEN_KEYS, *OUR_KEYS, "dtype", "torch_dtype", "transformers_version")
+    return {
+        "model_type": "dflash",
+        "transformer_layer_config": {
+            **{key: content[key] for key in LAYER_KEYS if content.get(key) is not None},
+            "model_type": "qwen3",
+        },
+        "eagle_aux_hidden_state_layer_ids": [id_ + 1 for id_ in layer_ids],
+        "is_causal": said.pop() if said else None,
+        "speculators_config": {"verifier": {"name_or_path": verifier}}
+        if (verifier := content.get("verifier"))
+        else None,
+        **fields,
+        **{key: placed[key] for key in others if placed.get(key) is not None},
+    }
+
+
+def flat_form(fields: dict[str, Any]) -> dict[str, Any]:
+    """
+    Returns a `config.json` in z-lab's layout.
+
+    Args:
+        fields (`dict`): Of a [`DFlashConfig`].
+
+    Raises:
+        ValueError: if it reads the embedding, which that layout cannot say.
+    """
+    layer_ids = [id_ - 1 for id_ in fields["eagle_aux_hidden_state_layer_ids"]]
+    if min(layer_ids) < 0:
+        raise ValueError("z-lab's layout has no number for the embedding (state 0). Read states of layers.")
+    dflash = {key: fields[key] for key in BLOCK_KEYS if fields.get(key) is not None}
+    causal = (
+        {} if fields.get("is_causal") is None else {"causal": fields["is_causal"], "causal_head": fields["is_causal"]}
+    )
+    verifier = ((fields.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    others = (*TOKEN_KEYS, *OUR_KEYS, "dtype", "transformers_version", "is_causal")
+    content = {
+        **{key: value for key, value in fields["transformer_layer_config"].items() if key in LAYER_KEYS},
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": fields["block_size"],
+        "dflash_config": {**dflash, **causal, "target_layer_ids": layer_ids},
+        **{key: fields[key] for key in others if fields.get(key) is not None},
+        **({"verifier": verifier} if verifier else {}),
+    }
+    return {**content, "config_digest": digest_of(content)}
+
+
+def digest_of(content: dict[str, Any]) -> str:
+    """SHA-256 of what a draft computes by, in a `config.json` in z-lab's layout."""
+    names = (*LAYER_KEYS, *OUR_KEYS, "block_size", "dflash_config", "is_causal")
+    facts = {name: content[name] for name in sorted(names) if name in content and name != "weights_digest"}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What depends on the device: syncs, random generators, compiled functions, CUDA graphs, and cuDNN's attention."""
+
+import contextlib
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+# A copy from pageable memory to these devices may return early: its source may be freed at once.
+COPIES_WITHOUT_SYNC = {"cuda"}
+
+
+def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor of Python numbers on a device. Unlike `torch.tensor(values, device="cuda")` this forces no sync."""
+    tensor = torch.tensor(values, dtype=dtype, device="cpu")
+    return tensor.to(device, non_blocking=device.type in COPIES_WITHOUT_SYNC)
+
+
+def reads_without_sync(device: torch.device) -> bool:
+    """Whether Python can read a tensor on this device without a sync."""
+    return device.type == "cpu"
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """The state of a device's default random generator. Reading it forces no sync."""
+    module, arguments = _random_module(device)
+    return module.get_rng_state(*arguments)
+
+
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """Sets the state of a device's default random generator."""
+    module, arguments = _random_module(device)
+    module.set_rng_state(state, *arguments)
+
+
+def _random_module(device: torch.device) -> tuple[Any, tuple]:
+    if device.type == "cpu":
+        return torch, ()
+    return torch.get_device_module(device), () if device.type == "mps" else (device,)
+
+
+# The compiled functions of each owner, by function and compiler settings.
+_COMPILED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def compiled(function: Callable, owner: object, compile_config: Any | None) -> Callable:
+    """`function`, compiled once for each owner; the function itself without a `CompileConfig`."""
+    if compile_config is None:
+        return function
+    functions = _COMPILED.setdefault(owner, {})
+    key = (function.__name__, repr(sorted(compile_config.to_dict().items(), key=str)))
+    if key not in functions:
+        # Dynamo limits how often it compiles a code object. Each owner gets its own, so that others use up none of it.
+        own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+        functions[key] = torch.compile(own, **compile_config.to_dict())
+    return functions[key]
+
+
+class CudnnSwitch:
+    """Turns off cuDNN's attention during calls. The process has one switch: the last call to end restores it."""
+
+    def __init__(self) -> None:
+        self.lock, self.num_calls, self.was_on = threading.Lock(), 0, True
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """
+        Turns it off, whatever devices the models are on. cuDNN's attention, PyTorch's first choice on H100, makes a
+        plan for each new length of the cache. That takes longer than a step, and fails for some masks
+        (https://github.com/pytorch/pytorch/issues/190321).
+        """
+        with self.lock:
+            if self.num_calls == 0:
+                self.was_on = torch.backends.cuda.cudnn_sdp_enabled()
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            self.num_calls += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.num_calls -= 1
+                if self.num_calls == 0:
+                    torch.backends.cuda.enable_cudnn_sdp(self.was_on)
+
+
+CUDNN_ATTENTION = CudnnSwitch()
+
+
+def captures_graphs(device: torch.device) -> bool:
+    """Whether functions with fixed shapes are captured as CUDA graphs on this device."""
+    return device.type == "cuda" and not CudaGraph.has_failed
+
+
+class CudaGraph:
+    """
+    A function of tensors as a CUDA graph, which is launched at once instead of kernel by kernel. Inputs and outputs
+    are tensors of fixed shapes, or `None`. The function must not sync, and whatever else it reads or writes must keep
+    its address. The capture runs it twice.
+    """
+
+    has_failed = False  # in this process
+
+    def __init__(self, function: Callable, inputs: Sequence[torch.Tensor | None]):
+        self.inputs = [None if each is None else each.clone() for each in inputs]
+        stream, self.graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function(*self.inputs)  # loads kernels and allocates workspaces, which a capture cannot do
+            torch.cuda.synchronize()
+            self.graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on
+            try:
+                self.outputs = function(*self.inputs)
+            finally:
+                self.graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def __call__(self, *inputs: torch.Tensor | None) -> list[torch.Tensor | None]:
+        for static, given in zip(self.inputs, inputs):
+            if static is not None:
+                static.copy_(given)
+        self.graph.replay()
+        return list(self.outputs)
+
+
+class GraphedFunction:
+    """Calls a function, and captures it as a [`CudaGraph`] after a few calls with the same state."""
+
+    CALLS_BEFORE = 2  # a capture costs several calls
+
+    def __init__(self) -> None:
+        self.num_calls, self.state, self.graph = 0, None, None
+
+    def __call__(self, function: Callable, state: object, *inputs: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """Calls `function(*inputs)`. Another `state`, which the function reads and writes, means a new capture."""
+        if state is not self.state:
+            self.state, self.num_calls, self.graph = state, 0, None
+        self.num_calls += 1
+        if self.graph is None and self.num_calls > self.CALLS_BEFORE and not CudaGraph.has_failed:
+            try:
+                self.graph = CudaGraph(function, inputs)
+            except RuntimeError as error:
+                CudaGraph.has_failed = True
+                logger.warning(f"The draft could not be captured as a CUDA graph, and goes on without one: {error}")
+        return function(*inputs) if self.graph is None else self.graph(*inputs)

@@ -1,0 +1,633 @@
+"""Block drafts: the network and its published layouts, the tree of one pass, and what is read of the text."""
+
+import heapq
+import itertools
+import json
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import BLOCK_DRAFTS, make_baseline, make_batch, make_oracle, make_prompt, make_target
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, Qwen3Config
+
+from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.baselines import DFlashConfig, DFlashForSpeculation
+from hf_eagle3.baselines.block_tree import grow_block_tree
+from hf_eagle3.baselines.dflash import BlockProposer, spread_layer_ids
+from hf_eagle3.remote_code.policy_eagle3 import Calibration
+from hf_eagle3.remote_code.tree_eagle3 import GenerationCall, Plan, Prices
+from hf_eagle3.training.features import TargetStates
+
+
+MASK, BLOCK = 3, 6
+
+# As in z-lab/Qwen3-4B-DFlash-b16: its keys, with the sizes of the tests' targets.
+ZLAB_CONFIG = {
+    "architectures": ["DFlashDraftModel"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "block_size": BLOCK,
+    "bos_token_id": 1,
+    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2]},
+    "dtype": "float32",
+    "eos_token_id": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "initializer_range": 0.02,
+    "intermediate_size": 48,
+    "layer_types": ["full_attention", "full_attention"],
+    "max_position_embeddings": 512,
+    "max_window_layers": 5,
+    "model_type": "qwen3",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "num_target_layers": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "transformers_version": "4.57.3",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 96,
+}
+# JetSpec has the same layout, and says that its block is causal. Later drafts of z-lab have windows, all in `dflash_config`.
+JETSPEC_CONFIG = {**ZLAB_CONFIG, "dflash_config": {**ZLAB_CONFIG["dflash_config"], "causal_head": True}}
+WINDOWED_CONFIG = {
+    **{key: value for key, value in ZLAB_CONFIG.items() if key not in ("block_size", "rope_scaling", "rope_theta")},
+    "dflash_config": {
+        **ZLAB_CONFIG["dflash_config"],
+        "block_size": BLOCK,
+        "final_logit_softcapping": 20.0,
+        "input_embedding_scale": 2.0,
+        "output_multiplier": 0.5,
+    },
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "sliding_window": 4,
+    "use_sliding_window": True,
+}
+CONFIGS = {"z-lab": ZLAB_CONFIG, "jetspec": JETSPEC_CONFIG, "windowed": WINDOWED_CONFIG}
+SETTINGS = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+
+
+def write_checkpoint(folder, config, **tensors):
+    """A checkpoint as its makers write them: the tensors of their network, by their names."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    size, hidden, heads = 32, 48, {"q": 32, "k": 16, "v": 16}
+    shapes = {"fc.weight": (size, 2 * size), "hidden_norm.weight": (size,), "norm.weight": (size,)}
+    for i in range(2):
+        layer = {"input_layernorm": (size,), "post_attention_layernorm": (size,)}
+        layer |= {f"self_attn.{name}_proj": (width, size) for name, width in heads.items()}
+        layer |= {"self_attn.o_proj": (size, 32), "self_attn.q_norm": (8,), "self_attn.k_norm": (8,)}
+        layer |= {"mlp.gate_proj": (hidden, size), "mlp.up_proj": (hidden, size), "mlp.down_proj": (size, hidden)}
+        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    generator = torch.Generator().manual_seed(1)
+    weights = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    weights = {name: weight + (1.0 if "norm" in name else 0.0) for name, weight in weights.items()}
+    save_file({**weights, **tensors}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def rms_norm(states, weight):
+    return states / (states.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def rotate(states, position):
+    """One vector `(8,)` of a head at a position."""
+    angles = position * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+    first, second = states[:4], states[4:]
+    return torch.cat(
+        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
+    )
+
+
+def naive_logits(weights, target, aux, root, is_causal=(False, False), windows=(None, None), scale=1.0):
+    """The papers' network, a token and a head at a time: the block behind a context of states `(C, n * H)`."""
+    context = rms_norm(aux @ weights["fc.weight"].T, weights["hidden_norm.weight"])
+    table = target.get_input_embeddings().weight
+    states, num_context = scale * table[torch.tensor([root] + [MASK] * (BLOCK - 1))], len(context)
+    for i in range(2):
+        layer = {name.removeprefix(f"layers.{i}."): weight for name, weight in weights.items()}
+        normed = rms_norm(states, layer["input_layernorm.weight"])
+        sources = torch.cat([context, normed])
+        outputs = torch.zeros_like(states)
+        for q, head in itertools.product(range(BLOCK), range(4)):
+            at = num_context + q
+            query = (normed[q] @ layer["self_attn.q_proj.weight"].T)[8 * head : 8 * head + 8]
+            query = rotate(rms_norm(query, layer["self_attn.q_norm.weight"]), at)
+            scores, values = [], []
+            for k, source in enumerate(sources):
+                if (is_causal[i] and k > at) or (windows[i] is not None and abs(at - k) >= windows[i]):
+                    continue
+                group = slice(8 * (head // 2), 8 * (head // 2) + 8)
+                key = rms_norm((source @ layer["self_attn.k_proj.weight"].T)[group], layer["self_attn.k_norm.weight"])
+                scores.append(query @ rotate(key, k) / 8**0.5)
+                values.append((source @ layer["self_attn.v_proj.weight"].T)[group])
+            outputs[q, 8 * head : 8 * head + 8] = torch.stack(scores).softmax(0) @ torch.stack(values)
+        states = states + outputs @ layer["self_attn.o_proj.weight"].T
+        normed = rms_norm(states, layer["post_attention_layernorm.weight"])
+        gate = torch.nn.functional.silu(normed @ layer["mlp.gate_proj.weight"].T)
+        states = states + (gate * (normed @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
+    return target.get_output_embeddings()(rms_norm(states, weights["norm.weight"]))
+
+
+@torch.no_grad()
+def states_of(target, draft, tokens):
+    return TargetStates(target, draft.resolve_aux_layer_ids(target))({"input_ids": tokens})[0]
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+@torch.no_grad()
+def test_published_layouts(tmp_path, kind):
+    """The network is the papers', by a slow and naive reference, and the text is the target's."""
+    target, tokens = make_target("llama"), make_prompt(9, batch_size=2)
+    folder = write_checkpoint(tmp_path / "draft", CONFIGS[kind])
+    draft = AutoModel.from_pretrained(folder).eval()
+    assert type(draft) is DFlashForSpeculation and type(AutoConfig.from_pretrained(folder)) is DFlashConfig
+    assert draft.resolve_aux_layer_ids(target) == [1, 3] and draft.generation_config.tree_depth == BLOCK - 1
+    draft.validate_target(target)
+    aux = states_of(target, draft, tokens[:, :-1])
+    block = torch.nn.functional.pad(tokens[:, -1:], (0, BLOCK - 1), value=MASK)
+    draft.borrow_embeddings(target)
+    logits = draft(block, draft.combine_hidden_states(aux)).logits
+    how = {"jetspec": {"is_causal": (True, True)}, "z-lab": {}}.get(
+        kind, {"is_causal": (True, False), "windows": (4, None), "scale": 2.0}
+    )
+    weights = load_file(folder / "model.safetensors")
+    for row in range(2):
+        expected = naive_logits(weights, target, aux[row], int(tokens[row, -1]), **how)
+        if kind == "windowed":
+            expected = 20 * (expected * 0.5 / 20).tanh()
+        torch.testing.assert_close(logits[row], expected, atol=1e-4, rtol=1e-4)
+    for batch in (make_batch([9]), make_batch([12, 5, 17])):
+        assert torch.equal(
+            target.generate(**batch, **SETTINGS, assistant_model=draft), target.generate(**batch, **SETTINGS)
+        )
+
+
+@torch.no_grad()
+def test_the_network_is_that_of_transformers():
+    """Which has it under another name, in newer versions."""
+    assistant = pytest.importorskip("transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant")
+    from transformers import MuseGlimmerAssistantConfig
+
+    target = make_target("llama")
+    draft = make_baseline("dflash", target)
+    layer_config = draft.config.transformer_layer_config.to_dict()
+    keys = MuseGlimmerAssistantConfig().to_dict().keys() & layer_config.keys() - {"model_type", "sliding_window"}
+    config = MuseGlimmerAssistantConfig(
+        **{key: layer_config[key] for key in keys}, block_size=BLOCK, mask_token_id=MASK, target_layer_ids=[0, 2]
+    )
+    theirs = assistant.MuseGlimmerAssistantModel(config).eval()
+    names = {"encoder.fc": "fc", "encoder.output_norm_enc": "hidden_norm"}
+    own = draft.state_dict()
+
+    def of_draft(name):
+        prefix = next((each for each in names if name.startswith(each + ".")), None)
+        return own[name if prefix is None else name.replace(prefix, names[prefix])]
+
+    theirs.load_state_dict({name: of_draft(name) for name in theirs.state_dict()})
+    aux, embeds = torch.randn(2, 9, draft.fc.in_features), torch.randn(2, BLOCK, 32)
+    ours = draft(inputs_embeds=embeds, hidden_states=draft.combine_hidden_states(aux)).last_hidden_state
+    positions = torch.arange(9 + BLOCK)[None]
+    expected = theirs(noise_embeds=embeds, context_hidden_states=aux, position_ids=positions).last_hidden_state
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", list(BLOCK_DRAFTS))
+@torch.no_grad()
+def test_a_cache_and_padding_change_nothing(method):
+    target = make_target("llama")
+    draft = make_baseline(method, target)
+    draft.borrow_embeddings(target)
+    context, block = torch.randn(2, 9, 32), make_prompt(BLOCK, batch_size=2)
+    expected = draft(block, context).logits
+    outputs = draft(block, context[:, :5], use_cache=True)
+    outputs.cache.crop(-BLOCK)
+    torch.testing.assert_close(draft(block, context[:, 5:], cache=outputs.cache).logits, expected)
+    rows = torch.tensor([1, 4])
+    kept = draft(block, context, logits_to_keep=rows).logits
+    torch.testing.assert_close(kept, expected[:, rows])
+    torch.testing.assert_close(draft(block, context, logits_to_keep=2).logits, expected[:, -2:])
+    padded = torch.cat([torch.full((2, 3, 32), 1e3), context], dim=1)
+    mask = (torch.arange(3 + 9 + BLOCK) >= 3).long().expand(2, -1)
+    positions = (torch.arange(3 + 9 + BLOCK) - 3).clamp(min=0).expand(2, -1)
+    torch.testing.assert_close(draft(block, padded, attention_mask=mask, position_ids=positions).logits, expected)
+    changed = block.clone()
+    changed[:, -1] += 1
+    changes = (draft(changed, context).logits != expected).any(-1).any(0)
+    assert changes.tolist() == ([False] * (BLOCK - 1) + [True] if method == "jetspec" else [True] * BLOCK)
+    with pytest.raises(ValueError, match="one of `input_ids` and `inputs_embeds`"):
+        draft(hidden_states=context)
+
+
+# The tree ---------------------------------------------------------------------------------------------------------
+
+
+def naive_tree(log_probs, num_nodes, width):
+    """A heap of paths (DDTree): always the most probable one that may be added. Returns paths by tokens."""
+    log_probs, best = log_probs.tolist(), log_probs.argsort(dim=-1, descending=True).tolist()
+    heap = [(-log_probs[0][best[0][rank]], (best[0][rank],)) for rank in range(width)]
+    heapq.heapify(heap)
+    paths = []
+    while heap and len(paths) < num_nodes:
+        value, path = heapq.heappop(heap)
+        paths.append(path)
+        if len(path) < len(log_probs):
+            level = len(path)
+            for token in best[level][:width]:
+                heapq.heappush(heap, (value - log_probs[level][token], (*path, token)))
+    return set(paths)
+
+
+def paths_of(tokens, parents):
+    paths = [()]
+    for token, parent in zip(tokens[1:], parents[1:]):
+        paths.append((*paths[parent], token))
+    return paths[1:]
+
+
+@pytest.mark.parametrize(
+    ("depth", "num_nodes", "width"), [(5, 24, 8), (3, 40, 3), (15, 64, 24), (1, 4, 9), (7, 12, 1), (4, 200, 2)]
+)
+def test_the_best_paths(depth, num_nodes, width):
+    generator = torch.Generator().manual_seed(depth)
+    logits = torch.randn(3, depth, 24, generator=generator) * torch.tensor([0.3, 2.0, 8.0])[:, None, None]
+    tree = grow_block_tree(torch.full((3, 1), 7), logits, None, Plan("draft", depth, num_nodes, width))
+    log_probs = logits.log_softmax(-1)
+    for row in range(3):
+        paths = paths_of(tree.tokens[row].tolist(), tree.parents[row].tolist())
+        assert len(set(paths)) == len(paths) and set(paths) == naive_tree(log_probs[row], num_nodes, width)
+        said = [log_probs[row, len(path) - 1, path[-1]] for path in paths]
+        torch.testing.assert_close(tree.confidences[row], torch.stack(said))
+        assert tree.depths[row, 1:].tolist() == [len(path) for path in paths]
+    if width == 1:
+        assert tree.parents.tolist() == [[0, *range(depth)]] * 3
+
+
+def test_thresholds_and_prices():
+    root, plan = torch.tensor([[7]]), Plan("draft", 3, 24, 8)
+    logits = torch.tensor([[[0.6, 0.3, 0.1], [0.8, 0.1, 0.1], [0.5, 0.4, 0.1]]]).log()
+
+    def sizes(**changes):
+        threshold = changes.pop("threshold", 0.0)
+        return grow_block_tree(root, logits, None, plan._replace(**changes), threshold).num_nodes - 1
+
+    assert sizes(threshold=0.2) == 5  # 0.6, 0.48, 0.3, 0.24, 0.24
+    prices = [0.25 * num for num in range(25)]
+    # 0.6 and 0.48 and 0.3 bring more than they cost. Levels cost nothing, whatever their price.
+    assert sizes(prices=Prices(100.0, prices, [True])) == 3
+    assert sizes(prices=Prices(0.0, [float(num) for num in range(25)], [True])) == 0
+    assert sizes(prices=Prices(0.0, [float(num) for num in range(25)], [True], must_verify=True)) == 1
+    assert sizes(num_nodes=1) == 1
+
+
+def test_rows_that_do_not_hold_up_the_batch_are_worth_nothing():
+    sure, unsure = torch.tensor([[9.0, 0, 0]] * 3), torch.zeros(3, 3)
+    logits, prices = torch.stack([sure, unsure]), [0.5 * num for num in range(25)]
+    for rows, expected in (([True, False], 3), ([False, True], 0)):
+        plan = Plan("draft", 3, 24, 8, Prices(0.0, prices, rows))
+        assert grow_block_tree(torch.zeros(2, 1, dtype=torch.long), logits, None, plan).num_nodes == 1 + expected
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_broken_draft_gets_a_tree(broken):
+    logits = torch.randn(2, 4, 12)
+    logits[0, 1] = broken
+    tree = grow_block_tree(torch.zeros(2, 1, dtype=torch.long), logits, None, Plan("draft", 4, 20, 4))
+    assert tree.num_nodes == 21 and (tree.parents < torch.arange(21).clamp(min=1)).all()
+    assert set(paths_of(tree.tokens[1].tolist(), tree.parents[1].tolist())) == naive_tree(
+        logits[1].log_softmax(-1), 20, 4
+    )
+
+
+# Decoding ---------------------------------------------------------------------------------------------------------
+
+
+def make_talker(method, target, lengths, num_tokens):
+    """A draft whose vocabulary is what the target says most often, so that some of it is accepted."""
+    said = target.generate(**make_batch(lengths), **SETTINGS)[:, max(lengths) :]
+    tokens, counts = said.unique(return_counts=True)
+    draft = make_baseline(method, target, draft_token_ids=tokens[counts.argsort(descending=True)[:num_tokens]])
+    draft.generation_config.update(tree_policy="static", num_assistant_tokens=40)
+    draft.generation_config.output_steps = True
+    return draft
+
+
+@pytest.mark.parametrize("method", list(BLOCK_DRAFTS))
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@torch.no_grad()
+def test_each_tree_is_that_of_the_text_so_far(monkeypatch, method, family):
+    """In a batch of which rows advance at their own pace: by one pass of the draft over all states of one row."""
+    monkeypatch.setattr(Calibration, "RATE", 0.0)
+    target = make_target(family, seed=int(family != "llama"))
+    # Trees, and chains, which rows take in step.
+    lengths, num_tokens, width = ([12, 5, 17], 5, 8) if family == "llama" else ([9], 3, 1)
+    draft = make_talker(method, target, lengths, num_tokens)
+    draft.borrow_embeddings(target)
+    batch, padding = make_batch(lengths), [max(lengths) - length for length in lengths]
+    target.generate(**batch, **SETTINGS, assistant_model=draft)
+    rows = [prompt[pad:] for prompt, pad in zip(batch["input_ids"], padding)]
+    num_trees = num_accepted = 0
+    for step in draft.last_generation.steps:
+        for i, row in enumerate(step.rows):
+            text, tree = rows[row], (step.tokens[i], step.parents[i])
+            if step.source == "draft" and len(text) < lengths[row] + SETTINGS["max_new_tokens"]:
+                block = torch.nn.functional.pad(text[None, -1:], (0, BLOCK - 1), value=MASK)
+                context = draft.combine_hidden_states(states_of(target, draft, text[None, :-1]))
+                depth = len(set(map(len, paths_of(*tree))))
+                scores = 2.0 * draft(block, context, logits_to_keep=torch.arange(1, 1 + depth)).logits
+                plan = Plan("draft", depth, len(tree[0]) - 1, width)
+                expected = grow_block_tree(text[None, -1:], scores, draft.draft_token_ids, plan)
+                ours = set(paths_of(expected.tokens[0].tolist(), expected.parents[0].tolist()))
+                assert set(paths_of(*tree)) == ours
+                num_trees, num_accepted = num_trees + 1, num_accepted + len(step.accepted[i])
+            rows[row] = torch.cat([text, torch.tensor(step.new_tokens[i])])
+    assert num_trees > 10 and num_accepted > 3
+
+
+@torch.no_grad()
+def test_a_row_that_waits_leaves_the_others_alone():
+    """It is near the end of a static cache while another one has much to read."""
+    target = make_target("llama")
+    draft, plan = make_baseline("dflash", target), Plan("draft", 3, 12, 3)
+    call = GenerationCall(target, target.get_input_embeddings(), plan, 0.0, Calibration(1.0), 20, None)
+    both, alone = draft.proposer(call), draft.proposer(call)
+    states = torch.randn(2, 28, draft.fc.in_features)
+    trees = []
+    for rows, proposer in (([0, 1], both), ([1], alone)):
+        for begin, counts in ((0, [16, 4]), (16, [0, 12])):
+            length, counts = max(counts), [counts[row] for row in rows]
+            positions = torch.arange(begin, begin + length).expand(len(rows), -1)
+            part = states[rows, begin : begin + length]
+            proposer.observe(SimpleNamespace(tokens=positions, states=part, positions=positions, counts=counts))
+            tree = proposer.propose(plan, torch.full((len(rows), 1), 7))
+        trees.append(tree)
+    assert torch.equal(trees[0].tokens[1:], trees[1].tokens) and torch.equal(trees[0].parents[1:], trees[1].parents)
+    torch.testing.assert_close(trees[0].confidences[1:], trees[1].confidences)
+
+
+@torch.no_grad()
+def test_one_pass_a_step():
+    target, prompt = make_target("llama"), make_prompt(9)
+    draft, calls = make_baseline("dflash", target), []
+    draft.generation_config.tree_policy = "static"
+    draft.register_forward_hook(lambda *args: calls.append(1))
+    for depth in (1, 3, 5, 20):
+        calls.clear()
+        draft.generation_config.tree_depth = depth
+        target.generate(prompt, **SETTINGS, assistant_model=draft)
+        assert len(calls) == draft.last_generation.target_forwards - 1 - draft.last_generation.plain_steps
+
+
+@pytest.mark.parametrize("method", list(BLOCK_DRAFTS))
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_what_knows_the_text_is_accepted(method, do_sample):
+    target, batch = make_target("llama"), make_batch([12, 5, 17])
+    settings = {**SETTINGS, "do_sample": do_sample, "max_new_tokens": 40}
+    torch.manual_seed(0)
+    text = target.generate(**batch, **settings)
+    draft = make_oracle(target, text, 0, (1 - batch["attention_mask"]).sum(dim=1, keepdim=True), method)
+    torch.manual_seed(0)
+    assert torch.equal(target.generate(**batch, **settings, assistant_model=draft), text)
+    assert draft.last_generation.acceptance_length > 2.5
+
+
+@pytest.mark.parametrize("method", list(BLOCK_DRAFTS))
+def test_what_is_trained_as_the_papers_do_is_accepted(method):
+    """By heart, on a few texts: blocks behind anchors at random places, the next tokens as labels."""
+    target, prompts = make_target("llama"), make_prompt(9, batch_size=16)
+    settings = {**SETTINGS, "max_new_tokens": 30}
+    texts = target.generate(prompts, **settings)
+    draft = make_baseline(method, target)
+    draft.borrow_embeddings(target)
+    aux = states_of(target, draft, texts)
+    optimizer = torch.optim.AdamW([each for name, each in draft.named_parameters() if "lm_head" not in name], lr=3e-3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        anchor = int(torch.randint(9, texts.shape[1] - BLOCK, (1,), generator=generator))
+        block = texts[:, anchor : anchor + BLOCK]
+        masked = torch.where(torch.arange(BLOCK) == 0, block, MASK)
+        logits = draft(masked, draft.combine_hidden_states(aux[:, :anchor])).logits[:, 1:]
+        torch.nn.functional.cross_entropy(logits.transpose(1, 2), block[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    draft.generation_config.tree_policy = "static"
+    assert torch.equal(target.generate(prompts[:2], **settings, assistant_model=draft), texts[:2])
+    assert draft.last_generation.acceptance_length > 2.5
+
+
+def test_a_draft_guesses_by_the_same_noise():
+    """Of the target's own distribution, the most probable guess is the very sample."""
+    target, prompt = make_target("llama"), make_prompt(9)
+    draft = make_baseline("dflash", target)
+    draft.generation_config.update(tree_policy="static", num_assistant_tokens=1, tree_depth=1)
+    settings = {**SETTINGS, "do_sample": True, "temperature": 1.5, "max_new_tokens": 30}
+    tokens = prompt
+
+    class Knowing(DFlashForSpeculation):
+        def forward(self, *args, logits_to_keep, **kwargs):
+            outputs = super().forward(*args, logits_to_keep=logits_to_keep, **kwargs)
+            length = int(kwargs["position_ids"][0, 0]) + 1
+            outputs.logits = target(tokens[:, :length]).logits[:, -1:].expand_as(outputs.logits)
+            return outputs
+
+    torch.manual_seed(0)
+    tokens = target.generate(prompt, **settings)
+    draft.__class__ = Knowing
+    torch.manual_seed(0)
+    assert torch.equal(target.generate(prompt, **settings, assistant_model=draft), tokens)
+    assert draft.last_generation.acceptance_length == pytest.approx(2, abs=0.1)
+
+
+def test_states_that_nothing_has_asked_for_are_dropped(monkeypatch):
+    """A text that is decoded plainly for long: what is left is context with a gap."""
+    monkeypatch.setattr(BlockProposer, "MAX_UNREAD", 3)
+    target, batch = make_target("llama"), make_batch([12, 5])
+    draft = make_baseline("dflash", target)
+    kept = []
+    monkeypatch.setattr(
+        "hf_eagle3.remote_code.policy_eagle3.DraftingTrial.decodes_plainly",
+        lambda self: len(kept) < 12 and not kept.append(1),
+    )
+    settings = {**SETTINGS, "max_new_tokens": 40}
+    assert torch.equal(
+        target.generate(**batch, **settings, assistant_model=draft), target.generate(**batch, **settings)
+    )
+    assert draft.last_generation.drafted_lengths and draft.last_generation.plain_steps >= 12
+
+
+# Saving, loading, and what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_what_is_saved_is_the_layout_that_was_read(tmp_path, kind):
+    folder = write_checkpoint(tmp_path / "draft", CONFIGS[kind])
+    draft, target = DFlashForSpeculation.from_pretrained(folder), make_target("llama")
+    for pair in (lambda: None, lambda: draft.pair_with(target)):
+        pair()
+        draft.save_pretrained(tmp_path / "saved")
+        saved, ours = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "saved", folder))
+        assert saved["architectures"] == ["DFlashDraftModel"] and saved["model_type"] == "qwen3"
+        assert saved["dflash_config"].items() >= ours["dflash_config"].items() and "auto_map" not in saved
+        qwen = Qwen3Config().to_dict().keys() - {"tie_word_embeddings", "transformers_version", "use_cache"}
+        assert all(saved[key] == ours[key] for key in ours.keys() & saved.keys() & qwen if key != "max_window_layers")
+        weights, expected = (load_file(path / "model.safetensors") for path in (tmp_path / "saved", folder))
+        assert weights.keys() == expected.keys() and all(
+            torch.equal(weights[name], expected[name]) for name in weights
+        )
+        loaded = AutoModel.from_pretrained(tmp_path / "saved")
+        for name in (
+            "block_size",
+            "mask_token_id",
+            "is_causal",
+            "eagle_aux_hidden_state_layer_ids",
+            "output_multiplier",
+        ):
+            assert getattr(loaded.config, name) == getattr(draft.config, name)
+        assert loaded.config.verifier_fingerprint == draft.config.verifier_fingerprint
+        assert loaded.config.transformer_layer_config.layer_types == draft.config.transformer_layer_config.layer_types
+    assert not list((tmp_path / "saved").rglob("*.py"))
+    with pytest.raises(ValueError, match="trained for another model"):
+        make_target("llama", seed=1).generate(make_prompt(5), assistant_model=loaded)
+    broken = load_file(tmp_path / "saved" / "model.safetensors")
+    broken["fc.weight"][0, 0] += 1
+    save_file(broken, tmp_path / "saved" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="not those that were saved"):
+        AutoModel.from_pretrained(tmp_path / "saved")
+
+
+def test_a_draft_vocabulary_is_saved(tmp_path):
+    target = make_target("llama")
+    draft = make_baseline("dflash", target, draft_token_ids=range(5, 50))
+    draft.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded.draft_token_ids, torch.arange(5, 50))
+    prompt = make_prompt(9)
+    assert torch.equal(
+        target.generate(prompt, **SETTINGS, assistant_model=loaded), target.generate(prompt, **SETTINGS)
+    )
+    assert torch.equal(loaded.lm_head.weight, target.lm_head.weight[5:50])
+
+
+def test_layers_of_another_kind_are_left_alone(tmp_path):
+    folder = write_checkpoint(tmp_path / "draft", {**ZLAB_CONFIG, "model_type": "llama"})
+    assert type(AutoConfig.from_pretrained(folder)).__name__ == "LlamaConfig"
+    with pytest.raises(ValueError, match="is (no|not a) dflash draft: its config.json is of 'llama'"):
+        DFlashForSpeculation.from_pretrained(folder)
+
+
+def test_code_that_is_trusted_is_theirs(tmp_path):
+    folder = write_checkpoint(tmp_path / "draft", ZLAB_CONFIG)
+    code = "from transformers import Qwen3Config, PreTrainedModel\n\n\nclass DFlashDraftModel(PreTrainedModel):\n"
+    code += "    config_class = Qwen3Config\n\n    def __init__(self, config):\n        super().__init__(config)\n        self.post_init()\n"
+    (folder / "dflash.py").write_text(code)
+    theirs = AutoModel.from_pretrained(folder, trust_remote_code=True)
+    assert type(theirs).__module__.startswith("transformers_modules.") and type(theirs.config) is Qwen3Config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dflash_config": {"mask_token_id": MASK}}, "`target_layer_ids` is None"),
+        ({"dflash_config": {"target_layer_ids": [0, 2]}}, "`mask_token_id` is None"),
+        ({"dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 2]}}, "`mask_token_id` is 96, .* 96 tokens"),
+        ({"dflash_config": 3}, "`dflash_config` is 3"),
+        ({"block_size": 1}, "`block_size` is 1"),
+        ({"is_causal": True, "dflash_config": {**JETSPEC_CONFIG["dflash_config"], "causal_head": False}}, "contradict"),
+        ({"dflash_config": {**ZLAB_CONFIG["dflash_config"], "selector_rank": 8, "conv_kernel_size": 2}}, "conv_kernel_size.*DFlash 2"),
+        ({"use_markov_head": True}, "use_markov_head.*DSpark"),
+        ({"num_attention_heads": 3}, "multiple of `num_key_value_heads`"),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_refused(tmp_path, changes, message):
+    folder = write_checkpoint(tmp_path / "draft", {**ZLAB_CONFIG, **changes})
+    for load in (DFlashForSpeculation.from_pretrained, AutoModel.from_pretrained, AutoConfig.from_pretrained):
+        with pytest.raises(ValueError, match=message):
+            load(folder)
+
+
+def test_tensors_that_are_not_understood_are_refused(tmp_path):
+    adapter = write_checkpoint(tmp_path / "a", ZLAB_CONFIG, **{"hidden_dim_adapter.proj.weight": torch.zeros(32, 16)})
+    with pytest.raises(ValueError, match="Unexpected: .'hidden_dim_adapter.proj.weight'"):
+        AutoModel.from_pretrained(adapter)
+    head = write_checkpoint(tmp_path / "b", ZLAB_CONFIG, **{"lm_head.weight": torch.zeros(96, 32)})
+    with pytest.raises(ValueError, match="has a head of its own"):
+        AutoModel.from_pretrained(head)
+    with pytest.raises(ValueError, match="is a block draft .* Load it by `AutoModel.from_pretrained`"):
+        Eagle3ForSpeculation.from_pretrained(write_checkpoint(tmp_path / "c", ZLAB_CONFIG))
+    Eagle3ForSpeculation.from_target(make_target("llama")).save_pretrained(tmp_path / "d")
+    with pytest.raises(ValueError, match="is (no|not a) dflash draft"):
+        DFlashForSpeculation.from_pretrained(tmp_path / "d")
+
+
+def test_what_a_configuration_must_say():
+    target = make_target("llama")
+    for overrides, message in (
+        ({"model_type": "llama"}, "has layers of 'qwen3', not of 'llama'"),
+        ({"block_size": 1}, "must be at least 2"),
+        ({"mask_token_id": -1}, "must be one of the target's 96 tokens"),
+        ({"static_tree": [[0]]}, "Leave `static_tree` out"),
+        ({"fc_norm": True}, "has no .*fc_norm"),
+        ({"eagle_aux_hidden_state_layer_ids": None}, "must say which states it reads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DFlashForSpeculation.from_target(target, **overrides)
+    embedding = DFlashForSpeculation.from_target(target, eagle_aux_hidden_state_layer_ids=[0, 2])
+    with pytest.raises(ValueError, match="no number for the embedding"):
+        embedding.config.to_json_string()
+    with pytest.raises(NotImplementedError, match="does not train DFlash drafts yet"):
+        embedding.training_loss(None, 1)
+
+
+def test_a_mask_that_the_target_does_not_embed(tmp_path):
+    target = make_target("llama")
+    draft = DFlashForSpeculation.from_target(target, mask_token_id=95)
+    target.model.embed_tokens.weight = torch.nn.Parameter(target.model.embed_tokens.weight[:90])
+    draft.config.verifier_fingerprint = None
+    with pytest.raises(ValueError, match="`mask_token_id` is 95, but LlamaForCausalLM embeds 90 tokens"):
+        target.generate(make_prompt(5), assistant_model=draft)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_states", "expected"),
+    [(36, 5, [2, 10, 18, 26, 34]), (28, 1, [14]), (4, 5, [1, 2, 3]), (6, 3, [2, 3, 4]), (2, 5, [1]), (1, 2, [1])],
+)
+def test_which_states_a_fresh_draft_reads(num_layers, num_states, expected):
+    """Of 36 layers, those of z-lab/Qwen3-4B-DFlash-b16, which counts outputs: [1, 9, 17, 25, 33]."""
+    assert spread_layer_ids(num_layers, num_states) == expected
+
+
+@pytest.mark.parametrize("family", ["gemma2", "cohere2"])
+def test_a_fresh_draft_has_the_factors_of_the_target(family):
+    target = make_target(family)
+    draft = DFlashForSpeculation.from_target(target)
+    config = target.config
+    assert draft.config.output_multiplier == getattr(config, "logit_scale", 1.0)
+    assert draft.config.final_logit_softcapping == getattr(config, "final_logit_softcapping", None)
+
+
+def test_loading_needs_no_extra(tmp_path):
+    folder = write_checkpoint(tmp_path / "draft", JETSPEC_CONFIG)
+    script = (
+        "import sys\n"
+        "for name in ('trl', 'datasets', 'peft', 'accelerate', 'evaluate'): sys.modules[name] = None\n"
+        "import hf_eagle3\n"
+        "from transformers import AutoModel\n"
+        f"print(type(AutoModel.from_pretrained({str(folder)!r})).__name__)\n"
+        "try: hf_eagle3.Eagle3Trainer\n"
+        "except ModuleNotFoundError as error: print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    lines = result.stdout.splitlines()
+    assert lines[0] == "DFlashForSpeculation" and "pip install 'hf-eagle3[train]'" in lines[1], result.stderr[-2000:]
