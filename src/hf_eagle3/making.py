@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from .remote_code.checks_eagle3 import fingerprint, whole
 from .remote_code.configuration_eagle3 import Eagle3Config, default_aux_layer_ids
+from .remote_code.loading_eagle3 import fingerprint
+from .remote_code.target_eagle3 import gathered
 
 
 SPECULATIVE_TOKENS = 6  # of engines that draft chains, such as vLLM; trees go deeper
@@ -57,14 +58,14 @@ def from_target(
     Raises:
         ValueError: if no draft can be made for the target, or an override or a token id does not exist.
     """
-    overrides = cls.overrides_for(target, overrides)
+    overrides = cls.default_overrides(target, overrides)
     config = config_for_target(target, num_hidden_layers, cls.config_class, **overrides)
     embedding = target.get_input_embeddings()
     with embedding.weight.device:
         draft = cls(config).to(dtype=target.dtype)
     draft.borrow_embeddings(target)
     if draft.config.has_own_embed_tokens:
-        draft.embed_tokens.weight.data.copy_(whole(embedding.weight.detach()))
+        draft.embed_tokens.weight.data.copy_(gathered(embedding.weight.detach()))
     set_draft_vocabulary(draft, draft_token_ids, target)
     draft.validate_target(target)
     return draft
@@ -85,7 +86,7 @@ def set_draft_vocabulary(draft, draft_token_ids: Sequence[int] | torch.Tensor | 
         ValueError: if there are no ids, or some that the target has no output embedding for.
     """
     device, vocab_size = draft.get_output_embeddings().weight.device, draft.config.vocab_size
-    target_head = whole(target.get_output_embeddings().weight.detach())
+    target_head = gathered(target.get_output_embeddings().weight.detach())
     num_ids = min(vocab_size, len(target_head))  # a head may have fewer rows than the vocabulary, or more
     token_ids = range(num_ids) if draft_token_ids is None else draft_token_ids
     token_ids = torch.as_tensor(token_ids, dtype=torch.long).flatten().unique()  # ascending

@@ -12,9 +12,13 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ..remote_code.draft_eagle3 import DraftModel
-from ..remote_code.layers_eagle3 import Eagle3Attention, Eagle3RMSNorm, Eagle3RotaryEmbedding
-from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
+from ..remote_code.modeling_eagle3 import (
+    DraftModel,
+    Eagle3Attention,
+    Eagle3ForSpeculation,
+    Eagle3RMSNorm,
+    Eagle3RotaryEmbedding,
+)
 from ..training.losses import DraftLoss
 from ..training.ttt import TTTBatch, TTTOutput, UnrollStep, ttt_unroll, unroll_loss
 from .baseline import BaselineConfig, BaselineDraft, check_steps
@@ -59,7 +63,7 @@ class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
 
     config_class = EagleConfig
     _no_split_modules = ["EagleDecoderLayer"]
-    frozen = ("embed_tokens", "lm_head")
+    frozen_modules = ("embed_tokens", "lm_head")
     # Weights of the losses (section 4.2), and the noise that states are trained with.
     CLASSIFICATION_WEIGHT, NOISE = 0.1, 0.1
     TRAINING_STEPS = 1
@@ -76,7 +80,7 @@ class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
 
     @classmethod
     def from_target(cls, target, *args, **kwargs):
-        """See [`~draft_eagle3.DraftModel.from_target`]. Factors of the target's logits become part of the copied head."""
+        """See [`~modeling_eagle3.DraftModel.from_target`]. Factors of the target's logits become part of the copied head."""
         draft, config = super().from_target(target, *args, **kwargs), target.config.get_text_config(decoder=True)
         factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         draft.lm_head.weight.data *= factor

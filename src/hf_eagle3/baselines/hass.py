@@ -32,8 +32,8 @@ class HassForSpeculation(EagleForSpeculation):
     TOP_K, TOP_K_WEIGHT = 10, 1.0
 
     @classmethod
-    def overrides_for(cls, target, overrides):
-        return super().overrides_for(target, {"static_tree": None} | overrides)
+    def default_overrides(cls, target, overrides):
+        return super().default_overrides(target, {"static_tree": None} | overrides)
 
     def row_loss(self, logits, targets):
         loss = DraftLoss.apply(logits, targets.probs, targets.mass, targets.entropy, "kl")

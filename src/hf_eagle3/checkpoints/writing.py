@@ -2,7 +2,7 @@
 
 import torch
 
-from ..remote_code.checks_eagle3 import fingerprint, similarity
+from ..remote_code.loading_eagle3 import fingerprint, similarity
 from .flat import EXACT_IDS, LAYER_KEYS, TOKEN_KEYS
 
 

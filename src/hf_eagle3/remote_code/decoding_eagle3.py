@@ -8,12 +8,12 @@ import torch
 
 from .accept_eagle3 import ROW_WISE, Accepted, Sampler, accept, is_one_of, reads_without_sync
 from .cache_eagle3 import compiled
-from .checks_eagle3 import check_call, depends_on_length, is_sharded, may_select_rows, whole_embedding
 from .cuda_eagle3 import CUDNN_ATTENTION, captures_graphs
 from .lookup_eagle3 import PromptLookup
 from .outputs_eagle3 import ReturnedOutputs
 from .policy_eagle3 import Measured, StaticPolicy, tree_settings
 from .proposer_eagle3 import Call
+from .target_eagle3 import check_call, depends_on_length, gathered_embedding, is_sharded, may_select_rows
 from .text_eagle3 import Text
 from .tree_eagle3 import DraftTree, Plan
 from .verify_eagle3 import INPUTS_BY_TOKEN, Outputs, Verifier
@@ -156,7 +156,7 @@ class TreeDecoding:
             target, generation_config, model_kwargs, layer_ids, self.returned, self.whole.num_nodes, may_replay
         )
         outputs, positions, states = verifier.prefill(input_ids)
-        cache, embedding = verifier.cache, whole_embedding(target)
+        cache, embedding = verifier.cache, gathered_embedding(target)
 
         # Processors and criteria that are not known to look at each row by itself may compare rows, or edit the text.
         may_be_edited = not all(is_one_of(each, ROW_WISE) for each in [*logits_processor, *stopping_criteria])

@@ -15,9 +15,9 @@ from .cache_eagle3 import (
     tree_attention_mask,
     with_room,
 )
-from .checks_eagle3 import position_table, rotary_switches, takes_trees, text_positions
 from .outputs_eagle3 import CACHE, ReturnedOutputs, aux_hidden_states, without_first
 from .ragged_eagle3 import align_right, on_device
+from .target_eagle3 import position_table_size, rotary_switches, takes_trees, text_positions
 from .text_eagle3 import Text
 from .tree_eagle3 import DraftTree, Plan
 
@@ -104,7 +104,7 @@ class Verifier:
             depth = min(depth, text.max_length - text.shortest - 1)
         elif cache.capacity - cache.length < 1 + self.num_nodes:
             depth = 0
-        switches, table = rotary_switches(config), position_table(config)
+        switches, table = rotary_switches(config), position_table_size(config)
         newest = int(self.inputs["position_ids"].max()) if switches or table is not None else 0
         for rope_type, switch in switches:
             # A tree must not reach over the switch, and dynamic scaling, which goes on changing, allows none beyond it.

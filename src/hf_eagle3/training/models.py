@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, ProcessorMixin
 
+from ..held import HUB_ARGUMENTS
 from ..making import FORMS
-from ..remote_code.draft_eagle3 import HUB_ARGUMENTS
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
 from ..tokenizer import check_is_target, load_tokenizer
 from .arguments import Eagle3TrainingArguments
@@ -98,7 +98,7 @@ def draft_to_train(model, target_model, args: Eagle3TrainingArguments, peft_conf
             f"{model.config.transformer_layer_config.layer_types}, whose window training-time test would ignore."
         )
     if not hasattr(model, "peft_config"):
-        for name in model.frozen:
+        for name in model.frozen_modules:
             if hasattr(model, name):
                 getattr(model, name).requires_grad_(False)
     return model.float()

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ..data import documents_of_row, prompt_of
 from ..remote_code.assistant_eagle3 import AssistantMixin
 from ..remote_code.decoding_eagle3 import TreeDecoding
-from ..remote_code.draft_eagle3 import DraftModel
+from ..remote_code.modeling_eagle3 import DraftModel
 from ..remote_code.outputs_eagle3 import select_hidden_states
 from .losses import log_sum_exp
 from .models import default_generation

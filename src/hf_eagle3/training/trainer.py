@@ -44,9 +44,9 @@ from ..data import (
 from ..data.rows import MASKS
 from ..hub import card_on_hub, is_edited, render_card, repo_name, write_records
 from ..hub.push import verifier_without_path
-from ..remote_code.checks_eagle3 import is_sharded
 from ..remote_code.configuration_eagle3 import Eagle3Config
-from ..remote_code.draft_eagle3 import DraftModel
+from ..remote_code.modeling_eagle3 import DraftModel
+from ..remote_code.target_eagle3 import is_sharded
 from ..tokenizer import padding_token, read_template
 from .arguments import Eagle3TrainingArguments
 from .checkpoint import CHECKPOINT_FILES, last_whole_checkpoint, list_files, what_is_broken
