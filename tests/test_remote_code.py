@@ -171,7 +171,7 @@ REACHING = {
     ("modeling_eagle3.py", "save_pretrained", "mkdir"),
     ("modeling_eagle3.py", "save_pretrained", "write_text"),
     ("cache_eagle3.py", "compiled", "compile"),  # torch's
-    ("loading_eagle3.py", "installed_module", "import_module"),  # the package itself
+    ("auto_eagle3.py", "installed_module", "import_module"),  # the package itself
     ("auto_eagle3.py", "newer_package", "import_module"),  # likewise
 }
 

@@ -58,7 +58,10 @@ def from_target(
     Raises:
         ValueError: if no draft can be made for the target, or an override or a token id does not exist.
     """
-    overrides = cls.default_overrides(target, overrides)
+    if cls.config_class is Eagle3Config:  # engines know parallel drafts without EAGLE-3.1's norms
+        is_parallel = overrides.get("mask_token_id") is not None
+        norms = {"fc_norm": not overrides.get("norm_before_fc") and not is_parallel, "norm_output": not is_parallel}
+        overrides = norms | overrides
     config = config_for_target(target, num_hidden_layers, cls.config_class, **overrides)
     embedding = target.get_input_embeddings()
     with embedding.weight.device:

@@ -73,9 +73,15 @@ class BaselineDraft(DraftModel):
 
     @classmethod
     def default_overrides(cls, target: PreTrainedModel, overrides: dict[str, Any]) -> dict[str, Any]:
+        """The overrides of [`from_target`], with this method's defaults."""
         depth = target.config.get_text_config(decoder=True).num_hidden_layers
         tree = best_static_tree(guessed_accuracies())
         return {"eagle_aux_hidden_state_layer_ids": [depth], "static_tree": tree} | overrides
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, *args, **overrides):
+        """See [`~modeling_eagle3.DraftModel.from_target`]."""
+        return super().from_target(target, *args, **cls.default_overrides(target, overrides))
 
     def grow_tree(self, root, logits, hidden_states, advance, token_ids, plan, threshold=0.0, power=1.0, guess=None):
         """The static tree, or that of [`~tree_eagle3.grow_tree`]."""

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
+from ..config_checks import check_sizes
 from ..held import without_prefix
-from ..remote_code.configuration_eagle3 import Eagle3Config, check_sizes
+from ..remote_code.configuration_eagle3 import Eagle3Config
 
 
 LAYER_KEYS = (

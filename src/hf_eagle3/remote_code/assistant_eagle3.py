@@ -112,14 +112,18 @@ class AssistantMixin:
     def last_generation(self) -> Eagle3GenerationStats | None:
         """Statistics of this thread's last call of `generate` with this assistant, or of any thread's if it made none."""
         last = _LAST_STATS.get(self)
-        return last and getattr(last.in_thread, "stats", last.in_any_thread)
+        return last and (last.in_thread.stats or last.in_any_thread)
+
+
+class ThreadStats(threading.local):
+    stats: Eagle3GenerationStats | None = None
 
 
 class LastStats:
     """Statistics of the last calls with one assistant."""
 
     def __init__(self):
-        self.in_thread, self.in_any_thread = threading.local(), None
+        self.in_thread, self.in_any_thread = ThreadStats(), None
 
 
 # Not on the assistant, because it may be copied and pickled.
@@ -166,6 +170,11 @@ def install_generation_hook() -> None:
             setattr(GenerationMixin, name, hooked)
 
 
+def decodes(assistant: Any) -> bool:
+    """Whether an assistant has its own decoding: an [`AssistantMixin`] of any copy of this code, or a wrapper of one."""
+    return hasattr(assistant, "assisted_decoding")
+
+
 def with_assistant_validation(validate_mode: Callable) -> Callable:
     """`_validate_generation_mode` that lets an assistant check the target, and lifts the limits of other assistants."""
 
@@ -182,15 +191,15 @@ def with_assistant_validation(validate_mode: Callable) -> Callable:
             raise ValueError(
                 f"`assistant_model` is the class {assistant.__name__}, not a draft. Load a draft with it."
             )
-        if (validate_target := getattr(assistant, "validate_target", None)) is not None:
-            validate_target(self)
+        if decodes(assistant):
+            assistant.validate_target(self)
             if not hasattr(assistant, "config"):  # transformers would compare vocabularies
                 generation_mode_kwargs = {**generation_mode_kwargs, "assistant_model": None}
             # Several sequences a prompt are a batch, which transformers' own assistants do not take.
             generation_config = copy.copy(generation_config)
             generation_config.num_return_sequences = 1
             # Transformers refuses all recurrent targets.
-            if self._is_stateful and getattr(assistant, "may_replay", may_replay)(self):
+            if self._is_stateful and assistant.may_replay(self):
                 self = copy.copy(self)
                 self._is_stateful = False
         return validate_mode(self, generation_mode, generation_config, generation_mode_kwargs)
@@ -202,7 +211,7 @@ def with_assistant_decoding(assisted_decoding: Callable) -> Callable:
     """`_assisted_decoding` that calls the assistant's own, if it has one."""
 
     def _assisted_decoding(self: PreTrainedModel, *args: Any, assistant_model: Any = None, **kwargs: Any):
-        if hasattr(assistant_model, "assisted_decoding"):
+        if decodes(assistant_model):
             return assistant_model.assisted_decoding(self, *args, **kwargs)
         return assisted_decoding(self, *args, assistant_model=assistant_model, **kwargs)
 
@@ -216,7 +225,7 @@ def with_warning_of_unused_assistant(generate: Callable) -> Callable:
     def generate_or_warn(self: PreTrainedModel, *args: Any, **kwargs: Any):
         arguments = {**dict(zip(names[1:], args)), **kwargs}
         assistant = arguments.get("assistant_model")
-        if not (hasattr(assistant, "assisted_decoding") and hasattr(assistant, "last_generation")):
+        if not decodes(assistant):
             return generate(self, *args, **kwargs)
         before = assistant.last_generation
         output = generate(self, *args, **kwargs)

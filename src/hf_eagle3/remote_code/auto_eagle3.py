@@ -19,6 +19,8 @@ from transformers.utils import logging
 # A child of transformers' own logger: shown and silenced with it.
 logger = logging.get_logger("transformers.eagle3")
 
+# Whether this is the installed package's code, and not a copy that came with a draft.
+IS_INSTALLED = __package__ == "hf_eagle3.remote_code"
 # The version of hf-eagle3 that this copy is from.
 VERSION = "0.1.0"
 # The oldest and the newest transformers that passed the tests.
@@ -87,6 +89,20 @@ def newer_package() -> ModuleType | None:
         f"draft ({VERSION}). Set HF_EAGLE3_CODE=copy to run that code."
     )
     return package
+
+
+def installed_module(name: str, what: str) -> ModuleType:
+    """
+    A module of the hf-eagle3 package, for what a draft can be used without.
+
+    Raises:
+        ModuleNotFoundError: if the package, or one that it needs for this, is not installed.
+    """
+    try:
+        return importlib.import_module(f"hf_eagle3.{name}")
+    except ModuleNotFoundError as error:
+        extra = "" if error.name == "hf_eagle3" else "[train]"
+        raise ModuleNotFoundError(f"{what} needs {error.name}: pip install 'hf-eagle3{extra}'") from error
 
 
 def check_needs() -> None:

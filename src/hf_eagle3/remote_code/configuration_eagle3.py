@@ -13,8 +13,8 @@ import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, Qwen3Config
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .auto_eagle3 import IS_INSTALLED, installed_module
 
 
 # One name per class that `AutoXxx.from_pretrained(..., trust_remote_code=True)` may be asked for. All name the same file,
@@ -44,16 +44,6 @@ NEUTRAL_LAYER_KEYS = {
     "transformers.js_config",
     "unsloth_fixed",
 }
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "vocab_size",
-)
-# These may be null, which stands for a default.
-OPTIONAL_SIZES = ("draft_vocab_size", "head_dim", "num_key_value_heads", "target_hidden_size")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_own_embed_tokens")
 # The fields on which depends what a draft computes.
 DIGESTED = (
@@ -152,8 +142,13 @@ class Eagle3Config(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any):
         layer_config = self.transformer_layer_config or {}
         if isinstance(layer_config, dict):
-            check_layer_config(layer_config)
-            layer_config = AutoConfig.for_model(**{"model_type": "llama", **layer_config})
+            model_type = layer_config.get("model_type", "llama")
+            if IS_INSTALLED:  # copies read what was saved, as `config_digest` shows
+                installed_module("config_checks", "A configuration").check_layer_config(layer_config)
+            if model_type in ("llama", "qwen3"):
+                known = AutoConfig.for_model(model_type).to_dict().keys() | NEUTRAL_LAYER_KEYS
+                check_keys("`transformer_layer_config`", layer_config, known)
+            layer_config = AutoConfig.for_model(**{"model_type": model_type, **layer_config})
         self.transformer_layer_config = layer_config
         # Engines want one entry a layer. Llama's own configuration has no such list.
         if getattr(layer_config, "layer_types", None) is None:
@@ -187,11 +182,12 @@ class Eagle3Config(PreTrainedConfig):
             )
 
     def _check_fields(self) -> None:
-        check_sizes({name: getattr(self, name) for name in ("draft_vocab_size", "target_hidden_size")})
-        if self.draft_vocab_size > self.vocab_size:
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
-                f"`draft_vocab_size` ({self.draft_vocab_size}) exceeds the target's vocabulary ({self.vocab_size})."
+                f"`draft_vocab_size` is {self.draft_vocab_size}, but must be from 1 to {self.vocab_size}."
             )
+        if self.target_hidden_size < 1:
+            raise ValueError(f"`target_hidden_size` is {self.target_hidden_size}, but must be positive.")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("`fc_norm` and `norm_before_fc` exclude each other; set at most one of them.")
         if self.speculators_model_type != ("peagle" if self.is_parallel else "eagle3"):
@@ -228,15 +224,14 @@ class Eagle3Config(PreTrainedConfig):
         The configuration in a `config.json`, whichever class loads it. See [`~transformers.PreTrainedConfig.from_dict`].
 
         Raises:
-            ValueError: if something required is missing, a field is not what was saved, or a flag is on that neither we
-                nor transformers know.
+            ValueError: if something required is missing, a field is not what was saved, or a flag is on that is unknown.
         """
         config_dict = dict(config_dict)
         digest = config_dict.pop("config_digest", None)
         for name in (
             "weights_digest",
             "code_digest",
-        ):  # they belong to the checkpoint, not to other drafts of this config
+        ):  # of the checkpoint, not of other drafts with this configuration
             config_dict.pop(name, None)
         if config_dict.get("transformer_layer_config") is None:
             raise ValueError("This config.json has no `transformer_layer_config`, which describes the draft's layers.")
@@ -257,11 +252,7 @@ class Eagle3Config(PreTrainedConfig):
             if not isinstance(getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype, torch.dtype | None):
                 raise ValueError(f"`{name}` is {dtype!r}, which torch does not know.")
         known = {field.name for field in fields(cls)} | PreTrainedConfig().to_dict().keys() | NEUTRAL_KEYS
-        if unknown := unknown_keys(config_dict, known):
-            raise ValueError(
-                f"This config.json has flags that this version does not know: {unknown}. Their effect would be missing; a later "
-                "version of hf-eagle3 may read this draft."
-            )
+        check_keys("This config.json", config_dict, known)
         try:
             return super().from_dict(config_dict, **kwargs)
         except StrictDataclassError as error:
@@ -333,54 +324,16 @@ def config_digest(config_dict: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(digested, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def check_sizes(config_dict: dict[str, Any]) -> None:
+def check_keys(name: str, config_dict: dict[str, Any], known: set[str]) -> None:
     """
     Raises:
-        ValueError: if a size is not a positive integer.
+        ValueError: if a key is not `known`, unless it is a comment or its value is false, zero or empty.
     """
-    for name in (*SIZES, *OPTIONAL_SIZES):
-        value = config_dict.get(name, 1)
-        is_default = value is None and name in OPTIONAL_SIZES
-        if not is_default and (type(value) is not int or value < 1):
-            raise ValueError(f"`{name}` is {value!r}, but must be a positive integer.")
-    num_heads, num_key_value_heads = (config_dict.get(f"num_{kind}_heads") for kind in ("attention", "key_value"))
-    if num_heads and num_key_value_heads and num_heads % num_key_value_heads:
+    unknown = sorted(key for key in config_dict.keys() - known if config_dict[key] and not key.startswith("_"))
+    if unknown:
         raise ValueError(
-            f"`num_attention_heads` ({num_heads}) must be a multiple of `num_key_value_heads` ({num_key_value_heads})."
-        )
-
-
-def unknown_keys(config_dict: dict[str, Any], known: set[str]) -> list[str]:
-    """The keys of a `config.json` that are not `known`, except comments and those that are false, zero or empty."""
-    return sorted(name for name in config_dict.keys() - known if config_dict[name] and not name.startswith("_"))
-
-
-def check_layer_config(layer_config: dict[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: if a value of a `transformer_layer_config` is of the wrong type, or a key is on that neither we nor
-            transformers know.
-    """
-    check_sizes(layer_config)
-    if (model_type := layer_config.get("model_type", "llama")) not in ("llama", "qwen3"):
-        return  # refused later
-    rope = layer_config.get("rope_parameters")
-    rope = rope if isinstance(rope, dict) else {}  # transformers refuses other types
-    rope_type, activation = rope.get("rope_type", "default"), layer_config.get("hidden_act", "silu")
-    if rope_type not in (rope_types := ["default", *ROPE_INIT_FUNCTIONS]):
-        raise ValueError(f"`rope_type` is {rope_type!r}, but must be one of {rope_types}.")
-    if activation not in ACT2FN:
-        raise ValueError(f"`hidden_act` is {activation!r}, which transformers does not know.")
-    numbers = {**layer_config, **rope}
-    for name in ("rope_theta", "rms_norm_eps", "factor"):
-        value = numbers.get(name, 1)
-        may_be_null = value is None and (name == "factor" or name not in rope)
-        if not may_be_null and not (type(value) in (int, float) and value > 0):
-            raise ValueError(f"`{name}` is {value!r}, but must be a positive number.")
-    if unknown := unknown_keys(layer_config, AutoConfig.for_model(model_type).to_dict().keys() | NEUTRAL_LAYER_KEYS):
-        raise ValueError(
-            f"`transformer_layer_config` has keys that this version does not know: {unknown}. Their effect would be missing; a "
-            "later version of hf-eagle3 may read this draft."
+            f"{name} has keys that this version does not know: {unknown}. Their effect would be missing; a later version of "
+            "hf-eagle3 may read this draft."
         )
 
 

@@ -3,13 +3,11 @@
 
 import base64
 import hashlib
-import importlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import LogRecord
 from pathlib import Path, PureWindowsPath
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
+from .auto_eagle3 import IS_INSTALLED
 from .target_eagle3 import check_dropout, gathered
 
 
@@ -29,22 +28,6 @@ UNREADABLE_TARGETS = {
     "altup_num_inputs": "has several states for each token",  # Gemma 3n
     "cross_attention_layers": "attends to images in separate layers",  # Mllama
 }
-# Whether this is the code of the installed package, and not a copy that came with a draft.
-IS_INSTALLED = __package__ == "hf_eagle3.remote_code"
-
-
-def installed_module(name: str, what: str) -> ModuleType:
-    """
-    A module of the hf-eagle3 package, for what a draft can be used without.
-
-    Raises:
-        ModuleNotFoundError: if the package, or one that it needs for this, is not installed.
-    """
-    try:
-        return importlib.import_module(f"hf_eagle3.{name}")
-    except ModuleNotFoundError as error:
-        extra = "" if error.name == "hf_eagle3" else "[train]"
-        raise ModuleNotFoundError(f"{what} needs {error.name}: pip install 'hf-eagle3{extra}'") from error
 
 
 # Checkpoints -------------------------------------------------------------------------------------------------------

@@ -25,11 +25,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.utils import ModelOutput, logging
 
 from .assistant_eagle3 import CUSTOM_GENERATE, AssistantMixin, install_generation_hook
-from .auto_eagle3 import check_needs
+from .auto_eagle3 import IS_INSTALLED, check_needs, installed_module
 from .configuration_eagle3 import Eagle3Config, default_aux_layer_ids
 from .drafter_eagle3 import Drafter
 from .loading_eagle3 import (
-    IS_INSTALLED,
     check_code,
     check_draft,
     check_files,
@@ -37,7 +36,6 @@ from .loading_eagle3 import (
     check_pairing,
     check_weights,
     code_digest,
-    installed_module,
     weights_digest,
     without_load_report,
 )
@@ -106,10 +104,10 @@ class Eagle3Attention(LlamaAttention):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, input_size: int):
         super().__init__(config, layer_idx)
-        if input_size != config.hidden_size:
-            for name in ("q_proj", "k_proj", "v_proj"):
-                out_features = getattr(self, name).out_features
-                setattr(self, name, nn.Linear(input_size, out_features, bias=config.attention_bias))
+        sizes = [each.out_features for each in (self.q_proj, self.k_proj, self.v_proj)]
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(input_size, size, bias=config.attention_bias) for size in sizes
+        )
         has_norms = config.model_type == "qwen3"
         self.q_norm, self.k_norm = (
             Eagle3RMSNorm(self.head_dim, eps=config.rms_norm_eps) if has_norms else nn.Identity() for _ in range(2)
@@ -231,11 +229,6 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             pad_token_id=config.pad_token_id,
             **DEFAULT_TREE_SETTINGS,
         )
-
-    @classmethod
-    def default_overrides(cls, target: PreTrainedModel, overrides: dict[str, Any]) -> dict[str, Any]:
-        """The `overrides` of [`from_target`], with this class's defaults where they differ from the configuration's."""
-        return overrides
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *args: Any, **kwargs: Any):
@@ -590,13 +583,6 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
             self.mask_hidden = nn.Parameter(torch.randn(1, 1, num_states * state_size))
         self.post_init()
 
-    @classmethod
-    def default_overrides(cls, target: PreTrainedModel, overrides: dict[str, Any]) -> dict[str, Any]:
-        """Turns EAGLE-3.1's norms on, except for parallel drafts, because engines know those without."""
-        is_parallel = overrides.get("mask_token_id") is not None
-        norms = {"fc_norm": not overrides.get("norm_before_fc") and not is_parallel, "norm_output": not is_parallel}
-        return norms | overrides
-
     def combine_hidden_states(self, aux: torch.FloatTensor | Sequence[torch.FloatTensor]) -> torch.FloatTensor:
         """
         Fuses the target's states into one (EAGLE-3, section 3.1).
@@ -681,33 +667,6 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
         Returns:
             [`Eagle3Output`]
         """
-        only_last = logits_to_keep == 1
-        normed, last_hidden_state, cache = self.step(
-            input_ids, hidden_states, attention_mask, position_ids, cache, use_cache, inputs_embeds, only_last
-        )
-        logits = self.lm_head(normed[:, -logits_to_keep:])
-        return Eagle3Output(logits=logits, last_hidden_state=last_hidden_state[:, -logits_to_keep:], cache=cache)
-
-    def step(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        hidden_states: torch.FloatTensor | None = None,
-        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
-        position_ids: torch.LongTensor | None = None,
-        cache: Cache | None = None,
-        use_cache: bool | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        only_last: bool = False,
-    ) -> tuple[torch.FloatTensor, torch.FloatTensor, Cache | None]:
-        """
-        [`forward`] without the head.
-
-        Args:
-            only_last (`bool`): Whether to return the last row only.
-
-        Returns:
-            `tuple`: The input of `lm_head`, the `last_hidden_state` and the cache.
-        """
         if (input_ids is None) == (inputs_embeds is None) or hidden_states is None:
             raise ValueError(
                 "A drafting step takes `hidden_states` and either `input_ids` or `inputs_embeds`. To generate text, call "
@@ -715,13 +674,29 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
             )
         if inputs_embeds is None:
             inputs_embeds = self.embed(input_ids)
+        if use_cache and cache is None:
+            cache = DynamicCache()
+        normed, last_hidden_state = self.step(
+            inputs_embeds, hidden_states, attention_mask, position_ids, cache, only_last=logits_to_keep == 1
+        )
+        logits = self.lm_head(normed[:, -logits_to_keep:])
+        return Eagle3Output(logits=logits, last_hidden_state=last_hidden_state[:, -logits_to_keep:], cache=cache)
+
+    def step(
+        self,
+        inputs_embeds: torch.FloatTensor,
+        hidden_states: torch.FloatTensor,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        only_last: bool = False,
+    ) -> tuple[torch.FloatTensor, torch.FloatTensor]:
+        """[`forward`] up to the head: the input of `lm_head`, and the `last_hidden_state`. With `only_last`, of the last row."""
         if inputs_embeds.shape != hidden_states.shape:
             raise ValueError(
                 f"Embeddings of shape {tuple(inputs_embeds.shape)} do not match `hidden_states` of shape "
                 f"{tuple(hidden_states.shape)}. Fuse the target's states with `combine_hidden_states` first."
             )
-        if use_cache and cache is None:
-            cache = DynamicCache()
         if position_ids is None:
             past_length = 0 if cache is None else cache.get_seq_length()
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None] + past_length
@@ -741,7 +716,7 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
                 only_last=only_last and layer is self.layers[-1],  # it needs all rows of the layer before
             )
         normed = self.norm(hidden_states)
-        return normed, normed if self.config.norm_output else hidden_states, cache
+        return normed, normed if self.config.norm_output else hidden_states
 
     def proposer(self, call: Call) -> Drafter:
         """See [`~assistant_eagle3.AssistantMixin.proposer`]."""

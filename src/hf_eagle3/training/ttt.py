@@ -388,7 +388,7 @@ def ttt_unroll(draft, batch: TTTBatch, steps: int, row_share: float = 1.0) -> It
             level = batch.tree_levels[step - 1]
             tree_cache.descend(level.parents, level.roots)
             above = hidden_states if step == 1 else above
-            normed_nodes, above, _ = draft.step(
+            normed_nodes, above = draft.step(
                 inputs_embeds=draft.embed(level.tokens),
                 hidden_states=take_rows(above, level.parents),
                 attention_mask=masks,
@@ -412,7 +412,7 @@ def ttt_unroll(draft, batch: TTTBatch, steps: int, row_share: float = 1.0) -> It
             inputs_embeds, hidden_states = (each.expand_as(hidden_states) for each in mask_inputs)
         else:
             inputs_embeds = draft.embed(tokens)
-        normed, hidden_states, _ = draft.step(
+        normed, hidden_states = draft.step(
             inputs_embeds=inputs_embeds,
             hidden_states=hidden_states,
             attention_mask=masks,
