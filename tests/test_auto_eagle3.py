@@ -44,7 +44,7 @@ def private_names() -> set[str]:
                 own |= {each.name for each in inside if isinstance(each, ast.FunctionDef)}
                 own |= {each.attr for each in inside if ast.unparse(each).startswith("self._") and is_set(each)}
     used.add("_validate_generation_mode")  # by the hook, from a list
-    own |= {"_asks_the_assistant"}
+    own |= {"_decodes_with_assistant"}
     of_accelerate = {"_hf_hook"}
     of_torch = {"_buffers", "_compiled_call_impl", "_dynamo", "_forward_hooks", "_forward_pre_hooks", "_version"}
     of_torch |= {"_global_forward_hooks", "_global_forward_pre_hooks", "_torchdynamo_orig_callable"}
@@ -77,8 +77,8 @@ MISSING = {  # how a later transformers may differ: (owner, name, in its place),
     ),
     "position": ((GenerationMixin, "_prefill", lambda self, state: None), "GenerationMixin._prefill(_, _, _)"),
     "attribute": (
-        (GenerationMixin, "_prepare_special_tokens", lambda self: None),
-        "GenerationMixin._pad_token_tensor",
+        (GenerationMixin, "_prepare_cache_for_generation", lambda self: None),
+        "GenerationMixin._is_user_defined",
     ),
     "static": (
         (GenerationConfig, "_get_default_generation_params", None),
@@ -107,10 +107,12 @@ def test_methods_that_others_have_wrapped_are_there(monkeypatch):
     def wrapped(self, *args, **kwargs):
         pass
 
+    @functools.wraps(GenerationMixin._prepare_cache_for_generation)
+    def prepare_cache(self, *args, **kwargs):
+        pass
+
     monkeypatch.setattr(GenerationMixin, "_prefill", wrapped)
-    monkeypatch.setattr(
-        GenerationMixin, "_prepare_special_tokens", functools.wraps(GenerationMixin._prepare_special_tokens)(wrapped)
-    )
+    monkeypatch.setattr(GenerationMixin, "_prepare_cache_for_generation", prepare_cache)
     assert missing_names() == []
 
 
@@ -149,7 +151,7 @@ def load(folder, auto_class=AutoModel):
 
 def test_a_copy_of_the_same_version_reads_its_draft(saved, warned):
     assert is_copy(load(saved)) and is_copy(load(saved, AutoConfig))
-    assert not [message for message in warned if "is read by" in message]
+    assert not [message for message in warned if "reads this draft" in message]
 
 
 @pytest.mark.parametrize("changes", [{}, GONE, NEEDS_MORE], ids=["works", "import", "needs"])

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.remote_code import checks_eagle3
+from hf_eagle3.remote_code import loading_eagle3
 
 
 SETTINGS = {"max_new_tokens": 24, "do_sample": False}
@@ -61,12 +61,12 @@ def test_pipeline(target, draft, tokenizer, prompt, batch_size):
 def test_a_draft_that_was_left_on_the_host(target, draft, monkeypatch):
     """Warns once: it is slow, and nothing else would tell why."""
     warnings = []
-    monkeypatch.setattr(checks_eagle3.logger, "warning_once", warnings.append)
+    monkeypatch.setattr(loading_eagle3.logger, "warning_once", warnings.append)
     assert_same_text(target, draft)
     assert warnings == []
     with monkeypatch.context() as context:
         context.setattr(type(target), "device", torch.device("cuda:0"))
-        checks_eagle3.check_draft(draft, target)
+        loading_eagle3.check_draft(draft, target)
     (warning,) = warnings
     assert "on cuda:0 and the draft on cpu" in warning and "draft.to(target.device)" in warning
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.flex_attention import WrappedFlexAttention
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.remote_code import checks_eagle3
+from hf_eagle3.remote_code import target_eagle3
 
 
 SETTINGS = {"max_new_tokens": 24, "pad_token_id": 0}
@@ -35,7 +35,7 @@ def oracle_of(target, batch):
 )
 def test_attention_that_takes_causal_masks_only(family, lengths, monkeypatch):
     hints = []
-    monkeypatch.setattr(checks_eagle3.logger, "warning_once", hints.append)
+    monkeypatch.setattr(target_eagle3.logger, "warning_once", hints.append)
     target = make_target(family, attn_implementation="causal_only")
     batch = make_batch(lengths)
     draft = oracle_of(target, batch)

@@ -49,7 +49,10 @@ def test_vocab_size_is_the_targets(target):
     [
         ({"fc_norm": True, "norm_before_fc": True}, "exclude each other"),
         ({"transformer_layer_config": {"model_type": "gemma2"}}, "'llama' or 'qwen3'"),
-        ({"draft_vocab_size": 100, "transformer_layer_config": {"vocab_size": 50}}, "exceeds"),
+        (
+            {"draft_vocab_size": 100, "transformer_layer_config": {"vocab_size": 50}},
+            "`draft_vocab_size` is 100, but must be from 1 to 50",
+        ),
         ({"speculators_model_type": "mtp"}, "expected 'eagle3'"),
         ({"transformer_layer_config": {"partial_rotary_factor": 0.5}}, "rotate whole heads"),
         ({"speculators_config": {"verifier": "big/model"}}, "but must be a mapping"),

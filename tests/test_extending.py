@@ -155,7 +155,7 @@ def test_the_assistant_says_what_it_may_replay(monkeypatch):
     draft = make_draft(target, [prompt])
     expected = target.generate(prompt, max_new_tokens=20, do_sample=False)
     older = GenerationMixin._assisted_decoding
-    assert older._asks_the_assistant
+    assert older._decodes_with_assistant
     monkeypatch.setattr(assistant_eagle3, "may_replay", lambda target: False)  # of the copy that has the hook
     monkeypatch.setattr(type(draft), "may_replay", lambda self, target: True, raising=False)
     assert torch.equal(target.generate(prompt, max_new_tokens=20, do_sample=False, assistant_model=draft), expected)
@@ -171,7 +171,7 @@ def test_a_hook_of_older_code_is_extended(monkeypatch):
     monkeypatch.setattr(GenerationMixin, "_validate_generation_mode", validate_mode)
     monkeypatch.setattr(GenerationMixin, "generate", GenerationMixin.generate.__wrapped__)  # nor tells of drafts
     assistant_eagle3.install_generation_hook()
-    assert GenerationMixin.generate._tells_of_unused_assistants
+    assert GenerationMixin.generate._warns_of_unused_assistant
     installed = GenerationMixin._validate_generation_mode
     assistant_eagle3.install_generation_hook()
     assert GenerationMixin._validate_generation_mode is installed is not validate_mode

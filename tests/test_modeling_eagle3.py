@@ -22,7 +22,7 @@ from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
 from hf_eagle3.baselines import BASELINES
 from hf_eagle3.checkpoints import export
 from hf_eagle3.making import layer_config_for
-from hf_eagle3.remote_code.layers_eagle3 import Eagle3Head, Eagle3RMSNorm
+from hf_eagle3.remote_code.modeling_eagle3 import Eagle3Head, Eagle3RMSNorm
 from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS
 
 
@@ -301,7 +301,7 @@ def test_layers_that_differ(model_type):
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 8), (3, 5), (2, 40)])
 def test_logits_of_few_rows(shape):
     head, states = Eagle3Head(256, 4096, bias=False), torch.randn(*shape, 256)
-    assert head.weight.numel() >= Eagle3Head.LARGE
+    assert head.weight.numel() >= Eagle3Head.MIN_WEIGHTS
     torch.testing.assert_close(head(states), torch.nn.functional.linear(states, head.weight))
     half = copy.deepcopy(head).bfloat16()
     assert torch.equal(half(states.bfloat16()), torch.nn.functional.linear(states.bfloat16(), half.weight))
@@ -405,8 +405,8 @@ def test_configurations_that_are_not_what_was_saved(tmp_path, target, change, me
     [
         (lambda t: t["lm_head.weight"].zero_(), "not those that were saved"),
         (lambda t: t["fc.weight"].mul_(1.1), "not those that were saved"),
-        (lambda t: t["fc.weight"].view(-1)[3].fill_(math.nan), "fc.weight.* no finite numbers"),
-        (lambda t: t["norm.weight"].view(-1)[0].fill_(math.inf), "norm.weight.* no finite numbers"),
+        (lambda t: t["fc.weight"].view(-1)[3].fill_(math.nan), "fc.weight.* are NaN or infinite"),
+        (lambda t: t["norm.weight"].view(-1)[0].fill_(math.inf), "norm.weight.* are NaN or infinite"),
     ],
 )
 def test_weights_that_are_not_what_was_saved(tmp_path, target, change, message):
@@ -424,7 +424,7 @@ def test_weights_that_are_not_what_was_saved(tmp_path, target, change, message):
     edit(tmp_path, change)
     with pytest.raises(ValueError, match=message):
         Eagle3ForSpeculation.from_pretrained(tmp_path)
-    if "finite" not in message:  # on purpose
+    if "infinite" not in message:  # on purpose
         edit_json(tmp_path / "config.json", lambda config: config.pop("weights_digest"))
         Eagle3ForSpeculation.from_pretrained(tmp_path)
 

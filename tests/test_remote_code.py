@@ -18,18 +18,16 @@ TRAVELLING = (
     "assistant_eagle3.py",
     "auto_eagle3.py",
     "cache_eagle3.py",
-    "checks_eagle3.py",
     "configuration_eagle3.py",
     "decoding_eagle3.py",
     "devices_eagle3.py",
-    "draft_eagle3.py",
     "drafter_eagle3.py",
-    "layers_eagle3.py",
     "loading_eagle3.py",
     "lookup_eagle3.py",
     "modeling_eagle3.py",
     "outputs_eagle3.py",
     "policy_eagle3.py",
+    "target_eagle3.py",
     "text_eagle3.py",
     "tree_eagle3.py",
     "verify_eagle3.py",
@@ -134,7 +132,6 @@ STANDARD_LIBRARY = {
     "copy",
     "dataclasses",
     "difflib",
-    "dis",
     "functools",
     "hashlib",
     "huggingface_hub.dataclasses",
@@ -143,6 +140,7 @@ STANDARD_LIBRARY = {
     "importlib.util",
     "inspect",
     "json",
+    "logging",
     "math",
     "os",
     "pathlib",
@@ -165,12 +163,12 @@ REACHING = {
     ("loading_eagle3.py", "check_files", "cached_file"),
     ("loading_eagle3.py", "find", "cached_file"),  # in there
     ("loading_eagle3.py", "read_json", "loads"),
-    ("loading_eagle3.py", "check_whole", "loads"),
-    ("loading_eagle3.py", "check_whole", "open"),
+    ("loading_eagle3.py", "check_safetensors", "loads"),
+    ("loading_eagle3.py", "check_safetensors", "open"),
     ("modeling_eagle3.py", "save_pretrained", "mkdir"),
     ("modeling_eagle3.py", "save_pretrained", "write_text"),
     ("devices_eagle3.py", "compiled", "compile"),  # torch's
-    ("draft_eagle3.py", "installed", "import_module"),  # the package itself
+    ("auto_eagle3.py", "installed_module", "import_module"),  # the package itself
     ("auto_eagle3.py", "newer_package", "import_module"),  # likewise
 }
 
@@ -283,7 +281,7 @@ def test_two_folders_of_one_name_run_each_its_own_code(tmp_path):
     draft = make_draft(make_target("llama"), [make_prompt(5)])
     for name in "ab":
         draft.save_pretrained(tmp_path / name / "draft")
-    changed = tmp_path / "b" / "draft" / "draft_eagle3.py"
+    changed = tmp_path / "b" / "draft" / "modeling_eagle3.py"
     changed.write_text(changed.read_text().replace("    config_class =", '    OF = "b"\n    config_class ='))
     a, b = str(tmp_path / "a" / "draft"), str(tmp_path / "b" / "draft")
     result = subprocess.run(

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from .remote_code.checks_eagle3 import fingerprint, whole
 from .remote_code.configuration_eagle3 import Eagle3Config, default_aux_layer_ids
+from .remote_code.loading_eagle3 import fingerprint
+from .remote_code.target_eagle3 import gathered
 
 
 if TYPE_CHECKING:
@@ -58,14 +59,17 @@ def from_target(
     Raises:
         ValueError: if no draft can be made for the target, or an override or a token id does not exist.
     """
-    overrides = cls.overrides_for(target, overrides)
+    if cls.config_class is Eagle3Config:  # engines know parallel drafts without EAGLE-3.1's norms
+        is_parallel = overrides.get("mask_token_id") is not None
+        norms = {"fc_norm": not overrides.get("norm_before_fc") and not is_parallel, "norm_output": not is_parallel}
+        overrides = norms | overrides
     config = config_for_target(target, num_hidden_layers, cls.config_class, **overrides)
     embedding = target.get_input_embeddings()
     with embedding.weight.device:
         draft = cls(config).to(dtype=target.dtype)
     draft.borrow_embeddings(target)
     if draft.config.has_own_embed_tokens:
-        draft.embed_tokens.weight.data.copy_(whole(embedding.weight.detach()))
+        draft.embed_tokens.weight.data.copy_(gathered(embedding.weight.detach()))
     set_draft_vocabulary(draft, draft_token_ids, target)
     draft.validate_target(target)
     return draft
@@ -88,7 +92,7 @@ def set_draft_vocabulary(
         ValueError: if there are no ids, or the target's head has no row for one of them.
     """
     device, vocab_size = draft.get_output_embeddings().weight.device, draft.config.vocab_size
-    target_head = whole(target.get_output_embeddings().weight.detach())
+    target_head = gathered(target.get_output_embeddings().weight.detach())
     num_ids = min(vocab_size, len(target_head))  # a head may have fewer rows than the vocabulary, or more
     ids = range(num_ids) if draft_token_ids is None else draft_token_ids
     token_ids = torch.as_tensor(ids, dtype=torch.long).flatten().unique()  # ascending

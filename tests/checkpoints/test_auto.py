@@ -159,5 +159,5 @@ def test_a_broken_draft_of_others(tmp_path):
     with pytest.raises(ValueError, match="input_norm.weight"):
         AutoModel.from_pretrained(tmp_path / "draft")
     (tmp_path / "draft" / "config.json").write_text(json.dumps({**content, "new_flag": True}))
-    with pytest.raises(ValueError, match="flags that this version does not know"):
+    with pytest.raises(ValueError, match="keys that this version does not know"):
         AutoConfig.from_pretrained(tmp_path / "draft")

@@ -280,7 +280,7 @@ def test_a_head_that_the_target_does_not_have(tmp_path, target, reference):
     for head in (torch.nn.Linear(32, 90), torch.nn.Linear(16, 96), torch.nn.Linear(32, 96, device="meta")):
         other = make_target("llama", num_hidden_layers=12)
         other.lm_head = head
-        with pytest.raises(ValueError, match="stores no head and needs the target's"):
+        with pytest.raises(ValueError, match="stores no head. It needs the target's"):
             draft.validate_target(other)
 
 

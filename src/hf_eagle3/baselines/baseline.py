@@ -9,7 +9,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedModel
 
 from ..remote_code.configuration_eagle3 import Eagle3Config
-from ..remote_code.draft_eagle3 import DraftModel
+from ..remote_code.modeling_eagle3 import DraftModel
 from ..remote_code.tree_eagle3 import DraftTree, Plan
 from .static_tree import best_static_tree, grow_static_tree, guessed_accuracies
 
@@ -74,14 +74,20 @@ class BaselineDraft(DraftModel):
     """
 
     config_class = BaselineConfig
-    reads_last_state = True
-    _auto_class = None
+    reads_normed_state = True
+    _auto_class = None  # its code is this package's, and not saved with it
 
     @classmethod
-    def overrides_for(cls, target: PreTrainedModel, overrides: dict[str, Any]) -> dict[str, Any]:
+    def default_overrides(cls, target: PreTrainedModel, overrides: dict[str, Any]) -> dict[str, Any]:
+        """The overrides of [`from_target`], with this method's defaults."""
         depth = target.config.get_text_config(decoder=True).num_hidden_layers
         tree = best_static_tree(guessed_accuracies())
         return {"eagle_aux_hidden_state_layer_ids": [depth], "static_tree": tree} | overrides
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, *args: Any, **overrides: Any) -> DraftModel:
+        """See [`~modeling_eagle3.DraftModel.from_target`]."""
+        return super().from_target(target, *args, **cls.default_overrides(target, overrides))
 
     def grow_tree(
         self,
@@ -100,10 +106,6 @@ class BaselineDraft(DraftModel):
         if self.config.static_tree is None:
             return DraftModel.grow_tree(*arguments, threshold, power, guess)
         return grow_static_tree(*arguments, self.config.static_tree, guess)
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Saves the draft without code. See [`~transformers.PreTrainedModel.save_pretrained`]."""
-        DraftModel.save_pretrained(self, *args, **kwargs)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Pushes the draft with transformers' own card. See [`~transformers.utils.PushToHubMixin.push_to_hub`]."""

@@ -17,9 +17,15 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
 from ..remote_code.cache_eagle3 import additive_mask
 from ..remote_code.devices_eagle3 import on_device, reads_without_sync
 from ..remote_code.drafter_eagle3 import Drafter, Rows, Slots
-from ..remote_code.layers_eagle3 import Eagle3Attention, Eagle3Head, Eagle3RMSNorm, Eagle3RotaryEmbedding
 from ..remote_code.loading_eagle3 import read_json, weights_digest
-from ..remote_code.modeling_eagle3 import DraftModel, Eagle3Output
+from ..remote_code.modeling_eagle3 import (
+    DraftModel,
+    Eagle3Attention,
+    Eagle3Head,
+    Eagle3Output,
+    Eagle3RMSNorm,
+    Eagle3RotaryEmbedding,
+)
 from ..remote_code.policy_eagle3 import tree_settings
 from ..remote_code.text_eagle3 import flat_indices, right_index
 from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Plan, SampleGuesser
@@ -165,7 +171,7 @@ class DFlashForSpeculation(BaselineDraft):
 
     config_class = DFlashConfig
     drafts_in_one_pass = True
-    frozen = ("embed_tokens", "lm_head")
+    frozen_modules = ("embed_tokens", "lm_head")
     _no_split_modules = ["DFlashDecoderLayer"]
     _skip_keys_device_placement = ["cache"]
     _supports_sdpa = True
@@ -204,7 +210,7 @@ class DFlashForSpeculation(BaselineDraft):
         return super().from_target(target, draft_token_ids, num_hidden_layers, **overrides)
 
     @classmethod
-    def overrides_for(cls, target: PreTrainedModel, overrides: dict[str, Any]) -> dict[str, Any]:
+    def default_overrides(cls, target: PreTrainedModel, overrides: dict[str, Any]) -> dict[str, Any]:
         """Factors and soft cap of the target's logits become the draft's."""
         config = target.config.get_text_config(decoder=True)
         factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)

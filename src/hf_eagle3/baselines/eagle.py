@@ -14,9 +14,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ..remote_code.draft_eagle3 import DraftModel
-from ..remote_code.layers_eagle3 import Eagle3Attention, Eagle3RMSNorm, Eagle3RotaryEmbedding
-from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
+from ..remote_code.modeling_eagle3 import (
+    DraftModel,
+    Eagle3Attention,
+    Eagle3ForSpeculation,
+    Eagle3RMSNorm,
+    Eagle3RotaryEmbedding,
+)
 from ..training.losses import DraftLoss
 from ..training.ttt import RowTargets, TTTBatch, TTTOutput, UnrollStep, ttt_unroll, unroll_loss
 from .baseline import BaselineConfig, BaselineDraft, check_steps
@@ -66,7 +70,7 @@ class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
 
     config_class = EagleConfig
     _no_split_modules = ["EagleDecoderLayer"]
-    frozen = ("embed_tokens", "lm_head")
+    frozen_modules = ("embed_tokens", "lm_head")
     # The weight of cross-entropy beside regression (section 4.2), and the range of the noise on states in training.
     CLASSIFICATION_WEIGHT, NOISE = 0.1, 0.1
     TRAINING_STEPS = 1
@@ -83,7 +87,7 @@ class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, *args: Any, **kwargs: Any) -> DraftModel:
-        """See [`~draft_eagle3.DraftModel.from_target`]. The copied head includes factors of the target's logits."""
+        """See [`~modeling_eagle3.DraftModel.from_target`]. The copied head includes factors of the target's logits."""
         draft, config = super().from_target(target, *args, **kwargs), target.config.get_text_config(decoder=True)
         factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         draft.lm_head.weight.data *= factor

@@ -37,8 +37,8 @@ class HassForSpeculation(EagleForSpeculation):
     TOP_K, TOP_K_WEIGHT = 10, 1.0
 
     @classmethod
-    def overrides_for(cls, target: PreTrainedModel, overrides: dict[str, Any]) -> dict[str, Any]:
-        return super().overrides_for(target, {"static_tree": None} | overrides)
+    def default_overrides(cls, target: PreTrainedModel, overrides: dict[str, Any]) -> dict[str, Any]:
+        return super().default_overrides(target, {"static_tree": None} | overrides)
 
     def row_loss(self, logits: torch.Tensor, targets: RowTargets) -> torch.Tensor:
         loss = DraftLoss.apply(logits, targets.probs, targets.mass, targets.entropy, "kl")

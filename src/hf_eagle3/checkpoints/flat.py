@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-from ..remote_code.configuration_eagle3 import Eagle3Config, check_sizes
+from ..config_checks import check_sizes
+from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..tensor_names import without_prefix
 
 

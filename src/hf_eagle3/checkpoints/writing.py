@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..remote_code.checks_eagle3 import fingerprint, similarity
+from ..remote_code.loading_eagle3 import fingerprint, similarity
 from ..remote_code.modeling_eagle3 import DraftModel
 from .flat import EXACT_IDS, LAYER_KEYS, TOKEN_KEYS
 

@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 from transformers import PreTrainedModel
 
-from ..remote_code.checks_eagle3 import is_sharded
+from ..remote_code.target_eagle3 import is_sharded
 from ..training import Eagle3Trainer, Eagle3TrainingArguments, FeatureStore
 from ..training.arguments import check_integers
 from ..training.features import TargetStates, stacked

@@ -20,8 +20,8 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel
 
 from ..data import documents_of_row, num_positions, prompt_of
-from ..remote_code.checks_eagle3 import is_sharded
-from ..remote_code.draft_eagle3 import DraftModel
+from ..remote_code.modeling_eagle3 import DraftModel
+from ..remote_code.target_eagle3 import is_sharded
 from ..remote_code.text_eagle3 import take_rows
 from ..training import Eagle3Trainer, Eagle3TrainingArguments, FeatureStore
 from ..training.arguments import check_integers, check_not_negative, check_shares
@@ -222,7 +222,7 @@ def tree_unroll(
     tree_cache, masks = TreeTTTCache(cache), dict.fromkeys(draft.config.transformer_layer_config.layer_types)
     for depth, level in enumerate(batch.tree_levels, start=1):
         tree_cache.descend(level.parents, level.roots)
-        normed, hidden_states, _ = draft.step(
+        normed, hidden_states = draft.step(
             inputs_embeds=draft.embed(level.tokens),
             hidden_states=take_rows(hidden_states, level.parents),
             attention_mask=masks,

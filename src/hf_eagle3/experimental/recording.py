@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..remote_code.accept_eagle3 import Accepted
 from ..remote_code.assistant_eagle3 import AssistantMixin
 from ..remote_code.decoding_eagle3 import TreeDecoding
-from ..remote_code.draft_eagle3 import DraftModel
+from ..remote_code.modeling_eagle3 import DraftModel
 from ..remote_code.outputs_eagle3 import select_hidden_states
 from ..remote_code.tree_eagle3 import DraftTree
 from ..training.losses import log_sum_exp

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assistants that bring their own decoding: what they have in common, and how `generate` comes to ask them."""
+"""Assistants with their own decoding, and the hooks by which `generate` asks them."""
 
 import copy
 import functools
 import inspect
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import logging
 
-from .checks_eagle3 import may_replay
 from .decoding_eagle3 import TreeDecoding
 from .outputs_eagle3 import Eagle3GenerationStats
+from .target_eagle3 import may_replay
 from .tree_eagle3 import GenerationCall, Proposer
 
 
@@ -24,29 +26,28 @@ logger = logging.get_logger("transformers.eagle3")
 
 class AssistantMixin:
     """
-    What makes an object an `assistant_model` of `generate`: it proposes next tokens ([`Proposer`]), the target decides.
-    A subclass implements [`proposer`].
+    Makes an object an `assistant_model` of `generate`: it proposes next tokens ([`Proposer`]), and the target decides. A
+    subclass implements [`proposer`].
     """
 
-    # With settings of the tree (`tree_depth`, `num_assistant_tokens`, ...), which a call may override.
+    # Has settings of the tree (`tree_depth`, `num_assistant_tokens`, ...), which a call may override.
     generation_config: GenerationConfig | None = None
     # Whether its proposers run once a step, so that a deep tree costs as much as a shallow one.
     drafts_in_one_pass = False
-    # What decodes a call.
     decoding_class = TreeDecoding
 
     def proposer(self, call: GenerationCall) -> Proposer:
         """
-        A proposer for one call of `generate`.
+        Makes the proposer for one call of `generate`.
 
         Args:
             call ([`GenerationCall`]): The call.
         """
         raise NotImplementedError
 
-    def validate_target(self, target) -> None:
+    def validate_target(self, target: PreTrainedModel) -> None:
         """
-        Called before anything else.
+        Checks the target, before anything else happens.
 
         Args:
             target (`PreTrainedModel`): The target.
@@ -55,18 +56,18 @@ class AssistantMixin:
             ValueError: if this is no assistant for `target`.
         """
 
-    def resolve_aux_layer_ids(self, target) -> list[int]:
+    def resolve_aux_layer_ids(self, target: PreTrainedModel) -> list[int]:
         """
-        Which of the target's `hidden_states` its proposers read: id `k` is the state entering layer `k`.
+        The indices of the target's `hidden_states` that its proposers read. Index `k` is the state entering layer `k`.
 
         Args:
             target (`PreTrainedModel`): The target.
         """
         return []
 
-    def may_replay(self, target) -> bool:
+    def may_replay(self, target: PreTrainedModel) -> bool:
         """
-        Whether recurrent states of the target read several tokens at once as they read them one by one.
+        Whether the target's recurrent layers compute the same over several tokens at once as over one after another.
 
         Args:
             target (`PreTrainedModel`): The target.
@@ -76,20 +77,20 @@ class AssistantMixin:
     @torch.no_grad()
     def assisted_decoding(
         self,
-        target,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        synced_gpus=False,
-        streamer=None,
-        inputs_tensor=None,
-        tokenizer=None,
-        assistant_tokenizer=None,
-        **model_kwargs,
-    ):
+        target: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        inputs_tensor: torch.Tensor | None = None,
+        tokenizer: Any = None,
+        assistant_tokenizer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
         """
-        What `target.generate(..., assistant_model=self)` calls, with the arguments and the return value of
+        Decodes for `target.generate(..., assistant_model=self)`, with the arguments and the return value of
         `GenerationMixin._assisted_decoding`. Leaves [`Eagle3GenerationStats`] in `last_generation`.
 
         Args:
@@ -106,33 +107,33 @@ class AssistantMixin:
         decoding = self.decoding_class(
             self, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
         )
-        calls = _LAST_CALLS.setdefault(self, LastCalls())
-        calls.of_thread.stats = calls.of_any = decoding.stats
+        last = _LAST_STATS.setdefault(self, LastStats())
+        last.in_thread.stats = last.in_any_thread = decoding.stats
         return decoding.decode()
 
     @property
     def last_generation(self) -> Eagle3GenerationStats | None:
-        """
-        How the last call of `generate` with this assistant went, or goes so far: this thread's, or any thread's if this
-        one made none.
-        """
-        calls = _LAST_CALLS.get(self)
-        return calls and getattr(calls.of_thread, "stats", calls.of_any)
+        """Statistics of this thread's last call of `generate` with this assistant, or of any thread's if it made none."""
+        last = _LAST_STATS.get(self)
+        return last and (last.in_thread.stats or last.in_any_thread)
 
 
-class LastCalls:
-    """How the last calls with an assistant went: of each thread, and of any."""
+class ThreadStats(threading.local):
+    stats: Eagle3GenerationStats | None = None
+
+
+class LastStats:
+    """Statistics of the last calls with one assistant."""
 
     def __init__(self):
-        self.of_thread, self.of_any = threading.local(), None
+        self.in_thread, self.in_any_thread = ThreadStats(), None
 
 
-# Kept off the assistant, which may be copied and pickled.
-_LAST_CALLS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+# Not on the assistant, because it may be copied and pickled.
+_LAST_STATS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-# Saved with a draft as `custom_generate/generate.py`. Text, so that it travels with a draft that was loaded as remote
-# code.
+# Saved with a draft as `custom_generate/generate.py`. A text, so that a draft that was loaded as remote code has it, too.
 CUSTOM_GENERATE = '''"""
 What `target.generate(..., custom_generate="<this repo>", assistant_model=draft, trust_remote_code=True)` calls.
 """
@@ -148,53 +149,60 @@ def generate(*args, model, assistant_model=None, **kwargs):
         assistant_model = AutoModel.from_pretrained(assistant_model, dtype=model.dtype, trust_remote_code=True)
         assistant_model = assistant_model.to(model.device)
     if not hasattr(assistant_model, "assisted_decoding"):
-        raise ValueError(
-            f"{type(assistant_model).__name__} is no EAGLE-3 draft. Call target.generate(..., assistant_model=draft), not the "
-            "other way round."
-        )
+        name = type(assistant_model).__name__
+        raise ValueError(f"{name} is no EAGLE-3 draft. Call target.generate(..., assistant_model=draft), not the reverse.")
     return model.generate(*args, **kwargs, assistant_model=assistant_model)
 '''
 
 
 def install_generation_hook() -> None:
     """
-    Lets an assistant bring its own decoding: `generate` calls `assistant_model.assisted_decoding(target, ...)` where
-    it exists, and `assistant_model.validate_target(target)` before anything else, and says so if it decoded without the
-    assistant; other assistants are untouched. Installing twice, or from several copies of this file, changes nothing.
+    Lets an assistant bring its own decoding. `generate` calls `assistant_model.validate_target(target)` before anything
+    else and then `assistant_model.assisted_decoding(target, ...)`, and warns if it decoded without that. Other assistants
+    are untouched. Installing twice, or from several copies of this file, changes nothing.
     """
-    for name, mark, hook in (  # an older copy may have installed some of them
-        ("_validate_generation_mode", "_asks_who_may_replay", asks_what_the_assistant_takes),
-        ("_assisted_decoding", "_asks_the_assistant", lets_the_assistant_decode),
-        ("generate", "_tells_of_unused_assistants", tells_of_unused_assistants),
+    for name, mark, hook in (  # an older copy of this file may have installed only some of them
+        ("_validate_generation_mode", "_validates_with_assistant", with_assistant_validation),
+        ("_assisted_decoding", "_decodes_with_assistant", with_assistant_decoding),
+        ("generate", "_warns_of_unused_assistant", with_warning_of_unused_assistant),
     ):
         method = getattr(GenerationMixin, name)
-        if not getattr(method, mark, False):
+        if not hasattr(method, mark):
             hooked = functools.wraps(method)(hook(method))
             setattr(hooked, mark, True)
             setattr(GenerationMixin, name, hooked)
 
 
-def asks_what_the_assistant_takes(validate_mode):
-    """`_validate_generation_mode` that asks an assistant about the target, and none of what only others cannot do."""
+def decodes(assistant: Any) -> bool:
+    """Whether an assistant has its own decoding: an [`AssistantMixin`] of any copy of this code, or a wrapper of one."""
+    return hasattr(assistant, "assisted_decoding")
 
-    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+
+def with_assistant_validation(validate_mode: Callable) -> Callable:
+    """`_validate_generation_mode` that lets an assistant check the target, and lifts the limits of other assistants."""
+
+    def _validate_generation_mode(
+        self: PreTrainedModel, generation_mode: Any, generation_config: GenerationConfig, generation_mode_kwargs: dict
+    ):
         assistant = generation_mode_kwargs.get("assistant_model")
         if isinstance(assistant, (str, Path)):
-            name = str(assistant)
             raise ValueError(
-                f"`assistant_model` is a name: load it, by AutoModel.from_pretrained({name!r}, trust_remote_code=True)."
+                f"`assistant_model` is the name {str(assistant)!r}, not a draft. Load it with "
+                f"AutoModel.from_pretrained({str(assistant)!r}, trust_remote_code=True)."
             )
         if isinstance(assistant, type):
-            raise ValueError(f"`assistant_model` is the class {assistant.__name__}, not a draft.")
-        own = getattr(assistant, "validate_target", None)
-        if own is not None:
-            own(self)
-            if not hasattr(assistant, "config"):  # of whose vocabulary transformers would ask
+            raise ValueError(
+                f"`assistant_model` is the class {assistant.__name__}, not a draft. Load a draft with it."
+            )
+        if decodes(assistant):
+            assistant.validate_target(self)
+            if not hasattr(assistant, "config"):  # transformers would compare vocabularies
                 generation_mode_kwargs = {**generation_mode_kwargs, "assistant_model": None}
-            # Several sequences a prompt are a batch, which transformers' own assistants cannot serve.
+            # Several sequences a prompt are a batch, which transformers' own assistants do not take.
             generation_config = copy.copy(generation_config)
             generation_config.num_return_sequences = 1
-            if self._is_stateful and getattr(assistant, "may_replay", may_replay)(self):  # the others are refused
+            # Transformers refuses all recurrent targets.
+            if self._is_stateful and assistant.may_replay(self):
                 self = copy.copy(self)
                 self._is_stateful = False
         return validate_mode(self, generation_mode, generation_config, generation_mode_kwargs)
@@ -202,39 +210,38 @@ def asks_what_the_assistant_takes(validate_mode):
     return _validate_generation_mode
 
 
-def lets_the_assistant_decode(assisted_decoding):
-    """`_assisted_decoding` that leaves the call to an assistant with a decoding of its own."""
+def with_assistant_decoding(assisted_decoding: Callable) -> Callable:
+    """`_assisted_decoding` that calls the assistant's own, if it has one."""
 
-    def _assisted_decoding(self, *args, assistant_model=None, **kwargs):
-        own = getattr(assistant_model, "assisted_decoding", None)
-        if own is not None:
-            return own(self, *args, **kwargs)
+    def _assisted_decoding(self: PreTrainedModel, *args: Any, assistant_model: Any = None, **kwargs: Any):
+        if decodes(assistant_model):
+            return assistant_model.assisted_decoding(self, *args, **kwargs)
         return assisted_decoding(self, *args, assistant_model=assistant_model, **kwargs)
 
     return _assisted_decoding
 
 
-def tells_of_unused_assistants(generate):
-    """`generate` that warns if an assistant with a decoding of its own was given and never decoded."""
+def with_warning_of_unused_assistant(generate: Callable) -> Callable:
+    """`generate` that warns if an assistant with its own decoding never decoded."""
     names = list(inspect.signature(generate).parameters)
 
-    def generate_and_tell(self, *args, **kwargs):
+    def generate_or_warn(self: PreTrainedModel, *args: Any, **kwargs: Any):
         arguments = {**dict(zip(names[1:], args)), **kwargs}
         assistant = arguments.get("assistant_model")
-        if not (hasattr(assistant, "assisted_decoding") and hasattr(assistant, "last_generation")):
+        if not decodes(assistant):
             return generate(self, *args, **kwargs)
         before = assistant.last_generation
         output = generate(self, *args, **kwargs)
         if assistant.last_generation is before:
-            what = "search with beams, `penalty_alpha` or another mode"
+            reason = "search with beams, `penalty_alpha` and other modes do not take it"
             if arguments.get("custom_generate") is not None:
-                what = "`custom_generate`"
-            elif not hasattr(type(self)._assisted_decoding, "_asks_the_assistant"):
-                what = f"the `_assisted_decoding` of {type(self).__name__} that is not transformers' own"
+                reason = "`custom_generate` does not call it"
+            elif not hasattr(type(self)._assisted_decoding, "_decodes_with_assistant"):
+                reason = f"the `_assisted_decoding` of {type(self).__name__} is not transformers' own"
             logger.warning(
-                f"`generate` did not use its `assistant_model`, {type(assistant).__name__}, and decoded by other means: {what}. "
-                "Leave that out to be faster, or the assistant."
+                f"`generate` did not use its `assistant_model`, {type(assistant).__name__}: {reason}. Change that to decode "
+                "faster, or leave out the assistant."
             )
         return output
 
-    return generate_and_tell
+    return generate_or_warn

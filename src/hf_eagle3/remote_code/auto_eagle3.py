@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-What `AutoConfig` and `AutoModel` find a draft's classes by: who reads the draft, and what that code needs of transformers.
-The other files are imported only after these checks.
+Where `AutoConfig` and `AutoModel` find a draft's classes: in a newer installed hf-eagle3, or in this copy of its code. The
+other files are imported only after these checks.
 """
 
-import dis
 import importlib
 import inspect
 import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import transformers
 from torch.torch_version import TorchVersion
@@ -17,25 +19,27 @@ from transformers.utils import logging
 # A child of transformers' own logger: shown and silenced with it.
 logger = logging.get_logger("transformers.eagle3")
 
-# Of hf-eagle3, when this copy was made.
+# Whether this is the installed package's code, and not a copy that came with a draft.
+IS_INSTALLED = __package__ == "hf_eagle3.remote_code"
+# The version of hf-eagle3 that this copy is from.
 VERSION = "0.1.0"
 # The oldest and the newest transformers that passed the tests.
 TESTED = ("5.17", "5.24")
-# The private names of transformers that this code uses. Methods have how many arguments they get by position, and the names
-# of the others; what no class has is set by a method of the class that is named.
+# The private names of transformers that this code uses. For methods that it calls or replaces: how many arguments they get
+# by position, and the names of the others. An "instance" attribute is there if a method of the class uses it.
 NEEDS = {
     "GenerationConfig._get_default_generation_params": None,
     "GenerationMixin._assisted_decoding": (1, "logits_processor", "stopping_criteria", "generation_config"),
-    "GenerationMixin._is_user_defined": None,
+    "GenerationMixin._is_user_defined": "instance",
     "GenerationMixin._optimize_model_for_decode": (0,),
-    "GenerationMixin._pad_token_tensor": None,
+    "GenerationMixin._pad_token_tensor": "instance",
     "GenerationMixin._prefill": (3,),
-    "GenerationMixin._previous_max_cache_length": None,
+    "GenerationMixin._previous_max_cache_length": "instance",
     "GenerationMixin._update_model_kwargs_for_generation": (2, "is_encoder_decoder", "num_new_tokens"),
     "GenerationMixin._valid_auto_compile_criteria": (2,),
     "GenerationMixin._validate_generation_mode": (3,),
     "PreTrainedConfig._attn_implementation": None,
-    "PreTrainedConfig._name_or_path": None,
+    "PreTrainedModel._auto_class": None,
     "PreTrainedModel._default_compile_config": (0,),
     "PreTrainedModel._hf_peft_config_loaded": None,
     "PreTrainedModel._is_stateful": None,
@@ -43,9 +47,9 @@ NEEDS = {
 }
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     """
-    `Eagle3Config` and `Eagle3ForSpeculation`: the installed package's if that is newer than this copy, else this copy's.
+    `Eagle3Config` and `Eagle3ForSpeculation`: those of the installed package if it is newer than this copy, else this copy's.
 
     Raises:
         ImportError: if transformers lacks what this copy needs.
@@ -57,14 +61,14 @@ def __getattr__(name: str):
     check_needs()
     try:
         from .modeling_eagle3 import Eagle3Config, Eagle3ForSpeculation
-    except ImportError as error:  # a public name of transformers that is gone, or was moved
+    except ImportError as error:  # transformers removed or moved a public name
         raise ImportError(f"{error}. {advice()}") from error
     return Eagle3Config if name == "Eagle3Config" else Eagle3ForSpeculation
 
 
-def newer_package():
+def newer_package() -> ModuleType | None:
     """
-    The installed hf-eagle3 if it is newer than this copy, and the copy is not insisted on (`HF_EAGLE3_CODE=copy`).
+    The installed hf-eagle3 if it is newer than this copy, unless HF_EAGLE3_CODE=copy asks for the copy.
 
     Raises:
         ValueError: if `HF_EAGLE3_CODE` has another value.
@@ -81,10 +85,24 @@ def newer_package():
     if TorchVersion(package.__version__) <= VERSION:
         return None
     logger.warning_once(
-        f"This draft is read by hf-eagle3 {package.__version__}, which is installed, and not by the code that came with it "
-        f"({VERSION}). Set HF_EAGLE3_CODE=copy to run that."
+        f"The installed hf-eagle3 {package.__version__} reads this draft, because it is newer than the code that came with the "
+        f"draft ({VERSION}). Set HF_EAGLE3_CODE=copy to run that code."
     )
     return package
+
+
+def installed_module(name: str, what: str) -> ModuleType:
+    """
+    A module of the hf-eagle3 package, for what a draft can be used without.
+
+    Raises:
+        ModuleNotFoundError: if the package, or one that it needs for this, is not installed.
+    """
+    try:
+        return importlib.import_module(f"hf_eagle3.{name}")
+    except ModuleNotFoundError as error:
+        extra = "" if error.name == "hf_eagle3" else "[train]"
+        raise ModuleNotFoundError(f"{what} needs {error.name}: pip install 'hf-eagle3{extra}'") from error
 
 
 def check_needs() -> None:
@@ -97,42 +115,36 @@ def check_needs() -> None:
 
 
 def missing_names() -> list[str]:
-    """Which of `NEEDS` transformers lacks, or calls in another way."""
+    """The `NEEDS` that transformers lacks, or whose arguments differ."""
     missing = []
     for name, arguments in NEEDS.items():
-        owner, _, attribute = name.partition(".")
-        owner = getattr(transformers, owner, None)
-        if not hasattr(owner, attribute):
-            if owner is None or not sets(owner, attribute):
-                missing.append(name)
-        elif arguments is not None and not takes(getattr(owner, attribute), *arguments):
+        class_name, _, attribute = name.partition(".")
+        owner = getattr(transformers, class_name, object)
+        if not (uses(owner, attribute) if arguments == "instance" else hasattr(owner, attribute)):
+            missing.append(name)
+        elif isinstance(arguments, tuple) and not accepts(getattr(owner, attribute), *arguments):
             count, *others = arguments
             missing.append(f"{name}({', '.join(['_'] * count + others)})")
     return missing
 
 
-def takes(method, count: int, *names: str) -> bool:
-    """Whether a method can be called with so many arguments by position, and others by name."""
+def accepts(method: Callable, count: int, *names: str) -> bool:
+    """Whether a method takes `count` arguments by position, besides `self`, and arguments of these names."""
     try:
-        inspect.signature(method).bind(*[None] * (1 + count), **dict.fromkeys(names))  # 1: `self`
+        inspect.signature(method).bind(*[None] * (1 + count), **dict.fromkeys(names))
     except TypeError:
         return False
     return True
 
 
-def sets(owner: type, attribute: str) -> bool:
-    """Whether a method of a class sets an attribute, of whatever."""
-    codes = [getattr(inspect.unwrap(value), "__code__", None) for value in vars(owner).values() if callable(value)]
-    return any(
-        step.opname == "STORE_ATTR" and step.argval == attribute
-        for code in codes
-        if code is not None and attribute in code.co_names
-        for step in dis.get_instructions(code)
-    )
+def uses(owner: type, attribute: str) -> bool:
+    """Whether a method of a class reads or sets an attribute."""
+    methods = (inspect.unwrap(value) for value in vars(owner).values() if callable(value))
+    return any(inspect.isfunction(method) and attribute in method.__code__.co_names for method in methods)
 
 
 def advice() -> str:
     return (
-        f"The code of this draft (hf-eagle3 {VERSION}) needs that, and was tested with transformers {TESTED[0]} to {TESTED[1]}. "
-        "Run `pip install -U hf-eagle3`, whose newer code then reads the draft, or install such a transformers."
+        f"The code of this draft (hf-eagle3 {VERSION}) was tested with transformers {TESTED[0]} to {TESTED[1]}. Run `pip install "
+        "-U hf-eagle3`, whose newer code then reads the draft, or install such a transformers."
     )

@@ -5,43 +5,36 @@ import base64
 import binascii
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, Qwen3Config
+
+from .auto_eagle3 import IS_INSTALLED, installed_module
 
 
-# One name per class that `AutoXxx.from_pretrained(..., trust_remote_code=True)` may be asked for. Written to every
-# checkpoint, next to the files it names. All are found by way of one file, since transformers keeps code apart by a hash of
-# a file and of those that it imports: by this file alone it would take the model of another folder.
+# One name per class that `AutoXxx.from_pretrained(..., trust_remote_code=True)` may be asked for. All name the same file,
+# because transformers tells copies of code apart by a hash of the named file and of the files that it imports. The
+# configuration's file alone has the same hash in folders with different models.
 AUTO_MAP = {
     "AutoConfig": "auto_eagle3.Eagle3Config",
     "AutoModel": "auto_eagle3.Eagle3ForSpeculation",
     "AutoModelForCausalLM": "auto_eagle3.Eagle3ForSpeculation",
 }
 
-# What others write into a config.json and does not change a draft.
-NEUTRAL_KEYS = {
-    "_commit_hash",
-    "_name_or_path",
-    "auto_map",
-    "embed_requires_grad",
-    "tie_word_embeddings",
-    "torch_dtype",
-    "use_cache",
-}
-# The same in `transformer_layer_config`, where other versions of transformers also write all of their defaults.
+# Others write these into a config.json. They do not change a draft.
+NEUTRAL_KEYS = {"auto_map", "embed_requires_grad", "tie_word_embeddings", "torch_dtype", "use_cache"}
+# Likewise in `transformer_layer_config`, where some versions of transformers also write all of their defaults.
 NEUTRAL_LAYER_KEYS = {
     *NEUTRAL_KEYS,
     *vars(GenerationConfig()),
+    *Qwen3Config().to_dict(),
     "attn_implementation",
-    "layer_types",
-    "max_window_layers",
     "num_aux_hidden_states",
     "partial_rotary_factor",
     "pretraining_tp",
@@ -49,13 +42,11 @@ NEUTRAL_LAYER_KEYS = {
     "quantization_config",
     "rope_scaling",
     "rope_theta",
-    "sliding_window",
     "transformers.js_config",
     "unsloth_fixed",
-    "use_sliding_window",
 }
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_own_embed_tokens")
-# What a draft computes depends on these.
+# The fields on which depends what a draft computes.
 DIGESTED = (
     *FLAGS,
     "aux_layer_ids_assumed",
@@ -74,22 +65,22 @@ class Eagle3Config(PreTrainedConfig):
     r"""
     Configuration of an [`Eagle3ForSpeculation`] draft.
 
-    `config.json` follows the `speculators` schema, which `vllm serve` reads: it has no top-level `model_type`, and
-    every flag is written out because readers disagree on what a missing one means.
+    `config.json` follows the `speculators` schema, which `vllm serve` reads. It has no top-level `model_type`, and all
+    flags are written out because readers disagree on what a missing one means.
 
     Args:
         transformer_layer_config (`PreTrainedConfig` or `dict`, *optional*):
-            Configuration of the draft's decoder layers: `model_type` is `"llama"` or `"qwen3"` (which adds
-            `q_norm` and `k_norm`). Its `vocab_size` is the target's. Defaults to a Llama configuration.
+            Configuration of the draft's decoder layers. Its `model_type` is `"llama"` or `"qwen3"` (which adds `q_norm`
+            and `k_norm`), and its `vocab_size` is the target's. Defaults to a Llama configuration.
         draft_vocab_size (`int`, *optional*):
             Number of tokens the draft can propose. Defaults to the target's vocabulary size, which needs no mapping.
         eagle_aux_hidden_state_layer_ids (`list[int]`, *optional*, defaults to `[2, L // 2, L - 3]`):
-            Which target states the draft reads. Id `k` is the stream *entering* decoder layer `k`, which is
-            `hidden_states[k]` in transformers. The default depends on the target's depth `L`, so it stays `None` until
-            the draft is built for a target.
+            Which target states the draft reads. Id `k` is the state *entering* decoder layer `k`, which is
+            `hidden_states[k]` in transformers. The default depends on the target's number of layers `L`, so it stays
+            `None` until the draft meets a target.
         aux_layer_ids_assumed (`bool`, *optional*, defaults to `False`):
-            Whether another format left open what these ids count. The target's depth then decides between inputs and
-            outputs of layers ([`~Eagle3ForSpeculation.resolve_aux_layer_ids`]).
+            Whether the draft's original format did not say if these ids count inputs or outputs of layers. The target's
+            number of layers then decides ([`~Eagle3ForSpeculation.resolve_aux_layer_ids`]).
         target_hidden_size (`int`, *optional*):
             Width of one target state. Defaults to the draft's hidden size.
         norm_before_residual (`bool`, *optional*, defaults to `False`):
@@ -100,34 +91,29 @@ class Eagle3Config(PreTrainedConfig):
             Whether each target state has its own RMSNorm before `fc` (EAGLE-3.1,
             https://huggingface.co/papers/2605.09992). Excludes `norm_before_fc`.
         norm_output (`bool`, *optional*, defaults to `False`):
-            Whether the next drafting step is fed the final norm's output (EAGLE-3.1) instead of its input.
+            Whether the next drafting step reads the final norm's output (EAGLE-3.1) instead of its input.
         has_own_embed_tokens (`bool`, *optional*, defaults to `False`):
             Whether the checkpoint stores an embedding table. Without one the draft uses the target's.
         mask_token_id (`int`, *optional*):
             Makes a parallel draft (P-EAGLE, https://huggingface.co/papers/2602.01469), which drafts all tokens in one
-            pass: what it reads in place of tokens that are not known yet. Any token of the target's does.
+            pass. It reads this token in place of tokens that are not known yet. It may be any token of the target.
         verifier_fingerprint (`str`, *optional*):
-            A few entries of the target's embedding table, by which a draft recognises the target it was made for
-            (base64 of float16 values).
-        bos_token_id (`int`, *optional*), pad_token_id (`int`, *optional*):
+            A few entries of the target's embedding table (float16, in base64), by which a draft recognises its target.
+        bos_token_id (`int`, *optional*), pad_token_id (`int`, *optional*), eos_token_id (`int` or `list[int]`, *optional*):
             The target's special tokens.
-        eos_token_id (`int` or `list[int]`, *optional*):
-            Those of them that end a text.
         speculators_model_type (`str`, *optional*, defaults to `"eagle3"`):
-            `"peagle"` for a parallel draft. What `speculators` calls it.
+            The method's name in `speculators`: `"peagle"` for a parallel draft.
         speculators_version (`str`, *optional*, defaults to `"0.9.0"`):
-            Of the schema.
+            The version of the schema.
         speculators_config (`dict`, *optional*):
-            Proposal methods, and the target (there `verifier`), as `speculators` defines them.
-        weights_digest (`str`, *optional*):
-            Of the weights in a checkpoint (`loading_eagle3.weights_digest`): written when they are saved, checked
-            when they are loaded, and not kept. Beside it a `config_digest` tells whether a file is what was saved.
-        code_digest (`str`, *optional*):
-            Likewise of the code (`loading_eagle3.code_digest`).
+            Proposal methods and the target (there `verifier`), as `speculators` defines them.
+        weights_digest (`str`, *optional*), code_digest (`str`, *optional*):
+            SHA-256 of a checkpoint's weights and code. They are written when a draft is saved, checked when it is loaded,
+            and not kept. A `config_digest` beside them shows if a config.json was changed.
 
     Raises:
-        ValueError: if a value is of the wrong kind, flags exclude each other, the layers are neither Llama's nor
-            Qwen3's or rotate parts of heads, or the vocabulary sizes do not fit.
+        ValueError: if a value is of the wrong type, flags exclude each other, the layers are not Llama's or Qwen3's or
+            rotate parts of heads, or the vocabulary sizes do not fit.
     """
 
     model_type: ClassVar[str] = "eagle3"
@@ -154,87 +140,99 @@ class Eagle3Config(PreTrainedConfig):
     weights_digest: str | None = None
     code_digest: str | None = None
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any):
         layer_config = self.transformer_layer_config or {}
         if isinstance(layer_config, dict):
-            layer_config = dict(layer_config)
-            check_layer_config(layer_config)
-            self.transformer_layer_config = AutoConfig.for_model(
-                layer_config.pop("model_type", "llama"), **layer_config
-            )
+            model_type = layer_config.get("model_type", "llama")
+            if IS_INSTALLED:  # copies read what was saved, as `config_digest` shows
+                installed_module("config_checks", "A configuration").check_layer_config(layer_config)
+            if model_type in ("llama", "qwen3"):
+                known = AutoConfig.for_model(model_type).to_dict().keys() | NEUTRAL_LAYER_KEYS
+                check_keys("`transformer_layer_config`", layer_config, known)
+            layer_config = AutoConfig.for_model(**{"model_type": model_type, **layer_config})
+        self.transformer_layer_config = layer_config
+        # Engines want one entry a layer. Llama's own configuration has no such list.
+        if getattr(layer_config, "layer_types", None) is None:
+            layer_config.layer_types = ["full_attention"] * layer_config.num_hidden_layers
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = layer_config.vocab_size
+        if self.target_hidden_size is None:
+            self.target_hidden_size = layer_config.hidden_size
+        if self.is_parallel and self.speculators_model_type == "eagle3":  # the default
+            self.speculators_model_type = "peagle"
+        self._check_layers()
+        self._check_fields()
+        self._check_verifier()
+        kwargs.pop("model_type", None)
+        super().__post_init__(**kwargs)
+        # vLLM takes the width of `fc` from here, and assumes 3 states without it.
+        layer_config.num_aux_hidden_states = self.num_aux_hidden_states
+
+    def _check_layers(self) -> None:
         layer_config = self.transformer_layer_config
         if layer_config.model_type not in ("llama", "qwen3"):
             raise ValueError(
-                f"`transformer_layer_config.model_type` is {layer_config.model_type!r}; a draft has 'llama' or 'qwen3' "
-                "layers."
+                f"`transformer_layer_config.model_type` is {layer_config.model_type!r}; a draft has 'llama' or 'qwen3' layers."
             )
-        share = (layer_config.rope_parameters or {}).get("partial_rotary_factor") or 1.0
-        if share != 1:  # which transformers' Llama would ignore
-            raise ValueError(f"`partial_rotary_factor` is {share}, but the layers of a draft rotate whole heads.")
-        # Engines want one entry a layer; Llama's own configuration has no such list.
-        if getattr(layer_config, "layer_types", None) is None:
-            layer_config.layer_types = ["full_attention"] * layer_config.num_hidden_layers
+        factor = (layer_config.rope_parameters or {}).get("partial_rotary_factor") or 1.0
+        if factor != 1:  # transformers' Llama would ignore it
+            raise ValueError(f"`partial_rotary_factor` is {factor}, but the layers of a draft rotate whole heads.")
         if not set(layer_config.layer_types) <= {"full_attention", "sliding_attention"}:
-            raise ValueError(f"`layer_types` is {layer_config.layer_types}, but a draft's layers attend.")
-        if self.draft_vocab_size is None:
-            self.draft_vocab_size = layer_config.vocab_size
-        if self.draft_vocab_size > layer_config.vocab_size:
             raise ValueError(
-                f"`draft_vocab_size` ({self.draft_vocab_size}) exceeds the target's vocabulary "
-                f"({layer_config.vocab_size})."
+                f"`layer_types` is {layer_config.layer_types}, but a draft has 'full_attention' and 'sliding_attention' only."
             )
-        if self.target_hidden_size is None:
-            self.target_hidden_size = layer_config.hidden_size
+
+    def _check_fields(self) -> None:
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"`draft_vocab_size` is {self.draft_vocab_size}, but must be from 1 to {self.vocab_size}."
+            )
+        if self.target_hidden_size < 1:
+            raise ValueError(f"`target_hidden_size` is {self.target_hidden_size}, but must be positive.")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("`fc_norm` and `norm_before_fc` exclude each other; set at most one of them.")
-        if self.is_parallel and self.speculators_model_type == "eagle3":  # the default
-            self.speculators_model_type = "peagle"
         if self.speculators_model_type != ("peagle" if self.is_parallel else "eagle3"):
             raise ValueError(
                 f"`speculators_model_type` is {self.speculators_model_type!r}, expected 'eagle3', or 'peagle' with a "
                 "`mask_token_id`."
             )
-        if self.is_parallel and not 0 <= self.mask_token_id < layer_config.vocab_size:
-            raise ValueError(
-                f"`mask_token_id` is {self.mask_token_id}, but the target has {layer_config.vocab_size} tokens."
-            )
-        check_sizes({"draft_vocab_size": self.draft_vocab_size, "target_hidden_size": self.target_hidden_size})
-        self._check_verifier()
-        kwargs.pop("model_type", None)
-        super().__post_init__(**kwargs)
-        # vLLM sizes `fc` from here, and takes 3 when it is absent.
-        layer_config.num_aux_hidden_states = self.num_aux_hidden_states
+        if self.is_parallel and not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"`mask_token_id` is {self.mask_token_id}, but the target has {self.vocab_size} tokens.")
 
     def _check_verifier(self) -> None:
         verifier = (self.speculators_config or {}).get("verifier", {})
         if not isinstance(verifier, dict) or not isinstance(verifier.get("name_or_path"), str | None):
             raise ValueError(
-                f"`verifier` in `speculators_config` is {verifier!r}, but must be a mapping of which `name_or_path` is a text."
+                f"`verifier` in `speculators_config` is {verifier!r}, but must be a mapping whose `name_or_path` is a string."
             )
         try:
             is_fingerprint = len(base64.b64decode(self.verifier_fingerprint or "", validate=True)) in (0, 128)
         except binascii.Error:
             is_fingerprint = False
         if not is_fingerprint:
-            raise ValueError(f"`verifier_fingerprint` is {self.verifier_fingerprint!r}, which is none. Remove it.")
+            raise ValueError(
+                f"`verifier_fingerprint` is {self.verifier_fingerprint!r}, but must be 128 bytes in base64. Remove it."
+            )
 
     @classmethod
-    def recognises(cls, content: dict[str, Any], source) -> bool:
+    def recognises(cls, config_dict: dict[str, Any], source: str | Path) -> bool:
         """Whether the content of a `config.json` is in this schema."""
-        return content.get("speculators_model_type") is not None
+        return config_dict.get("speculators_model_type") is not None
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """
-        What is read of a `config.json`, by whatever class loads it.
+        The configuration in a `config.json`, whichever class loads it. See [`~transformers.PreTrainedConfig.from_dict`].
 
         Raises:
-            ValueError: if it lacks what it must have, is not what was saved, or has flags that are on, and that neither
-                we nor transformers know.
+            ValueError: if something required is missing, a field is not what was saved, or a flag is on that is unknown.
         """
         config_dict = dict(config_dict)
         digest = config_dict.pop("config_digest", None)
-        for name in ("weights_digest", "code_digest"):  # of a checkpoint, not of whatever is made by its configuration
+        for name in (
+            "weights_digest",
+            "code_digest",
+        ):  # of the checkpoint, not of other drafts with this configuration
             config_dict.pop(name, None)
         if config_dict.get("transformer_layer_config") is None:
             raise ValueError("This config.json has no `transformer_layer_config`, which describes the draft's layers.")
@@ -242,27 +240,20 @@ class Eagle3Config(PreTrainedConfig):
         is_ours = isinstance(auto_map, dict) and str(auto_map.get("AutoConfig")).endswith("_eagle3.Eagle3Config")
         absent = [name for name in FLAGS if config_dict.get(name) is None]
         if is_ours and absent:
-            raise ValueError(f"This config.json lacks {absent}, which every draft of ours has. Download it again.")
+            raise ValueError(f"This config.json lacks {absent}, which each of our drafts has. Download it again.")
         for name in absent:
             config_dict.pop(name, None)
         if digest is not None and digest != config_digest(config_dict):
             raise ValueError(
-                f"This config.json is not what was saved: one of {', '.join(DIGESTED)} is another. Download it again. If it was "
-                "changed on purpose, remove `config_digest` from it."
+                f"This config.json is not what was saved: one of {', '.join(DIGESTED)} was changed. Download it again, or remove "
+                "`config_digest` from it if you changed it on purpose."
             )
         for name in ("dtype", "torch_dtype"):
             dtype = config_dict.get(name)
-            if isinstance(dtype, str):
-                dtype = getattr(torch, dtype, dtype)
-            if not isinstance(dtype, torch.dtype | None):
+            if not isinstance(getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype, torch.dtype | None):
                 raise ValueError(f"`{name}` is {dtype!r}, which torch does not know.")
         known = {field.name for field in fields(cls)} | PreTrainedConfig().to_dict().keys() | NEUTRAL_KEYS
-        unknown = unknown_keys(config_dict, known)
-        if unknown:
-            raise ValueError(
-                f"This config.json has flags that this version does not know: {unknown}. What they change would be missing; "
-                "a later version of hf-eagle3 may read this draft."
-            )
+        check_keys("This config.json", config_dict, known)
         try:
             return super().from_dict(config_dict, **kwargs)
         except StrictDataclassError as error:
@@ -294,7 +285,7 @@ class Eagle3Config(PreTrainedConfig):
 
     @property
     def verifier(self) -> str:
-        """Name or path of the target this draft was made for, for messages."""
+        """Name or path of the draft's target, for messages."""
         verifier = (self.speculators_config or {}).get("verifier", {})
         return verifier.get("name_or_path") or "an unnamed target"
 
@@ -305,9 +296,7 @@ class Eagle3Config(PreTrainedConfig):
         output = super().to_diff_dict()
         layer_config = self.transformer_layer_config
         output["transformer_layer_config"] = {**layer_config.to_diff_dict(), "model_type": layer_config.model_type}
-        for name in FLAGS:
-            output[name] = getattr(self, name)
-        output = self._saved_form(output)
+        output = self._saved_form(output | {name: getattr(self, name) for name in FLAGS})
         return {**output, "config_digest": config_digest(output)}
 
     def _saved_form(self, output: dict[str, Any]) -> dict[str, Any]:
@@ -322,80 +311,34 @@ class Eagle3Config(PreTrainedConfig):
 
 
 def default_aux_layer_ids(num_target_layers: int) -> list[int]:
-    """An early, a middle and a late state of the target (EAGLE-3, section 3.1; ids as vLLM and speculators use them)."""
+    """An early, a middle and a late state of the target (EAGLE-3, section 3.1), with ids as in vLLM and speculators."""
     if num_target_layers < 3:  # too shallow for three that differ
         return list(range(num_target_layers))
-    if num_target_layers < 6:  # too shallow for the usual three: spread what there is
+    if num_target_layers < 6:  # too shallow for the usual three
         return [0, num_target_layers // 2, num_target_layers - 1]
     return [2, num_target_layers // 2, num_target_layers - 3]
 
 
-def config_digest(config: dict[str, Any]) -> str:
-    """SHA-256 of the fields in a `config.json` on which depends what a draft computes."""
-    facts = {name: config[name] for name in DIGESTED if name in config}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+def config_digest(config_dict: dict[str, Any]) -> str:
+    """SHA-256 of the fields of a `config.json` on which depends what a draft computes."""
+    digested = {name: config_dict[name] for name in DIGESTED if name in config_dict}
+    return hashlib.sha256(json.dumps(digested, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def check_sizes(config: dict[str, Any]) -> None:
+def unknown_keys(config_dict: dict[str, Any], known: Collection[str]) -> list[str]:
+    """The keys that are not `known`, without comments and keys whose value is false, zero or empty."""
+    return sorted(key for key in config_dict.keys() - set(known) if config_dict[key] and not key.startswith("_"))
+
+
+def check_keys(name: str, config_dict: dict[str, Any], known: Collection[str]) -> None:
     """
     Raises:
-        ValueError: if a size is not a positive integer.
+        ValueError: if there are [`unknown_keys`].
     """
-    for name in (
-        "draft_vocab_size",
-        "head_dim",
-        "hidden_size",
-        "intermediate_size",
-        "max_position_embeddings",
-        "num_attention_heads",
-        "num_hidden_layers",
-        "num_key_value_heads",
-        "target_hidden_size",
-        "vocab_size",
-    ):
-        value = config.get(name)
-        # A default stands for these where they are null.
-        may_be_null = name in ("draft_vocab_size", "head_dim", "num_key_value_heads", "target_hidden_size")
-        if (value is not None or (name in config and not may_be_null)) and (type(value) is not int or value < 1):
-            raise ValueError(f"`{name}` is {value!r}, but must be a positive integer.")
-    num_heads, num_key_value_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if num_heads and num_key_value_heads and num_heads % num_key_value_heads:
+    if unknown := unknown_keys(config_dict, known):
         raise ValueError(
-            f"`num_attention_heads` ({num_heads}) must be a multiple of `num_key_value_heads` ({num_key_value_heads})."
-        )
-
-
-def unknown_keys(config: dict[str, Any], known) -> list[str]:
-    """The keys of a `config.json` that nobody here knows, but for comments and those that are false, zero or empty."""
-    return sorted(name for name in config.keys() - known if config[name] and not name.startswith("_"))
-
-
-def check_layer_config(layer_config: dict[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: if a value of a `transformer_layer_config` is of the wrong kind, or a key is on that neither we nor
-            transformers know.
-    """
-    check_sizes(layer_config)
-    if layer_config.get("model_type", "llama") not in ("llama", "qwen3"):
-        return  # refused below
-    rope = layer_config.get("rope_parameters")
-    rope = rope if isinstance(rope, dict) else {}  # else transformers says so
-    rope_type, activation = rope.get("rope_type", "default"), layer_config.get("hidden_act", "silu")
-    if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
-        raise ValueError(f"`rope_type` is {rope_type!r}, but must be one of {['default', *ROPE_INIT_FUNCTIONS]}.")
-    if activation not in ACT2FN:
-        raise ValueError(f"`hidden_act` is {activation!r}, which transformers does not know.")
-    numbers = {**layer_config, **rope}
-    for name in ("rope_theta", "rms_norm_eps", "factor"):
-        value = numbers.get(name, 1)
-        may_be_null = value is None and (name == "factor" or name not in rope)
-        if not may_be_null and not (type(value) in (int, float) and value > 0):
-            raise ValueError(f"`{name}` is {value!r}, but must be a positive number.")
-    known = AutoConfig.for_model(layer_config.get("model_type", "llama")).to_dict().keys() | NEUTRAL_LAYER_KEYS
-    if unknown := unknown_keys(layer_config, known):
-        raise ValueError(
-            f"`transformer_layer_config` has keys that this version does not know: {unknown}. What they change would be missing."
+            f"{name} has keys that this version does not know: {unknown}. Their effect would be missing; a later version of "
+            "hf-eagle3 may read this draft."
         )
 
 

@@ -12,11 +12,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .accept_eagle3 import ROW_WISE, Sampler, accept, is_one_of
 from .cache_eagle3 import is_user_defined, keep_path
-from .checks_eagle3 import check_call, depends_on_length, is_sharded, may_select_rows, whole_embedding
 from .devices_eagle3 import CUDNN_ATTENTION, captures_graphs, compiled, reads_without_sync
 from .lookup_eagle3 import PromptLookup
 from .outputs_eagle3 import Eagle3GenerationStats, Eagle3Step, ReturnedOutputs, TreeOutputs
 from .policy_eagle3 import CallKind, PolicyStore, StaticPolicy, tree_settings
+from .target_eagle3 import check_call, depends_on_length, gathered_embedding, is_sharded, may_select_rows
 from .text_eagle3 import SampleArguments, Text
 from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer
 from .verify_eagle3 import INPUTS_BY_TOKEN, Verifier
@@ -76,7 +76,7 @@ class TreeDecoding:
         """Decodes until all rows are finished. Returns what `generate` returns."""
         verifier, streamer = self.verifier, self.arguments.streamer
         prompt = verifier.prefill(self.arguments.input_ids)
-        self.embedding = whole_embedding(self.target)
+        self.embedding = gathered_embedding(self.target)
         self.text = text = self._make_text()
         self.sampler = Sampler(text, self.arguments, self.returned)
         self.store: PolicyStore | None = None

@@ -1,21 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a checkpoint is what was saved."""
+"""Checks of a draft: whether its checkpoint is what was saved, and whether it fits a target."""
 
+import base64
 import hashlib
 import json
+from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import LogRecord
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
+from .auto_eagle3 import IS_INSTALLED
+from .target_eagle3 import check_dropout, gathered
+
+
+# A child of transformers' own logger: shown and silenced with it.
+logger = logging.get_logger("transformers.eagle3")
 
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# Targets with these settings, for which there are no drafts.
+UNREADABLE_TARGETS = {
+    "altup_num_inputs": "has several states for each token",  # Gemma 3n
+    "cross_attention_layers": "attends to images in separate layers",  # Mllama
+}
 
 
-def read_json(path: str | Path) -> dict:
+# Checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
     """
     Raises:
         ValueError: if the file holds no JSON object.
@@ -31,14 +49,14 @@ def read_json(path: str | Path) -> dict:
 
 def read_index(path: str | Path) -> dict[str, str]:
     """
-    Which file of a checkpoint holds which tensor.
+    The name of the file that holds each tensor of a checkpoint.
 
     Raises:
-        ValueError: if it names files outside of its folder.
+        ValueError: if the index names files outside of its folder.
     """
     content = read_json(path)
     index = content.get("weight_map")
-    if not isinstance(content.get("metadata"), dict):  # which transformers reads, too
+    if not isinstance(content.get("metadata"), dict):  # transformers reads it, too
         raise ValueError(f"{path} has no `metadata`. Is it complete?")
     if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
         raise ValueError(f"{path} does not say which file holds which tensor (`weight_map`).")
@@ -49,7 +67,7 @@ def read_index(path: str | Path) -> dict[str, str]:
     return index
 
 
-def check_whole(path: str | Path) -> None:
+def check_safetensors(path: str | Path) -> None:
     """
     Raises:
         ValueError: if a safetensors file is shorter or longer than its header says.
@@ -59,65 +77,80 @@ def check_whole(path: str | Path) -> None:
         length = int.from_bytes(file.read(8), "little")
         try:
             header = json.loads(file.read(min(length, size)))
-            end = (
-                8 + length + max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-            )
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            expected = 8 + length + max(ends)
         except (KeyError, TypeError, ValueError, AttributeError):
             raise ValueError(
                 f"{path} is no safetensors file, or its beginning is broken. Download it again."
             ) from None
-    if size != end:
-        raise ValueError(f"{path} has {size} bytes, but must have {end}. Download it again.")
+    if size != expected:
+        raise ValueError(f"{path} has {size} bytes, but must have {expected}. Download it again.")
 
 
-def check_token_ids(config: dict[str, Any]) -> None:
+def check_token_ids(generation_config: dict[str, Any]) -> None:
     """
     Raises:
-        ValueError: if a special token in a `generation_config.json` is none: transformers does not check them there.
+        ValueError: if a special token in a `generation_config.json` is no id, which transformers does not check.
     """
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = config.get(name)
+        value = generation_config.get(name)
         tokens = value if name == "eos_token_id" and isinstance(value, list) else [0 if value is None else value]
         if not all(type(token) is int for token in tokens):
             raise ValueError(f"`{name}` is {value!r}, but must be the id of a token.")
 
 
-def check_files(source: str | Path, variant: str | None = None, **hub_kwargs) -> dict | None:
+def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> dict[str, Any] | None:
     """
-    The files of a checkpoint that transformers reads, or passes over when it cannot.
+    Checks the files of a checkpoint that transformers reads, or silently passes over if they are broken.
 
     Args:
         source (`str` or `Path`): Folder or Hub id.
-        variant (`str`, *optional*): Which of several sets of weights.
+        variant (`str`, *optional*): One of several sets of weights.
         hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
 
     Returns:
-        `dict`: What its `config.json` says; `None` if there is none.
+        `dict`: The content of `config.json`, or `None` if there is none.
 
     Raises:
-        ValueError: if one is broken, or names files outside of its folder.
+        ValueError: if a file is broken, or names files outside of its folder.
     """
 
-    def find(name):
+    def find(name: str) -> str | None:
         return cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **hub_kwargs)
 
-    weights = {"model.safetensors" if variant is None else f"model.{variant}.safetensors"}
+    infix = "" if variant is None else f".{variant}"
+    weights = {f"model{infix}.safetensors"}
     for name in INDEX_FILES:
-        if (path := find(name if variant is None else name.replace(".json", f".{variant}.json"))) is not None:
+        if (path := find(name.replace(".json", f"{infix}.json"))) is not None:
             weights |= set(read_index(path).values())
     for name in weights:
         if name.endswith(".safetensors") and (path := find(name)) is not None:
-            check_whole(path)
+            check_safetensors(path)
     if (path := find("generation_config.json")) is not None:
         check_token_ids(read_json(path))
     return None if (path := find("config.json")) is None else read_json(path)
 
 
-def check_tensors(tensors: dict[str, torch.Tensor], source, digest: str | None = None) -> None:
+def check_loading_info(info: dict[str, Any], source: str | Path) -> None:
+    """
+    Raises:
+        ValueError: if transformers found tensors missing, unexpected or of another shape.
+    """
+    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    mismatched = sorted(str(entry) for entry in info["mismatched_keys"])
+    if missing or unexpected or mismatched:
+        raise ValueError(
+            f"{source} does not hold the tensors that its config.json describes. Missing: {missing or 'none'}. Unexpected: "
+            f"{unexpected or 'none'}. Of another shape: {mismatched or 'none'}. Check the config's flags (norm_before_fc, "
+            "fc_norm, draft_vocab_size, num_hidden_layers, ...) or download the checkpoint again."
+        )
+
+
+def check_weights(tensors: dict[str, torch.Tensor], source: str | Path, digest: str | None = None) -> None:
     """
     Args:
         tensors (`dict[str, torch.Tensor]`): A draft's weights and buffers.
-        source: Where they are from, for messages.
+        source (`str` or `Path`): Where they are from, for messages.
         digest (`str`, *optional*): Their [`weights_digest`] when they were saved.
 
     Raises:
@@ -128,33 +161,43 @@ def check_tensors(tensors: dict[str, torch.Tensor], source, digest: str | None =
     broken = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
     if broken:
         raise ValueError(
-            f"{source}: {broken} hold values that are no finite numbers. Download the checkpoint again; if it is right, it "
-            "overflows in the `dtype` that it was loaded in."
+            f"{source}: {broken} have values that are NaN or infinite. Download the checkpoint again, or load it in another "
+            "`dtype` if it overflows in this one."
         )
     if digest is not None and digest != weights_digest(tensors):
         raise ValueError(
-            f"The weights of {source} are not those that were saved with its config.json. Download the checkpoint again. If "
-            "they were changed on purpose, remove `weights_digest` from config.json."
+            f"The weights of {source} are not those that were saved with its config.json. Download the checkpoint again, or "
+            "remove `weights_digest` from config.json if you changed them on purpose."
+        )
+
+
+def check_code(digest: str | None, source: str | Path) -> None:
+    """Warns if a draft runs other code than it was saved with (`digest`). The installed package may be newer."""
+    folder = Path(__file__).parent
+    if digest is not None and not IS_INSTALLED and digest != code_digest(folder):
+        logger.warning(
+            f"{source} runs other code than it was saved with: someone changed it, or transformers' module cache has another "
+            f"draft's ({folder}). Download the draft again, or remove that folder."
         )
 
 
 @contextmanager
-def without_load_report():
-    """Within it transformers does not report missing and unexpected tensors, which are put right or refused by name."""
+def without_load_report() -> Iterator[None]:
+    """Hides transformers' report of missing and unexpected tensors. We correct them, or refuse them by name."""
 
-    def is_no_report(record):
+    def is_no_report(record: LogRecord) -> bool:
         return "LOAD REPORT" not in record.getMessage()
 
-    logger = logging.get_logger("transformers.modeling_utils")
-    logger.addFilter(is_no_report)
+    transformers_logger = logging.get_logger("transformers.modeling_utils")
+    transformers_logger.addFilter(is_no_report)
     try:
         yield
     finally:
-        logger.removeFilter(is_no_report)
+        transformers_logger.removeFilter(is_no_report)
 
 
 def code_digest(folder: str | Path) -> str:
-    """SHA-256 of the code in a folder that travels with drafts."""
+    """SHA-256 of the code in a folder that ships with drafts."""
     digest = hashlib.sha256()
     for path in sorted(Path(folder).glob("*_eagle3.py")):
         digest.update(path.name.encode() + path.read_bytes().replace(b"\r\n", b"\n"))
@@ -162,11 +205,93 @@ def code_digest(folder: str | Path) -> str:
 
 
 def weights_digest(state_dict: dict[str, torch.Tensor]) -> str:
-    """SHA-256 of a draft's weights in bfloat16, so that it is the same for a float32 draft and its bfloat16 copy."""
+    """SHA-256 of a draft's weights in bfloat16, so that a float32 draft and its bfloat16 copy have the same."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state_dict.items()):
         if tensor.is_floating_point():
             tensor = tensor.bfloat16().view(torch.int16)
-        digest.update(name.encode())
-        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+        digest.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+# Targets -----------------------------------------------------------------------------------------------------------
+
+
+def check_pairing(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """
+    Raises:
+        ValueError: naming both sides, if the draft was made for a target of another kind, size or vocabulary, or for
+            another model of the same sizes.
+    """
+    config, text_config = draft.config, target.config.get_text_config(decoder=True)
+    target_name = f"{type(target).__name__} {target.config.name_or_path or '(unnamed)'}"
+    draft_name = f"The draft {config.name_or_path or '(unnamed)'}, made for {config.verifier},"
+    advice = "Pair each draft with the target it was trained for."
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"{target_name} is an encoder-decoder; EAGLE-3 drafts for decoder-only models.")
+    for name, reason in UNREADABLE_TARGETS.items():
+        if getattr(text_config, name, None):
+            raise ValueError(f"{target_name} {reason} (`{name}`), which EAGLE-3 drafts cannot read.")
+    for label, expected, actual in (
+        ("a vocabulary of", config.vocab_size, text_config.vocab_size),
+        ("hidden states of size", config.target_hidden_size, text_config.hidden_size),
+    ):
+        if expected != actual:
+            raise ValueError(
+                f"{draft_name} needs a target with {label} {expected}, but {target_name} has {label} {actual}. {advice}"
+            )
+    layer_ids, depth = draft.resolve_aux_layer_ids(target), text_config.num_hidden_layers
+    if not all(0 <= layer_id <= depth for layer_id in layer_ids):
+        raise ValueError(
+            f"{draft_name} reads the states entering layers {layer_ids}, but {target_name} has layers 0 to {depth - 1}. {advice}"
+        )
+    weight = target.get_input_embeddings().weight
+    if not config.has_own_embed_tokens and weight.shape[-1] != config.hidden_size:
+        raise ValueError(
+            f"{draft_name} stores no embedding table and needs the target's with rows of {config.hidden_size}, but those of "
+            f"{target_name} have {weight.shape[-1]}. {advice}"
+        )
+    # Fine-tuning and quantization hardly change the table, but those of two models are unrelated.
+    expected = config.verifier_fingerprint if weight.device.type != "meta" else None
+    if expected is not None and similarity(expected, fingerprint(weight)) < 0.9:
+        raise ValueError(
+            f"{draft_name} was trained for another model than {target_name}: the sizes agree, but the embedding tables are "
+            f"unrelated. {advice}"
+        )
+
+
+def check_draft(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """
+    Raises:
+        ValueError: if the draft or the target is not ready: on the meta device, in training mode or offloaded.
+    """
+    device, target_device = draft.get_output_embeddings().weight.device, target.device
+    if device.type == "meta":
+        raise ValueError("The draft has no weights: it is on the meta device. Load it with `from_pretrained`.")
+    if target_device.type not in ("meta", device.type):
+        logger.warning_once(
+            f"The target is on {target_device} and the draft on {device}, which may make drafting too slow to pay. Call "
+            "`draft.to(target.device)`."
+        )
+    check_dropout("draft", draft)
+    if not draft.config.has_own_embed_tokens and target.get_input_embeddings().weight.device.type == "meta":
+        raise ValueError(
+            f"The embedding of {type(target).__name__}, which the draft reads, is offloaded. Keep it on a device in the "
+            "`device_map`, or make the draft with `has_own_embed_tokens=True`."
+        )
+
+
+def similarity(fingerprint: str, other: str) -> float:
+    """The cosine similarity of two [`fingerprint`]s."""
+    ours, theirs = (
+        torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float16).double()
+        for text in (fingerprint, other)
+    )
+    return torch.cosine_similarity(ours, theirs, dim=0).item()
+
+
+def fingerprint(embedding: torch.Tensor) -> str:
+    """The first four entries of 16 evenly spaced rows of an embedding table `(vocab_size, hidden_size)`, in base64."""
+    rows = torch.linspace(0, embedding.shape[0] - 1, 16).long().to(embedding.device)
+    entries = gathered(embedding.detach())[rows, :4].flatten().half().cpu()
+    return base64.b64encode(entries.numpy().tobytes()).decode()

@@ -18,9 +18,9 @@ from .cache_eagle3 import (
     tree_attention_mask,
     with_room,
 )
-from .checks_eagle3 import position_table, rotary_switches, takes_trees, text_positions
 from .devices_eagle3 import on_device
 from .outputs_eagle3 import CACHE, ReturnedOutputs, TreeOutputs, aux_hidden_states
+from .target_eagle3 import position_table_size, rotary_switches, takes_trees, text_positions
 from .text_eagle3 import SampleArguments, Text, align_right
 from .tree_eagle3 import DraftTree, Plan
 
@@ -86,7 +86,7 @@ class Verifier:
             depth = min(depth, text.max_length - text.shortest - 1)
         elif cache.capacity - cache.length < 1 + self.num_nodes:
             depth = 0
-        switches, table = rotary_switches(config), position_table(config)
+        switches, table = rotary_switches(config), position_table_size(config)
         newest = int(self.inputs["position_ids"].max()) if switches or table is not None else 0
         for rope_type, switch in switches:
             # No tree may reach over the switch. Beyond it dynamic scaling changes with each position: no trees there.

@@ -11,8 +11,8 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from ..data import documents_of_row, prompt_of
-from ..remote_code.checks_eagle3 import is_sharded
-from ..remote_code.draft_eagle3 import DraftModel
+from ..remote_code.modeling_eagle3 import DraftModel
+from ..remote_code.target_eagle3 import is_sharded
 from .metrics import sum_dtype
 from .models import default_generation
 

@@ -17,9 +17,10 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, masking_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ..remote_code.checks_eagle3 import fingerprint, is_sharded
 from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
+from ..remote_code.loading_eagle3 import fingerprint
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
+from ..remote_code.target_eagle3 import is_sharded
 from .losses import log_sum_exp
 from .models import without_adapter
 from .ttt import documents_of

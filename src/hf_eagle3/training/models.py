@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from ..making import FORMS
-from ..remote_code.draft_eagle3 import HUB_ARGUMENTS, DraftModel
-from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
+from ..remote_code.modeling_eagle3 import DraftModel, Eagle3ForSpeculation
+from ..tensor_names import HUB_ARGUMENTS
 from ..tokenizer import check_is_target, load_tokenizer
 from .arguments import Eagle3TrainingArguments
 
@@ -119,7 +119,7 @@ def draft_to_train(
         )
     check_draft(model, target_model, args)
     if not hasattr(model, "peft_config"):  # PEFT has frozen the rest
-        for name in model.frozen:
+        for name in model.frozen_modules:
             if hasattr(model, name):
                 getattr(model, name).requires_grad_(False)
     return model.float()

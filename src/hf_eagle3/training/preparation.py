@@ -17,7 +17,7 @@ from ..data import (
     plain_rows,
 )
 from ..data.rows import MASKS
-from ..remote_code.draft_eagle3 import DraftModel
+from ..remote_code.modeling_eagle3 import DraftModel
 from ..tokenizer import padding_token, read_template
 from .arguments import Eagle3TrainingArguments
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.utils import ModelOutput
 
 from ..assisting import assist
-from ..remote_code.draft_eagle3 import DraftModel
+from ..remote_code.modeling_eagle3 import DraftModel
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
 from .features import TargetStates
 from .losses import LossType

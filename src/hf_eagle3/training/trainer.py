@@ -18,9 +18,9 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 
 from ..data import check_lengths, check_positions, num_positions, report_long_rows
 from ..hub import repo_name
-from ..remote_code.checks_eagle3 import is_sharded
 from ..remote_code.configuration_eagle3 import Eagle3Config
-from ..remote_code.draft_eagle3 import DraftModel
+from ..remote_code.modeling_eagle3 import DraftModel
+from ..remote_code.target_eagle3 import is_sharded
 from .arguments import Eagle3TrainingArguments
 from .checkpoint import last_whole_checkpoint, what_is_broken
 from .console import show_few

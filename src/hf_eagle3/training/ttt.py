@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from ..remote_code.draft_eagle3 import DraftModel
+from ..remote_code.modeling_eagle3 import DraftModel
 from ..remote_code.text_eagle3 import flat_indices, take_rows
 from .losses import DraftLoss, LossType, acceptance_rates, log_sum_exp, pieces, probabilities
 
@@ -452,7 +452,7 @@ def ttt_unroll(
             inputs_embeds, hidden_states = (each.expand_as(hidden_states) for each in mask_inputs)
         else:
             inputs_embeds = draft.embed(tokens)
-        normed, hidden_states, _ = draft.step(
+        normed, hidden_states = draft.step(
             inputs_embeds=inputs_embeds,
             hidden_states=hidden_states,
             attention_mask=masks,

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a target can do, and which calls of `generate` EAGLE-3 decoding takes."""
+
+import functools
+import inspect
+import math
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from .cache_eagle3 import check_cache, is_static, is_unused_static
+from .outputs_eagle3 import CACHE
+from .text_eagle3 import max_length_of
+
+
+# A child of transformers' own logger: shown and silenced with it.
+logger = logging.get_logger("transformers.eagle3")
+
+# These attention implementations take any mask.
+MASKED_ATTENTION = ("eager", "sdpa")
+
+# The recurrent layers of these targets compute the same over several tokens at once as over one after another (tested).
+# In transformers, others start from an empty state (Jamba) or compute something else (Nemotron-H).
+REPLAYABLE_MODEL_TYPES = (
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "kimi_linear",
+    "bailing_hybrid",
+    "olmo_hybrid",
+    "granitemoehybrid",
+    "falcon_h1",
+)
+
+# Modules of these libraries keep nothing about the rows of a batch, except in hooks.
+ROW_WISE_MODULES = ("torch.", "transformers.", "peft.", "torchao.", "bitsandbytes.")
+
+
+def is_sharded(target: PreTrainedModel) -> bool:
+    """Whether processes hold shares of some of the target's weights (tensor parallelism, FSDP2)."""
+    return any(gathers(weight) for weight in target.parameters())  # the embedding alone may be whole
+
+
+def gathers(weight: torch.Tensor) -> bool:
+    return hasattr(weight, "full_tensor")
+
+
+def gathered(weight: torch.Tensor) -> torch.Tensor:
+    """The whole weight. If processes hold shares of it, all of them must call this together."""
+    return weight.full_tensor() if gathers(weight) else weight
+
+
+def gathered_embedding(target: PreTrainedModel) -> nn.Embedding:
+    """The target's input embedding, with its whole weight."""
+    embedding = target.get_input_embeddings()
+    return (
+        nn.Embedding.from_pretrained(gathered(embedding.weight.detach())) if gathers(embedding.weight) else embedding
+    )
+
+
+def check_call(
+    target: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    may_replay: bool,
+) -> None:
+    """
+    Raises:
+        ValueError: if EAGLE-3 decoding does not take the settings, the target, the prompt or the cache of a call.
+    """
+    check_settings(target, generation_config, model_kwargs)
+    check_model(target)
+    check_prompt(target, input_ids, model_kwargs)
+    if model_kwargs.get(CACHE) is not None:
+        check_given_cache(target, model_kwargs[CACHE], model_kwargs.get("attention_mask"), may_replay)
+
+
+def check_settings(target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    if generation_config.num_beams > 1:  # with `custom_generate`; otherwise transformers ignores the draft
+        raise ValueError("EAGLE-3 decoding does not search with beams. Leave out `num_beams` or the draft.")
+    if not model_kwargs.get("use_cache", True):
+        raise ValueError("EAGLE-3 decoding requires `use_cache=True`.")
+    if generation_config.assistant_ensemble_weight is not None:
+        raise ValueError(
+            "`assistant_ensemble_weight` changes the text, but EAGLE-3 decoding is lossless. Leave it out."
+        )
+    if generation_config.dola_layers is not None:  # transformers would fetch code from the Hub for it
+        raise ValueError("`dola_layers` does not work with any assistant. Leave out `dola_layers` or the draft.")
+    if generation_config.return_dict_in_generate and generation_config.output_attentions:
+        raise ValueError(
+            "EAGLE-3 decoding returns no attentions, because those of a tree differ from those of the text. Leave out "
+            "`output_attentions` or the draft."
+        )
+    # Doge attends to the best tokens of a window, and transformers picks others when it reads several tokens at once.
+    window = getattr(target.config.get_text_config(decoder=True), "keep_window_size", None)
+    if window is not None and generation_config.max_length > window:
+        raise ValueError(
+            f"{type(target).__name__} reads texts longer than its `keep_window_size` of {window} differently in one forward "
+            f"than token by token, and this text may have {generation_config.max_length} tokens. Lower `max_new_tokens`, or "
+            "leave out the draft."
+        )
+
+
+def check_model(target: PreTrainedModel) -> None:
+    name = type(target).__name__
+    if any(type(module).__module__.startswith("torch.ao.nn.quantized.") for module in target.modules()):
+        raise ValueError(
+            f"{name} is quantized with one scale for all tokens of a forward, so other tokens of the tree would change what "
+            "it predicts. Quantize only its weights, or its activations token by token (torchao)."
+        )
+    if target.prepare_inputs_for_generation != types.MethodType(type(target).prepare_inputs_for_generation, target):
+        raise ValueError(
+            f"{name}.prepare_inputs_for_generation was replaced, as PEFT does for prompt and prefix tuning. These put tokens "
+            "before the text that EAGLE-3 decoding does not see. Use another adapter, or leave out the draft."
+        )
+    adapted = (module for module in target.modules() if not getattr(module, "disable_adapters", False))
+    hooks = (hook for module in adapted for hook in module._forward_pre_hooks.values())
+    # PEFT binds this argument to a hook of each layer.
+    if any(isinstance(hook, functools.partial) and "alora_offsets" in hook.keywords for hook in hooks):
+        raise ValueError(
+            "An activated LoRA (aLoRA) adapts only the last tokens of each forward, so the size of a tree would change what "
+            "the target predicts. Use another adapter, or leave out the draft."
+        )
+    check_dropout("target", target)
+    if "position_ids" not in inspect.signature(target.forward).parameters:
+        raise ValueError(
+            f"{name} takes no `position_ids`, but siblings in a tree share a position. Use another target, or leave out the "
+            "draft."
+        )
+
+
+def check_prompt(target: PreTrainedModel, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> None:
+    if model_kwargs.get("position_ids") is None:
+        raise ValueError(
+            f"EAGLE-3 decoding needs `position_ids`, and `generate` makes none for {type(target).__name__}. Leave out the "
+            "draft."
+        )
+    attention_mask = model_kwargs.get("attention_mask")  # newer transformers leaves it out if it masks nothing
+    if attention_mask is not None and attention_mask.shape[-1] < input_ids.shape[1]:
+        raise ValueError(
+            f"The prompt has {input_ids.shape[1]} tokens, but its `attention_mask` has {attention_mask.shape[-1]}: "
+            "`token_healing` made the prompt longer. Heal it before the call, or leave out the draft."
+        )
+
+
+def check_given_cache(
+    target: PreTrainedModel, cache: Cache, attention_mask: torch.Tensor | None, may_replay: bool
+) -> None:
+    attention = target.config.get_text_config(decoder=True)._attn_implementation
+    if attention not in MASKED_ATTENTION and is_static(cache):
+        raise ValueError(
+            f"Attention {attention!r} cannot tell the free slots of a static cache from the text. Use a dynamic cache, or "
+            "attn_implementation='sdpa'."
+        )
+    if not is_unused_static(cache):
+        check_cache(cache, may_replay)
+    if any(getattr(layer, "record_past", False) for layer in cache.layers):
+        raise ValueError(
+            "The cache records its past (`activate_past_recording`), but EAGLE-3 decoding keeps only as much as one step "
+            "needs. Pass a cache that does not record, or leave out the draft."
+        )
+    if attention_mask is not None and cache.get_seq_length() >= attention_mask.shape[-1] and not attention_mask.all():
+        raise ValueError(
+            f"The cache already holds all {attention_mask.shape[-1]} tokens of the prompt, but the target must read the last "
+            "one to predict the next. Crop the cache by one token: `cache.crop(-1)`."
+        )
+
+
+def check_dropout(name: str, model: PreTrainedModel) -> None:
+    if model.training and has_dropout(model):
+        raise ValueError(f"The {name} is in training mode and drops out at random. Call `{name}.eval()` first.")
+
+
+def has_dropout(model: PreTrainedModel) -> bool:
+    holders = [model.config.get_text_config(decoder=True), *model.modules()]
+    rates = [rate for each in holders for name, rate in vars(each).items() if "drop" in name or "jitter" in name]
+    rates += [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def takes_trees(target: PreTrainedModel) -> bool:
+    """
+    Whether the target can read trees, and not only chains. Flash and flex attention take no mask from a caller. Local
+    (GPT-Neo) and ALiBi attention measure distances by indices in the cache, where the nodes of a tree are not in the
+    order of the text.
+    """
+    config = target.config.get_text_config(decoder=True)
+    if "local" in (getattr(config, "attention_layers", None) or ()) or getattr(config, "alibi", False):
+        return False
+    if config._attn_implementation in MASKED_ATTENTION:
+        return True
+    logger.warning_once(
+        f"Attention {config._attn_implementation!r} takes no mask of a tree, so the draft proposes chains. More tokens are "
+        "accepted from trees: use attn_implementation='sdpa' (or target.set_attn_implementation('sdpa'))."
+    )
+    return False
+
+
+def may_replay(target: PreTrainedModel) -> bool:
+    """Whether the target's recurrent layers compute the same over several tokens at once as over one after another."""
+    config = target.config.get_text_config(decoder=True)
+    # Mamba 2 has limits of its time steps, which transformers applies only when it reads several tokens.
+    least, most = getattr(config, "time_step_limit", None) or (0.0, math.inf)
+    return config.model_type in REPLAYABLE_MODEL_TYPES and least <= 0 and most == math.inf
+
+
+def depends_on_length(
+    target: PreTrainedModel, input_ids: torch.LongTensor, cache: Any, model_kwargs: dict[str, Any], criteria: Iterable
+) -> bool:
+    """
+    Whether the length of the longest row may change, within this call, what the target predicts for the other rows.
+
+    Args:
+        cache (`TreeCache`): The target's.
+        criteria (`StoppingCriteriaList`): Those of the call.
+    """
+    config = target.config.get_text_config(decoder=True)
+    newest = text_positions(model_kwargs)[:, -1]
+    begin, num_new = int(newest.min()), max_length_of(criteria) - input_ids.shape[1]
+    last = int(newest.max()) + 1 + num_new  # the caller may have chosen the positions
+    if last > (position_table_size(config) or math.inf):  # a row that is ahead would reach its end
+        return True
+    for rope_type, length in rotary_switches(config):
+        if last >= length and (begin < length or rope_type != "longrope"):
+            return True
+    # Llama 4 scales queries by their index in the cache. The factor changes every `floor_scale` tokens.
+    return (
+        getattr(config, "attn_temperature_tuning", False)
+        and cache.length + num_new + 1 >= (cache.length // config.floor_scale + 1) * config.floor_scale
+    )
+
+
+def may_select_rows(
+    target: PreTrainedModel, cache: Any, model_kwargs: dict[str, Any], inputs_by_token: Iterable[str]
+) -> bool:
+    """
+    Whether the target can go on with some rows of the batch only. That needs a cache that nobody else sees, a target
+    that was not compiled (perhaps for this batch size), and modules and arguments without an entry for each row.
+
+    Args:
+        cache (`TreeCache`): The target's.
+        inputs_by_token: The names of arguments whose rows are selected, too.
+    """
+    if cache.is_static or cache.is_chain or getattr(cache.cache, "_is_user_defined", False):
+        return False
+    if target.config.get_text_config(decoder=True) is not target.config:  # has images, and positions kept on the model
+        return False
+    known = (*inputs_by_token, CACHE, "output_hidden_states")
+    others = [value for name, value in model_kwargs.items() if name not in known]
+    if not all(value is None or isinstance(value, (bool, int, float, str)) for value in others):
+        return False
+    if target._compiled_call_impl is not None or hasattr(target.forward, "_torchdynamo_orig_callable"):
+        return False
+    for_all = nn.modules.module
+    hooks = [*for_all._global_forward_hooks.values(), *for_all._global_forward_pre_hooks.values()]
+    for module in target.modules():
+        is_patched = "forward" in vars(module) and not hasattr(module, "_hf_hook")  # accelerate's is harmless
+        if is_patched or not type(module).__module__.startswith(ROW_WISE_MODULES):
+            return False
+        # PEFT gives each row its own adapter in a hook. Hooks of others may do anything to a row.
+        hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return all(getattr(hook, "__module__", "").startswith(("transformers.", "hf_eagle3.")) for hook in hooks)
+
+
+def position_table_size(config: PreTrainedConfig) -> int | None:
+    """The number of positions in a table that the target looks them up in, or `None` if it rotates by positions."""
+    return None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)
+
+
+def rotary_switches(config: PreTrainedConfig) -> list[tuple[str, int]]:
+    """Type and length of each rotary scaling that changes all frequencies when a forward reaches that position."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    switches = []
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        rope_type = parameters.get("rope_type", "default")
+        if rope_type == "longrope":
+            length = parameters.get("original_max_position_embeddings") or config.original_max_position_embeddings
+            switches.append((rope_type, length))
+        elif "dynamic" in rope_type:
+            switches.append((rope_type, config.max_position_embeddings))
+    return switches
+
+
+def text_positions(model_kwargs: dict[str, Any]) -> torch.LongTensor:
+    """The positions `(B, L)` in the text. Targets with images have more kinds of positions, after these."""
+    position_ids = model_kwargs["position_ids"]
+    return position_ids if position_ids.dim() == 2 else position_ids[0]
