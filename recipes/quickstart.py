@@ -59,12 +59,9 @@ OF_DRAFT += ("sampled_vocab_size", "ttt_row_share", "ttt_steps", "ttt_warmup")
 
 
 def local_or_hub_dataset(name: str) -> tuple[Dataset, list]:
-    """
-    A JSON Lines file, a folder of `regenerate.py` or a data set of the Hub. The last rows are held out as prompts.
-    """
-    files = [name] if Path(name).is_file() else sorted(map(str, Path(name).glob("rows-*.jsonl")))
-    if files:
-        dataset = load_dataset("json", data_files=files, split="train")
+    """A JSON Lines file, a folder of them or a data set of the Hub; the last rows are held out as prompts."""
+    if Path(name).is_file():
+        dataset = load_dataset("json", data_files=name, split="train")
     else:
         dataset = load_dataset(name, split="train")
     column = "messages" if "messages" in dataset.column_names else "text"
