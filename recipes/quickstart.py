@@ -11,6 +11,9 @@ With a network, the same for any model and data set of the Hub, or for local one
     python recipes/quickstart.py --target Qwen/Qwen3-0.6B --dataset trl-lib/Capybara --draft_minutes 60
     python recipes/quickstart.py --target path/to/model --dataset path/to/texts.jsonl --prompts path/to/prompts.jsonl
 
+Of conversations (`messages`) the draft learns the assistant's tokens, in the target's chat template. It accepts more if the
+answers are the target's own: `--dataset` also takes the folder that `recipes/regenerate.py` wrote.
+
 A second run with the same settings reuses what the first one trained.
 """
 
@@ -45,6 +48,10 @@ from hf_eagle3.training.record import training_record
 NUM_PROMPTS = 20
 PROMPT_TOKENS = 48
 EOS = "<|endoftext|>"
+# Tokens of a row of texts, and of one of conversations.
+MAX_LENGTH, MAX_LENGTH_OF_CONVERSATIONS = 256, 512
+# Conversations are packed whole, and only what the assistant says is learned.
+OF_CONVERSATIONS = {"packing_strategy": "bfd", "assistant_only_loss": True}
 # Arguments that target and draft do not depend on, and those that only the draft does.
 NOT_TRAINED = ("max_new_tokens", "min_steps", "output_dir", "prompts", "repeats")
 OF_DRAFT = ("batch_size", "draft_form", "draft_minutes", "draft_vocab_size", "layer_type", "learning_rate")
@@ -52,7 +59,7 @@ OF_DRAFT += ("sampled_vocab_size", "ttt_row_share", "ttt_steps", "ttt_warmup")
 
 
 def local_or_hub_dataset(name: str) -> tuple[Dataset, list]:
-    """A JSON Lines file or a data set of the Hub; the last rows are held out as prompts."""
+    """A JSON Lines file, a folder of them or a data set of the Hub; the last rows are held out as prompts."""
     if Path(name).is_file():
         dataset = load_dataset("json", data_files=name, split="train")
     else:
@@ -66,10 +73,10 @@ def local_or_hub_dataset(name: str) -> tuple[Dataset, list]:
     return dataset.select(range(split)).select_columns(column), dataset.select(range(split, len(dataset)))[column]
 
 
-def common_arguments(args, batch_size: int) -> dict:
+def common_arguments(args, max_length: int, batch_size: int) -> dict:
     on_gpu = torch.cuda.is_available()
     return {
-        "max_length": args.max_length,
+        "max_length": args.max_length or max_length,
         "per_device_train_batch_size": batch_size,
         **SHORT,
         **BY_TIME,
@@ -104,7 +111,9 @@ def train_target(folder: Path, dataset: Dataset, args) -> None:
     others = [weight for name, weight in target.named_parameters() if weight.dim() != 2 or "embed" in name]
     trainer = SFTTrainer(
         model=target,
-        args=SFTConfig(str(folder) + "-run", gradient_checkpointing=False, **common_arguments(args, batch_size=4)),
+        args=SFTConfig(
+            str(folder) + "-run", gradient_checkpointing=False, **common_arguments(args, MAX_LENGTH, batch_size=4)
+        ),
         train_dataset=dataset,
         processing_class=tokenizer,
         optimizers=(MuonWithAdamW(matrices, others, lr=6e-3), None),
@@ -117,6 +126,11 @@ def train_target(folder: Path, dataset: Dataset, args) -> None:
 
 def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None:
     budget = TimeBudget(args.draft_minutes, "Draft", args.min_steps)
+    batch_size = args.batch_size or (8 if torch.cuda.is_available() else 4)
+    settings = common_arguments(args, MAX_LENGTH, batch_size)
+    if "messages" in dataset.column_names:  # longer rows, and fewer: as many tokens a step
+        batch_size = args.batch_size or batch_size * MAX_LENGTH // MAX_LENGTH_OF_CONVERSATIONS
+        settings = common_arguments(args, MAX_LENGTH_OF_CONVERSATIONS, batch_size) | OF_CONVERSATIONS
     trainer = TimedEagle3Trainer(
         model=None,
         target_model=target,
@@ -130,7 +144,7 @@ def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None
             model_init_kwargs={"model_type": args.layer_type},
             draft_vocab_size=min(args.draft_vocab_size, target.config.get_text_config().vocab_size),
             sampled_vocab_size=args.sampled_vocab_size,
-            **common_arguments(args, args.batch_size),
+            **settings,
         ),
         train_dataset=dataset,
         processing_class=tokenizer,
@@ -200,7 +214,10 @@ def main():
     parser.add_argument(
         "--target", type=folder_or_hub_id, help="Folder or Hub id of a target; by default a small one is trained"
     )
-    parser.add_argument("--dataset", help="JSON Lines file or Hub id; by default the standard library's sources")
+    parser.add_argument(
+        "--dataset",
+        help="JSON Lines file, folder of regenerate.py or Hub id, with `messages` or `text`; by default the standard library's sources",
+    )
     parser.add_argument("--prompts", help="JSON Lines file of held-out prompts; by default the end of the data set")
     parser.add_argument("--output_dir", default="outputs/quickstart")
     parser.add_argument("--target_minutes", type=float, default=2, help="Time to train the small target")
@@ -236,9 +253,17 @@ def main():
     parser.add_argument("--ttt_steps", type=int, default=5, help="Drafting steps unrolled in training")
     parser.add_argument("--ttt_warmup", type=float, default=0.8, help="Share of the time in which they grow from one")
     parser.add_argument("--ttt_row_share", type=float, default=0.6, help="Share of the rows that each goes on with")
-    parser.add_argument("--max_length", type=int, default=256)
-    parser.add_argument("--batch_size", type=int, default=8 if torch.cuda.is_available() else 4)
-    parser.add_argument("--max_new_tokens", type=int, default=48)
+    parser.add_argument(
+        "--max_length",
+        type=int,
+        help=f"Tokens of a row; by default {MAX_LENGTH}, and {MAX_LENGTH_OF_CONVERSATIONS} of conversations",
+    )
+    parser.add_argument(
+        "--batch_size", type=int, help="Rows a step; by default 1,024 tokens in all, and on GPUs twice as many"
+    )
+    parser.add_argument(
+        "--max_new_tokens", type=int, help="That are compared; by default 48, and 96 where data are conversations"
+    )
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     # Many processors compute in bfloat16 only by emulation, at a third of float32's speed.
@@ -267,6 +292,11 @@ def main():
         dataset = Dataset.from_dict({"text": documents})
     else:
         dataset, held_out = local_or_hub_dataset(args.dataset)
+    is_chat = "messages" in dataset.column_names
+    if is_chat and args.target is None:
+        parser.error(
+            f"{args.dataset} has conversations, and the small target knows texts only. Pass a --target that can chat."
+        )
     output_dir.mkdir(parents=True, exist_ok=True)
     # Not before there are data: a run beside this one may need the old ones.
     arguments_file.write_text(json.dumps(arguments))
@@ -293,7 +323,8 @@ def main():
     print(f"Generating in a fresh process, with {target_name} and {draft_dir} ...", flush=True)
     command = [sys.executable, str(Path(__file__).with_name("benchmark.py"))]
     command += ["--target", target_name, "--draft", str(draft_dir), "--prompts", prompts]
-    command += ["--dtype", dtype, "--max_new_tokens", str(args.max_new_tokens), "--repeats", str(args.repeats)]
+    max_new_tokens = args.max_new_tokens or (96 if is_chat else 48)
+    command += ["--dtype", dtype, "--max_new_tokens", str(max_new_tokens), "--repeats", str(args.repeats)]
     command += ["--json", str(results), "--plots", str(output_dir / "plots")]
     if (code := subprocess.run(command).returncode) != 0:
         raise SystemExit(

@@ -69,6 +69,18 @@ TARGETS = {
             "num_local_experts": 32,
         },
     ),
+    "smollm2_135m_instruct": (
+        "llama",
+        {
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+        },
+    ),
     "gemma_4_31b_it": (
         "gemma4_text",
         {
@@ -119,6 +131,8 @@ def test_true_size(name):
     expected = 3 * width * width + 3 * width  # fc and its norms
     expected += 2 * width * (heads + 2 * kv_heads) + heads * width + 3 * width * mlp + 3 * width  # the layer
     expected += width + vocab_size * width  # norm and head
+    if config["model_init_kwargs"]["model_type"] == "qwen3":
+        expected += 2 * sizes["head_dim"]  # norms of queries and keys
     assert sum(parameter.numel() for parameter in draft.parameters()) == expected
     # The mapping of the draft vocabulary: an offset for each of its tokens, a byte for each of the target's.
     assert num_bytes(draft) == 2 * expected + 8 * vocab_size + sizes["vocab_size"]
@@ -143,12 +157,14 @@ def test_the_published_size():
 TEMPLATES = {
     "qwen3_8b": chat_template_utils.qwen3_chat_template,
     "gpt_oss_20b": chat_template_utils.gptoss_chat_template,
+    "smollm2_135m_instruct": chat_template_utils.qwen2_5_chat_template,  # ChatML, too
 }
 TINY = {
     "qwen3_8b": lambda: make_target("qwen3"),
     "llama_3_1_8b_instruct": lambda: make_target("llama"),
     "llama_4_maverick_17b_128e_instruct": lambda: llama4()[0],
     "gpt_oss_20b": lambda: make_target("gpt_oss"),
+    "smollm2_135m_instruct": lambda: make_target("llama"),
     "gemma_4_31b_it": lambda: gemma4()[0],
 }
 

@@ -95,10 +95,17 @@ def test_given_target_and_chat_data(tmp_path, tokenizer, run_recipe, monkeypatch
     with pytest.raises((OSError, ValueError)):
         run_recipe("quickstart.py", "--output_dir", tmp_path / "out", "--target", "none", "--dataset", "none")
     chat = [{"role": "user", "content": "what is up"}, {"role": "assistant", "content": "this and that"}]
-    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 60)
-    arguments = ("--target", tmp_path / "target", "--dataset", tmp_path / "chats.jsonl")
+    (tmp_path / "chats").mkdir()  # as `regenerate.py` names its files
+    (tmp_path / "chats" / "rows-00000.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 60)
+    without_target = run_recipe("quickstart.py", "--output_dir", tmp_path / "none", "--dataset", tmp_path / "chats")
+    assert without_target.returncode != 0 and "Pass a --target that can chat" in without_target.stderr
+    arguments = ("--target", tmp_path / "target", "--dataset", tmp_path / "chats")
     result = run_recipe("quickstart.py", "--output_dir", tmp_path / "out", *arguments, "--no-bf16", *FAST)
     assert result.returncode == 0, result.stderr[-3000:]
+    trained = json.loads((tmp_path / "out" / "draft" / "training.json").read_text())["arguments"]
+    assert (
+        trained["assistant_only_loss"] and "packing_strategy" not in trained
+    )  # the default keeps conversations whole
     # Few processors compute in bfloat16, in which most targets are stored.
     assert json.loads((tmp_path / "out" / "draft" / "config.json").read_text())["dtype"] == "float32"
     assert all(
