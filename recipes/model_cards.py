@@ -40,14 +40,15 @@ def read_pairings(path: Path = CARDS / "pairings.yaml") -> dict[str, dict]:
 def untrained_card(verifier: str, pairing: dict, owner: str) -> ModelCard:
     """Returns the card of a recipe that has not been run."""
     command = f"accelerate launch recipes/train.py --config recipes/{pairing['recipe']}.yaml"
+    dataset = pairing["settings"]["dataset_name"]
     return render_card(
         f"{owner}/{repo_name(verifier)}",
         verifier=verifier,
         training={
-            "datasets": [pairing["settings"]["dataset_name"]],
+            "datasets": [dataset] if not dataset.startswith("outputs/") else [],  # else a folder that was made locally
             "command": pairing.get("command") or command,
         },
-        published=pairing["published"],
+        published=pairing.get("published", ()),
         license=pairing["license"],
     )
 

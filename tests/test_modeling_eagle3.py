@@ -251,7 +251,7 @@ def test_draft_vocabulary(target):
     assert full.d2t is None and torch.equal(full.lm_head.weight, target.lm_head.weight)
     with pytest.raises(ValueError, match=f"0 to {VOCAB_SIZE - 1}"):
         Eagle3ForSpeculation.from_target(target, draft_token_ids=[VOCAB_SIZE])
-    with pytest.raises(ValueError, match="wide"):
+    with pytest.raises(ValueError, match="`hidden_size` is 16, but must be 32, the width"):
         Eagle3ForSpeculation.from_target(target, hidden_size=16)
     # A head may have fewer rows than there are tokens.
     short = copy.copy(target)
