@@ -9,6 +9,7 @@ Trains a draft like `train.py`, by an experimental method (docs/training.md, "Ex
 It takes the arguments of `train.py` and those of the method.
 """
 
+import argparse
 import sys
 
 from train import main
@@ -19,9 +20,9 @@ from hf_eagle3.experimental import EchoTrainer, EchoTrainingArguments, OnPolicyT
 METHODS = {"on_policy": (OnPolicyTrainer, OnPolicyTrainingArguments), "echo": (EchoTrainer, EchoTrainingArguments)}
 
 if __name__ == "__main__":
-    method = sys.argv[1] if len(sys.argv) > 1 else ""
-    if method not in METHODS:
-        raise SystemExit(
-            f"train_experimental.py: error: the first argument must be one of {list(METHODS)}, got {method!r}."
-        )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "method", choices=METHODS, help="`train_experimental.py METHOD --help` lists all arguments of one"
+    )
+    method = parser.parse_args(sys.argv[1:2]).method
     main(*METHODS[method], script=f"recipes/train_experimental.py {method}")
