@@ -143,7 +143,7 @@ class Sampler:
 
         return tree.children(), pick
 
-    def _choices(self, tree: DraftTree, logits: torch.FloatTensor) -> tuple[torch.LongTensor, torch.BoolTensor]:
+    def _choices(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The next token at each node `(B, N)`, and whether its probabilities are broken."""
         num_nodes, scores = logits.shape[1], logits.float()
         if len(self.logits_processor):
@@ -156,7 +156,7 @@ class Sampler:
         noise = torch.stack([self._noise_of_rows(level) for level in range(1 + tree.max_depth)], dim=1)
         return _sample_with(scores, noise if num_nodes == 1 else take_rows(noise, tree.depths))
 
-    def _noise_of_rows(self, level: int, rows: list[int] | None = None) -> torch.FloatTensor:
+    def _noise_of_rows(self, level: int, rows: list[int] | None = None) -> torch.Tensor:
         """The noise `(rows, V)` of the token `level` after the next one, in these rows or all."""
         text, first = self.text, self.text.shortest
         rows = list(range(text.batch_size)) if rows is None else rows
@@ -166,14 +166,14 @@ class Sampler:
         noise = [self.noise.at(text.lengths[row] + level, first, self.vocab_size)[text.rows[row]] for row in rows]
         return torch.stack(noise)
 
-    def guess(self, logits: torch.FloatTensor, level: int, token_ids: torch.LongTensor | None) -> torch.FloatTensor:
+    def guess(self, logits: torch.Tensor, level: int, token_ids: torch.Tensor | None) -> torch.Tensor:
         """See [`~tree_eagle3.SampleGuesser`]."""
         scores = logits.float().flatten(0, -2)
         for warper in self.warpers:
             scores = warper(None, scores)
         return sample_scores(scores.view_as(logits), self.noise_ahead(level, token_ids, logits))
 
-    def noise_ahead(self, level: int, token_ids: torch.LongTensor | None, like: torch.Tensor) -> torch.FloatTensor:
+    def noise_ahead(self, level: int, token_ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """See [`~tree_eagle3.SampleGuesser`]."""
         noise = self._noise_of_rows(level).to(like.device)
         if token_ids is None and noise.shape[-1] == like.shape[-1]:
@@ -222,7 +222,7 @@ class Sampler:
         for row, token in zip(rows, tokens):
             self.text.is_finished[row] |= token in self.eos_tokens or self.text.lengths[row] >= self.text.max_length
 
-    def _sample(self, rows: list[int], scores: torch.FloatTensor) -> torch.LongTensor:
+    def _sample(self, rows: list[int], scores: torch.Tensor) -> torch.Tensor:
         """The next tokens of rows, as `_sample` picks them from processed scores."""
         text, self.vocab_size = self.text, scores.shape[-1]
         if not self.do_sample:
@@ -287,13 +287,13 @@ def _is_by_row(processor: Callable) -> bool:
     return isinstance(processor.prompt_ignore_length, torch.Tensor)
 
 
-def _sample_with(scores: torch.FloatTensor, noise: torch.FloatTensor) -> tuple[torch.LongTensor, torch.BoolTensor]:
+def _sample_with(scores: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What `torch.multinomial` samples from scores `(..., V)` with this noise, and whether it would raise."""
     probs = torch.softmax(scores, dim=-1)
     return (probs / noise).argmax(dim=-1), ~torch.isfinite(probs.sum(dim=-1))  # one broken score breaks the sum
 
 
-def sample_scores(logits: torch.FloatTensor, noise: torch.FloatTensor) -> torch.FloatTensor:
+def sample_scores(logits: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """
     Scores whose maximum is the best guess of a sample (Gumbel-max), for logits `(B, V)` or `(B, K, V)` of a draft and
     the `noise` `(B, V)` with which each row will be sampled.
@@ -318,11 +318,11 @@ class NoiseStream:
         self.num_rows, self.device, self.draws_ahead = num_rows, device, draws_ahead
         self.generator = None if draws_ahead else torch.Generator(device)
         # By position: the noise, and the generator's state before it was drawn.
-        self.drawn: dict[int, tuple[torch.FloatTensor, torch.Tensor | None]] = {}
+        self.drawn: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self.last_state: torch.Tensor | None = None  # of the device's generator, after the last draw
         self.next: int | None = None  # the next position to draw for
 
-    def at(self, position: int, first: int, vocab_size: int) -> torch.FloatTensor:
+    def at(self, position: int, first: int, vocab_size: int) -> torch.Tensor:
         """The noise of a position, `(num_rows, vocab_size)`. Noise before `first`, sampled in all rows, is dropped."""
         for old in [old for old in self.drawn if old < first]:
             del self.drawn[old]
@@ -339,7 +339,7 @@ class NoiseStream:
             self.next += 1
         return self.drawn[position][0]
 
-    def _draw(self, vocab_size: int) -> tuple[torch.FloatTensor, torch.Tensor]:
+    def _draw(self, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         noise = torch.empty(self.num_rows, vocab_size, dtype=torch.float32, device=self.device)
         if not self.draws_ahead:
             before = self.generator.get_state()

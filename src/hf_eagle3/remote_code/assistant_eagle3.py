@@ -78,7 +78,7 @@ class AssistantMixin:
     def assisted_decoding(
         self,
         target: PreTrainedModel,
-        input_ids: torch.LongTensor,
+        input_ids: torch.Tensor,
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: GenerationConfig,

@@ -26,7 +26,7 @@ from .text_eagle3 import align_right, flat_indices
 SHARING = ("DummyLayer",)
 
 
-def additive_mask(allowed: torch.BoolTensor, dtype: torch.dtype) -> torch.FloatTensor:
+def additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     Zeros where attention is allowed, and the lowest number elsewhere. Rows begin at multiples of 8 entries, because
     fused kernels copy other masks first.
@@ -41,10 +41,10 @@ def tree_attention_mask(
     config: PreTrainedConfig,
     cache: Cache,
     past_length: int,
-    ancestors: torch.BoolTensor,
-    depths: torch.LongTensor,
+    ancestors: torch.Tensor,
+    depths: torch.Tensor,
     padding_mask: torch.Tensor | None = None,
-) -> torch.FloatTensor | dict[str, torch.FloatTensor]:
+) -> torch.Tensor | dict[str, torch.Tensor]:
     """
     Additive masks for trees (see [`~tree_eagle3.DraftTree`]) that follow a linear past, given the target's cache
     before the forward and the `padding_mask` `(B, past_length)`. Returns a mask `(B, 1, N, K)`, or a dict of masks by
@@ -57,7 +57,7 @@ def tree_attention_mask(
         padding_mask = padding_mask.bool()
         left_padding = (padding_mask.cumsum(dim=1) == 0).sum(dim=1)[:, None, None]  # holes in the text do not count
 
-    def mask_for(layer_type: str, layer: Any) -> torch.FloatTensor:
+    def mask_for(layer_type: str, layer: Any) -> torch.Tensor:
         num_slots = layer.keys.shape[-2] if type(layer) is StaticLayer else None
         num_past = past_length if num_slots else layer.keys.shape[-2]
         allowed = F.pad(ancestors, (num_past, 0), value=True)  # (B, N, K)
@@ -349,7 +349,7 @@ def copy_into(cache: StaticCache, source: Cache, prompt_length: int, length: int
                 layer.update(source_layer.keys[..., begin:end, :], source_layer.values[..., begin:end, :])
 
 
-def keep_path(cache: Cache, path: torch.LongTensor, count: torch.LongTensor, num_new: int) -> None:
+def keep_path(cache: Cache, path: torch.Tensor, count: torch.Tensor, num_new: int) -> None:
     """
     Keeps, of the last `num_new` entries of a static cache, the first `count` of the ascending ones in `path`. No shape
     depends on either, so that this can be compiled.
@@ -372,7 +372,7 @@ def keep_rows(cache: Cache, kept: Sequence[list[int]], num_new: int, batch_growt
     """
     most = max(map(len, kept))
     table = [[*indices, *[0] * (most - len(indices)), len(indices)] for indices in kept]
-    indices_of: dict[tuple, torch.LongTensor] = {}
+    indices_of: dict[tuple, torch.Tensor] = {}
     for layer in filter(has_keys, cache.layers):
         has_slots = type(layer) is StaticLayer
         num_past = length - batch_growth if has_slots else layer.keys.shape[-2] - num_new

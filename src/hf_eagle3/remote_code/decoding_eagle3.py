@@ -48,7 +48,7 @@ class TreeDecoding:
         self,
         assistant: Any,
         target: PreTrainedModel,
-        input_ids: torch.LongTensor,
+        input_ids: torch.Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
@@ -72,7 +72,7 @@ class TreeDecoding:
         self.verifier = Verifier(target, self.arguments, layer_ids, self.returned, num_nodes, may_replay)
         self.stats = Eagle3GenerationStats()
 
-    def decode(self) -> torch.LongTensor | GenerateDecoderOnlyOutput:
+    def decode(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decodes until all rows are finished. Returns what `generate` returns."""
         verifier, streamer = self.verifier, self.arguments.streamer
         prompt = verifier.prefill(self.arguments.input_ids)

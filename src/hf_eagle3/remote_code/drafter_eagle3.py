@@ -16,7 +16,7 @@ from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer, Sa
 
 
 # Tokens (B, R) to read, the states and positions before them, and how many of them, at the right, are each row's.
-Rows = tuple[torch.LongTensor, torch.FloatTensor, torch.LongTensor, list[int]]
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]
 
 
 class Slots:
@@ -27,9 +27,7 @@ class Slots:
     It attends to the first `num_visible` slots where its mask allows.
     """
 
-    def __init__(
-        self, keys: list[torch.Tensor], values: list[torch.Tensor], indices: torch.LongTensor, num_visible: int
-    ):
+    def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], indices: torch.Tensor, num_visible: int):
         self.keys, self.values, self.indices, self.num_visible = keys, values, indices, num_visible
 
     def update(
@@ -43,8 +41,8 @@ class Slots:
         return keys[:, :, : self.num_visible], values[:, :, : self.num_visible]
 
     def masks(
-        self, config: PreTrainedConfig, allowed: torch.BoolTensor, distances: torch.LongTensor
-    ) -> dict[str, torch.FloatTensor]:
+        self, config: PreTrainedConfig, allowed: torch.Tensor, distances: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         """Additive masks by layer type, given the allowed slots `(B, Q, num_visible)` and their distances."""
         dtype, masks = self.keys[0].dtype, {}
         for layer_type in set(config.layer_types):
@@ -66,11 +64,11 @@ class DraftState(NamedTuple):
 class Unread(NamedTuple):
     """What the draft is to read: the newest tokens of each row, at the right, and the target's states before them."""
 
-    tokens: torch.LongTensor  # (B, R)
-    states: torch.FloatTensor  # (B, R, n_aux * H)
-    positions: torch.LongTensor  # (B, R): of the states
-    counts: torch.LongTensor  # (B,): how many of the R tokens are each row's
-    lengths: torch.LongTensor  # (B,): how many tokens each row has read before
+    tokens: torch.Tensor  # (B, R)
+    states: torch.Tensor  # (B, R, n_aux * H)
+    positions: torch.Tensor  # (B, R): of the states
+    counts: torch.Tensor  # (B,): how many of the R tokens are each row's
+    lengths: torch.Tensor  # (B,): how many tokens each row has read before
 
 
 def read(state: DraftState, unread: Unread, num_masks: int = 0) -> Any:
@@ -156,9 +154,9 @@ def read_and_grow_fixed(
     state: DraftState,
     unread: Unread,
     plan: Plan,
-    power: torch.FloatTensor,
-    noise: torch.FloatTensor | None,
-    temperature: torch.FloatTensor | None,
+    power: torch.Tensor,
+    noise: torch.Tensor | None,
+    temperature: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """
     [`read_and_grow`] as a function of tensors, to be compiled. Noise `(B, plan.depth, draft_vocab_size)` and
@@ -227,7 +225,7 @@ class Drafter(Proposer):
                 self.lengths = [self.lengths[row] for row in rows]
                 self.keys, self.values = ([states[rows] for states in each] for each in (self.keys, self.values))
 
-    def propose(self, plan: Plan, root_tokens: torch.LongTensor, sampler: SampleGuesser | None = None) -> DraftTree:
+    def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: SampleGuesser | None = None) -> DraftTree:
         with self.inference_mode():
             is_graphed = self.graphed_tree is not None and plan == self.max_plan
             if self.has_fixed_shapes or is_graphed:

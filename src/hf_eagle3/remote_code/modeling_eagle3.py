@@ -381,7 +381,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             (folder / "generate.py").write_text(CUSTOM_GENERATE, encoding="utf-8")
 
     @property
-    def draft_token_ids(self) -> torch.LongTensor:
+    def draft_token_ids(self) -> torch.Tensor:
         """Target token ids of the draft vocabulary, of shape `(draft_vocab_size,)`."""
         draft_ids = torch.arange(self.config.draft_vocab_size, device=self.get_output_embeddings().weight.device)
         return draft_ids if self.d2t is None else draft_ids + self.d2t
@@ -428,7 +428,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             own.weight.copy_(weight[token_ids.to(weight.device)])
         self._borrowed_head, self._borrowed_version = [head], own.weight._version
 
-    def embed(self, input_ids: torch.LongTensor, embedding: nn.Embedding | None = None) -> torch.FloatTensor:
+    def embed(self, input_ids: torch.Tensor, embedding: nn.Embedding | None = None) -> torch.Tensor:
         """
         Looks tokens up in the draft's own table, else in `embedding`, else in the borrowed one. It uses the weight alone,
         because the factor of some targets' embeddings (Gemma) is not part of the draft's input.
@@ -536,8 +536,8 @@ class Eagle3Output(ModelOutput):
             The draft's own cache.
     """
 
-    logits: torch.FloatTensor | None = None
-    last_hidden_state: torch.FloatTensor | None = None
+    logits: torch.Tensor | None = None
+    last_hidden_state: torch.Tensor | None = None
     cache: Cache | None = None
 
 
@@ -582,7 +582,7 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
             self.mask_hidden = nn.Parameter(torch.randn(1, 1, num_states * state_size))
         self.post_init()
 
-    def combine_hidden_states(self, aux: torch.FloatTensor | Sequence[torch.FloatTensor]) -> torch.FloatTensor:
+    def combine_hidden_states(self, aux: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         """
         Fuses the target's states into one (EAGLE-3, section 3.1).
 
@@ -607,9 +607,7 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
             aux = torch.cat([norm(state) for norm, state in zip(self.fc_norm, states, strict=True)], dim=-1)
         return self.fc(aux)
 
-    def mask_inputs(
-        self, num_rows: int, embedding: nn.Embedding | None = None
-    ) -> tuple[torch.FloatTensor, torch.FloatTensor]:
+    def mask_inputs(self, num_rows: int, embedding: nn.Embedding | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """
         The inputs of a parallel draft at positions whose tokens are not known yet (P-EAGLE, section 3).
 
@@ -618,7 +616,7 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
             embedding (`nn.Embedding`, *optional*): See [`~modeling_eagle3.DraftModel.embed`].
 
         Returns:
-            `tuple[torch.FloatTensor, torch.FloatTensor]`: `inputs_embeds` and `hidden_states` of shape
+            `tuple[torch.Tensor, torch.Tensor]`: `inputs_embeds` and `hidden_states` of shape
             `(1, num_rows, hidden_size)`.
         """
         tokens = torch.full((1, num_rows), self.config.mask_token_id, device=self.lm_head.weight.device)
@@ -627,13 +625,13 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
 
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
-        hidden_states: torch.FloatTensor | None = None,
+        input_ids: torch.Tensor | None = None,
+        hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
         use_cache: bool | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> Eagle3Output:
@@ -683,13 +681,13 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
 
     def step(
         self,
-        inputs_embeds: torch.FloatTensor,
-        hidden_states: torch.FloatTensor,
+        inputs_embeds: torch.Tensor,
+        hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
         only_last: bool = False,
-    ) -> tuple[torch.FloatTensor, torch.FloatTensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """[`forward`] up to the head: the input of `lm_head`, and the `last_hidden_state`. With `only_last`, of the last row."""
         if inputs_embeds.shape != hidden_states.shape:
             raise ValueError(
