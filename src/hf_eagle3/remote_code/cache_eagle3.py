@@ -52,7 +52,8 @@ def tree_attention_mask(
 
     Windows and chunks count positions in the text: siblings have different cache indices, but the same position.
     """
-    device, left_padding = depths.device, 0
+    device = depths.device
+    left_padding: torch.Tensor | int = 0
     if padding_mask is not None:
         padding_mask = padding_mask.bool()
         left_padding = (padding_mask.cumsum(dim=1) == 0).sum(dim=1)[:, None, None]  # holes in the text do not count
@@ -96,8 +97,6 @@ class TreeCache:
     reads chains only, unless the target `takes_trees`. Recurrent states are refused, unless it `may_replay` them.
     """
 
-    num_replayed = 0  # tokens that the next forward reads again
-
     def __init__(self, cache: Cache | None, path_length: int, may_replay: bool = False, takes_trees: bool = True):
         self.path_length, self.may_replay, self.takes_trees = path_length, may_replay, takes_trees
         self.keep_path, self.num_new = keep_path, 0  # the newest entries, which are not decided on
@@ -137,6 +136,11 @@ class TreeCache:
     def capacity(self) -> int:
         """How many entries a static cache can hold."""
         return min(layer.max_cache_len for layer in self.cache.layers if isinstance(layer, StaticLayer))
+
+    @property
+    def num_replayed(self) -> int:
+        """How many tokens the next forward reads again."""
+        return 0
 
     @property
     def may_read_tree(self) -> bool:
@@ -256,15 +260,15 @@ class ReplayCache(TreeCache):
             for states in (layer.conv_states, layer.recurrent_states):
                 yield from (state for state in states.values() if state is not None)
 
-    def _restore(self) -> None:
-        for state, saved in zip(self._states(), self.saved):
-            state.copy_(saved)
+    def _restore(self, saved: list[torch.Tensor]) -> None:
+        for state, old in zip(self._states(), saved):
+            state.copy_(old)
 
     def keep(self, nodes: list[list[int]], batch_growth: int) -> None:
         num_nodes, self.num_new = self.num_new, 0
         self.length += batch_growth
         if batch_growth < num_nodes and self.saved is not None:  # a single node is always accepted
-            self._restore()
+            self._restore(self.saved)
             num_read = self.num_replayed
             self.crop(-num_read - num_nodes)
             self.replayed = {name: entries[..., : num_read + batch_growth] for name, entries in self.read.items()}
@@ -275,7 +279,7 @@ class ReplayCache(TreeCache):
     def roll_back(self) -> None:
         if self.saved is None:  # a plain step reads one token, which belongs to the text
             return
-        self._restore()
+        self._restore(self.saved)
         super().roll_back()
         for layer in filter(has_keys, self.recurrent_layers):
             DynamicLayer.crop(layer, min(self.length - self.num_replayed - int(layer.get_seq_length()), 0))

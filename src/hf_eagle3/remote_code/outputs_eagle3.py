@@ -81,10 +81,10 @@ def keep_state_after_last_layer(target: PreTrainedModel) -> Iterator[None]:
         )
     kept = threading.local()
 
-    def keep(module, args, output):
+    def keep(module: torch.nn.Module, args: tuple, output: Any) -> None:
         kept.state = output[0] if isinstance(output, tuple) else output
 
-    def hand_over(module, args, outputs):
+    def hand_over(module: torch.nn.Module, args: tuple, outputs: Any) -> None:
         outputs.state_after_last_layer = kept.state
 
     handles = layers[-1].register_forward_hook(keep), target.register_forward_hook(hand_over)
@@ -192,7 +192,7 @@ def stack(entries: Sequence[Any]) -> Any:
         return entries[0]
     if isinstance(entries[0], tuple):
         return tuple(stack(layer) for layer in zip(*entries))
-    return torch.cat(entries)
+    return torch.cat(list(entries))
 
 
 @dataclass

@@ -52,7 +52,7 @@ def gathers(weight: torch.Tensor) -> bool:
 
 def gathered(weight: torch.Tensor) -> torch.Tensor:
     """The whole weight. If processes hold shares of it, all of them must call this together."""
-    return weight.full_tensor() if gathers(weight) else weight
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 def gathered_embedding(target: PreTrainedModel) -> nn.Embedding:

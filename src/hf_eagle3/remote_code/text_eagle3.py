@@ -47,7 +47,7 @@ class Text:
         # A caller's criterion may be met by the prompt. Each row takes a token in any case.
         self.max_length = max(max_length_of(stopping_criteria), self.prompt_length + 1)
         pad_token = arguments.generation_config._pad_token_tensor
-        self.pad_token = None if pad_token is None else int(pad_token)
+        self.pad_token = 0 if pad_token is None else int(pad_token)
         self.pads_finished_rows = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
         # A row may leave if only padding, or nothing, can follow its end.
         pads = self.pads_finished_rows or all(type(each) is MaxLengthCriteria for each in stopping_criteria)
@@ -146,7 +146,7 @@ class Text:
         """The texts of all rows of the call, `(num_rows, length)`, padded at the right."""
         texts = {row: ids[:length] for row, ids, length in zip(self.rows, self.ids, self.lengths)} | self.retired
         ordered = [texts[row] for row in range(self.num_rows)]
-        return pad_sequence(ordered, batch_first=True, padding_value=self.pad_token or 0)
+        return pad_sequence(ordered, batch_first=True, padding_value=self.pad_token)
 
 
 def max_length_of(stopping_criteria: StoppingCriteriaList) -> int:

@@ -143,16 +143,19 @@ class DraftTree:
         """The tree on a device."""
         if self.tokens.device == device:
             return self
-        fields = self.tokens, self.parents, self.depths, self.ancestors, self.confidences
-        return DraftTree(*(None if each is None else each.to(device) for each in fields), depth=self.depth)
+        tokens, parents, depths, ancestors = (
+            each.to(device) for each in (self.tokens, self.parents, self.depths, self.ancestors)
+        )
+        confidences = None if self.confidences is None else self.confidences.to(device)
+        return DraftTree(tokens, parents, depths, ancestors, confidences, self.depth)
 
     def on_host(self, *others: torch.Tensor) -> tuple[TreeOnHost, list[list[list[int]]]]:
         """The tree, and `others` of shape `(B, N)`, as lists. All are read in one copy, because each copy syncs."""
         unread = list(others)
         if self._on_host is None:
-            confidences = () if self.confidences is None else [F.pad(self.confidences, (1, 0))]
-            unread += [self.tokens, self.parents, *confidences]
-        read = torch.stack([each.float() for each in unread]).tolist() if unread else []
+            padded = () if self.confidences is None else [F.pad(self.confidences, (1, 0))]
+            unread += [self.tokens, self.parents, *padded]
+        read: list[Any] = torch.stack([each.float() for each in unread]).tolist() if unread else []
         num_integers = len(others) + 2  # float32 holds them exactly, up to 2**24
         read[:num_integers] = [[list(map(int, row)) for row in rows] for rows in read[:num_integers]]
         if self._on_host is None:
