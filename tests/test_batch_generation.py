@@ -9,6 +9,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
+    EosTokenCriteria,
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -140,6 +142,20 @@ def test_rows_finished_by_other_criteria_go_on(target):
     batch = make_batch([5, 9, 17])
     stats = assert_same_texts(target, batch, stopping_criteria=[StopAtLength()], eos_token_id=None)
     assert max(stats.accepted_lengths) > 2
+
+
+@pytest.mark.parametrize("returns_dict", [False, True])
+def test_rows_that_end_without_a_padding_token(target, monkeypatch, returns_dict):
+    """As if it were 0. Plain `generate` raises."""
+    batch = {"input_ids": make_prompt(5, batch_size=2)}
+    text = generate(target, batch)
+    token = int(text[0, 10])
+    expected = generate(target, batch, eos_token_id=token, pad_token_id=0)
+    assert (expected[0, -5:] == 0).all()
+    monkeypatch.setattr(target, "generation_config", GenerationConfig())
+    settings = {"stopping_criteria": [EosTokenCriteria(token)], "return_dict_in_generate": returns_dict}
+    actual = generate(target, batch, assistant_model=make_oracle(target, text), **settings)
+    assert (actual.sequences if returns_dict else actual).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("ends_early", [False, True])

@@ -146,7 +146,7 @@ class OnPolicyTrainer(Eagle3Trainer):
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict], num_batches: int, device: torch.device
-    ) -> tuple[list[dict], torch.LongTensor]:
+    ) -> tuple[list[dict], torch.Tensor]:
         batches, num_rows = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.progress < self.args.rollout_start:
             return batches, num_rows
@@ -186,12 +186,12 @@ class TreeLevel(NamedTuple):
         target_mass (`torch.FloatTensor` of shape `(B, M)`): The target's probability of the draft vocabulary.
     """
 
-    tokens: torch.LongTensor
-    parents: torch.LongTensor
-    roots: torch.LongTensor
-    weights: torch.FloatTensor
-    target_logits: torch.FloatTensor
-    target_mass: torch.FloatTensor
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    roots: torch.Tensor
+    weights: torch.Tensor
+    target_logits: torch.Tensor
+    target_mass: torch.Tensor
 
 
 @dataclass
@@ -207,8 +207,8 @@ class TreeBatch(TTTBatch):
 
 
 def tree_unroll(
-    draft: DraftModel, batch: TreeBatch, hidden_states: torch.FloatTensor, cache: TTTCache
-) -> Iterator[torch.FloatTensor]:
+    draft: DraftModel, batch: TreeBatch, hidden_states: torch.Tensor, cache: TTTCache
+) -> Iterator[torch.Tensor]:
     """
     Unrolls the draft down the trees of a batch, as it drafted them. Yields the input of its head for each level,
     `(B, M, H)`.

@@ -36,13 +36,13 @@ class TreeNodes(NamedTuple):
         states (`torch.FloatTensor` of shape `(N, H)`): The input of the target's head.
     """
 
-    rows: torch.LongTensor
-    roots: torch.LongTensor
-    depths: torch.LongTensor
-    parents: torch.LongTensor
-    tokens: torch.LongTensor
-    weights: torch.FloatTensor
-    states: torch.FloatTensor
+    rows: torch.Tensor
+    roots: torch.Tensor
+    depths: torch.Tensor
+    parents: torch.Tensor
+    tokens: torch.Tensor
+    weights: torch.Tensor
+    states: torch.Tensor
 
 
 class RecordingAssistant(AssistantMixin):
@@ -108,12 +108,12 @@ class RecordedDecoding(TreeDecoding):
 def roll_out(
     target: PreTrainedModel,
     draft: DraftModel,
-    prompts: Sequence[torch.LongTensor],
+    prompts: Sequence[torch.Tensor],
     pad_token_id: int,
     max_new_tokens: int,
     temperature: float,
     seed: int,
-) -> tuple[list[torch.LongTensor], TreeNodes | None, list[int]]:
+) -> tuple[list[torch.Tensor], TreeNodes | None, list[int]]:
     """
     Continues prompts by `target.generate` with the draft.
 
@@ -172,8 +172,8 @@ def joined(groups: Sequence[tuple[list[int], TreeNodes]]) -> TreeNodes | None:
 
 def rollout_batch(
     rows: Sequence[int],
-    texts: Sequence[torch.LongTensor],
-    labels: Sequence[torch.LongTensor],
+    texts: Sequence[torch.Tensor],
+    labels: Sequence[torch.Tensor],
     nodes: TreeNodes | None,
     pad_token_id: int,
 ) -> dict:
@@ -191,7 +191,7 @@ def rollout_batch(
         `tokens`, `parents`, `roots` and `weights` as in [`TreeLevel`], and `states` `(B, M, H)`.
     """
 
-    def pad(tensors: list[torch.LongTensor], value: int) -> torch.LongTensor:
+    def pad(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
         return pad_sequence(tensors, batch_first=True, padding_value=value)
 
     batch = {

@@ -21,6 +21,8 @@ from .tree_eagle3 import Accepted, DraftTree
 
 # Picks the next token of some rows at one node each: `pick(rows, nodes) -> tokens`.
 Pick = Callable[[list[int], list[int]], list[int]]
+# What a walk down a tree needs: its `children`, and how to pick tokens.
+Walk = tuple[list[dict[tuple[int, int], int]], Pick]
 
 
 def accept(
@@ -106,33 +108,31 @@ class Sampler:
         ends = [each for each in stopping_criteria if self.ignores_prefix and isinstance(each, EosTokenCriteria)]
         self.eos_tokens = {token for each in ends for token in each.eos_token_id.flatten().tolist()}
 
-    def start_walk(
-        self, tree: DraftTree, outputs: TreeOutputs, may_discard: bool
-    ) -> tuple[list[dict[tuple[int, int], int]], Pick] | None:
-        """What a walk down a tree needs: its `children`, and how to pick tokens. `None` if the tree is discarded."""
+    def start_walk(self, tree: DraftTree, outputs: TreeOutputs, may_discard: bool) -> Walk | None:
+        """A [`Walk`]; `None` if the tree is discarded."""
         if self.ignores_prefix and (not self.prefers_visits or tree.num_nodes == 1 < self.text.batch_size):
             return self._pick_at_all_nodes(tree, outputs, may_discard)
         if may_discard and outputs.logits[:, 0].isnan().any():
             return None
         return tree.children(), lambda rows, nodes: self._pick(rows, nodes, outputs)
 
-    def _pick_at_all_nodes(self, tree: DraftTree, outputs: TreeOutputs, may_discard: bool):
+    def _pick_at_all_nodes(self, tree: DraftTree, outputs: TreeOutputs, may_discard: bool) -> Walk | None:
         """[`start_walk`] that picks tokens now, with a single sync."""
         device = self.text.ids.device
         tree, logits = tree.to(device), outputs.logits.to(device)
         choices, is_broken = self._choices(tree, logits)
         flags = [logits[:, :1].isnan().any(dim=-1).expand_as(choices)] if may_discard else []
-        _, (choices, is_broken, *is_nan) = tree.on_host(choices, is_broken, *flags)
+        _, (tokens_of, broken_of, *is_nan) = tree.on_host(choices, is_broken, *flags)
         if any(row[0] for rows in is_nan for row in rows):
             return None
 
         def pick(rows: list[int], nodes: list[int]) -> list[int]:
             picked = []
             for row, node in zip(rows, nodes):
-                token = choices[row][node]
+                token = tokens_of[row][node]
                 if self.text.is_finished[row] and self.text.pads_finished_rows:
                     token = self.text.pad_token
-                if is_broken[row][node]:
+                if broken_of[row][node]:
                     self._raise_broken([row])
                 self.text.append(row, token)
                 picked.append(token)
@@ -143,7 +143,7 @@ class Sampler:
 
         return tree.children(), pick
 
-    def _choices(self, tree: DraftTree, logits: torch.FloatTensor) -> tuple[torch.LongTensor, torch.BoolTensor]:
+    def _choices(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The next token at each node `(B, N)`, and whether its probabilities are broken."""
         num_nodes, scores = logits.shape[1], logits.float()
         if len(self.logits_processor):
@@ -156,24 +156,24 @@ class Sampler:
         noise = torch.stack([self._noise_of_rows(level) for level in range(1 + tree.max_depth)], dim=1)
         return _sample_with(scores, noise if num_nodes == 1 else take_rows(noise, tree.depths))
 
-    def _noise_of_rows(self, level: int, rows: list[int] | None = None) -> torch.FloatTensor:
+    def _noise_of_rows(self, level: int, rows: list[int] | None = None) -> torch.Tensor:
         """The noise `(rows, V)` of the token `level` after the next one, in these rows or all."""
         text, first = self.text, self.text.shortest
         rows = list(range(text.batch_size)) if rows is None else rows
         positions = {text.lengths[row] + level for row in rows}
         if len(positions) == 1 and len(rows) == text.num_rows:
-            return self.noise.at(*positions, first, self.vocab_size)
+            return self.noise.at(positions.pop(), first, self.vocab_size)
         noise = [self.noise.at(text.lengths[row] + level, first, self.vocab_size)[text.rows[row]] for row in rows]
         return torch.stack(noise)
 
-    def guess(self, logits: torch.FloatTensor, level: int, token_ids: torch.LongTensor | None) -> torch.FloatTensor:
+    def guess(self, logits: torch.Tensor, level: int, token_ids: torch.Tensor | None) -> torch.Tensor:
         """See [`~tree_eagle3.SampleGuesser`]."""
         scores = logits.float().flatten(0, -2)
         for warper in self.warpers:
             scores = warper(None, scores)
         return sample_scores(scores.view_as(logits), self.noise_ahead(level, token_ids, logits))
 
-    def noise_ahead(self, level: int, token_ids: torch.LongTensor | None, like: torch.Tensor) -> torch.FloatTensor:
+    def noise_ahead(self, level: int, token_ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """See [`~tree_eagle3.SampleGuesser`]."""
         noise = self._noise_of_rows(level).to(like.device)
         if token_ids is None and noise.shape[-1] == like.shape[-1]:
@@ -184,7 +184,8 @@ class Sampler:
 
     def _pick(self, rows: list[int], nodes: list[int], outputs: TreeOutputs) -> list[int]:
         """Picks at visited nodes: together for all rows if nothing reads their text, else for rows of one length."""
-        lengths, picked = [None if self.ignores_prefix else self.text.lengths[row] for row in rows], {}
+        lengths = [None if self.ignores_prefix else self.text.lengths[row] for row in rows]
+        picked: dict[int, int] = {}
         for length in dict.fromkeys(lengths):
             group = [i for i, other in enumerate(lengths) if other == length]
             group_rows = [rows[i] for i in group]
@@ -222,7 +223,7 @@ class Sampler:
         for row, token in zip(rows, tokens):
             self.text.is_finished[row] |= token in self.eos_tokens or self.text.lengths[row] >= self.text.max_length
 
-    def _sample(self, rows: list[int], scores: torch.FloatTensor) -> torch.LongTensor:
+    def _sample(self, rows: list[int], scores: torch.Tensor) -> torch.Tensor:
         """The next tokens of rows, as `_sample` picks them from processed scores."""
         text, self.vocab_size = self.text, scores.shape[-1]
         if not self.do_sample:
@@ -287,13 +288,13 @@ def _is_by_row(processor: Callable) -> bool:
     return isinstance(processor.prompt_ignore_length, torch.Tensor)
 
 
-def _sample_with(scores: torch.FloatTensor, noise: torch.FloatTensor) -> tuple[torch.LongTensor, torch.BoolTensor]:
+def _sample_with(scores: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What `torch.multinomial` samples from scores `(..., V)` with this noise, and whether it would raise."""
     probs = torch.softmax(scores, dim=-1)
     return (probs / noise).argmax(dim=-1), ~torch.isfinite(probs.sum(dim=-1))  # one broken score breaks the sum
 
 
-def sample_scores(logits: torch.FloatTensor, noise: torch.FloatTensor) -> torch.FloatTensor:
+def sample_scores(logits: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """
     Scores whose maximum is the best guess of a sample (Gumbel-max), for logits `(B, V)` or `(B, K, V)` of a draft and
     the `noise` `(B, V)` with which each row will be sampled.
@@ -318,19 +319,20 @@ class NoiseStream:
         self.num_rows, self.device, self.draws_ahead = num_rows, device, draws_ahead
         self.generator = None if draws_ahead else torch.Generator(device)
         # By position: the noise, and the generator's state before it was drawn.
-        self.drawn: dict[int, tuple[torch.FloatTensor, torch.Tensor | None]] = {}
+        self.drawn: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self.last_state: torch.Tensor | None = None  # of the device's generator, after the last draw
         self.next: int | None = None  # the next position to draw for
 
-    def at(self, position: int, first: int, vocab_size: int) -> torch.FloatTensor:
+    def at(self, position: int, first: int, vocab_size: int) -> torch.Tensor:
         """The noise of a position, `(num_rows, vocab_size)`. Noise before `first`, sampled in all rows, is dropped."""
         for old in [old for old in self.drawn if old < first]:
             del self.drawn[old]
         if self.next is None:
             self.next = first
-        if not self.draws_ahead:
+        if self.generator is not None:
             state = random_state(self.device)
-            if first not in self.drawn or not torch.equal(self.drawn[first][1], state):
+            _, before = self.drawn.get(first, (None, None))
+            if before is None or not torch.equal(before, state):
                 self.drawn.clear()
                 self.generator.set_state(state)
                 self.next = first
@@ -339,9 +341,9 @@ class NoiseStream:
             self.next += 1
         return self.drawn[position][0]
 
-    def _draw(self, vocab_size: int) -> tuple[torch.FloatTensor, torch.Tensor]:
+    def _draw(self, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         noise = torch.empty(self.num_rows, vocab_size, dtype=torch.float32, device=self.device)
-        if not self.draws_ahead:
+        if self.generator is not None:
             before = self.generator.get_state()
             return noise.exponential_(generator=self.generator), before
         before = random_state(self.device)
@@ -355,5 +357,7 @@ class NoiseStream:
     def rewind(self, position: int) -> None:
         """Restores the device's generator to before `position` was drawn, unless others have drawn since."""
         _, state = self.drawn.get(position, (None, None))
-        if self.draws_ahead and state is not None and torch.equal(random_state(self.device), self.last_state):
+        if state is None or self.last_state is None:  # also if nothing was drawn ahead
+            return
+        if torch.equal(random_state(self.device), self.last_state):
             set_random_state(self.device, state)

@@ -78,7 +78,7 @@ class AssistantMixin:
     def assisted_decoding(
         self,
         target: PreTrainedModel,
-        input_ids: torch.LongTensor,
+        input_ids: torch.Tensor,
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: GenerationConfig,
@@ -125,8 +125,9 @@ class ThreadStats(threading.local):
 class LastStats:
     """Statistics of the last calls with one assistant."""
 
-    def __init__(self):
-        self.in_thread, self.in_any_thread = ThreadStats(), None
+    def __init__(self) -> None:
+        self.in_thread = ThreadStats()
+        self.in_any_thread: Eagle3GenerationStats | None = None
 
 
 # Not on the assistant, because it may be copied and pickled.
@@ -183,8 +184,8 @@ def with_assistant_validation(validate_mode: Callable) -> Callable:
 
     def _validate_generation_mode(
         self: PreTrainedModel, generation_mode: Any, generation_config: GenerationConfig, generation_mode_kwargs: dict
-    ):
-        assistant = generation_mode_kwargs.get("assistant_model")
+    ) -> Any:
+        assistant: Any = generation_mode_kwargs.get("assistant_model")
         if isinstance(assistant, (str, Path)):
             raise ValueError(
                 f"`assistant_model` is the name {str(assistant)!r}, not a draft. Load it with "
@@ -213,7 +214,7 @@ def with_assistant_validation(validate_mode: Callable) -> Callable:
 def with_assistant_decoding(assisted_decoding: Callable) -> Callable:
     """`_assisted_decoding` that calls the assistant's own, if it has one."""
 
-    def _assisted_decoding(self: PreTrainedModel, *args: Any, assistant_model: Any = None, **kwargs: Any):
+    def _assisted_decoding(self: PreTrainedModel, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
         if decodes(assistant_model):
             return assistant_model.assisted_decoding(self, *args, **kwargs)
         return assisted_decoding(self, *args, assistant_model=assistant_model, **kwargs)
@@ -225,9 +226,9 @@ def with_warning_of_unused_assistant(generate: Callable) -> Callable:
     """`generate` that warns if an assistant with its own decoding never decoded."""
     names = list(inspect.signature(generate).parameters)
 
-    def generate_or_warn(self: PreTrainedModel, *args: Any, **kwargs: Any):
+    def generate_or_warn(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(names[1:], args)), **kwargs}
-        assistant = arguments.get("assistant_model")
+        assistant: Any = arguments.get("assistant_model")
         if not decodes(assistant):
             return generate(self, *args, **kwargs)
         before = assistant.last_generation

@@ -26,7 +26,7 @@ from .text_eagle3 import align_right, flat_indices
 SHARING = ("DummyLayer",)
 
 
-def additive_mask(allowed: torch.BoolTensor, dtype: torch.dtype) -> torch.FloatTensor:
+def additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     Zeros where attention is allowed, and the lowest number elsewhere. Rows begin at multiples of 8 entries, because
     fused kernels copy other masks first.
@@ -41,10 +41,10 @@ def tree_attention_mask(
     config: PreTrainedConfig,
     cache: Cache,
     past_length: int,
-    ancestors: torch.BoolTensor,
-    depths: torch.LongTensor,
+    ancestors: torch.Tensor,
+    depths: torch.Tensor,
     padding_mask: torch.Tensor | None = None,
-) -> torch.FloatTensor | dict[str, torch.FloatTensor]:
+) -> torch.Tensor | dict[str, torch.Tensor]:
     """
     Additive masks for trees (see [`~tree_eagle3.DraftTree`]) that follow a linear past, given the target's cache
     before the forward and the `padding_mask` `(B, past_length)`. Returns a mask `(B, 1, N, K)`, or a dict of masks by
@@ -52,12 +52,13 @@ def tree_attention_mask(
 
     Windows and chunks count positions in the text: siblings have different cache indices, but the same position.
     """
-    device, left_padding = depths.device, 0
+    device = depths.device
+    left_padding: torch.Tensor | int = 0
     if padding_mask is not None:
         padding_mask = padding_mask.bool()
         left_padding = (padding_mask.cumsum(dim=1) == 0).sum(dim=1)[:, None, None]  # holes in the text do not count
 
-    def mask_for(layer_type: str, layer: Any) -> torch.FloatTensor:
+    def mask_for(layer_type: str, layer: Any) -> torch.Tensor:
         num_slots = layer.keys.shape[-2] if type(layer) is StaticLayer else None
         num_past = past_length if num_slots else layer.keys.shape[-2]
         allowed = F.pad(ancestors, (num_past, 0), value=True)  # (B, N, K)
@@ -95,8 +96,6 @@ class TreeCache:
     The target's cache during one call. After each step it keeps what was accepted: at most `path_length` nodes. It
     reads chains only, unless the target `takes_trees`. Recurrent states are refused, unless it `may_replay` them.
     """
-
-    num_replayed = 0  # tokens that the next forward reads again
 
     def __init__(self, cache: Cache | None, path_length: int, may_replay: bool = False, takes_trees: bool = True):
         self.path_length, self.may_replay, self.takes_trees = path_length, may_replay, takes_trees
@@ -137,6 +136,11 @@ class TreeCache:
     def capacity(self) -> int:
         """How many entries a static cache can hold."""
         return min(layer.max_cache_len for layer in self.cache.layers if isinstance(layer, StaticLayer))
+
+    @property
+    def num_replayed(self) -> int:
+        """How many tokens the next forward reads again."""
+        return 0
 
     @property
     def may_read_tree(self) -> bool:
@@ -256,15 +260,15 @@ class ReplayCache(TreeCache):
             for states in (layer.conv_states, layer.recurrent_states):
                 yield from (state for state in states.values() if state is not None)
 
-    def _restore(self) -> None:
-        for state, saved in zip(self._states(), self.saved):
-            state.copy_(saved)
+    def _restore(self, saved: list[torch.Tensor]) -> None:
+        for state, old in zip(self._states(), saved):
+            state.copy_(old)
 
     def keep(self, nodes: list[list[int]], batch_growth: int) -> None:
         num_nodes, self.num_new = self.num_new, 0
         self.length += batch_growth
         if batch_growth < num_nodes and self.saved is not None:  # a single node is always accepted
-            self._restore()
+            self._restore(self.saved)
             num_read = self.num_replayed
             self.crop(-num_read - num_nodes)
             self.replayed = {name: entries[..., : num_read + batch_growth] for name, entries in self.read.items()}
@@ -275,7 +279,7 @@ class ReplayCache(TreeCache):
     def roll_back(self) -> None:
         if self.saved is None:  # a plain step reads one token, which belongs to the text
             return
-        self._restore()
+        self._restore(self.saved)
         super().roll_back()
         for layer in filter(has_keys, self.recurrent_layers):
             DynamicLayer.crop(layer, min(self.length - self.num_replayed - int(layer.get_seq_length()), 0))
@@ -349,7 +353,7 @@ def copy_into(cache: StaticCache, source: Cache, prompt_length: int, length: int
                 layer.update(source_layer.keys[..., begin:end, :], source_layer.values[..., begin:end, :])
 
 
-def keep_path(cache: Cache, path: torch.LongTensor, count: torch.LongTensor, num_new: int) -> None:
+def keep_path(cache: Cache, path: torch.Tensor, count: torch.Tensor, num_new: int) -> None:
     """
     Keeps, of the last `num_new` entries of a static cache, the first `count` of the ascending ones in `path`. No shape
     depends on either, so that this can be compiled.
@@ -372,7 +376,7 @@ def keep_rows(cache: Cache, kept: Sequence[list[int]], num_new: int, batch_growt
     """
     most = max(map(len, kept))
     table = [[*indices, *[0] * (most - len(indices)), len(indices)] for indices in kept]
-    indices_of: dict[tuple, torch.LongTensor] = {}
+    indices_of: dict[tuple, torch.Tensor] = {}
     for layer in filter(has_keys, cache.layers):
         has_slots = type(layer) is StaticLayer
         num_past = length - batch_growth if has_slots else layer.keys.shape[-2] - num_new

@@ -8,7 +8,7 @@ import json
 from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -119,11 +119,16 @@ class Eagle3Config(PreTrainedConfig):
     model_type: ClassVar[str] = "eagle3"
     sub_configs: ClassVar[dict] = {"transformer_layer_config": AutoConfig}
 
-    transformer_layer_config: dict | PreTrainedConfig | None = None
-    draft_vocab_size: int | None = None
+    if TYPE_CHECKING:  # what `__post_init__` makes of them
+        transformer_layer_config: Any = None
+        draft_vocab_size: int = 0
+        target_hidden_size: int = 0
+    else:
+        transformer_layer_config: dict | PreTrainedConfig | None = None
+        draft_vocab_size: int | None = None
+        target_hidden_size: int | None = None
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
     aux_layer_ids_assumed: bool = False
-    target_hidden_size: int | None = None
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -140,7 +145,7 @@ class Eagle3Config(PreTrainedConfig):
     weights_digest: str | None = None
     code_digest: str | None = None
 
-    def __post_init__(self, **kwargs: Any):
+    def __post_init__(self, **kwargs: Any) -> None:
         layer_config = self.transformer_layer_config or {}
         if isinstance(layer_config, dict):
             model_type = layer_config.get("model_type", "llama")
@@ -196,7 +201,7 @@ class Eagle3Config(PreTrainedConfig):
                 f"`speculators_model_type` is {self.speculators_model_type!r}, expected 'eagle3', or 'peagle' with a "
                 "`mask_token_id`."
             )
-        if self.is_parallel and not 0 <= self.mask_token_id < self.vocab_size:
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"`mask_token_id` is {self.mask_token_id}, but the target has {self.vocab_size} tokens.")
 
     def _check_verifier(self) -> None:

@@ -15,7 +15,7 @@ from .cache_eagle3 import is_user_defined, keep_path
 from .devices_eagle3 import CUDNN_ATTENTION, captures_graphs, compiled, reads_without_sync
 from .lookup_eagle3 import PromptLookup
 from .outputs_eagle3 import Eagle3GenerationStats, Eagle3Step, ReturnedOutputs, TreeOutputs
-from .policy_eagle3 import CallKind, PolicyStore, StaticPolicy, tree_settings
+from .policy_eagle3 import CallKind, Policy, PolicyStore, StaticPolicy, tree_settings
 from .target_eagle3 import check_call, depends_on_length, gathered_embedding, is_sharded, may_select_rows
 from .text_eagle3 import SampleArguments, Text
 from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer
@@ -48,7 +48,7 @@ class TreeDecoding:
         self,
         assistant: Any,
         target: PreTrainedModel,
-        input_ids: torch.LongTensor,
+        input_ids: torch.Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
@@ -72,7 +72,7 @@ class TreeDecoding:
         self.verifier = Verifier(target, self.arguments, layer_ids, self.returned, num_nodes, may_replay)
         self.stats = Eagle3GenerationStats()
 
-    def decode(self) -> torch.LongTensor | GenerateDecoderOnlyOutput:
+    def decode(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decodes until all rows are finished. Returns what `generate` returns."""
         verifier, streamer = self.verifier, self.arguments.streamer
         prompt = verifier.prefill(self.arguments.input_ids)
@@ -81,6 +81,7 @@ class TreeDecoding:
         self.sampler = Sampler(text, self.arguments, self.returned)
         self.store: PolicyStore | None = None
         self.policy = StaticPolicy(self.max_plan, self.sampler.do_sample)
+        self.lookup: PromptLookup | None = None
         self.proposers = self._make_proposers(compile_config=self._compile())
         policy = self.policy
         try:
@@ -90,7 +91,7 @@ class TreeDecoding:
                 while not text.is_complete:
                     self.retire()
                     bottlenecks = text.bottlenecks(reach=1 + self.max_plan.depth)
-                    plan = verifier.limit(policy.plan(bottlenecks, self.proposers.get("lookup")), text)
+                    plan = verifier.limit(policy.plan(bottlenecks, self.lookup), text)
                     start, num_replayed = time.perf_counter(), verifier.cache.num_replayed
                     tree = self.propose(plan)
                     proposed = time.perf_counter()
@@ -174,9 +175,10 @@ class TreeDecoding:
             capacity=cache.capacity if cache.is_static else None,
             compile_config=compile_config,
         )
-        proposers = {"draft": self.assistant.proposer(call)}
-        if self.store is not None and kind.looks_up:
-            proposers["lookup"] = PromptLookup(num_looked_up, self.policy.matches, len(self.embedding.weight))
+        proposers: dict[str, Proposer] = {"draft": self.assistant.proposer(call)}
+        if isinstance(self.policy, Policy) and self.policy.kind.looks_up:
+            self.lookup = PromptLookup(num_looked_up, self.policy.matches, len(self.embedding.weight))
+            proposers["lookup"] = self.lookup
         return proposers
 
     def accept_prompt(self, prompt: TreeOutputs) -> None:
@@ -186,6 +188,7 @@ class TreeDecoding:
         root = DraftTree.chain(text.ids.new_zeros(text.batch_size, 1))
         self.last_outputs = prompt._replace(positions=prompt.positions[:, -1:], states=None)
         first = accept(text, self.sampler, root, self.last_outputs)
+        assert first is not None
         verifier.extend(prompt, first.counts, first.batch_growth)
         # Token healing leaves more positions than tokens. Padding is not read.
         positions, states = prompt.positions, prompt.states
@@ -239,6 +242,7 @@ class TreeDecoding:
             tree = DraftTree.chain(text.newest(1))
             outputs = verifier.verify(tree, text)
             accepted = accept(text, self.sampler, tree, outputs)
+            assert accepted is not None
         verifier.cache.keep(accepted.nodes, accepted.batch_growth)
         verifier.extend(outputs, accepted.counts, accepted.batch_growth)
         self.last_outputs = outputs
@@ -251,7 +255,7 @@ class TreeDecoding:
         self.stats.accepted_lengths += written
         self.stats.target_forwards = self.verifier.num_forwards
         if self.outputs_steps:
-            self.note("target" if tree.num_nodes == 1 else plan.proposer, tree, accepted)
+            self.note(plan.proposer if plan.proposer and tree.num_nodes > 1 else "target", tree, accepted)
         if tree.num_nodes == 1:
             self.stats.plain_steps += 1
         elif plan.proposer == "lookup":

@@ -125,6 +125,7 @@ class CudaGraph:
     def __call__(self, *inputs: torch.Tensor | None) -> list[torch.Tensor | None]:
         for static, given in zip(self.inputs, inputs):
             if static is not None:
+                assert given is not None  # as in the capture
                 static.copy_(given)
         self.graph.replay()
         return list(self.outputs)
@@ -136,7 +137,9 @@ class GraphedFunction:
     CALLS_BEFORE = 2  # a capture costs several calls
 
     def __init__(self) -> None:
-        self.num_calls, self.state, self.graph = 0, None, None
+        self.num_calls = 0
+        self.state: object = None
+        self.graph: CudaGraph | None = None
 
     def __call__(self, function: Callable, state: object, *inputs: torch.Tensor | None) -> list[torch.Tensor | None]:
         """Calls `function(*inputs)`. Another `state`, which the function reads and writes, means a new capture."""

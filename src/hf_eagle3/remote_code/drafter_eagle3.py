@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draft as a proposer: its keys and values during one call, what it has to read, and the tree that it grows."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer, Sa
 
 
 # Tokens (B, R) to read, the states and positions before them, and how many of them, at the right, are each row's.
-Rows = tuple[torch.LongTensor, torch.FloatTensor, torch.LongTensor, list[int]]
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]
 
 
 class Slots:
@@ -27,9 +29,7 @@ class Slots:
     It attends to the first `num_visible` slots where its mask allows.
     """
 
-    def __init__(
-        self, keys: list[torch.Tensor], values: list[torch.Tensor], indices: torch.LongTensor, num_visible: int
-    ):
+    def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], indices: torch.Tensor, num_visible: int):
         self.keys, self.values, self.indices, self.num_visible = keys, values, indices, num_visible
 
     def update(
@@ -43,8 +43,8 @@ class Slots:
         return keys[:, :, : self.num_visible], values[:, :, : self.num_visible]
 
     def masks(
-        self, config: PreTrainedConfig, allowed: torch.BoolTensor, distances: torch.LongTensor
-    ) -> dict[str, torch.FloatTensor]:
+        self, config: PreTrainedConfig, allowed: torch.Tensor, distances: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         """Additive masks by layer type, given the allowed slots `(B, Q, num_visible)` and their distances."""
         dtype, masks = self.keys[0].dtype, {}
         for layer_type in set(config.layer_types):
@@ -66,11 +66,11 @@ class DraftState(NamedTuple):
 class Unread(NamedTuple):
     """What the draft is to read: the newest tokens of each row, at the right, and the target's states before them."""
 
-    tokens: torch.LongTensor  # (B, R)
-    states: torch.FloatTensor  # (B, R, n_aux * H)
-    positions: torch.LongTensor  # (B, R): of the states
-    counts: torch.LongTensor  # (B,): how many of the R tokens are each row's
-    lengths: torch.LongTensor  # (B,): how many tokens each row has read before
+    tokens: torch.Tensor  # (B, R)
+    states: torch.Tensor  # (B, R, n_aux * H)
+    positions: torch.Tensor  # (B, R): of the states
+    counts: torch.Tensor  # (B,): how many of the R tokens are each row's
+    lengths: torch.Tensor  # (B,): how many tokens each row has read before
 
 
 def read(state: DraftState, unread: Unread, num_masks: int = 0) -> Any:
@@ -120,7 +120,9 @@ def read_and_grow(state: DraftState, unread: Unread, plan: Plan, *settings: Any)
     lengths = (unread.lengths + unread.counts)[:, None]  # (B, 1)
     depths, all_slots = tokens[:, :0], torch.arange(keys[0].shape[2], device=tokens.device).expand(len(tokens), -1)
 
-    def advance(node_tokens, hidden_states, level, visible):
+    def advance(
+        node_tokens: torch.Tensor, hidden_states: torch.Tensor, level: int, visible: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal depths
         width = node_tokens.shape[1]
         if draft.config.is_parallel:
@@ -156,16 +158,17 @@ def read_and_grow_fixed(
     state: DraftState,
     unread: Unread,
     plan: Plan,
-    power: torch.FloatTensor,
-    noise: torch.FloatTensor | None,
-    temperature: torch.FloatTensor | None,
-) -> tuple[torch.Tensor, ...]:
+    power: torch.Tensor,
+    noise: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
     """
     [`read_and_grow`] as a function of tensors, to be compiled. Noise `(B, plan.depth, draft_vocab_size)` and
     temperature are those of the next samples, or `None`. Returns the fields of a [`DraftTree`].
     """
 
-    def guess(logits, level):
+    def guess(logits: torch.Tensor, level: int) -> torch.Tensor:
+        assert noise is not None and temperature is not None
         return sample_scores(logits.float() / temperature, noise[:, level])
 
     tree = read_and_grow(state, unread, plan, 0.0, power, None if noise is None else guess)
@@ -215,7 +218,7 @@ class Drafter(Proposer):
                 self.unread = []
                 self._add(blocks, counts)
 
-    def _add(self, blocks: Any, counts: list[int]) -> None:
+    def _add(self, blocks: Iterable[Any], counts: list[int]) -> None:
         self.unread.append((tuple(block[:, -max(counts) :] for block in blocks), counts))
 
     def select(self, rows: list[int]) -> None:
@@ -227,22 +230,18 @@ class Drafter(Proposer):
                 self.lengths = [self.lengths[row] for row in rows]
                 self.keys, self.values = ([states[rows] for states in each] for each in (self.keys, self.values))
 
-    def propose(self, plan: Plan, root_tokens: torch.LongTensor, sampler: SampleGuesser | None = None) -> DraftTree:
+    def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: SampleGuesser | None = None) -> DraftTree:
         with self.inference_mode():
-            is_graphed = self.graphed_tree is not None and plan == self.max_plan
-            if self.has_fixed_shapes or is_graphed:
-                return self._fixed_tree(sampler, is_graphed)
+            graph = self.graphed_tree if plan == self.max_plan else None
+            if self.has_fixed_shapes or graph is not None:
+                return self._fixed_tree(sampler, graph)
             state, unread = self._prepare(has_fixed_shape=False)
-
-            def guess(logits, level):
-                return sampler.guess(logits, level, self.token_ids)
-
             # Counting the nodes above a threshold forces a sync. Verifying a few more is as fast there.
             threshold = self.call.threshold if reads_without_sync(unread.tokens.device) else 0.0
-            power = self.call.calibration.power
-            return read_and_grow(state, unread, plan, threshold, power, None if sampler is None else guess)
+            guess = None if sampler is None else partial(sampler.guess, token_ids=self.token_ids)
+            return read_and_grow(state, unread, plan, threshold, self.call.calibration.power, guess)
 
-    def _fixed_tree(self, sampler: SampleGuesser | None, is_graphed: bool) -> DraftTree:
+    def _fixed_tree(self, sampler: SampleGuesser | None, graph: GraphedFunction | None) -> DraftTree:
         state, unread = self._prepare(has_fixed_shape=True)
         device = unread.tokens.device
         noise = temperature = None
@@ -253,14 +252,15 @@ class Drafter(Proposer):
             temperature = on_device(sampler.temperature, device)
         power = on_device(self.call.calibration.power, device, torch.float32)
 
-        def grow(tokens, states, positions, counts, lengths, *settings):
-            return self.fixed_tree(state, Unread(tokens, states, positions, counts, lengths), self.max_plan, *settings)
+        def grow(*inputs: Any) -> tuple[torch.Tensor | None, ...]:
+            return self.fixed_tree(state, Unread(*inputs[:5]), self.max_plan, *inputs[5:])
 
         inputs = *unread, power, noise, temperature
-        fields = self.graphed_tree(grow, self.keys, *inputs) if is_graphed else grow(*inputs)
+        grown = grow(*inputs) if graph is None else graph(grow, self.keys, *inputs)
         # The next CUDA graph overwrites what this one returned.
-        fields = (None if entries is None else entries.clone() for entries in fields)
-        return DraftTree(*fields, depth=self.max_plan.depth)
+        fields: list[Any] = [None if each is None else each.clone() for each in grown]
+        tokens, parents, depths, ancestors, confidences = fields
+        return DraftTree(tokens, parents, depths, ancestors, confidences, self.max_plan.depth)
 
     def _prepare(self, has_fixed_shape: bool) -> tuple[DraftState, Unread]:
         """What a tree is grown from. Reads all but the newest tokens, and makes room for the rest."""
@@ -280,7 +280,8 @@ class Drafter(Proposer):
         """All that is unread, as one."""
         (tokens, states, positions), counts = self.unread[0]
         if len(self.unread) > 1:
-            rows, begin = [[] for _ in counts], 0
+            rows: list[list[int]] = [[] for _ in counts]
+            begin = 0
             for (block, *_), block_counts in self.unread:
                 begin += block.shape[1]
                 for row, count in zip(rows, block_counts):
@@ -297,14 +298,15 @@ class Drafter(Proposer):
 
     def read_all_but_newest(self, has_fixed_shape: bool) -> Rows:
         """Reads the prompt but for its last token, and what exceeds a fixed shape. Returns the rest."""
-        *blocks, counts = self.take_unread()
-        most = self.most_new if has_fixed_shape else blocks[0].shape[1] if self.lengths else 1
-        excess = blocks[0].shape[1] - most
+        tokens, states, positions, counts = self.take_unread()
+        most = self.most_new if has_fixed_shape else tokens.shape[1] if self.lengths else 1
+        excess = tokens.shape[1] - most
         if excess > 0:
-            self.read((*(block[:, :excess] for block in blocks), [max(count - most, 0) for count in counts]))
-            blocks = [block[:, excess:] for block in blocks]
+            before = [max(count - most, 0) for count in counts]
+            self.read((tokens[:, :excess], states[:, :excess], positions[:, :excess], before))
+            tokens, states, positions = tokens[:, excess:], states[:, excess:], positions[:, excess:]
         self.lengths = self.lengths or [0] * len(counts)
-        return *blocks, [min(count, most) for count in counts]
+        return tokens, states, positions, [min(count, most) for count in counts]
 
     def read(self, rows: Rows) -> None:
         """Reads tokens, for their keys and values only."""
@@ -335,7 +337,7 @@ class Drafter(Proposer):
     def reserve(self, num_slots: int) -> None:
         """Makes room for so many tokens in each row."""
         config = self.draft.config.transformer_layer_config
-        if self.has_fixed_shapes:
+        if self.call.capacity is not None:
             num_slots = self.call.capacity + self.num_spare
         if not self.keys:
             shape = len(self.lengths), config.num_key_value_heads, 0, config.head_dim

@@ -108,7 +108,7 @@ class PromptLookup(Proposer):
                         self.calibration.record(length, is_right)
         self.is_finished = list(accepted.is_finished)
 
-    def propose(self, plan: Plan, root_tokens: torch.LongTensor, sampler: SampleGuesser | None = None) -> DraftTree:
+    def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: SampleGuesser | None = None) -> DraftTree:
         guesses = [
             [token if 0 <= token < self.vocab_size else 0 for token in row.next_tokens(plan.depth)]
             for row in self.rows

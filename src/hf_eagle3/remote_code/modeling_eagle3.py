@@ -103,10 +103,9 @@ class Eagle3Attention(LlamaAttention):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, input_size: int):
         super().__init__(config, layer_idx)
-        sizes = [each.out_features for each in (self.q_proj, self.k_proj, self.v_proj)]
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(input_size, size, bias=config.attention_bias) for size in sizes
-        )
+        for name in ("q_proj", "k_proj", "v_proj"):
+            size = getattr(self, name).out_features
+            setattr(self, name, nn.Linear(input_size, size, bias=config.attention_bias))
         has_norms = config.model_type == "qwen3"
         self.q_norm, self.k_norm = (
             Eagle3RMSNorm(self.head_dim, eps=config.rms_norm_eps) if has_norms else nn.Identity() for _ in range(2)
@@ -207,7 +206,9 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
     # Whether the state of index `L` is after the target's final norm, as transformers returns it, or before.
     reads_normed_state = False
     # Copies of the target's modules, which are not trained.
-    frozen_modules = ("embed_tokens",)
+    frozen_modules: tuple[str, ...] = ("embed_tokens",)
+    d2t: torch.Tensor | None
+    t2d: torch.Tensor | None
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
@@ -230,7 +231,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         )
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *args: Any, **kwargs: Any):
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *args: Any, **kwargs: Any) -> Any:
         """
         Loads a draft: ours, or one of `speculators`. If hf-eagle3 is installed, also one of SafeAILab/EAGLE, SpecForge,
         SGLang, Model-Optimizer, AngelSlim and others. A draft without a head gets its target's when it meets it. See
@@ -247,12 +248,12 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             ImportError: if transformers lacks what this code needs.
         """
         check_needs()
-        source = path = pretrained_model_name_or_path
+        path, source = pretrained_model_name_or_path, str(pretrained_model_name_or_path)
         wants_loading_info = kwargs.pop("output_loading_info", False)
         # This class's code runs. Transformers would also run the folder's `custom_generate`.
         kwargs.pop("trust_remote_code", None)
         hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        content = None if source is None else check_files(source, kwargs.get("variant"), **hub_kwargs)
+        content = None if path is None else check_files(source, kwargs.get("variant"), **hub_kwargs)
         report = {"format": "speculators"}
         if content is not None and not cls.config_class.recognises(content, source):
             if not IS_INSTALLED:
@@ -275,7 +276,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             is_changed = is_changed or model.dtype == torch.float16 or model._hf_peft_config_loaded
             check_weights(model.state_dict(), source, None if is_changed else content.get("weights_digest"))
         if report["format"] != "speculators":
-            model.name_or_path = model.config.name_or_path = str(source)
+            model.name_or_path = model.config.name_or_path = source
             logger.info(f"{source} was read as a checkpoint of the {report['format']} format: {report}")
         return (model, {**info, **report}) if wants_loading_info else model
 
@@ -381,13 +382,13 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             (folder / "generate.py").write_text(CUSTOM_GENERATE, encoding="utf-8")
 
     @property
-    def draft_token_ids(self) -> torch.LongTensor:
+    def draft_token_ids(self) -> torch.Tensor:
         """Target token ids of the draft vocabulary, of shape `(draft_vocab_size,)`."""
         draft_ids = torch.arange(self.config.draft_vocab_size, device=self.get_output_embeddings().weight.device)
         return draft_ids if self.d2t is None else draft_ids + self.d2t
 
     def _check_draft_vocabulary(self, source: str | Path) -> None:
-        if self.d2t is None:
+        if self.d2t is None or self.t2d is None:
             return
         token_ids = self.draft_token_ids
         if (token_ids.diff() <= 0).any() or token_ids[0] < 0 or token_ids[-1] >= self.config.vocab_size:
@@ -428,7 +429,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             own.weight.copy_(weight[token_ids.to(weight.device)])
         self._borrowed_head, self._borrowed_version = [head], own.weight._version
 
-    def embed(self, input_ids: torch.LongTensor, embedding: nn.Embedding | None = None) -> torch.FloatTensor:
+    def embed(self, input_ids: torch.Tensor, embedding: nn.Embedding | None = None) -> torch.Tensor:
         """
         Looks tokens up in the draft's own table, else in `embedding`, else in the borrowed one. It uses the weight alone,
         because the factor of some targets' embeddings (Gemma) is not part of the draft's input.
@@ -536,8 +537,8 @@ class Eagle3Output(ModelOutput):
             The draft's own cache.
     """
 
-    logits: torch.FloatTensor | None = None
-    last_hidden_state: torch.FloatTensor | None = None
+    logits: torch.Tensor | None = None
+    last_hidden_state: torch.Tensor | None = None
     cache: Cache | None = None
 
 
@@ -582,7 +583,7 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
             self.mask_hidden = nn.Parameter(torch.randn(1, 1, num_states * state_size))
         self.post_init()
 
-    def combine_hidden_states(self, aux: torch.FloatTensor | Sequence[torch.FloatTensor]) -> torch.FloatTensor:
+    def combine_hidden_states(self, aux: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         """
         Fuses the target's states into one (EAGLE-3, section 3.1).
 
@@ -593,23 +594,20 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
         Returns:
             `torch.FloatTensor` of shape `(batch_size, sequence_length, hidden_size)`.
         """
-        if not isinstance(aux, torch.Tensor):
-            aux = torch.cat(list(aux), dim=-1)
-        if aux.shape[-1] != self.fc.in_features:
+        joined = aux if isinstance(aux, torch.Tensor) else torch.cat(list(aux), dim=-1)
+        if joined.shape[-1] != self.fc.in_features:
             raise ValueError(
                 f"The draft fuses {self.config.num_aux_hidden_states} target states of "
-                f"{self.config.target_hidden_size}, {self.fc.in_features} in all, but got {aux.shape[-1]}."
+                f"{self.config.target_hidden_size}, {self.fc.in_features} in all, but got {joined.shape[-1]}."
             )
         if self.config.norm_before_fc:
-            aux = self.input_norm(aux)
+            joined = self.input_norm(joined)
         if self.config.fc_norm:
-            states = aux.split(self.config.target_hidden_size, dim=-1)
-            aux = torch.cat([norm(state) for norm, state in zip(self.fc_norm, states, strict=True)], dim=-1)
-        return self.fc(aux)
+            states = joined.split(self.config.target_hidden_size, dim=-1)
+            joined = torch.cat([norm(state) for norm, state in zip(self.fc_norm, states, strict=True)], dim=-1)
+        return self.fc(joined)
 
-    def mask_inputs(
-        self, num_rows: int, embedding: nn.Embedding | None = None
-    ) -> tuple[torch.FloatTensor, torch.FloatTensor]:
+    def mask_inputs(self, num_rows: int, embedding: nn.Embedding | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """
         The inputs of a parallel draft at positions whose tokens are not known yet (P-EAGLE, section 3).
 
@@ -618,7 +616,7 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
             embedding (`nn.Embedding`, *optional*): See [`~modeling_eagle3.DraftModel.embed`].
 
         Returns:
-            `tuple[torch.FloatTensor, torch.FloatTensor]`: `inputs_embeds` and `hidden_states` of shape
+            `tuple[torch.Tensor, torch.Tensor]`: `inputs_embeds` and `hidden_states` of shape
             `(1, num_rows, hidden_size)`.
         """
         tokens = torch.full((1, num_rows), self.config.mask_token_id, device=self.lm_head.weight.device)
@@ -627,13 +625,13 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
 
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
-        hidden_states: torch.FloatTensor | None = None,
+        input_ids: torch.Tensor | None = None,
+        hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
         use_cache: bool | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> Eagle3Output:
@@ -672,6 +670,7 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
                 "`target.generate(..., assistant_model=draft)`."
             )
         if inputs_embeds is None:
+            assert input_ids is not None
             inputs_embeds = self.embed(input_ids)
         if use_cache and cache is None:
             cache = DynamicCache()
@@ -683,13 +682,13 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
 
     def step(
         self,
-        inputs_embeds: torch.FloatTensor,
-        hidden_states: torch.FloatTensor,
+        inputs_embeds: torch.Tensor,
+        hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
         only_last: bool = False,
-    ) -> tuple[torch.FloatTensor, torch.FloatTensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """[`forward`] up to the head: the input of `lm_head`, and the `last_hidden_state`. With `only_last`, of the last row."""
         if inputs_embeds.shape != hidden_states.shape:
             raise ValueError(

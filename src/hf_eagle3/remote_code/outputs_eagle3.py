@@ -24,9 +24,9 @@ CAN_SELECT_HIDDEN_STATES = hasattr(output_capturing, "resolve_hidden_states_indi
 class TreeOutputs(NamedTuple):
     """The target's outputs at the nodes of a tree."""
 
-    logits: torch.FloatTensor  # (B, N, V): for the token after each node
-    positions: torch.LongTensor  # (B or 1, N): of each node in the text
-    states: torch.FloatTensor | None  # (B, N, n * H): what the proposer reads
+    logits: torch.Tensor  # (B, N, V): for the token after each node
+    positions: torch.Tensor  # (B or 1, N): of each node in the text
+    states: torch.Tensor | None  # (B, N, n * H): what the proposer reads
     target_outputs: ModelOutput  # all that the target returned
     num_replayed: int = 0  # tokens before the nodes in `target_outputs`
 
@@ -36,7 +36,7 @@ def select_hidden_states(layer_ids: Sequence[int]) -> bool | list[int]:
     return sorted(set(layer_ids)) if CAN_SELECT_HIDDEN_STATES else True
 
 
-def aux_hidden_states(outputs: ModelOutput, layer_ids: Sequence[int], num_layers: int) -> torch.FloatTensor:
+def aux_hidden_states(outputs: ModelOutput, layer_ids: Sequence[int], num_layers: int) -> torch.Tensor:
     """
     The states that a draft reads, concatenated. Id `k` is the state entering decoder layer `k`, `hidden_states[k]`.
 
@@ -81,10 +81,10 @@ def keep_state_after_last_layer(target: PreTrainedModel) -> Iterator[None]:
         )
     kept = threading.local()
 
-    def keep(module, args, output):
+    def keep(module: torch.nn.Module, args: tuple, output: Any) -> None:
         kept.state = output[0] if isinstance(output, tuple) else output
 
-    def hand_over(module, args, outputs):
+    def hand_over(module: torch.nn.Module, args: tuple, outputs: Any) -> None:
         outputs.state_after_last_layer = kept.state
 
     handles = layers[-1].register_forward_hook(keep), target.register_forward_hook(hand_over)
@@ -112,7 +112,7 @@ class ReturnedOutputs:
 
         self.scores, self.logits = collect(config.output_scores), collect(config.output_logits)
         self.hidden_states = collect(self.wants_hidden_states)
-        self.scores_of_batch: list[torch.FloatTensor] = []  # `scores`, of all rows together
+        self.scores_of_batch: list[torch.Tensor] = []  # `scores`, of all rows together
 
         if isinstance(self.wants_hidden_states, int) and not isinstance(self.wants_hidden_states, bool):
             self.wants_hidden_states = [self.wants_hidden_states]
@@ -138,7 +138,7 @@ class ReturnedOutputs:
             return self.wants_hidden_states
         return select_hidden_states([*(self.wants_hidden_states or []), *layer_ids])
 
-    def all_scores(self) -> tuple[torch.FloatTensor, ...] | None:
+    def all_scores(self) -> tuple[torch.Tensor, ...] | None:
         """The scores that stopping criteria and the caller get: `(B, vocab_size)` for each token."""
         if self.scores is None:
             return None
@@ -148,9 +148,7 @@ class ReturnedOutputs:
                 entries[i] = self.scores_of_batch[i][row : row + 1]
         return tuple(self.scores_of_batch)
 
-    def add(
-        self, row: int, outputs: TreeOutputs, logits: torch.FloatTensor, scores: torch.FloatTensor, node: int
-    ) -> None:
+    def add(self, row: int, outputs: TreeOutputs, logits: torch.Tensor, scores: torch.Tensor, node: int) -> None:
         """Adds the token that a row picked at a node. Of forwards without drafted nodes all positions are added."""
         if not self.wants_dict:
             return
@@ -171,7 +169,7 @@ class ReturnedOutputs:
                 tuple(state if state is None or is_plain else state.clone() for state in states)
             )
 
-    def finish(self, sequences: torch.LongTensor, cache: Cache) -> torch.LongTensor | GenerateDecoderOnlyOutput:
+    def finish(self, sequences: torch.Tensor, cache: Cache) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """What `generate` returns."""
         if not self.wants_dict:
             return sequences
@@ -194,7 +192,7 @@ def stack(entries: Sequence[Any]) -> Any:
         return entries[0]
     if isinstance(entries[0], tuple):
         return tuple(stack(layer) for layer in zip(*entries))
-    return torch.cat(entries)
+    return torch.cat(list(entries))
 
 
 @dataclass

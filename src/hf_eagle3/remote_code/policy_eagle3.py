@@ -330,8 +330,9 @@ class Policy(StaticPolicy):
         (fewest, least), (most, longest) = levels[0], levels[-1]
         level = max(longest - least, 0.0) / max(most - fewest, 1)  # 0 until a deeper tree was drafted
         nodes = [math.inf] * (plan.num_nodes + 1)
+        plain = self.plain_seconds(num_rows) or 0.0
         for size in self.sizes:
-            nodes[size] = rate * (self.costs.seconds("verify", num_rows * (1 + size)) - self.plain_seconds(num_rows))
+            nodes[size] = rate * ((self.costs.seconds("verify", num_rows * (1 + size)) or 0.0) - plain)
         return plan._replace(prices=Prices(rate * level, nodes, bottlenecks, self.trial(num_rows).is_running))
 
     def num_to_look_up(self, num_rows: int, lookup: PromptLookup) -> int:
@@ -407,7 +408,8 @@ class Policy(StaticPolicy):
         slowest = lag * accepted.progress + (1 - lag) * mean
         share = 0.0  # of a plain step's time that grows with the rows
         if self.kind.may_retire and len(self.costs.known(self.cost_part(None))) > 1:
-            share = min(self.plain_seconds(2 * num_rows) / self.plain_seconds(num_rows) - 1, 1.0)
+            plain, twice = self.plain_seconds(num_rows), self.plain_seconds(2 * num_rows)
+            share = min(twice / plain - 1, 1.0) if plain and twice else 0.0
         return share * sum(counts) / num_rows + (1 - share) * slowest
 
     def count(self, tree: DraftTree, nodes: list[list[int]]) -> None:

@@ -52,7 +52,7 @@ def gathers(weight: torch.Tensor) -> bool:
 
 def gathered(weight: torch.Tensor) -> torch.Tensor:
     """The whole weight. If processes hold shares of it, all of them must call this together."""
-    return weight.full_tensor() if gathers(weight) else weight
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 def gathered_embedding(target: PreTrainedModel) -> nn.Embedding:
@@ -65,7 +65,7 @@ def gathered_embedding(target: PreTrainedModel) -> nn.Embedding:
 
 def check_call(
     target: PreTrainedModel,
-    input_ids: torch.LongTensor,
+    input_ids: torch.Tensor,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
     may_replay: bool,
@@ -135,7 +135,7 @@ def check_model(target: PreTrainedModel) -> None:
         )
 
 
-def check_prompt(target: PreTrainedModel, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> None:
+def check_prompt(target: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
     if model_kwargs.get("position_ids") is None:
         raise ValueError(
             f"EAGLE-3 decoding needs `position_ids`, and `generate` makes none for {type(target).__name__}. Leave out the "
@@ -211,7 +211,7 @@ def may_replay(target: PreTrainedModel) -> bool:
 
 
 def depends_on_length(
-    target: PreTrainedModel, input_ids: torch.LongTensor, cache: Any, model_kwargs: dict[str, Any], criteria: Iterable
+    target: PreTrainedModel, input_ids: torch.Tensor, cache: Any, model_kwargs: dict[str, Any], criteria: Iterable
 ) -> bool:
     """
     Whether the length of the longest row may change, within this call, what the target predicts for the other rows.
@@ -287,7 +287,7 @@ def rotary_switches(config: PreTrainedConfig) -> list[tuple[str, int]]:
     return switches
 
 
-def text_positions(model_kwargs: dict[str, Any]) -> torch.LongTensor:
+def text_positions(model_kwargs: dict[str, Any]) -> torch.Tensor:
     """The positions `(B, L)` in the text. Targets with images have more kinds of positions, after these."""
     position_ids = model_kwargs["position_ids"]
     return position_ids if position_ids.dim() == 2 else position_ids[0]

@@ -16,7 +16,7 @@ from .devices_eagle3 import on_device
 class SampleArguments(NamedTuple):
     """The arguments of `GenerationMixin._sample`. The prompts `input_ids` have shape `(B, S)`."""
 
-    input_ids: torch.LongTensor
+    input_ids: torch.Tensor
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList
     generation_config: GenerationConfig
@@ -38,7 +38,7 @@ class Text:
         input_ids, stopping_criteria = arguments.input_ids, arguments.stopping_criteria
         self.num_rows, self.prompt_length = input_ids.shape
         self.rows = list(range(self.num_rows))  # the rows of the call that are still in the batch
-        self.retired: dict[int, torch.LongTensor] = {}  # the texts of the others
+        self.retired: dict[int, torch.Tensor] = {}  # the texts of the others
         self.in_lockstep, self.exposes_ids = in_lockstep, exposes_ids
         self._ids = input_ids.long()  # (B, capacity)
         self.lengths = [self.prompt_length] * self.num_rows
@@ -47,7 +47,7 @@ class Text:
         # A caller's criterion may be met by the prompt. Each row takes a token in any case.
         self.max_length = max(max_length_of(stopping_criteria), self.prompt_length + 1)
         pad_token = arguments.generation_config._pad_token_tensor
-        self.pad_token = None if pad_token is None else int(pad_token)
+        self.pad_token = 0 if pad_token is None else int(pad_token)
         self.pads_finished_rows = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
         # A row may leave if only padding, or nothing, can follow its end.
         pads = self.pads_finished_rows or all(type(each) is MaxLengthCriteria for each in stopping_criteria)
@@ -102,7 +102,7 @@ class Text:
         self.lengths[row] += 1
 
     @property
-    def ids(self) -> torch.LongTensor:
+    def ids(self) -> torch.Tensor:
         """The ids of all rows, `(B, capacity)`. Entries beyond the end of a row mean nothing."""
         if any(self.unwritten):
             if self.longest > self._ids.shape[1]:
@@ -117,11 +117,11 @@ class Text:
             self.unwritten = [[] for _ in self.rows]
         return self._ids
 
-    def read(self, rows: list[int], length: int) -> torch.LongTensor:
+    def read(self, rows: list[int], length: int) -> torch.Tensor:
         """The first `length` tokens of some rows, `(len(rows), length)`."""
         return self.ids[:, :length].contiguous() if len(rows) == self.batch_size else self.ids[rows, :length]
 
-    def newest(self, num_tokens: int) -> torch.LongTensor:
+    def newest(self, num_tokens: int) -> torch.Tensor:
         """The last tokens of every row, `(B, num_tokens)`. Shorter rows begin with zeros."""
         ids = self.ids
         if self.shortest == self.longest:
@@ -142,11 +142,11 @@ class Text:
         self.is_finished, self.unwritten = [False] * len(staying), [[] for _ in staying]
         return staying
 
-    def sequences(self) -> torch.LongTensor:
+    def sequences(self) -> torch.Tensor:
         """The texts of all rows of the call, `(num_rows, length)`, padded at the right."""
         texts = {row: ids[:length] for row, ids, length in zip(self.rows, self.ids, self.lengths)} | self.retired
         ordered = [texts[row] for row in range(self.num_rows)]
-        return pad_sequence(ordered, batch_first=True, padding_value=self.pad_token or 0)
+        return pad_sequence(ordered, batch_first=True, padding_value=self.pad_token)
 
 
 def max_length_of(stopping_criteria: StoppingCriteriaList) -> int:
@@ -155,7 +155,7 @@ def max_length_of(stopping_criteria: StoppingCriteriaList) -> int:
     return min(lengths, default=torch.iinfo(torch.long).max)
 
 
-def right_index(lengths: torch.LongTensor, width: int) -> torch.LongTensor:
+def right_index(lengths: torch.Tensor, width: int) -> torch.Tensor:
     """
     For rows of these `lengths` `(B,)` that end at the right of `width` columns: which entry of its row is in which
     column, `(B, width)`. Negative indices are padding.
@@ -163,7 +163,7 @@ def right_index(lengths: torch.LongTensor, width: int) -> torch.LongTensor:
     return torch.arange(width, device=lengths.device) - width + lengths[:, None]
 
 
-def align_right(entries: torch.Tensor, lengths: torch.LongTensor, width: int) -> torch.Tensor:
+def align_right(entries: torch.Tensor, lengths: torch.Tensor, width: int) -> torch.Tensor:
     """
     Moves the first `lengths[b]` of the `entries` `(..., B, L)` of each row to the right of `width` columns. Longer
     rows lose their beginning; shorter rows begin with zeros.
@@ -174,13 +174,13 @@ def align_right(entries: torch.Tensor, lengths: torch.LongTensor, width: int) ->
     return moved.masked_fill(source < 0, 0)
 
 
-def stack_right(rows: list[list[int]], device: torch.device) -> torch.LongTensor:
+def stack_right(rows: list[list[int]], device: torch.device) -> torch.Tensor:
     """A tensor `(B, length of the longest)` of lists of numbers. Shorter ones begin with zeros."""
     width = max(map(len, rows))
     return on_device([[0] * (width - len(row)) + row for row in rows], device, dtype=torch.long)
 
 
-def flat_indices(indices: torch.LongTensor, shape: Sequence[int]) -> torch.LongTensor:
+def flat_indices(indices: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """
     The places `(B * H * K,)` of the entries `indices` `(B, K)` of states `(B, H, S, ...)` of this `shape`, once their
     first three dimensions are flattened. `index_select` with them copies whole vectors; `gather` copies number by
@@ -191,7 +191,7 @@ def flat_indices(indices: torch.LongTensor, shape: Sequence[int]) -> torch.LongT
     return (first + indices[:, None]).flatten()
 
 
-def take_rows(states: torch.Tensor, indices: torch.LongTensor) -> torch.Tensor:
+def take_rows(states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """The vectors `(B, K, D)` of `states` `(B, S, D)` at `indices` `(B, K)`."""
     flat = flat_indices(indices, states[:, None].shape)
     return states.flatten(0, 1).index_select(0, flat).view(*indices.shape, -1)

@@ -22,7 +22,7 @@ class Prices(NamedTuple):
     rows: list[bool]  # which rows the batch waits for: what the others accept is worth nothing
     must_verify: bool = False  # at least one node, at any cost, to learn what drafting is worth
 
-    def worth(self, values: torch.FloatTensor) -> list[float]:
+    def worth(self, values: torch.Tensor) -> list[float]:
         """The mean probability over the rows that count that each node is accepted, given its log `(B, N)`."""
         return (values if all(self.rows) else values[self.rows]).exp().mean(dim=0).tolist()
 
@@ -32,7 +32,7 @@ class Prices(NamedTuple):
         gains = [share * each - node_price for each in worth if share * each > node_price]
         return max(len(gains), 1) if sum(gains) > self.level else 0
 
-    def num_to_keep(self, values: torch.FloatTensor) -> int:
+    def num_to_keep(self, values: torch.Tensor) -> int:
         """How many of some nodes to verify, given their `values` `(B, N)` in descending order."""
         worth = itertools.accumulate(self.worth(values), initial=0.0)
         gains = [each - price for each, price in zip(worth, self.nodes)]
@@ -82,11 +82,11 @@ class DraftTree:
         depth (`int`, *optional*): No node is deeper, if that is known.
     """
 
-    tokens: torch.LongTensor
-    parents: torch.LongTensor
-    depths: torch.LongTensor
-    ancestors: torch.BoolTensor
-    confidences: torch.FloatTensor | None = None
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    ancestors: torch.Tensor
+    confidences: torch.Tensor | None = None
     depth: int | None = None
     _on_host: TreeOnHost | None = None
 
@@ -103,9 +103,9 @@ class DraftTree:
     @classmethod
     def from_parents(
         cls,
-        tokens: torch.LongTensor,
-        parents: torch.LongTensor,
-        confidences: torch.FloatTensor | None = None,
+        tokens: torch.Tensor,
+        parents: torch.Tensor,
+        confidences: torch.Tensor | None = None,
         depth: int | None = None,
     ) -> "DraftTree":
         """
@@ -126,7 +126,7 @@ class DraftTree:
         return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors, confidences, depth)
 
     @classmethod
-    def chain(cls, tokens: torch.LongTensor) -> "DraftTree":
+    def chain(cls, tokens: torch.Tensor) -> "DraftTree":
         """
         A tree of one path, or of the root alone.
 
@@ -143,16 +143,19 @@ class DraftTree:
         """The tree on a device."""
         if self.tokens.device == device:
             return self
-        fields = self.tokens, self.parents, self.depths, self.ancestors, self.confidences
-        return DraftTree(*(None if each is None else each.to(device) for each in fields), depth=self.depth)
+        tokens, parents, depths, ancestors = (
+            each.to(device) for each in (self.tokens, self.parents, self.depths, self.ancestors)
+        )
+        confidences = None if self.confidences is None else self.confidences.to(device)
+        return DraftTree(tokens, parents, depths, ancestors, confidences, self.depth)
 
-    def on_host(self, *others: torch.LongTensor) -> tuple[TreeOnHost, list[list[list[int]]]]:
+    def on_host(self, *others: torch.Tensor) -> tuple[TreeOnHost, list[list[list[int]]]]:
         """The tree, and `others` of shape `(B, N)`, as lists. All are read in one copy, because each copy syncs."""
         unread = list(others)
         if self._on_host is None:
-            confidences = () if self.confidences is None else [F.pad(self.confidences, (1, 0))]
-            unread += [self.tokens, self.parents, *confidences]
-        read = torch.stack([each.float() for each in unread]).tolist() if unread else []
+            padded = () if self.confidences is None else [F.pad(self.confidences, (1, 0))]
+            unread += [self.tokens, self.parents, *padded]
+        read: list[Any] = torch.stack([each.float() for each in unread]).tolist() if unread else []
         num_integers = len(others) + 2  # float32 holds them exactly, up to 2**24
         read[:num_integers] = [[list(map(int, row)) for row in rows] for rows in read[:num_integers]]
         if self._on_host is None:
@@ -203,10 +206,10 @@ class Accepted:
             Whether each row was finished before and after the step. Finished rows grow by padding, or not at all.
     """
 
-    tokens: torch.LongTensor
+    tokens: torch.Tensor
     counts: list[int]
-    positions: torch.LongTensor
-    states: torch.FloatTensor | None
+    positions: torch.Tensor
+    states: torch.Tensor | None
     new_tokens: list[list[int]]
     nodes: list[list[int]]
     batch_growth: int
@@ -243,7 +246,7 @@ class SampleGuesser(Protocol):
 
     temperature: float
 
-    def guess(self, logits: torch.FloatTensor, level: int, token_ids: torch.LongTensor | None) -> torch.FloatTensor:
+    def guess(self, logits: torch.Tensor, level: int, token_ids: torch.Tensor | None) -> torch.Tensor:
         """
         Scores `(..., V)` for a draft's `logits` `(..., V)`. The largest one belongs to the likeliest sample, since
         the target will draw with the same noise. Logits are warped like the target's where that is cheap.
@@ -251,7 +254,7 @@ class SampleGuesser(Protocol):
         """
         ...
 
-    def noise_ahead(self, level: int, token_ids: torch.LongTensor | None, like: torch.Tensor) -> torch.FloatTensor:
+    def noise_ahead(self, level: int, token_ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """The noise `(B, V)` with which the target will draw, for logits of the width and device of `like`."""
         ...
 
@@ -270,7 +273,7 @@ class Proposer:
             accepted ([`Accepted`]): What was written.
         """
 
-    def propose(self, plan: Plan, root_tokens: torch.LongTensor, sampler: SampleGuesser | None = None) -> DraftTree:
+    def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: SampleGuesser | None = None) -> DraftTree:
         """
         Returns tokens that may follow.
 
@@ -296,15 +299,15 @@ class Proposer:
 
 
 def grow_tree(
-    root_tokens: torch.LongTensor,  # (B, 1)
-    logits: torch.FloatTensor,  # (B, V): the draft's for the root's children
-    hidden_states: torch.FloatTensor,  # (B, H): what the root's children take
-    advance: Callable[..., tuple[torch.FloatTensor, torch.FloatTensor]],
-    draft_token_ids: torch.LongTensor | None,  # (V,): the target's ids of the draft vocabulary, if it differs
+    root_tokens: torch.Tensor,  # (B, 1)
+    logits: torch.Tensor,  # (B, V): the draft's for the root's children
+    hidden_states: torch.Tensor,  # (B, H): what the root's children take
+    advance: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    draft_token_ids: torch.Tensor | None,  # (V,): the target's ids of the draft vocabulary, if it differs
     plan: Plan,
     threshold: float = 0.0,  # nodes below this probability are dropped
-    power: float | torch.FloatTensor = 1.0,  # the draft's probabilities are taken to it (see `Calibration`)
-    guess: Callable[[torch.FloatTensor, int], torch.FloatTensor] | None = None,
+    power: float | torch.Tensor = 1.0,  # the draft's probabilities are taken to it (see `Calibration`)
+    guess: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
 ) -> DraftTree:
     """
     Expands the most probable nodes level by level, then keeps the most probable nodes of all levels (EAGLE-2,
@@ -326,21 +329,21 @@ def grow_tree(
     width = min(plan.branching_factor, logits.shape[-1])
     lowest = math.log(threshold) if threshold > 0 else -math.inf
 
-    def best_children(logits: torch.FloatTensor, level: int) -> tuple[torch.FloatTensor, torch.LongTensor]:
+    def best_children(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and ids, both `(..., K)`, of logits `(..., V)`."""
         scores = logits.float() if guess is None else guess(logits, level)
         confidences, ids = (power * scores).log_softmax(dim=-1).topk(width)
         # A broken draft may return NaN, and floats round. No child may outrank its parent all the same.
         return confidences.nan_to_num(nan=-torch.inf).clamp(max=0), ids
 
-    def target_ids(ids: torch.LongTensor) -> torch.LongTensor:
+    def target_ids(ids: torch.Tensor) -> torch.Tensor:
         return ids if draft_token_ids is None else draft_token_ids.take(ids)
 
     # All candidates are in the pool; the K in the frontier may be expanded next.
     values, ids = best_children(logits, 0)  # (B, K)
     pool_values, pool_ids, pool_confidences = values, ids, [values]
     frontier = torch.arange(width, device=device).expand(batch_size, width)  # indices into the pool
-    expanded: list[torch.LongTensor] = []
+    expanded: list[torch.Tensor] = []
     hidden_states = hidden_states[:, None].expand(-1, width, -1)  # (B, K, H)
     above = torch.ones(batch_size, width, 0, dtype=torch.bool, device=device)  # (B, K, T): the ancestors' rows
     mass_before = 1.0
@@ -387,7 +390,7 @@ def grow_tree(
     )
 
 
-def best_nodes(pool_values: torch.FloatTensor, plan: Plan, lowest: float) -> torch.LongTensor:
+def best_nodes(pool_values: torch.Tensor, plan: Plan, lowest: float) -> torch.Tensor:
     """
     The nodes to verify, `(B, N)`, as ascending indices into the pool: parents precede children. The pool is ordered by
     level, and the sort is stable, so a parent comes before a child of equal value. Every node is kept with its parent.

@@ -57,7 +57,7 @@ class Verifier:
             max_length = max(self.generation_config.max_length - 1, previous)
             self.inputs[CACHE] = with_room(given_cache, max_length, num_nodes)
 
-    def prefill(self, input_ids: torch.LongTensor) -> TreeOutputs:
+    def prefill(self, input_ids: torch.Tensor) -> TreeOutputs:
         """
         Reads the prompts. Returns logits of their last tokens, and positions and states of the tokens read last. These
         are fewer than the prompt has if it comes with a cache, in chunks or as embeddings.
@@ -73,7 +73,7 @@ class Verifier:
         positions = text_positions(self.inputs)
         return TreeOutputs(target_outputs.logits[:, -1:], positions, self._states_of(target_outputs), target_outputs)
 
-    def _states_of(self, target_outputs: ModelOutput) -> torch.FloatTensor | None:
+    def _states_of(self, target_outputs: ModelOutput) -> torch.Tensor | None:
         if not self.layer_ids:
             return None
         return aux_hidden_states(target_outputs, self.layer_ids, self.config.num_hidden_layers)
@@ -133,7 +133,7 @@ class Verifier:
             num_replayed,
         )
 
-    def _inputs_for(self, tree: DraftTree, text: Text) -> tuple[dict[str, Any], torch.LongTensor]:
+    def _inputs_for(self, tree: DraftTree, text: Text) -> tuple[dict[str, Any], torch.Tensor]:
         """The arguments of a forward over the tokens to replay and the nodes of a tree, and the nodes' positions."""
         target, cache, inputs = self.target, self.cache, self.inputs
         newest = inputs["position_ids"][..., -1:]

@@ -102,7 +102,7 @@ class TargetStates:
         return (first - second).norm() < 0.02 * first.norm()
 
     def _document_by_document(
-        self, input_ids: torch.LongTensor, documents: torch.LongTensor
+        self, input_ids: torch.Tensor, documents: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs each document in a row of its own, and puts its states where its tokens are."""
         aux, last, budget = None, None, documents.numel()
@@ -138,7 +138,7 @@ class TargetStates:
 
     @torch.no_grad()
     def distributions(
-        self, last_hidden_state: torch.Tensor, draft_token_ids: torch.LongTensor, rows_at_a_time: int = 256
+        self, last_hidden_state: torch.Tensor, draft_token_ids: torch.Tensor, rows_at_a_time: int = 256
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Returns the target's distributions as a draft learns them.
@@ -167,7 +167,7 @@ class TargetStates:
             pieces.append((draft_logits, mass, logits.max(dim=-1).indices))  # argmax is slow in bfloat16
         return tuple(torch.cat(each, dim=1).unflatten(1, last_hidden_state.shape[:2])[0] for each in zip(*pieces))
 
-    def features(self, batch: dict[str, torch.Tensor], draft_token_ids: torch.LongTensor) -> tuple[torch.Tensor, ...]:
+    def features(self, batch: dict[str, torch.Tensor], draft_token_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns the states that a draft reads of a collated batch, and its [`~TargetStates.distributions`]."""
         if not self.is_tensor_parallel:
             return self._features(batch, draft_token_ids)
@@ -180,7 +180,7 @@ class TargetStates:
                 mine = features
         return mine
 
-    def _features(self, batch: dict[str, torch.Tensor], draft_token_ids: torch.LongTensor) -> tuple[torch.Tensor, ...]:
+    def _features(self, batch: dict[str, torch.Tensor], draft_token_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if "states" in batch:
             aux, last = batch["states"][:, :, :-1].flatten(2), batch["states"][:, :, -1].to(self.target.dtype)
         else:
@@ -277,7 +277,7 @@ class FeatureStore:
         """Returns the rows, each with its number as `feature_row`."""
         return self.rows.add_column("feature_row", list(range(len(self.rows))))
 
-    def __getitem__(self, row: int) -> torch.FloatTensor:
+    def __getitem__(self, row: int) -> torch.Tensor:
         """Returns the states of a row, `(L, n_aux + 1, H)`."""
         shard, place = divmod(row, self.index["rows_per_shard"])
         if shard not in self._open_shards:
@@ -339,7 +339,7 @@ class FeatureCollator:
         return {**batch, "states": padded}
 
 
-def stacked(aux: torch.FloatTensor, last: torch.FloatTensor) -> torch.FloatTensor:
+def stacked(aux: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Returns the output of [`TargetStates`] as `states` `(B, L, n_aux + 1, H)`. The last is the input of the head."""
     return torch.cat([aux, last], dim=-1).unflatten(-1, (-1, last.shape[-1]))
 

@@ -25,12 +25,12 @@ def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     return zip(*(tensor.split(rows, dim=dim) for tensor in tensors), strict=True)
 
 
-def log_sum_exp(logits: torch.FloatTensor) -> torch.FloatTensor:
+def log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
     """Returns `log Σ exp` `(..., L)` of logits `(..., L, V)`, in float32."""
     return torch.cat([piece.float().logsumexp(dim=-1) for (piece,) in pieces(logits)], dim=-1)
 
 
-def probabilities(logits: torch.FloatTensor) -> tuple[torch.FloatTensor, torch.FloatTensor]:
+def probabilities(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the probabilities of logits `(..., L, V)` and their entropy `(..., L)`, in float32."""
     probs = torch.empty_like(logits, dtype=torch.float32)
     entropies = []
@@ -70,12 +70,12 @@ class DraftLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: torch.FloatTensor,
-        probs: torch.FloatTensor,
-        mass: torch.FloatTensor,
-        entropy: torch.FloatTensor,
+        logits: torch.Tensor,
+        probs: torch.Tensor,
+        mass: torch.Tensor,
+        entropy: torch.Tensor,
         loss_type: LossType,
-    ) -> torch.FloatTensor:
+    ) -> torch.Tensor:
         gradient, losses = torch.empty_like(logits), []
         for *piece, piece_gradient in pieces(logits, probs, mass, entropy, gradient):
             loss, exact_gradient = loss_and_gradient(*piece, loss_type)
@@ -85,18 +85,18 @@ class DraftLoss(torch.autograd.Function):
         return torch.cat(losses, dim=-1)
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.FloatTensor) -> tuple[torch.FloatTensor | None, ...]:
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return gradient * upstream[..., None].to(gradient.dtype), None, None, None, None
 
 
 def loss_and_gradient(
-    logits: torch.FloatTensor,
-    probs: torch.FloatTensor,
-    mass: torch.FloatTensor,
-    entropy: torch.FloatTensor,
+    logits: torch.Tensor,
+    probs: torch.Tensor,
+    mass: torch.Tensor,
+    entropy: torch.Tensor,
     loss_type: LossType,
-) -> tuple[torch.FloatTensor, torch.FloatTensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the [`DraftLoss`] and its gradient with respect to the logits."""
     log_q = logits.log_softmax(dim=-1, dtype=torch.float32)
     kl = -dot(log_q, probs) - entropy
@@ -116,9 +116,7 @@ def loss_and_gradient(
 
 
 @torch.no_grad()
-def acceptance_rates(
-    logits: torch.FloatTensor, probs: torch.FloatTensor, mass: torch.FloatTensor
-) -> torch.FloatTensor:
+def acceptance_rates(logits: torch.Tensor, probs: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     """
     Returns the probability `A` that the draft guesses the target's sample from the same noise, for each row.
 
@@ -139,7 +137,7 @@ def acceptance_rates(
     return torch.cat(rates, dim=-1)
 
 
-def acceptance_rate(p: torch.FloatTensor, q: torch.FloatTensor, mass: torch.FloatTensor) -> torch.FloatTensor:
+def acceptance_rate(p: torch.Tensor, q: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     """
     Returns `A` of [`acceptance_rates`] for probabilities `(..., V)` of the draft's tokens. The draft never guesses the
     other tokens, which have the target probability `1 - mass`.
@@ -153,7 +151,7 @@ def acceptance_rate(p: torch.FloatTensor, q: torch.FloatTensor, mass: torch.Floa
     return (p * q / total).sum(dim=-1)
 
 
-def dot(a: torch.FloatTensor, b: torch.FloatTensor) -> torch.FloatTensor:
+def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """
     Returns `Σ a b` over the last dimension. It stays in float32 under autocast, unlike `torch.linalg.vecdot`.
     """

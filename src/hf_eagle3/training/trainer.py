@@ -459,7 +459,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         self.optimizer = muon_with_adamw(self.model, self.get_decay_parameter_names(self.model), self.args)
         return self.optimizer
 
-    def _get_num_items_in_batch(self, batch_samples: list[dict], device: torch.device) -> torch.LongTensor:
+    def _get_num_items_in_batch(self, batch_samples: list[dict], device: torch.device) -> torch.Tensor:
         """
         Returns the number of rows that count at each drafting step, over all batches of an optimizer step and all
         processes, `(steps,)`.

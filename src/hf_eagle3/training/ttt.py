@@ -61,22 +61,22 @@ class TTTBatch:
         position_ids (`torch.LongTensor` of shape `(B, L)`): Positions within the document.
     """
 
-    input_ids: torch.LongTensor
-    aux_hidden_states: torch.FloatTensor
-    target_logits: torch.FloatTensor
-    target_mass: torch.FloatTensor
-    target_tokens: torch.LongTensor
-    labels: torch.LongTensor
-    documents: torch.LongTensor
-    position_ids: torch.LongTensor
+    input_ids: torch.Tensor
+    aux_hidden_states: torch.Tensor
+    target_logits: torch.Tensor
+    target_mass: torch.Tensor
+    target_tokens: torch.Tensor
+    labels: torch.Tensor
+    documents: torch.Tensor
+    position_ids: torch.Tensor
 
     @classmethod
     def of(
         cls,
         inputs: dict[str, torch.Tensor],
-        aux_hidden_states: torch.FloatTensor,
+        aux_hidden_states: torch.Tensor,
         distributions: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        labels: torch.LongTensor,
+        labels: torch.Tensor,
     ) -> "TTTBatch":
         """Joins a collated batch with the target's states and [`~TargetStates.distributions`]."""
         input_ids, positions = inputs["input_ids"], inputs.get("position_ids")
@@ -104,13 +104,13 @@ class TTTOutput:
         num_accepted (`torch.LongTensor` of shape `(steps,)`): Rows among those that are correct at this step, too.
     """
 
-    loss_sums: torch.FloatTensor
-    num_rows: torch.LongTensor
-    num_correct: torch.LongTensor
-    num_sampled: torch.LongTensor
-    acceptance_sums: torch.FloatTensor
-    num_reached: torch.LongTensor
-    num_accepted: torch.LongTensor
+    loss_sums: torch.Tensor
+    num_rows: torch.Tensor
+    num_correct: torch.Tensor
+    num_sampled: torch.Tensor
+    acceptance_sums: torch.Tensor
+    num_reached: torch.Tensor
+    num_accepted: torch.Tensor
 
 
 class TTTCache:
@@ -121,7 +121,7 @@ class TTTCache:
         documents (`torch.LongTensor` of shape `(B, L)`): Tokens attend within their document.
     """
 
-    def __init__(self, documents: torch.LongTensor):
+    def __init__(self, documents: torch.Tensor):
         self.documents = documents
         self.steps: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # layer: [(keys, values) (B, H_kv, L, D)]
         self.block_mask = None
@@ -163,7 +163,7 @@ class TreeTTTCache:
         # For each layer the keys and values of the nodes and their ancestors, (B, H_kv, M, depth, D).
         self.paths: dict[int, list[torch.Tensor]] = {}
 
-    def descend(self, parents: torch.LongTensor, roots: torch.LongTensor) -> None:
+    def descend(self, parents: torch.Tensor, roots: torch.Tensor) -> None:
         """
         Goes down one level.
 
@@ -205,13 +205,13 @@ class TreeTTTCache:
 
 
 def blockwise_attention(
-    query: torch.FloatTensor,
-    keys: Sequence[torch.FloatTensor],
-    values: Sequence[torch.FloatTensor],
-    documents: torch.LongTensor,
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    documents: torch.Tensor,
     scaling: float,
     block_size: int = BLOCK_SIZE,
-) -> torch.FloatTensor:
+) -> torch.Tensor:
     """
     Computes the attention of one step. Within a document it is causal to the keys of step 0, and diagonal to the keys of
     every later step. Scores of `block_size` queries are in memory at a time, and backward computes them again.
@@ -241,14 +241,14 @@ def blockwise_attention(
 
 
 def block_attention(
-    query: torch.FloatTensor,
-    keys: torch.FloatTensor,
-    values: torch.FloatTensor,
-    documents: torch.LongTensor,
-    rows: torch.LongTensor,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    documents: torch.Tensor,
+    rows: torch.Tensor,
     scaling: float,
-    *own: torch.FloatTensor,
-) -> torch.FloatTensor:
+    *own: torch.Tensor,
+) -> torch.Tensor:
     """
     Computes [`blockwise_attention`] for some `rows` `(B, Q)`. `own` has their keys of the later steps, and then their
     values, each `(B, H_kv, Q, D)`.
@@ -273,13 +273,13 @@ def block_attention(
 
 
 def merged_attention(
-    query: torch.FloatTensor,
-    keys: Sequence[torch.FloatTensor],
-    values: Sequence[torch.FloatTensor],
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
     block_mask: BlockMask,
     scaling: float,
     attend: Callable,
-) -> torch.FloatTensor:
+) -> torch.Tensor:
     """
     Computes [`blockwise_attention`] by flex attention. It merges a causal attention to the keys of step 0 with the
     diagonal terms, each weighted by its share of the sum of exponentials.
@@ -305,7 +305,7 @@ def merged_attention(
     return output
 
 
-def causal_block_mask(documents: torch.LongTensor, length: int | None = None) -> BlockMask:
+def causal_block_mask(documents: torch.Tensor, length: int | None = None) -> BlockMask:
     """
     Returns the `BlockMask` of causal attention within documents.
 
@@ -328,12 +328,12 @@ def padded_length(length: int) -> int:
 
 
 def attend_by_flex(
-    query: torch.FloatTensor,
-    key: torch.FloatTensor,
-    value: torch.FloatTensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     block_mask: BlockMask,
     scaling: float,
-) -> tuple[torch.FloatTensor, torch.FloatTensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the attention `(B, H, L, D)` and the logarithms of its sums of exponentials `(B, H, L)`."""
     arguments = {"block_mask": block_mask, "scale": scaling, "enable_gqa": True}
     if AuxRequest is None:  # before torch 2.9
@@ -349,10 +349,10 @@ def compiled_flex() -> Callable:
 
 
 def documents_of(
-    input_ids: torch.LongTensor,
-    attention_mask: torch.LongTensor | None = None,
-    position_ids: torch.LongTensor | None = None,
-) -> torch.LongTensor:
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
     """
     Returns the number of each token's document, `(B, L)`. A document begins where positions are 0. Padding has -1.
     """
@@ -364,7 +364,7 @@ def documents_of(
     return documents
 
 
-def counted_rows(labels: torch.LongTensor, documents: torch.LongTensor, step: int) -> torch.BoolTensor:
+def counted_rows(labels: torch.Tensor, documents: torch.Tensor, step: int) -> torch.Tensor:
     """
     Returns which of the first `L - 2 - step` rows count at a step, `(B, L - 2 - step)`. A row counts if the token that
     it predicts is learned and is in the row's document.
@@ -389,11 +389,11 @@ class UnrollStep(NamedTuple):
         hidden_states (`torch.FloatTensor` of shape `(B, L, H)`, *optional*): The states that the next step reads.
     """
 
-    states: torch.FloatTensor
+    states: torch.Tensor
     head: Callable
-    row_losses: torch.FloatTensor | None = None
-    rows: torch.LongTensor | None = None
-    hidden_states: torch.FloatTensor | None = None
+    row_losses: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None
 
 
 class RowTargets(NamedTuple):
@@ -409,11 +409,11 @@ class RowTargets(NamedTuple):
         actual (`torch.LongTensor` of shape `(B, R)`): The tokens of the text.
     """
 
-    probs: torch.FloatTensor
-    mass: torch.FloatTensor
-    entropy: torch.FloatTensor
-    best: torch.LongTensor
-    actual: torch.LongTensor
+    probs: torch.Tensor
+    mass: torch.Tensor
+    entropy: torch.Tensor
+    best: torch.Tensor
+    actual: torch.Tensor
 
 
 def ttt_unroll(
@@ -462,7 +462,7 @@ def ttt_unroll(
         yield UnrollStep(normed, draft.lm_head, rows=rows, hidden_states=hidden_states)
 
 
-def some_of(states: torch.Tensor, num: int) -> torch.LongTensor:
+def some_of(states: torch.Tensor, num: int) -> torch.Tensor:
     """Draws `num` rows of `states` `(B, L, H)` at random, and returns them in order, `(B, num)`."""
     return torch.rand(states.shape[:2], device=states.device).topk(num, dim=1).indices.sort(dim=1).values
 
@@ -479,9 +479,9 @@ class SampledVocabulary(NamedTuple):
         weight (`torch.FloatTensor` of shape `(S, H)`): The rows of the head for these tokens.
     """
 
-    tokens: torch.LongTensor
-    log_weights: torch.FloatTensor
-    weight: torch.FloatTensor
+    tokens: torch.Tensor
+    log_weights: torch.Tensor
+    weight: torch.Tensor
 
     @classmethod
     def of(cls, batch: TTTBatch, head: torch.nn.Linear, num_sampled: int) -> "SampledVocabulary":
@@ -500,11 +500,11 @@ class SampledVocabulary(NamedTuple):
         tokens = torch.cat([is_likely.nonzero().flatten(), others]).sort().values
         return cls(tokens, log_weights[tokens], head.weight[tokens])
 
-    def of_logits(self, logits: torch.FloatTensor) -> torch.FloatTensor:
+    def of_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns the sampled logits `(..., S)` of `logits` `(..., draft_vocab_size)`."""
         return logits[..., self.tokens] + self.log_weights
 
-    def head(self, states: torch.FloatTensor) -> torch.FloatTensor:
+    def head(self, states: torch.Tensor) -> torch.Tensor:
         """Applies the draft's head to states `(..., H)`, and returns the sampled logits `(..., S)`."""
         return F.linear(states, self.weight, self.log_weights.to(self.weight.dtype))
 
@@ -543,7 +543,7 @@ def ttt_loss(
     vocabulary = None if num_sampled is None else SampledVocabulary.of(batch, draft.lm_head, num_sampled)
     unroll = ttt_unroll(draft, batch, steps, row_share) if unroll is None else unroll
 
-    def row_loss(logits: torch.FloatTensor, targets: RowTargets) -> torch.FloatTensor:
+    def row_loss(logits: torch.Tensor, targets: RowTargets) -> torch.Tensor:
         return DraftLoss.apply(logits, targets.probs, targets.mass, targets.entropy, loss_type)
 
     return unroll_loss(draft, batch, unroll, row_loss, max_logits, vocabulary)
@@ -553,7 +553,7 @@ def unroll_loss(
     draft: DraftModel,
     batch: TTTBatch,
     unroll: Iterable[UnrollStep],
-    row_loss: Callable[[torch.FloatTensor, RowTargets], torch.FloatTensor],
+    row_loss: Callable[[torch.Tensor, RowTargets], torch.Tensor],
     max_logits: int = MAX_LOGITS,
     vocabulary: SampledVocabulary | None = None,
 ) -> TTTOutput:
@@ -578,7 +578,7 @@ def unroll_loss(
     target_probs, entropy = probabilities(target_logits)  # (B, L, V_draft), (B, L)
     all_targets = (target_probs, batch.target_mass, entropy, batch.target_tokens)
 
-    def score(head: Callable, states: torch.Tensor, rows: torch.BoolTensor, *targets: torch.Tensor) -> tuple:
+    def score(head: Callable, states: torch.Tensor, rows: torch.Tensor, *targets: torch.Tensor) -> tuple:
         logits, targets = head(states), RowTargets(*targets)
         loss, logits = (row_loss(logits, targets) * rows).sum(), logits.detach()
         unweighted = logits if vocabulary is None else logits - vocabulary.log_weights
@@ -608,8 +608,8 @@ def unroll_loss(
 
 
 def targets_of(
-    batch: TTTBatch, all_targets: tuple[torch.Tensor, ...], step: int, kept: torch.LongTensor | None
-) -> tuple[torch.BoolTensor, torch.LongTensor, float, list[torch.Tensor]]:
+    batch: TTTBatch, all_targets: tuple[torch.Tensor, ...], step: int, kept: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, float, list[torch.Tensor]]:
     """
     Returns which rows of a step count `(B, R)`, their numbers `(B, R)`, the number of rows that each one stands for, and
     the fields of their [`RowTargets`].
