@@ -563,6 +563,8 @@ def test_wrong_arguments(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, model=draft, target=target, draft_vocab_size=20)
     with pytest.raises(ValueError, match="model_init_kwargs"):
         make_trainer(tmp_path, tokenizer, model=draft, target=target, model_init_kwargs={"model_type": "qwen3"})
+    with pytest.raises(ValueError, match="`model_init_kwargs` must be a dictionary.*dtype=float32"):
+        make_trainer(tmp_path, tokenizer, model_init_kwargs="dtype=float32")
     with pytest.raises(ValueError, match="draft_form"):
         make_trainer(tmp_path, tokenizer, model=draft, target=target, draft_form="classic")
     with pytest.raises(ValueError, match="must be one of .*'classic'"):

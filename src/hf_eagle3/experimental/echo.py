@@ -5,6 +5,8 @@ computes its states once.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
@@ -43,7 +45,7 @@ class EchoTrainingArguments(Eagle3TrainingArguments):
         default=16, metadata={"help": "The number of different batches before the first of them returns."}
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_integers(self, echo_factor=1, echo_buffer_size=1)
         if self.train_sampling_strategy == "batch_rebalance":
@@ -64,7 +66,7 @@ class EchoTrainer(Eagle3Trainer):
 
     _args_class = EchoTrainingArguments
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.echo = EchoBuffer(self.target_states, self.args.echo_buffer_size)
 
@@ -119,11 +121,12 @@ class EchoSampler(Sampler[int]):
         self.sampler, self.batch_size, self.num_batches, self.factor = sampler, batch_size, num_batches, factor
 
     def __len__(self) -> int:
-        return self.factor * len(self.sampler)
+        return self.factor * len(self.sampler)  # type: ignore[arg-type]  # torch's samplers have it, their base does not
 
     def __iter__(self) -> Iterator[int]:
-        rest = []
-        for batches in BatchSampler(BatchSampler(self.sampler, self.batch_size, False), self.num_batches, False):
+        rest: list[int] = []
+        all_batches = iter(BatchSampler(self.sampler, self.batch_size, False))
+        while batches := list(islice(all_batches, self.num_batches)):
             if len(batches[-1]) < self.batch_size:  # rows after it would shift into other batches
                 rest = batches.pop()
             for _ in range(self.factor):

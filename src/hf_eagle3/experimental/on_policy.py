@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from ..training.arguments import check_integers, check_not_negative, check_share
 from ..training.losses import DraftLoss, LossType, probabilities
 from ..training.metrics import sum_dtype
 from ..training.ttt import MAX_LOGITS, TreeTTTCache, TTTBatch, TTTCache, TTTOutput, in_pieces, ttt_loss, ttt_unroll
-from .recording import joined, roll_out, rollout_batch
+from .recording import TreeNodes, joined, roll_out, rollout_batch
 
 
 @dataclass
@@ -74,7 +74,7 @@ class OnPolicyTrainingArguments(Eagle3TrainingArguments):
         metadata={"help": "The weight of rejected nodes, times the target's probability of the path to them."},
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_integers(self, rollout_batch_size=1, rollout_interval=1, rollout_max_new_tokens=1)
         check_shares(self, "rollout_share", "rollout_start")
@@ -100,7 +100,7 @@ class OnPolicyTrainer(Eagle3Trainer):
 
     _args_class = OnPolicyTrainingArguments
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.rollouts = Rollouts(self)
 
@@ -163,8 +163,8 @@ class OnPolicyTrainer(Eagle3Trainer):
             tree_levels.append(TreeLevel(level["tokens"], level["parents"], level["roots"], weights, logits, mass))
         return TreeBatch(**vars(batch), tree_levels=tree_levels)
 
-    def _unrolled_loss(self, draft: DraftModel, batch: "TreeBatch", steps: int, **shares) -> TTTOutput:
-        if not batch.tree_levels:
+    def _unrolled_loss(self, draft: DraftModel, batch: TTTBatch, steps: int, **shares: Any) -> TTTOutput:
+        if not isinstance(batch, TreeBatch) or not batch.tree_levels:
             return super()._unrolled_loss(draft, batch, steps, **shares)
         return on_policy_loss(draft, batch, steps, self.args.loss_type, **shares)
 
@@ -247,6 +247,7 @@ def on_policy_loss(
     cache = TTTCache(batch.documents)
     text = ttt_unroll(draft, batch, steps, row_share, cache)
     first = next(text)
+    assert first.hidden_states is not None  # `ttt_unroll` yields them
     unroll = chain([first], text)
     output = ttt_loss(draft, batch, steps, loss_type, num_sampled=num_sampled, unroll=unroll)
 
@@ -271,7 +272,8 @@ class Rollouts:
     """
 
     def __init__(self, trainer: OnPolicyTrainer):
-        self.trainer, self.pending = trainer, []
+        self.trainer = trainer
+        self.pending: list[dict[str, Any]] = []
         self.accepted = torch.zeros(2, dtype=torch.double)  # emitted tokens, verifications
 
     def in_place_of_some(self, batches: list[dict]) -> list[dict]:
@@ -298,7 +300,9 @@ class Rollouts:
         process, step = trainer.accelerator.process_index, trainer.state.global_step
         choose = random.Random(f"{args.seed} {step} {process}")
         num_batches = max(round(args.rollout_interval * args.gradient_accumulation_steps * args.rollout_share), 1)
-        prompts, labels, batches = [], [], []
+        prompts: list[torch.Tensor] = []
+        labels: list[torch.Tensor] = []
+        batches: list[list[int]] = []
         for _ in range(num_batches):
             num_tokens, rows = 0, []
             while num_tokens < batch_tokens:
@@ -315,7 +319,8 @@ class Rollouts:
             batches.append(rows)
         tokenizer = trainer.processing_class
         pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        texts, nodes, draft = [None] * len(prompts), [], trainer.whole_draft()
+        texts, draft = list(prompts), trainer.whole_draft()
+        nodes: list[tuple[list[int], TreeNodes]] = []
         # Prompts of similar length need little padding.
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         for start in range(0, len(order), args.rollout_batch_size):
@@ -334,8 +339,8 @@ class Rollouts:
             nodes += [] if nodes_of_group is None else [(group, nodes_of_group)]
             self.accepted += torch.tensor([sum(accepted_lengths), len(accepted_lengths)])
         labels = [torch.cat([known, text[len(known) :]]) for known, text in zip(labels, texts)]
-        nodes = joined(nodes)
-        self.pending += [rollout_batch(rows, texts, labels, nodes, pad_token_id) for rows in batches]
+        all_nodes = joined(nodes)
+        self.pending += [rollout_batch(rows, texts, labels, all_nodes, pad_token_id) for rows in batches]
 
     def pop_metrics(self) -> dict[str, float]:
         """Returns the acceptance length of rollouts since the last call, over all processes."""

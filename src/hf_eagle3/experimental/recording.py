@@ -54,11 +54,12 @@ class RecordingAssistant(AssistantMixin):
     """
 
     def __init__(self, draft: DraftModel):
-        self.draft, self.steps, self.num_nodes = draft, [], 0
-        self.generation_config = copy.deepcopy(draft.generation_config)
-        self.generation_config.tree_policy, self.generation_config.assistant_confidence_threshold = "static", 0.0
-        self.proposer, self.resolve_aux_layer_ids = draft.proposer, draft.resolve_aux_layer_ids
-        self.validate_target, self.may_replay = draft.validate_target, draft.may_replay
+        self.draft, self.num_nodes = draft, 0
+        self.steps: list[list[torch.Tensor]] = []
+        settings = self.generation_config = copy.deepcopy(draft.generation_config)
+        settings.tree_policy, settings.assistant_confidence_threshold = "static", 0.0
+        for method in ("proposer", "resolve_aux_layer_ids", "validate_target", "may_replay"):
+            setattr(self, method, getattr(draft, method))
         self.decoding_class = RecordedDecoding
 
     def nodes(self) -> TreeNodes | None:
@@ -129,10 +130,11 @@ def roll_out(
     Returns:
         `tuple`: The texts, of different lengths; the nodes; and the tokens that each verification emitted in each row.
     """
-    recorder, sampling = RecordingAssistant(draft), {"do_sample": False}
+    recorder = RecordingAssistant(draft)
+    sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    input_ids = pad_sequence(prompts, batch_first=True, padding_value=pad_token_id, padding_side="left")
+    input_ids = pad_sequence(list(prompts), batch_first=True, padding_value=pad_token_id, padding_side="left")
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=input_ids.device)
     mask = torch.arange(-input_ids.shape[1], 0, device=input_ids.device) >= -lengths[:, None]
     was_training = draft.training
@@ -156,6 +158,7 @@ def roll_out(
     for prompt, new_tokens in zip(prompts, sequences[:, input_ids.shape[1] :].tolist()):
         length = next((index + 1 for index, token in enumerate(new_tokens) if token in ends), len(new_tokens))
         texts.append(torch.cat([prompt, prompt.new_tensor(new_tokens[:length])]))
+    assert recorder.last_generation is not None  # of `generate`
     return texts, recorder.nodes(), recorder.last_generation.accepted_lengths
 
 
@@ -194,11 +197,12 @@ def rollout_batch(
     def pad(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
         return pad_sequence(tensors, batch_first=True, padding_value=value)
 
-    batch = {
+    levels: list[dict[str, torch.Tensor]] = []
+    batch: dict[str, Any] = {
         "input_ids": pad([texts[row] for row in rows], pad_token_id),
         "attention_mask": pad([torch.ones_like(texts[row]) for row in rows], 0),
         "labels": pad([labels[row] for row in rows], -100),
-        "tree_levels": [],
+        "tree_levels": levels,
     }
     if nodes is None:
         return batch
@@ -215,5 +219,5 @@ def rollout_batch(
         level = {"tokens": nodes.tokens[index], "parents": parents, "roots": nodes.roots[index]}
         level = {name: each.masked_fill(~is_node, 0) for name, each in level.items()}
         level |= {"weights": nodes.weights[index].masked_fill(~is_node, 0), "states": nodes.states[index]}
-        batch["tree_levels"].append(level)
+        levels.append(level)
     return batch

@@ -34,7 +34,7 @@ class AssistantMixin:
     generation_config: GenerationConfig | None = None
     # Whether its proposers run once a step, so that a deep tree costs as much as a shallow one.
     drafts_in_one_pass = False
-    decoding_class = TreeDecoding
+    decoding_class: type[TreeDecoding] = TreeDecoding
 
     def proposer(self, call: GenerationCall) -> Proposer:
         """

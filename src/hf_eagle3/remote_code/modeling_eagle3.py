@@ -201,6 +201,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
     """
 
     config_class = Eagle3Config
+    generation_config: GenerationConfig
     # Grows the tree of a step: see [`~tree_eagle3.grow_tree`].
     grow_tree = staticmethod(grow_tree)
     # Whether the state of index `L` is after the target's final norm, as transformers returns it, or before.

@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass, field, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from trl import SFTConfig
@@ -123,7 +123,7 @@ class Eagle3TrainingArguments(SFTConfig):
 
     _VALID_DICT_FIELDS = SFTConfig._VALID_DICT_FIELDS + ["target_model_init_kwargs"]
     # A resumed training cannot change these: it has them from the checkpoint, or would mix two settings.
-    FIXED_ON_RESUME = (
+    FIXED_ON_RESUME: ClassVar[tuple[str, ...]] = (
         "adam_beta1",
         "adam_beta2",
         "adam_epsilon",
@@ -162,7 +162,7 @@ class Eagle3TrainingArguments(SFTConfig):
     adam_beta2: float = field(default=0.95, metadata={"help": "The second beta of AdamW."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "The schedule of the learning rate."})
     max_grad_norm: float = field(default=0.5, metadata={"help": "The norm that gradients are clipped to."})
-    gradient_checkpointing: bool | None = field(
+    gradient_checkpointing: bool | None = field(  # type: ignore[assignment]  # transformers' is optional, TRL's is not
         default=None, metadata={"help": "Not supported, because the unroll keeps the keys of every step."}
     )
 
@@ -215,11 +215,11 @@ class Eagle3TrainingArguments(SFTConfig):
         default=64, metadata={"help": "The number of tokens that `evaluate` generates for each of them."}
     )
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         """Leaves the token out, because `Trainer` pickles its arguments beside the weights and pushes both."""
         return {**self.__dict__, "hub_token": None}
 
-    def __copy__(self):
+    def __copy__(self) -> "Eagle3TrainingArguments":
         """Keeps the token, which the default copy loses by `__getstate__`."""
         copied = object.__new__(type(self))
         copied.__dict__ |= self.__dict__
@@ -232,11 +232,11 @@ class Eagle3TrainingArguments(SFTConfig):
             setattr(plain, name, as_json(getattr(self, name)))
         return super(Eagle3TrainingArguments, plain).to_dict()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.bf16 is None and self.use_cpu and not torch.cpu._is_avx512_bf16_supported():
             self.bf16 = False  # TRL's default is True, which such processors compute in software
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("loss_per_step"):
-            self.greater_is_better = False  # transformers recognizes losses by the end of their names
+            self.greater_is_better: bool | None = False  # transformers recognizes losses by the end of their names
         super().__post_init__()
         if secrets := [name for name in self.target_model_init_kwargs or () if name.endswith("token")]:
             raise ValueError(
@@ -248,6 +248,9 @@ class Eagle3TrainingArguments(SFTConfig):
         self._check_without_effect()
 
     def _check_values(self) -> None:
+        for name in ("dataset_kwargs", "model_init_kwargs", "target_model_init_kwargs"):
+            if isinstance(value := getattr(self, name), str):  # transformers reads only those that begin with {
+                raise ValueError(f"`{name}` must be a dictionary, or the JSON text of one, got {value!r}.")
         check_integers(self, ttt_steps=1, num_eval_prompts=0, eval_max_new_tokens=1)
         # A row of three tokens has one whose state is read, the next one, and the one that both predict.
         for name, least in {"draft_vocab_size": 1, "sampled_vocab_size": 1, "max_length": 3}.items():

@@ -3,9 +3,18 @@
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from trl import SFTTrainer
 
 from .trainer import Eagle3Trainer
@@ -43,7 +52,9 @@ class TimeBudget(TrainerCallback):
         self.given = self.seconds = 60 * minutes
         self.description, self.min_steps, self.clock, self.share = description, min_steps, clock, 0.0
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if args.world_size > 1:
             raise ValueError(
                 "Several processes would not stop at the same step. Train by `max_steps` or `num_train_epochs`."
@@ -55,12 +66,21 @@ class TimeBudget(TrainerCallback):
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n}/{total}s{postfix}",
         )
 
-    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: torch.optim.Optimizer,
+        **kwargs: Any,
+    ) -> None:
         elapsed = min((self.clock() - self.start) / self.seconds, 1.0)
         for group in optimizer.param_groups:
             group["lr"] *= 0.5 * (1 + math.cos(math.pi * elapsed))
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         elapsed = self.clock() - self.start
         needed = min(elapsed / state.global_step * self.min_steps, self.LONGER * self.given)
         if state.global_step >= 5 and needed > self.seconds:  # the first steps take longer
@@ -77,11 +97,20 @@ class TimeBudget(TrainerCallback):
         self.bar.update(min(int(elapsed), self.bar.total) - self.bar.n)
         control.should_training_stop = elapsed >= (self.seconds if is_measured else self.LONGER * self.given)
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float],
+        **kwargs: Any,
+    ) -> None:
         shown = ("loss", "accuracy_0", "simulated_acceptance_length")
         self.bar.set_postfix({"step": state.global_step, **{key: f"{logs[key]:.2f}" for key in shown if key in logs}})
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.bar.close()
 
 

@@ -3,8 +3,17 @@
 import statistics
 import time
 from collections import deque
+from typing import Any
 
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.utils import logging
 
 
@@ -35,7 +44,14 @@ def shown(logs: dict | None) -> dict:
 class EagleProgressCallback(ProgressCallback):
     """Transformers' progress bar with few figures."""
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict | None = None,
+        **kwargs: Any,
+    ) -> None:
         if few := shown(logs):
             super().on_log(args, state, control, logs=few, **kwargs)
 
@@ -43,7 +59,14 @@ class EagleProgressCallback(ProgressCallback):
 class EaglePrinterCallback(PrinterCallback):
     """Transformers' printer with few figures and the progress, for `disable_tqdm`."""
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict | None = None,
+        **kwargs: Any,
+    ) -> None:
         if few := shown(logs):
             few = {"step": f"{state.global_step}/{state.max_steps}", **few}
             super().on_log(args, state, control, logs=few, **kwargs)
@@ -59,13 +82,20 @@ class SlowStepsCallback(TrainerCallback):
 
     FACTOR, NUM_KNOWN, NUM_SLOW = 10, 20, 3
 
-    def __init__(self):
-        self.start, self.usual, self.last, self.has_warned = None, deque(maxlen=100), deque(maxlen=10), False
+    def __init__(self) -> None:
+        self.start: float | None = None
+        self.usual: deque[float] = deque(maxlen=100)
+        self.last: deque[bool] = deque(maxlen=10)
+        self.has_warned = False
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.start = time.perf_counter()
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.start is None or self.has_warned:
             return
         seconds, self.start = time.perf_counter() - self.start, None

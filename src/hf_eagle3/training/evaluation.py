@@ -70,7 +70,9 @@ def continue_rows(trainer: Eagle3Trainer, dataset: Dataset | IterableDataset, dr
             do_sample=False,
             synced_gpus=False,  # processes that share the target take the same steps
         )
-        new, lengths = sequences[0, prompt.shape[-1] :], draft.last_generation.accepted_lengths
+        stats = draft.last_generation
+        assert stats is not None  # of `generate`
+        new, lengths = sequences[0, prompt.shape[-1] :], stats.accepted_lengths
         num_known = torch.isin(new, draft.draft_token_ids.to(new.device)).sum().item()
         sums += torch.tensor([sum(lengths), len(lengths), num_known, len(new)], device=device)
     return sums
@@ -92,5 +94,6 @@ def kept_precision(model: torch.nn.Module) -> Iterator[None]:
                 parameter.data = data.to(parameter.device)
         for module, own in buffers:
             for name, buffer in own.items():
-                if buffer is not None and module._buffers[name].dtype != buffer.dtype:
-                    module._buffers[name] = buffer.to(module._buffers[name].device)
+                now = module._buffers[name]
+                if buffer is not None and now is not None and now.dtype != buffer.dtype:
+                    module._buffers[name] = buffer.to(now.device)

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -25,6 +26,9 @@ from .losses import log_sum_exp
 from .models import without_adapter
 from .ttt import documents_of
 
+
+# The states that a draft reads, and the target's distributions: logits, mass and most probable tokens.
+Features = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 FORMAT_VERSION = 1
 FP8 = torch.float8_e4m3fn
@@ -99,16 +103,18 @@ class TargetStates:
             for before in tokens[:2]
         )
         # Not exactly equal, because experts may be summed in another order.
-        return (first - second).norm() < 0.02 * first.norm()
+        return bool((first - second).norm() < 0.02 * first.norm())
 
     def _document_by_document(
         self, input_ids: torch.Tensor, documents: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs each document in a row of its own, and puts its states where its tokens are."""
-        aux, last, budget = None, None, documents.numel()
-        rows = [(row, number) for row in range(len(documents)) for number in documents[row].unique().tolist()]
-        masks = [documents[row] == number for row, number in rows if number >= 0]
-        rows = [row for row, number in rows if number >= 0]
+        budget = documents.numel()
+        aux: torch.Tensor | None = None
+        last: torch.Tensor | None = None
+        numbers = [(row, number) for row in range(len(documents)) for number in documents[row].unique().tolist()]
+        masks = [documents[row] == number for row, number in numbers if number >= 0]
+        rows = [row for row, number in numbers if number >= 0]
         order = sorted(range(len(masks)), key=lambda index: -int(masks[index].sum()))
         while order:  # no group has more tokens than the batch
             longest = int(masks[order[0]].sum())
@@ -118,12 +124,13 @@ class TargetStates:
             lengths = torch.tensor([len(each) for each in tokens], device=padded.device)
             attention_mask = (torch.arange(longest, device=padded.device) < lengths[:, None]).long()
             group_aux, group_last = self._forward(input_ids=padded, attention_mask=attention_mask)
-            if aux is None:
+            if aux is None or last is None:
                 aux = group_aux.new_zeros(*documents.shape, group_aux.shape[-1])
                 last = group_last.new_zeros(*documents.shape, group_last.shape[-1])
             for place, index in enumerate(group):
                 aux[rows[index], masks[index]] = group_aux[place, : lengths[place]]
                 last[rows[index], masks[index]] = group_last[place, : lengths[place]]
+        assert aux is not None and last is not None  # a batch has documents
         return aux, last
 
     @torch.no_grad()
@@ -167,20 +174,22 @@ class TargetStates:
             pieces.append((draft_logits, mass, logits.max(dim=-1).indices))  # argmax is slow in bfloat16
         return tuple(torch.cat(each, dim=1).unflatten(1, last_hidden_state.shape[:2])[0] for each in zip(*pieces))
 
-    def features(self, batch: dict[str, torch.Tensor], draft_token_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def features(self, batch: dict[str, torch.Tensor], draft_token_ids: torch.Tensor) -> Features:
         """Returns the states that a draft reads of a collated batch, and its [`~TargetStates.distributions`]."""
         if not self.is_tensor_parallel:
             return self._features(batch, draft_token_ids)
-        device, mine = batch["input_ids"].device, None
+        device = batch["input_ids"].device
+        mine: Features | None = None
         cpu_batch = {key: value.cpu() for key, value in batch.items() if isinstance(value, torch.Tensor)}
         for process, other in enumerate(gather_object([cpu_batch])):
             other = {key: value.to(device) for key, value in other.items()}
             features = self._features(other, draft_token_ids)
             if process == PartialState().process_index:
                 mine = features
+        assert mine is not None  # one of the batches is this process's
         return mine
 
-    def _features(self, batch: dict[str, torch.Tensor], draft_token_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _features(self, batch: dict[str, torch.Tensor], draft_token_ids: torch.Tensor) -> Features:
         if "states" in batch:
             aux, last = batch["states"][:, :, :-1].flatten(2), batch["states"][:, :, -1].to(self.target.dtype)
         else:
@@ -191,7 +200,7 @@ class TargetStates:
 class StoredOutput(BaseModelOutputWithPast):
     """The output of a base model that has only its last states."""
 
-    def __getattr__(self, name: str):  # some heads read router logits, image features and the like
+    def __getattr__(self, name: str) -> None:  # some heads read router logits, image features and the like
         if name.startswith("__"):
             raise AttributeError(name)
         return None
@@ -263,9 +272,9 @@ class FeatureStore:
                 f"{shard_path(self.folder, missing[0]).name}. Run the extraction again: it goes on where it stopped."
             )
         self.rows = load_from_disk(str(self.folder / "rows"))
-        self._open_shards = {}
+        self._open_shards: dict[int, tuple[Any, list[int]]] = {}
 
-    def __getstate__(self):  # workers of a data loader open the files again
+    def __getstate__(self) -> dict[str, Any]:  # workers of a data loader open the files again
         return {**self.__dict__, "_open_shards": {}}
 
     @property
@@ -428,7 +437,7 @@ def write_shard(
     write_atomically(shard_path(folder, shard), lambda unfinished: save_file(tensors, unfinished))
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Calls `write` with another path, and renames the file when it is complete."""
     unfinished = path.with_name(path.name + ".unfinished")
     write(unfinished)

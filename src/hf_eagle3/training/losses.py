@@ -78,7 +78,7 @@ class DraftLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         gradient, losses = torch.empty_like(logits), []
         for *piece, piece_gradient in pieces(logits, probs, mass, entropy, gradient):
-            loss, exact_gradient = loss_and_gradient(*piece, loss_type)
+            loss, exact_gradient = loss_and_gradient(loss_type, *piece)
             piece_gradient.copy_(exact_gradient)
             losses.append(loss)
         ctx.save_for_backward(gradient)
@@ -91,11 +91,11 @@ class DraftLoss(torch.autograd.Function):
 
 
 def loss_and_gradient(
+    loss_type: LossType,
     logits: torch.Tensor,
     probs: torch.Tensor,
     mass: torch.Tensor,
     entropy: torch.Tensor,
-    loss_type: LossType,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the [`DraftLoss`] and its gradient with respect to the logits."""
     log_q = logits.log_softmax(dim=-1, dtype=torch.float32)

@@ -37,10 +37,10 @@ class TTTMetrics:
     def add(self, mode: str, outputs: TTTOutput) -> None:
         """Adds the counts of an unroll."""
         dtype, steps = sum_dtype(self.accelerator.device), len(outputs.num_rows)
-        counts = (getattr(outputs, count.name) for count in fields(TTTOutput) if count.name != "loss_sums")
+        sums = [getattr(outputs, count.name) for count in fields(TTTOutput) if count.name != "loss_sums"]
         # Steps that a short unroll does not have count no rows.
-        counts = F.pad(torch.stack([each.to(dtype) for each in counts]), (0, self.ttt_steps - steps))
-        self.counts[mode] = self.counts.get(mode, 0) + counts
+        counts = F.pad(torch.stack([each.to(dtype) for each in sums]), (0, self.ttt_steps - steps))
+        self.counts[mode] = counts + self.counts.get(mode, 0)
         self.loss_weights[mode].append(sum(self.ttt_step_decay**step for step in range(steps)))
 
     def pop(self, mode: str) -> dict[str, float]:

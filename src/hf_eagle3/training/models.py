@@ -21,7 +21,7 @@ from ..tokenizer import check_is_target, load_tokenizer
 from .arguments import Eagle3TrainingArguments
 
 
-def without_adapter(model: torch.nn.Module) -> torch.nn.Module:
+def without_adapter(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """Returns the model inside PEFT's wrapper, or the model itself."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
@@ -92,37 +92,38 @@ def draft_to_train(
         raise ValueError(
             "Checkpoints of a compiled draft would not load. Pass the draft before `torch.compile`, and `torch_compile=True`."
         )
-    if isinstance(model, str):
-        model = Eagle3ForSpeculation.from_pretrained(model)
-    if model is not None and not hasattr(model, "validate_target"):
+    draft: DraftModel | PeftModel | None
+    draft = Eagle3ForSpeculation.from_pretrained(model) if isinstance(model, str) else model
+    if draft is not None and not hasattr(draft, "validate_target"):
         raise TypeError(
-            f"`model` is {type(model).__name__}, but must be the draft, its name, or `None` for a fresh one. The target is "
+            f"`model` is {type(draft).__name__}, but must be the draft, its name, or `None` for a fresh one. The target is "
             "`target_model`."
         )
-    if model is None and peft_config is not None:
+    if draft is None and peft_config is not None:
         raise ValueError(
             "LoRA adapts an existing draft; the adapter of a fresh one would be saved without it. Pass the draft as `model` "
             "(`--draft_name_or_path`), or leave `peft_config` out (`--use_peft`)."
         )
-    if model is None:
+    if draft is None:
         torch.manual_seed(args.seed)
+        assert not isinstance(args.model_init_kwargs, str)  # the arguments check it
         settings = FORMS[args.draft_form] | (args.model_init_kwargs or {})
-        model = Eagle3ForSpeculation.from_target(target_model, **settings)
+        draft = Eagle3ForSpeculation.from_target(target_model, **settings)
     elif args.model_init_kwargs or args.draft_form != type(args).draft_form:
         raise ValueError(
             "`model_init_kwargs` and `draft_form` are for a fresh draft (`model=None`). Leave them or `model` out."
         )
-    elif args.draft_vocab_size not in (None, model.config.draft_vocab_size):
+    elif args.draft_vocab_size not in (None, draft.config.draft_vocab_size):
         raise ValueError(
             f"`draft_vocab_size` is {args.draft_vocab_size}, but the draft has a vocabulary of "
-            f"{model.config.draft_vocab_size}. Leave one of `model` and `draft_vocab_size` out."
+            f"{draft.config.draft_vocab_size}. Leave one of `model` and `draft_vocab_size` out."
         )
-    check_draft(model, target_model, args)
-    if not hasattr(model, "peft_config"):  # PEFT has frozen the rest
-        for name in model.frozen_modules:
-            if hasattr(model, name):
-                getattr(model, name).requires_grad_(False)
-    return model.float()
+    check_draft(draft, target_model, args)
+    if not hasattr(draft, "peft_config"):  # PEFT has frozen the rest
+        for name in draft.frozen_modules:
+            if hasattr(draft, name):
+                getattr(draft, name).requires_grad_(False)
+    return draft.float()
 
 
 def check_draft(model: DraftModel | PeftModel, target_model: PreTrainedModel, args: Eagle3TrainingArguments) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,7 +29,8 @@ def orthogonalized(
     a, b, c = coefficients
     wide = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T
     wide = wide / wide.norm().clamp(min=eps)
-    gram, rest, factor = wide @ wide.T, None, 1.0
+    gram, factor = wide @ wide.T, 1.0
+    rest: torch.Tensor | None = None
     for step in range(steps):
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         # `factor + rest` is the product of all factors `a + polynomial` so far.
@@ -38,11 +39,15 @@ def orthogonalized(
         if step < steps - 1:
             gram = torch.addmm(gram, polynomial, gram, beta=a)
             gram = torch.addmm(gram, gram, polynomial, beta=a)
+    assert rest is not None  # Muon takes at least one step
     wide = torch.addmm(wide, rest, wide, beta=factor)
     return wide if matrix.shape[0] <= matrix.shape[1] else wide.T
 
 
-class Float32Muon(torch.optim.Muon if hasattr(torch.optim, "Muon") else object):
+Muon: Any = getattr(torch.optim, "Muon", object)  # since torch 2.9
+
+
+class Float32Muon(Muon):
     """
     [`torch.optim.Muon`] in float32, with `adjust_lr_fn="match_rms_adamw"`. torch's own orthogonalizes in bfloat16, which
     is tens of times slower on processors that compute bfloat16 in software.
@@ -79,21 +84,22 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def __init__(
         self,
         matrices: Iterable[torch.nn.Parameter],
-        others: Iterable[torch.nn.Parameter] | Iterable[dict],
+        others: Iterable[torch.nn.Parameter | dict[str, Any]],
         lr: float,
         adamw_lr: float | None = None,
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ):
-        matrices, others, self.parts = list(matrices), list(others), []
+        matrices, groups = list(matrices), list[Any](others)
+        self.parts: list[torch.optim.Optimizer] = []
         if matrices:
             is_emulated = matrices[0].device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
             muon = Float32Muon if is_emulated else torch.optim.Muon
             self.parts.append(muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
-        if others:  # LoRA may train matrices only
+        if groups:  # LoRA may train matrices only
             adamw_lr = lr if adamw_lr is None else adamw_lr
-            self.parts.append(torch.optim.AdamW(others, lr=adamw_lr, weight_decay=weight_decay, betas=betas, eps=eps))
+            self.parts.append(torch.optim.AdamW(groups, lr=adamw_lr, weight_decay=weight_decay, betas=betas, eps=eps))
         # Some schedules of transformers read the first learning rate from `defaults`.
         super().__init__([group for part in self.parts for group in part.param_groups], defaults={"lr": lr})
         self._share()
@@ -105,7 +111,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.param_groups, part.state = [next(groups) for _ in part.param_groups], self.state
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> torch.Tensor | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -131,7 +137,8 @@ def muon_with_adamw(
         names_of_decayed (`Iterable[str]`): Parameters with weight decay: not norms and biases.
         args ([`Eagle3TrainingArguments`]): Learning rate, weight decay, and AdamW's settings.
     """
-    matrices, others, names_of_decayed = [], {}, set(names_of_decayed)
+    matrices, names_of_decayed = [], set(names_of_decayed)
+    others: dict[float, list[torch.nn.Parameter]] = {}
     for name, weight in model.named_parameters():
         if not weight.requires_grad:
             continue

@@ -22,7 +22,7 @@ class Eagle3Parser(TrlParser):
     """
 
     def __init__(self, dataclass_types: Iterable[type], without: tuple[str, ...] = (), **kwargs: Any):
-        super().__init__(dataclass_types, **kwargs)
+        super().__init__(dataclass_types, **kwargs)  # type: ignore[arg-type]  # a `NewType` that no class has
         for action in [action for action in self._actions if action.dest.startswith(without)] if without else ():
             action.help = argparse.SUPPRESS  # the field keeps its default
             for option in action.option_strings:
@@ -33,16 +33,16 @@ class Eagle3Parser(TrlParser):
                 for name in vars(cls).get("__annotations__", {}):
                     owners.setdefault(name, cls)
         (general,) = (group for group in self._action_groups if group.title in ("options", "optional arguments"))
-        groups = {}
+        groups: dict[type, list[argparse.Action]] = {}
         for action in [action for action in general._group_actions if action.dest in owners]:
             general._group_actions.remove(action)
             groups.setdefault(owners[action.dest], []).append(action)
         is_inherited = {cls: cls.__module__.split(".")[0] in ("trl", "transformers") for cls in groups}
-        for cls in sorted(groups, key=is_inherited.get):  # stable
+        for cls in sorted(groups, key=is_inherited.__getitem__):  # stable
             where = f"inherited from {cls.__module__.split('.')[0]}'s " if is_inherited[cls] else ""
             self.add_argument_group(f"{where}{cls.__name__}")._group_actions += groups[cls]
 
-    def parse_args_and_config(self, args: Iterable[str] | None = None, **kwargs: Any) -> tuple:
+    def parse_args_and_config(self, args: Iterable[str] | None = None, *others: Any, **kwargs: Any) -> tuple:
         """
         Returns an instance of each dataclass.
 
@@ -63,4 +63,4 @@ class Eagle3Parser(TrlParser):
                 hints.append(f"{flag}" + (f" (did you mean {meant[0]}?)" if meant else ""))
         if hints:
             self.error(f"the command line or the YAML file has unknown arguments: {', '.join(hints)}")
-        return super().parse_args_and_config(args, **kwargs)
+        return super().parse_args_and_config(args, *others, **kwargs)

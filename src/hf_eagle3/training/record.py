@@ -112,8 +112,8 @@ def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
         )
     if not record:
         return
-    facts = ("arguments_class", "rows", "sequences_per_step")
-    facts = {name: now[name] for name in facts if record.get(name) is not None}
+    names = ("arguments_class", "rows", "sequences_per_step")
+    facts = {name: now[name] for name in names if record.get(name) is not None}
     fixed = (*args.FIXED_ON_RESUME, *FIXED_IN_SCRIPTS)
     then, now = ({name: each[name] for name in fixed if name in each} for each in (then, now["arguments"]))
     then, now = ({name: each.get(name, defaults.get(name)) for name in {**then, **now}} for each in (then, now))

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import ModelOutput
 
 from ..assisting import assist
@@ -82,15 +82,26 @@ class RolloutCallback(TrainerCallback):
     """Logs the acceptance length and the loss of a draft."""
 
     def __init__(self, draft: DraftModel):
-        self.draft, self.last, self.lengths = draft, draft.last_generation, []
+        self.draft, self.last = draft, draft.last_generation
+        self.lengths: list[int] = []
         self.learner: DraftLearner | None = None
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.draft.last_generation is not self.last:  # several steps may learn from one rollout
-            self.last = self.draft.last_generation
-            self.lengths += self.last.accepted_lengths
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        last = self.draft.last_generation
+        if last is not None and last is not self.last:  # several steps may learn from one rollout
+            self.last = last
+            self.lengths += last.accepted_lengths
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float],
+        **kwargs: Any,
+    ) -> None:
         new = {}
         if self.lengths:
             new["acceptance_length"] = sum(self.lengths) / len(self.lengths)

@@ -3,6 +3,7 @@
 import copy
 import shlex
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from huggingface_hub import CommitInfo, ModelCard
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -34,7 +35,10 @@ logger = get_logger(__name__)
 class DraftSavingTrainer(SFTTrainer):
     """The part of [`Eagle3Trainer`] that saves drafts, writes their cards and pushes them."""
 
+    model: PreTrainedModel | PeftModel
     target_model: PreTrainedModel
+    optimizer: torch.optim.Optimizer | None
+    data_collator: Callable
     # For the card: names of the data, and settings of a script that are not in `args`.
     dataset_names: list[str]
     script_settings: dict[str, Any]
@@ -59,8 +63,8 @@ class DraftSavingTrainer(SFTTrainer):
         draft.borrow_embeddings(self.target_model)
         return draft
 
-    def _copy_of_draft(self, state_dict: dict[str, torch.Tensor]) -> DraftModel:
-        own_class = next(each for each in type(self.draft).__mro__ if not issubclass(each, FSDPModule))
+    def _copy_of_draft(self, state_dict: dict[str, Any]) -> DraftModel:
+        own_class: Any = next(each for each in type(self.draft).__mro__ if not issubclass(each, FSDPModule))
         draft = own_class(copy.deepcopy(self.draft.config))
         draft.generation_config = copy.deepcopy(self.draft.generation_config)
         model, trained = draft, self.accelerator.unwrap_model(self.model)

@@ -12,7 +12,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
@@ -92,7 +92,7 @@ class Eagle3Trainer(DraftSavingTrainer):
     _name = "EAGLE-3"
     _args_class = Eagle3TrainingArguments
     # `compute_loss` divides by the rows of the whole optimizer step.
-    loss_is_scaled_for_ga = True
+    loss_is_scaled_for_ga = True  # type: ignore[assignment]  # TRL does not annotate its `None`
 
     def __init__(
         self,
@@ -104,11 +104,12 @@ class Eagle3Trainer(DraftSavingTrainer):
         check_call(target_model, kwargs)
         target_name = target_model if isinstance(target_model, str) else target_model.config._name_or_path
         args = self._own_arguments(args, target_name)
+        assert not isinstance(args.target_model_init_kwargs, str)  # the arguments check it
         target_model, tokenizer = load_target(
             target_model, args.target_model_init_kwargs, kwargs.get("processing_class"), args.trust_remote_code
         )
         peft_config = kwargs.get("peft_config")
-        if getattr(peft_config, "target_modules", ()) is None:
+        if peft_config is not None and getattr(peft_config, "target_modules", ()) is None:
             # PEFT would choose modules by the `model_type`, which a draft does not have.
             peft_config = kwargs["peft_config"] = copy.copy(peft_config)
             peft_config.target_modules = "all-linear"
@@ -178,6 +179,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         hidden = {"loss_type": "nll", "assistant_only_loss": False, "model_init_kwargs": None}
         train_dataset = kwargs.pop("train_dataset", None)
         store = train_dataset if isinstance(train_dataset, FeatureStore) else None
+        assert not isinstance(args.dataset_kwargs, str)  # the arguments check it
         skips = (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
         if store is not None:
             train_dataset = store.dataset()
@@ -189,10 +191,10 @@ class Eagle3Trainer(DraftSavingTrainer):
             train_dataset = self._encode(train_dataset, tokenizer, args, kwargs.get("formatting_func"), "train")
         self._encoded = train_dataset
         self._hidden = {name: getattr(args, name) for name in hidden}
-        vars(args).update(hidden)
+        args.__dict__.update(hidden)
         kwargs |= {"train_dataset": train_dataset, "processing_class": tokenizer}
         super().__init__(model=draft, args=args, **kwargs)
-        vars(args).update(self._hidden)
+        args.__dict__.update(self._hidden)
         return store
 
     def _check_parallelism(self) -> None:
@@ -312,7 +314,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         """
         if str(resume_from_checkpoint).lower() == "true":  # the command line gives a text
             resume_from_checkpoint = self._last_whole_checkpoint()
-        elif resume_from_checkpoint:
+        elif resume_from_checkpoint and not isinstance(resume_from_checkpoint, bool):
             is_checkpoint = Path(resume_from_checkpoint, TRAINER_STATE_NAME).exists()  # not weights alone
             if is_checkpoint and (reason := what_is_broken(resume_from_checkpoint)) is not None:
                 raise ValueError(
@@ -321,11 +323,11 @@ class Eagle3Trainer(DraftSavingTrainer):
                 )
         self.is_resumed, self.best = bool(resume_from_checkpoint), None
         if self.is_resumed:
-            self._resume(resume_from_checkpoint)
+            self._resume(str(resume_from_checkpoint))
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _last_whole_checkpoint(self) -> str:
-        found = [None]
+        found: list[str | Exception | None] = [None]
         if self.accelerator.is_main_process:  # one process reads the gigabytes
             try:
                 found = [last_whole_checkpoint(self.args.output_dir)]
@@ -341,7 +343,12 @@ class Eagle3Trainer(DraftSavingTrainer):
         check_resumption(self, checkpoint)
 
     def _inner_training_loop(
-        self, batch_size=None, args=None, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None
+        self,
+        batch_size: int | None = None,
+        args: TrainingArguments | None = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Drops the counts first: `auto_find_batch_size` may have begun with a larger batch."""
         self.metrics.clear()
@@ -373,9 +380,9 @@ class Eagle3Trainer(DraftSavingTrainer):
     @torch.no_grad()
     def target_features(self, inputs: dict[str, torch.Tensor]) -> TTTBatch:
         """Runs the target on a collated batch, or reads its stored features."""
-        aux, *distributions = self.target_states.features(inputs, self.draft.draft_token_ids)
-        aux = aux.to(self.draft.get_output_embeddings().weight.dtype)
-        return TTTBatch.of(inputs, aux, distributions, inputs["labels"])
+        features = self.target_states.features(inputs, self.draft.draft_token_ids)
+        aux = features[0].to(self.draft.get_output_embeddings().weight.dtype)
+        return TTTBatch.of(inputs, aux, features[1:], inputs["labels"])
 
     def extract_features(
         self, folder: str | Path, rows_per_shard: int = 1024, dtype: torch.dtype | str | None = None
@@ -453,7 +460,7 @@ class Eagle3Trainer(DraftSavingTrainer):
     def _unrolled_loss(self, draft: DraftModel, batch: TTTBatch, steps: int, **shares: Any) -> TTTOutput:
         return draft_loss(draft, batch, steps, self.args.loss_type, **shares)
 
-    def create_optimizer(self, *args, **kwargs) -> torch.optim.Optimizer:
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         if not self.args.use_muon or self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
             return super().create_optimizer(*args, **kwargs)
         self.optimizer = muon_with_adamw(self.model, self.get_decay_parameter_names(self.model), self.args)
@@ -485,6 +492,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
+        assert isinstance(loss, torch.Tensor)  # without outputs
         return loss.detach(), None, None
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from ..remote_code.modeling_eagle3 import DraftModel
+from ..remote_code.modeling_eagle3 import DraftModel, Eagle3Attention
 from ..remote_code.text_eagle3 import flat_indices, take_rows
 from .losses import DraftLoss, LossType, acceptance_rates, log_sum_exp, pieces, probabilities
 
@@ -41,7 +41,7 @@ MAX_LOGITS = 2**25
 try:
     from torch.nn.attention.flex_attention import AuxRequest
 except ImportError:
-    AuxRequest = None
+    AuxRequest = None  # type: ignore[assignment, misc]
 
 
 @dataclass
@@ -134,7 +134,7 @@ class TTTCache:
 
     def attention_forward(
         self,
-        module: torch.nn.Module,
+        module: Eagle3Attention,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -158,8 +158,12 @@ class TreeTTTCache:
         of_text (`TTTCache`): The cache of the text.
     """
 
+    # Of the last [`~TreeTTTCache.descend`].
+    parents: torch.Tensor
+    roots: torch.Tensor
+
     def __init__(self, of_text: TTTCache):
-        self.of_text, self.parents, self.roots = of_text, None, None
+        self.of_text = of_text
         # For each layer the keys and values of the nodes and their ancestors, (B, H_kv, M, depth, D).
         self.paths: dict[int, list[torch.Tensor]] = {}
 
@@ -178,14 +182,14 @@ class TreeTTTCache:
         if (above := self.paths.get(layer_idx)) is not None:
             index = flat_indices(self.parents, above[0].shape)
             shape = (*keys.shape[:3], *above[0].shape[3:])
-            above = (each.flatten(0, 2).index_select(0, index).view(shape) for each in above)
-            paths = [torch.cat(each, dim=3) for each in zip(above, paths)]
+            theirs = (each.flatten(0, 2).index_select(0, index).view(shape) for each in above)
+            paths = [torch.cat(each, dim=3) for each in zip(theirs, paths)]
         self.paths[layer_idx] = paths
         return keys, values
 
     def attention_forward(
         self,
-        module: torch.nn.Module,
+        module: Eagle3Attention,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -199,8 +203,8 @@ class TreeTTTCache:
         for nodes in torch.arange(query.shape[2], device=query.device).split(BLOCK_SIZE):
             nodes = slice(int(nodes[0]), int(nodes[-1]) + 1)
             block = (query[:, :, nodes], keys, values, self.of_text.documents, self.roots[:, nodes], scaling)
-            block += tuple(states[:, :, nodes] for states in own)
-            outputs.append(checkpoint(block_attention, *block, use_reentrant=False))
+            own_block = (states[:, :, nodes] for states in own)
+            outputs.append(checkpoint(block_attention, *block, *own_block, use_reentrant=False))
         return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
@@ -232,11 +236,11 @@ def blockwise_attention(
         rows = torch.arange(start, end, device=query.device).expand(len(query), -1)
         own = [states[:, :, start:end] for states in (*keys[1:], *values[1:])]
         seen = (keys[0][:, :, :end], values[0][:, :, :end], documents[:, :end])
-        block = (query[:, :, start:end], *seen, rows, scaling, *own)
+        block = (query[:, :, start:end], *seen, rows, scaling)
         if len(keys) > 1 and query.shape[2] > block_size:
-            outputs.append(checkpoint(block_attention, *block, use_reentrant=False))
+            outputs.append(checkpoint(block_attention, *block, *own, use_reentrant=False))
         else:
-            outputs.append(block_attention(*block))
+            outputs.append(block_attention(*block, *own))
     return torch.cat(outputs, dim=2)
 
 
@@ -316,7 +320,7 @@ def causal_block_mask(documents: torch.Tensor, length: int | None = None) -> Blo
     documents = F.pad(documents, (0, (length or documents.shape[1]) - documents.shape[1]), value=-1)
     batch_size, length = documents.shape
 
-    def is_allowed(batch, head, query, key):
+    def is_allowed(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (query >= key) & (documents[batch, query] == documents[batch, key])
 
     return create_block_mask(is_allowed, batch_size, None, length, length, device=documents.device)
@@ -335,7 +339,7 @@ def attend_by_flex(
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the attention `(B, H, L, D)` and the logarithms of its sums of exponentials `(B, H, L)`."""
-    arguments = {"block_mask": block_mask, "scale": scaling, "enable_gqa": True}
+    arguments: dict[str, Any] = {"block_mask": block_mask, "scale": scaling, "enable_gqa": True}
     if AuxRequest is None:  # before torch 2.9
         return flex_attention(query, key, value, **arguments, return_lse=True)
     output, aux = flex_attention(query, key, value, **arguments, return_aux=AuxRequest(lse=True))
@@ -433,15 +437,16 @@ def ttt_unroll(
     length = batch.input_ids.shape[1]
     hidden_states = draft.combine_hidden_states(batch.aux_hidden_states)
     cache = TTTCache(batch.documents) if cache is None else cache
-    step_cache, rows = cache, None
+    tree_cache: TreeTTTCache | None = None
+    rows: torch.Tensor | None = None
     masks = dict.fromkeys(draft.config.transformer_layer_config.layer_types)  # the cache masks
     for step in range(steps):
         tokens, position_ids = F.pad(batch.input_ids[:, 1 + step :], (0, min(1 + step, length))), batch.position_ids
         if step > 0 and row_share < 1:
             kept = some_of(hidden_states, math.ceil(row_share**step * length))
             rows = kept if rows is None else rows.gather(1, kept)
-            step_cache = TreeTTTCache(cache) if step == 1 else step_cache
-            step_cache.descend(kept, rows)
+            tree_cache = TreeTTTCache(cache) if tree_cache is None else tree_cache
+            tree_cache.descend(kept, rows)
             hidden_states = take_rows(hidden_states, kept)
             tokens, position_ids = tokens.gather(1, rows), position_ids.gather(1, rows)
         if step == 0 and draft.config.is_parallel:
@@ -457,7 +462,7 @@ def ttt_unroll(
             hidden_states=hidden_states,
             attention_mask=masks,
             position_ids=position_ids + step,
-            cache=step_cache,
+            cache=cache if tree_cache is None else tree_cache,
         )
         yield UnrollStep(normed, draft.lm_head, rows=rows, hidden_states=hidden_states)
 
@@ -578,8 +583,8 @@ def unroll_loss(
     target_probs, entropy = probabilities(target_logits)  # (B, L, V_draft), (B, L)
     all_targets = (target_probs, batch.target_mass, entropy, batch.target_tokens)
 
-    def score(head: Callable, states: torch.Tensor, rows: torch.Tensor, *targets: torch.Tensor) -> tuple:
-        logits, targets = head(states), RowTargets(*targets)
+    def score(head: Callable, states: torch.Tensor, rows: torch.Tensor, *of_rows: torch.Tensor) -> tuple:
+        logits, targets = head(states), RowTargets(*of_rows)
         loss, logits = (row_loss(logits, targets) * rows).sum(), logits.detach()
         unweighted = logits if vocabulary is None else logits - vocabulary.log_weights
         best = token_ids[unweighted.max(dim=-1).indices]
@@ -597,8 +602,8 @@ def unroll_loss(
         scores = [(weight * loss, *others) for loss, *others in scores]
         if step.row_losses is not None:
             scores.append(((step.row_losses[:, :num] * rows).sum(), 0, 0, rows[:, :0]))
-        losses, num_sampled, acceptances, correct = zip(*scores)
-        correct = torch.cat(correct, dim=1)
+        losses, num_sampled, acceptances, are_correct = zip(*scores)
+        correct = torch.cat(are_correct, dim=1)
         now = rows & reached.gather(1, kept)
         accepted = now & correct
         reached = torch.zeros_like(reached).scatter(1, kept, accepted)
