@@ -222,7 +222,7 @@ class DFlashForSpeculation(BaselineDraft):
         } | overrides
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *args: Any, **kwargs: Any) -> Any:
         """
         Loads a draft of z-lab, of JetSpec, or of ours. See [`~modeling_eagle3.DraftModel.from_pretrained`]. A tree may be as
         deep as the block is long, unless a `generation_config.json` says otherwise (`tree_depth`).
@@ -238,7 +238,8 @@ class DFlashForSpeculation(BaselineDraft):
                 "target's. It is another kind of draft, or the head was saved by mistake: remove it then."
             )
         hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        path = find(pretrained_model_name_or_path, "generation_config.json", **hub_kwargs)
+        source = pretrained_model_name_or_path
+        path = None if source is None else find(source, "generation_config.json", **hub_kwargs)
         if path is None or "tree_depth" not in read_json(path):
             set_tree_depth(draft)
         return loaded
@@ -368,9 +369,10 @@ class DFlashForSpeculation(BaselineDraft):
                 "A block is given by one of `input_ids` and `inputs_embeds`. To generate text, call "
                 "`target.generate(..., assistant_model=draft)`."
             )
-        states = (
-            self.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        ) * self.config.input_embedding_scale
+        if inputs_embeds is None:
+            assert input_ids is not None
+            inputs_embeds = self.embed(input_ids)
+        states = inputs_embeds * self.config.input_embedding_scale
         num_context, num_queries = 0 if hidden_states is None else hidden_states.shape[1], states.shape[1]
         returned = cache if cache is not None or not use_cache else DynamicCache()
         cache = DynamicCache() if returned is None else returned
