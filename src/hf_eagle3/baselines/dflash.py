@@ -74,7 +74,7 @@ class DFlashConfig(BaselineConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        layer_config: Any = self.transformer_layer_config
+        layer_config = self.transformer_layer_config
         layer_type = layer_config.model_type
         if layer_type != "qwen3":
             raise ValueError(f"A DFlash draft has layers of 'qwen3', not of {layer_type!r}.")
@@ -180,11 +180,10 @@ class DFlashForSpeculation(BaselineDraft):
 
     def __init__(self, config: DFlashConfig):
         super().__init__(config)
-        layer_config: Any = config.transformer_layer_config
+        layer_config = config.transformer_layer_config
         layer_config._attn_implementation = self.config._attn_implementation
         size, eps = layer_config.hidden_size, layer_config.rms_norm_eps
-        aux_size: Any = config.target_hidden_size
-        self.fc = nn.Linear(config.num_aux_hidden_states * aux_size, size, bias=False)
+        self.fc = nn.Linear(config.num_aux_hidden_states * config.target_hidden_size, size, bias=False)
         self.hidden_norm = Eagle3RMSNorm(size, eps=eps)
         self.layers = nn.ModuleList(DFlashDecoderLayer(layer_config, i) for i in range(config.num_hidden_layers))
         self.norm = Eagle3RMSNorm(size, eps=eps)
@@ -404,7 +403,7 @@ class DFlashForSpeculation(BaselineDraft):
         return BlockProposer(self, call)
 
 
-def set_tree_depth(draft: Any) -> None:
+def set_tree_depth(draft: DraftModel) -> None:
     """Makes trees as deep as the block allows."""
     draft.generation_config.tree_depth = draft.config.block_size - 1
 

@@ -38,7 +38,7 @@ class EagleDecoderLayer(nn.Module):
 
     def __init__(self, config: EagleConfig, layer_idx: int):
         super().__init__()
-        layer_config: Any = config.transformer_layer_config
+        layer_config = config.transformer_layer_config
         size, eps = layer_config.hidden_size, layer_config.rms_norm_eps
         self.fc = nn.Linear(2 * size, size) if layer_idx == 0 else None
         self.self_attn = Eagle3Attention(layer_config, layer_idx, input_size=size)
@@ -77,7 +77,7 @@ class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
 
     def __init__(self, config: EagleConfig):
         DraftModel.__init__(self, config)  # without EAGLE-3's layers
-        layer_config: Any = config.transformer_layer_config
+        layer_config = config.transformer_layer_config
         layer_config._attn_implementation = self.config._attn_implementation
         self.layers = nn.ModuleList(EagleDecoderLayer(config, i) for i in range(layer_config.num_hidden_layers))
         self.norm = nn.Identity()
