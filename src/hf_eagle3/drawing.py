@@ -107,7 +107,8 @@ def nodes_of(step: Eagle3Step, tokenizer: PreTrainedTokenizerBase, row: int) -> 
         tokens.append(step.new_tokens[row][-1])
         parents.append(accepted[-1] if accepted else 0)
         kinds.append("target")
-    paths, nodes = [], []  # paths: the tokens from the root to each node
+    nodes: list[Node] = []
+    paths: list[list[int]] = []  # the tokens from the root to each node
     for index, (token, parent, kind) in enumerate(zip(tokens, parents, kinds)):
         before = paths[parent] if index > 0 else []
         paths.append([*before, token])

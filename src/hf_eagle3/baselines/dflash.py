@@ -74,7 +74,7 @@ class DFlashConfig(BaselineConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        layer_config: Any = self.transformer_layer_config
+        layer_config = self.transformer_layer_config
         layer_type = layer_config.model_type
         if layer_type != "qwen3":
             raise ValueError(f"A DFlash draft has layers of 'qwen3', not of {layer_type!r}.")
@@ -180,11 +180,10 @@ class DFlashForSpeculation(BaselineDraft):
 
     def __init__(self, config: DFlashConfig):
         super().__init__(config)
-        layer_config: Any = config.transformer_layer_config
+        layer_config = config.transformer_layer_config
         layer_config._attn_implementation = self.config._attn_implementation
         size, eps = layer_config.hidden_size, layer_config.rms_norm_eps
-        aux_size: Any = config.target_hidden_size
-        self.fc = nn.Linear(config.num_aux_hidden_states * aux_size, size, bias=False)
+        self.fc = nn.Linear(config.num_aux_hidden_states * config.target_hidden_size, size, bias=False)
         self.hidden_norm = Eagle3RMSNorm(size, eps=eps)
         self.layers = nn.ModuleList(DFlashDecoderLayer(layer_config, i) for i in range(config.num_hidden_layers))
         self.norm = Eagle3RMSNorm(size, eps=eps)
@@ -222,7 +221,7 @@ class DFlashForSpeculation(BaselineDraft):
         } | overrides
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *args: Any, **kwargs: Any) -> Any:
         """
         Loads a draft of z-lab, of JetSpec, or of ours. See [`~modeling_eagle3.DraftModel.from_pretrained`]. A tree may be as
         deep as the block is long, unless a `generation_config.json` says otherwise (`tree_depth`).
@@ -238,7 +237,8 @@ class DFlashForSpeculation(BaselineDraft):
                 "target's. It is another kind of draft, or the head was saved by mistake: remove it then."
             )
         hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        path = find(pretrained_model_name_or_path, "generation_config.json", **hub_kwargs)
+        source = pretrained_model_name_or_path
+        path = None if source is None else find(source, "generation_config.json", **hub_kwargs)
         if path is None or "tree_depth" not in read_json(path):
             set_tree_depth(draft)
         return loaded
@@ -368,9 +368,10 @@ class DFlashForSpeculation(BaselineDraft):
                 "A block is given by one of `input_ids` and `inputs_embeds`. To generate text, call "
                 "`target.generate(..., assistant_model=draft)`."
             )
-        states = (
-            self.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        ) * self.config.input_embedding_scale
+        if inputs_embeds is None:
+            assert input_ids is not None
+            inputs_embeds = self.embed(input_ids)
+        states = inputs_embeds * self.config.input_embedding_scale
         num_context, num_queries = 0 if hidden_states is None else hidden_states.shape[1], states.shape[1]
         returned = cache if cache is not None or not use_cache else DynamicCache()
         cache = DynamicCache() if returned is None else returned
@@ -402,7 +403,7 @@ class DFlashForSpeculation(BaselineDraft):
         return BlockProposer(self, call)
 
 
-def set_tree_depth(draft: Any) -> None:
+def set_tree_depth(draft: DraftModel) -> None:
     """Makes trees as deep as the block allows."""
     draft.generation_config.tree_depth = draft.config.block_size - 1
 

@@ -3,7 +3,7 @@ EAGLE (https://huggingface.co/papers/2401.15077): one layer predicts the target'
 reads them. With a dynamic tree it is EAGLE-2 (https://huggingface.co/papers/2406.16858).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ class EagleDecoderLayer(nn.Module):
 
     def __init__(self, config: EagleConfig, layer_idx: int):
         super().__init__()
-        layer_config: Any = config.transformer_layer_config
+        layer_config = config.transformer_layer_config
         size, eps = layer_config.hidden_size, layer_config.rms_norm_eps
         self.fc = nn.Linear(2 * size, size) if layer_idx == 0 else None
         self.self_attn = Eagle3Attention(layer_config, layer_idx, input_size=size)
@@ -77,7 +77,7 @@ class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
 
     def __init__(self, config: EagleConfig):
         DraftModel.__init__(self, config)  # without EAGLE-3's layers
-        layer_config: Any = config.transformer_layer_config
+        layer_config = config.transformer_layer_config
         layer_config._attn_implementation = self.config._attn_implementation
         self.layers = nn.ModuleList(EagleDecoderLayer(config, i) for i in range(layer_config.num_hidden_layers))
         self.norm = nn.Identity()
@@ -96,9 +96,9 @@ class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
     def set_output_embeddings(self, head: nn.Linear) -> None:
         self.lm_head = head.requires_grad_(False)
 
-    def combine_hidden_states(self, aux: torch.Tensor) -> torch.Tensor:
+    def combine_hidden_states(self, aux: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the state: the draft reads only one."""
-        return aux
+        return aux if isinstance(aux, torch.Tensor) else aux[0]
 
     def unroll(self, batch: TTTBatch, steps: int) -> Iterator[UnrollStep]:
         """Yields the drafting steps with the smooth L1 loss of each state (section 4.2)."""

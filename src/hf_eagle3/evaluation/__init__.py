@@ -1,6 +1,6 @@
 """Measures drafts."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .benchmark import run_benchmark
 from .results import METHODS, BenchmarkResults, BenchmarkRow, compare, format_table, plot_all, print_table
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     # Only tasks need `datasets`.
     if name in ("TASKS", "load_prompts", "read_prompts"):
         from . import tasks

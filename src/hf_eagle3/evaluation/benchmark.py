@@ -3,16 +3,19 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
+from ..remote_code.outputs_eagle3 import Eagle3GenerationStats
+from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Proposer
 from .memory import peak_memory, reset_peak_memory
 from .results import METHODS, OTHER_DRAFTS, OURS, BenchmarkResults, speedup
 
@@ -83,7 +86,7 @@ def run_benchmark(
     left_out = results.run.setdefault("left_out", {})
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    assistance = {
+    assistance: dict[str, dict[str, Any]] = {
         "plain": {},
         "prompt-lookup": {"prompt_lookup_num_tokens": 8},
         "assistant": {"assistant_model": assistant},
@@ -150,19 +153,21 @@ class TimedGeneration:
     target: PreTrainedModel
     settings: dict
     sampling: dict
-    assistance: dict[str, dict]  # arguments of `generate`, by method
+    assistance: dict[str, dict[str, Any]]  # arguments of `generate`, by method
 
-    def __call__(self, inputs, method: str, temperature: float, seed: int) -> tuple[list[list[int]], dict]:
+    def __call__(
+        self, inputs: BatchEncoding, method: str, temperature: float, seed: int
+    ) -> tuple[list[list[int]], dict[str, Any]]:
         """Returns the new tokens of each row, and seconds, forwards, accepted lengths and peak memory of the call."""
-        mode = {"do_sample": False}
+        mode: dict[str, Any] = {"do_sample": False}
         if temperature != 0:
             mode = {"do_sample": True, "temperature": temperature, **self.sampling}
         device, draft = self.target.device, self.assistance[method].get("assistant_model")
-        is_ours = hasattr(draft, "assisted_decoding")
+        ours = draft if hasattr(draft, "assisted_decoding") else None
         set_seed(seed)
         with (
             as_chain(draft, method == "eagle3-chain"),
-            timing_drafter(draft if is_ours else None) as drafting,
+            timing_drafter(ours) as drafting,
             counting_forwards(self.target) as num_forwards,
         ):
             counts_memory = reset_peak_memory(device)
@@ -171,15 +176,15 @@ class TimedGeneration:
             sequences = self.target.generate(**inputs, **self.settings, **mode, **self.assistance[method])
             synchronize(device)
             seconds = time.perf_counter() - start
-        stats = draft.last_generation if is_ours else None
+        stats = Eagle3GenerationStats() if ours is None else ours.last_generation
         facts = {
             "seconds": seconds,
             "draft_seconds": drafting[0],
             "target_forwards": num_forwards[0],
-            "accepted_lengths": Counter(stats.accepted_lengths if is_ours else []),
-            "drafted_lengths": Counter(stats.drafted_lengths if is_ours else []),
-            "plain_steps": stats.plain_steps if is_ours else 0,
-            "lookup_steps": stats.lookup_steps if is_ours else 0,
+            "accepted_lengths": Counter(stats.accepted_lengths),
+            "drafted_lengths": Counter(stats.drafted_lengths),
+            "plain_steps": stats.plain_steps,
+            "lookup_steps": stats.lookup_steps,
             "peak_memory": peak_memory(device) if counts_memory else None,
         }
         ends = self.target.generation_config.eos_token_id
@@ -192,7 +197,7 @@ def measure_repeat(
     generate: TimedGeneration, batches: list, methods: list[str], temperature: float, seed: int, progress: tqdm
 ) -> list[dict]:
     """Runs all methods once over all batches, in turns. Returns a measurement of each method, plain generation's first."""
-    measured = {}
+    measured: dict[str, dict[str, Any]] = {}
     for method in methods:
         measured[method] = {"method": method, "new_tokens": 0, "seconds": 0.0, "draft_seconds": 0.0}
         measured[method] |= {"target_forwards": 0, "plain_steps": 0, "lookup_steps": 0}
@@ -221,7 +226,12 @@ def measure_repeat(
     return list(measured.values())
 
 
-def check_methods(methods, drafts, assistant, dflash) -> list[str]:
+def check_methods(
+    methods: Sequence[str],
+    drafts: Mapping[str, PreTrainedModel],
+    assistant: PreTrainedModel | None,
+    dflash: PreTrainedModel | None,
+) -> list[str]:
     """
     Returns the methods in their usual order, plain generation first.
 
@@ -258,7 +268,7 @@ def whole_repeats(results: BenchmarkResults, methods: Sequence[str]) -> set[tupl
     """Returns task, batch size, temperature and number of each complete repeat. Drops measurements of incomplete ones."""
     measured: dict[tuple, set[str]] = {}
 
-    def key(each):
+    def key(each: dict[str, Any]) -> tuple:
         return each["task"], each["batch_size"], each["temperature"], each["repeat"]
 
     for each in results.measurements:
@@ -273,9 +283,9 @@ def whole_repeats(results: BenchmarkResults, methods: Sequence[str]) -> set[tupl
 
 
 @contextmanager
-def as_chain(draft, is_chain: bool):
+def as_chain(draft: PreTrainedModel | None, is_chain: bool) -> Iterator[None]:
     """Lets the draft propose a single continuation instead of a tree."""
-    if not is_chain:
+    if draft is None or not is_chain:
         yield
         return
     width, draft.generation_config.branching_factor = draft.generation_config.branching_factor, 1
@@ -286,7 +296,7 @@ def as_chain(draft, is_chain: bool):
 
 
 @contextmanager
-def timing_drafter(draft):
+def timing_drafter(draft: PreTrainedModel | None) -> Iterator[list[float]]:
     """
     Yields a list with one number: the seconds that the host spends on drafting trees. On accelerators the device may
     take longer. Waiting for it would slow down the call, and change the times that `auto` decides by.
@@ -299,11 +309,11 @@ def timing_drafter(draft):
     own_draft = draft.get_base_model() if hasattr(draft, "get_base_model") else draft
     make_proposer = own_draft.proposer
 
-    def timed_proposer(call):
+    def timed_proposer(call: GenerationCall) -> Proposer:
         proposer = make_proposer(call)
         propose = proposer.propose
 
-        def timed_propose(*args, **kwargs):
+        def timed_propose(*args: Any, **kwargs: Any) -> DraftTree:
             start = time.perf_counter()
             tree = propose(*args, **kwargs)
             seconds[0] += time.perf_counter() - start
@@ -320,11 +330,11 @@ def timing_drafter(draft):
 
 
 @contextmanager
-def counting_forwards(target):
+def counting_forwards(target: PreTrainedModel) -> Iterator[list[int]]:
     """Yields a list with one number: the target's forward passes."""
     count = [0]
 
-    def add(module, arguments):
+    def add(module: torch.nn.Module, arguments: tuple) -> None:
         count[0] += 1
 
     handle = target.register_forward_pre_hook(add)

@@ -1,6 +1,7 @@
 """Loads a draft to measure it, with the installed code or with the code that was saved with it."""
 
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
@@ -13,7 +14,7 @@ CODES = ("installed", "saved")
 CODE_HELP = "The code that the draft runs: the installed hf-eagle3, or the code that was saved with it (remote code)"
 
 
-def load_draft(name: str, code: str = "installed", **kwargs) -> PreTrainedModel:
+def load_draft(name: str, code: str = "installed", **kwargs: Any) -> PreTrainedModel:
     """
     Loads a draft, in evaluation mode.
 

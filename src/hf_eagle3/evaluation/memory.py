@@ -33,4 +33,6 @@ def peak_memory(device: torch.device) -> float:
     allocator = torch.get_device_module(device)
     if hasattr(allocator, "max_memory_allocated"):
         return allocator.max_memory_allocated(device) / 2**20
-    return int(re.search(r"VmHWM:\s*(\d+) kB", (PROCESS / "status").read_text())[1]) / 2**10
+    found = re.search(r"VmHWM:\s*(\d+) kB", (PROCESS / "status").read_text())
+    assert found is not None
+    return int(found[1]) / 2**10

@@ -2,12 +2,15 @@
 
 import functools
 import time
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 import torch
-from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from .benchmark import synchronize
 
@@ -36,12 +39,13 @@ PARTS = (
 class OwnTimes:
     """Counts the seconds in each part, without those in other parts inside it."""
 
-    def __init__(self, now=time.perf_counter):
-        self.now, self.seconds = now, Counter()
-        self.inside = []  # seconds of other parts inside each open part
+    def __init__(self, now: Callable[[], float] = time.perf_counter):
+        self.now = now
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.inside: list[float] = []  # seconds of other parts inside each open part
 
     @contextmanager
-    def spent_on(self, part: str):
+    def spent_on(self, part: str) -> Iterator[None]:
         start = self.now()
         self.inside.append(0.0)
         try:
@@ -55,7 +59,12 @@ class OwnTimes:
 
 @torch.no_grad()
 def profile_steps(
-    target, draft, prompts: list[list[int]], max_new_tokens: int = 64, temperature: float = 0.0, **settings
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    prompts: list[list[int]],
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    **settings: Any,
 ) -> dict:
     """
     Decodes prompts with the draft, one after the other, and sorts the time into parts. On an accelerator each part ends
@@ -68,7 +77,7 @@ def profile_steps(
     mode = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     settings = {"max_new_tokens": max_new_tokens, **mode, **settings}
 
-    def generate(prompt):
+    def generate(prompt: list[int]) -> int:
         inputs = torch.tensor([prompt], device=target.device)
         target.generate(inputs, attention_mask=torch.ones_like(inputs), assistant_model=draft, **settings)
         synchronize(target.device)
@@ -80,14 +89,14 @@ def profile_steps(
         for prompt in prompts:
             with times.spent_on(REST):
                 steps += generate(prompt)
-    own, total = times.seconds, times.seconds.total()
+    own, total = times.seconds, sum(times.seconds.values())
     prompt_seconds = own.pop(PROMPT, 0.0)
     order = [*dict.fromkeys(part for part, *_ in PARTS), REST]
     seconds = {part: own[part] / max(steps, 1) for part in order if own[part]}
     return {"steps": steps, "seconds": seconds, "seconds_of_calls": total, "seconds_of_prompts": prompt_seconds}
 
 
-def own_module(draft, name: str):
+def own_module(draft: PreTrainedModel, name: str) -> ModuleType:
     """Returns a module of the code that the draft runs. It may be a copy of ours."""
     if hasattr(draft, "get_base_model"):  # adapted by PEFT
         draft = draft.get_base_model()
@@ -95,12 +104,12 @@ def own_module(draft, name: str):
 
 
 @contextmanager
-def timed_parts(draft, device, times: OwnTimes):
+def timed_parts(draft: PreTrainedModel, device: torch.device, times: OwnTimes) -> Iterator[None]:
     """Times the functions of `PARTS`, in the code that the draft runs."""
 
-    def timed(function, part):
+    def timed(function: Callable, part: str) -> Callable:
         @functools.wraps(function)
-        def timed_function(*args, **kwargs):
+        def timed_function(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # a compiled step has no separate parts
                 return function(*args, **kwargs)
             with times.spent_on(part):

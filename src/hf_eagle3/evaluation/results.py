@@ -7,11 +7,17 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..environment import public_name
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 # The methods of our own drafts, and of hf_eagle3.baselines.
@@ -203,11 +209,12 @@ class BenchmarkResults:
         rows = []
         for (task, batch_size, temperature, method), repeats in groups.items():
 
-            def total(name, repeats=repeats):
+            def total(name: str, repeats: list[dict] = repeats) -> Any:
                 return sum(repeat[name] for repeat in repeats)
 
             differing = {index for repeat in repeats for index in repeat["differing"]}
-            accepted, drafted = Counter(), Counter()
+            accepted: Counter[int] = Counter()
+            drafted: Counter[int] = Counter()
             for repeat in repeats:
                 accepted.update({int(length): count for length, count in repeat["accepted_lengths"].items()})
                 drafted.update({int(length): count for length, count in repeat["drafted_lengths"].items()})
@@ -318,7 +325,7 @@ def chance(before: Sequence[float], after: Sequence[float]) -> float:
     order = sorted(values)
     ranks = [bisect.bisect_left(order, value) + bisect.bisect_right(order, value) for value in values]
     size, middle = len(before), len(before) * statistics.mean(ranks)
-    splits = itertools.combinations(ranks, size)
+    splits: Iterable[Sequence[int]] = itertools.combinations(ranks, size)
     if math.comb(len(ranks), size) > 20_000:
         generator = random.Random(0)
         splits = (generator.sample(ranks, size) for _ in range(20_000))
@@ -366,7 +373,7 @@ def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
     return "\n".join(lines)
 
 
-def what_differs(before, after) -> str:
+def what_differs(before: Any, after: Any) -> str:
     """Returns the entries of two dicts that differ, or two values that differ, in words. Empty if they are the same."""
     if not (isinstance(before, dict) and isinstance(after, dict)):
         return "" if before == after else f"{before} before, {after} after"
@@ -425,7 +432,7 @@ def with_range(rows: Sequence[BenchmarkRow]) -> dict:
     return {"medians": medians, "ranges": [below, above]}
 
 
-def plot_speedups(rows: Sequence[BenchmarkRow]):
+def plot_speedups(rows: Sequence[BenchmarkRow]) -> "Figure":
     """Plots a bar for each method and task, at the smallest batch size."""
     smallest = min(row.batch_size for row in rows)
     rows = [row for row in rows if row.batch_size == smallest]
@@ -465,7 +472,7 @@ def plot_speedups(rows: Sequence[BenchmarkRow]):
     return figure
 
 
-def plot_acceptance(rows: Sequence[BenchmarkRow]):
+def plot_acceptance(rows: Sequence[BenchmarkRow]) -> "Figure":
     """
     Plots how often the first, second, ... drafted token was accepted. Tasks are pooled, and each method, temperature and
     batch size has a line.
@@ -481,9 +488,9 @@ def plot_acceptance(rows: Sequence[BenchmarkRow]):
             label = (
                 f"{method}, T = {temperature:g}, batch size {size}, τ of trees = {pooled.tree_acceptance_length:.2f}"
             )
-            style = {"color": COLORS[method], "linestyle": ["-", "--", ":", "-."][temperatures.index(temperature) % 4]}
-            style["marker"] = "os^Dv"[sizes.index(size) % 5]
-            axis.plot(range(1, len(shares) + 1), shares, label=label, **style)
+            line = ["-", "--", ":", "-."][temperatures.index(temperature) % 4]
+            style: dict[str, Any] = {"color": COLORS[method], "linestyle": line, "label": label}
+            axis.plot(range(1, len(shares) + 1), shares, marker="os^Dv"[sizes.index(size) % 5], **style)
     axis.set_xlabel("drafted token")
     axis.set_ylabel("share of trees in which it is accepted")
     axis.set_ylim(0, 1)
@@ -492,7 +499,7 @@ def plot_acceptance(rows: Sequence[BenchmarkRow]):
     return figure
 
 
-def plot_batch_sizes(rows: Sequence[BenchmarkRow]):
+def plot_batch_sizes(rows: Sequence[BenchmarkRow]) -> "Figure":
     """Plots speed-up against batch size. Each method has a line: the median over tasks and repeats."""
     temperatures, sizes = (sorted({getattr(row, name) for row in rows}) for name in ("temperature", "batch_size"))
     figure, axes = _figure(len(temperatures), figsize=(4.5 * len(temperatures), 3.6))
@@ -506,7 +513,7 @@ def plot_batch_sizes(rows: Sequence[BenchmarkRow]):
             if shown:
                 pooled = [BenchmarkRow(method, temperature, speedups=shown[size]) for size in sorted(shown)]
                 speedups = with_range(pooled)
-                style = {"marker": "o", "capsize": 2, "color": COLORS[method], "label": method}
+                style: dict[str, Any] = {"marker": "o", "capsize": 2, "color": COLORS[method], "label": method}
                 axis.errorbar(sorted(shown), speedups["medians"], yerr=speedups["ranges"], **style)
         axis.set_xlabel("batch size")
         axis.set_xticks(sizes)
@@ -516,7 +523,7 @@ def plot_batch_sizes(rows: Sequence[BenchmarkRow]):
     return figure
 
 
-def _figure(columns: int, figsize):
+def _figure(columns: int, figsize: tuple[float, float]) -> "tuple[Figure, Sequence[Axes]]":
     # pyplot would keep figures, and ask for a screen.
     from matplotlib.figure import Figure
 

@@ -122,8 +122,9 @@ def load_prompts(
     """
 
     encoder = PromptEncoder(tokenizer)
+    prompts: list[list[int]] = []
 
-    def chat(messages: list[dict], **kwargs) -> list[int]:
+    def chat(messages: list[dict], **kwargs: Any) -> list[int]:
         if not encoder.has_template:
             logger.warning_once(
                 "The tokenizer has no chat template, so the messages of a chat are joined as plain text."
@@ -140,19 +141,18 @@ def load_prompts(
         if len(rows) < task.num_prompts:
             raise ValueError(f"{task.path} has {len(rows)} rows, but {name} takes {task.num_prompts} of them.")
         rows = rows.select(range(min(num_prompts or task.num_prompts, task.num_prompts)))
-        prompts = []
         for row in rows:
-            messages, turns = [], task.turns_of(row)
+            messages: list[dict] = []
+            turns = task.turns_of(row)
             for turn in turns if answer is not None else turns[:1]:
-                if messages:
+                if answer is not None and messages:
                     messages.append({"role": "assistant", "content": answer(prompts[-1])})
                 messages.append({"role": "user", "content": turn})
                 prompts.append(chat(messages))
         return prompts
-    prompts = []
     for number, row in _read_prompts(name, num_prompts):
         try:
-            prompts.append(chat(row.messages, **row.template_kwargs) if row.messages else encoder.text(row.text))
+            prompts.append(encoder.text(row.text) if row.text else chat(row.messages, **row.template_kwargs))
         except Exception as error:
             raise ValueError(f"{name}, line {number}: the chat template refuses it: {error}") from error
     return prompts

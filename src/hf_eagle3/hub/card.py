@@ -10,9 +10,11 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import PreTrainedModel
 
 from ..checkpoints import ENGINES, describe_engines, sglang
 from ..checkpoints.engines import check_vllm
@@ -33,7 +35,7 @@ RENDERED = re.compile(r"<!-- rendered by hf-eagle3, digest (\w+) -->\n?$")
 
 def render_card(
     repo_id: str,
-    draft=None,
+    draft: PreTrainedModel | None = None,
     *,
     verifier: str | None = None,
     training: dict | None = None,
@@ -142,7 +144,7 @@ def render_card(
     )
 
 
-def from_template(template: Path, data: ModelCardData, **texts) -> ModelCard:
+def from_template(template: Path, data: ModelCardData, **texts: Any) -> ModelCard:
     """Returns the card that a template renders, with a digest at its end."""
     card = ModelCard.from_template(data, template_str=template.read_text(encoding="utf-8"), **texts)
     card.text = card.text.rstrip("\n") + "\n"
@@ -161,7 +163,7 @@ def published_table(published: Sequence[dict]) -> str:
     return "\n".join(lines) if published else ""
 
 
-def engine_tags(draft, adapter_of: str | None) -> list[str]:
+def engine_tags(draft: PreTrainedModel | None, adapter_of: str | None) -> list[str]:
     """Returns tags of the engines that take the draft as it is."""
     if adapter_of is not None:
         return []
@@ -173,13 +175,14 @@ def engine_tags(draft, adapter_of: str | None) -> list[str]:
     return ["vllm"]
 
 
-def is_hub_id(name: str | None) -> bool:
+def is_hub_id(name: str | None) -> TypeGuard[str]:
     """Returns whether this looks like a repo of the Hub, and is no path."""
-    is_file = bool(name) and Path(name).suffix in (".json", ".jsonl", ".parquet", ".txt", ".csv")
-    return bool(name) and bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)) and not is_file and not Path(name).exists()
+    if not name or Path(name).suffix in (".json", ".jsonl", ".parquet", ".txt", ".csv"):
+        return False
+    return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)) and not Path(name).exists()
 
 
-def form(draft) -> str:
+def form(draft: PreTrainedModel) -> str:
     """Returns what the draft is, in one line."""
     config, layer = draft.config, draft.config.transformer_layer_config
     flags = [
@@ -214,7 +217,7 @@ def eval_results(
     """
     results = []
     for row in rows:
-        common = {
+        common: dict[str, Any] = {
             "task_type": "text-generation",
             "task_name": "Speculative decoding",
             "dataset_type": row.task,
@@ -241,7 +244,7 @@ def eval_results(
             (
                 "speedup_prompt_lookup_alone",
                 f"Speed-up over plain generation, prompt lookup without a draft ({repeats})",
-                lookup and lookup.median_speedup,
+                None if lookup is None else lookup.median_speedup,
             ),
         )
         results += [

@@ -577,8 +577,8 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
             self.fc_norm = nn.ModuleList(Eagle3RMSNorm(state_size, eps=eps) for _ in range(num_states))
         self.fc = nn.Linear(num_states * state_size, hidden_size, bias=False)
         self.layers = nn.ModuleList(Eagle3DecoderLayer(config, i) for i in range(layer_config.num_hidden_layers))
-        self.norm = Eagle3RMSNorm(hidden_size, eps=eps)
-        self.lm_head = Eagle3Head(hidden_size, config.draft_vocab_size, bias=False)
+        self.norm: nn.Module = Eagle3RMSNorm(hidden_size, eps=eps)
+        self.lm_head: nn.Linear = Eagle3Head(hidden_size, config.draft_vocab_size, bias=False)
         self.rotary_emb = Eagle3RotaryEmbedding(layer_config)
         if config.is_parallel:
             self.mask_hidden = nn.Parameter(torch.randn(1, 1, num_states * state_size))

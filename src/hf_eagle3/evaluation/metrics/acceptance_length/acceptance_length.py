@@ -2,6 +2,8 @@
 
 import statistics
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import datasets
 import evaluate
@@ -42,7 +44,7 @@ CITATION = """
 
 
 class AcceptanceLength(evaluate.Metric):
-    def _info(self):
+    def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
             description=DESCRIPTION,
             citation=CITATION,
@@ -51,7 +53,7 @@ class AcceptanceLength(evaluate.Metric):
             reference_urls=["https://huggingface.co/papers/2503.01840"],
         )
 
-    def _compute(self, predictions):
+    def _compute(self, predictions: Sequence[Sequence[int]]) -> dict[str, Any]:
         requests = [list(lengths) for lengths in predictions if len(lengths)]
         lengths = Counter(length for request in requests for length in request)
         if not lengths:

@@ -1,6 +1,7 @@
 """Speed-up of speculative decoding, for `evaluate.load`."""
 
 import statistics
+from collections.abc import Sequence
 
 import datasets
 import evaluate
@@ -39,7 +40,7 @@ CITATION = """
 
 
 class SpeculativeSpeedup(evaluate.Metric):
-    def _info(self):
+    def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
             description=DESCRIPTION,
             citation=CITATION,
@@ -50,6 +51,6 @@ class SpeculativeSpeedup(evaluate.Metric):
             reference_urls=["https://huggingface.co/papers/2211.17192"],
         )
 
-    def _compute(self, predictions, references):
+    def _compute(self, predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
         ratios = [speedup(ours, plain) for ours, plain in zip(predictions, references)]
         return {"speedup": statistics.median(ratios), "min_speedup": min(ratios), "max_speedup": max(ratios)}
