@@ -33,8 +33,8 @@ def accept(
     carries this token, and ends where there is no such child. So the text is the target's, and the tree only decides
     how much of it one step writes.
 
-    Returns `None`, and accepts nothing, if it `may_discard` the tree and scores of a root are NaN. The reason may be
-    another node: its NaNs pass through any mask (0 * NaN).
+    Returns `None`, and accepts nothing, if it `may_discard` the tree and a root's scores are NaN. They may come from
+    another node: NaNs pass through any mask (0 * NaN).
     """
     starts, was_finished = list(text.lengths), list(text.is_finished)
     walk = sampler.start_walk(tree, outputs, may_discard)
@@ -80,7 +80,7 @@ class Sampler:
     Picks tokens from the target's scores as `_sample` does.
 
     If no processor or criterion reads the text before a token, it picks at all nodes of a tree at once, with one sync.
-    Otherwise it picks at the nodes that the walk visits. So it does on a CPU, too, if scores are to be processed.
+    Otherwise, and on a CPU if scores need processing, it picks only at the nodes that the walk visits.
     """
 
     def __init__(self, text: Text, arguments: SampleArguments, returned: ReturnedOutputs):
@@ -95,7 +95,7 @@ class Sampler:
         self.warpers = [processor for processor in logits_processor if is_one_of(processor, WARP_DRAFTS)]
         temperatures = (each.temperature for each in self.warpers if isinstance(each, TemperatureLogitsWarper))
         self.temperature = next(temperatures, 1.0)
-        # Whether a token depends on nothing but the scores at its node, and on noise that can be drawn ahead.
+        # Whether a token depends only on the scores at its node and on noise that can be drawn ahead.
         self.ignores_prefix = (
             (text.batch_size == 1 or not text.in_lockstep)
             and (self.draws_ahead or not self.do_sample)
@@ -103,7 +103,7 @@ class Sampler:
             and all(is_one_of(processor, PREFIX_FREE) for processor in logits_processor)
             and all(is_one_of(criteria, READ_LAST_TOKEN) for criteria in stopping_criteria)
         )
-        # Where reading is free, processing the scores of visited nodes only is cheaper.
+        # If reading forces no sync, it is cheaper to process visited nodes only.
         self.prefers_visits = reads_without_sync(device) and (self.do_sample or len(logits_processor) > 0)
         ends = [each for each in stopping_criteria if self.ignores_prefix and isinstance(each, EosTokenCriteria)]
         self.eos_tokens = {token for each in ends for token in each.eos_token_id.flatten().tolist()}
@@ -178,12 +178,12 @@ class Sampler:
         noise = self._noise_of_rows(level).to(like.device)
         if token_ids is None and noise.shape[-1] == like.shape[-1]:
             return noise
-        # A target may have fewer logits than tokens, or more. Tokens that it cannot pick get any noise.
+        # A target may have fewer logits than tokens, or more. Tokens without a logit get any noise.
         token_ids = torch.arange(like.shape[-1], device=like.device) if token_ids is None else token_ids
         return noise[:, token_ids.clamp(max=noise.shape[-1] - 1)]
 
     def _pick(self, rows: list[int], nodes: list[int], outputs: TreeOutputs) -> list[int]:
-        """Picks at visited nodes: together for all rows if nothing reads their text, else for rows of one length."""
+        """Picks at visited nodes, for all rows at once if nothing reads their text, else by row length."""
         lengths = [None if self.ignores_prefix else self.text.lengths[row] for row in rows]
         picked: dict[int, int] = {}
         for length in dict.fromkeys(lengths):
@@ -219,7 +219,7 @@ class Sampler:
         return tokens
 
     def _end(self, rows: list[int], tokens: list[int]) -> None:
-        """Finishes rows by their newest tokens and lengths, where no criterion looks at anything else."""
+        """Finishes rows by their newest tokens and lengths, if criteria read nothing else."""
         for row, token in zip(rows, tokens):
             self.text.is_finished[row] |= token in self.eos_tokens or self.text.lengths[row] >= self.text.max_length
 
@@ -271,7 +271,7 @@ ROW_WISE = {
     *("SequenceBiasLogitsProcessor", "StopStringCriteria", "SuppressTokensAtBeginLogitsProcessor"),
     *("TopHLogitsWarper", "WatermarkLogitsProcessor"),
 }
-# Applied to a draft's logits, too. The others sort all scores, which takes longer than it saves, or change them
+# Applied to a draft's logits, too. The others sort all scores, which costs more than it saves, or change
 # little.
 WARP_DRAFTS = {"MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper"}
 STREAMERS = {"AsyncTextIteratorStreamer", "TextIteratorStreamer", "TextStreamer"}
@@ -306,12 +306,12 @@ class NoiseStream:
     """
     The noise that `torch.multinomial` draws to sample a token for each row of a batch, by position in the text. It is
     exponential noise: the token with the largest `probability / noise` is the sample. It does not depend on the
-    probabilities, so a draft that divides its own probabilities by it can guess the very sample (Gumbel coupling:
+    probabilities, so a draft that divides its own probabilities by it can guess the sample (Gumbel coupling:
     Daliri, Musco and Suresh, https://huggingface.co/papers/2408.07978).
 
-    If nothing else draws between two tokens, noise is drawn ahead, and what was not used is given back at the end
+    If nothing else draws between two tokens, noise is drawn ahead, and the generator is rewound at the end
     ([`rewind`]). Otherwise another generator predicts the noise that `torch.multinomial` will draw. (Setting back the
-    device's own generator would repeat numbers that other threads have drawn.) Predictions are dropped when something
+    device's own generator would repeat numbers that other threads have drawn.) Predictions are dropped if something
     else has drawn.
     """
 
@@ -355,7 +355,7 @@ class NoiseStream:
         return noise, before
 
     def rewind(self, position: int) -> None:
-        """Restores the device's generator to before `position` was drawn, unless others have drawn since."""
+        """Rewinds the device's generator to before `position`, unless others have drawn since."""
         _, state = self.drawn.get(position, (None, None))
         if state is None or self.last_state is None:  # also if nothing was drawn ahead
             return

@@ -99,20 +99,20 @@ class TreeCache:
 
     def __init__(self, cache: Cache | None, path_length: int, may_replay: bool = False, takes_trees: bool = True):
         self.path_length, self.may_replay, self.takes_trees = path_length, may_replay, takes_trees
-        self.keep_path, self.num_new = keep_path, 0  # the newest entries, which are not decided on
+        self.keep_path, self.num_new = keep_path, 0  # the newest entries, still undecided
         self._adopt(check_cache(cache, may_replay))
 
     def track(self, cache: Cache, num_new: int) -> None:
         """Takes the cache that a forward returned, with `num_new` new entries."""
         self.num_new = num_new
-        if cache is not self.cache:  # Phi-3 makes another one when its rotary frequencies switch
+        if cache is not self.cache:  # Phi-3 makes a new one when its rotary frequencies switch
             self._adopt(check_cache(cache, self.may_replay), num_new)
             self.record()
 
     def _adopt(self, cache: Cache, num_new: int = 0) -> None:
         self.cache = cache
         self.length = int(cache.get_seq_length()) - num_new  # kept in Python: a static cache counts on its device
-        # States that every token updates can follow one path only.
+        # States updated by every token can follow one path only.
         is_linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
         self.is_chain = is_linear or not self.takes_trees
         self.is_static = is_static(cache)
@@ -191,7 +191,7 @@ class TreeCache:
                     states[..., self.length :, :] = 0
 
     def roll_back(self) -> None:
-        """Returns to the last complete step, when a step has raised. Only some layers may have read its tree."""
+        """Rolls back to the last complete step after an error. Some layers may not have read the tree."""
         for layer in self.layers:
             if has_keys(layer):
                 num_new = int(layer.get_seq_length()) - self.length + self.num_replayed
@@ -208,7 +208,7 @@ class TreeCache:
         """Completes the cache for use after the call. `inputs` are those of the next token."""
 
     def select(self, rows: list[int], excess: int) -> None:
-        """Keeps only these rows, and drops the `excess` positions at the left that only other rows used."""
+        """Keeps only these rows, and drops the `excess` leftmost positions, which only other rows used."""
         self.length -= excess
         self.cache.batch_select_indices(rows)
         if excess > 0:  # treats the newest position as new, and keeps it
@@ -217,11 +217,11 @@ class TreeCache:
 
 class ReplayCache(TreeCache):
     """
-    A cache with recurrent states, which cannot forget a token. They are restored to before a step, and replay what it
-    accepted together with the next chain.
+    A cache with recurrent states, which cannot forget a token. Restores them to before a step, and reads the
+    accepted tokens again with the next chain.
     """
 
-    # If more tokens wait to be replayed, they are replayed without a chain after them. Not measured on accelerators.
+    # If more tokens wait to be replayed, the next forward has no chain. Not measured on accelerators.
     MOST_REPLAYED = 16
 
     def _adopt(self, cache: Cache, num_new: int = 0) -> None:
@@ -277,7 +277,7 @@ class ReplayCache(TreeCache):
             self.replayed, self.saved = {}, None
 
     def roll_back(self) -> None:
-        if self.saved is None:  # a plain step reads one token, which belongs to the text
+        if self.saved is None:  # a plain step's token belongs to the text
             return
         self._restore(self.saved)
         super().roll_back()
@@ -331,7 +331,7 @@ def is_unused_static(cache: Cache) -> bool:
 def with_room(cache: StaticCache, max_length: int, num_slots: int) -> Cache:
     """
     A cache like an unused static one, with at least `max_length` slots and `num_slots` more for a tree. Its sliding
-    layers keep all tokens, because they would overwrite what a rollback needs.
+    layers keep all tokens, because a rollback needs them.
     """
     lengths = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
     capacity = num_slots + max(max_length, *lengths)
@@ -347,7 +347,7 @@ def copy_into(cache: StaticCache, source: Cache, prompt_length: int, length: int
     for layer, source_layer in zip(cache.layers, source.layers):
         if not has_keys(source_layer):
             continue
-        full = max(prompt_length, min(length, layer.max_cache_len))  # sliding layers go on differently when full
+        full = max(prompt_length, min(length, layer.max_cache_len))  # full sliding layers update differently
         for begin, end in ((0, prompt_length), (prompt_length, full), (full, length)):
             if begin < end:
                 layer.update(source_layer.keys[..., begin:end, :], source_layer.values[..., begin:end, :])
@@ -355,8 +355,8 @@ def copy_into(cache: StaticCache, source: Cache, prompt_length: int, length: int
 
 def keep_path(cache: Cache, path: torch.Tensor, count: torch.Tensor, num_new: int) -> None:
     """
-    Keeps, of the last `num_new` entries of a static cache, the first `count` of the ascending ones in `path`. No shape
-    depends on either, so that this can be compiled.
+    Keeps, of the last `num_new` entries of a static cache, the first `count` of the ascending ones in `path`. Shapes
+    depend on neither, so this can be compiled.
     """
     for layer in cache.layers:
         if not has_keys(layer):
@@ -408,7 +408,7 @@ def check_cache(cache: Cache | None, may_replay: bool) -> Cache:
     Returns the cache, after checking that tokens can be rolled back in it.
 
     Raises:
-        ValueError: if the target returned none, or one that cannot.
+        ValueError: if it is missing, or cannot be rolled back.
     """
     if cache is None:
         raise ValueError("EAGLE-3 decoding needs a target that returns a cache. Leave `assistant_model` out.")

@@ -28,7 +28,7 @@ class TreeDecoding:
     the target.
 
     At each node of the verified tree the next token is picked from the target's own processed scores, as `_sample`
-    picks it. If a child carries this token, the walk goes on there; else the step ends. Proposers only decide which
+    picks it. The walk goes on at the child with this token, or ends if there is none. Proposers only decide which
     nodes exist. So greedy text is the target's greedy text, samples follow the target's distribution, and a seed gives
     the sample that it gives without an assistant. The rows of a batch advance at their own pace, or in lockstep where
     the difference could be noticed (see [`Text`]).
@@ -118,7 +118,7 @@ class TreeDecoding:
 
     def _make_text(self) -> Text:
         arguments, cache, inputs = self.arguments, self.verifier.cache, self.verifier.inputs
-        # Only these are known to read each row by itself. Others may compare rows, edit ids or keep them.
+        # Only these are known to read each row alone. Others may compare rows, and edit or keep ids.
         readers = [*arguments.logits_processor, *arguments.stopping_criteria]
         exposes_ids = not all(is_one_of(each, ROW_WISE) for each in readers)
         pad_token_id = arguments.generation_config.pad_token_id or 0
@@ -129,7 +129,7 @@ class TreeDecoding:
             or exposes_ids
             or not self.can_read_padding
             or cache.is_chain
-            or is_user_defined(cache.cache)  # the caller may catch an exception, and crop it
+            or is_user_defined(cache.cache)  # the caller may catch an error and crop it
             or depends_on_length(self.target, arguments.input_ids, cache, inputs, arguments.stopping_criteria)
         )
         may_retire = not self.returned.wants_dict and may_select_rows(self.target, cache, inputs, INPUTS_BY_TOKEN)
@@ -147,7 +147,7 @@ class TreeDecoding:
         return compile_config
 
     def _make_proposers(self, compile_config: Any | None) -> dict[str, Proposer]:
-        """Makes the proposers, and the policy if it is to measure."""
+        """Makes the proposers, and the policy for `"auto"`."""
         cache, device, settings = self.verifier.cache, self.target.device, self.settings
         num_looked_up = min(settings["prompt_lookup_num_tokens"], self.max_plan.num_nodes)
         # Processes that run one forward together must agree on its size, but would measure different times.
@@ -213,7 +213,7 @@ class TreeDecoding:
             self.note("target", DraftTree.chain(text.ids[:, last]), first)
 
     def retire(self) -> None:
-        """Removes finished rows from the batch, where nobody notices."""
+        """Removes finished rows from the batch if nothing can notice."""
         longest = self.text.longest
         if (staying := self.text.retire()) is not None:
             self.verifier.select(staying, longest - self.text.longest)
@@ -221,7 +221,7 @@ class TreeDecoding:
                 proposer.select(staying)
 
     def propose(self, plan: Plan) -> DraftTree:
-        """The tree of the planned proposer; the root alone without one."""
+        """The planned proposer's tree, or the root alone."""
         text, root_tokens = self.text, self.text.newest(1)
         if plan.proposer is None:
             return DraftTree.chain(root_tokens)
@@ -235,7 +235,7 @@ class TreeDecoding:
         """Runs one forward over all nodes of the tree. The cache keeps what is accepted."""
         text, verifier = self.text, self.verifier
         outputs = verifier.verify(tree, text)
-        may_discard = tree.num_nodes > 1 or verifier.cache.is_static  # its slots may hold NaNs of another tree
+        may_discard = tree.num_nodes > 1 or verifier.cache.is_static  # slots may hold another tree's NaNs
         accepted = accept(text, self.sampler, tree, outputs, may_discard)
         if accepted is None:  # decode plainly instead
             verifier.cache.discard_tree()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft as a proposer: its keys and values during one call, what it has to read, and the tree that it grows."""
+"""The draft as a proposer: its keys and values in one call, its unread tokens, and growing its tree."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -60,11 +60,11 @@ class DraftState(NamedTuple):
     embedding: torch.nn.Embedding
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
-    longest: int | None  # tokens that the longest row has read; `None` if shapes must not depend on it
+    longest: int | None  # tokens that the longest row has read; `None` for fixed shapes
 
 
 class Unread(NamedTuple):
-    """What the draft is to read: the newest tokens of each row, at the right, and the target's states before them."""
+    """What the draft reads next: the newest tokens of each row, at the right, and the target's states before them."""
 
     tokens: torch.Tensor  # (B, R)
     states: torch.Tensor  # (B, R, n_aux * H)
@@ -75,8 +75,8 @@ class Unread(NamedTuple):
 
 def read(state: DraftState, unread: Unread, num_masks: int = 0) -> Any:
     """
-    Reads tokens, and `num_masks` places behind them if the draft is a parallel one. Returns the [`Eagle3Output`] of
-    the last token of each row and of those places.
+    Reads tokens, and `num_masks` masks after them if the draft is parallel. Returns the [`Eagle3Output`] of each
+    row's last token and of the masks.
     """
     draft, embedding, keys, values, longest = state
     tokens, states, positions, counts, lengths = unread
@@ -92,7 +92,7 @@ def read(state: DraftState, unread: Unread, num_masks: int = 0) -> Any:
         )
     num_slots = keys[0].shape[2]
     num_visible = num_slots if longest is None else longest + index.shape[1]
-    # Padding goes to free slots behind the row's text.
+    # Padding goes to free slots after the row's text.
     indices = (lengths[:, None] + index % index.shape[1]).clamp(max=num_slots - 1)
     slots = Slots(keys, values, indices, num_visible)
     distances = (lengths[:, None] + index.clamp(min=0))[..., None] - torch.arange(num_visible, device=tokens.device)
@@ -108,8 +108,8 @@ def read(state: DraftState, unread: Unread, num_masks: int = 0) -> Any:
 
 def read_and_grow(state: DraftState, unread: Unread, plan: Plan, *settings: Any) -> DraftTree:
     """
-    Reads tokens and grows a tree below them, which it forgets again. A parallel draft is run once: its logits for a
-    token do not depend on the tokens before it that are not known yet. `settings` are those of
+    Reads tokens and grows a tree below them, then clears its slots. A parallel draft runs once, because its logits
+    do not depend on drafted tokens. `settings` are those of
     [`~tree_eagle3.grow_tree`], from `threshold` on.
     """
     draft, embedding, keys, values, longest = state
@@ -182,7 +182,7 @@ class Drafter(Proposer):
     is captured as a CUDA graph.
     """
 
-    # Older steps that nobody read are dropped. Otherwise plain decoding would keep the states of the whole text.
+    # Older unread steps are dropped. Otherwise plain decoding would keep the whole text's states.
     MAX_UNREAD = 256
 
     def __init__(self, draft: PreTrainedModel, call: GenerationCall):
@@ -236,7 +236,7 @@ class Drafter(Proposer):
             if self.has_fixed_shapes or graph is not None:
                 return self._fixed_tree(sampler, graph)
             state, unread = self._prepare(has_fixed_shape=False)
-            # Counting the nodes above a threshold forces a sync. Verifying a few more is as fast there.
+            # Counting the nodes above a threshold forces a sync. Verifying more costs little.
             threshold = self.call.threshold if reads_without_sync(unread.tokens.device) else 0.0
             guess = None if sampler is None else partial(sampler.guess, token_ids=self.token_ids)
             return read_and_grow(state, unread, plan, threshold, self.call.calibration.power, guess)
@@ -263,7 +263,7 @@ class Drafter(Proposer):
         return DraftTree(tokens, parents, depths, ancestors, confidences, self.max_plan.depth)
 
     def _prepare(self, has_fixed_shape: bool) -> tuple[DraftState, Unread]:
-        """What a tree is grown from. Reads all but the newest tokens, and makes room for the rest."""
+        """The inputs of a tree. Reads all but the newest tokens, and makes room for the rest."""
         *blocks, counts = self.read_all_but_newest(has_fixed_shape)
         past, num_rows = self.lengths, blocks[0].shape[1]
         self.reserve(max(past) + max(num_rows, self.most_new * has_fixed_shape) + self.num_spare)
@@ -277,7 +277,7 @@ class Drafter(Proposer):
         return DraftState(self.draft, self.call.embedding, self.keys, self.values, longest)
 
     def take_unread(self) -> Rows:
-        """All that is unread, as one."""
+        """All unread steps, joined."""
         (tokens, states, positions), counts = self.unread[0]
         if len(self.unread) > 1:
             rows: list[list[int]] = [[] for _ in counts]
@@ -309,7 +309,7 @@ class Drafter(Proposer):
         return tokens, states, positions, [min(count, most) for count in counts]
 
     def read(self, rows: Rows) -> None:
-        """Reads tokens, for their keys and values only."""
+        """Reads tokens only to fill the cache."""
         tokens, states, positions, counts = rows
         past, num_rows = self.lengths or [0] * len(counts), tokens.shape[1]
         self.lengths = [length + count for length, count in zip(past, counts)]
@@ -335,7 +335,7 @@ class Drafter(Proposer):
             slots.update(layer.keys.where(is_text, 0), layer.values.where(is_text, 0), i)
 
     def reserve(self, num_slots: int) -> None:
-        """Makes room for so many tokens in each row."""
+        """Makes room for `num_slots` in each row."""
         config = self.draft.config.transformer_layer_config
         if self.call.capacity is not None:
             num_slots = self.call.capacity + self.num_spare
@@ -343,7 +343,7 @@ class Drafter(Proposer):
             shape = len(self.lengths), config.num_key_value_heads, 0, config.head_dim
             self.keys, self.values = ([self.weight.new_zeros(shape) for _ in self.draft.layers] for _ in range(2))
         if (missing := num_slots - self.keys[0].shape[2]) > 0:
-            missing = missing if self.has_fixed_shapes else max(missing, num_slots)  # twice as many each time
+            missing = missing if self.has_fixed_shapes else max(missing, num_slots)  # doubles each time
             self.keys, self.values = (
                 [F.pad(states, (0, 0, 0, missing)) for states in each] for each in (self.keys, self.values)
             )
@@ -353,6 +353,6 @@ class Drafter(Proposer):
 
 
 def _padded(block: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """A block with `num_rows` more entries at the left. It is contiguous, because compilers look at strides."""
+    """A block with `num_rows` more entries at the left. It is contiguous, for stable strides."""
     padding = *(0, 0) * (block.dim() - 2), num_rows, 0
     return F.pad(block, padding).clone(memory_format=torch.contiguous_format)

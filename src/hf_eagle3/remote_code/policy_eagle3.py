@@ -68,12 +68,12 @@ def tree_settings(
 class StepCosts:
     """
     Seconds that parts of a step take, by size: `"draft"` by levels, `"verify"` by tokens of all rows. Each size has
-    its five latest measurements, of which the second shortest counts: others may have met a pause. The first one of a
-    size includes warm-up and is dropped.
+    its five latest measurements, and the second shortest counts, since pauses lengthen others. The first one of
+    a size includes warm-up and is dropped.
     """
 
     LATEST = 5
-    TRUSTED = 256  # a size not measured among so many measurements of its part is forgotten: texts may be longer now
+    TRUSTED = 256  # a size is forgotten after so many measurements of other sizes: texts may be longer now
 
     def __init__(self) -> None:
         self.samples: dict[tuple[str, int], list[float]] = {}
@@ -117,15 +117,15 @@ class StepCosts:
 
 
 def measurable(seconds: float) -> float:
-    """A measured time within limits. Clocks may be coarse, stand still, or be set."""
+    """A measured time, clamped. Clocks may be coarse, stall, or be set."""
     return min(max(seconds, 1e-6), 1e6)
 
 
 class Calibration:
     """
-    Learns the `power` to which the draft's probabilities are taken, so that they say how often the target accepts its
-    guesses (temperature scaling: Guo et al., https://huggingface.co/papers/1706.04599). A draft learns to give each
-    token its share, but a greedy target always takes its best token; and a draft may be sure of wrong ones. The power
+    Learns the `power` to which the draft's probabilities are raised, so that they match how often the target accepts
+    them (temperature scaling: Guo et al., https://huggingface.co/papers/1706.04599). A draft learns the target's
+    distribution, but a greedy target always takes its best token. A draft may also be overconfident. The power
     rises if the best children of nodes are accepted more often than their probabilities say.
     """
 
@@ -147,7 +147,7 @@ class Calibration:
                 continue
             best_children: dict[int, int] = {}
             for node, parent in enumerate(parents[1:], start=1):
-                best_children.setdefault(parent, node)  # the best sibling comes first
+                best_children.setdefault(parent, node)  # the best sibling is first
             for child in filter(None, map(best_children.get, path)):
                 surprise += (child in path) - math.exp(confidences[child])
         surprise /= accepted.is_finished.count(False)
@@ -161,7 +161,7 @@ class StaticPolicy:
         self.max_plan, self.calibration = max_plan, Calibration(1.5 if do_sample else 2.0)
 
     def plan(self, bottlenecks: list[bool], lookup: PromptLookup | None = None) -> Plan:
-        """Plans a step. `bottlenecks` are the rows that the batch waits for: none if all texts are finished."""
+        """Plans a step. `bottlenecks` are the rows that the batch waits for, if any."""
         return self.max_plan
 
     def record(self, plan: Plan, tree: DraftTree, accepted: Accepted, *timing: Any) -> None:
@@ -177,17 +177,17 @@ class DraftingTrial:
 
     FIRST_PLAIN_STEPS = 3  # measured before the first tree
     FIRST_STEPS, MIN_STEPS = 6, 2  # drafted steps of the first trial with one row, and of other trials
-    LATEST, PRIOR_STEPS = 32, 4  # drafted steps that count, and how many of them the next trial starts with
+    LATEST, PRIOR_STEPS = 32, 4  # window of drafted steps, and how many of them start the next trial
     INTERVALS = (16, 64)  # plain steps between trials: at first, and at most; each time four times as many
     MOST_LOST = 0.01  # share of the time that trials may lose
-    MOST_PLAIN = 16  # most intervals between trials: the loss may come from a pause of the machine
+    MOST_PLAIN = 16  # most intervals between trials, since a pause may cause the loss
     REVIEWS = (8, 256)  # drafted steps between measurements of plain steps: at first, and at most
 
     def __init__(self, num_rows: int):
-        self.first_steps = max(self.FIRST_STEPS // num_rows, self.MIN_STEPS)  # each row teaches
+        self.first_steps = max(self.FIRST_STEPS // num_rows, self.MIN_STEPS)  # each row counts
         self.plain_left, self.interval = self.FIRST_PLAIN_STEPS, self.INTERVALS[0]
         self.num_drafted = 0  # steps since drafting began
-        self.latest: list[tuple[float, float]] = []  # plain steps that each drafted step was worth, and its seconds
+        self.latest: list[tuple[float, float]] = []  # each drafted step's worth in plain steps, and its seconds
         self.lost = 0.0  # plain steps, since drafting began
 
     @property
@@ -197,13 +197,13 @@ class DraftingTrial:
 
     @property
     def is_running(self) -> bool:
-        """Whether too few steps were drafted to judge by."""
+        """Whether it is too early to judge drafting."""
         return self.num_drafted < (self.first_steps if self.interval == self.INTERVALS[0] else self.MIN_STEPS)
 
     def decodes_plainly(self) -> bool:
         """Whether the next step is plain."""
         first, at_most = self.REVIEWS
-        power_of_two = 1 << max(self.num_drafted.bit_length() - 1, 0)  # the largest that is not larger
+        power_of_two = 1 << max(self.num_drafted.bit_length() - 1, 0)  # rounded down
         if self.num_drafted >= first and self.num_drafted % min(power_of_two, at_most) == 0:
             self.num_drafted += 1
             self.plain_left = 2
@@ -220,9 +220,9 @@ class DraftingTrial:
         self.lost -= gains[-1]
         mean = sum(gains) / len(gains)
         luck = 1.5 * sum((gain - mean) ** 2 for gain in gains) ** 0.5 / len(gains)  # standard errors
-        if self.is_running or mean + luck >= 0:  # a few unlucky steps are no reason to give up
+        if self.is_running or mean + luck >= 0:  # a few bad steps may be chance
             return
-        if self.num_drafted > self.INTERVALS[0]:  # it paid for long
+        if self.num_drafted > self.INTERVALS[0]:  # it used to pay
             self.interval = self.INTERVALS[0]
         self.plain_left = min(max(self.interval, int(self.lost / self.MOST_LOST)), self.MOST_PLAIN * self.interval)
         self.interval = min(4 * self.interval, self.INTERVALS[1])
@@ -250,23 +250,23 @@ class Policy(StaticPolicy):
 
         gain(plan) = E[tokens | plan] - rate * seconds(plan),
 
-    where `rate` is the tokens per second of the best way of decoding so far. Seconds are measured. How often looked-up
-    tokens are right, and how deep the target follows the draft, is counted. Where the draft's confidences can be read
-    without a sync, the plan has prices, by which the draft makes each tree as large as pays. The text does not depend
+    where `rate` is the tokens per second of the best way of decoding so far. Seconds are measured. It counts how often
+    looked-up tokens are right, and how deep the target follows the draft. Where the draft's confidences can be read
+    without a sync, the plan has prices, by which the draft sizes each tree. The text does not depend
     on the tree, so timing may decide.
 
     A batch ends with its slowest row, so a step of a batch is worth what its slowest row gains.
     """
 
-    HORIZON = 16  # drafted steps that a batch is assumed to have before it
-    MEASURED_LOOKUP = 1.5  # expected tokens from which on a lookup is worth measuring its cost
+    HORIZON = 16  # drafted steps that a batch is assumed to have left
+    MEASURED_LOOKUP = 1.5  # expected tokens that make measuring a lookup's cost worthwhile
     MEMORY, PRIOR = 0.95, 2.0  # weight of a step after the next one, and of the level above in the counts of a level
 
     def __init__(self, kind: CallKind):
         super().__init__(kind.max_plan, kind.do_sample)
         self.kind, self.reads_draft = kind, kind.reads_draft
         self.drafts_whole_trees = kind.drafts_whole_trees or kind.has_one_shape
-        if kind.drafts_in_one_pass and not kind.reads_draft:  # no depth is cheaper, and confidences are not known
+        if kind.drafts_in_one_pass and not kind.reads_draft:  # depths cost the same, confidences are unknown
             self.drafts_whole_trees = True
         self.costs, self.matches = StepCosts(), MatchCalibration()
         most = kind.max_plan.num_nodes  # few sizes, so that each is measured often
@@ -307,7 +307,7 @@ class Policy(StaticPolicy):
         num_looked_up = 0 if lookup is None else self.num_to_look_up(num_rows, lookup)
         if num_looked_up > 0:
             self.planned = Plan("lookup", num_looked_up, num_looked_up)
-        elif not any(bottlenecks):  # only padding is left, of which whole trees are accepted
+        elif not any(bottlenecks):  # only padding is left, and whole trees are accepted
             self.planned = self.max_plan
         elif self.trial(num_rows).decodes_plainly():
             self.planned = Plan()
@@ -342,7 +342,7 @@ class Policy(StaticPolicy):
         expected, plain = lookup.expected_progress(sizes[-1]), self.plain_seconds(num_rows)
         if expected[-1] <= 1 or plain is None:
             return 0
-        if (most := self.size_to_measure(num_rows)) is not None:  # a draft that is unsure may never verify as many
+        if (most := self.size_to_measure(num_rows)) is not None:  # an unsure draft may never verify as many
             size = max([size for size in sizes if size <= most], default=0)
             return size if expected[size] > self.MEASURED_LOOKUP else 0
         part, rate = self.cost_part("lookup"), self.rate(num_rows)
@@ -373,7 +373,7 @@ class Policy(StaticPolicy):
         if plan.proposer != "draft":
             return
         unfinished = [row for row, is_finished in enumerate(accepted.is_finished) if not is_finished]
-        if unfinished:  # the others' paths may have ended with their texts
+        if unfinished:  # finished rows' paths may be cut short
             self.count(tree, [accepted.nodes[row] for row in unfinished])
         self.calibration.record(tree, accepted)
         levels = max(tree.max_depth if tree.depth is None else tree.depth, 1)  # a discarded tree has none
@@ -396,8 +396,8 @@ class Policy(StaticPolicy):
     def equivalent_plain_steps(self, accepted: Accepted, bottlenecks: list[bool], trial: DraftingTrial) -> float:
         """
         How many plain steps a step is worth. A batch ends with its slowest row. Similar rows take turns at being
-        slowest, and the slowest falls behind their mean by the square root of the steps. So the mean over possible
-        slowest rows counts at first, and the slowest row later. If finished rows leave, the time that each row adds to
+        slowest, and the slowest falls behind their mean by the square root of the steps. So at first the mean over the
+        bottleneck rows counts, later the slowest row. If finished rows leave, the time that each row adds to
         a step is saved from then on.
         """
         counts, num_rows = accepted.counts, len(accepted.counts)

@@ -19,15 +19,15 @@ class Prices(NamedTuple):
 
     level: float  # another level of drafting
     nodes: list[float]  # verifying 0, 1, ... nodes below the root
-    rows: list[bool]  # which rows the batch waits for: what the others accept is worth nothing
-    must_verify: bool = False  # at least one node, at any cost, to learn what drafting is worth
+    rows: list[bool]  # the rows that the batch waits for; only their tokens count
+    must_verify: bool = False  # verify at least one node, to measure drafting
 
     def worth(self, values: torch.Tensor) -> list[float]:
         """The mean probability over the rows that count that each node is accepted, given its log `(B, N)`."""
         return (values if all(self.rows) else values[self.rows]).exp().mean(dim=0).tolist()
 
     def num_to_expand(self, worth: list[float], share: float) -> int:
-        """How many nodes to expand, if each passes this share of its worth on. 0 if that does not pay."""
+        """How many nodes to expand if children keep this share of their worth. 0 if it does not pay."""
         node_price = self.nodes[-1] / (len(self.nodes) - 1)
         gains = [share * each - node_price for each in worth if share * each > node_price]
         return max(len(gains), 1) if sum(gains) > self.level else 0
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
         depth (`int`): The longest path below the root.
         num_nodes (`int`): The most nodes below the root.
         branching_factor (`int`): Children tried per node, and nodes expanded per level. 1 allows chains only.
-        prices (`Prices`, *optional*): With them a proposer that knows its own confidence may propose less.
+        prices (`Prices`, *optional*): With these, a confidence-aware proposer may propose less.
     """
 
     proposer: str | None = None
@@ -59,7 +59,7 @@ class Plan(NamedTuple):
 
 
 class TreeOnHost(NamedTuple):
-    """A [`DraftTree`] as lists, with an entry for each node of each row. Confidences are 0 where it has none."""
+    """A [`DraftTree`] as lists, with an entry for each node of each row. Missing confidences are 0."""
 
     tokens: list[list[int]]
     parents: list[list[int]]
@@ -69,7 +69,7 @@ class TreeOnHost(NamedTuple):
 @dataclass
 class DraftTree:
     """
-    A tree of tokens to verify. Node 0 is the root, the last token that is already written. Parents precede children.
+    A tree of tokens to verify. Node 0 is the root, the newest token of the text. Parents precede children.
 
     Args:
         tokens (`torch.LongTensor` of shape `(batch_size, num_nodes)`): Target token ids.
@@ -79,7 +79,7 @@ class DraftTree:
             `ancestors[b, i, j]`: node `j` is node `i` or above it, so `i` attends to `j`.
         confidences (`torch.FloatTensor` of shape `(batch_size, num_nodes - 1)`, *optional*):
             The draft's log-probability that a node is accepted if its parent is. The root has none.
-        depth (`int`, *optional*): No node is deeper, if that is known.
+        depth (`int`, *optional*): An upper bound on `depths`.
     """
 
     tokens: torch.Tensor
@@ -97,7 +97,7 @@ class DraftTree:
 
     @property
     def max_depth(self) -> int:
-        """No node is deeper."""
+        """Maximum depth."""
         return self.num_nodes - 1 if self.depth is None else min(self.depth, self.num_nodes - 1)
 
     @classmethod
@@ -109,11 +109,11 @@ class DraftTree:
         depth: int | None = None,
     ) -> "DraftTree":
         """
-        Works out depths and ancestors.
+        Makes a tree from its parents.
 
         Args:
             tokens (`torch.LongTensor` of shape `(batch_size, num_nodes)`): Target token ids, the root's first.
-            parents (`torch.LongTensor` of shape `(batch_size, num_nodes)`): `parents[b, i] < i`, but for the root.
+            parents (`torch.LongTensor` of shape `(batch_size, num_nodes)`): `parents[b, i] < i`, except at 0.
             confidences, depth (*optional*): See [`DraftTree`].
         """
         batch_size, num_nodes = tokens.shape
@@ -175,8 +175,8 @@ class DraftTree:
 
     def with_padded_rows(self, rows: list[bool], pad_token: int, depth: int) -> "DraftTree":
         """
-        The tree, with chains of padding in those rows that are known to go on with padding. Chains are as deep as the
-        tree, or `depth` if that is not known.
+        The tree, with chains of padding in the given rows, which are known to continue with padding. Chains are as
+        deep as the tree, or `depth` if unknown.
         """
         if self.num_nodes == 1 or not any(rows):
             return self
@@ -201,7 +201,7 @@ class Accepted:
         new_tokens (`list[list[int]]`): The new tokens as lists; all tokens of the prompt.
         nodes (`list[list[int]]`): The node of the tree before each new token.
         batch_growth (`int`): By how many tokens the longest row grew.
-        progress (`int`): By how many tokens the slowest unfinished row got ahead. Plain decoding makes 1.
+        progress (`int`): By how many tokens the slowest unfinished row grew. 1 in plain decoding.
         was_finished, is_finished (`list[bool]`):
             Whether each row was finished before and after the step. Finished rows grow by padding, or not at all.
     """
@@ -242,7 +242,7 @@ class GenerationCall(NamedTuple):
 
 
 class SampleGuesser(Protocol):
-    """What a proposer knows of how the target will sample. `level` 0 is the next token of each row."""
+    """What a proposer knows about the next samples. `level` 0 is the next token of each row."""
 
     temperature: float
 
@@ -261,13 +261,13 @@ class SampleGuesser(Protocol):
 
 class Proposer:
     """
-    Proposes next tokens during one call of `generate`. The text is the target's, whatever is proposed; only its speed
-    depends on that. A subclass implements [`propose`], and [`observe`] if it learns from the text.
+    Proposes next tokens during one call of `generate`. Proposals affect the speed, never the text,
+    which is the target's. A subclass implements [`propose`], and [`observe`] if it learns from the text.
     """
 
     def observe(self, accepted: Accepted) -> None:
         """
-        Called with what each step wrote; first with the prompt and its first new token.
+        Called after each step, and first with the prompt and the first new token.
 
         Args:
             accepted ([`Accepted`]): What was written.
@@ -333,7 +333,7 @@ def grow_tree(
         """Log-probabilities and ids, both `(..., K)`, of logits `(..., V)`."""
         scores = logits.float() if guess is None else guess(logits, level)
         confidences, ids = (power * scores).log_softmax(dim=-1).topk(width)
-        # A broken draft may return NaN, and floats round. No child may outrank its parent all the same.
+        # No child may outrank its parent, even if a broken draft returns NaN, or floats round.
         return confidences.nan_to_num(nan=-torch.inf).clamp(max=0), ids
 
     def target_ids(ids: torch.Tensor) -> torch.Tensor:
@@ -353,7 +353,7 @@ def grow_tree(
             num_better = (pool_values >= values[:, :1]).sum(dim=1)
             if not ((values[:, 0] > lowest) & (num_better < plan.num_nodes)).any():
                 break
-            # Assume that the next level keeps the same share of the probability as this one did.
+            # Assume that the next level keeps the same share of probability as this one.
             worth = prices.worth(values)
             mass = max(sum(worth), 1e-9)
             num_expanded = prices.num_to_expand(worth, share=min(mass / mass_before, 1.0))

@@ -41,7 +41,7 @@ class Verifier:
         arguments: SampleArguments,
         layer_ids: list[int],
         returned: ReturnedOutputs,
-        num_nodes: int,  # the most nodes below a root
+        num_nodes: int,  # maximum below a root
         may_replay: bool,
     ):
         self.target = self.forward = target
@@ -52,15 +52,15 @@ class Verifier:
         self.unused_cache, given_cache = None, self.inputs.get(CACHE)
         if given_cache is not None and is_unused_static(given_cache):
             self.unused_cache = given_cache
-            # As long as the longest cache so far: compiled code fits it then.
+            # As long as the longest so far, to avoid recompilation.
             previous = getattr(target, "_previous_max_cache_length", 0)
             max_length = max(self.generation_config.max_length - 1, previous)
             self.inputs[CACHE] = with_room(given_cache, max_length, num_nodes)
 
     def prefill(self, input_ids: torch.Tensor) -> TreeOutputs:
         """
-        Reads the prompts. Returns logits of their last tokens, and positions and states of the tokens read last. These
-        are fewer than the prompt has if it comes with a cache, in chunks or as embeddings.
+        Reads the prompts. Returns logits of their last tokens, and positions and states of the tokens read last. They
+        are not the whole prompt if it comes with a cache, in chunks or as embeddings.
         """
         target_outputs = self.target._prefill(input_ids, self.generation_config, self.inputs)
         self.num_forwards += 1
@@ -79,7 +79,7 @@ class Verifier:
         return aux_hidden_states(target_outputs, self.layer_ids, self.config.num_hidden_layers)
 
     def limit(self, plan: Plan, text: Text) -> Plan:
-        """The plan, cut where a larger tree would be useless, or would change the text."""
+        """The plan, reduced if a larger tree would be useless or change the text."""
         cache, config = self.cache, self.config
         depth, branching_factor = min(plan.depth, plan.num_nodes), plan.branching_factor
         if not cache.is_static:
@@ -89,16 +89,16 @@ class Verifier:
         switches, table = rotary_switches(config), position_table_size(config)
         newest = int(self.inputs["position_ids"].max()) if switches or table is not None else 0
         for rope_type, switch in switches:
-            # No tree may reach over the switch. Beyond it dynamic scaling changes with each position: no trees there.
+            # No tree may cross the switch. Beyond it dynamic scaling changes at each position, so trees are off.
             room = switch - 1 - newest
             if room >= -1 or rope_type != "longrope":
                 depth = min(depth, max(room, 0))
-        if table is not None:  # a tree must not reach beyond the last position, where plain decoding may end in time
+        if table is not None:  # plain decoding may stop before the table ends, so trees must not cross its end
             depth = min(depth, table - 1 - newest)
-        # In transformers 5.17 Phi-3 drops its cache at the switch and goes on without the past. Trees need the past.
+        # In transformers 5.17 Phi-3 drops its cache at the switch and loses the past, which trees need.
         if cache.length < text.longest - 1 or not cache.may_read_tree:
             depth = 0
-        # Llama 4 scales queries by their index in the input. Only in a chain is that their position.
+        # Llama 4 scales queries by their index in the input. That is the position only in a chain.
         if getattr(config, "attn_temperature_tuning", False):
             first, last = cache.length + 1, cache.length + 1 + plan.num_nodes
             if first // config.floor_scale != last // config.floor_scale:
@@ -180,7 +180,7 @@ class Verifier:
         self.inputs = extended_inputs(self.target, outputs.target_outputs, self.inputs, counts, batch_growth)
 
     def select(self, rows: list[int], excess: int) -> None:
-        """Keeps only these rows, and drops the `excess` positions at the left that only other rows used."""
+        """Keeps only these rows, and drops the `excess` leftmost positions, which only other rows used."""
         self.cache.select(rows, excess)
         self.inputs = dict(self.inputs)
         for name in INPUTS_BY_TOKEN:
@@ -201,7 +201,7 @@ class Verifier:
 
 
 def mark_static(inputs: dict[str, Any], num_nodes: int) -> None:
-    """Tells `torch.compile` that trees have one shape, for which it makes faster kernels. Plain steps have another."""
+    """Marks a tree's shapes as static for `torch.compile`, for faster kernels. Plain steps have another shape."""
     if num_nodes == 1:
         return
     for value in inputs.values():
@@ -214,7 +214,7 @@ def extended_inputs(
     target: PreTrainedModel, target_outputs: ModelOutput, inputs: dict, counts: list[int], batch_growth: int
 ) -> dict:
     """
-    The inputs of the next forward, given those of the last one and its outputs. Row `b` wrote `counts[b]` tokens, and
+    The inputs of the next forward, given the last inputs and outputs. Row `b` wrote `counts[b]` tokens, and
     the longest row grew by `batch_growth`.
     """
     token_types, most = inputs.get("token_type_ids"), max(counts)
