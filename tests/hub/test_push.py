@@ -375,7 +375,7 @@ def test_model_cards_recipe(hub, draft, run_recipe):
     hub.repos["me/something-else"] = {"main": [{}]}
     run_recipe("model_cards.py", "--push_to", "me", "--create")
     (collection,) = hub.collections.values()
-    assert len(collection["items"]) == 5 and "me/something-else" not in collection["items"]
+    assert len(collection["items"]) == 6 and "me/something-else" not in collection["items"]
     card = files_of(hub, "me/Qwen3-8B-speculator.eagle3")["README.md"].decode()
     assert "2.25x" in card and "Figures of others" in card and "license: apache-2.0" in card
     card = files_of(hub, "me/gpt-oss-20b-speculator.eagle3")["README.md"].decode()
@@ -384,4 +384,4 @@ def test_model_cards_recipe(hub, draft, run_recipe):
     num_commits = {repo: len(branches["main"]) for repo, branches in hub.repos.items()}
     result = run_recipe("model_cards.py", "--push_to", "me")
     assert {repo: len(branches["main"]) for repo, branches in hub.repos.items()} == num_commits
-    assert result.stdout.count(": unchanged") == 5
+    assert result.stdout.count(": unchanged") == 6

@@ -202,7 +202,9 @@ class Eagle3Config(PreTrainedConfig):
                 "`mask_token_id`."
             )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(f"`mask_token_id` is {self.mask_token_id}, but the target has {self.vocab_size} tokens.")
+            raise ValueError(
+                f"`mask_token_id` is {self.mask_token_id}, but must be one of the target's {self.vocab_size} tokens."
+            )
 
     def _check_verifier(self) -> None:
         verifier = (self.speculators_config or {}).get("verifier", {})
