@@ -403,7 +403,7 @@ def test_parallel_drafts():
     assert draft.config.mask_token_id == 0 and draft.config.speculators_model_type == "peagle"
     assert draft.config.speculators_config["algorithm"] == "peagle" and not draft.config.fc_norm
     for overrides, message in (
-        ({"mask_token_id": VOCAB_SIZE}, "the target has 96 tokens"),
+        ({"mask_token_id": VOCAB_SIZE}, "must be one of the target's 96 tokens"),
         ({"mask_token_id": 3, "speculators_model_type": "dflash"}, "expected 'eagle3', or 'peagle'"),
         ({"speculators_model_type": "peagle"}, "expected 'eagle3', or 'peagle'"),
     ):
