@@ -179,7 +179,7 @@ def attention_in_training(device: str, tiny: bool) -> dict:
     has_backward = device != "cpu"  # of flex attention
 
     def run(attend, dtype):
-        inputs = [each.to(dtype).requires_grad_(has_backward) for each in (query, *keys, *values)]
+        inputs = [each.to(dtype, copy=True).requires_grad_(has_backward) for each in (query, *keys, *values)]
         output = attend(inputs[0], inputs[1 : 1 + steps], inputs[1 + steps :])
         if not has_backward:
             return [output]

@@ -16,6 +16,10 @@ The parts run one after the other. Each has its own process and its share of the
 `<part>.json` as soon as it is measured, and `report.md` is written again after each part. If a part fails or runs out of
 time, the report says so, and the next part begins. The same command again measures only what is missing.
 
+    python experiments/gpu_report.py --parts gpu_steps --sections "ceilings|model|compiled" --output_dir gpu-report
+
+measures some sections of a part.
+
     python experiments/gpu_report.py --device cpu --tiny --output_dir outputs/rehearsal
 
 rehearses every part on a CPU in about two minutes.
@@ -24,6 +28,7 @@ rehearses every part on a CPU in about two minutes.
 import argparse
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
@@ -76,12 +81,18 @@ class Sections:
     Args:
         path (`Path`): The JSON file.
         seconds (`float`): Time for all sections.
+        wanted (`str`, *optional*): Measure only sections whose name contains this regular expression.
     """
 
-    def __init__(self, path: Path, seconds: float):
-        self.path, self.end = path, time.monotonic() + seconds
+    def __init__(self, path: Path, seconds: float, wanted: str = ""):
+        self.path, self.end, self.wanted = path, time.monotonic() + seconds, re.compile(wanted)
         self.results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         self.problems: dict[str, str] = {}
+
+    def add_problem(self, name: str, problem: str) -> None:
+        """Saves it at once: the process may not live to the end of its part."""
+        self.problems[name] = problem
+        self.path.with_suffix(".problems.json").write_text(json.dumps(self.problems), encoding="utf-8")
 
     @property
     def seconds_left(self) -> float:
@@ -98,20 +109,22 @@ class Sections:
         """
         if name in self.results:
             return self.results[name]
+        if not self.wanted.search(name):
+            return None
         start = time.monotonic()
         try:
             if self.seconds_left < seconds:
                 raise OutOfTime(f"{max(self.seconds_left, 0):.0f} s are left, and it takes about {seconds:.0f}")
             result = function(*args, **kwargs)
         except Exception as error:
-            self.problems[name] = f"{type(error).__name__}: {error}"
+            self.add_problem(name, f"{type(error).__name__}: {error}")
             print(f"{name}: {self.problems[name]}", file=sys.stderr, flush=True)
             if not isinstance(error, OutOfTime):
                 sys.excepthook(*sys.exc_info())
             return None
         print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
         if isinstance(result, dict) and result.get("is_right") is False:
-            self.problems[name] = f"not right: {result}"
+            self.add_problem(name, f"not right: {result}")
         self.results[name] = result
         unfinished = self.path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(self.results, indent=1), encoding="utf-8")
@@ -150,6 +163,7 @@ def run_part(part: Part, argv: Sequence[str], seconds: float, folder: Path, grac
 
 
 INCOMPLETE = 3  # exit code of a part in which sections failed or were left out
+SOME = "complete in the chosen sections"
 
 
 def report(parts: Sequence[Part], folder: Path, states: dict[str, dict], command: str) -> str:
@@ -181,9 +195,8 @@ def measure_part(args: argparse.Namespace, folder: Path) -> int:
     """Measures a part in the current process. Returns the exit code."""
     module = importlib.import_module(args.part)
     torch.manual_seed(args.seed)
-    sections = Sections(folder / f"{args.part}.json", args.seconds)
+    sections = Sections(folder / f"{args.part}.json", args.seconds, args.sections)
     module.measure(args, sections)
-    (folder / f"{args.part}.problems.json").write_text(json.dumps(sections.problems), encoding="utf-8")
     return INCOMPLETE if sections.problems else 0
 
 
@@ -193,6 +206,7 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS, grace
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--minutes", type=float, default=8.0, help="For all parts together")
     parser.add_argument("--parts", nargs="+", help="Only these", choices=[part.module for part in parts])
+    parser.add_argument("--sections", default="", help="Only sections whose name contains this regular expression")
     parser.add_argument("--target", help="Folder or Hub id of a small chat model to train a draft for")
     parser.add_argument("--chats", nargs="+", help="JSON Lines files with `messages`: what the chat model is asked")
     parser.add_argument(
@@ -210,6 +224,12 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS, grace
     )
     parser.add_argument("--max_new_tokens", type=int, default=96, help="New tokens for each prompt")
     parser.add_argument("--learning_rate", type=float, default=5e-3, help="Learning rate of the draft")
+    parser.add_argument(
+        "--answer_seconds", type=float, help="Time for the target's answers. By default 15%% of the part's"
+    )
+    parser.add_argument(
+        "--draft_seconds", type=float, help="Time for training the draft. By default 33%% of the part's"
+    )
     parser.add_argument("--train_batch_size", type=int, default=8, help="Sequences of 1,024 tokens in a training step")
     parser.add_argument("--config", help="Folder or Hub id of a model. Its size replaces Qwen3-8B's")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -245,6 +265,8 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS, grace
         problems = folder / f"{part.module}.problems.json"
         problems.unlink(missing_ok=True)
         state = f"left out: {reason}" if reason else run_part(part, argv, seconds, folder, grace)
+        if state == "complete" and args.sections:
+            state = SOME  # another run may want the others
         states[part.module] = {"state": state, "environment": environment(args.device)}
         if problems.exists():
             states[part.module]["problems"] = json.loads(problems.read_text(encoding="utf-8"))
@@ -254,7 +276,7 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS, grace
         print(f"  {state}", flush=True)
     print((folder / "report.md").read_text(encoding="utf-8") if (folder / "report.md").exists() else "")
     ended = (states.get(part.module, {}).get("state", "") for part in chosen)
-    return 0 if all(state == "complete" or state.startswith("left out") for state in ended) else 1
+    return 0 if all(state.startswith(("complete", "left out")) for state in ended) else 1
 
 
 if __name__ == "__main__":

@@ -156,14 +156,15 @@ def measure(args, sections) -> None:
     answered = [chat for chat in chats if has_answer(chat)] if args.keep_answers else []
 
     total = sections.seconds_left
-    batch_size, seconds = (8 if tiny else 1024), 0.15 * total
+    batch_size, seconds = (8 if tiny else 1024), args.answer_seconds or 0.15 * total
     answers = folder / "answers"
     sections.measure("answers", regenerate, target, tokenizer, prompts, answers, batch_size, seconds, args.seed)
     for path in answers.glob("rows-*.jsonl"):
         answered += [json.loads(line)["messages"] for line in complete_lines(path)]
     answered = [chat for chat in answered if chat[-1]["content"]]
     where = folder / "draft"
-    sections.measure("draft", train, target, tokenizer, answered, where, args, 3 if tiny else 0.33 * total)
+    seconds = args.draft_seconds or (3 if tiny else 0.33 * total)
+    sections.measure("draft", train, target, tokenizer, answered, where, args, seconds)
     if not (where / "config.json").exists():
         return
     draft = Eagle3ForSpeculation.from_pretrained(where, dtype=dtype).to(args.device).eval()

@@ -59,6 +59,7 @@ def parts_of_tests(gpu_report, tmp_path, monkeypatch, **sources):
 FAILS = """
 def measure(args, sections):
     sections.measure("first", dict, a=1)
+    sections.measure("second", lambda: 1 / 0)
     raise OSError("a part that fails")
 """
 HANGS = """
@@ -84,6 +85,7 @@ def test_parts_that_fail_or_hang(gpu_report, tmp_path, monkeypatch, capsys):
     assert gpu_report.main(arguments, parts, grace=1) == 1
     states = json.loads((folder / "states.json").read_text())["states"]
     assert "a part that fails" in states["fails"]["state"] and "stopped" in states["hangs"]["state"]
+    assert "ZeroDivisionError" in states["fails"]["problems"]["second"]  # though the part ended by another error
     assert states["works"]["state"] == "incomplete"
     problems = states["works"]["problems"]
     assert problems.keys() == {"wrong", "too long", "incorrect"} and "ZeroDivisionError" in problems["wrong"]
@@ -125,6 +127,21 @@ def test_a_second_run_measures_what_is_missing(gpu_report, tmp_path, monkeypatch
     assert gpu_report.main(arguments, parts) == 0 and log.read_text().endswith("three two three ")
     with pytest.raises(SystemExit):
         gpu_report.main([*arguments, "--tiny"], parts)
+
+
+def test_some_sections(gpu_report, tmp_path, monkeypatch):
+    source = """
+    def measure(args, sections):
+        for name in ("step, plain", "step, tree", "memory"):
+            sections.measure(name, dict, a=1)
+    """
+    parts, folder = parts_of_tests(gpu_report, tmp_path, monkeypatch, part=source), tmp_path / "out"
+    arguments = ["--output_dir", str(folder), "--device", "cpu"]
+    assert gpu_report.main([*arguments, "--sections", "tree|mem"], parts) == 0
+    assert json.loads((folder / "part.json").read_text()).keys() == {"step, tree", "memory"}
+    assert "complete in the chosen sections" in (folder / "report.md").read_text()
+    assert gpu_report.main(arguments, parts) == 0  # goes on with the others
+    assert json.loads((folder / "part.json").read_text()).keys() == {"step, plain", "step, tree", "memory"}
 
 
 def test_what_an_environment_lacks_skips_only_that_part(gpu_report, tmp_path, monkeypatch):
