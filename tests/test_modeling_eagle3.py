@@ -261,6 +261,36 @@ def test_draft_vocabulary(target):
         Eagle3ForSpeculation.from_target(short, draft_token_ids=[50])
 
 
+@pytest.mark.parametrize("has_own_head", [True, False])
+@pytest.mark.parametrize("draft_token_ids", [None, [5, 3, 77, 8]])
+def test_a_trimmed_draft_vocabulary(tmp_path, target, draft_token_ids, has_own_head):
+    draft = randomize(Eagle3ForSpeculation.from_target(target, draft_token_ids=draft_token_ids))
+    if not has_own_head:  # the checkpoint has none, and the target's serves
+        draft.save_pretrained(tmp_path / "whole")
+        weights = load_file(tmp_path / "whole" / "model.safetensors")
+        del weights["lm_head.weight"]
+        save_file(weights, tmp_path / "whole" / "model.safetensors", {"format": "pt"})
+        config = json.loads((tmp_path / "whole" / "config.json").read_text())
+        del config["weights_digest"]
+        (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
+        draft = Eagle3ForSpeculation.from_pretrained(tmp_path / "whole")
+        draft.borrow_embeddings(target)
+    input_ids, aux = make_inputs(draft)
+    before = draft(input_ids, draft.combine_hidden_states(aux)).logits
+    places = [draft.draft_token_ids.tolist().index(token) for token in (5, 77)]
+    draft.trim_draft_vocabulary(torch.tensor([77, 5, 77]))
+    assert draft.draft_token_ids.tolist() == [5, 77] and draft.config.draft_vocab_size == 2
+    torch.testing.assert_close(draft(input_ids, draft.combine_hidden_states(aux)).logits, before[..., places])
+    draft.save_pretrained(tmp_path / "trimmed")
+    loaded = Eagle3ForSpeculation.from_pretrained(tmp_path / "trimmed")
+    assert all(torch.equal(draft.state_dict()[name], each) for name, each in loaded.state_dict().items())
+    assert loaded.t2d.nonzero().flatten().tolist() == [5, 77]
+    for ids, message in (([], "at least one. It has 0 ids"), ([5, 6, VOCAB_SIZE], "2 tokens lacks 2 of them")):
+        with pytest.raises(ValueError, match=message):
+            draft.trim_draft_vocabulary(ids)
+    assert draft.draft_token_ids.tolist() == [5, 77]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_from_target_for_every_family(family):
     target = make_target(family)

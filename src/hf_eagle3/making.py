@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from .remote_code.configuration_eagle3 import Eagle3Config, default_aux_layer_ids
 from .remote_code.loading_eagle3 import fingerprint
+from .remote_code.modeling_eagle3 import resize_head
 from .remote_code.target_eagle3 import gathered
 
 
@@ -101,11 +102,12 @@ def set_draft_vocabulary(
             f"`draft_token_ids` must not be empty, and must be from 0 to {num_ids - 1}, the tokens that the target's head has "
             f"rows for. It has {len(token_ids)} ids{f' from {token_ids[0]} to {token_ids[-1]}' if len(token_ids) else ''}."
         )
-    token_ids = token_ids.to(device)
-    draft.config.draft_vocab_size = len(token_ids)
-    dtype = draft.get_output_embeddings().weight.dtype
     head = type(draft.get_output_embeddings())(
-        draft.config.hidden_size, len(token_ids), bias=False, device=device, dtype=dtype
+        draft.config.hidden_size,
+        len(token_ids),
+        bias=False,
+        device=device,
+        dtype=draft.get_output_embeddings().weight.dtype,
     )
     if target_head.shape[-1] == draft.config.hidden_size:
         with torch.no_grad():
@@ -113,12 +115,50 @@ def set_draft_vocabulary(
     else:
         draft._init_weights(head)
     draft.set_output_embeddings(head)
+    store_draft_vocabulary(draft, token_ids.to(device))
+
+
+def trim_draft_vocabulary(draft: "DraftModel", draft_token_ids: Sequence[int] | torch.Tensor) -> None:
+    """
+    Removes tokens from a draft's vocabulary. The others keep their trained rows of `lm_head`, and so their logits. The idea is
+    FR-Spec's (https://huggingface.co/papers/2502.14856, section 3): a small head takes less time, and a target seldom
+    writes rare tokens.
+
+    Args:
+        draft (`Eagle3ForSpeculation`): The draft.
+        draft_token_ids (`Sequence[int]` or `torch.Tensor`): Target token ids to keep, in any order.
+
+    Raises:
+        ValueError: if there are no ids, or the draft's vocabulary lacks one of them.
+    """
+    token_ids = torch.as_tensor(draft_token_ids, dtype=torch.long).flatten().unique()  # ascending
+    head, known = draft.get_output_embeddings(), draft.draft_token_ids
+    token_ids = token_ids.to(known.device)
+    kept = torch.isin(known, token_ids).nonzero().flatten()
+    if len(token_ids) == 0 or len(kept) < len(token_ids):
+        unknown = token_ids[~torch.isin(token_ids, known)].tolist()
+        raise ValueError(
+            f"`draft_token_ids` must be tokens of the draft's vocabulary, and at least one. It has {len(token_ids)} ids, and the "
+            f"vocabulary of {len(known)} tokens lacks {len(unknown)} of them (the first are {unknown[:3]})."
+        )
+    if head.out_features > 0:  # else the target's head serves
+        rows = head.weight.detach()[kept]
+        resize_head(head, len(kept))
+        with torch.no_grad():
+            head.weight.copy_(rows)
+    store_draft_vocabulary(draft, token_ids)
+
+
+def store_draft_vocabulary(draft: "DraftModel", token_ids: torch.Tensor) -> None:
+    """Stores the vocabulary in a draft's configuration and buffers. The ids ascend."""
+    draft.config.draft_vocab_size = len(token_ids)
     for name in ("d2t", "t2d"):
         draft.__dict__.pop(name, None)
         draft._buffers.pop(name, None)
-    if len(token_ids) < vocab_size:
-        draft.register_buffer("d2t", token_ids - torch.arange(len(token_ids), device=device))
-        draft.register_buffer("t2d", torch.isin(torch.arange(vocab_size, device=device), token_ids))
+    if len(token_ids) < draft.config.vocab_size:
+        ids = torch.arange(draft.config.vocab_size, device=token_ids.device)
+        draft.register_buffer("d2t", token_ids - ids[: len(token_ids)])
+        draft.register_buffer("t2d", torch.isin(ids, token_ids))
     else:
         draft.d2t = draft.t2d = None
 

@@ -323,6 +323,15 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         """
         installed_module("making", "Another vocabulary").set_draft_vocabulary(self, draft_token_ids, target)
 
+    def trim_draft_vocabulary(self, draft_token_ids: Sequence[int] | torch.Tensor) -> None:
+        """
+        Removes tokens from the draft vocabulary. The others keep their rows of `lm_head`.
+
+        Args:
+            draft_token_ids (`Sequence[int]` or `torch.Tensor`): Target token ids to keep.
+        """
+        installed_module("making", "A smaller vocabulary").trim_draft_vocabulary(self, draft_token_ids)
+
     def pair_with(self, target: PreTrainedModel) -> None:
         """
         Records the target in the draft's configuration, for drafts of formats that do not.

@@ -1,0 +1,39 @@
+"""`recipes/trim_vocabulary.py` as users call it."""
+
+import json
+
+import torch
+from conftest import make_draft, make_target
+from transformers import AutoModelForCausalLM
+
+from hf_eagle3 import Eagle3ForSpeculation
+
+
+def test_trimming(tmp_path, tokenizer, run_recipe):
+    make_target("llama").save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    chat = [{"role": "user", "content": "what is up"}, {"role": "assistant", "content": "not much, not much"}]
+    (tmp_path / "chats.jsonl").write_text(2 * (json.dumps({"messages": chat}) + "\n"))
+    inputs = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    draft = make_draft(target, [inputs["input_ids"]])
+    said = set(tokenizer(chat[1]["content"], add_special_tokens=False)["input_ids"])
+    size = draft.config.draft_vocab_size
+    draft.save_pretrained(tmp_path / "draft")
+
+    call = ("trim_vocabulary.py", tmp_path / "draft", "--dataset_name", tmp_path / "chats.jsonl", "--draft_vocab_size")
+    result = run_recipe(*call, size - 2, "--output_dir", tmp_path / "small")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert f"{size - 2} of {size} tokens" in result.stdout
+    small = Eagle3ForSpeculation.from_pretrained(tmp_path / "small").eval()
+    known, kept = set(draft.draft_token_ids.tolist()), set(small.draft_token_ids.tolist())
+    assert len(kept) == size - 2 and kept <= known and said & known <= kept
+    places = [draft.draft_token_ids.tolist().index(token) for token in small.draft_token_ids.tolist()]
+    assert torch.equal(small.lm_head.weight, draft.lm_head.weight[places])
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=12)
+    assert torch.equal(target.generate(**inputs, do_sample=False, max_new_tokens=12, assistant_model=small), plain)
+
+    result = run_recipe(*call, size, "--output_dir", tmp_path / "nowhere")
+    assert result.returncode != 0 and f"must be from 1 to {size - 1}" in result.stderr
+    result = run_recipe(*call, 4, "--output_dir", tmp_path / "small")
+    assert result.returncode != 0 and "is not empty" in result.stderr and not (tmp_path / "nowhere").exists()
