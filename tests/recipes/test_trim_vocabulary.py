@@ -7,6 +7,7 @@ from conftest import make_draft, make_target
 from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 
 
 def test_trimming(tmp_path, tokenizer, run_recipe):
@@ -20,6 +21,8 @@ def test_trimming(tmp_path, tokenizer, run_recipe):
     said = set(tokenizer(chat[1]["content"], add_special_tokens=False)["input_ids"])
     size = draft.config.draft_vocab_size
     draft.save_pretrained(tmp_path / "draft")
+    record = {"draft_weights": "old", "command": "train", "steps": 3, "evaluation": {"loss": 1.0}}
+    (tmp_path / "draft" / "training.json").write_text(json.dumps(record))
 
     call = ("trim_vocabulary.py", tmp_path / "draft", "--dataset_name", tmp_path / "chats.jsonl", "--draft_vocab_size")
     result = run_recipe(*call, size - 2, "--output_dir", tmp_path / "small")
@@ -32,6 +35,11 @@ def test_trimming(tmp_path, tokenizer, run_recipe):
     assert torch.equal(small.lm_head.weight, draft.lm_head.weight[places])
     plain = target.generate(**inputs, do_sample=False, max_new_tokens=12)
     assert torch.equal(target.generate(**inputs, do_sample=False, max_new_tokens=12, assistant_model=small), plain)
+
+    copied = json.loads((tmp_path / "small" / "training.json").read_text())
+    assert copied["draft_weights"] == weights_digest(small.state_dict())
+    assert copied["steps"] == 3 and copied["evaluation"] is None
+    assert copied["command"].startswith("train\npython recipes/trim_vocabulary.py")
 
     result = run_recipe(*call, size, "--output_dir", tmp_path / "nowhere")
     assert result.returncode != 0 and f"must be from 1 to {size - 1}" in result.stderr
