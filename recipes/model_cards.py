@@ -57,12 +57,11 @@ def render(owner: str = "your-org") -> dict[str, str]:
     """Returns all cards by file name."""
     cards = {}
     for name, pairing in read_pairings().items():
-        if "recipe" in pairing:
+        if (records := pairing.get("records")) is None:
             card = untrained_card(name, pairing, owner)
         else:
-            card = card_of_records(
-                f"{owner}/{repo_name(name)}", CARDS / name, license=pairing["license"], image_folder=f"{name}/"
-            )
+            texts = {key: pairing[key] for key in ("license", "note") if key in pairing}
+            card = card_of_records(f"{owner}/{repo_name(name)}", CARDS / records, image_folder=f"{records}/", **texts)
         cards[f"{repo_name(name)}.md"] = str(card)
     return cards
 

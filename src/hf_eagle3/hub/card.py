@@ -47,6 +47,7 @@ def render_card(
     adapter_of: str | None = None,
     tags: Sequence[str] = (),
     image_folder: str = "",
+    note: str = "",
 ) -> ModelCard:
     """
     Renders the card of a draft.
@@ -69,6 +70,7 @@ def render_card(
         adapter_of (`str`, *optional*): The draft, if this repo has a LoRA adapter for it.
         tags (`Sequence[str]`, *optional*): More tags. Every draft has some.
         image_folder (`str`, *optional*): The folder of the plots, relative to the card. By default they are beside it.
+        note (`str`, *optional*): A paragraph below the first one.
 
     Returns:
         `ModelCard`: Metadata and text. `str(card)` is the README.md.
@@ -135,6 +137,7 @@ def render_card(
         rows=[(row, of_same_call(row, alone), of_same_call(row, lookups)) for row in drafted],
         plots=plot_names(rows),
         image_folder=image_folder,
+        note=note,
         prompts={row.task: row.num_prompts for row in rows},
         num_forwards=sum(row.target_forwards for row in drafted),
         num_lookups=sum(row.lookup_steps for row in drafted),
