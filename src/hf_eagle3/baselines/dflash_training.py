@@ -2,8 +2,8 @@
 Training of block drafts (DFlash, https://huggingface.co/papers/2602.06036). One pass drafts many blocks of a text, at places
 that are drawn at random.
 
-As in `ttt.py`, row `t` of a text is what drafts after the target's state at position `t`. Its block has the known token at
-`t + 1` and masks behind it. It attends to the text up to `t`, and to itself.
+As in `ttt.py`, row `t` of a text drafts after the target's state at position `t`. Its block has the known token at `t + 1`
+and masks behind it. The block attends to the text up to `t`, and to itself.
 """
 
 import math
@@ -22,8 +22,8 @@ def draw_rows(
     batch: TTTBatch, steps: int, share: float, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Draws rows of each text at random, first of those that count in a step. Returns them in order, and the number of
-    rows that each one stands for, both `(B, K)`.
+    Draws rows of each text at random, from those that count in any step. Returns them in order, and the number of rows
+    that each one stands for, both `(B, K)`.
 
     Args:
         batch (`TTTBatch`): The batch, with texts of `L` tokens.
@@ -37,7 +37,7 @@ def draw_rows(
     num = math.ceil(share * length)
     order = torch.rand(counts.shape, device=counts.device, generator=generator) + counts
     rows = order.topk(num, dim=1).indices.sort(dim=1).values
-    # A text with fewer rows that count has them all. The others among the `K` add nothing to the loss.
+    # A text may have fewer than `K` rows that count. It gets them all, and others that add nothing to the loss.
     return rows, (counts.sum(dim=1, keepdim=True) / num).clamp(min=1).expand(-1, num)
 
 
@@ -88,13 +88,13 @@ class BlockCache:
         for rows, part in zip(self.rows.split(num_blocks, dim=1), parts):
             arguments = (*part, keys, values, self.documents, rows, scaling, self.block_size, self.is_causal)
             if num_blocks < self.rows.shape[1]:
-                outputs.append(checkpoint(attend, *arguments, use_reentrant=False))
+                outputs.append(checkpoint(block_attention, *arguments, use_reentrant=False))
             else:
-                outputs.append(attend(*arguments))
+                outputs.append(block_attention(*arguments))
         return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
-def attend(
+def block_attention(
     query: torch.Tensor,
     own_keys: torch.Tensor,
     own_values: torch.Tensor,
@@ -164,11 +164,11 @@ def text_mask(
     """
     rows = rows.repeat_interleave(block_size, dim=1)
     rows = F.pad(rows, (0, num_queries - rows.shape[1]))  # padding attends to the first token
+    own_documents = documents.gather(1, rows)
     documents = F.pad(documents, (0, num_keys - documents.shape[1]), value=-1)
 
     def is_allowed(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        row = rows[batch, query]
-        return (row >= key) & (documents[batch, row] == documents[batch, key])
+        return (rows[batch, query] >= key) & (own_documents[batch, query] == documents[batch, key])
 
     return create_block_mask(is_allowed, len(rows), None, num_queries, num_keys, device=documents.device)
 
