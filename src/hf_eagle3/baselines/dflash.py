@@ -453,7 +453,8 @@ class DFlashForSpeculation(BaselineDraft):
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
         """Returns the logits `(..., draft_vocab_size)` of states `(..., H)`, as the target computes them."""
-        logits = self.lm_head(states) * self.config.output_multiplier
+        logits, factor = self.lm_head(states), self.config.output_multiplier
+        logits = logits if factor == 1 else logits * factor
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
