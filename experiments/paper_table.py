@@ -16,11 +16,11 @@ Methods are those of `hf_eagle3.baselines`, and:
     eagle3            the same draft as users get it: `tree_policy="auto"`, with lookup
     assistant         speculative sampling with a small model (`--assistant`)
 
-Each method has its paper's loss and number of drafting steps. Learning rate, optimizer, data and the number of nodes are the
-same for all. All guess samples by the same noise (docs/decoding.md), which no paper does. Our drafts and P-EAGLE's have a
-draft vocabulary. The others have the target's whole vocabulary, as in their papers. A static tree is the best one by the
-trained draft's accuracies on training data. Trees of DFlash and JetSpec are as deep as their blocks, because depth costs
-them nothing.
+Each method has its paper's loss and number of drafting steps; docs/baselines.md says what differs. Learning rate, optimizer,
+data and the number of nodes are the same for all. All guess samples by the same noise (docs/decoding.md), which no paper
+does. Our drafts and P-EAGLE's have a draft vocabulary. The others have the target's whole vocabulary, as in their papers. A
+static tree is the best one by the trained draft's accuracies on training data. Trees of DFlash and JetSpec are as deep as
+their blocks, because depth costs them nothing.
 
 Trained drafts and measurements stay in the folder. After an interruption, the same command goes on.
 """

@@ -131,6 +131,7 @@ def of_draft(config: Eagle3Config) -> dict:
         "weights_digest",
         "code_digest",
         "speculators_config",
+        "static_tree",
         "verifier_fingerprint",
     }
     facts = config.to_dict()
