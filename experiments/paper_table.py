@@ -10,15 +10,17 @@ same data. One loop verifies them on the same prompts, in turns.
 
 Methods are those of `hf_eagle3.baselines`, and:
 
+    dflash-tree       DFlash with trees (`dflash` is transformers' own, with chains)
     eagle3-classic    EAGLE-3 as in its paper
     eagle3-no-lookup  our draft with a whole tree in every step, as the other methods have
     eagle3            the same draft as users get it: `tree_policy="auto"`, with lookup
     assistant         speculative sampling with a small model (`--assistant`)
 
-Each method has its paper's loss and number of drafting steps. Learning rate, optimizer, data and the number of nodes are the
-same for all. All guess samples by the same noise (docs/decoding.md), which no paper does. Our drafts and P-EAGLE's have a
-draft vocabulary. The others have the target's whole vocabulary, as in their papers. A static tree is the best one by the
-trained draft's accuracies on training data.
+Each method has its paper's loss and number of drafting steps; docs/baselines.md says what differs. Learning rate, optimizer,
+data and the number of nodes are the same for all. All guess samples by the same noise (docs/decoding.md), which no paper
+does. Our drafts and P-EAGLE's have a draft vocabulary. The others have the target's whole vocabulary, as in their papers. A
+static tree is the best one by the trained draft's accuracies on training data. Trees of DFlash and JetSpec are as deep as
+their blocks, because depth costs them nothing.
 
 Trained drafts and measurements stay in the folder. After an interruption, the same command goes on.
 """
@@ -35,7 +37,7 @@ from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
-from hf_eagle3.baselines import BASELINES, best_static_tree, measure_accuracies
+from hf_eagle3.baselines import BASELINES, DFlashForSpeculation, best_static_tree, measure_accuracies
 from hf_eagle3.environment import environment
 from hf_eagle3.evaluation import BenchmarkResults, load_prompts, plot_all, run_benchmark
 from hf_eagle3.evaluation.results import what_differs
@@ -53,6 +55,8 @@ DRAFTS = {
     "eagle-2": "eagle",
     "hass": "hass",
     "p-eagle": "p-eagle",
+    "dflash-tree": "dflash",
+    "jetspec": "jetspec",
     "eagle3-classic": "classic",
     "eagle3-no-lookup": "eagle3",
     "eagle3": "eagle3",
@@ -91,7 +95,11 @@ def train(name, folder: Path, target, tokenizer, dataset, args) -> None:
     draft, settings = None, {"ttt_steps": args.ttt_steps, "ttt_warmup": 0.8, "draft_vocab_size": args.draft_vocab_size}
     if baseline is not None:
         torch.manual_seed(args.seed)
-        draft, settings = baseline.draft_class.from_target(target), dict(baseline.training)
+        is_block = baseline.draft_class is DFlashForSpeculation
+        sizes = {"num_hidden_layers": args.block_layers, "block_size": args.block_size} if is_block else {}
+        draft, settings = baseline.make_draft(target, **sizes), dict(baseline.training)
+        if is_block:
+            settings["ttt_steps"] = args.block_size - 1
     elif name == "classic":  # as in the EAGLE-3 paper
         settings |= {"draft_form": name, "ttt_warmup": 0.0}
     else:
@@ -147,8 +155,9 @@ def load(method: str, folder: Path, target, args):
     draft = draft_class.from_pretrained(folder, dtype=target.dtype).to(target.device).eval()
     if method == "eagle-2":
         draft.config.static_tree = None
+    is_block = isinstance(draft, DFlashForSpeculation)
     draft.generation_config.update(
-        tree_depth=args.tree_depth,
+        tree_depth=draft.config.block_size - 1 if is_block else args.tree_depth,
         num_assistant_tokens=args.num_assistant_tokens,
         assistant_confidence_threshold=draft.generation_config.assistant_confidence_threshold
         if method == "eagle3"
@@ -205,6 +214,8 @@ def main():
     parser.add_argument("--layer_type", choices=["llama", "qwen3"], help="Of EAGLE-3's and P-EAGLE's drafts")
     parser.add_argument("--learning_rate", type=float, default=5e-3, help="Tried with small targets only")
     parser.add_argument("--ttt_steps", type=int, default=5, help="Drafting steps unrolled for EAGLE-3 and P-EAGLE")
+    parser.add_argument("--block_layers", type=int, default=5, help="Layers of DFlash's and JetSpec's drafts")
+    parser.add_argument("--block_size", type=int, default=16, help="Tokens of their blocks, with the known one")
     parser.add_argument("--max_length", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--tree_depth", type=int, default=6)

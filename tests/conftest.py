@@ -38,6 +38,7 @@ from hf_eagle3 import Eagle3ForSpeculation  # noqa: E402
 from hf_eagle3.baselines import DFlashForSpeculation  # noqa: E402
 from hf_eagle3.remote_code.lookup_eagle3 import TextIndex  # noqa: E402
 from hf_eagle3.remote_code.policy_eagle3 import Policy  # noqa: E402
+from hf_eagle3.training.ttt import TTTBatch, documents_of  # noqa: E402
 
 
 def pytest_collection_finish():
@@ -368,10 +369,29 @@ def make_baseline(method, target, **overrides):
     elif method in BLOCK_DRAFTS:
         draft = make_block_draft(method, target, **overrides)
     else:
-        draft = BASELINES[method].draft_class.from_target(target, **overrides)
+        draft = BASELINES[method].make_draft(target, **overrides)
     for parameter in draft.parameters():
         parameter.data += torch.randn_like(parameter) * 0.1
     return draft.eval()
+
+
+@torch.no_grad()
+def features_of(target, draft, input_ids):
+    """A training batch of one document a row."""
+    from hf_eagle3.training.features import TargetStates
+
+    aux, last = TargetStates(target, draft.resolve_aux_layer_ids(target))({"input_ids": input_ids})
+    logits = target.lm_head(last)
+    return TTTBatch(
+        input_ids=input_ids,
+        aux_hidden_states=aux,
+        target_logits=logits[..., draft.draft_token_ids],
+        target_mass=logits.softmax(-1)[..., draft.draft_token_ids].sum(-1),
+        target_tokens=logits.argmax(-1),
+        labels=input_ids,
+        documents=documents_of(input_ids),
+        position_ids=torch.arange(input_ids.shape[1]).expand_as(input_ids),
+    )
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import re
 import pytest
 import torch
 from conftest import (
-    BLOCK_DRAFTS,
     CONVOLUTIONAL,
     FAMILIES,
     RECURRENT,
@@ -110,7 +109,7 @@ def calls(draw):
     ),
     cache=st.sampled_from([{}, {"cache_implementation": "static"}]),
     method=st.sampled_from(
-        ["eagle3", "knows the text", "block that knows the text", *BASELINES, "eagle-2", "p-eagle", *BLOCK_DRAFTS]
+        ["eagle3", "knows the text", "block that knows the text", *BASELINES, "eagle-2", "p-eagle"]
     ),
     looks_up=st.booleans(),
     waits=st.booleans(),
@@ -131,7 +130,7 @@ def test_any_settings(family, lengths, kwargs, tree, cache, method, looks_up, wa
         kind = "dflash" if method.startswith("block") else "eagle3"
         padding = (1 - batch["attention_mask"]).sum(dim=1, keepdim=True)
         draft = make_oracle(target, expected, seed, padding, kind)
-    elif method in (*BASELINES, "eagle-2", "p-eagle", *BLOCK_DRAFTS):
+    elif method in (*BASELINES, "eagle-2", "p-eagle"):
         draft = make_baseline(method, target)
     else:
         torch.manual_seed(seed)

@@ -12,6 +12,7 @@ from conftest import (
     BLOCK_DRAFTS,
     FAMILIES,
     VOCAB_SIZE,
+    features_of,
     make_baseline,
     make_batch,
     make_prompt,
@@ -30,29 +31,14 @@ from hf_eagle3.remote_code.policy_eagle3 import Calibration
 from hf_eagle3.remote_code.tree_eagle3 import GenerationCall, Plan
 from hf_eagle3.training.features import TargetStates
 from hf_eagle3.training.models import draft_to_train
-from hf_eagle3.training.ttt import TTTBatch, documents_of, ttt_unroll
+from hf_eagle3.training.ttt import ttt_unroll
 
 
-METHODS = [*BASELINES, "eagle-2", "p-eagle"]
+BY_LEVEL = [method for method in BASELINES if method not in BLOCK_DRAFTS]
+METHODS = [*BY_LEVEL, "eagle-2", "p-eagle"]
 ALL_METHODS = [*METHODS, *BLOCK_DRAFTS]
 DEPTH = 4
 TEXTS = Dataset.from_dict({"text": [f"the {i} of {i * 7}, and so on to {i * i} in the end" for i in range(40)]})
-
-
-@torch.no_grad()
-def features_of(target, draft, input_ids):
-    aux, last = TargetStates(target, draft.resolve_aux_layer_ids(target))({"input_ids": input_ids})
-    logits = target.lm_head(last)
-    return TTTBatch(
-        input_ids=input_ids,
-        aux_hidden_states=aux,
-        target_logits=logits[..., draft.draft_token_ids],
-        target_mass=logits.softmax(-1)[..., draft.draft_token_ids].sum(-1),
-        target_tokens=logits.argmax(-1),
-        labels=input_ids,
-        documents=documents_of(input_ids),
-        position_ids=torch.arange(input_ids.shape[1]).expand_as(input_ids),
-    )
 
 
 def unroll_of(draft, batch, steps):
@@ -254,7 +240,7 @@ def naive_losses(method, draft, batch, step, states, head):
     return losses, -0.1 * (p * p.log()).sum()
 
 
-@pytest.mark.parametrize("method", list(BASELINES))
+@pytest.mark.parametrize("method", BY_LEVEL)
 def test_losses_are_those_of_the_papers(method):
     target = make_target("llama")
     draft = make_baseline(method, target)
@@ -276,7 +262,7 @@ def make_trainer(tmp_path, tokenizer, method, dataset=TEXTS, **arguments):
         draft, training = None, {"draft_form": "p-eagle", "ttt_steps": 3, "ttt_warmup": 0.0}
     else:
         torch.manual_seed(0)
-        draft, training = BASELINES[method].draft_class.from_target(target), BASELINES[method].training
+        draft, training = BASELINES[method].make_draft(target), BASELINES[method].training
     args = Eagle3TrainingArguments(
         str(tmp_path),
         **{
@@ -303,13 +289,14 @@ def test_training_saving_and_loading(tmp_path, tokenizer, method):
     before = {name: value.clone() for name, value in draft.named_parameters()}
     trainer.train()
     frozen = {name for name, value in draft.named_parameters() if torch.equal(before[name], value)}
-    assert frozen == ({"lm_head.weight"} if method in ("eagle", "hass") else set())
+    assert frozen == ({"lm_head.weight"} if method in ("eagle", "hass", *BLOCK_DRAFTS) else set())
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0]
     trainer.save_model(str(tmp_path / "draft"))
     loaded = AutoModel.from_pretrained(tmp_path / "draft", trust_remote_code=method == "p-eagle").eval()
+    loaded.borrow_embeddings(trainer.target_model)
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in draft.state_dict().items())
-    for name in ("static_tree", "num_heads", "mask_token_id", "eagle_aux_hidden_state_layer_ids"):
+    for name in ("static_tree", "num_heads", "mask_token_id", "is_causal", "eagle_aux_hidden_state_layer_ids"):
         assert getattr(loaded.config, name, None) == getattr(draft.config, name, None)
     if method != "p-eagle":
         again = draft_to_train(loaded, trainer.target_model, trainer.args)
@@ -320,7 +307,7 @@ def test_training_saving_and_loading(tmp_path, tokenizer, method):
     assert torch.equal(
         target.generate(prompt, **settings, assistant_model=loaded), target.generate(prompt, **settings)
     )
-    if method != "p-eagle":
+    if method in BY_LEVEL:
         with pytest.raises(ValueError, match="in no known EAGLE-3 format"):
             Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
         other = next(each for each in BASELINES if each != method)
@@ -329,29 +316,40 @@ def test_training_saving_and_loading(tmp_path, tokenizer, method):
         assert not list((tmp_path / "draft").rglob("*.py"))
 
 
-@pytest.mark.parametrize("method", ["medusa", "hass"])
+@pytest.mark.parametrize("method", ["medusa", "hass", "dflash"])
 def test_stored_features_train_the_same_draft(tmp_path, tokenizer, method):
     store = make_trainer(tmp_path / "a", tokenizer, method).extract_features(tmp_path / "features")
     online, offline = (
         make_trainer(tmp_path / name, tokenizer, method, dataset=data) for name, data in (("b", TEXTS), ("c", store))
     )
     for trainer in (online, offline):
-        torch.manual_seed(0)  # of the noise that HASS trains with
+        torch.manual_seed(0)  # of HASS's noise, and of DFlash's places
         trainer.train()
     for (name, ours), (_, theirs) in zip(online.draft.named_parameters(), offline.draft.named_parameters()):
         torch.testing.assert_close(ours, theirs, msg=name)
 
 
-def test_a_training_goes_on(tmp_path, tokenizer):
-    whole = make_trainer(tmp_path / "whole", tokenizer, "hydra", max_steps=4)
-    parts = make_trainer(tmp_path / "parts", tokenizer, "hydra", max_steps=4, save_strategy="steps", save_steps=2)
+@pytest.mark.parametrize("method", ["hydra", "jetspec"])
+def test_a_training_goes_on(tmp_path, tokenizer, method):
+    arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = make_trainer(tmp_path / "whole", tokenizer, method, **arguments)
     whole.train()
-    parts.train()
-    resumed = make_trainer(tmp_path / "parts", tokenizer, "hydra", max_steps=4, save_strategy="steps", save_steps=2)
+    make_trainer(tmp_path / "parts", tokenizer, method, **arguments).train()
+    resumed = make_trainer(tmp_path / "parts", tokenizer, method, **arguments)
     resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-2"))
     assert resumed.state.global_step == 4 and not list((tmp_path / "parts").rglob("README.md"))
     for (name, ours), (_, theirs) in zip(whole.draft.named_parameters(), resumed.draft.named_parameters()):
         torch.testing.assert_close(ours, theirs, msg=name)
+
+
+def test_the_loss_of_drawn_blocks_is_a_mean(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer, "dflash", num_eval_prompts=1, eval_max_new_tokens=4)
+    metrics = trainer.evaluate(trainer.train_dataset)
+    again = trainer.evaluate(trainer.train_dataset)
+    assert metrics["eval_acceptance_length"] >= 1 and metrics["eval_loss"] == again["eval_loss"]
+    # A mean over rows, whatever the share that is drawn.
+    trainer.draft.BLOCK_SHARE = 1.0
+    assert trainer.evaluate(trainer.train_dataset)["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=0.1)
 
 
 @pytest.mark.parametrize("family", ["llama", "cohere2"])
@@ -384,7 +382,7 @@ def test_what_other_methods_have_not():
             use(draft)
 
 
-@pytest.mark.parametrize(("method", "most"), [("medusa", 5), ("eagle", 1), ("hass", 3)])
+@pytest.mark.parametrize(("method", "most"), [("medusa", 5), ("eagle", 1), ("hass", 3), ("dflash", 15)])
 def test_too_many_steps_are_refused(tmp_path, tokenizer, method, most):
     trainer = make_trainer(tmp_path, tokenizer, method, ttt_steps=most + 1)
     with pytest.raises(ValueError, match=f"at most {most} steps deep, not {most + 1}"):
@@ -476,9 +474,10 @@ if os.environ["RANK"] == "0":
 def train_two(folder, tokenizer, batch_size):
     """Their losses, a list for each."""
     losses = []
-    for method in ("hydra", "eagle"):
+    for method in ("hydra", "eagle", "dflash"):
         trainer = make_trainer(folder, tokenizer, method, per_device_train_batch_size=batch_size, max_steps=3)
-        trainer.draft.NOISE = 0.0  # which is not the same in each process
+        # What is drawn at random is not the same in each process.
+        trainer.draft.NOISE, trainer.draft.BLOCK_SHARE = 0.0, 1.0
         trainer.train()
         trainer.save_model(f"{folder}/{method}")
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
@@ -493,7 +492,7 @@ def test_two_processes_give_the_losses_of_one(tmp_path, tokenizer):
     expected = train_two(tmp_path / "one", tokenizer, 4)
     for ours, theirs in zip(json.loads((tmp_path / "losses.json").read_text()), expected, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-3)
-    for method in ("hydra", "eagle"):
+    for method in ("hydra", "eagle", "dflash"):
         ours, theirs = (AutoModel.from_pretrained(folder / method) for folder in (tmp_path, tmp_path / "one"))
         assert (
             ours.config.static_tree == theirs.config.static_tree

@@ -403,30 +403,6 @@ def test_what_knows_the_text_is_accepted(method, do_sample):
     assert draft.last_generation.acceptance_length > 2.5
 
 
-@pytest.mark.parametrize("method", list(BLOCK_DRAFTS))
-def test_what_is_trained_as_the_papers_do_is_accepted(method):
-    """By heart, on a few texts: blocks behind anchors at random places, the next tokens as labels."""
-    target, prompts = make_target("llama"), make_prompt(9, batch_size=16)
-    settings = {**SETTINGS, "max_new_tokens": 30}
-    texts = target.generate(prompts, **settings)
-    draft = make_baseline(method, target)
-    draft.borrow_embeddings(target)
-    aux = states_of(target, draft, texts)
-    optimizer = torch.optim.AdamW([each for name, each in draft.named_parameters() if "lm_head" not in name], lr=3e-3)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(300):
-        anchor = int(torch.randint(9, texts.shape[1] - BLOCK, (1,), generator=generator))
-        block = texts[:, anchor : anchor + BLOCK]
-        masked = torch.where(torch.arange(BLOCK) == 0, block, MASK)
-        logits = draft(masked, draft.combine_hidden_states(aux[:, :anchor])).logits[:, 1:]
-        torch.nn.functional.cross_entropy(logits.transpose(1, 2), block[:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    draft.generation_config.tree_policy = "static"
-    assert torch.equal(target.generate(prompts[:2], **settings, assistant_model=draft), texts[:2])
-    assert draft.last_generation.acceptance_length > 2.5
-
-
 def test_a_draft_guesses_by_the_same_noise():
     """Of the target's own distribution, the most probable guess is the very sample."""
     target, prompt = make_target("llama"), make_prompt(9)
@@ -586,8 +562,6 @@ def test_what_a_configuration_must_say():
     embedding = DFlashForSpeculation.from_target(target, eagle_aux_hidden_state_layer_ids=[0, 2])
     with pytest.raises(ValueError, match="no number for the embedding"):
         embedding.config.to_json_string()
-    with pytest.raises(NotImplementedError, match="does not train DFlash drafts yet"):
-        embedding.training_loss(None, 1)
 
 
 def test_a_mask_that_the_target_does_not_embed(tmp_path):

@@ -8,15 +8,18 @@ Drafts of other methods, to compare EAGLE-3 with. [`Eagle3Trainer`] trains them,
 | EAGLE | [`EagleForSpeculation`] | a layer that reads the last states, a static tree |
 | EAGLE-2 | the same, with `config.static_tree = None` | a dynamic tree |
 | HASS | [`HassForSpeculation`] | EAGLE's layer, trained on its own states |
-| DFlash, JetSpec | [`DFlashForSpeculation`] | layers that draft a block in one pass |
+| DFlash | [`DFlashForSpeculation`] | layers that draft a block in one pass |
+| JetSpec | the same, with `is_causal=True` | the same, with a causal block |
 
 P-EAGLE is a form of [`Eagle3ForSpeculation`]: `draft_form="p-eagle"`.
 """
 
+import math
 from typing import Any, NamedTuple
 
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
+from ..remote_code.modeling_eagle3 import DraftModel
 from .baseline import BaselineDraft
 from .dflash import DFlashConfig, DFlashForSpeculation
 from .eagle import EagleConfig, EagleForSpeculation
@@ -31,26 +34,35 @@ class Baseline(NamedTuple):
     A method to compare with.
 
     Args:
-        draft_class (`type`): The class of its draft. `draft_class.from_target(target)` makes one.
+        draft_class (`type`): The class of its draft.
         training (`dict`): Its values for arguments of [`Eagle3TrainingArguments`].
+        overrides (`dict`, *optional*): Its arguments of `draft_class.from_target`.
     """
 
     draft_class: type[BaselineDraft]
     training: dict[str, Any]
+    overrides: dict[str, Any] = {}
+
+    def make_draft(self, target: PreTrainedModel, **overrides: Any) -> DraftModel:
+        """Returns an untrained draft for a loaded target. `overrides` come before the method's own."""
+        return self.draft_class.from_target(target, **{**self.overrides, **overrides})
 
 
+# As in the DFlash paper for blocks of 16 tokens: mask `k` has the weight exp(-(k - 1) / 7).
+_BLOCK_TRAINING = {"ttt_steps": 15, "ttt_warmup": 0.0, "ttt_step_decay": math.exp(-1 / 7)}
 BASELINES = {
     "medusa": Baseline(MedusaForSpeculation, {"ttt_steps": 5, "ttt_warmup": 0.0, "ttt_step_decay": 0.8}),
     "hydra": Baseline(HydraForSpeculation, {"ttt_steps": 5, "ttt_warmup": 0.0, "ttt_step_decay": 0.8}),
     "eagle": Baseline(EagleForSpeculation, {"ttt_steps": 1, "ttt_warmup": 0.0}),
     "hass": Baseline(HassForSpeculation, {"ttt_steps": 3, "ttt_warmup": 0.0, "ttt_step_decay": 1.0}),
+    "dflash": Baseline(DFlashForSpeculation, _BLOCK_TRAINING),
+    "jetspec": Baseline(DFlashForSpeculation, _BLOCK_TRAINING, {"is_causal": True}),
 }
 
-_DRAFT_CLASSES: list[type[BaselineDraft]] = [*(each.draft_class for each in BASELINES.values()), DFlashForSpeculation]
-for _draft_class in _DRAFT_CLASSES:
-    _config_class = _draft_class.config_class
+for _baseline in BASELINES.values():
+    _config_class = _baseline.draft_class.config_class
     AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)
-    AutoModel.register(_config_class, _draft_class, exist_ok=True)
+    AutoModel.register(_config_class, _baseline.draft_class, exist_ok=True)
 
 __all__ = [
     "BASELINES",

@@ -3,9 +3,9 @@ DFlash (https://huggingface.co/papers/2602.06036): a few layers draft a whole bl
 (https://huggingface.co/papers/2606.18394) is the same network with a causal block. `block_tree.py` grows their trees.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,12 @@ from ..remote_code.policy_eagle3 import tree_settings
 from ..remote_code.text_eagle3 import flat_indices, right_index
 from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Plan, SampleGuesser
 from ..tensor_names import HUB_ARGUMENTS, find
-from .baseline import BaselineConfig, BaselineDraft
+from ..training.losses import DraftLoss
+from ..training.ttt import RowTargets, TTTBatch, TTTOutput, UnrollStep, unroll_loss
+from .baseline import BaselineConfig, BaselineDraft, check_steps
 from .block_tree import grow_block_tree
 from .dflash_layout import flat_form, nested_form
+from .dflash_training import BlockCache, draw_rows
 
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each (B, S, head_dim)
@@ -144,8 +147,20 @@ class DFlashDecoderLayer(nn.Module):
         self.post_attention_layernorm = Eagle3RMSNorm(size, eps=eps)
         self.mlp = Qwen3MLP(layer_config)
 
-    def forward(self, hidden_states: torch.Tensor, **attention_kwargs: Any) -> torch.Tensor:
-        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **attention_kwargs)
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        cache: Any,
+        context: torch.Tensor | None = None,
+        context_position_embeddings: Rotary | None = None,
+        **attention_kwargs: Any,
+    ) -> torch.Tensor:
+        if context is not None:
+            assert context_position_embeddings is not None
+            self.self_attn.read_context(context, context_position_embeddings, cache)
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + self.self_attn(normed, cache=cache, **attention_kwargs)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
@@ -170,6 +185,8 @@ class DFlashForSpeculation(BaselineDraft):
     config_class = DFlashConfig
     drafts_in_one_pass = True
     frozen_modules = ("embed_tokens", "lm_head")
+    # Blocks in each text of a training batch, by its tokens. The DFlash paper draws 512 in texts of 3072 tokens.
+    BLOCK_SHARE = 1 / 6
     _no_split_modules = ["DFlashDecoderLayer"]
     _skip_keys_device_placement = ["cache"]
     _supports_sdpa = True
@@ -270,14 +287,41 @@ class DFlashForSpeculation(BaselineDraft):
                 f"{num_tokens} tokens. Resize its embedding to what it was when the draft was trained."
             )
 
-    def training_loss(self, batch: Any, steps: int) -> NoReturn:
+    # Training ------------------------------------------------------------------------------------------------------
+
+    def unroll(self, batch: TTTBatch, steps: int) -> Iterator[UnrollStep]:
         """
-        Raises:
-            NotImplementedError: always.
+        Yields a step for each mask of the blocks, whose states `(B, K, H)` are those of `K` blocks in each text. All
+        blocks are computed in one pass. Evaluation draws the same blocks each time.
         """
-        raise NotImplementedError(
-            "`Eagle3Trainer` does not train DFlash drafts yet. Train one with z-lab's code, and load it."
+        block_size, device = self.config.block_size, batch.input_ids.device
+        generator = None if self.training else torch.Generator(device).manual_seed(0)
+        rows, weights = draw_rows(batch, steps, self.BLOCK_SHARE, generator)  # (B, K)
+        known = batch.input_ids.gather(1, (rows + 1).clamp(max=batch.input_ids.shape[1] - 1))
+        blocks = F.pad(known[..., None], (0, block_size - 1), value=self.config.mask_token_id)  # (B, K, block_size)
+        positions = batch.position_ids.gather(1, rows)[..., None] + 1 + torch.arange(block_size, device=device)
+        layer_types = self.config.transformer_layer_config.layer_types
+        states = self.run_layers(
+            self.embed(blocks.flatten(1)),
+            self.combine_hidden_states(batch.aux_hidden_states),
+            torch.cat([batch.position_ids, positions.flatten(1)], dim=1),
+            dict.fromkeys(layer_types),  # the cache masks
+            BlockCache(batch.documents, rows, block_size, self.config.is_causal_in(layer_types[0])),
         )
+        states = states.unflatten(1, (-1, block_size))  # (B, K, block_size, H)
+        if not self.training:  # evaluation divides by the number of drawn rows
+            weights = torch.ones_like(weights)
+        for step in range(steps):
+            yield UnrollStep(states[:, :, 1 + step], self.logits_of, rows=rows, row_weights=weights)
+
+    def training_loss(self, batch: TTTBatch, steps: int) -> TTTOutput:
+        """Returns the divergence from the target's distributions at each mask, for blocks at random places."""
+        check_steps(self, steps, self.config.block_size - 1)
+        return unroll_loss(self, batch, self.unroll(batch, steps), self.row_loss)
+
+    def row_loss(self, logits: torch.Tensor, targets: RowTargets) -> torch.Tensor:
+        """Returns the loss of each row `(B, R)`."""
+        return DraftLoss.apply(logits, targets.probs, targets.mass, targets.entropy, "kl")
 
     # The network ---------------------------------------------------------------------------------------------------
 
@@ -369,32 +413,50 @@ class DFlashForSpeculation(BaselineDraft):
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.embed(input_ids)
-        states = inputs_embeds * self.config.input_embedding_scale
-        num_context, num_queries = 0 if hidden_states is None else hidden_states.shape[1], states.shape[1]
+        num_context, num_queries = 0 if hidden_states is None else hidden_states.shape[1], inputs_embeds.shape[1]
         returned = cache if cache is not None or not use_cache else DynamicCache()
         cache = DynamicCache() if returned is None else returned
+        device = inputs_embeds.device
         if position_ids is None:
             past_length = cache.get_seq_length()
-            position_ids = torch.arange(past_length, past_length + num_context + num_queries, device=states.device)
-            position_ids = position_ids.expand(len(states), -1)
+            position_ids = torch.arange(past_length, past_length + num_context + num_queries, device=device)
+            position_ids = position_ids.expand(len(inputs_embeds), -1)
         masks: Any = attention_mask
         if not isinstance(masks, dict):
-            keys = torch.arange(cache.get_seq_length() + num_context + num_queries, device=states.device)
-            visible = torch.ones_like(keys).expand(len(states), -1) if masks is None else masks
-            masks = self.masks(visible.bool(), (keys[-num_queries:, None] - keys)[None], states.dtype)
-        if hidden_states is not None:
-            self.read_context(hidden_states, position_ids[:, :num_context], cache)
-        position_embeddings = self.rotary_emb(states, position_ids[:, num_context:])
-        for layer, layer_type in zip(self.layers, self.config.transformer_layer_config.layer_types, strict=True):
-            states = layer(
-                states, position_embeddings=position_embeddings, attention_mask=masks[layer_type], cache=cache
-            )
+            keys = torch.arange(cache.get_seq_length() + num_context + num_queries, device=device)
+            visible = torch.ones_like(keys).expand(len(inputs_embeds), -1) if masks is None else masks
+            masks = self.masks(visible.bool(), (keys[-num_queries:, None] - keys)[None], inputs_embeds.dtype)
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        states = self.norm(states)[:, rows]
-        logits = self.lm_head(states) * self.config.output_multiplier
-        if (cap := self.config.final_logit_softcapping) is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return Eagle3Output(logits=logits, last_hidden_state=states, cache=returned)
+        states = self.run_layers(inputs_embeds, hidden_states, position_ids, masks, cache)[:, rows]
+        return Eagle3Output(logits=self.logits_of(states), last_hidden_state=states, cache=returned)
+
+    def run_layers(
+        self,
+        inputs_embeds: torch.Tensor,
+        hidden_states: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        masks: dict[str, torch.Tensor | None],
+        cache: Any,
+    ) -> torch.Tensor:
+        """Returns the states that the head reads, `(B, S, H)`. See [`forward`]; `masks` are by layer type."""
+        states, num_context = inputs_embeds * self.config.input_embedding_scale, 0
+        context: dict[str, Any] = {}
+        if hidden_states is not None:
+            num_context = hidden_states.shape[1]
+            rotary = self.rotary_emb(hidden_states, position_ids[:, :num_context])
+            context = {"context": hidden_states, "context_position_embeddings": rotary}
+        rotary = self.rotary_emb(states, position_ids[:, num_context:])
+        for layer, layer_type in zip(self.layers, self.config.transformer_layer_config.layer_types, strict=True):
+            mask = masks[layer_type]
+            states = layer(states, cache=cache, **context, position_embeddings=rotary, attention_mask=mask)
+        return self.norm(states)
+
+    def logits_of(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns the logits `(..., draft_vocab_size)` of states `(..., H)`, as the target computes them."""
+        logits, factor = self.lm_head(states), self.config.output_multiplier
+        logits = logits if factor == 1 else logits * factor
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def proposer(self, call: GenerationCall) -> "BlockProposer":
         """See [`~assistant_eagle3.AssistantMixin.proposer`]."""

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 # The methods of our own drafts, and of hf_eagle3.baselines.
 OURS = ("eagle3-chain", "eagle3-no-lookup", "eagle3")
-OTHER_DRAFTS = ("medusa", "hydra", "eagle", "eagle-2", "hass", "p-eagle", "eagle3-classic")
+OTHER_DRAFTS = ("medusa", "hydra", "eagle", "eagle-2", "hass", "p-eagle", "dflash-tree", "jetspec", "eagle3-classic")
 METHODS = ("plain", "prompt-lookup", "assistant", "mtp", "dflash", *OTHER_DRAFTS, *OURS)
 PLOTS = ("speedup.png", "acceptance.png", "batch_size.png")
 COLORS = dict(
     zip(
         METHODS,
         ("#9aa5b1", "#6aa6c8", "#4c78a8", "#72b7b2", "#54a24b")
-        + ("#b8a1d9", "#8e6bbf", "#d8a7b1", "#c06c84", "#94346e", "#a5883f", "#d9b44a")
+        + ("#b8a1d9", "#8e6bbf", "#d8a7b1", "#c06c84", "#94346e", "#a5883f", "#4f9d8f", "#2f6f73", "#d9b44a")
         + ("#f2c14e", "#f5b041", "#e67e22"),
     )
 )

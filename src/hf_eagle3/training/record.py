@@ -84,10 +84,8 @@ def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
     if not state_file.exists():  # weights alone
         return
     state = TrainerState.load_from_json(str(state_file))
-    record, config = (
-        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        for path in (Path(checkpoint, TRAINING_RECORD), Path(checkpoint, CONFIG_NAME))
-    )
+    path, ours = Path(checkpoint, TRAINING_RECORD), trainer.draft.config
+    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     defaults = {field.name: field.default for field in fields(trainer.args)}
     then, now = record.get("arguments", {}), training_record(trainer)
     if args.max_steps > 0:
@@ -100,16 +98,18 @@ def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
             f"{checkpoint} is the end of a finished training, of {state.global_step} steps. To train its draft further, raise "
             "`max_steps` or `num_train_epochs`."
         )
-    fingerprint = config.get("verifier_fingerprint")
-    if fingerprint is not None and fingerprint != trainer.draft.config.verifier_fingerprint:
-        raise ValueError(
-            f"{checkpoint} is of a draft for another target than {trainer.draft.config.verifier}. Go on with the target that it "
-            "was begun with."
-        )
-    if difference := what_differs(of_draft(config), of_draft(trainer.draft.config.to_dict())) if config else "":
-        raise ValueError(
-            f"{checkpoint} is of another draft: {difference}. Go on with the draft that it was begun with."
-        )
+    if Path(checkpoint, CONFIG_NAME).exists():  # adapters have none
+        theirs = type(ours).from_pretrained(checkpoint)
+        fingerprint = theirs.verifier_fingerprint
+        if fingerprint is not None and fingerprint != ours.verifier_fingerprint:
+            raise ValueError(
+                f"{checkpoint} is of a draft for another target than {ours.verifier}. Go on with the target that it was begun "
+                "with."
+            )
+        if difference := what_differs(of_draft(theirs), of_draft(ours)):
+            raise ValueError(
+                f"{checkpoint} is of another draft: {difference}. Go on with the draft that it was begun with."
+            )
     if not record:
         return
     names = ("arguments_class", "rows", "sequences_per_step")
@@ -124,18 +124,20 @@ def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
         )
 
 
-def of_draft(config: dict) -> dict:
-    """Returns the fields of an [`Eagle3Config`] that change what the draft computes."""
+def of_draft(config: Eagle3Config) -> dict:
+    """Returns the fields of a draft's configuration that change what it computes."""
     others = {
         *PreTrainedConfig().to_dict(),
         "weights_digest",
         "code_digest",
         "speculators_config",
+        "static_tree",
         "verifier_fingerprint",
     }
-    config = {item.name: config.get(item.name) for item in fields(Eagle3Config) if item.name not in others}
-    layer = config.pop("transformer_layer_config") or {}
-    return config | {name: value for name, value in layer.items() if name not in others}
+    facts = config.to_dict()
+    facts = {item.name: facts.get(item.name) for item in fields(config) if item.name not in others}
+    layer = facts.pop("transformer_layer_config") or {}
+    return facts | {name: value for name, value in layer.items() if name not in others}
 
 
 def evaluation_of(trainer: Eagle3Trainer, log: list[dict], step: int) -> dict | None:

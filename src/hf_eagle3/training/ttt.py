@@ -391,6 +391,8 @@ class UnrollStep(NamedTuple):
         rows (`torch.LongTensor` of shape `(B, K)`, *optional*):
             The rows that `states` `(B, K, H)` has, if it does not have all.
         hidden_states (`torch.FloatTensor` of shape `(B, L, H)`, *optional*): The states that the next step reads.
+        row_weights (`torch.FloatTensor` of shape `(B, K)`, *optional*):
+            The number of rows that each of `rows` stands for in the loss. By default `L / K`.
     """
 
     states: torch.Tensor
@@ -398,6 +400,7 @@ class UnrollStep(NamedTuple):
     row_losses: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
+    row_weights: torch.Tensor | None = None
 
 
 class RowTargets(NamedTuple):
@@ -583,9 +586,11 @@ def unroll_loss(
     target_probs, entropy = probabilities(target_logits)  # (B, L, V_draft), (B, L)
     all_targets = (target_probs, batch.target_mass, entropy, batch.target_tokens)
 
-    def score(head: Callable, states: torch.Tensor, rows: torch.Tensor, *of_rows: torch.Tensor) -> tuple:
+    def score(
+        head: Callable, states: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, *of_rows: torch.Tensor
+    ) -> tuple:
         logits, targets = head(states), RowTargets(*of_rows)
-        loss, logits = (row_loss(logits, targets) * rows).sum(), logits.detach()
+        loss, logits = (row_loss(logits, targets) * weights).sum(), logits.detach()
         unweighted = logits if vocabulary is None else logits - vocabulary.log_weights
         best = token_ids[unweighted.max(dim=-1).indices]
         some = slice(None, None, ONE_IN)
@@ -597,9 +602,9 @@ def unroll_loss(
     for number, step in enumerate(unroll):
         head = step.head if vocabulary is None else vocabulary.head
         rows, kept, weight, targets = targets_of(batch, all_targets, number, step.rows)
-        num = rows.shape[1]
-        scores = in_pieces(score, max_logits, target_probs.shape[-1], head, step.states[:, :num], rows, *targets)
-        scores = [(weight * loss, *others) for loss, *others in scores]
+        num, weights = rows.shape[1], rows * (weight if step.row_weights is None else step.row_weights)
+        of_rows = step.states[:, :num], rows, weights, *targets
+        scores = in_pieces(score, max_logits, target_probs.shape[-1], head, *of_rows)
         if step.row_losses is not None:
             scores.append(((step.row_losses[:, :num] * rows).sum(), 0, 0, rows[:, :0]))
         losses, num_sampled, acceptances, are_correct = zip(*scores)

@@ -1,0 +1,212 @@
+"""
+Training of block drafts (DFlash, https://huggingface.co/papers/2602.06036). One pass drafts many blocks of a text, at places
+that are drawn at random.
+
+As in `ttt.py`, row `t` of a text drafts after the target's state at position `t`. Its block has the known token at `t + 1`
+and masks behind it. The block attends to the text up to `t`, and to itself.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.utils.checkpoint import checkpoint
+
+from ..remote_code.modeling_eagle3 import Eagle3Attention
+from ..training.ttt import BLOCK_SIZE, TTTBatch, attend_by_flex, compiled_flex, counted_rows, padded_length
+
+
+def draw_rows(
+    batch: TTTBatch, steps: int, share: float, generator: torch.Generator | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Draws rows of each text at random, from those that count in any step. Returns them in order, and the number of rows
+    that each one stands for, both `(B, K)`.
+
+    Args:
+        batch (`TTTBatch`): The batch, with texts of `L` tokens.
+        steps (`int`): The number of drafting steps.
+        share (`float`): `K` is this share of `L`, rounded up.
+        generator (`torch.Generator`, *optional*): By default torch's own.
+    """
+    length = batch.input_ids.shape[1]
+    counted = [counted_rows(batch.labels, batch.documents, step) for step in range(steps)]
+    counts = torch.stack([F.pad(rows, (0, length - rows.shape[1])) for rows in counted]).any(dim=0)  # (B, L)
+    num = math.ceil(share * length)
+    order = torch.rand(counts.shape, device=counts.device, generator=generator) + counts
+    rows = order.topk(num, dim=1).indices.sort(dim=1).values
+    # A text may have fewer than `K` rows that count. It gets them all, and others that add nothing to the loss.
+    return rows, (counts.sum(dim=1, keepdim=True) / num).clamp(min=1).expand(-1, num)
+
+
+class BlockCache:
+    """
+    The draft's cache in training. It keeps the keys and values of the text, and computes the attention of `K` blocks to
+    them and to themselves.
+
+    Args:
+        documents (`torch.LongTensor` of shape `(B, L)`): The number of each token's document.
+        rows (`torch.LongTensor` of shape `(B, K)`): The last row of the text that each block attends to.
+        block_size (`int`): Tokens of a block.
+        is_causal (`bool`): Whether a token of a block attends only to those before it.
+    """
+
+    def __init__(self, documents: torch.Tensor, rows: torch.Tensor, block_size: int, is_causal: bool):
+        self.documents, self.rows, self.block_size, self.is_causal = documents, rows, block_size, is_causal
+        self.text: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer: (keys, values) (B, H_kv, L, D)
+        self.block_mask = None
+        if documents.is_cuda:  # compiling takes longer than many steps, so few lengths are compiled
+            num_queries = padded_length(rows.shape[1] * block_size)
+            self.block_mask = text_mask(documents, rows, block_size, num_queries, padded_length(documents.shape[1]))
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps the first keys and values of each layer, which are those of the text."""
+        self.text.setdefault(layer_idx, (keys, values))
+        return keys, values
+
+    def attention_forward(
+        self,
+        module: Eagle3Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        keys, values = self.text[module.layer_idx]
+        query, key, keys = (each.to(value.dtype) for each in (query, key, keys))  # under autocast they differ
+        if self.block_mask is not None:
+            of_text = attend_to_text_by_flex(query, keys, values, self.block_mask, scaling, compiled_flex())
+            output = attend_to_blocks(query, key, value, *of_text, scaling, self.block_size, self.is_causal)
+            return output.transpose(1, 2), None
+        num_blocks = max(BLOCK_SIZE // self.block_size, 1)  # at a time
+        num_queries, outputs = num_blocks * self.block_size, []
+        parts = zip(*(each.split(num_queries, dim=2) for each in (query, key, value)))
+        for rows, part in zip(self.rows.split(num_blocks, dim=1), parts):
+            arguments = (*part, keys, values, self.documents, rows, scaling, self.block_size, self.is_causal)
+            if num_blocks < self.rows.shape[1]:
+                outputs.append(checkpoint(block_attention, *arguments, use_reentrant=False))
+            else:
+                outputs.append(block_attention(*arguments))
+        return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def block_attention(
+    query: torch.Tensor,
+    own_keys: torch.Tensor,
+    own_values: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    documents: torch.Tensor,
+    rows: torch.Tensor,
+    scaling: float,
+    block_size: int,
+    is_causal: bool,
+) -> torch.Tensor:
+    """Returns the attention `(B, H, Q, D)` of blocks behind `rows` `(B, K)` to the text and to themselves."""
+    of_text = attend_to_text(query, keys, values, documents, rows.repeat_interleave(block_size, dim=1), scaling)
+    return attend_to_blocks(query, own_keys, own_values, *of_text, scaling, block_size, is_causal)
+
+
+def attend_to_text(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    documents: torch.Tensor,
+    rows: torch.Tensor,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Returns the attention `(B, H, Q, D)` to the text, and the logarithms of its sums of exponentials `(B, H, Q)`.
+
+    Args:
+        query (`torch.FloatTensor` of shape `(B, H, Q, D)`): The queries.
+        keys, values (`torch.FloatTensor` of shape `(B, H_kv, L, D)`): Those of the text.
+        documents (`torch.LongTensor` of shape `(B, L)`): The number of each token's document.
+        rows (`torch.LongTensor` of shape `(B, Q)`): The last row that each query attends to, in this row's document.
+        scaling (`float`): The factor of the scores.
+    """
+    allowed = documents.gather(1, rows)[..., None] == documents[:, None]
+    allowed &= rows[..., None] >= torch.arange(documents.shape[1], device=rows.device)  # (B, Q, L)
+    grouped = query.unflatten(1, (keys.shape[1], -1)) * scaling  # (B, H_kv, G, Q, D)
+    scores = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).float()
+    scores = scores.masked_fill(~allowed[:, None, None], -torch.inf)
+    output = scores.softmax(dim=-1).to(values.dtype) @ values.unsqueeze(2)
+    return output.flatten(1, 2), scores.logsumexp(dim=-1).flatten(1, 2)
+
+
+def attend_to_text_by_flex(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_mask: BlockMask,
+    scaling: float,
+    attend: Any = attend_by_flex,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what [`attend_to_text`] does, by flex attention with a mask of [`text_mask`]."""
+    num_queries = query.shape[2]
+    lengths = [length - states.shape[2] for length, states in zip(block_mask.shape[-2:], (query, keys))]
+    query, keys, values = (
+        F.pad(states, (0, 0, 0, padding)) for states, padding in zip((query, keys, values), (*lengths, lengths[-1]))
+    )
+    output, log_sums = attend(query, keys, values, block_mask, scaling)
+    return output[:, :, :num_queries], log_sums[:, :, :num_queries]
+
+
+def text_mask(
+    documents: torch.Tensor, rows: torch.Tensor, block_size: int, num_queries: int, num_keys: int
+) -> BlockMask:
+    """
+    Returns the mask of [`attend_to_text`] for blocks behind `rows` `(B, K)`, padded to numbers of queries and keys.
+    """
+    rows = rows.repeat_interleave(block_size, dim=1)
+    rows = F.pad(rows, (0, num_queries - rows.shape[1]))  # padding attends to the first token
+    own_documents = documents.gather(1, rows)
+    documents = F.pad(documents, (0, num_keys - documents.shape[1]), value=-1)
+
+    def is_allowed(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (rows[batch, query] >= key) & (own_documents[batch, query] == documents[batch, key])
+
+    return create_block_mask(is_allowed, len(rows), None, num_queries, num_keys, device=documents.device)
+
+
+def attend_to_blocks(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    text_output: torch.Tensor,
+    log_sums: torch.Tensor,
+    scaling: float,
+    block_size: int,
+    is_causal: bool,
+) -> torch.Tensor:
+    """
+    Adds each block's attention to itself to an attention to the text. Both are weighted by their sums of exponentials.
+
+    Args:
+        query (`torch.FloatTensor` of shape `(B, H, Q, D)`): The queries of `Q / block_size` blocks.
+        keys, values (`torch.FloatTensor` of shape `(B, H_kv, Q, D)`): Those of the blocks.
+        text_output, log_sums: See [`attend_to_text`].
+        scaling (`float`): The factor of the scores.
+        block_size (`int`): Tokens of a block.
+        is_causal (`bool`): Whether a token attends only to those before it.
+
+    Returns:
+        `torch.FloatTensor` of shape `(B, H, Q, D)`.
+    """
+    blocks, groups = (-1, block_size), (keys.shape[1], -1)
+    # (B, H_kv, G, K, block_size, ...), and G = 1 for keys and values.
+    query, text_output, log_sums = (
+        each.unflatten(2, blocks).unflatten(1, groups) for each in (query, text_output, log_sums)
+    )
+    keys, values = (each.unflatten(2, blocks).unsqueeze(2) for each in (keys, values))
+    scores = ((query * scaling) @ keys.transpose(-1, -2)).float()
+    if is_causal:
+        after = torch.ones(block_size, block_size, dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(after, -torch.inf)
+    weights = torch.cat([log_sums[..., None], scores], dim=-1).softmax(dim=-1).to(values.dtype)
+    output = text_output * weights[..., :1] + weights[..., 1:] @ values
+    return output.flatten(3, 4).flatten(1, 2)
