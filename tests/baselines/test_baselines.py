@@ -389,10 +389,12 @@ def test_too_many_steps_are_refused(tmp_path, tokenizer, method, most):
         trainer.train()
 
 
-@pytest.mark.parametrize("share", [{"ttt_row_share": 0.5}, {"sampled_vocab_size": 8}], ids=str)
-def test_a_share_of_the_rows_or_tokens_is_refused(tmp_path, tokenizer, share):
-    with pytest.raises(ValueError, match="Eagle.* learns from all rows and tokens in each step"):
-        make_trainer(tmp_path, tokenizer, "eagle", **share)
+@pytest.mark.parametrize(
+    "name, value", [("ttt_row_share", 0.5), ("sampled_vocab_size", 8), ("loss_type", "lk_lambda")]
+)
+def test_settings_of_a_loss_that_a_method_does_not_have(tmp_path, tokenizer, name, value):
+    with pytest.raises(ValueError, match=f"Eagle.* has a loss of its own, on which .'{name}'. have no effect"):
+        make_trainer(tmp_path, tokenizer, "eagle", **{name: value})
 
 
 def test_parallel_drafts():

@@ -142,11 +142,12 @@ def check_draft(model: DraftModel | PeftModel, target_model: PreTrainedModel, ar
             "`Eagle3Trainer` trains drafts with full attention; this one has layers "
             f"{model.config.transformer_layer_config.layer_types}, and training-time test would ignore their window."
         )
-    if hasattr(model, "training_loss") and (args.ttt_row_share < 1 or args.sampled_vocab_size is not None):
-        raise ValueError(
-            f"{type(model).__name__} learns from all rows and tokens in each step. Leave `ttt_row_share` and "
-            "`sampled_vocab_size` out."
-        )
+    if hasattr(model, "training_loss"):
+        plain = {"ttt_row_share": 1.0, "sampled_vocab_size": None, "loss_type": "kl"}
+        if changed := [name for name, value in plain.items() if getattr(args, name) != value]:
+            raise ValueError(
+                f"{type(model).__name__} has a loss of its own, on which {changed} have no effect. Leave them out."
+            )
 
 
 @contextmanager
