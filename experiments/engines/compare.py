@@ -2,15 +2,16 @@
 # dependencies = ["hf-eagle3[train]", "gguf"]
 # ///
 """
-Runs the same draft and prompts in transformers, vLLM, llama.cpp and OpenVINO GenAI, on the CPU: greedily, in float32, one
-prompt at a time. Each engine is compared with itself without a draft.
+Runs the same draft and prompts in transformers, vLLM, llama.cpp and OpenVINO GenAI, on the CPU: greedily, one prompt at a
+time. Each engine is compared with itself without a draft.
 
     python experiments/engines/compare.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl \
         --output_dir outputs/engines
 
-The draft must be classic (`draft_form="classic"`), and the target a Qwen3. Each engine gets its own environment in
-`--output_dir`. Together they take some gigabytes. Engines take turns, each in its own process. The first prompt runs once
-before it is timed. `forwards` counts the forwards that verified something.
+The draft must be classic (`draft_form="classic"`). llama.cpp runs `--target_gguf`; without it the target must be a Qwen3.
+transformers and vLLM run `--dtype`, and OpenVINO float32. Each engine gets its own environment in `--output_dir`. Together
+they take some gigabytes. Engines take turns, each in its own process. The first prompt runs once before it is timed.
+`forwards` counts the forwards that verified something.
 """
 
 import argparse
@@ -56,6 +57,8 @@ def parse_arguments():
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", required=True)
     parser.add_argument("--prompts", required=True)
+    parser.add_argument("--target_gguf", type=Path, help="The target as llama.cpp runs it. By default float32")
+    parser.add_argument("--dtype", default="float32", help="Of transformers and vLLM. OpenVINO runs float32")
     parser.add_argument("--num_prompts", type=int, default=12)
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -67,19 +70,23 @@ def parse_arguments():
 
 def prepare(args, target, tokenizer, folder: Path) -> dict[str, dict]:
     """Writes what each engine loads. Returns the paths, and the interpreter, by engine."""
-    draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=torch.float32)
+    draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=target.dtype)
     for name, model in (("target", target), ("draft", draft)):
         if not (folder / name).exists():
             model.save_pretrained(folder / name)
     tokenizer.save_pretrained(folder / "target")
-    loaded = {"vllm": {"target": folder / "target", "draft": folder / "draft"}}
-    loaded["llama_cpp"] = {"target": folder / "target.gguf", "draft": folder / "gguf" / "draft.gguf"}
+    loaded = {"vllm": {"target": folder / "target", "draft": folder / "draft", "dtype": args.dtype}}
+    loaded["llama_cpp"] = {
+        "target": args.target_gguf or folder / "target.gguf",
+        "draft": folder / "gguf" / "draft.gguf",
+    }
     loaded["openvino"] = {"target": folder / "target-openvino", "draft": folder / "openvino"}
     loaded = {name: paths for name, paths in loaded.items() if name in args.engines}
     for name, paths in loaded.items():
         paths["python"] = make_environment(name, args.output_dir)
         if name == "llama_cpp" and not paths["draft"].exists():
-            write_target(target, tokenizer, paths["target"])
+            if args.target_gguf is None:
+                write_target(target, tokenizer, paths["target"])
             export(draft, folder / "gguf", "gguf", target_gguf=paths["target"])
         if name == "openvino" and not paths["draft"].exists():
             convert(paths["python"], folder / "target", paths["target"])
@@ -106,7 +113,7 @@ def main():
     args = parse_arguments()
     folder = Path(args.output_dir) / f"of-{Path(args.draft).name}"
     tokenizer = load_tokenizer(args.target)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).eval()
     prompts = load_prompts(args.prompts, tokenizer)[: args.num_prompts]
     loaded, measured = prepare(args, target, tokenizer, folder), []
     ways = [way for way in WAYS if way[0] in args.engines]

@@ -27,7 +27,12 @@ def speculation_of(job):
 def in_process(job):
     from vllm import LLM, SamplingParams, TokensPrompt, __version__
 
-    settings = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, "disable_log_stats": False}
+    settings = {
+        "dtype": job.get("dtype", "float32"),
+        "max_model_len": 512,
+        "enforce_eager": True,
+        "disable_log_stats": False,
+    }
     settings |= {"max_num_seqs": 1, "enable_prefix_caching": False}
     if job.get("bare"):  # the draft's folder says what its target is
         llm = LLM(job["draft"], **settings)
