@@ -31,9 +31,24 @@ from .ttt import documents_of
 Features = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 FORMAT_VERSION = 1
+# Entries of a batch that the target does not read: ours, and those for the kernels of padding-free attention.
+NOT_FOR_TARGETS = (
+    "labels",
+    "states",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+)
 FP8 = torch.float8_e4m3fn
 # Older transformers (5.17) counts attention chunks from the beginning of the row, not of the document.
 COUNTS_CHUNKS_BY_DOCUMENT = hasattr(masking_utils, "remap_positions_for_packed_sequence")
+
+
+def in_dtype_of(target: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns inputs with pixels and other floats in the target's dtype."""
+    return {name: value.to(target.dtype) if value.is_floating_point() else value for name, value in inputs.items()}
 
 
 class TargetStates:
@@ -79,12 +94,11 @@ class TargetStates:
                 )
             if not self.keeps_documents_apart and documents.max() > 1:
                 return self._document_by_document(batch["input_ids"], documents)
-        return self._forward(
-            **{key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
-        )
+        return self._forward(**{key: value for key, value in batch.items() if key not in NOT_FOR_TARGETS})
 
     def _forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         model, device = self.target if self.is_fsdp else self.base_model, inputs["input_ids"].device
+        inputs = in_dtype_of(self.target, inputs)
         with CUDNN_ATTENTION.off():  # it may fail at the masks of padded and packed batches
             outputs = model(**inputs, output_hidden_states=select_hidden_states(self.aux_layer_ids), use_cache=False)
         last = outputs.logits if self.is_fsdp else outputs.last_hidden_state
