@@ -15,6 +15,9 @@ from transformers import (
     Gemma4Processor,
     Llama4Config,
     Llama4ForConditionalGeneration,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+    PreTrainedTokenizerFast,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
@@ -123,6 +126,20 @@ def qwen3_5():
     return Qwen3_5ForConditionalGeneration(config), image, "mm_token_type_ids"
 
 
+def mllama():
+    """It attends to images in layers of its own, for which there are no drafts."""
+    text = {**TEXT, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    vision = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_global_layers": 1,
+        "attention_heads": 2,
+        "image_size": 16,
+    }
+    vision |= {"patch_size": 4, "intermediate_layers_indices": [0], "vision_output_dim": 32, "max_num_tiles": 4}
+    return MllamaForConditionalGeneration(MllamaConfig(text_config=text, vision_config=vision))
+
+
 def make(family, num_images):
     """A target, and a prompt of 30 tokens with so many images in it."""
     torch.manual_seed(0)
@@ -161,13 +178,11 @@ VISION_TEMPLATE = (
 UNMARKED_TEMPLATE = VISION_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
-def add_tokens(tokenizer, **tokens):
-    """Gives tokens of the vocabulary names, as tokenizers of targets that see have them."""
+def tokenizer_with(**tokens):
+    """A tokenizer with names for tokens of its vocabulary, as those of targets that see have."""
     names = {name: f"<unused{number}>" for name, number in tokens.items()}
-    tokenizer.add_special_tokens({"additional_special_tokens": list(names.values())})
-    for name, token in names.items():
-        setattr(tokenizer, name, token)
-        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    special = {"eos_token": "</s>", "pad_token": "<pad>", "bos_token": "<s>", "extra_special_tokens": names}
+    return PreTrainedTokenizerFast(tokenizer_object=make_tokenizer().backend_tokenizer, **special)
 
 
 def without_video(processor_class):
@@ -184,19 +199,18 @@ def without_video(processor_class):
 
 def make_processor(family, template=UNMARKED_TEMPLATE):
     """The processor of a tiny target. It writes four tokens for a small image, and Gemma 4's writes 64."""
-    tokenizer = make_tokenizer()
     if family is gemma3:
-        add_tokens(tokenizer, image_token=IMAGE, boi_token=VIDEO - 1, eoi_token=VIDEO - 2)
+        tokenizer = tokenizer_with(image_token=IMAGE, boi_token=VIDEO - 1, eoi_token=VIDEO - 2)
         images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
         processor = Gemma3Processor(images, tokenizer, image_seq_length=NUM_PIECES)
     elif family is gemma4:
         names = {"boi_token": VIDEO - 2, "eoi_token": VIDEO - 3, "audio_token": VIDEO - 1}
-        add_tokens(tokenizer, image_token=IMAGE, boa_token=VIDEO - 4, eoa_token=VIDEO - 5, **names)
+        tokenizer = tokenizer_with(image_token=IMAGE, boa_token=VIDEO - 4, eoa_token=VIDEO - 5, **names)
         images = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
         processor = without_video(Gemma4Processor)(None, images, tokenizer, None, image_seq_length=NUM_PIECES)
     else:
         names = {"vision_start_token": VIDEO - 1, "vision_end_token": VIDEO - 2}
-        add_tokens(tokenizer, image_token=IMAGE, video_token=VIDEO, **names)
+        tokenizer = tokenizer_with(image_token=IMAGE, video_token=VIDEO, **names)
         images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=64, max_pixels=256)
         processor = without_video(Qwen3VLProcessor)(images, tokenizer, None)
     processor.chat_template = tokenizer.chat_template = template.replace("IMAGE", repr(f".{processor.image_token}."))

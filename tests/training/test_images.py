@@ -1,16 +1,35 @@
 """Training on images."""
 
+import logging
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE
+from conftest import CHAT_TEMPLATE, VOCAB_SIZE, make_target
 from datasets import Dataset
 from datasets import Image as ImageFeature
 from datasets import List as ListFeature
-from seeing import VISION_TEMPLATE, gemma3, gemma4, make, make_image, make_processor, qwen3_5, qwen3_vl
+from peft import LoraConfig
+from seeing import (
+    UNMARKED_TEMPLATE,
+    VISION_TEMPLATE,
+    gemma3,
+    gemma4,
+    make,
+    make_image,
+    make_processor,
+    mllama,
+    qwen3_5,
+    qwen3_vl,
+)
 from trainers import make_trainer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.checkpoints import target_class
+from hf_eagle3.experimental.echo import EchoTrainer
+from hf_eagle3.experimental.on_policy import OnPolicyTrainer
+from hf_eagle3.training.record import training_record
 from hf_eagle3.training.ttt import ttt_unroll
 
 
@@ -143,3 +162,194 @@ def test_training_and_evaluation(tmp_path, family):
     trainer.train()
     assert trainer.state.log_history[0]["loss"] > 0
     assert trainer.evaluate()["eval_acceptance_length"] >= 1
+
+
+def labels_of(trainer, row):
+    tokens = [token for token in row["labels"] if token != -100]
+    return trainer.processing_class.decode(tokens)
+
+
+@pytest.mark.parametrize("template", [VISION_TEMPLATE, UNMARKED_TEMPLATE])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_assistant_s_tokens_beside_images(tmp_path, family, template):
+    trainer = make_vision_trainer(tmp_path, family, template, assistant_only_loss=True, max_length=None)
+    for number, row in enumerate(trainer.train_dataset):
+        assert labels_of(trainer, row) == f"it is {number * 7}</s>zz</s>"
+        kinds = trainer.data_collator([row])
+        places = [value for name, value in kinds.items() if name.endswith("token_type_ids")]
+        assert row["image_end"] == (int(places[0].nonzero().max()) + 1 if places else 0)
+
+
+def test_forms_of_rows(tmp_path):
+    image, token = make_image(0), make_processor(qwen3_vl).image_token
+    make_image(1).save(tmp_path / "one.png")
+    path = str(tmp_path / "one.png")
+    shown = [{"type": "image", "text": None}, {"type": "text", "text": "what"}]
+    own = [{"type": "image_url", "text": None, "image_url": {"url": path}}, {"type": "text", "text": "what"}]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "b"}]}
+    forms = {
+        "U:.IMAGE.what|A:b</s>": [
+            {"messages": turns("what", "b"), "image": image},
+            {"messages": turns("what", "b"), "images": [path]},
+            {"messages": [{"role": "user", "content": shown}, answer], "images": [image]},
+            {"messages": [{"role": "user", "content": own}, answer]},
+            {"prompt": turns("what"), "completion": turns("what", "b")[1:], "image": path},
+            {"conversations": [{"from": "human", "value": "what"}, {"from": "gpt", "value": "b"}], "image": path},
+        ],
+        "<s>a.IMAGE.bc</s>": [
+            {"text": f"a.{token}.bc", "image": image},
+            {"prompt": f"a.{token}.b", "completion": "c", "image": image},
+        ],
+    }
+    for text, examples in forms.items():
+        for example in examples:
+            trainer = make_vision_trainer(tmp_path, dataset=Dataset.from_list([example]))
+            (row,) = trainer.train_dataset
+            assert trainer.processing_class.decode(row["input_ids"]).replace(" ", "") in (
+                text.replace("IMAGE", token * 4),
+                text.replace("IMAGE", token * 4).removeprefix("<s>"),
+            )
+            assert trainer.data_collator([row])["pixel_values"].shape == (16, 96)
+
+
+def test_streams(tmp_path):
+    stream = rows().to_iterable_dataset()
+    trainer = make_vision_trainer(tmp_path, dataset=stream, max_length=64, per_device_train_batch_size=2)
+    whole = make_vision_trainer(tmp_path, max_length=64, per_device_eval_batch_size=2)
+    for ours, theirs in zip(trainer.get_train_dataloader(), whole.get_eval_dataloader(whole.train_dataset)):
+        assert sorted(ours) == sorted(theirs)
+        assert ours["pixel_values"].shape == theirs["pixel_values"].shape
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] > 0
+
+
+def test_max_length_cuts_no_image(tmp_path, caplog):
+    whole = make_vision_trainer(tmp_path, max_length=None).train_dataset
+    ends, lengths = whole["image_end"], [len(tokens) for tokens in whole["input_ids"]]
+    assert sorted(ends) == [0, 5, 7, 13] and min(lengths) > 14
+    with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
+        trainer = make_vision_trainer(tmp_path, max_length=12)
+    assert (
+        "1 of 4 rows of the train data are dropped: `max_length=12` would cut their images, which end at up to 13"
+        in (caplog.text)
+    )
+    assert sorted(trainer.train_dataset["image_end"]) == [0, 5, 7]
+    assert {len(tokens) for tokens in trainer.train_dataset["input_ids"]} == {12}
+    (batch,) = batches(trainer)
+    assert batch["mm_token_type_ids"].shape == batch["input_ids"].shape == (3, 12)
+    trainer.train()
+    with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
+        stream = make_vision_trainer(tmp_path, dataset=rows().to_iterable_dataset(), max_length=12)
+        assert [row["image_end"] for row in stream.train_dataset] == [7, 0, 5]
+    assert "1 rows of the train data so far are dropped" in caplog.text
+    with pytest.raises(ValueError, match="2 of 2 rows of the train data cannot be used: `max_length=5` would cut"):
+        make_vision_trainer(tmp_path, dataset=rows().select([0, 1]), max_length=5)
+
+
+def wrong(tmp_path, **changes):
+    return make_vision_trainer(tmp_path, **{"dataset": Dataset.from_list([{"messages": turns("a", "b"), **changes}])})
+
+
+def test_errors(tmp_path):
+    with pytest.raises(ValueError, match="Row 0: there is no image nothing.png .from the folder .*Correct the path"):
+        wrong(tmp_path, images=["nothing.png"])
+    missing = Dataset.from_list([{"messages": turns("a", "b"), "image": str(tmp_path / "gone.png")}])
+    with pytest.raises(ValueError, match="Row 0: 'image' cannot be read: .*gone.png"):
+        make_vision_trainer(tmp_path, dataset=missing.cast_column("image", ImageFeature()))
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match="Row 0: an image cannot be read"):
+        wrong(tmp_path, images=[str(tmp_path / "broken.png")])
+    places = [{"type": "image"}, {"type": "image"}]
+    with pytest.raises(ValueError, match="Row 0: its messages have 2 places for images, but it has 1 images"):
+        wrong(
+            tmp_path,
+            messages=[{"role": "user", "content": places}, {"role": "assistant", "content": []}],
+            image=make_image(0),
+        )
+    token = make_processor(qwen3_vl).image_token
+    with pytest.raises(ValueError, match="it has 1 images, but its text has 2 places for them"):
+        wrong(tmp_path, messages=turns(f"this {token}", "b"), image=make_image(0))
+    for argument in ("packing", "padding_free"):
+        with pytest.raises(ValueError, match=f"a packed row cannot: .* Leave out `{argument}`"):
+            make_vision_trainer(tmp_path, **{argument: True})
+    texts = Dataset.from_list([{"messages": turns("what is a", "it is b"), "images": []}] * 4)
+    make_vision_trainer(tmp_path, dataset=texts, packing=True).train()  # no images, nothing to refuse
+
+
+def test_errors_of_targets_and_processors(tmp_path, tokenizer):
+    with pytest.raises(
+        ValueError, match="it has images, but LlamaForCausalLM reads text only. Pass a target that sees"
+    ):
+        make_vision_trainer(tmp_path, target=make_target("llama"))
+    target, _ = make(qwen3_vl, 0)
+    with pytest.raises(ValueError, match="`processing_class` is a tokenizer. Pass the target's processor"):
+        make_trainer(tmp_path, tokenizer, dataset=rows(), target=target)
+    processor = make_processor(qwen3_vl)
+    processor.chat_template = processor.tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template. Pass one as `chat_template_path`"):
+        make_trainer(tmp_path, processor, dataset=rows(), target=target)
+    processor.chat_template = processor.tokenizer.chat_template = CHAT_TEMPLATE  # writes no images
+    with pytest.raises(ValueError, match="it has 1 images, but its text has 0 places for them"):
+        make_trainer(tmp_path, processor, dataset=rows().select([0]), target=target)
+    with pytest.raises(ValueError, match="attends to images in separate layers"):
+        make_vision_trainer(tmp_path, target=mllama())
+
+
+def test_a_target_and_its_processor_by_name(tmp_path):
+    target, _ = make(gemma3, 0)
+    target.save_pretrained(tmp_path / "target")
+    make_processor(gemma3).save_pretrained(tmp_path / "target")
+    args = Eagle3TrainingArguments(str(tmp_path / "draft"), report_to="none", use_cpu=True, bf16=False, max_steps=1)
+    trainer = Eagle3Trainer(None, str(tmp_path / "target"), args, train_dataset=rows())
+    trainer.train()
+    assert type(trainer.target_model).__name__ == "Gemma3ForConditionalGeneration"
+    target, _ = make(qwen3_5, 0)
+    target.save_pretrained(tmp_path / "other")
+    assert target_class(str(tmp_path / "other")) is AutoModelForCausalLM
+    assert target_class(str(tmp_path / "other"), with_images=True) is AutoModelForImageTextToText
+    target, _ = make(qwen3_vl, 0)  # no class of text alone takes it
+    target.save_pretrained(tmp_path / "other")
+    assert target_class(str(tmp_path / "other")) is AutoModelForImageTextToText
+
+
+def test_records_cards_and_resumption(tmp_path):
+    arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "per_device_train_batch_size": 2}
+    first = make_vision_trainer(tmp_path / "a", **arguments)
+    first.train()
+    assert training_record(first)["rows_with_images"] == 3
+    first.create_model_card()
+    card = (tmp_path / "a" / "README.md").read_text()
+    assert "3 of 4 rows have images" in card and "AutoModelForImageTextToText" in card
+    resumed = make_vision_trainer(tmp_path / "a", **arguments)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    ours, theirs = ({log["step"]: log.get("loss") for log in each.state.log_history} for each in (resumed, first))
+    assert ours == theirs
+    for name, weight in first.draft.named_parameters():
+        torch.testing.assert_close(resumed.draft.get_parameter(name), weight)
+
+
+def test_stored_features(tmp_path):
+    trainer = make_vision_trainer(tmp_path / "a", gemma3)
+    store = trainer.extract_features(tmp_path / "features", rows_per_shard=2)
+    stored = make_vision_trainer(tmp_path / "b", gemma3, dataset=store)
+    losses = [(each.train(), each.state.log_history[0]["loss"])[1] for each in (trainer, stored)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    trainer.extract_features(tmp_path / "features", rows_per_shard=2)
+    others = rows().map(lambda row: {"images": [image.rotate(90) for image in row["images"]]})
+    with pytest.raises(ValueError, match="holds features of other rows"):
+        make_vision_trainer(tmp_path, gemma3, dataset=others).extract_features(tmp_path / "features", 2)
+
+
+@pytest.mark.parametrize("trainer_class", [OnPolicyTrainer, EchoTrainer])
+def test_methods_without_images(tmp_path, trainer_class):
+    with pytest.raises(ValueError, match=f"but `{trainer_class.__name__}` .* Use `Eagle3Trainer`"):
+        make_vision_trainer(tmp_path, trainer_class=trainer_class)
+
+
+def test_adapters(tmp_path):
+    target, _ = make(qwen3_vl, 0)
+    draft = Eagle3ForSpeculation.from_target(target)
+    peft_config = LoraConfig(r=4, target_modules=["q_proj"])
+    trainer = make_vision_trainer(tmp_path, target=target, model=draft, peft_config=peft_config)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] > 0

@@ -16,7 +16,15 @@ from conftest import make_prompt, make_target
 from datasets import Dataset, DatasetDict
 from peft import LoraConfig, get_peft_model
 from trainers import CHATS, TEXTS, make_trainer
-from transformers import AutoModel, AutoTokenizer, BitsAndBytesConfig, ProcessorMixin, Trainer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    ProcessorMixin,
+    Trainer,
+)
 from transformers.distributed import DistributedConfig
 from transformers.utils import PushInProgress
 from trl import SFTTrainer
@@ -715,7 +723,7 @@ def test_a_target_that_brings_its_code(tmp_path, tokenizer):
 def test_the_tokenizer_is_of_the_same_revision(monkeypatch):
     loaded = []
     tokenizer = SimpleNamespace(chat_template="")
-    for auto in (models.AutoConfig, models.AutoModelForCausalLM, AutoTokenizer):
+    for auto in (AutoConfig, AutoModelForCausalLM, AutoTokenizer):
         monkeypatch.setattr(auto, "from_pretrained", lambda name, **kwargs: loaded.append(kwargs) or tokenizer)
     models.load_target("me/model", {"revision": "v2", "trust_remote_code": True, "dtype": torch.float16})
     config_kwargs, model_kwargs, tokenizer_kwargs = loaded

@@ -253,7 +253,7 @@ class FeatureStore:
     A folder of tokenized rows and the target's states on them. [`Eagle3Trainer.extract_features`] writes it, and
     [`Eagle3Trainer`] takes it as a data set. States are read memory-mapped.
 
-    - `rows/`: the prepared data set (`input_ids`, `labels`, and `seq_lengths` if packed).
+    - `rows/`: the prepared data set (`input_ids`, `labels`, and `seq_lengths` if packed), without its images.
     - `index.json`: the target, tokenizer and layers of the features, and how they are stored.
     - `features-00000.safetensors`, ...: the states of `rows_per_shard` rows each, `T` tokens together.
       `states` `(T, n_aux + 1, H)` has the rows one after the other; the last of the `n_aux + 1` is the input of
@@ -382,6 +382,8 @@ def start_store(folder: str | Path, rows: Dataset, description: dict, rows_per_s
         ValueError: if the folder holds something else.
     """
     folder = Path(folder)
+    images = images_digest(rows)
+    rows = rows.remove_columns([column for column in rows.column_names if column.startswith("image_")])
     index = {
         "version": FORMAT_VERSION,
         "description": description,
@@ -389,6 +391,7 @@ def start_store(folder: str | Path, rows: Dataset, description: dict, rows_per_s
         "num_tokens": sum(map(len, rows["input_ids"])),
         "rows_per_shard": rows_per_shard,
         "dtype": str(dtype).removeprefix("torch."),
+        **({} if images is None else {"images": images}),
     }
     if (folder / "index.json").exists():
         known = json.loads((folder / "index.json").read_text(encoding="utf-8"))
@@ -405,6 +408,16 @@ def start_store(folder: str | Path, rows: Dataset, description: dict, rows_per_s
     write_atomically(
         folder / "index.json", lambda path: path.write_text(json.dumps(index, indent=2), encoding="utf-8")
     )
+
+
+def images_digest(rows: Dataset) -> str | None:
+    """Returns a digest of the images of prepared rows (of their paths, if they are paths), or `None` without images."""
+    if "image_data" not in rows.column_names:
+        return None
+    digest = hashlib.sha256()
+    for table in rows.select_columns("image_data").with_format("arrow").iter(batch_size=100):
+        digest.update(repr(table["image_data"].to_pylist()).encode())
+    return digest.hexdigest()
 
 
 def write_shard(

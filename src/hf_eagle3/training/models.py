@@ -8,8 +8,6 @@ import torch
 from peft import PeftConfig, PeftModel
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoProcessor,
     GenerationConfig,
     PreTrainedModel,
@@ -17,6 +15,7 @@ from transformers import (
     ProcessorMixin,
 )
 
+from ..checkpoints import target_class
 from ..data import sees_images
 from ..making import FORMS
 from ..remote_code.modeling_eagle3 import DraftModel, Eagle3ForSpeculation
@@ -66,8 +65,7 @@ def load_target(
         check_is_target(name, **kwargs)
         target = target_class(name, with_images, **kwargs).from_pretrained(name, **{"dtype": "auto", **init_kwargs})
     if processing_class is None:
-        with_images = with_images and sees_images(target.config)
-        processing_class = (AutoProcessor.from_pretrained if with_images else load_tokenizer)(name, **kwargs)
+        processing_class = load_processing_class(name, with_images, **kwargs)
     if not isinstance(processing_class, ProcessorMixin):
         return target, processing_class, None
     tokenizer = processing_class.tokenizer
@@ -76,20 +74,20 @@ def load_target(
     return target, tokenizer, processing_class
 
 
-def target_class(name: str, with_images: bool = False, **kwargs: Any) -> Any:
+def load_processing_class(
+    name: str, with_images: bool = False, **kwargs: Any
+) -> PreTrainedTokenizerBase | ProcessorMixin:
     """
-    Returns the class of transformers that loads a target: one that sees if there are images, or no other class takes it.
+    Returns a target's processor if there are images and the target sees, or else its tokenizer.
 
     Args:
         name (`str`): Folder or Hub id.
         with_images (`bool`, *optional*, defaults to `False`): Whether the target is to read images.
-        kwargs (*optional*): For `AutoConfig.from_pretrained`.
+        kwargs (*optional*): For `from_pretrained`.
     """
-    config = AutoConfig.from_pretrained(name, **kwargs)
-    if type(config) not in AutoModelForImageTextToText._model_mapping:
-        return AutoModelForCausalLM
-    with_images = with_images or type(config) not in AutoModelForCausalLM._model_mapping
-    return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
+    if with_images and sees_images(AutoConfig.from_pretrained(name, **kwargs)):
+        return AutoProcessor.from_pretrained(name, **kwargs)
+    return load_tokenizer(name, **kwargs)
 
 
 def draft_to_train(

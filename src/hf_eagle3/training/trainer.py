@@ -114,7 +114,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         target_name = target_model if isinstance(target_model, str) else target_model.config._name_or_path
         args = self._own_arguments(args, target_name)
         assert not isinstance(args.target_model_init_kwargs, str)  # the arguments check it
-        with_images = shows_images(kwargs.get("train_dataset"))
+        with_images = any(map(shows_images, all_datasets(kwargs)))
         target_model, tokenizer, processor = load_target(
             target_model,
             args.target_model_init_kwargs,
@@ -602,6 +602,12 @@ def check_call(target_model: str | PreTrainedModel, kwargs: dict[str, Any]) -> N
         raise ValueError(f"`train_dataset` has splits {splits}: pass one of them, such as dataset[{splits[0]!r}].")
     if isinstance(kwargs.get("eval_dataset"), FeatureStore):
         raise ValueError("`eval_dataset` is a feature store, but evaluation decodes: pass a data set.")
+
+
+def all_datasets(kwargs: dict[str, Any]) -> list[Any]:
+    """Returns the data sets among the arguments of a trainer."""
+    evaluated = kwargs.get("eval_dataset")
+    return [kwargs.get("train_dataset"), *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
 
 
 def _forward_or_unroll(self: DraftModel, *args: Any, unroll: Callable | None = None, **kwargs: Any) -> Any:
