@@ -1,7 +1,9 @@
 """Images of training data: loading them, and what a target's processor makes of them."""
 
 import re
+from base64 import b64encode
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ from transformers.image_utils import load_image
 from trl.data_utils import get_dataset_column_names
 
 from .rows import CONVERSATIONS, IMAGE_PARTS, IMAGES, RowError
+
+
+URLS = ("http://", "https://", "data:")
 
 
 def sees_images(config: PreTrainedConfig) -> bool:
@@ -51,7 +56,7 @@ def load(image: Any) -> Image:
     """
     if isinstance(image, Image):
         return image
-    is_file = isinstance(image, str) and not image.startswith(("http://", "https://", "data:"))
+    is_file = isinstance(image, str) and not image.startswith(URLS)
     if is_file and not Path(image).is_file():
         raise RowError(
             f"there is no image {image} (from the folder {Path.cwd()}). Correct the path, or remove the row"
@@ -64,6 +69,20 @@ def load(image: Any) -> Image:
     except Exception as error:
         raise RowError(f"an image cannot be read: {error}") from error
     raise RowError(f"an image is {image!r:.80}, but must be a PIL image, a path or a URL")
+
+
+def storable(image: Any) -> str:
+    """Returns the path or URL of an image, or a data URL that holds it."""
+    if isinstance(image, str):
+        return image
+    file = BytesIO()
+    load(image).save(file, format="PNG")
+    return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
+
+
+def sendable(image: Any) -> str:
+    """Returns a URL from which any server can read an image: its own, or a data URL that holds it."""
+    return image if isinstance(image, str) and image.startswith(URLS) else storable(load(image))
 
 
 @dataclass
@@ -139,13 +158,14 @@ class ImageReader:
             max(place + 1 for place, kind in enumerate(kinds[0]) if kind),
         )
 
-    def inputs(self, rows: list[dict[str, Any]], length: int) -> dict[str, torch.Tensor]:
+    def inputs(self, rows: list[dict[str, Any]], length: int, padding_side: str = "right") -> dict[str, torch.Tensor]:
         """
         Returns what the target reads beside the tokens, for `B` encoded rows: pixels, positions of patches, kinds of tokens.
 
         Args:
             rows (`list[dict]`): Rows with `input_ids`, `image_text` and `image_data`.
-            length (`int`): The number of tokens `L` in the batch. Rows are padded at the right.
+            length (`int`): The number of tokens `L` in the batch. Longer rows are cut.
+            padding_side (`str`, *optional*, defaults to `"right"`): Where shorter rows are padded.
 
         Returns:
             `dict[str, torch.Tensor]`: All outputs of the processor. Those with an entry for each token are `(B, L)`.
@@ -158,8 +178,10 @@ class ImageReader:
         read = self._process(list(texts), list(images), padding=True, padding_side="right", return_tensors="pt")
         input_ids = read.pop("input_ids")
         del read["attention_mask"]
+        spans = []  # of each row in the batch
         for place, tokens in zip(places, input_ids.tolist()):
-            known = rows[place]["input_ids"]
+            known = rows[place]["input_ids"][:length]
+            spans.append((length - len(known), length) if padding_side == "left" else (0, len(known)))
             if tokens[: len(known)] != known:
                 raise ValueError(
                     f"{type(self.processor).__name__} reads the row {rows[place]['image_text']!r:.80} in another way than when it "
@@ -168,9 +190,10 @@ class ImageReader:
         inputs = {}
         for name, value in read.items():
             if value.shape == input_ids.shape:
-                spread = value.new_zeros(len(rows), max(length, value.shape[1]))
-                spread[places, : value.shape[1]] = value
-                value = spread[:, :length]
+                spread = value.new_zeros(len(rows), length)
+                for place, (start, end), values in zip(places, spans, value):
+                    spread[place, start:end] = values[: end - start]
+                value = spread
             inputs[name] = value
         return inputs
 
