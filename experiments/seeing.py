@@ -4,7 +4,7 @@
 """
 Compares drafts that were trained with and without images, for a target that has to look.
 
-A picture has nine digits. The target, a tiny Gemma 3, writes their names. It is trained here, and then a draft of it on
+A picture has four digits. The target, a tiny Gemma 3, writes their names. It is trained here, and then a draft of it on
 the same conversations with their pictures, and another without. The script prints the acceptance lengths of both on new
 pictures. It needs no network, and about ten minutes on a laptop:
 
@@ -36,7 +36,7 @@ from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
 
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-SIDE, CELL = 3, 16  # a picture has 3 x 3 cells of 16 x 16 pixels, and the target has one token for each
+SIDE, CELL = 2, 16  # a picture has 2 x 2 cells of 16 x 16 pixels, and the target has one token for each
 QUESTION = "which digits"
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}>"
@@ -63,16 +63,16 @@ def make_processor() -> Gemma3Processor:
 
 def make_target(processor: Gemma3Processor) -> Gemma3ForConditionalGeneration:
     """Returns a tiny target with random weights."""
-    tokenizer, sizes = processor.tokenizer, {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 4}
+    tokenizer, sizes = processor.tokenizer, {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     config = Gemma3Config(
         text_config={
             **sizes,
             "vocab_size": len(tokenizer),
-            "num_hidden_layers": 6,
+            "num_hidden_layers": 4,
             "num_key_value_heads": 2,
-            "head_dim": 24,
-            "query_pre_attn_scalar": 24,
-            "layer_types": ["full_attention"] * 6,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["full_attention"] * 4,
             "max_position_embeddings": 512,
         },
         vision_config={**sizes, "num_hidden_layers": 1, "image_size": SIDE * CELL, "patch_size": CELL},
@@ -85,7 +85,7 @@ def make_target(processor: Gemma3Processor) -> Gemma3ForConditionalGeneration:
         pad_token_id=tokenizer.pad_token_id,
     )
     target = Gemma3ForConditionalGeneration(config)
-    torch.nn.init.normal_(target.model.multi_modal_projector.mm_input_projection_weight, std=0.05)
+    torch.nn.init.normal_(target.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
     target.generation_config.eos_token_id = tokenizer.eos_token_id
     return target
 
@@ -95,13 +95,13 @@ def draw(digits: np.ndarray, generator: np.random.Generator) -> Image.Image:
     picture = Image.new("RGB", (SIDE * CELL, SIDE * CELL), "white")
     pen = ImageDraw.Draw(picture)
     for cell, digit in enumerate(digits):
-        x, y = CELL * (cell % SIDE) + generator.integers(2, 8), CELL * (cell // SIDE) + generator.integers(0, 4)
+        x, y = CELL * (cell % SIDE) + generator.integers(3, 7), CELL * (cell // SIDE) + generator.integers(0, 4)
         pen.text((x, y), str(digit), fill=tuple(generator.integers(0, 100, 3).tolist()))
     return picture
 
 
 def make_rows(num_rows: int, seed: int) -> Dataset:
-    """Returns conversations about pictures. Each digit has a letter before it, `a` to `i`."""
+    """Returns conversations about pictures. Each digit has a letter before it, `a` to `d`."""
     generator, rows = np.random.default_rng(seed), []
     for _ in range(num_rows):
         digits = generator.integers(0, 10, SIDE**2)
@@ -130,19 +130,19 @@ def train_target(target, processor, rows: Dataset, minutes: float, batch_size: i
     encoded = encode(processor, rows[:])
     begins = (encoded["input_ids"] == processor.tokenizer.convert_tokens_to_ids(">")).cumsum(1) > 0
     encoded["labels"] = encoded["input_ids"].masked_fill(~begins | (encoded["attention_mask"] == 0), -100)
-    optimizer = torch.optim.AdamW(target.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(target.parameters(), lr=2e-3)
     start, step, generator = time.monotonic(), 0, np.random.default_rng(0)
     while (elapsed := (time.monotonic() - start) / (60 * minutes)) < 1:
         some = generator.choice(len(rows), batch_size)
         for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * min(1.0, (step + 1) / 50, 2 * (1 - elapsed) + 0.05)
+            group["lr"] = 2e-3 * min(1.0, (step + 1) / 50, 2 * (1 - elapsed) + 0.05)
         loss = target(**{name: values[some] for name, values in encoded.items()}).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
         optimizer.step()
         step += 1
-        if step % 50 == 0:
+        if step % 100 == 0:
             print(f"Step {step}: the target's loss is {loss.item():.3f}", flush=True)
 
 

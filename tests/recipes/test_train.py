@@ -382,7 +382,7 @@ def test_what_fails_before_the_work(files, tmp_path, run_recipe):
 
 
 def test_images(files, tmp_path, run_recipe):
-    """Also of a stream in two processes, whose batches are not split like rows: images have other numbers."""
+    """Also of a stream in two processes."""
     target, _ = make(gemma3, 0)
     target.save_pretrained(tmp_path / "target")
     make_processor(gemma3).save_pretrained(tmp_path / "target")

@@ -221,6 +221,10 @@ def test_streams(tmp_path):
         assert ours["pixel_values"].shape == theirs["pixel_values"].shape
     trainer.train()
     assert trainer.state.log_history[0]["loss"] > 0
+    evaluated = make_vision_trainer(tmp_path, eval_dataset=rows().to_iterable_dataset(), max_length=64)
+    kept = make_vision_trainer(tmp_path, eval_dataset=rows(), max_length=64)
+    for ours, theirs in zip(evaluated.get_eval_dataloader(), kept.get_eval_dataloader()):
+        assert ours["pixel_values"].shape == theirs["pixel_values"].shape
 
 
 def test_max_length_cuts_no_image(tmp_path, caplog):
