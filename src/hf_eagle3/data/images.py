@@ -22,12 +22,22 @@ URLS = ("http://", "https://", "data:")
 
 
 def sees_images(config: PreTrainedConfig) -> bool:
-    """Whether a target with this configuration reads images beside its text."""
+    """
+    Returns whether a target reads images beside its text.
+
+    Args:
+        config (`PreTrainedConfig`): The target's configuration.
+    """
     return getattr(config, "vision_config", None) is not None
 
 
 def shows_images(dataset: Any) -> bool:
-    """Whether a data set has a column for images, or an image in the messages of its first row."""
+    """
+    Returns whether a data set has a column for images, or an image in the messages of its first row.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`, *optional*): The data. Anything else shows no images.
+    """
     if not isinstance(dataset, Dataset | IterableDataset):
         return False
     if any(column in get_dataset_column_names(dataset) for column in IMAGES):
