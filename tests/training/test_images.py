@@ -212,6 +212,35 @@ def test_forms_of_rows(tmp_path):
             assert trainer.data_collator([row])["pixel_values"].shape == (16, 96)
 
 
+def test_texts_of_a_function(tmp_path):
+    token = make_processor(qwen3_vl).image_token
+
+    def text_of(row):
+        return f"a.{token}.{row['messages'][0]['content']}"
+
+    target, _ = make(qwen3_vl, 0)
+    args = Eagle3TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
+    kwargs = {"train_dataset": rows().select([0]), "processing_class": make_processor(qwen3_vl)}
+    trainer = Eagle3Trainer(None, target, args, formatting_func=text_of, **kwargs)
+    assert trainer.train_dataset[0]["image_end"] == 6
+    assert trainer.data_collator([trainer.train_dataset[0]])["pixel_values"].shape == (16, 96)
+
+
+def test_images_are_stored_once(tmp_path, monkeypatch):
+    """Rows that nothing cuts are not written again with their images."""
+    written, mapped = [], Dataset.map
+
+    def recording(dataset, *args, **kwargs):
+        written.append("image_data" in dataset.column_names)
+        return mapped(dataset, *args, **kwargs)
+
+    monkeypatch.setattr(Dataset, "map", recording)
+    for max_length, is_written in ((64, False), (14, True)):
+        written.clear()
+        make_vision_trainer(tmp_path, max_length=max_length)
+        assert written and any(written) == is_written
+
+
 def test_streams(tmp_path):
     stream = rows().to_iterable_dataset()
     trainer = make_vision_trainer(tmp_path, dataset=stream, max_length=64, per_device_train_batch_size=2)

@@ -98,21 +98,21 @@ class RowEncoder(PromptEncoder):
             text = self.formatting_func(row)
             if not isinstance(text, str):
                 raise RowError(f"`formatting_func` returned {text!r:.80}, but must return a text")
-            encoded |= self.encode_text(text)
+            content = Row(text=text, images=read_images(row))
         else:
             content = read_row(row, self.kind)
-            if content.images and isinstance(self.images, str):
-                raise RowError(f"it has images, {self.images}")
-            if content.tokens is not None:
-                encoded |= content.tokens if "attention_mask" in row else self._without_padding(content.tokens)
-            elif content.messages:
-                encoded |= self.encode_chat(content)
-            else:
-                encoded |= self.encode_text(content.text or "", content.completion, content.images)
-            if content.images and any(name in row for name in IMAGES) and not read_images(row):
-                raise RowError("it has images in its messages, but the data has a column for images. Use one of them")
-            if isinstance(self.images, ImageReader):
-                encoded = {"image_text": "", "image_end": 0, "image_data": content.images} | encoded
+        if content.images and isinstance(self.images, str):
+            raise RowError(f"it has images, {self.images}")
+        if content.images and any(name in row for name in IMAGES) and not read_images(row):
+            raise RowError("it has images in its messages, but the data has a column for images. Use one of them")
+        if content.tokens is not None:
+            encoded |= content.tokens if "attention_mask" in row else self._without_padding(content.tokens)
+        elif content.messages:
+            encoded |= self.encode_chat(content)
+        else:
+            encoded |= self.encode_text(content.text or "", content.completion, content.images)
+        if isinstance(self.images, ImageReader):
+            encoded = {"image_text": "", "image_end": 0, "image_data": content.images} | encoded
         tokens = encoded["input_ids"]
         for token in (min(tokens, default=0), max(tokens, default=0)):
             if self.vocab_size is not None and not 0 <= token < self.vocab_size:

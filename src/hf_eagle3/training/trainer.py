@@ -26,6 +26,7 @@ from ..data import (
     report_long_rows,
     shows_images,
 )
+from ..data.checks import row_lengths
 from ..hub import repo_name
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.modeling_eagle3 import DraftModel
@@ -319,6 +320,9 @@ class Eagle3Trainer(DraftSavingTrainer):
         is_split = packing and args.packing_strategy != "bfd"
         fate = "split off" if is_split else "cut off (`packing=True` with `packing_strategy='bfd_split'` keeps them)"
         dataset = report_long_rows(dataset, args.max_length, fate, dataset_name)
+        if isinstance(dataset, Dataset) and "image_data" in dataset.column_names and not self._is_cut(dataset, args):
+            args = copy.copy(args)
+            args.max_length = None  # to cut rows is to write all images to the disk again
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
         if isinstance(prepared, Dataset) and not packing and len(prepared) < len(dataset):
             dropped = f"{len(dataset) - len(prepared)} of {len(dataset)} rows of the {dataset_name} data"
@@ -327,6 +331,11 @@ class Eagle3Trainer(DraftSavingTrainer):
                 raise ValueError(f"{dropped} {why}. Raise `max_length`.")
             logger.warning(f"{dropped} {why}, and are dropped.")
         return prepared
+
+    def _is_cut(self, dataset: Dataset, args: Eagle3TrainingArguments) -> bool:
+        """Whether `max_length` cuts any row."""
+        longest = max(int(lengths.max()) for lengths in row_lengths(dataset))
+        return args.max_length is not None and longest > args.max_length
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
