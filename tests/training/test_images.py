@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
+from hf_eagle3.data.images import IMAGE_INPUT
 from hf_eagle3.experimental.echo import EchoTrainer
 from hf_eagle3.experimental.on_policy import OnPolicyTrainer
 from hf_eagle3.training.record import training_record
@@ -104,13 +105,15 @@ def test_unroll_equals_drafting_with_images(tmp_path, family):
         inputs = trainer.data_collator([row])
         del inputs["labels"]
         prompt = {
-            name: value[:, :prompt_length] if value.shape == inputs["input_ids"].shape else value
+            name.removeprefix(IMAGE_INPUT): value[:, :prompt_length]
+            if value.shape == inputs["input_ids"].shape
+            else value
             for name, value in inputs.items()
         }
         text, drafted_steps = recorded(draft, target, prompt, 12)
         kinds = {name: text.new_zeros(text.shape) for name in inputs if name.endswith("token_type_ids")}
         for name, value in kinds.items():
-            value[:, :prompt_length] = prompt[name]
+            value[:, :prompt_length] = prompt[name.removeprefix(IMAGE_INPUT)]
         whole = {**inputs, **kinds, "input_ids": text, "attention_mask": torch.ones_like(text), "labels": text}
         batch = trainer.target_features(whole)
         embeddings, num_compared = draft.embed(torch.arange(VOCAB_SIZE)), 0
@@ -144,7 +147,7 @@ def test_states_are_those_of_each_row_alone(tmp_path, family):
         assert together["input_ids"][number, :length].tolist() == row["input_ids"]
         theirs = features.aux_hidden_states[number, :length]
         torch.testing.assert_close(theirs, alone.aux_hidden_states[0], atol=1e-4, rtol=1e-3)
-    other = {**together, "pixel_values": together["pixel_values"].flip(0)}
+    other = {**together, IMAGE_INPUT + "pixel_values": together[IMAGE_INPUT + "pixel_values"].flip(0)}
     changed = trainer.target_features(other).aux_hidden_states
     assert (changed[0] - features.aux_hidden_states[0]).abs().max() > 1e-3
 
@@ -209,7 +212,7 @@ def test_forms_of_rows(tmp_path):
                 text.replace("IMAGE", token * 4),
                 text.replace("IMAGE", token * 4).removeprefix("<s>"),
             )
-            assert trainer.data_collator([row])["pixel_values"].shape == (16, 96)
+            assert trainer.data_collator([row])[IMAGE_INPUT + "pixel_values"].shape == (16, 96)
 
 
 def test_texts_of_a_function(tmp_path):
@@ -223,7 +226,7 @@ def test_texts_of_a_function(tmp_path):
     kwargs = {"train_dataset": rows().select([0]), "processing_class": make_processor(qwen3_vl)}
     trainer = Eagle3Trainer(None, target, args, formatting_func=text_of, **kwargs)
     assert trainer.train_dataset[0]["image_end"] == 6
-    assert trainer.data_collator([trainer.train_dataset[0]])["pixel_values"].shape == (16, 96)
+    assert trainer.data_collator([trainer.train_dataset[0]])[IMAGE_INPUT + "pixel_values"].shape == (16, 96)
 
 
 def test_images_are_stored_once(tmp_path, monkeypatch):
@@ -247,13 +250,13 @@ def test_streams(tmp_path):
     whole = make_vision_trainer(tmp_path, max_length=64, per_device_eval_batch_size=2)
     for ours, theirs in zip(trainer.get_train_dataloader(), whole.get_eval_dataloader(whole.train_dataset)):
         assert sorted(ours) == sorted(theirs)
-        assert ours["pixel_values"].shape == theirs["pixel_values"].shape
+        assert ours[IMAGE_INPUT + "pixel_values"].shape == theirs[IMAGE_INPUT + "pixel_values"].shape
     trainer.train()
     assert trainer.state.log_history[0]["loss"] > 0
     evaluated = make_vision_trainer(tmp_path, eval_dataset=rows().to_iterable_dataset(), max_length=64)
     kept = make_vision_trainer(tmp_path, eval_dataset=rows(), max_length=64)
     for ours, theirs in zip(evaluated.get_eval_dataloader(), kept.get_eval_dataloader()):
-        assert ours["pixel_values"].shape == theirs["pixel_values"].shape
+        assert ours[IMAGE_INPUT + "pixel_values"].shape == theirs[IMAGE_INPUT + "pixel_values"].shape
 
 
 def test_max_length_cuts_no_image(tmp_path, caplog):
@@ -269,7 +272,7 @@ def test_max_length_cuts_no_image(tmp_path, caplog):
     assert sorted(trainer.train_dataset["image_end"]) == [0, 5, 7]
     assert {len(tokens) for tokens in trainer.train_dataset["input_ids"]} == {12}
     (batch,) = batches(trainer)
-    assert batch["mm_token_type_ids"].shape == batch["input_ids"].shape == (3, 12)
+    assert batch[IMAGE_INPUT + "mm_token_type_ids"].shape == batch["input_ids"].shape == (3, 12)
     trainer.train()
     with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
         stream = make_vision_trainer(tmp_path, dataset=rows().to_iterable_dataset(), max_length=12)

@@ -18,6 +18,8 @@ from trl.data_utils import get_dataset_column_names
 from .rows import CONVERSATIONS, IMAGE_PARTS, IMAGES, RowError
 
 
+# In a batch the names of what the target reads of images begin with this.
+IMAGE_INPUT = "image_input_"
 URLS = ("http://", "https://", "data:")
 
 
@@ -214,7 +216,7 @@ class ImageReader:
 
 class ImageCollator:
     """
-    Collates rows with another collator, and adds what the target reads of their images.
+    Collates rows with another collator, and adds what the target reads of their images, with `image_input_` before each name.
 
     Args:
         collator (`Callable`): The other collator.
@@ -226,4 +228,5 @@ class ImageCollator:
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         batch = self.collator(examples)
-        return {**batch, **self.images.inputs(examples, batch["input_ids"].shape[1])}
+        inputs = self.images.inputs(examples, batch["input_ids"].shape[1])
+        return {**batch, **{f"{IMAGE_INPUT}{name}": value for name, value in inputs.items()}}

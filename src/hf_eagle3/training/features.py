@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, masking_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from ..data.images import IMAGE_INPUT
 from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
 from ..remote_code.loading_eagle3 import fingerprint
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
@@ -31,16 +32,6 @@ from .ttt import documents_of
 Features = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 FORMAT_VERSION = 1
-# Entries of a batch that the target does not read: ours, and those for the kernels of padding-free attention.
-NOT_FOR_TARGETS = (
-    "labels",
-    "states",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "seq_idx",
-)
 FP8 = torch.float8_e4m3fn
 # Older transformers (5.17) counts attention chunks from the beginning of the row, not of the document.
 COUNTS_CHUNKS_BY_DOCUMENT = hasattr(masking_utils, "remap_positions_for_packed_sequence")
@@ -94,7 +85,9 @@ class TargetStates:
                 )
             if not self.keeps_documents_apart and documents.max() > 1:
                 return self._document_by_document(batch["input_ids"], documents)
-        return self._forward(**{key: value for key, value in batch.items() if key not in NOT_FOR_TARGETS})
+        images = {key.removeprefix(IMAGE_INPUT): value for key, value in batch.items() if key.startswith(IMAGE_INPUT)}
+        texts = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
+        return self._forward(**texts, **images)
 
     def _forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         model, device = self.target if self.is_fsdp else self.base_model, inputs["input_ids"].device
