@@ -185,7 +185,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", required=True, help="Folder for the target and the drafts")
     parser.add_argument("--target_minutes", type=float, default=3.0, help="Time to train the target")
-    parser.add_argument("--draft_steps", type=int, default=300, help="Optimizer steps of each draft")
+    parser.add_argument("--draft_steps", type=int, default=1000, help="Optimizer steps of each draft")
     parser.add_argument("--num_rows", type=int, default=4000, help="Conversations to train on")
     parser.add_argument("--num_pictures", type=int, default=40, help="New pictures to measure on")
     parser.add_argument("--seed", type=int, default=0, help="Seed of weights")

@@ -306,7 +306,7 @@ def test_errors(tmp_path):
     with pytest.raises(ValueError, match="it has 1 images, but its text has 2 places for them"):
         wrong(tmp_path, messages=turns(f"this {token}", "b"), image=make_image(0))
     for argument in ("packing", "padding_free"):
-        with pytest.raises(ValueError, match=f"a packed row cannot: .* Leave out `{argument}`"):
+        with pytest.raises(ValueError, match=f"packed rows cannot have any: .* Leave out `{argument}`"):
             make_vision_trainer(tmp_path, **{argument: True})
     texts = Dataset.from_list([{"messages": turns("what is a", "it is b"), "images": []}] * 4)
     make_vision_trainer(tmp_path, dataset=texts, packing=True).train()  # no images, nothing to refuse

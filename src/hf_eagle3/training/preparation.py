@@ -67,7 +67,7 @@ def image_reader(
         )
     if args.packing or args.padding_free:
         return (
-            "and a packed row cannot: the target counts its positions and images from the beginning of a row. Leave out "
+            "and packed rows cannot have any: a target counts positions and images from the beginning of a row. Leave out "
             f"`{'packing' if args.packing else 'padding_free'}`"
         )
     return ImageReader(processor)
