@@ -37,6 +37,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, CompileConfig
 
+from hf_eagle3.checkpoints import target_class
 from hf_eagle3.data import num_positions
 from hf_eagle3.environment import environment, folder_or_hub_id
 from hf_eagle3.evaluation import (
@@ -208,7 +209,7 @@ def main():
     tokenizer = load_tokenizer(args.target, **trust)
     if args.chat_template_path is not None:
         tokenizer.chat_template = read_template(args.chat_template_path)
-    target, draft, tree, weights = load(AutoModelForCausalLM, args.target, **trust), None, {}, None
+    target, draft, tree, weights = load(target_class(args.target, **trust), args.target, **trust), None, {}, None
     facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
     if args.eos_token_id is not None:
         target.generation_config.eos_token_id = args.eos_token_id

@@ -18,9 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation, assist
+from hf_eagle3.checkpoints import target_class
 from hf_eagle3.environment import environment, folder_or_hub_id
 from hf_eagle3.tokenizer import load_tokenizer
 
@@ -58,7 +58,7 @@ def main():
     if find_spec("lm_eval") is None:
         parser.error("this needs lm-evaluation-harness: pip install 'lm_eval[hf]'")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(device).eval()
+    target = target_class(args.target).from_pretrained(args.target, dtype=args.dtype).to(device).eval()
     draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=target.dtype).to(device).eval()
     tokenizer = load_tokenizer(args.target)
     for context in (nullcontext(), assist(target, draft)):  # download the data, and warm up

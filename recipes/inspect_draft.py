@@ -18,10 +18,9 @@ the first steps, with a tick at each accepted token. A step has no tree if the d
 import argparse
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.checkpoints import describe_engines, load_ends
+from hf_eagle3.checkpoints import describe_engines, load_ends, target_class
 from hf_eagle3.drawing import describe_step, tree_text
 from hf_eagle3.environment import folder_or_hub_id, is_path
 from hf_eagle3.remote_code.policy_eagle3 import tree_settings
@@ -106,7 +105,7 @@ def print_trees(draft, name: str, prompt: str, num_steps: int) -> None:
     if not tokens:
         raise ValueError("--prompt is empty. Write a prompt.")
     inputs = torch.tensor([tokens])
-    target = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
+    target = target_class(name).from_pretrained(name, dtype="auto").eval()
     draft.generation_config.tree_policy, draft.generation_config.output_steps = "static", True
     most = 1 + tree_settings(draft.generation_config)["tree_depth"]  # tokens that a step writes
     # Trees get shorter where the text ends, so it ends after the steps that are shown.

@@ -16,7 +16,7 @@ With an OpenAI-compatible server (vLLM, SGLang), which is faster:
 
 Each of the assistant's turns is replaced, and later answers see the new earlier ones. Prompts that are texts are continued.
 Rows with only a `text` are cut into prompts of `--prompt_tokens`, so that prompts and answers together are as long as the
-text. Texts need no chat template.
+text. Texts need no chat template. Rows may have images if the target sees; new rows have their paths or the images themselves.
 
 Finished rows are written at once. After an interruption the same command goes on, and tries failed rows again. Then train
 on the folder with `recipes/train.py --dataset_name ultrachat-qwen3-8b ...`, or on the data set that `--push_to_hub
@@ -29,10 +29,11 @@ from dataclasses import asdict, dataclass, field
 
 from accelerate import PartialState
 from train import TargetConfig, TrainScriptArguments, load_data, load_target, rows_of
+from transformers import ProcessorMixin
 from trl import DatasetMixtureConfig
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.data import check_chat_template, plain_rows
+from hf_eagle3.data import ImageReader, check_chat_template, plain_rows, shows_images
 from hf_eagle3.data.regeneration import (
     Output,
     beginnings,
@@ -42,7 +43,8 @@ from hf_eagle3.data.regeneration import (
     regenerate_locally,
 )
 from hf_eagle3.data.rows import RowError, read_template_kwargs
-from hf_eagle3.tokenizer import load_tokenizer, read_template
+from hf_eagle3.tokenizer import read_template
+from hf_eagle3.training.models import load_processing_class
 from hf_eagle3.training.parser import Eagle3Parser
 
 
@@ -105,10 +107,17 @@ class RegenerationArguments:
 
 
 def load_prompts(script_args, args, target_config, mixture):
-    """Returns the data set of prompts, the tokenizer (`None` with a server), and whether the prompts are pieces of texts."""
+    """
+    Returns the data set of prompts, the tokenizer or processor (`None` with a server), and whether the prompts are pieces
+    of texts.
+    """
     dataset = rows_of(load_data(script_args, mixture), script_args.dataset_train_split)
     dataset = plain_rows(dataset, script_args.dataset_train_split)
     is_continued = has_texts(dataset)
+    if is_continued and shows_images(dataset):
+        raise ValueError(
+            "Rows with a `text` and images cannot be cut into prompts. Pass `messages`, or a `prompt` for each image."
+        )
     if args.base_url is not None:
         if is_continued:
             raise ValueError(
@@ -117,7 +126,11 @@ def load_prompts(script_args, args, target_config, mixture):
             )
         return dataset, None, False
     name, revision = target_config.model_name_or_path, target_config.model_revision
-    tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    processing_class = load_processing_class(
+        name, shows_images(dataset), revision=revision, trust_remote_code=args.trust_remote_code
+    )
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    tokenizer.chat_template = tokenizer.chat_template or processing_class.chat_template
     if args.chat_template_path is not None:
         tokenizer.chat_template = read_template(args.chat_template_path)
     first = next(iter(dataset), {})
@@ -125,7 +138,7 @@ def load_prompts(script_args, args, target_config, mixture):
         check_chat_template(tokenizer)
     if is_continued:
         dataset = beginnings(dataset, tokenizer, args.prompt_tokens, args.max_new_tokens)
-    return dataset, tokenizer, is_continued
+    return dataset, processing_class, is_continued
 
 
 def ask_server(args, model, pending, output, sampling) -> int:
@@ -140,20 +153,23 @@ def ask_server(args, model, pending, output, sampling) -> int:
         raise SystemExit(str(error)) from None
 
 
-def ask_target(script_args, args, target_config, device, tokenizer, pending, output, sampling) -> None:
+def ask_target(script_args, args, target_config, device, processing_class, pending, output, sampling) -> None:
     """Loads the target, and an earlier draft if there is one, and answers with them."""
     if "temperature" in sampling:
         sampling = {**sampling, "do_sample": sampling["temperature"] > 0}
         if not sampling["do_sample"]:
             del sampling["temperature"]
-    target = load_target(target_config, trust_remote_code=args.trust_remote_code)
+    images, tokenizer = None, processing_class
+    if isinstance(processing_class, ProcessorMixin):
+        images, tokenizer = ImageReader(processing_class), processing_class.tokenizer
+    target = load_target(target_config, trust_remote_code=args.trust_remote_code, with_images=images is not None)
     if target_config.device_map is None:
         target = target.to(device)
     draft = None
     if script_args.draft_name_or_path is not None:
         draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path, dtype=target.dtype)
         draft = draft.to(target.device)
-    regenerate_locally(target.eval(), tokenizer, pending, output, args.batch_size, draft, **sampling)
+    regenerate_locally(target.eval(), tokenizer, pending, output, args.batch_size, draft, images, **sampling)
 
 
 def main():
@@ -169,7 +185,7 @@ def main():
             "`--tp_plan` and `--fsdp_size` share one batch between processes, but each process answers its own rows. Spread the "
             "target over GPUs with `--device_map auto` in one process, or use a server (`--base_url`)."
         )
-    dataset, tokenizer, is_continued = load_prompts(script_args, args, target_config, mixture)
+    dataset, processing_class, is_continued = load_prompts(script_args, args, target_config, mixture)
     sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
     settings = {
         "model": target_config.model_name_or_path,
@@ -192,7 +208,7 @@ def main():
     if args.base_url is not None:
         num_failed = ask_server(args, target_config.model_name_or_path, pending, output, sampling)
     else:
-        ask_target(script_args, args, target_config, state.device, tokenizer, pending, output, sampling)
+        ask_target(script_args, args, target_config, state.device, processing_class, pending, output, sampling)
     print(
         f"{len(output.done) - num_done} rows written to {args.output_dir}, {num_done} were there, {num_failed} failed, "
         f"{len(output.left_out)} were left out."

@@ -15,7 +15,7 @@ On one machine, with one process per GPU:
 
 A YAML file (`--config`) can have the arguments, and flags override it. This folder has files for known targets, such as
 `qwen3_8b.yaml`. `--dataset_name` also takes local data: a JSON Lines, Parquet or text file, a folder with `train.jsonl`
-and `test.jsonl`, or the output of `regenerate.py`. `--resume_from_checkpoint true` goes on with a stopped run.
+and `test.jsonl`, or the output of `regenerate.py`. Rows may have images if the target sees (docs/training.md). `--resume_from_checkpoint true` goes on with a stopped run.
 
 `--draft_name_or_path` trains an existing draft further. With `--use_peft` it is adapted by LoRA:
 
@@ -34,7 +34,7 @@ from pathlib import Path
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict, IterableDataset, ReadInstruction, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import get_last_checkpoint
 from trl import (
@@ -47,11 +47,11 @@ from trl import (
 )
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
-from hf_eagle3.checkpoints import load_ends
-from hf_eagle3.data import read_json_lines
+from hf_eagle3.checkpoints import load_ends, target_class
+from hf_eagle3.data import read_json_lines, shows_images
 from hf_eagle3.environment import folder_or_hub_id
-from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training import FeatureStore
+from hf_eagle3.training.models import load_processing_class
 from hf_eagle3.training.parser import Eagle3Parser
 from hf_eagle3.training.record import non_defaults
 
@@ -169,7 +169,9 @@ def rows_of(dataset: DatasetDict, split: str) -> Dataset | IterableDataset:
     return concatenate_datasets([dataset[part.splitname].select(range(part.from_, part.to)) for part in parts])
 
 
-def load_target(config: TargetConfig, with_layers: bool = True, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_target(
+    config: TargetConfig, with_layers: bool = True, trust_remote_code: bool = False, with_images: bool = False
+) -> PreTrainedModel:
     """Loads the target, or only its embeddings and head. Training from features needs no more."""
     if config.load_in_4bit and config.dtype == "auto":
         config.dtype = "bfloat16"  # 4-bit layers compute in it
@@ -180,10 +182,12 @@ def load_target(config: TargetConfig, with_layers: bool = True, trust_remote_cod
     distributed_config = None
     if config.tp_plan is not None or config.fsdp_size is not None:
         distributed_config = DistributedConfig(tp_plan=config.tp_plan, fsdp_size=config.fsdp_size)
-    load = AutoModelForCausalLM.from_pretrained if with_layers else load_ends
+    name, revision = config.model_name_or_path, config.model_revision
+    auto = target_class(name, with_images, revision=revision, trust_remote_code=trust_remote_code)
+    load = auto.from_pretrained if with_layers else load_ends
     return load(
-        config.model_name_or_path,
-        revision=config.model_revision,
+        name,
+        revision=revision,
         dtype=config.dtype,
         attn_implementation=config.attn_implementation,
         quantization_config=quantization_config,
@@ -225,17 +229,22 @@ def make_trainer(
         eval_dataset = rows_of(dataset, script_args.dataset_test_split) if evaluates else None
         train_dataset = train_dataset or rows_of(dataset, script_args.dataset_train_split)
     trust = {"trust_remote_code": training_args.trust_remote_code}
-    tokenizer = load_tokenizer(target_config.model_name_or_path, revision=target_config.model_revision, **trust)
+    with_images = shows_images(train_dataset) or shows_images(eval_dataset)
+    processing_class = load_processing_class(
+        target_config.model_name_or_path, with_images, revision=target_config.model_revision, **trust
+    )
     draft = None
     if script_args.draft_name_or_path is not None:
         draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path)
     trainer = trainer_class(
         model=draft,
-        target_model=load_target(target_config, script_args.features_dir is None or evaluates, **trust),
+        target_model=load_target(
+            target_config, script_args.features_dir is None or evaluates, with_images=with_images, **trust
+        ),
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        processing_class=tokenizer,
+        processing_class=processing_class,
         peft_config=get_peft_config(target_config),
     )
     # For the card.

@@ -306,7 +306,7 @@ def test_formats_and_columns(tokenizer, tmp_path, kind):
         dataset = dataset.with_transform(lambda rows: rows)
     told = {
         "with_transform": "computes its rows each time",
-        "images": "Row 0: it has 'image', and drafts learn from text",
+        "images": "Row 0: it has images, but LlamaForCausalLM reads text only. Pass a target that sees",
     }
     with pytest.raises(ValueError, match=told[kind]) if kind in told else nullcontext():
         trainer = make_trainer(tokenizer, dataset, tmp_path, assistant_only_loss=True)
@@ -320,7 +320,7 @@ def test_a_template_of_the_processor(tokenizer, tmp_path):
             tokenizer.chat_template = None
 
     own = copy.deepcopy(tokenizer)
-    _, given = load_target(make_target("llama"), None, Processor(own))
+    _, given, _ = load_target(make_target("llama"), None, Processor(own))
     assert given is own and own.chat_template == CHAT_TEMPLATE
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None

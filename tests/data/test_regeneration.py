@@ -2,14 +2,19 @@ import asyncio
 import copy
 import json
 import logging
+from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from conftest import chat_server, make_gpt2, make_target
 from datasets import IterableDataset, load_dataset
+from seeing import gemma3, make, make_image, make_processor, qwen3_vl
 from tokenizers.processors import TemplateProcessing
 from trl.chat_template_utils import qwen3_chat_template
 
+from hf_eagle3.data import ImageReader, RowEncoder, read_row
+from hf_eagle3.data.images import load
 from hf_eagle3.data.regeneration import (
     NUM_REFUSED,
     Conversation,
@@ -352,3 +357,62 @@ def test_a_conversation_is_not_changed_by_what_is_done_with_it():
     conversation = Conversation(0, example)
     assert not conversation.answer(assistant("x"), "stop") and conversation.answer(assistant("y"), "stop")
     assert example == before
+
+
+def vision_rows():
+    two = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
+    return [
+        {"images": [make_image(0)], "messages": [user("what is it"), assistant("old"), user("and"), assistant("old")]},
+        {"images": [make_image(1), make_image(2)], "messages": [user("see"), assistant("old"), user(two)]},
+        {"images": [], "messages": [user("hm"), assistant("old")]},
+        {"images": ["gone.png"], "messages": [user("see"), assistant("old")]},
+    ]
+
+
+@pytest.mark.parametrize("family", [gemma3, qwen3_vl])
+def test_images_in_this_process(tmp_path, family, caplog):
+    target, _ = make(family, 0)
+    processor = make_processor(family)
+    tokenizer, images = processor.tokenizer, ImageReader(processor)
+    output, settings = Output(tmp_path, {}), {"max_new_tokens": 5, "do_sample": False}
+    allowed = tokenizer("abcdefgh", add_special_tokens=False)["input_ids"]
+    settings["suppress_tokens"] = [token for token in range(len(tokenizer)) if token not in allowed]
+    pending = output.pending(vision_rows())
+    regenerate_locally(target, tokenizer, pending, output, batch_size=3, images=images, **settings)
+    written = {row["row"]: row for row in rows_in(tmp_path.glob("rows-*.jsonl"))}
+    assert sorted(written) == [0, 1, 2] and "there is no image gone.png" in output.left_out[3]
+    assert [len(written[row]["images"]) for row in range(3)] == [1, 2, 0]
+    encoder = RowEncoder(tokenizer, "messages", images=images)
+    for content in written.values():
+        encoded, answer = encoder(content), content["messages"][-1]["content"][0]["text"]
+        assert tokenizer.decode(encoded["input_ids"]).endswith(f"A:{answer}</s>")
+        # The answer is the target's own, of this conversation alone.
+        tokens = encoded["input_ids"][: -1 - len(answer)]
+        inputs = images.inputs([{**encoded, "input_ids": tokens}], len(tokens))
+        alone = target.generate(torch.tensor([tokens]), **inputs, **settings)[0, len(tokens) :]
+        assert tokenizer.decode(alone) == answer
+    train = load_dataset("json", data_files=str(tmp_path / "rows-*.jsonl"), split="train")
+    assert [read_row(row, "messages").messages[-1]["role"] for row in train] == ["assistant"] * 3
+    text_only = Output(tmp_path / "texts", {})
+    regenerate_locally(target, tokenizer, text_only.pending(vision_rows()), text_only, batch_size=3, **settings)
+    assert len(text_only.done) == 1 and "reads text only" in text_only.left_out[0]
+
+
+def test_images_for_a_server(tmp_path):
+    with chat_server(lambda payload, number: "new") as (url, requests):
+        output = Output(tmp_path, {})
+        assert ask(url, vision_rows(), output) == 0
+    sent = [payload["messages"] for _, payload in requests]
+    urls = {
+        part["image_url"]["url"]
+        for messages in sent
+        for message in messages
+        if isinstance(message["content"], list)
+        for part in message["content"]
+        if part["type"] == "image_url"
+    }
+    assert len(urls) == 3 and all(url.startswith("data:image/png;base64,") for url in urls)
+    written = {row["row"]: row for row in rows_in(tmp_path.glob("rows-*.jsonl"))}
+    assert set(chain(*(row["images"] for row in written.values()))) == urls
+    assert "there is no image gone.png" in output.left_out[3]
+    assert np.array_equal(np.asarray(load(written[0]["images"][0])), np.asarray(make_image(0)))

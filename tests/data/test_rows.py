@@ -11,6 +11,7 @@ from hf_eagle3.data.rows import RowError, kind_of, summary
 
 U, A = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CHAT = [U, A]
+IMAGE = {"type": "image"}
 SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Ulm"}}}
 CALL_AS_TEXT = {"type": "function", "function": {"name": "f", "arguments": '{"city": "Ulm"}'}}
@@ -62,7 +63,32 @@ GOOD = {
         {"messages": CHAT, "tools": [{**TOOL, "strict": None}]},
         {"messages": CHAT, "template_kwargs": {"tools": [TOOL]}},
     ),
-    "no images": ({"messages": CHAT, "images": []}, {"messages": CHAT}),
+    "no images": ({"messages": CHAT, "images": [], "image": None}, {"messages": CHAT}),
+    "images in a column": (
+        {"messages": CHAT, "images": ["x", "y"]},
+        {
+            "messages": [{"role": "user", "content": [IMAGE, IMAGE, {"type": "text", "text": U["content"]}]}, A],
+            "images": ["x", "y"],
+        },
+    ),
+    "images in their places": (
+        {"messages": [{"role": "user", "content": ["a", {"type": "image", "text": None}]}, A], "image": "x"},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, A], "images": ["x"]},
+    ),
+    "images in messages": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+                {"role": "user", "content": [{"type": "image", "url": "y", "path": None}]},
+                A,
+            ]
+        },
+        {
+            "messages": [{"role": "user", "content": [IMAGE]}, {"role": "user", "content": [IMAGE]}, A],
+            "images": ["x", "y"],
+        },
+    ),
+    "a text with an image": ({"text": "a", "image": "x"}, {"text": "a", "images": ["x"]}),
     "a prompt in a column of its own": ({"messages": CHAT, "prompt": "a"}, {"messages": CHAT}),
     "a completion of messages": ({"prompt": [U], "completion": [A]}, {"messages": CHAT, "num_given": 1}),
     "a completion": ({"prompt": "a", "completion": "b"}, {"text": "a", "completion": "b"}),
@@ -105,11 +131,30 @@ BAD = {
         {"messages": [{"role": "user", "content": 5}]},
         "the content of message 0 of 'messages' is 5, but must be a text",
     ),
-    "an image": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        "the content of message 0 of 'messages' has .*image_url.* and drafts learn from text only",
+    "a sound": (
+        {"messages": [{"role": "user", "content": [{"type": "audio", "audio": "x"}]}]},
+        "the content of message 0 of 'messages' has .*audio.* and drafts learn from text and images only",
     ),
-    "a column of images": ({"messages": CHAT, "images": ["x"]}, "has 'images', and drafts learn from text only"),
+    "a column of videos": ({"messages": CHAT, "videos": ["x"]}, "has 'videos', and drafts learn from text and images"),
+    "more places than images": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}, A], "images": ["x"]},
+        "messages have 2 places for images, but it has 1 images",
+    ),
+    "more images than places": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}, A], "images": ["x", "y"]},
+        "messages have 1 places for images, but it has 2 images",
+    ),
+    "images twice": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": "x"}]}, A], "images": ["x"]},
+        "images in its messages and in a column",
+    ),
+    "two columns of images": ({"messages": CHAT, "image": "x", "images": ["x"]}, "both 'image' and 'images'"),
+    "a part without its image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": None}]}, A]},
+        "message 0 of 'messages' has .*image_url.*, which has no image",
+    ),
+    "images that nobody shows": ({"messages": [A], "images": ["x"]}, "no message of the user to show them in"),
+    "images beside tokens": ({"input_ids": [1, 2], "images": ["x"]}, "images beside 'input_ids'"),
     "an unknown speaker": ({"conversations": [{"from": "narrator", "value": "a"}]}, "from 'narrator', .* Rename it"),
     "two system prompts": (
         {"messages": [{"role": "system", "content": "s"}, *CHAT], "system": "t"},

@@ -139,3 +139,10 @@ def test_what_a_row_gives_its_template(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", "{{ tools | length }}{{ think }}" + TEMPLATE)
     prompts = load_prompts(str(path), tokenizer, chat_template_kwargs={"think": "n"})
     assert prompts == [tokenizer(f"1{letter}<system>s<user>b>")["input_ids"] for letter in "kn"]
+
+
+def test_prompts_with_images(tmp_path):
+    path = tmp_path / "seen.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}], "images": ["x.png"]}))
+    with pytest.raises(ValueError, match="line 1: it has images, and benchmarks have prompts of text only"):
+        read_prompts(path)

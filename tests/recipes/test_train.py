@@ -20,6 +20,7 @@ from datasets import Dataset, DatasetDict, IterableDatasetDict
 from forked import run_forked
 from huggingface_hub import ModelCard
 from peft import PeftModel
+from seeing import gemma3, make, make_image, make_processor
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
@@ -378,3 +379,30 @@ def test_what_fails_before_the_work(files, tmp_path, run_recipe):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot be written to.*Choose another `--output_dir`"):
         run_recipe("train.py", *arguments, "--output_dir", tmp_path / "file" / "out")
+
+
+def test_images(files, tmp_path, run_recipe):
+    """Also of a stream in two processes."""
+    target, _ = make(gemma3, 0)
+    target.save_pretrained(tmp_path / "target")
+    make_processor(gemma3).save_pretrained(tmp_path / "target")
+    rows = []
+    for number in range(8):
+        make_image(number).save(tmp_path / f"{number}.png")
+        images = [str(tmp_path / f"{number}.png")][: number % 3]
+        turns = [{"role": "user", "content": f"what is {number}"}, {"role": "assistant", "content": "this"}]
+        rows.append({"images": images, "messages": turns})
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = arguments_of(files, tmp_path / "out", max_steps=2)
+    names = {"--model_name_or_path": tmp_path / "target", "--dataset_name": tmp_path / "data.jsonl"}
+    for name, value in names.items():
+        arguments[arguments.index(name) + 1] = value
+    arguments += ["--assistant_only_loss", "--per_device_train_batch_size"]
+    run_recipe("train.py", *arguments, 4)
+    assert json.loads((tmp_path / "out" / "training.json").read_text())["rows_with_images"] == 5
+    arguments[arguments.index("--output_dir") + 1] = tmp_path / "streamed"
+    alone = run_recipe("train.py", *arguments, 4, "--dataset_streaming")
+    arguments[arguments.index("--output_dir") + 1] = tmp_path / "in-two"
+    command = (RECIPES / "train.py", *arguments, 2, "--dataset_streaming")
+    in_two = run_in_two_processes("ddp", tmp_path, *map(str, command))
+    assert len(losses(alone)) == 2 and losses(in_two) == pytest.approx(losses(alone), rel=2e-3)

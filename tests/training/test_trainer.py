@@ -16,7 +16,15 @@ from conftest import make_prompt, make_target
 from datasets import Dataset, DatasetDict
 from peft import LoraConfig, get_peft_model
 from trainers import CHATS, TEXTS, make_trainer
-from transformers import AutoModel, AutoTokenizer, BitsAndBytesConfig, ProcessorMixin, Trainer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    ProcessorMixin,
+    Trainer,
+)
 from transformers.distributed import DistributedConfig
 from transformers.utils import PushInProgress
 from trl import SFTTrainer
@@ -496,7 +504,8 @@ def test_a_processor_s_tokenizer(tmp_path, tokenizer):
             self.tokenizer = tokenizer
 
     target = make_target("llama")
-    assert models.load_target(target, None, Processor()) == (target, tokenizer)
+    processor = Processor()
+    assert models.load_target(target, None, processor) == (target, tokenizer, processor)
 
 
 def test_a_loss_that_somebody_else_logs(tmp_path, tokenizer):
@@ -714,12 +723,13 @@ def test_a_target_that_brings_its_code(tmp_path, tokenizer):
 def test_the_tokenizer_is_of_the_same_revision(monkeypatch):
     loaded = []
     tokenizer = SimpleNamespace(chat_template="")
-    for auto in (models.AutoModelForCausalLM, AutoTokenizer):
+    for auto in (AutoConfig, AutoModelForCausalLM, AutoTokenizer):
         monkeypatch.setattr(auto, "from_pretrained", lambda name, **kwargs: loaded.append(kwargs) or tokenizer)
     models.load_target("me/model", {"revision": "v2", "trust_remote_code": True, "dtype": torch.float16})
-    model_kwargs, tokenizer_kwargs = loaded
+    config_kwargs, model_kwargs, tokenizer_kwargs = loaded
     assert (
         tokenizer_kwargs
+        == config_kwargs
         == {"revision": "v2", "trust_remote_code": True}
         == {name: value for name, value in model_kwargs.items() if name != "dtype"}
     )

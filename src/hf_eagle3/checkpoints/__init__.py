@@ -27,7 +27,7 @@ from ..tensor_names import is_block_draft, is_draft
 from . import flat, llama_cpp, openvino, safeailab, sglang
 from .engines import ENGINES, check_is_eagle3, describe_engines
 from .files import check_new_folder, read_tensors, save_checkpoint
-from .target import load_ends
+from .target import load_ends, target_class
 
 
 # Formats of a configuration and tensors.
@@ -121,4 +121,14 @@ def export(draft: DraftModel, folder: str | Path, to: str, **options: Any) -> No
         written.replace(folder)
 
 
-__all__ = ["ENGINES", "FORMATS", "WRITABLE", "describe_engines", "export", "load_ends", "read", "recognise"]
+__all__ = [
+    "ENGINES",
+    "FORMATS",
+    "WRITABLE",
+    "describe_engines",
+    "export",
+    "load_ends",
+    "read",
+    "recognise",
+    "target_class",
+]

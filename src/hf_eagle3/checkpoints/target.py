@@ -1,10 +1,26 @@
-"""Loading a target without its layers."""
+"""Loading a target by the class that it needs, or without its layers."""
 
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import logging
+
+
+def target_class(name: str | Path, with_images: bool = False, **kwargs: Any) -> Any:
+    """
+    Returns the class of transformers that loads a target: one that sees if there are images, or no other class takes it.
+
+    Args:
+        name (`str` or `Path`): Folder or Hub id.
+        with_images (`bool`, *optional*, defaults to `False`): Whether the target is to read images.
+        kwargs (*optional*): For `AutoConfig.from_pretrained`.
+    """
+    config = AutoConfig.from_pretrained(name, **kwargs)
+    if type(config) not in AutoModelForImageTextToText._model_mapping:
+        return AutoModelForCausalLM
+    with_images = with_images or type(config) not in AutoModelForCausalLM._model_mapping
+    return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
 
 
 def load_ends(name: str | Path, revision: str | None = None, **kwargs: Any) -> PreTrainedModel:
@@ -19,16 +35,15 @@ def load_ends(name: str | Path, revision: str | None = None, **kwargs: Any) -> P
     Raises:
         ValueError: if the checkpoint lacks them, or their sizes differ from its configuration.
     """
-    config = AutoConfig.from_pretrained(
-        name, revision=revision, trust_remote_code=kwargs.get("trust_remote_code", False)
-    )
+    shared = {"revision": revision, "trust_remote_code": kwargs.get("trust_remote_code", False)}
+    config = AutoConfig.from_pretrained(name, **shared)
     text_config = config.get_text_config(decoder=True)
     num_layers, text_config.num_hidden_layers = text_config.num_hidden_layers, 0
     # Without layers, tables with a part for each layer (Gemma's per-layer embeddings) no longer fit.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it would report every missing layer
     try:
-        target, info = AutoModelForCausalLM.from_pretrained(
+        target, info = target_class(name, **shared).from_pretrained(
             name, config=config, revision=revision, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs
         )
     finally:

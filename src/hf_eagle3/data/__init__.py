@@ -1,13 +1,24 @@
 """Reading, checking and encoding training data; choosing the draft vocabulary."""
 
-from .checks import check_chat_template, check_lengths, check_positions, kind_of_data, plain_rows, report_long_rows
+from .checks import (
+    check_chat_template,
+    check_lengths,
+    check_positions,
+    drop_cut_images,
+    kind_of_data,
+    plain_rows,
+    report_long_rows,
+)
 from .encoding import RowEncoder, encode_rows
+from .images import ImageCollator, ImageReader, sees_images, shows_images
 from .prompts import documents_of_row, num_positions, prompt_of
 from .rows import Row, RowError, kind_of, read_json_lines, read_prompt, read_row
 from .vocabulary import count_tokens, coverage, most_frequent_tokens
 
 
 __all__ = [
+    "ImageCollator",
+    "ImageReader",
     "Row",
     "RowEncoder",
     "RowError",
@@ -17,6 +28,7 @@ __all__ = [
     "count_tokens",
     "coverage",
     "documents_of_row",
+    "drop_cut_images",
     "encode_rows",
     "kind_of",
     "kind_of_data",
@@ -28,4 +40,6 @@ __all__ = [
     "read_prompt",
     "read_row",
     "report_long_rows",
+    "sees_images",
+    "shows_images",
 ]

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
+from trl.data_utils import get_dataset_column_names
 
 from .rows import kind_of
 
@@ -157,6 +158,54 @@ def report_long_rows(
             f"{(lengths - max_length)[too_long].sum()} of {lengths.sum()} tokens are beyond it and are {fate}."
         )
     return dataset
+
+
+def drop_cut_images(
+    dataset: Dataset | IterableDataset, max_length: int | None, name: str
+) -> Dataset | IterableDataset:
+    """
+    Drops rows that `max_length` would cut before the end of their last image, and logs a warning with their number.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): With `image_end` if it has images.
+        max_length (`int`, *optional*): Rows are cut beyond it.
+        name (`str`): `"train"` or `"eval"`, for messages.
+
+    Raises:
+        ValueError: if no row is left.
+    """
+    if max_length is None or "image_end" not in get_dataset_column_names(dataset):
+        return dataset
+    if isinstance(dataset, IterableDataset):
+        return dataset.filter(WholeImages(max_length, name))
+    ends = np.asarray(dataset["image_end"])
+    kept = np.flatnonzero(ends <= max_length)
+    if len(kept) == len(dataset):
+        return dataset
+    dropped = f"{len(dataset) - len(kept)} of {len(dataset)} rows of the {name} data"
+    why = f"`max_length={max_length}` would cut their images, which end at up to {ends.max()} tokens"
+    if not len(kept):
+        raise ValueError(f"{dropped} cannot be used: {why}. Raise `max_length`, or pass smaller images.")
+    logger.warning(f"{dropped} are dropped: {why}.")
+    return dataset.select(kept)
+
+
+class WholeImages:
+    """Drops rows of a stream whose images would be cut, and warns whenever their number is a power of two."""
+
+    def __init__(self, max_length: int, name: str):
+        self.max_length, self.name, self.count = max_length, name, 0
+
+    def __call__(self, row: dict[str, Any]) -> bool:
+        if row["image_end"] <= self.max_length:
+            return True
+        self.count += 1
+        if self.count.bit_count() == 1:
+            logger.warning(
+                f"{self.count} rows of the {self.name} data so far are dropped: `max_length={self.max_length}` would cut their "
+                "images."
+            )
+        return False
 
 
 def row_lengths(dataset: Dataset) -> Iterator[np.ndarray]:

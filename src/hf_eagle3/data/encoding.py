@@ -5,14 +5,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from accelerate import PartialState
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import get_training_chat_template
 from trl.data_utils import get_dataset_column_names
 
 from ..tokenizer import PromptEncoder, has_markers
-from .rows import Row, RowError, read_row, summary
+from .images import Expansion, ImageReader
+from .rows import IMAGES, Row, RowError, read_images, read_row, summary
 
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class RowEncoder(PromptEncoder):
         completion_only_loss (`bool`, *optional*, defaults to `True`):
             Whether to learn only the completions of rows with prompts and completions.
         formatting_func (`Callable`, *optional*): Makes a text from a row.
+        images ([`ImageReader`] or `str`, *optional*): Reads images, or says why rows with images are refused.
     """
 
     def __init__(
@@ -66,12 +68,14 @@ class RowEncoder(PromptEncoder):
         assistant_only_loss: bool = False,
         completion_only_loss: bool | None = None,
         formatting_func: Callable[[dict], str] | None = None,
+        images: ImageReader | str = "and there is no processor to read them",
     ):
         template = training_template(tokenizer) if assistant_only_loss else None
         super().__init__(tokenizer, template)
         self.kind, self.vocab_size, self.formatting_func = kind, vocab_size, formatting_func
         self.assistant_only_loss, self.completion_only_loss = assistant_only_loss, completion_only_loss is not False
         self.is_marked = template is not None or has_markers(tokenizer)
+        self.images = images
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """
@@ -82,7 +86,9 @@ class RowEncoder(PromptEncoder):
 
         Returns:
             `dict`: `input_ids`, `labels`, and `seq_lengths` if the row has them. `lost` is the number of assistant turns that
-            could not be found.
+            could not be found. If there is an [`ImageReader`], also `image_data`, the images; `image_text`, the text that
+            the processor reads with them, empty without images; and `image_end`, the number of tokens up to the end of the
+            last image.
 
         Raises:
             RowError: if the row cannot be learned from.
@@ -92,15 +98,21 @@ class RowEncoder(PromptEncoder):
             text = self.formatting_func(row)
             if not isinstance(text, str):
                 raise RowError(f"`formatting_func` returned {text!r:.80}, but must return a text")
-            encoded |= self.encode_text(text)
+            content = Row(text=text, images=read_images(row))
         else:
             content = read_row(row, self.kind)
-            if content.tokens is not None:
-                encoded |= content.tokens if "attention_mask" in row else self._without_padding(content.tokens)
-            elif content.messages:
-                encoded |= self.encode_chat(content)
-            else:
-                encoded |= self.encode_text(content.text or "", content.completion)
+        if content.images and isinstance(self.images, str):
+            raise RowError(f"it has images, {self.images}")
+        if content.images and any(name in row for name in IMAGES) and not read_images(row):
+            raise RowError("it has images in its messages, but the data has a column for images. Use one of them")
+        if content.tokens is not None:
+            encoded |= content.tokens if "attention_mask" in row else self._without_padding(content.tokens)
+        elif content.messages:
+            encoded |= self.encode_chat(content)
+        else:
+            encoded |= self.encode_text(content.text or "", content.completion, content.images)
+        if isinstance(self.images, ImageReader):
+            encoded = {"image_text": "", "image_end": 0, "image_data": content.images} | encoded
         tokens = encoded["input_ids"]
         for token in (min(tokens, default=0), max(tokens, default=0)):
             if self.vocab_size is not None and not 0 <= token < self.vocab_size:
@@ -120,20 +132,40 @@ class RowEncoder(PromptEncoder):
         kept = slice(places[0], places[-1] + 1)
         return {name: values[kept] for name, values in tokens.items()}
 
-    def encode_text(self, prompt: str, completion: str | None = None) -> dict[str, list[int]]:
+    def encode_text(self, prompt: str, completion: str | None = None, images: Sequence[Any] = ()) -> dict[str, Any]:
         """Encodes a text, or a prompt and its completion."""
-        text = prompt + (completion or "")
-        tokens, eos = self.text(text), self.tokenizer.eos_token
-        if eos is not None and not text.rstrip().endswith(eos):
+        text, eos = prompt + (completion or ""), self.tokenizer.eos_token
+        # The processor reads the special tokens as a part of the text.
+        special = self.tokenizer.convert_ids_to_tokens(self.text(text)[: len(self.special_tokens)])
+        before = "" if text.startswith(start := "".join(special)) else start
+        after = "" if eos is None or text.rstrip().endswith(eos) else eos
+        expansion = self._expansion(before + text + after, images)
+        tokens = self.text(expansion.of(text))
+        if after:
             tokens = [*tokens, self.tokenizer.eos_token_id]
-        start = 0
+        num_given = 0
         if completion is not None and self.completion_only_loss:
-            start = common_prefix(self.text(prompt), tokens)
-        return {"input_ids": tokens, "labels": [-100] * start + tokens[start:]}
+            num_given = common_prefix(self.text(expansion.of(prompt)), tokens)
+        encoded = {"input_ids": tokens, "labels": [-100] * num_given + tokens[num_given:]}
+        return encoded | self._image_columns(before + text + after, expansion, tokens)
+
+    def _expansion(self, text: str, images: Sequence[Any]) -> Expansion:
+        return self.images.expand(text, list(images)) if isinstance(self.images, ImageReader) else Expansion()
+
+    def _image_columns(self, text: str, expansion: Expansion, tokens: list[int]) -> dict[str, Any]:
+        """Returns the columns from which a batch gets its images."""
+        if not expansion.replacements:
+            return {}
+        if expansion.input_ids != tokens:
+            raise RowError("the processor has other tokens for it than the tokenizer")
+        return {"image_text": text, "image_end": expansion.end}
 
     def encode_chat(self, row: Row) -> dict[str, Any]:
         """Encodes a conversation, or a prompt and its completion that are messages."""
         text, spans = self._render(row)
+        expansion = self._expansion(text, row.images)
+        spans = [(len(expansion.of(text[:start])), len(expansion.of(text[:end]))) for start, end in spans]
+        rendered, text = text, expansion.of(text)
         tokens = self.rendered_tokens(text)
         lost, start = 0, 0
         if self.assistant_only_loss:
@@ -142,15 +174,16 @@ class RowEncoder(PromptEncoder):
                 raise RowError(
                     f"it has no assistant turn, but {roles}. With `assistant_only_loss=True` it has nothing to learn"
                 )
-            ranges, lost = self._marked(text, tokens, spans) if self.is_marked else self._turns(row, tokens)
+            ranges, lost = self._marked(text, tokens, spans) if self.is_marked else self._turns(row, tokens, expansion)
         else:
             ranges = [(0, len(tokens))]
         if row.num_given is not None and self.completion_only_loss:
-            start = common_prefix(self._prompt(row, row.num_given), tokens)
+            start = common_prefix(self._prompt(row, row.num_given, expansion), tokens)
         labels = [-100] * len(tokens)
         for first, last in ranges:
             labels[max(first, start) : last] = tokens[max(first, start) : last]
-        return {"input_ids": tokens, "labels": labels, "lost": lost}
+        encoded = {"input_ids": tokens, "labels": labels, "lost": lost}
+        return encoded | self._image_columns(rendered, expansion, tokens)
 
     def _render(self, row: Row) -> tuple[str, list[tuple[int, int]]]:
         """Renders a conversation, and returns its text and the spans `(start, end)` between markers."""
@@ -171,10 +204,11 @@ class RowEncoder(PromptEncoder):
         except Exception as error:
             raise RowError(f"the chat template refuses it: {error or type(error).__name__}") from error
 
-    def _prompt(self, row: Row, num_messages: int) -> list[int]:
+    def _prompt(self, row: Row, num_messages: int, expansion: Expansion) -> list[int]:
         """Returns the tokens of the first messages, up to where the answer begins."""
         try:
-            return self.chat(row.messages[:num_messages], **row.template_kwargs)
+            text = self.render(row.messages[:num_messages], add_generation_prompt=True, **row.template_kwargs)
+            return self.rendered_tokens(expansion.of(text))
         except Exception as error:
             raise RowError(f"the chat template refuses its prompt: {error or type(error).__name__}") from error
 
@@ -206,7 +240,7 @@ class RowEncoder(PromptEncoder):
         rest = self.tokenizer.decode(alone[num_tokens:], skip_special_tokens=True) if num_tokens < len(alone) else ""
         return None if rest.strip() else num_tokens
 
-    def _turns(self, row: Row, tokens: list[int]) -> tuple[list[tuple[int, int]], int]:
+    def _turns(self, row: Row, tokens: list[int], expansion: Expansion) -> tuple[list[tuple[int, int]], int]:
         """Returns the ranges of tokens of the assistant's turns, and how many turns could not be found."""
         ranges, lost = [], 0
         for number, message in enumerate(row.messages):
@@ -216,6 +250,7 @@ class RowEncoder(PromptEncoder):
             try:
                 before = self.render(row.messages[:number], add_generation_prompt=True, **row.template_kwargs)
                 after = self.render(row.messages[: number + 1], **row.template_kwargs)
+                before, after = expansion.of(before), expansion.of(after)
             except Exception:
                 lost += 1
                 continue
@@ -275,20 +310,26 @@ def encode_rows(
         num_proc (`int`, *optional*): Number of processes that encode a `Dataset`.
 
     Returns:
-        The data set with `input_ids` and `labels`, and `seq_lengths` if it had them. Rows with nothing to learn are dropped,
-        with a warning.
+        The data set with `input_ids` and `labels`, `seq_lengths` if it had them, and `image_data`, `image_text` and
+        `image_end` if it has images. Rows with nothing to learn are dropped, with a warning.
 
     Raises:
         ValueError: if rows cannot be learned from (the message names them), assistant turns cannot be found in more than 5%
             of the rows, or there is nothing to learn.
     """
+    columns = get_dataset_column_names(dataset)
+    image_column = next((column for column in IMAGES if column in columns), None)
+    if all(column in columns for column in IMAGES):
+        raise ValueError(f"The {name} data has columns 'image' and 'images'. Remove one.")
     if isinstance(dataset, IterableDataset):
-        columns = get_dataset_column_names(dataset)
         return dataset.map(EncodedStream(encoder, name), with_indices=True, remove_columns=columns)
     lists = {column: List(Value("int64")) for column in ("input_ids", "labels")}
     if "seq_lengths" in dataset.column_names:
         lists["seq_lengths"] = List(Value("int64"))
     features = Features({**lists, "lost": Value("int32"), "teaches": Value("bool"), "problem": Value("string")})
+    if isinstance(encoder.images, ImageReader):
+        features |= {"image_text": Value("string"), "image_end": Value("int32")}
+        features |= {} if image_column else {"image_data": List(Value("string"))}
     state = PartialState()
     with state.main_process_first(), state.local_main_process_first():  # the other processes read their cache
         encoded = dataset.map(
@@ -310,6 +351,11 @@ def encode_rows(
         encoder.report_lost(lost, len(encoded), name)
     taught = [number for number, teaches in enumerate(encoded["teaches"]) if teaches]
     encoded = encoded.remove_columns(["lost", "teaches", "problem"])
+    if not any(encoded["image_text"] if "image_text" in encoded.column_names else []):
+        encoded = encoded.remove_columns([column for column in encoded.column_names if column.startswith("image_")])
+    elif image_column:  # added now, because `map` would store the images again
+        images = dataset.select_columns(image_column).rename_column(image_column, "image_data")
+        encoded = concatenate_datasets([encoded, images], axis=1)
     if not taught:
         raise ValueError(
             f"{len(encoded)} of {len(encoded)} rows of the {name} data have nothing to learn: all their labels are -100."
@@ -327,8 +373,11 @@ def encode_rows(
 def encode_or_explain(row: dict[str, Any], encoder: RowEncoder, columns: list[str]) -> dict[str, Any]:
     """Returns an encoded row, or an empty one with a `problem` that says what is wrong."""
     empty: dict[str, Any] = {column: [] for column in columns} | {"lost": 0, "teaches": False, "problem": ""}
+    if "image_text" in columns:
+        empty |= {"image_text": "", "image_end": 0}
     try:
         encoded = encoder(row)
+        encoded = {column: value for column, value in encoded.items() if column in columns}
         return empty | encoded | {"teaches": any(label != -100 for label in encoded["labels"])}
     except RowError as error:
         return empty | {"problem": str(error)}

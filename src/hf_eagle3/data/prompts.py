@@ -25,16 +25,17 @@ def documents_of_row(row: dict[str, list[int]]) -> list[dict[str, list[int]]]:
     return documents
 
 
-def prompt_of(document: dict[str, list[int]]) -> torch.Tensor:
+def prompt_of(document: dict[str, list[int]], image_end: int = 0) -> torch.Tensor:
     """
     Returns a prompt `(1, L)`: the tokens before the first learned one, or else the first half of the document.
 
     Args:
         document (`dict[str, list[int]]`): See [`documents_of_row`].
+        image_end (`int`, *optional*, defaults to 0): The number of tokens up to the end of the last image. All are in the prompt.
     """
     tokens, learned = document["input_ids"], [label != -100 for label in document["labels"]]
-    num_tokens = learned.index(True) if True in learned else 0
-    return torch.as_tensor(tokens[: num_tokens or (len(tokens) + 1) // 2])[None]
+    num_tokens = learned.index(True, image_end) if True in learned[image_end:] else 0
+    return torch.as_tensor(tokens[: num_tokens or max((len(tokens) + 1) // 2, image_end)])[None]
 
 
 def num_positions(target: PreTrainedModel) -> int | None:

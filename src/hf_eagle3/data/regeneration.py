@@ -26,9 +26,10 @@ from trl.data_utils import get_dataset_column_names
 
 from ..environment import without_paths
 from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
-from ..tokenizer import PromptEncoder, padding_token
+from ..tokenizer import PromptEncoder, padding_token, with_text_part
+from .images import ImageReader, sendable, storable
 from .prompts import num_positions
-from .rows import RowError, read_prompt, summary, without_nulls
+from .rows import IMAGES, RowError, read_prompt, summary, without_nulls
 
 
 logger = logging.getLogger(__name__)
@@ -265,10 +266,15 @@ class Conversation:
     def __init__(self, row: int, example: dict, template_kwargs: dict | None = None):
         content = read_prompt(example)
         self.row, self.text, self.completion = row, content.text, ""
+        # In a data set with images the contents of all messages are lists of parts, so that a column has one type.
+        self.may_see = any(name in example for name in IMAGES) or bool(content.images)
+        self.all_images = content.images
         self.finish_reasons: list[str] = []
         self.template_kwargs = {**(template_kwargs or {}), **content.template_kwargs}
         if self.text is not None:
             return
+        if any(message["role"] == "assistant" and image_parts(message) for message in content.messages):
+            raise RowError("a message of the assistant has images, and its answers are replaced by texts")
         if unknown := {message["role"] for message in content.messages} - ROLES:
             raise RowError(f"it has messages of {sorted(unknown)}, which depend on the answers that are replaced")
         self.pending: list[list[dict]] = []
@@ -282,6 +288,13 @@ class Conversation:
         if not self.pending:
             raise RowError("it has no user message to answer")
         self.turns = self.pending.pop(0)
+
+    @property
+    def images(self) -> list[Any]:
+        """The images in the conversation so far."""
+        if self.text is not None:
+            return self.all_images
+        return self.all_images[: sum(len(image_parts(message)) for message in self.turns)]
 
     def answer(self, message: dict, finish_reason: str) -> bool:
         """
@@ -299,14 +312,38 @@ class Conversation:
 
     def result(self) -> dict:
         """Returns the new row, with the tools and template settings of the old one."""
+        images = {"images": [storable(image) for image in self.images]} if self.may_see else {}
         if self.text is not None:
-            return {"prompt": self.text, "completion": self.completion, "finish_reasons": self.finish_reasons}
+            texts = {"prompt": self.text, "completion": self.completion}
+            return {**images, **texts, "finish_reasons": self.finish_reasons}
         kwargs = dict(self.template_kwargs)
         tools = kwargs.pop("tools", None)
-        content: dict[str, Any] = {"messages": [with_arguments_as_text(message) for message in self.turns]}
+        turns = [with_text_part(turn) for turn in self.turns] if self.may_see else self.turns
+        content: dict[str, Any] = {**images, "messages": [with_arguments_as_text(message) for message in turns]}
         content |= {"tools": json.dumps(tools, ensure_ascii=False)} if tools else {}
         content |= {"chat_template_kwargs": kwargs} if kwargs else {}
         return {**content, "finish_reasons": self.finish_reasons}
+
+
+def image_parts(message: dict) -> list[dict]:
+    """Returns the parts of a message that stand for images."""
+    content = message.get("content")
+    return [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
+
+
+def with_image_urls(messages: list[dict], images: Iterable[Any]) -> list[dict]:
+    """Returns messages whose images are in them, as servers read them."""
+    upcoming = iter(images)
+
+    def filled(part: dict) -> dict:
+        if part["type"] != "image":
+            return part
+        return {"type": "image_url", "image_url": {"url": sendable(next(upcoming))}}
+
+    return [
+        {**message, "content": list(map(filled, message["content"]))} if image_parts(message) else message
+        for message in messages
+    ]
 
 
 def with_arguments_as_text(message: dict) -> dict:
@@ -352,6 +389,7 @@ def regenerate_locally(
     output: Output,
     batch_size: int,
     draft: PreTrainedModel | None = None,
+    images: ImageReader | None = None,
     **generation_kwargs: Any,
 ) -> None:
     """
@@ -364,6 +402,7 @@ def regenerate_locally(
         output ([`Output`]): Where finished rows go.
         batch_size (`int`): Number of conversations in a batch.
         draft ([`Eagle3ForSpeculation`], *optional*): An earlier draft of this target, which makes it faster.
+        images ([`ImageReader`], *optional*): Reads images. Without it rows with images are left out.
         generation_kwargs (*optional*): For `generate`.
     """
     tokenizer.pad_token = padding_token(tokenizer)
@@ -379,19 +418,20 @@ def regenerate_locally(
         prompts = {}
         for conversation in chain(active, upcoming):
             try:
-                prompts[conversation] = encode_prompt(conversation, encoder, room, positions)
+                prompts[conversation] = encode_prompt(conversation, encoder, room, positions, images)
             except RowError as error:
                 output.leave_out(conversation.row, str(error))
             if len(prompts) >= batch_size:
                 break
         if not prompts:
             return
-        inputs = [tokens for _, tokens in prompts.values()]
-        answers = generate_answers(target, tokenizer, inputs, assistant_model=draft, **generation_kwargs)
+        answers = generate_answers(
+            target, tokenizer, list(prompts.values()), images, assistant_model=draft, **generation_kwargs
+        )
         active = []
-        for (conversation, (prompt, _)), (tokens, finish_reason) in zip(prompts.items(), answers, strict=True):
+        for (conversation, encoded), (tokens, finish_reason) in zip(prompts.items(), answers, strict=True):
             try:
-                message = parse_answer(tokenizer, tokens, None if conversation.text is not None else prompt)
+                message = parse_answer(tokenizer, tokens, None if conversation.text is not None else encoded["prompt"])
             except RowError as error:
                 output.leave_out(conversation.row, str(error))
                 continue
@@ -403,16 +443,22 @@ def regenerate_locally(
 
 
 def encode_prompt(
-    conversation: Conversation, encoder: PromptEncoder, room: int, positions: int | None
-) -> tuple[str, list[int]]:
+    conversation: Conversation,
+    encoder: PromptEncoder,
+    room: int,
+    positions: int | None,
+    images: ImageReader | None = None,
+) -> dict[str, Any]:
     """
-    Returns the prompt of the next answer, as text and as tokens.
+    Returns the `prompt` of the next answer and its `input_ids`; with images also `image_data` and `image_text`, see
+    [`~hf_eagle3.data.RowEncoder`].
 
     Args:
         conversation ([`Conversation`]): What to answer.
         encoder ([`PromptEncoder`]): Of the target's tokenizer.
         room (`int`): How many tokens the answer may have.
         positions (`int`, *optional*): The size of the target's table of positions, if it has one.
+        images ([`ImageReader`], *optional*): Reads images.
 
     Raises:
         RowError: if the prompt cannot be rendered, is empty, or is too long.
@@ -423,8 +469,18 @@ def encode_prompt(
         else:
             text = encoder.render(conversation.turns, add_generation_prompt=True, **conversation.template_kwargs)
             tokens = encoder.rendered_tokens(text)
+        if images is not None and conversation.images:
+            special = encoder.special_tokens if conversation.text is not None else []
+            start = "".join(encoder.tokenizer.convert_ids_to_tokens(special))
+            text = text if text.startswith(start) else start + text
+            expansion = images.expand(text, conversation.images)
+            tokens = encoder.rendered_tokens(expansion.of(text))
+    except RowError:
+        raise
     except Exception as error:
         raise RowError(f"the chat template refuses it: {error or type(error).__name__}") from error
+    if conversation.images and images is None:
+        raise RowError("it has images, but the target or its processor reads text only")
     if not tokens:
         raise RowError("its prompt has no tokens")
     if positions is not None and len(tokens) + room > positions:
@@ -432,16 +488,25 @@ def encode_prompt(
             f"its prompt has {len(tokens)} tokens, and with `max_new_tokens={room}` more than the target's table of {positions} "
             "positions"
         )
-    return text, tokens
+    seen = {"image_text": text, "image_data": conversation.images} if conversation.images else {}
+    return {"prompt": text, "input_ids": tokens, **seen}
 
 
 def generate_answers(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], **generation_kwargs: Any
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[dict[str, Any]],
+    images: ImageReader | None = None,
+    **generation_kwargs: Any,
 ) -> list[tuple[list[int], str]]:
     """Returns for each prompt the new tokens, up to the end of the answer, and `"stop"` or `"length"`."""
-    rows = [{"input_ids": tokens} for tokens in prompts]
+    rows = [{"input_ids": each["input_ids"]} for each in prompts]
     inputs = pad_without_fast_tokenizer_warning(tokenizer, rows, return_tensors="pt", padding_side="left")
+    if images is not None:
+        inputs.update(images.inputs(prompts, inputs["input_ids"].shape[1], padding_side="left"))
     inputs = inputs.to(target.device)
+    for name, value in inputs.items():
+        inputs[name] = value.to(target.dtype) if value.is_floating_point() else value
     with CUDNN_ATTENTION.off():  # cuDNN plans again for each length of a padded batch
         sequences = target.generate(**inputs, pad_token_id=tokenizer.pad_token_id, **generation_kwargs)
     stops = target.generation_config.eos_token_id
@@ -557,6 +622,8 @@ class ServerClient:
                 )
             try:
                 await self.answer(session, conversation)
+            except RowError as error:
+                self.output.leave_out(conversation.row, str(error))
             except Exception as error:
                 if is_refusal(error):
                     self.refused.append((conversation.row, error))
@@ -588,7 +655,9 @@ class ServerClient:
         """Returns the server's choice for the next answer. Sends the request again if its failure may pass."""
         payload = {
             "model": self.model,
-            "messages": [with_arguments_as_text(turn) for turn in conversation.turns],
+            "messages": with_image_urls(
+                [with_arguments_as_text(turn) for turn in conversation.turns], conversation.images
+            ),
             **self.sampling,
         }
         kwargs = dict(conversation.template_kwargs)

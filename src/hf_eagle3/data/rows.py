@@ -28,7 +28,11 @@ ROLES = {
 }
 CONVERSATIONS = ("messages", "conversations")
 SYSTEM = ("system", "system_prompt")  # columns of system prompts beside a conversation
-IMAGES = ("image", "images", "audio", "audios", "video", "videos")
+IMAGES = ("images", "image")
+OTHER_MEDIA = ("audio", "audios", "video", "videos")
+# Kinds of parts of a message, and the keys that may hold an image.
+TEXT_PARTS, IMAGE_PARTS = (None, "text", "input_text", "output_text"), ("image", "image_url", "input_image")
+IMAGE_KEYS = ("image", "image_url", "url", "path")
 MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask")
 NUM_SHOWN = 3  # how many reasons, and rows for each, a message names
 # An assistant's message without content may have one of these.
@@ -59,6 +63,7 @@ class Row:
         completion (`str`, *optional*): The completion of the prompt.
         tokens (`dict[str, list[int]]`, *optional*): `input_ids`, `labels` and, for packed rows, `seq_lengths`.
         template_kwargs (`dict`, *optional*): `tools` and `chat_template_kwargs` for the chat template.
+        images (`list`, *optional*): The images, in the order of their places in the messages or the text.
     """
 
     messages: list[dict] = field(default_factory=list)
@@ -67,6 +72,7 @@ class Row:
     completion: str | None = None
     tokens: dict[str, list[int]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    images: list[Any] = field(default_factory=list)
 
 
 def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
@@ -116,28 +122,80 @@ def read_row(row: dict[str, Any], kind: str) -> Row:
     Raises:
         RowError: if the row has another form.
     """
-    for name in IMAGES:
-        if _is_something(row.get(name)):
-            raise RowError(
-                f"it has {name!r}, and drafts learn from text only. Remove the column, or the rows that use it"
-            )
+    images = read_images(row)
     if kind == "input_ids":
+        if images:
+            raise RowError("it has images beside 'input_ids'. Pass messages or a text with its images")
         return Row(tokens=read_tokens(row))
     if kind in CONVERSATIONS:
-        return Row(messages=read_conversation(row, kind), template_kwargs=read_template_kwargs(row))
+        messages, images = with_places(read_conversation(row, kind), images)
+        return Row(messages=messages, template_kwargs=read_template_kwargs(row), images=images)
     if kind != "prompt":
         _refuse_beside_text(row)
-        return Row(text=read_text(row.get(kind), kind))
+        return Row(text=read_text(row.get(kind), kind), images=images)
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, str) or isinstance(completion, str):
         _refuse_beside_text(row)
-        return Row(text=read_text(prompt, "prompt"), completion=read_text(completion, "completion"))
-    messages = read_conversation(row, "prompt")
-    return Row(
-        messages=messages + read_messages(completion, "completion"),
-        num_given=len(messages),
-        template_kwargs=read_template_kwargs(row),
-    )
+        return Row(text=read_text(prompt, "prompt"), completion=read_text(completion, "completion"), images=images)
+    given = read_conversation(row, "prompt")
+    messages, images = with_places(given + read_messages(completion, "completion"), images)
+    return Row(messages=messages, num_given=len(given), template_kwargs=read_template_kwargs(row), images=images)
+
+
+def read_images(row: dict[str, Any]) -> list[Any]:
+    """Returns the images in the columns of a row: PIL images, paths, URLs, or dictionaries of `datasets`."""
+    for name in OTHER_MEDIA:
+        if _is_something(row.get(name)):
+            raise RowError(
+                f"it has {name!r}, and drafts learn from text and images only. Remove the column, or the rows that use it"
+            )
+    found = {}
+    for name in IMAGES:
+        try:
+            value = row.get(name)  # `datasets` opens the file now
+        except OSError as error:
+            raise RowError(f"{name!r} cannot be read: {error}. Correct the path, or remove the row") from error
+        values = value if isinstance(value, list) else [value]
+        if values := [each for each in values if _is_something(each)]:
+            found[name] = values
+    if len(found) > 1:
+        raise RowError("it has both 'image' and 'images'. Remove one")
+    return next(iter(found.values()), [])
+
+
+def with_places(messages: list[dict], images: list[Any]) -> tuple[list[dict], list[Any]]:
+    """
+    Returns messages with a part `{"type": "image"}` at the place of each image, and the images.
+
+    If no message has such parts, the images come before the first text of the user, as in TRL. If the parts have images of
+    their own (`image`, `image_url`, `url` or `path`), these are taken.
+
+    Args:
+        messages (`list[dict]`): The conversation.
+        images (`list`): The images in columns of the row.
+
+    Raises:
+        RowError: if there are more places than images, or more images than places.
+    """
+    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
+    parts = [part for content in contents for part in content if part["type"] == "image"]
+    own = [part.pop("image") for part in parts if "image" in part]
+    if own and images:
+        raise RowError("it has images in its messages and in a column. Remove one of them")
+    images = own or images
+    if parts or not images:
+        if len(parts) != len(images):
+            raise RowError(
+                f"its messages have {len(parts)} places for images, but it has {len(images)} images. Add or remove images, or "
+                'parts {"type": "image"}'
+            )
+        return messages, images
+    first = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        raise RowError("it has images, but no message of the user to show them in")
+    text = {"type": "text", "text": messages[first]["content"]}
+    shown = {**messages[first], "content": [*({"type": "image"} for _ in images), text]}
+    return [*messages[:first], shown, *messages[first + 1 :]], images
 
 
 def read_prompt(row: dict[str, Any]) -> Row:
@@ -159,8 +217,9 @@ def read_prompt(row: dict[str, Any]) -> Row:
         if not row[kind]:
             raise RowError("it has an empty prompt")
         _refuse_beside_text(row)
-        return Row(text=row[kind])
-    return Row(messages=read_conversation(row, kind), template_kwargs=read_template_kwargs(row))
+        return Row(text=row[kind], images=read_images(row))
+    messages, images = with_places(read_conversation(row, kind), read_images(row))
+    return Row(messages=messages, template_kwargs=read_template_kwargs(row), images=images)
 
 
 def read_text(value: Any, name: str) -> str:
@@ -226,19 +285,37 @@ def _read_message(message: Any, where: str) -> dict:
     return {"role": role, "content": _read_content(contents[0], where), **others}
 
 
-def _read_content(content: Any, where: str) -> str:
+def _read_content(content: Any, where: str) -> str | list[dict]:
+    """Returns a text, or a list of parts if there are images among them."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise RowError(f"the content of {where} is {_shown(content)}, but must be a text")
-    texts = []
+    parts = []
     for part in content:
-        text = part.get("text") if isinstance(part, dict) else part
         kind = part.get("type") if isinstance(part, dict) else "text"
-        if not isinstance(text, str) or kind not in (None, "text", "input_text", "output_text"):
-            raise RowError(f"the content of {where} has {_shown(part)}, and drafts learn from text only")
-        texts.append(text)
-    return "".join(texts)
+        text = part.get("text") if isinstance(part, dict) else part
+        if kind in IMAGE_PARTS:
+            parts.append(_read_image_part(part, where))
+        elif isinstance(text, str) and kind in TEXT_PARTS:
+            parts.append({"type": "text", "text": text})
+        else:
+            raise RowError(f"the content of {where} has {_shown(part)}, and drafts learn from text and images only")
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _read_image_part(part: dict, where: str) -> dict:
+    """Returns a part for an image, with the image if the part has it."""
+    for key in IMAGE_KEYS:
+        image = part.get(key)
+        image = image.get("url") if key == "image_url" and isinstance(image, dict) else image
+        if _is_something(image):
+            return {"type": "image", "image": image}
+    if part["type"] != "image":
+        raise RowError(f"the content of {where} has {_shown(part)}, which has no image")
+    return {"type": "image"}
 
 
 def _read_call(call: Any, where: str) -> dict:

@@ -177,7 +177,13 @@ def _read_prompts(path: str | Path, num_prompts: int | None) -> list[tuple[int, 
     prompts = []
     for number, content in read_json_lines(path):
         try:
-            prompts.append((number, read_prompt(content)))
+            row = read_prompt(content)
+            if row.images:
+                raise RowError(
+                    "it has images, and benchmarks have prompts of text only. Remove it; `Eagle3Trainer.evaluate` measures "
+                    "acceptance lengths with images"
+                )
+            prompts.append((number, row))
         except RowError as error:
             raise ValueError(f"{path}, line {number}: {error}.") from None
     if not prompts:

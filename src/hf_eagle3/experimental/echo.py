@@ -70,6 +70,9 @@ class EchoTrainer(Eagle3Trainer):
         super().__init__(*args, **kwargs)
         self.echo = EchoBuffer(self.target_states, self.args.echo_buffer_size)
 
+    def _image_reader(self, *args: Any) -> str:
+        return "but `EchoTrainer` remembers batches by their tokens alone. Use `Eagle3Trainer`, or remove the images"
+
     def _check_sources(
         self,
         args: EchoTrainingArguments,

@@ -104,6 +104,9 @@ class OnPolicyTrainer(Eagle3Trainer):
         super().__init__(*args, **kwargs)
         self.rollouts = Rollouts(self)
 
+    def _image_reader(self, *args: Any) -> str:
+        return "but `OnPolicyTrainer` writes rollouts from texts alone. Use `Eagle3Trainer`, or remove the images"
+
     def _check_sources(
         self,
         args: OnPolicyTrainingArguments,

@@ -125,6 +125,7 @@ def render_card(
         verifier_path=verifier if is_on_hub else "path/to/target",
         is_on_hub=is_on_hub,
         is_chat=is_for_chats(training),
+        sees=bool((training or {}).get("rows_with_images")),
         form=form(draft),
         adapter_of=public_name(adapter_of),
         cannot_export=cannot_export,

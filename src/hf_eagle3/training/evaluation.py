@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from datasets import Dataset, IterableDataset
 
-from ..data import documents_of_row, prompt_of
+from ..data import ImageReader, documents_of_row, prompt_of
 from ..remote_code.modeling_eagle3 import DraftModel
 from ..remote_code.target_eagle3 import is_sharded
+from .features import in_dtype_of
 from .metrics import sum_dtype
 from .models import default_generation
 
@@ -56,7 +57,10 @@ def continue_rows(trainer: Eagle3Trainer, dataset: Dataset | IterableDataset, dr
         process, num_processes = 0, 1
     sums = torch.zeros(4, dtype=sum_dtype(device), device=device)
     for row in islice(dataset, process, args.num_eval_prompts, num_processes):
-        prompt = prompt_of(documents_of_row(row)[0]).to(trainer.target_model.device)
+        prompt = prompt_of(documents_of_row(row)[0], row.get("image_end", 0))
+        images = trainer.images.inputs([row], prompt.shape[1]) if isinstance(trainer.images, ImageReader) else {}
+        images = {name: value.to(trainer.target_model.device) for name, value in images.items()}
+        prompt = prompt.to(trainer.target_model.device)
         max_new_tokens = args.eval_max_new_tokens
         if trainer.num_positions is not None:
             max_new_tokens = min(max_new_tokens, trainer.num_positions - prompt.shape[-1])
@@ -65,6 +69,7 @@ def continue_rows(trainer: Eagle3Trainer, dataset: Dataset | IterableDataset, dr
         sequences = trainer.target_model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
+            **in_dtype_of(trainer.target_model, images),
             assistant_model=draft,
             max_new_tokens=max_new_tokens,
             do_sample=False,

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, masking_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from ..data.images import IMAGE_INPUT
 from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
 from ..remote_code.loading_eagle3 import fingerprint
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
@@ -34,6 +35,11 @@ FORMAT_VERSION = 1
 FP8 = torch.float8_e4m3fn
 # Older transformers (5.17) counts attention chunks from the beginning of the row, not of the document.
 COUNTS_CHUNKS_BY_DOCUMENT = hasattr(masking_utils, "remap_positions_for_packed_sequence")
+
+
+def in_dtype_of(target: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns inputs with pixels and other floats in the target's dtype."""
+    return {name: value.to(target.dtype) if value.is_floating_point() else value for name, value in inputs.items()}
 
 
 class TargetStates:
@@ -79,12 +85,13 @@ class TargetStates:
                 )
             if not self.keeps_documents_apart and documents.max() > 1:
                 return self._document_by_document(batch["input_ids"], documents)
-        return self._forward(
-            **{key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
-        )
+        images = {key.removeprefix(IMAGE_INPUT): value for key, value in batch.items() if key.startswith(IMAGE_INPUT)}
+        texts = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
+        return self._forward(**texts, **images)
 
     def _forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         model, device = self.target if self.is_fsdp else self.base_model, inputs["input_ids"].device
+        inputs = in_dtype_of(self.target, inputs)
         with CUDNN_ATTENTION.off():  # it may fail at the masks of padded and packed batches
             outputs = model(**inputs, output_hidden_states=select_hidden_states(self.aux_layer_ids), use_cache=False)
         last = outputs.logits if self.is_fsdp else outputs.last_hidden_state
@@ -239,7 +246,7 @@ class FeatureStore:
     A folder of tokenized rows and the target's states on them. [`Eagle3Trainer.extract_features`] writes it, and
     [`Eagle3Trainer`] takes it as a data set. States are read memory-mapped.
 
-    - `rows/`: the prepared data set (`input_ids`, `labels`, and `seq_lengths` if packed).
+    - `rows/`: the prepared data set (`input_ids`, `labels`, and `seq_lengths` if packed), without its images.
     - `index.json`: the target, tokenizer and layers of the features, and how they are stored.
     - `features-00000.safetensors`, ...: the states of `rows_per_shard` rows each, `T` tokens together.
       `states` `(T, n_aux + 1, H)` has the rows one after the other; the last of the `n_aux + 1` is the input of
@@ -368,6 +375,8 @@ def start_store(folder: str | Path, rows: Dataset, description: dict, rows_per_s
         ValueError: if the folder holds something else.
     """
     folder = Path(folder)
+    images = images_digest(rows)
+    rows = rows.remove_columns([column for column in rows.column_names if column.startswith("image_")])
     index = {
         "version": FORMAT_VERSION,
         "description": description,
@@ -375,6 +384,7 @@ def start_store(folder: str | Path, rows: Dataset, description: dict, rows_per_s
         "num_tokens": sum(map(len, rows["input_ids"])),
         "rows_per_shard": rows_per_shard,
         "dtype": str(dtype).removeprefix("torch."),
+        **({} if images is None else {"images": images}),
     }
     if (folder / "index.json").exists():
         known = json.loads((folder / "index.json").read_text(encoding="utf-8"))
@@ -391,6 +401,16 @@ def start_store(folder: str | Path, rows: Dataset, description: dict, rows_per_s
     write_atomically(
         folder / "index.json", lambda path: path.write_text(json.dumps(index, indent=2), encoding="utf-8")
     )
+
+
+def images_digest(rows: Dataset) -> str | None:
+    """Returns a digest of the images of prepared rows (of their paths, if they are paths), or `None` without images."""
+    if "image_data" not in rows.column_names:
+        return None
+    digest = hashlib.sha256()
+    for table in rows.select_columns("image_data").with_format("arrow").iter(batch_size=100):
+        digest.update(repr(table["image_data"].to_pylist()).encode())
+    return digest.hexdigest()
 
 
 def write_shard(

@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from peft import PeftConfig, PeftModel
 from transformers import (
-    AutoModelForCausalLM,
+    AutoConfig,
+    AutoProcessor,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
 
+from ..checkpoints import target_class
+from ..data import sees_images
 from ..making import FORMS
 from ..remote_code.modeling_eagle3 import DraftModel, Eagle3ForSpeculation
 from ..tensor_names import HUB_ARGUMENTS
@@ -31,15 +34,18 @@ def load_target(
     init_kwargs: dict[str, Any] | None,
     processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     trust_remote_code: bool = False,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    with_images: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin | None]:
     """
-    Returns the target and its tokenizer. Loads the target if it is a name, and the tokenizer if there is none.
+    Returns the target, its tokenizer, and its processor if it is given or needed. Loads the target if it is a name, and the
+    tokenizer or processor if there is none.
 
     Args:
         target (`str` or `PreTrainedModel`): The target, or its folder or Hub id.
         init_kwargs (`dict`, *optional*): Arguments of `from_pretrained`, for a name.
         processing_class (*optional*): The tokenizer, or a processor that has it.
         trust_remote_code (`bool`, *optional*, defaults to `False`): Whether code from the repository may run.
+        with_images (`bool`, *optional*, defaults to `False`): Whether the target is to read images.
 
     Raises:
         ValueError: if there is nothing to load the tokenizer from, `init_kwargs` has no effect, or the name is a draft's.
@@ -57,15 +63,31 @@ def load_target(
     kwargs = {key: value for key, value in init_kwargs.items() if key in shared}
     if isinstance(target, str):
         check_is_target(name, **kwargs)
-        target = AutoModelForCausalLM.from_pretrained(name, **{"dtype": "auto", **init_kwargs})
+        target = target_class(name, with_images, **kwargs).from_pretrained(name, **{"dtype": "auto", **init_kwargs})
     if processing_class is None:
-        processing_class = load_tokenizer(name, **kwargs)
-    if isinstance(processing_class, ProcessorMixin):
-        tokenizer = processing_class.tokenizer
-        if tokenizer.chat_template is None:
-            tokenizer.chat_template = processing_class.chat_template
-        processing_class = tokenizer
-    return target, processing_class
+        processing_class = load_processing_class(name, with_images, **kwargs)
+    if not isinstance(processing_class, ProcessorMixin):
+        return target, processing_class, None
+    tokenizer = processing_class.tokenizer
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = processing_class.chat_template
+    return target, tokenizer, processing_class
+
+
+def load_processing_class(
+    name: str, with_images: bool = False, **kwargs: Any
+) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """
+    Returns a target's processor if there are images and the target sees, or else its tokenizer.
+
+    Args:
+        name (`str`): Folder or Hub id.
+        with_images (`bool`, *optional*, defaults to `False`): Whether the target is to read images.
+        kwargs (*optional*): For `from_pretrained`.
+    """
+    if with_images and sees_images(AutoConfig.from_pretrained(name, **kwargs)):
+        return AutoProcessor.from_pretrained(name, **kwargs)
+    return load_tokenizer(name, **kwargs)
 
 
 def draft_to_train(

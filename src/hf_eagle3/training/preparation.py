@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..data import (
+    ImageReader,
     RowEncoder,
     check_chat_template,
     count_tokens,
@@ -15,7 +16,9 @@ from ..data import (
     kind_of_data,
     most_frequent_tokens,
     plain_rows,
+    sees_images,
 )
+from ..data.images import without_images
 from ..data.rows import MASKS
 from ..remote_code.modeling_eagle3 import DraftModel
 from ..tokenizer import padding_token, read_template
@@ -48,6 +51,28 @@ def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, args: Eagle3TrainingAr
     args.pad_token = args.pad_token or padding_token(tokenizer)
 
 
+def image_reader(
+    target: PreTrainedModel, processor: ProcessorMixin | None, args: Eagle3TrainingArguments
+) -> ImageReader | str:
+    """Returns what reads the images of rows, or the reason why rows with images are refused."""
+    if not sees_images(target.config):
+        return (
+            f"but {type(target).__name__} reads text only. Pass a target that sees (`AutoModelForImageTextToText`), or remove "
+            "the images"
+        )
+    if processor is None:
+        return (
+            "but `processing_class` is a tokenizer. Pass the target's processor (`AutoProcessor`), or leave "
+            "`processing_class` out"
+        )
+    if args.packing or args.padding_free:
+        return (
+            "and packed rows cannot have any: a target counts positions and images from the beginning of a row. Leave out "
+            f"`{'packing' if args.packing else 'padding_free'}`"
+        )
+    return ImageReader(processor)
+
+
 def encode(
     dataset: Dataset | IterableDataset,
     tokenizer: PreTrainedTokenizerBase,
@@ -56,6 +81,7 @@ def encode(
     target_vocab_size: int,
     formatting_func: Callable | None,
     name: str,
+    images: ImageReader | str,
 ) -> Dataset | IterableDataset:
     """
     Returns the data as `input_ids` and masks of what is learned.
@@ -68,18 +94,20 @@ def encode(
         target_vocab_size (`int`): The size of the target's vocabulary.
         formatting_func (`Callable`, *optional*): Makes a text of a row.
         name (`str`): The name of the data in messages.
+        images ([`ImageReader`] or `str`): See [`image_reader`].
 
     Raises:
         ValueError: if a row cannot be learned from.
     """
     dataset = plain_rows(dataset, name)
-    kind = "text" if formatting_func is not None else kind_of_data(dataset, args.dataset_text_field, name)
+    texts = without_images(dataset)
+    kind = "text" if formatting_func is not None else kind_of_data(texts, args.dataset_text_field, name)
     is_chat = kind in ("messages", "conversations") or (
-        kind == "prompt" and not isinstance(next(iter(dataset))["prompt"], str)
+        kind == "prompt" and not isinstance(next(iter(texts))["prompt"], str)
     )
     if is_chat:
         check_chat_template(tokenizer)
-    elif assistant_only_loss and name == "train" and not {"labels", *MASKS} & set(next(iter(dataset))):
+    elif assistant_only_loss and name == "train" and not {"labels", *MASKS} & set(next(iter(texts))):
         raise ValueError(
             f"`assistant_only_loss=True` needs conversations, but the {name} data has {kind!r}. Leave it out, or pass "
             "`messages`."
@@ -88,7 +116,7 @@ def encode(
         logger.warning("The tokenizer has no EOS token: texts are learned without an end. Name one with `eos_token`.")
     completion_only_loss = args.completion_only_loss
     encoder = RowEncoder(
-        tokenizer, kind, target_vocab_size, assistant_only_loss, completion_only_loss, formatting_func
+        tokenizer, kind, target_vocab_size, assistant_only_loss, completion_only_loss, formatting_func, images
     )
     return encode_rows(dataset, encoder, name, args.dataset_num_proc)
 

@@ -154,6 +154,13 @@ def evaluation_of(trainer: Eagle3Trainer, log: list[dict], step: int) -> dict | 
     return None
 
 
+def rows_with_images(trainer: Eagle3Trainer) -> int:
+    """Returns how many rows of the prepared data have images. Rows of a stream are not counted."""
+    rows = trainer.train_dataset
+    has_images = isinstance(rows, Dataset) and "image_text" in rows.column_names
+    return sum(map(bool, rows["image_text"])) if has_images else 0
+
+
 def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] | None = None) -> dict:
     """
     Returns the data, the arguments that differ from their defaults, the length, the machine and the last evaluation.
@@ -186,6 +193,7 @@ def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] 
         "draft_weights": None if state_dict is None else weights_digest(state_dict),
         "datasets": datasets,
         "rows": len(trainer.train_dataset) if isinstance(trainer.train_dataset, Dataset) else None,  # prepared
+        **({} if (num_images := rows_with_images(trainer)) == 0 else {"rows_with_images": num_images}),
         # The command of a user's own script is not known.
         "command": f"accelerate launch {trainer.script} --config training.yaml" if trainer.script_settings else None,
         "arguments_class": type(args).__name__,

@@ -12,11 +12,21 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
-from ..data import check_lengths, check_positions, num_positions, report_long_rows
+from ..data import (
+    ImageCollator,
+    ImageReader,
+    check_lengths,
+    check_positions,
+    drop_cut_images,
+    num_positions,
+    report_long_rows,
+    shows_images,
+)
+from ..data.checks import row_lengths
 from ..hub import repo_name
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.modeling_eagle3 import DraftModel
@@ -29,7 +39,7 @@ from .features import FeatureCollator, FeatureStore, TargetStates, describe, ext
 from .metrics import TTTMetrics
 from .models import draft_to_train, load_target
 from .optimizer import muon_with_adamw
-from .preparation import encode, prepare_tokenizer, prepare_vocabulary
+from .preparation import encode, image_reader, prepare_tokenizer, prepare_vocabulary
 from .record import check_resumption
 from .saving import DraftSavingTrainer
 from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, draft_loss
@@ -52,8 +62,8 @@ class Eagle3Trainer(DraftSavingTrainer):
     r"""
     Trains an EAGLE-3 draft for a frozen target that runs in the same process.
 
-    Data sets are those of [`~trl.SFTTrainer`]: `text`, `messages`, or `prompt` and `completion`. With
-    `assistant_only_loss=True` only the assistant's tokens of `messages` are learned.
+    Data sets are those of [`~trl.SFTTrainer`]: `text`, `messages`, or `prompt` and `completion`, with `images` if the
+    target sees. With `assistant_only_loss=True` only the assistant's tokens of `messages` are learned.
 
     ```py
     trainer = Eagle3Trainer(
@@ -78,8 +88,8 @@ class Eagle3Trainer(DraftSavingTrainer):
             The data, or features of a target that [`~Eagle3Trainer.extract_features`] stored.
         args ([`Eagle3TrainingArguments`], *optional*):
             The arguments. By default the trainer writes to a folder named after the target.
-        processing_class (`PreTrainedTokenizerBase`, *optional*):
-            The target's tokenizer. By default it is loaded by the target's name.
+        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`, *optional*):
+            The target's tokenizer, or its processor if the data has images. By default it is loaded by the target's name.
         kwargs (*optional*):
             Other arguments of [`~trl.SFTTrainer`].
 
@@ -105,9 +115,15 @@ class Eagle3Trainer(DraftSavingTrainer):
         target_name = target_model if isinstance(target_model, str) else target_model.config._name_or_path
         args = self._own_arguments(args, target_name)
         assert not isinstance(args.target_model_init_kwargs, str)  # the arguments check it
-        target_model, tokenizer = load_target(
-            target_model, args.target_model_init_kwargs, kwargs.get("processing_class"), args.trust_remote_code
+        with_images = any(map(shows_images, all_datasets(kwargs)))
+        target_model, tokenizer, processor = load_target(
+            target_model,
+            args.target_model_init_kwargs,
+            kwargs.get("processing_class"),
+            args.trust_remote_code,
+            with_images,
         )
+        self.images = self._image_reader(target_model, processor, args)
         peft_config = kwargs.get("peft_config")
         if peft_config is not None and getattr(peft_config, "target_modules", ()) is None:
             # PEFT would choose modules by the `model_type`, which a draft does not have.
@@ -164,6 +180,12 @@ class Eagle3Trainer(DraftSavingTrainer):
         if isinstance(train_dataset, FeatureStore) and args.packing:
             raise ValueError("Rows of a feature store are packed when they are extracted. Leave `packing` out.")
 
+    def _image_reader(
+        self, target_model: PreTrainedModel, processor: ProcessorMixin | None, args: Eagle3TrainingArguments
+    ) -> ImageReader | str:
+        """Returns what reads the images of rows, or the reason why this trainer refuses them."""
+        return image_reader(target_model, processor, args)
+
     def _init_sft_trainer(
         self,
         draft: DraftModel | PeftModel,
@@ -189,6 +211,10 @@ class Eagle3Trainer(DraftSavingTrainer):
         elif isinstance(train_dataset, Dataset | IterableDataset) and not skips:
             # `SFTTrainer` looks at the first row before it prepares the data.
             train_dataset = self._encode(train_dataset, tokenizer, args, kwargs.get("formatting_func"), "train")
+        if isinstance(self.images, ImageReader):
+            # Batches have other numbers of images than rows, and accelerate would split them like rows.
+            args.accelerator_config = copy.copy(args.accelerator_config)
+            args.accelerator_config.dispatch_batches = False
         self._encoded = train_dataset
         self._hidden = {name: getattr(args, name) for name in hidden}
         args.__dict__.update(hidden)
@@ -227,6 +253,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         if store is not None:
             store.check(describe(self.target_model, self.processing_class, self.aux_layer_ids))
             self.data_collator = FeatureCollator(self.data_collator, store)
+        if isinstance(self.images, ImageReader):
+            self.data_collator = ImageCollator(self.data_collator, self.images)
         # One forward of the wrapped model is one unroll, so DDP, FSDP and autocast work as around any forward. This
         # replaces the fused loss that `SFTTrainer` puts there.
         draft.forward = MethodType(_forward_or_unroll, draft)
@@ -258,7 +286,14 @@ class Eagle3Trainer(DraftSavingTrainer):
         name: str,
     ) -> Dataset | IterableDataset:
         return encode(
-            dataset, tokenizer, args, self.assistant_only_loss, self.target_vocab_size, formatting_func, name
+            dataset,
+            tokenizer,
+            args,
+            self.assistant_only_loss,
+            self.target_vocab_size,
+            formatting_func,
+            name,
+            self.images,
         )
 
     def _prepare_dataset(
@@ -281,9 +316,13 @@ class Eagle3Trainer(DraftSavingTrainer):
         check_lengths(dataset, dataset_name)
         if self.num_positions is not None:
             check_positions(dataset, self.num_positions, args.max_length, dataset_name)
+        dataset = drop_cut_images(dataset, args.max_length, dataset_name)
         is_split = packing and args.packing_strategy != "bfd"
         fate = "split off" if is_split else "cut off (`packing=True` with `packing_strategy='bfd_split'` keeps them)"
         dataset = report_long_rows(dataset, args.max_length, fate, dataset_name)
+        if isinstance(dataset, Dataset) and "image_data" in dataset.column_names and not self._is_cut(dataset, args):
+            args = copy.copy(args)
+            args.max_length = None  # to cut rows is to write all images to the disk again
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
         if isinstance(prepared, Dataset) and not packing and len(prepared) < len(dataset):
             dropped = f"{len(dataset) - len(prepared)} of {len(dataset)} rows of the {dataset_name} data"
@@ -293,10 +332,15 @@ class Eagle3Trainer(DraftSavingTrainer):
             logger.warning(f"{dropped} {why}, and are dropped.")
         return prepared
 
+    def _is_cut(self, dataset: Dataset, args: Eagle3TrainingArguments) -> bool:
+        """Whether `max_length` cuts any row."""
+        longest = max(int(lengths.max()) for lengths in row_lengths(dataset))
+        return args.max_length is not None and longest > args.max_length
+
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
         if "feature_row" not in self._signature_columns:
-            self._signature_columns.append("feature_row")
+            self._signature_columns += ["feature_row", "image_data", "image_text", "image_end"]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         """
@@ -567,6 +611,12 @@ def check_call(target_model: str | PreTrainedModel, kwargs: dict[str, Any]) -> N
         raise ValueError(f"`train_dataset` has splits {splits}: pass one of them, such as dataset[{splits[0]!r}].")
     if isinstance(kwargs.get("eval_dataset"), FeatureStore):
         raise ValueError("`eval_dataset` is a feature store, but evaluation decodes: pass a data set.")
+
+
+def all_datasets(kwargs: dict[str, Any]) -> list[Any]:
+    """Returns the data sets among the arguments of a trainer."""
+    evaluated = kwargs.get("eval_dataset")
+    return [kwargs.get("train_dataset"), *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
 
 
 def _forward_or_unroll(self: DraftModel, *args: Any, unroll: Callable | None = None, **kwargs: Any) -> Any:

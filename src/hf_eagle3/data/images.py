@@ -1,0 +1,232 @@
+"""Images of training data: loading them, and what a target's processor makes of them."""
+
+import re
+from base64 import b64encode
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from datasets import Dataset, IterableDataset
+from PIL.Image import Image
+from transformers import PreTrainedConfig, ProcessorMixin
+from transformers.image_utils import load_image
+from trl.data_utils import get_dataset_column_names
+
+from .rows import CONVERSATIONS, IMAGE_PARTS, IMAGES, RowError
+
+
+# In a batch the names of what the target reads of images begin with this.
+IMAGE_INPUT = "image_input_"
+URLS = ("http://", "https://", "data:")
+
+
+def sees_images(config: PreTrainedConfig) -> bool:
+    """
+    Returns whether a target reads images beside its text.
+
+    Args:
+        config (`PreTrainedConfig`): The target's configuration.
+    """
+    return getattr(config, "vision_config", None) is not None
+
+
+def shows_images(dataset: Any) -> bool:
+    """
+    Returns whether a data set has a column for images, or an image in the messages of its first row.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`, *optional*): The data. Anything else shows no images.
+    """
+    if not isinstance(dataset, Dataset | IterableDataset):
+        return False
+    if any(column in get_dataset_column_names(dataset) for column in IMAGES):
+        return True
+    first: dict[str, Any] = next(iter(dataset.with_format(None)), {})
+    turns = [turn for name in (*CONVERSATIONS, "prompt") for turn in first.get(name) or [] if isinstance(turn, dict)]
+    parts = [part for turn in turns if isinstance(turn.get("content"), list) for part in turn["content"]]
+    return any(isinstance(part, dict) and part.get("type") in IMAGE_PARTS for part in parts)
+
+
+def without_images(dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """Returns the data set without its columns of images, so that reading a row opens no file."""
+    columns = get_dataset_column_names(dataset)
+    return dataset.remove_columns([column for column in IMAGES if column in columns])
+
+
+def load(image: Any) -> Image:
+    """
+    Loads an image.
+
+    Args:
+        image (`PIL.Image.Image`, `str` or `dict`): The image, its path, URL or data URL, or `bytes` and `path` as in `datasets`.
+
+    Raises:
+        RowError: if there is no such image, or it cannot be read.
+    """
+    if isinstance(image, Image):
+        return image
+    is_file = isinstance(image, str) and not image.startswith(URLS)
+    if is_file and not Path(image).is_file():
+        raise RowError(
+            f"there is no image {image} (from the folder {Path.cwd()}). Correct the path, or remove the row"
+        )
+    try:
+        if isinstance(image, dict) and image.keys() <= {"bytes", "path"}:
+            return datasets.Image().decode_example(image)
+        if isinstance(image, str):
+            return load_image(image)
+    except Exception as error:
+        raise RowError(f"an image cannot be read: {error}") from error
+    raise RowError(f"an image is {image!r:.80}, but must be a PIL image, a path or a URL")
+
+
+def storable(image: Any) -> str:
+    """Returns the path or URL of an image, or a data URL that holds it."""
+    if isinstance(image, str):
+        return image
+    file = BytesIO()
+    load(image).save(file, format="PNG")
+    return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
+
+
+def sendable(image: Any) -> str:
+    """Returns a URL from which any server can read an image: its own, or a data URL that holds it."""
+    return image if isinstance(image, str) and image.startswith(URLS) else storable(load(image))
+
+
+@dataclass
+class Expansion:
+    """
+    What a processor writes in place of the images of a text.
+
+    Args:
+        token (`str`, *optional*): Stands for an image in the text.
+        replacements (`list[str]`, *optional*): What the processor writes for each image.
+        input_ids (`list[int]`, *optional*): The processor's tokens of the whole text.
+        end (`int`, *optional*): The number of tokens up to the end of the last image.
+    """
+
+    token: str = ""
+    replacements: list[str] = field(default_factory=list)
+    input_ids: list[int] | None = None
+    end: int = 0
+
+    def of(self, text: str) -> str:
+        """Returns the text, or a beginning of it, with all that the processor writes for images."""
+        if not self.replacements:
+            return text
+        replacements = iter(self.replacements)
+        return re.sub(re.escape(self.token), lambda _: next(replacements), text)
+
+
+class ImageReader:
+    """
+    Turns images into what a target reads.
+
+    Args:
+        processor (`ProcessorMixin`): The target's processor.
+    """
+
+    def __init__(self, processor: ProcessorMixin):
+        self.processor = processor
+
+    def expand(self, text: str, images: list[Any]) -> Expansion:
+        """
+        Returns what the processor writes in place of a text's images.
+
+        Args:
+            text (`str`): A text with the processor's `image_token` for each image.
+            images (`list`): The images; see [`load`].
+
+        Raises:
+            RowError: if an image cannot be loaded, or there are more or fewer of them than the text has places for.
+        """
+        if not images:
+            return Expansion()
+        token, name = getattr(self.processor, "image_token", None), type(self.processor).__name__
+        if token is None:
+            raise RowError(f"it has images, and {name} has no `image_token` that stands for one in a text")
+        if (num_places := text.count(token)) != len(images):
+            raise RowError(
+                f"it has {len(images)} images, but its text has {num_places} places for them ({token!r}). Correct the row, or "
+                "pass a chat template that writes one for each image"
+            )
+        try:
+            read = self._process([text], [images], return_text_replacement_offsets=True, return_mm_token_type_ids=True)
+        except RowError:
+            raise
+        except Exception as error:
+            raise RowError(f"{name} refuses it: {error or type(error).__name__}") from error
+        if "text_replacement_offsets" not in read:
+            raise RowError(f"it has images, and {name} does not tell what it writes in place of one")
+        kinds = read["mm_token_type_ids"] if "mm_token_type_ids" in read else read["token_type_ids"]
+        return Expansion(
+            token,
+            [each["replacement"] for each in read["text_replacement_offsets"][0]],
+            list(read["input_ids"][0]),
+            max(place + 1 for place, kind in enumerate(kinds[0]) if kind),
+        )
+
+    def inputs(self, rows: list[dict[str, Any]], length: int, padding_side: str = "right") -> dict[str, torch.Tensor]:
+        """
+        Returns what the target reads beside the tokens, for `B` encoded rows: pixels, positions of patches, kinds of tokens.
+
+        Args:
+            rows (`list[dict]`): Rows with `input_ids`, `image_text` and `image_data`.
+            length (`int`): The number of tokens `L` in the batch. Longer rows are cut.
+            padding_side (`str`, *optional*, defaults to `"right"`): Where shorter rows are padded.
+
+        Returns:
+            `dict[str, torch.Tensor]`: All outputs of the processor. Those with an entry for each token are `(B, L)`.
+        """
+        places = [place for place, row in enumerate(rows) if row.get("image_text")]
+        if not places:
+            return {}
+        texts, images = zip(*((rows[place]["image_text"], rows[place]["image_data"]) for place in places))
+        images = tuple(each if isinstance(each, list) else [each] for each in images)
+        read = self._process(list(texts), list(images), padding=True, padding_side="right", return_tensors="pt")
+        input_ids = read.pop("input_ids")
+        del read["attention_mask"]
+        spans = []  # of each row in the batch
+        for place, tokens in zip(places, input_ids.tolist()):
+            known = rows[place]["input_ids"][:length]
+            spans.append((length - len(known), length) if padding_side == "left" else (0, len(known)))
+            if tokens[: len(known)] != known:
+                raise ValueError(
+                    f"{type(self.processor).__name__} reads the row {rows[place]['image_text']!r:.80} in another way than when it "
+                    "was prepared. Prepare the data again, and do not change images or processor."
+                )
+        inputs = {}
+        for name, value in read.items():
+            if value.shape == input_ids.shape:
+                spread = value.new_zeros(len(rows), length)
+                for place, (start, end), values in zip(places, spans, value):
+                    spread[place, start:end] = values[: end - start]
+                value = spread
+            inputs[name] = value
+        return inputs
+
+    def _process(self, texts: list[str], images: list[list[Any]], **kwargs: Any) -> dict[str, Any]:
+        loaded = [[load(image) for image in each] for each in images]
+        return dict(self.processor(text=texts, images=loaded, add_special_tokens=False, **kwargs))
+
+
+class ImageCollator:
+    """
+    Collates rows with another collator, and adds what the target reads of their images, with `image_input_` before each name.
+
+    Args:
+        collator (`Callable`): The other collator.
+        images ([`ImageReader`]): The reader.
+    """
+
+    def __init__(self, collator: Any, images: ImageReader):
+        self.collator, self.images = collator, images
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = self.collator(examples)
+        inputs = self.images.inputs(examples, batch["input_ids"].shape[1])
+        return {**batch, **{f"{IMAGE_INPUT}{name}": value for name, value in inputs.items()}}

@@ -1,0 +1,222 @@
+"""Tiny random targets that see, their processors, and rows with images."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import ALTERNATING, BASE, DELTA_RULE, VOCAB_SIZE, WINDOW, make_prompt, make_tokenizer
+from PIL import Image
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3Processor,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Gemma4Processor,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+    PreTrainedTokenizerFast,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+)
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+
+IMAGE = VOCAB_SIZE - 1  # stands for a piece of an image in the prompt
+VIDEO = VOCAB_SIZE - 2
+NUM_PIECES = 4
+VISION = {"hidden_size": 16, "intermediate_size": 32}
+TEXT = {**BASE, "initializer_range": 0.3}
+SLIDING = {**ALTERNATING, "sliding_window": WINDOW}
+
+
+def gemma3():
+    vision = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+    config = Gemma3Config(
+        text_config={**TEXT, **SLIDING, "query_pre_attn_scalar": 8},
+        vision_config=vision,
+        mm_tokens_per_image=NUM_PIECES,
+        image_token_index=IMAGE,
+    )
+    return Gemma3ForConditionalGeneration(config), {"pixel_values": torch.rand(1, 3, 16, 16)}, "token_type_ids"
+
+
+def gemma4():
+    vision = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    config = Gemma4Config(
+        text_config={
+            **TEXT,
+            **SLIDING,
+            "global_head_dim": 8,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "use_bidirectional_attention": "vision",
+        },
+        vision_config={**vision, "pooling_kernel_size": 2, "patch_size": 4, "position_embedding_size": 32},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        audio_token_id=VIDEO - 1,
+    )
+    grid = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), dim=-1).reshape(1, 16, 2)
+    image = {"pixel_values": torch.rand(1, 16, 3 * 4 * 4), "image_position_ids": grid}
+    return Gemma4ForConditionalGeneration(config), image, "mm_token_type_ids"
+
+
+def llama4():
+    vision = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+    config = Llama4Config(
+        text_config={
+            **TEXT,
+            "intermediate_size_mlp": 64,
+            "num_local_experts": 2,
+            "attention_chunk_size": 16,
+            "no_rope_layers": [1, 1, 1, 0],
+        },
+        vision_config={
+            **vision,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+            "intermediate_size": 64,
+        },
+        image_token_index=IMAGE,
+    )
+    return Llama4ForConditionalGeneration(config), {"pixel_values": torch.rand(1, 3, 16, 16)}, None
+
+
+def qwen3_vl():
+    vision = {**VISION, "depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "out_hidden_size": 32}
+    config = Qwen3VLConfig(
+        text_config={
+            **TEXT,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+        },
+        vision_config={**vision, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=VIDEO - 1,
+        vision_end_token_id=VIDEO - 2,
+    )
+    image = {"pixel_values": torch.rand(16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    return Qwen3VLForConditionalGeneration(config), image, "mm_token_type_ids"
+
+
+def qwen3_5():
+    vision = {**VISION, "depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "out_hidden_size": 32}
+    config = Qwen3_5Config(
+        text_config={
+            **TEXT,
+            **DELTA_RULE,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+        },
+        vision_config={**vision, "num_position_embeddings": 16},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=VIDEO - 1,
+        vision_end_token_id=VIDEO - 2,
+    )
+    image = {"pixel_values": torch.rand(16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    return Qwen3_5ForConditionalGeneration(config), image, "mm_token_type_ids"
+
+
+def mllama():
+    """It attends to images in layers of its own, for which there are no drafts."""
+    text = {**TEXT, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    vision = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_global_layers": 1,
+        "attention_heads": 2,
+        "image_size": 16,
+    }
+    vision |= {"patch_size": 4, "intermediate_layers_indices": [0], "vision_output_dim": 32, "max_num_tiles": 4}
+    return MllamaForConditionalGeneration(MllamaConfig(text_config=text, vision_config=vision))
+
+
+def make(family, num_images):
+    """A target, and a prompt of 30 tokens with so many images in it."""
+    torch.manual_seed(0)
+    target, image, type_name = family()
+    target.eval()
+    for name, weight in target.named_parameters():
+        if "projector" in name:  # Gemma 3's begins as zeros
+            torch.nn.init.normal_(weight, std=0.3)
+    input_ids = make_prompt(30) % (VOCAB_SIZE - 4)
+    input_ids[input_ids < 3] = 3
+    for start in range(5, 5 + 10 * num_images, 10):
+        input_ids[:, start : start + NUM_PIECES] = IMAGE
+    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+    if num_images:
+        inputs |= {name: torch.cat([value] * num_images) for name, value in image.items()}
+    if type_name is not None:
+        inputs[type_name] = (input_ids == IMAGE).long()
+    if family is llama4:
+        try:
+            target(**inputs)
+        except AttributeError as error:
+            pytest.skip(
+                f"Llama 4 does not run in transformers {transformers.__version__} by itself, as in 5.24.0: {error}"
+            )
+    return target, inputs
+
+
+# Turns of texts and images, with and without marks around what the assistant says. Qwen needs tokens between images.
+VISION_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}A:"
+    "{% generation %}{{ message['content'] }}</s>{% endgeneration %}"
+    "{% else %}U:{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{{ IMAGE if part['type'] == 'image' else part['text'] }}{% endfor %}"
+    "{% endif %}|{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+)
+UNMARKED_TEMPLATE = VISION_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+def tokenizer_with(**tokens):
+    """A tokenizer with names for tokens of its vocabulary, as those of targets that see have."""
+    names = {name: f"<unused{number}>" for name, number in tokens.items()}
+    special = {"eos_token": "</s>", "pad_token": "<pad>", "bos_token": "<s>", "extra_special_tokens": names}
+    return PreTrainedTokenizerFast(tokenizer_object=make_tokenizer().backend_tokenizer, **special)
+
+
+def without_video(processor_class):
+    """The processor without its check of the class of a video processor, which would need torchvision."""
+
+    class WithoutVideo(processor_class):
+        def check_argument_for_proper_class(self, name, argument):
+            if name not in ("video_processor", "feature_extractor"):
+                return super().check_argument_for_proper_class(name, argument)
+
+    WithoutVideo.__name__ = processor_class.__name__
+    return WithoutVideo
+
+
+def make_processor(family, template=UNMARKED_TEMPLATE):
+    """The processor of a tiny target. It writes four tokens for a small image, and Gemma 4's writes 64."""
+    if family is gemma3:
+        tokenizer = tokenizer_with(image_token=IMAGE, boi_token=VIDEO - 1, eoi_token=VIDEO - 2)
+        images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+        processor = Gemma3Processor(images, tokenizer, image_seq_length=NUM_PIECES)
+    elif family is gemma4:
+        names = {"boi_token": VIDEO - 2, "eoi_token": VIDEO - 3, "audio_token": VIDEO - 1}
+        tokenizer = tokenizer_with(image_token=IMAGE, boa_token=VIDEO - 4, eoa_token=VIDEO - 5, **names)
+        images = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
+        processor = without_video(Gemma4Processor)(None, images, tokenizer, None, image_seq_length=NUM_PIECES)
+    else:
+        names = {"vision_start_token": VIDEO - 1, "vision_end_token": VIDEO - 2}
+        tokenizer = tokenizer_with(image_token=IMAGE, video_token=VIDEO, **names)
+        images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=64, max_pixels=256)
+        processor = without_video(Qwen3VLProcessor)(images, tokenizer, None)
+    processor.chat_template = tokenizer.chat_template = template.replace("IMAGE", repr(f".{processor.image_token}."))
+    return processor
+
+
+def make_image(seed, width=16, height=16):
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)

@@ -1,0 +1,391 @@
+"""Training on images."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import CHAT_TEMPLATE, VOCAB_SIZE, make_target
+from datasets import Dataset
+from datasets import Image as ImageFeature
+from datasets import List as ListFeature
+from peft import LoraConfig
+from seeing import (
+    UNMARKED_TEMPLATE,
+    VISION_TEMPLATE,
+    gemma3,
+    gemma4,
+    make,
+    make_image,
+    make_processor,
+    mllama,
+    qwen3_5,
+    qwen3_vl,
+)
+from trainers import make_trainer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.checkpoints import target_class
+from hf_eagle3.data.images import IMAGE_INPUT
+from hf_eagle3.experimental.echo import EchoTrainer
+from hf_eagle3.experimental.on_policy import OnPolicyTrainer
+from hf_eagle3.training.record import training_record
+from hf_eagle3.training.ttt import ttt_unroll
+
+
+FAMILIES = [gemma3, gemma4, qwen3_vl, qwen3_5]
+
+
+def turns(*texts):
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def rows(num=4):
+    """Rows with one image, two, and none."""
+    examples = []
+    for number in range(num):
+        images = [make_image(seed, 16 + 4 * number) for seed in range(number, number + (1, 2, 0)[number % 3])]
+        examples.append({"images": images, "messages": turns(f"what is {number}", f"it is {number * 7}", "so", "zz")})
+    return Dataset.from_list(examples).cast_column("images", ListFeature(ImageFeature()))
+
+
+def make_vision_trainer(tmp_path, family=qwen3_vl, template=VISION_TEMPLATE, **arguments):
+    target, _ = make(family, 0)
+    arguments = {"dataset": rows(), "report_to": "none", "shuffle_dataset": False, **arguments}
+    arguments["target"] = arguments.get("target", target)
+    return make_trainer(tmp_path, make_processor(family, template), **arguments)
+
+
+def batches(trainer):
+    return [trainer._prepare_inputs(batch) for batch in trainer.get_eval_dataloader(trainer.train_dataset)]
+
+
+def shake(draft):
+    torch.manual_seed(1)
+    for parameter in draft.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.1
+
+
+def recorded(draft, target, inputs, num_tokens):
+    """
+    What `generate` writes after a prompt, and what the draft does in it: the positions and logits of the newest token of the
+    text, and the embedding, position and logits of the first node below it.
+    """
+    forwards, combine = [], draft.combine_hidden_states
+
+    def recording(*args, **kwargs):
+        outputs = type(draft).forward(draft, *args, **kwargs)
+        forwards.append((kwargs["inputs_embeds"], kwargs["position_ids"], outputs.logits))
+        return outputs
+
+    def combining(states):
+        forwards.append("reads the target")
+        return combine(states)
+
+    draft.generation_config.tree_policy = "static"
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(draft, "forward", recording)
+        patches.setattr(draft, "combine_hidden_states", combining)
+        text = target.generate(**inputs, assistant_model=draft, max_new_tokens=num_tokens, do_sample=False)
+    starts = [number for number, each in enumerate(forwards) if isinstance(each, str)]
+    pairs = [forwards[start + 1 : start + 3] for start in starts]
+    pairs = [pair for pair in pairs if len(pair) == 2 and not any(isinstance(each, str) for each in pair)]
+    return text, [(*newest[1:], *below) for newest, below in pairs]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unroll_equals_drafting_with_images(tmp_path, family):
+    """A draft's logits in `generate` are those of training on the same text, right after the text and one token later."""
+    trainer = make_vision_trainer(tmp_path, family, draft_vocab_size=None, max_length=None)
+    draft, target = trainer.draft.eval(), trainer.target_model
+    shake(draft)
+    for row in trainer.train_dataset.select([0, 1]):
+        prompt_length = row["image_end"] + 3
+        inputs = trainer.data_collator([row])
+        del inputs["labels"]
+        prompt = {
+            name.removeprefix(IMAGE_INPUT): value[:, :prompt_length]
+            if value.shape == inputs["input_ids"].shape
+            else value
+            for name, value in inputs.items()
+        }
+        text, drafted_steps = recorded(draft, target, prompt, 12)
+        kinds = {name: text.new_zeros(text.shape) for name in inputs if name.endswith("token_type_ids")}
+        for name, value in kinds.items():
+            value[:, :prompt_length] = prompt[name.removeprefix(IMAGE_INPUT)]
+        whole = {**inputs, **kinds, "input_ids": text, "attention_mask": torch.ones_like(text), "labels": text}
+        batch = trainer.target_features(whole)
+        embeddings, num_compared = draft.embed(torch.arange(VOCAB_SIZE)), 0
+        for positions, logits, embeds, below, logits_below in drafted_steps:
+            row_number = int(positions[0, -1])
+            if row_number + 2 >= text.shape[1]:
+                continue
+            (node_token,) = (embeddings == embeds[0, 0]).all(-1).nonzero()[0].tolist()
+            drafted = text.clone()
+            drafted[0, row_number + 2] = node_token  # the draft goes on with its own token
+            first, second = (
+                draft.lm_head(states)[0, row_number]
+                for states, *_ in ttt_unroll(draft, replace(batch, input_ids=drafted), 2)
+            )
+            torch.testing.assert_close(logits[0, -1], first, atol=2e-4, rtol=1e-3)
+            assert below[0, 0] == row_number + 1
+            torch.testing.assert_close(logits_below[0, 0], second, atol=2e-4, rtol=1e-3)
+            num_compared += 1
+        assert num_compared >= 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_are_those_of_each_row_alone(tmp_path, family):
+    trainer = make_vision_trainer(tmp_path, family, per_device_eval_batch_size=4, max_length=None)
+    (together,) = batches(trainer)
+    assert sorted(together) != ["attention_mask", "input_ids", "labels"]
+    features = trainer.target_features(together)
+    for number, row in enumerate(trainer.train_dataset):
+        alone = trainer.target_features(trainer._prepare_inputs(trainer.data_collator([row])))
+        length = len(row["input_ids"])
+        assert together["input_ids"][number, :length].tolist() == row["input_ids"]
+        theirs = features.aux_hidden_states[number, :length]
+        torch.testing.assert_close(theirs, alone.aux_hidden_states[0], atol=1e-4, rtol=1e-3)
+    other = {**together, IMAGE_INPUT + "pixel_values": together[IMAGE_INPUT + "pixel_values"].flip(0)}
+    changed = trainer.target_features(other).aux_hidden_states
+    assert (changed[0] - features.aux_hidden_states[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_and_evaluation(tmp_path, family):
+    trainer = make_vision_trainer(
+        tmp_path,
+        family,
+        eval_dataset=rows(3),
+        assistant_only_loss=True,
+        per_device_train_batch_size=2,
+        max_length=None,
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] > 0
+    assert trainer.evaluate()["eval_acceptance_length"] >= 1
+
+
+def labels_of(trainer, row):
+    tokens = [token for token in row["labels"] if token != -100]
+    return trainer.processing_class.decode(tokens)
+
+
+@pytest.mark.parametrize("template", [VISION_TEMPLATE, UNMARKED_TEMPLATE])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_assistant_s_tokens_beside_images(tmp_path, family, template):
+    trainer = make_vision_trainer(tmp_path, family, template, assistant_only_loss=True, max_length=None)
+    for number, row in enumerate(trainer.train_dataset):
+        assert labels_of(trainer, row) == f"it is {number * 7}</s>zz</s>"
+        kinds = trainer.data_collator([row])
+        places = [value for name, value in kinds.items() if name.endswith("token_type_ids")]
+        assert row["image_end"] == (int(places[0].nonzero().max()) + 1 if places else 0)
+
+
+def test_forms_of_rows(tmp_path):
+    image, token = make_image(0), make_processor(qwen3_vl).image_token
+    make_image(1).save(tmp_path / "one.png")
+    path = str(tmp_path / "one.png")
+    shown = [{"type": "image", "text": None}, {"type": "text", "text": "what"}]
+    own = [{"type": "image_url", "text": None, "image_url": {"url": path}}, {"type": "text", "text": "what"}]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "b"}]}
+    forms = {
+        "U:.IMAGE.what|A:b</s>": [
+            {"messages": turns("what", "b"), "image": image},
+            {"messages": turns("what", "b"), "images": [path]},
+            {"messages": [{"role": "user", "content": shown}, answer], "images": [image]},
+            {"messages": [{"role": "user", "content": own}, answer]},
+            {"prompt": turns("what"), "completion": turns("what", "b")[1:], "image": path},
+            {"conversations": [{"from": "human", "value": "what"}, {"from": "gpt", "value": "b"}], "image": path},
+        ],
+        "<s>a.IMAGE.bc</s>": [
+            {"text": f"a.{token}.bc", "image": image},
+            {"prompt": f"a.{token}.b", "completion": "c", "image": image},
+        ],
+    }
+    for text, examples in forms.items():
+        for example in examples:
+            trainer = make_vision_trainer(tmp_path, dataset=Dataset.from_list([example]))
+            (row,) = trainer.train_dataset
+            assert trainer.processing_class.decode(row["input_ids"]).replace(" ", "") in (
+                text.replace("IMAGE", token * 4),
+                text.replace("IMAGE", token * 4).removeprefix("<s>"),
+            )
+            assert trainer.data_collator([row])[IMAGE_INPUT + "pixel_values"].shape == (16, 96)
+
+
+def test_texts_of_a_function(tmp_path):
+    token = make_processor(qwen3_vl).image_token
+
+    def text_of(row):
+        return f"a.{token}.{row['messages'][0]['content']}"
+
+    target, _ = make(qwen3_vl, 0)
+    args = Eagle3TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
+    kwargs = {"train_dataset": rows().select([0]), "processing_class": make_processor(qwen3_vl)}
+    trainer = Eagle3Trainer(None, target, args, formatting_func=text_of, **kwargs)
+    assert trainer.train_dataset[0]["image_end"] == 6
+    assert trainer.data_collator([trainer.train_dataset[0]])[IMAGE_INPUT + "pixel_values"].shape == (16, 96)
+
+
+def test_images_are_stored_once(tmp_path, monkeypatch):
+    """Rows that nothing cuts are not written again with their images."""
+    written, mapped = [], Dataset.map
+
+    def recording(dataset, *args, **kwargs):
+        written.append("image_data" in dataset.column_names)
+        return mapped(dataset, *args, **kwargs)
+
+    monkeypatch.setattr(Dataset, "map", recording)
+    for max_length, is_written in ((64, False), (14, True)):
+        written.clear()
+        make_vision_trainer(tmp_path, max_length=max_length)
+        assert written and any(written) == is_written
+
+
+def test_streams(tmp_path):
+    stream = rows().to_iterable_dataset()
+    trainer = make_vision_trainer(tmp_path, dataset=stream, max_length=64, per_device_train_batch_size=2)
+    whole = make_vision_trainer(tmp_path, max_length=64, per_device_eval_batch_size=2)
+    for ours, theirs in zip(trainer.get_train_dataloader(), whole.get_eval_dataloader(whole.train_dataset)):
+        assert sorted(ours) == sorted(theirs)
+        assert ours[IMAGE_INPUT + "pixel_values"].shape == theirs[IMAGE_INPUT + "pixel_values"].shape
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] > 0
+    evaluated = make_vision_trainer(tmp_path, eval_dataset=rows().to_iterable_dataset(), max_length=64)
+    kept = make_vision_trainer(tmp_path, eval_dataset=rows(), max_length=64)
+    for ours, theirs in zip(evaluated.get_eval_dataloader(), kept.get_eval_dataloader()):
+        assert ours[IMAGE_INPUT + "pixel_values"].shape == theirs[IMAGE_INPUT + "pixel_values"].shape
+
+
+def test_max_length_cuts_no_image(tmp_path, caplog):
+    whole = make_vision_trainer(tmp_path, max_length=None).train_dataset
+    ends, lengths = whole["image_end"], [len(tokens) for tokens in whole["input_ids"]]
+    assert sorted(ends) == [0, 5, 7, 13] and min(lengths) > 14
+    with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
+        trainer = make_vision_trainer(tmp_path, max_length=12)
+    assert (
+        "1 of 4 rows of the train data are dropped: `max_length=12` would cut their images, which end at up to 13"
+        in (caplog.text)
+    )
+    assert sorted(trainer.train_dataset["image_end"]) == [0, 5, 7]
+    assert {len(tokens) for tokens in trainer.train_dataset["input_ids"]} == {12}
+    (batch,) = batches(trainer)
+    assert batch[IMAGE_INPUT + "mm_token_type_ids"].shape == batch["input_ids"].shape == (3, 12)
+    trainer.train()
+    with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
+        stream = make_vision_trainer(tmp_path, dataset=rows().to_iterable_dataset(), max_length=12)
+        assert [row["image_end"] for row in stream.train_dataset] == [7, 0, 5]
+    assert "1 rows of the train data so far are dropped" in caplog.text
+    with pytest.raises(ValueError, match="2 of 2 rows of the train data cannot be used: `max_length=5` would cut"):
+        make_vision_trainer(tmp_path, dataset=rows().select([0, 1]), max_length=5)
+
+
+def wrong(tmp_path, **changes):
+    return make_vision_trainer(tmp_path, **{"dataset": Dataset.from_list([{"messages": turns("a", "b"), **changes}])})
+
+
+def test_errors(tmp_path):
+    with pytest.raises(ValueError, match="Row 0: there is no image nothing.png .from the folder .*Correct the path"):
+        wrong(tmp_path, images=["nothing.png"])
+    missing = Dataset.from_list([{"messages": turns("a", "b"), "image": str(tmp_path / "gone.png")}])
+    with pytest.raises(ValueError, match="Row 0: 'image' cannot be read: .*gone.png"):
+        make_vision_trainer(tmp_path, dataset=missing.cast_column("image", ImageFeature()))
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match="Row 0: an image cannot be read"):
+        wrong(tmp_path, images=[str(tmp_path / "broken.png")])
+    places = [{"type": "image"}, {"type": "image"}]
+    with pytest.raises(ValueError, match="Row 0: its messages have 2 places for images, but it has 1 images"):
+        wrong(
+            tmp_path,
+            messages=[{"role": "user", "content": places}, {"role": "assistant", "content": []}],
+            image=make_image(0),
+        )
+    token = make_processor(qwen3_vl).image_token
+    with pytest.raises(ValueError, match="it has 1 images, but its text has 2 places for them"):
+        wrong(tmp_path, messages=turns(f"this {token}", "b"), image=make_image(0))
+    for argument in ("packing", "padding_free"):
+        with pytest.raises(ValueError, match=f"packed rows cannot have any: .* Leave out `{argument}`"):
+            make_vision_trainer(tmp_path, **{argument: True})
+    texts = Dataset.from_list([{"messages": turns("what is a", "it is b"), "images": []}] * 4)
+    make_vision_trainer(tmp_path, dataset=texts, packing=True).train()  # no images, nothing to refuse
+
+
+def test_errors_of_targets_and_processors(tmp_path, tokenizer):
+    with pytest.raises(
+        ValueError, match="it has images, but LlamaForCausalLM reads text only. Pass a target that sees"
+    ):
+        make_vision_trainer(tmp_path, target=make_target("llama"))
+    target, _ = make(qwen3_vl, 0)
+    with pytest.raises(ValueError, match="`processing_class` is a tokenizer. Pass the target's processor"):
+        make_trainer(tmp_path, tokenizer, dataset=rows(), target=target)
+    processor = make_processor(qwen3_vl)
+    processor.chat_template = processor.tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template. Pass one as `chat_template_path`"):
+        make_trainer(tmp_path, processor, dataset=rows(), target=target)
+    processor.chat_template = processor.tokenizer.chat_template = CHAT_TEMPLATE  # writes no images
+    with pytest.raises(ValueError, match="it has 1 images, but its text has 0 places for them"):
+        make_trainer(tmp_path, processor, dataset=rows().select([0]), target=target)
+    with pytest.raises(ValueError, match="attends to images in separate layers"):
+        make_vision_trainer(tmp_path, target=mllama())
+
+
+def test_a_target_and_its_processor_by_name(tmp_path):
+    target, _ = make(gemma3, 0)
+    target.save_pretrained(tmp_path / "target")
+    make_processor(gemma3).save_pretrained(tmp_path / "target")
+    args = Eagle3TrainingArguments(str(tmp_path / "draft"), report_to="none", use_cpu=True, bf16=False, max_steps=1)
+    trainer = Eagle3Trainer(None, str(tmp_path / "target"), args, train_dataset=rows())
+    trainer.train()
+    assert type(trainer.target_model).__name__ == "Gemma3ForConditionalGeneration"
+    target, _ = make(qwen3_5, 0)
+    target.save_pretrained(tmp_path / "other")
+    assert target_class(str(tmp_path / "other")) is AutoModelForCausalLM
+    assert target_class(str(tmp_path / "other"), with_images=True) is AutoModelForImageTextToText
+    target, _ = make(qwen3_vl, 0)  # no class of text alone takes it
+    target.save_pretrained(tmp_path / "other")
+    assert target_class(str(tmp_path / "other")) is AutoModelForImageTextToText
+
+
+def test_records_cards_and_resumption(tmp_path):
+    arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "per_device_train_batch_size": 2}
+    first = make_vision_trainer(tmp_path / "a", **arguments)
+    first.train()
+    assert training_record(first)["rows_with_images"] == 3
+    first.create_model_card()
+    card = (tmp_path / "a" / "README.md").read_text()
+    assert "3 of 4 rows have images" in card and "AutoModelForImageTextToText" in card
+    resumed = make_vision_trainer(tmp_path / "a", **arguments)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    ours, theirs = ({log["step"]: log.get("loss") for log in each.state.log_history} for each in (resumed, first))
+    assert ours == theirs
+    for name, weight in first.draft.named_parameters():
+        torch.testing.assert_close(resumed.draft.get_parameter(name), weight)
+
+
+def test_stored_features(tmp_path):
+    trainer = make_vision_trainer(tmp_path / "a", gemma3)
+    store = trainer.extract_features(tmp_path / "features", rows_per_shard=2)
+    stored = make_vision_trainer(tmp_path / "b", gemma3, dataset=store)
+    losses = [(each.train(), each.state.log_history[0]["loss"])[1] for each in (trainer, stored)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    trainer.extract_features(tmp_path / "features", rows_per_shard=2)
+    others = rows().map(lambda row: {"images": [image.rotate(90) for image in row["images"]]})
+    with pytest.raises(ValueError, match="holds features of other rows"):
+        make_vision_trainer(tmp_path, gemma3, dataset=others).extract_features(tmp_path / "features", 2)
+
+
+@pytest.mark.parametrize("trainer_class", [OnPolicyTrainer, EchoTrainer])
+def test_methods_without_images(tmp_path, trainer_class):
+    with pytest.raises(ValueError, match=f"but `{trainer_class.__name__}` .* Use `Eagle3Trainer`"):
+        make_vision_trainer(tmp_path, trainer_class=trainer_class)
+
+
+def test_adapters(tmp_path):
+    target, _ = make(qwen3_vl, 0)
+    draft = Eagle3ForSpeculation.from_target(target)
+    peft_config = LoraConfig(r=4, target_modules=["q_proj"])
+    trainer = make_vision_trainer(tmp_path, target=target, model=draft, peft_config=peft_config)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] > 0
