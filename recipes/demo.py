@@ -24,10 +24,11 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, SpaceCardData
-from transformers import AutoModelForCausalLM, BatchEncoding, set_seed
+from transformers import BatchEncoding, set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3GenerationStats, Eagle3Step
+from hf_eagle3.checkpoints import target_class
 from hf_eagle3.drawing import NUM_DEPTHS, color, decode, describe_origin, describe_step, tree_svg
 from hf_eagle3.environment import folder_or_hub_id, is_path, machine_name, public_name
 from hf_eagle3.remote_code.policy_eagle3 import tree_settings
@@ -153,7 +154,7 @@ class Comparison:
         """Loads both models, by folder or Hub id, and warms them up with a short text."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         tokenizer = load_tokenizer(target)
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(device).eval()
+        model = target_class(target).from_pretrained(target, dtype=dtype).to(device).eval()
         assistant = Eagle3ForSpeculation.from_pretrained(draft, dtype=dtype).to(device).eval()
         comparison = cls(model, assistant, tokenizer)
         for _ in comparison.run("A", max_new_tokens=16):

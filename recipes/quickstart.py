@@ -30,10 +30,11 @@ from pathlib import Path
 import torch
 from datasets import Dataset, load_dataset
 from tokenizers import ByteLevelBPETokenizer
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from hf_eagle3 import Eagle3TrainingArguments
+from hf_eagle3.checkpoints import target_class
 from hf_eagle3.environment import folder_or_hub_id, public_name
 from hf_eagle3.evaluation.results import what_differs
 from hf_eagle3.evaluation.tasks import standard_library
@@ -311,7 +312,7 @@ def main():
     dtype = "auto" if args.bf16 else "float32"  # a target of others is stored in bfloat16 most often
     if not draft_dir.exists():
         print(f"Training a draft for {target_name} ...", flush=True)
-        target = AutoModelForCausalLM.from_pretrained(target_name, dtype=dtype)
+        target = target_class(target_name).from_pretrained(target_name, dtype=dtype)
         train_draft(draft_dir, target, tokenizer, dataset, args)
 
     prompts = args.prompts
