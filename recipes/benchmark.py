@@ -11,7 +11,7 @@ Compares plain generation, a draft, and transformers' other ways to speed up gen
 
     tasks of the Hub    mt_bench, humaneval, gsm8k, alpaca, cnn_dm, math500, and the groups `paper` and `spec_bench`
     JSON Lines files    with `{"prompt": "..."}` or `{"messages": [...]}` in each line. Messages may have `tools` and
-                        `chat_template_kwargs`
+                        `chat_template_kwargs`, and a target that sees takes `images` (paths or URLs)
     folders             of such files
     python              the sources of Python's standard library, which every machine has
 
@@ -35,10 +35,10 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, CompileConfig
+from transformers import AutoModel, AutoModelForCausalLM, CompileConfig, ProcessorMixin
 
 from hf_eagle3.checkpoints import target_class
-from hf_eagle3.data import num_positions
+from hf_eagle3.data import ImageReader, num_positions
 from hf_eagle3.environment import environment, folder_or_hub_id
 from hf_eagle3.evaluation import (
     METHODS,
@@ -48,6 +48,7 @@ from hf_eagle3.evaluation import (
     load_prompts,
     plot_all,
     print_table,
+    read_prompts,
     run_benchmark,
 )
 from hf_eagle3.evaluation.benchmark import IN_BATCHES
@@ -58,6 +59,7 @@ from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 from hf_eagle3.tokenizer import load_tokenizer, read_template
+from hf_eagle3.training.models import load_processing_class
 
 
 # Arguments that do not change a measurement.
@@ -132,7 +134,16 @@ def parse_arguments():
     return args
 
 
-def collect_prompts(args, tokenizer, target) -> tuple[dict[str, list[list[int]]], dict[str, str]]:
+def image_reader(args) -> ImageReader | None:
+    """Returns what reads images, if a file has prompts with them and the target sees."""
+    files = [name for name in expand(args.tasks) if Path(name).is_file()]
+    if not any(row.images for file in files for row in read_prompts(file, args.num_prompts)):
+        return None
+    processor = load_processing_class(args.target, with_images=True, trust_remote_code=args.trust_remote_code)
+    return ImageReader(processor) if isinstance(processor, ProcessorMixin) else None
+
+
+def collect_prompts(args, tokenizer, target, images) -> tuple[dict[str, list], dict[str, str]]:
     """Returns the prompts by task, and why other tasks are missing."""
     tasks, missing = {}, {}
 
@@ -149,7 +160,9 @@ def collect_prompts(args, tokenizer, target) -> tuple[dict[str, list[list[int]]]
 
     for name in expand(args.tasks):
         try:
-            tasks[task_name(name)] = load_prompts(name, tokenizer, args.num_prompts, args.chat_template_kwargs, answer)
+            tasks[task_name(name)] = load_prompts(
+                name, tokenizer, args.num_prompts, args.chat_template_kwargs, answer, images
+            )
         except (OSError, ValueError) as error:
             if Path(name).is_file():  # the user's own file must not be left out in silence
                 raise
@@ -157,7 +170,8 @@ def collect_prompts(args, tokenizer, target) -> tuple[dict[str, list[list[int]]]
             print(f"The task {name} is left out: {error}", file=sys.stderr)
     if not tasks:
         raise SystemExit("There is no task left to measure. Pass other --tasks, or fix the errors above.")
-    longest = max(len(prompt) for prompts in tasks.values() for prompt in prompts)
+    tokens = (each["input_ids"] if isinstance(each, dict) else each for prompts in tasks.values() for each in prompts)
+    longest = max(map(len, tokens))
     if (room := num_positions(target)) is not None and longest + args.max_new_tokens > room:
         raise SystemExit(
             f"The longest prompt has {longest} tokens. With `--max_new_tokens {args.max_new_tokens}` that exceeds the target's table of "
@@ -209,11 +223,13 @@ def main():
     tokenizer = load_tokenizer(args.target, **trust)
     if args.chat_template_path is not None:
         tokenizer.chat_template = read_template(args.chat_template_path)
-    target, draft, tree, weights = load(target_class(args.target, **trust), args.target, **trust), None, {}, None
+    images = image_reader(args)
+    auto_class = target_class(args.target, with_images=images is not None, **trust)
+    target, draft, tree, weights = load(auto_class, args.target, **trust), None, {}, None
     facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
     if args.eos_token_id is not None:
         target.generation_config.eos_token_id = args.eos_token_id
-    tasks, missing = collect_prompts(args, tokenizer, target)
+    tasks, missing = collect_prompts(args, tokenizer, target, images)
     if args.draft:
         try:
             draft = load_draft(args.draft, args.code, dtype="auto")
@@ -253,6 +269,7 @@ def main():
         dflash=load(AutoModel, args.dflash),
         results=results,
         save=(lambda results: results.write(args.json)) if args.json else (lambda results: None),
+        images=images,
     )
     if num_known == len(results.measurements):
         print(
@@ -301,7 +318,8 @@ def main():
         print(f"Wrote {', '.join(map(str, plot_all(results, args.plots)))}")
     if args.profile:
         task, prompts = next(iter(tasks.items()))
-        for temperature in args.temperatures:
+        prompts = [prompt for prompt in prompts if not isinstance(prompt, dict)]  # texts alone
+        for temperature in args.temperatures if prompts else ():
             mode = call_arguments(args) | (sampling if temperature else {})
             print(f"\nA step with {task} at T={temperature:g}, one text at a time:\n")
             print(format_profile(profile_steps(target, draft, prompts, args.max_new_tokens, temperature, **mode)))

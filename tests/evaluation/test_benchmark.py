@@ -11,21 +11,31 @@ import torch
 from conftest import make_draft, make_prompt, make_target
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from seeing import gemma3, make, make_image, make_processor
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+)
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator, MTPCandidateGenerator
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import export
+from hf_eagle3.data import ImageReader
 from hf_eagle3.evaluation import (
     BenchmarkResults,
     BenchmarkRow,
     compare,
     format_table,
+    load_prompts,
     memory,
     plot_all,
     run_benchmark,
 )
-from hf_eagle3.evaluation.benchmark import without_padding
+from hf_eagle3.evaluation.benchmark import make_batch, without_padding
 from hf_eagle3.evaluation.profile import OwnTimes, profile_steps
 from hf_eagle3.evaluation.results import chance, plot_acceptance, plot_batch_sizes, subtitle
 from hf_eagle3.remote_code import decoding_eagle3
@@ -454,3 +464,30 @@ def test_line_separators_that_json_leaves_alone(tmp_path):
     results = results_of(2.0, task="a\u2028b\u0085")
     results.write(tmp_path / "results.jsonl")
     assert BenchmarkResults.read(tmp_path / "results.jsonl") == results
+
+
+def test_prompts_with_images(tmp_path, run_recipe):
+    target, _ = make(gemma3, 0)
+    target.save_pretrained(tmp_path / "target")
+    make_processor(gemma3).save_pretrained(tmp_path / "target")
+    target = AutoModelForImageTextToText.from_pretrained(tmp_path / "target")
+    make_draft(target, [make_prompt(5)]).save_pretrained(tmp_path / "draft")
+    rows = [{"messages": [{"role": "user", "content": "what"}]}]
+    for seed in range(2):
+        make_image(seed).save(tmp_path / f"{seed}.png")
+        rows.append({**rows[0], "images": [str(tmp_path / f"{seed}.png")]})
+    (tmp_path / "seen.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    arguments = ["--target", tmp_path / "target", "--draft", tmp_path / "draft", "--prompts", tmp_path / "seen.jsonl"]
+    arguments += ["--max_new_tokens", 8, "--repeats", 1, "--methods", "plain", "eagle3", "--batch_size", 1, 3]
+    result = run_recipe("benchmark.py", *arguments, "--json", tmp_path / "results.jsonl", "--profile")
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = [row for row in BenchmarkResults.read(tmp_path / "results.jsonl").rows if row.method == "eagle3"]
+    assert len(rows) == 4 and all(row.num_identical == row.num_prompts == 3 for row in rows)
+
+    processor = AutoProcessor.from_pretrained(tmp_path / "target")
+    prompts = load_prompts(str(tmp_path / "seen.jsonl"), processor.tokenizer, images=ImageReader(processor))
+    batch = make_batch(prompts, processor.tokenizer, target, ImageReader(processor))
+    assert batch["pixel_values"].shape[0] == 2  # the first prompt has no image
+    with torch.no_grad():
+        of_images = target(**batch).logits[1:, -1]
+    assert not torch.allclose(*of_images)  # of two pictures, under the same words

@@ -4,7 +4,9 @@ import json
 
 import pytest
 from datasets import Dataset
+from seeing import IMAGE, NUM_PIECES, gemma3, make_image, make_processor
 
+from hf_eagle3.data import ImageReader
 from hf_eagle3.evaluation import TASKS, load_prompts, read_prompts, tasks
 from hf_eagle3.evaluation.tasks import GROUPS, OFFLINE, expand, standard_library, task_name
 
@@ -142,7 +144,16 @@ def test_what_a_row_gives_its_template(tmp_path, tokenizer, monkeypatch):
 
 
 def test_prompts_with_images(tmp_path):
+    processor = make_processor(gemma3)
+    make_image(0).save(tmp_path / "x.png")
     path = tmp_path / "seen.jsonl"
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}], "images": ["x.png"]}))
-    with pytest.raises(ValueError, match="line 1: it has images, and benchmarks have prompts of text only"):
-        read_prompts(path)
+    seen = {"messages": [{"role": "user", "content": "a"}], "images": [str(tmp_path / "x.png")]}
+    path.write_text("\n".join(map(json.dumps, (seen, {"prompt": "b"}))))
+    with pytest.raises(ValueError, match="line 1: it has images, but the target or its processor reads text only"):
+        load_prompts(str(path), processor.tokenizer)
+    one, other = load_prompts(str(path), processor.tokenizer, images=ImageReader(processor))
+    assert one["input_ids"].count(IMAGE) == NUM_PIECES and one["image_data"] == seen["images"]
+    assert other == processor.tokenizer("b")["input_ids"]
+    path.write_text(json.dumps({**seen, "images": ["y.png"]}))
+    with pytest.raises(ValueError, match="line 1: there is no image y.png"):
+        load_prompts(str(path), processor.tokenizer, images=ImageReader(processor))

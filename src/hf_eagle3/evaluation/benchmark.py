@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm.auto import tqdm
@@ -20,7 +20,13 @@ from .memory import peak_memory, reset_peak_memory
 from .results import METHODS, OTHER_DRAFTS, OURS, BenchmarkResults, speedup
 
 
+if TYPE_CHECKING:
+    from ..data.images import ImageReader
+
 logger = logging.get_logger(__name__)
+
+# Tokens. A prompt with images has `input_ids`, and what [`ImageReader`] reads.
+Prompt = list[int] | dict[str, Any]
 
 # The other methods are transformers' own, which take one prompt at a time.
 IN_BATCHES = ("plain", *OTHER_DRAFTS, *OURS)
@@ -30,7 +36,7 @@ def run_benchmark(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     draft: PreTrainedModel | None,
-    tasks: Mapping[str, Sequence[list[int]]],
+    tasks: Mapping[str, Sequence[Prompt]],
     methods: Sequence[str] = ("plain", "prompt-lookup", "eagle3"),
     temperatures: Sequence[float] = (0.0, 1.0),
     batch_sizes: Sequence[int] = (1,),
@@ -44,6 +50,7 @@ def run_benchmark(
     drafts: Mapping[str, PreTrainedModel] | None = None,
     results: BenchmarkResults | None = None,
     save: Callable[[BenchmarkResults], None] = lambda results: None,
+    images: "ImageReader | None" = None,
 ) -> BenchmarkResults:
     """
     Times each method on each prompt, or on each batch of prompts. Methods take turns batch by batch, so if the machine
@@ -57,7 +64,7 @@ def run_benchmark(
         target, tokenizer: The model, and its tokenizer.
         draft ([`Eagle3ForSpeculation`], *optional*):
             The draft of `eagle3`, `eagle3-no-lookup` (trees only) and `eagle3-chain` (one child for each node).
-        tasks (`Mapping[str, Sequence[list[int]]]`): Tokenized prompts, by task.
+        tasks (`Mapping[str, Sequence[Prompt]]`): Tokenized prompts, by task; see [`~hf_eagle3.evaluation.load_prompts`].
         methods (`Sequence[str]`):
             Some of `METHODS`. `mtp` needs a target with MTP layers. A method that the target does not take is left out,
             with the reason in `results.run["left_out"]`.
@@ -76,6 +83,7 @@ def run_benchmark(
             More drafts by method, such as those of `hf_eagle3.baselines`.
         results (`BenchmarkResults`, *optional*): The results of an interrupted run. They are not measured again.
         save (`Callable`, *optional*): Called with the results after each repeat.
+        images ([`ImageReader`], *optional*): Reads the images of prompts.
 
     Returns:
         `BenchmarkResults`: One measurement for each task, batch size, temperature, repeat and method.
@@ -105,9 +113,7 @@ def run_benchmark(
     warm = set()
     for (task, prompts), batch_size in product(tasks.items(), batch_sizes):
         batches = [
-            tokenizer.pad(
-                {"input_ids": list(prompts[start : start + batch_size])}, padding_side="left", return_tensors="pt"
-            ).to(target.device)
+            make_batch(prompts[start : start + batch_size], tokenizer, target, images)
             for start in range(0, len(prompts), batch_size)
         ]
         longest = max(
@@ -144,6 +150,22 @@ def run_benchmark(
             save(results)
     progress.close()
     return results
+
+
+def make_batch(
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    target: PreTrainedModel,
+    images: "ImageReader | None" = None,
+) -> BatchEncoding:
+    """Returns the inputs of `generate` for prompts, padded on the left."""
+    rows = [prompt if isinstance(prompt, dict) else {"input_ids": prompt} for prompt in prompts]
+    inputs = tokenizer.pad({"input_ids": [row["input_ids"] for row in rows]}, padding_side="left", return_tensors="pt")
+    if images is not None:
+        inputs.update(images.inputs(rows, inputs["input_ids"].shape[1], padding_side="left"))
+    for name, value in inputs.items():
+        inputs[name] = value.to(target.device, target.dtype if value.is_floating_point() else None)
+    return inputs
 
 
 @dataclass

@@ -10,8 +10,11 @@ from datasets import load_dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..data.images import ImageReader
+from ..data.regeneration import Conversation, encode_prompt
 from ..data.rows import Row, RowError, read_json_lines, read_prompt
 from ..tokenizer import PromptEncoder
+from .benchmark import Prompt
 
 
 logger = logging.get_logger(__name__)
@@ -101,7 +104,8 @@ def load_prompts(
     num_prompts: int | None = None,
     chat_template_kwargs: dict | None = None,
     answer: Callable[[list[int]], str] | None = None,
-) -> list[list[int]]:
+    images: ImageReader | None = None,
+) -> list[Prompt]:
     """
     Returns the tokenized prompts of a task. User turns and a file's `messages` go through the chat template, if the
     tokenizer has one. A file's `prompt` is taken as it is. A task of several turns (MT-bench) has a prompt for each turn,
@@ -115,14 +119,18 @@ def load_prompts(
             Arguments of the template, such as `{"enable_thinking": False}`. Those in a row of a file come first.
         answer (`Callable`, *optional*):
             Returns the target's answer to a prompt. Without it, conversations end with their first turn.
+        images ([`ImageReader`], *optional*): Reads the images of a file's prompts.
+
+    Returns:
+        `list[Prompt]`: Tokens of each prompt. A prompt with images is a dictionary: `input_ids`, `image_text`, `image_data`.
 
     Raises:
         OSError: if the Hub cannot be reached.
-        ValueError: if there are no prompts, or a row is malformed.
+        ValueError: if there are no prompts, or a row is malformed, or has images that nothing reads.
     """
 
     encoder = PromptEncoder(tokenizer)
-    prompts: list[list[int]] = []
+    prompts: list[Any] = []
 
     def chat(messages: list[dict], **kwargs: Any) -> list[int]:
         if not encoder.has_template:
@@ -150,9 +158,17 @@ def load_prompts(
                 messages.append({"role": "user", "content": turn})
                 prompts.append(chat(messages))
         return prompts
-    for number, row in _read_prompts(name, num_prompts):
+    for number, content, row in _read_prompts(name, num_prompts):
         try:
-            prompts.append(encoder.text(row.text) if row.text else chat(row.messages, **row.template_kwargs))
+            if row.images and images is None:
+                raise RowError("it has images, but the target or its processor reads text only")
+            if row.images:
+                conversation = Conversation(number, content, chat_template_kwargs)
+                prompts.append(encode_prompt(conversation, encoder, room=0, positions=None, images=images))
+            else:
+                prompts.append(encoder.text(row.text) if row.text else chat(row.messages, **row.template_kwargs))
+        except RowError as error:
+            raise ValueError(f"{name}, line {number}: {error}.") from None
         except Exception as error:
             raise ValueError(f"{name}, line {number}: the chat template refuses it: {error}") from error
     return prompts
@@ -170,20 +186,14 @@ def read_prompts(path: str | Path, num_prompts: int | None = None) -> list[Row]:
     Raises:
         ValueError: if a line is something else (it names file and line), or if there is none.
     """
-    return [row for _, row in _read_prompts(path, num_prompts)]
+    return [row for _, _, row in _read_prompts(path, num_prompts)]
 
 
-def _read_prompts(path: str | Path, num_prompts: int | None) -> list[tuple[int, Row]]:
+def _read_prompts(path: str | Path, num_prompts: int | None) -> list[tuple[int, dict, Row]]:
     prompts = []
     for number, content in read_json_lines(path):
         try:
-            row = read_prompt(content)
-            if row.images:
-                raise RowError(
-                    "it has images, and benchmarks have prompts of text only. Remove it; `Eagle3Trainer.evaluate` measures "
-                    "acceptance lengths with images"
-                )
-            prompts.append((number, row))
+            prompts.append((number, content, read_prompt(content)))
         except RowError as error:
             raise ValueError(f"{path}, line {number}: {error}.") from None
     if not prompts:
