@@ -31,6 +31,8 @@ def test_the_script(tmp_path, run_experiment):
         ("pictures", 1.0),
         ("texts alone", 0.0),
         ("texts alone", 1.0),
+        ("pictures and features", 0.0),
+        ("pictures and features", 1.0),
     ]
     assert all(float(length) >= 1 for *_, length in table)
     assert (tmp_path / "seeing" / "pictures" / "model.safetensors").exists()
