@@ -172,8 +172,9 @@ def read_features(target, draft, image_token: int) -> None:
     def embed(input_ids, embedding=None):
         embeds = own_embed(input_ids, embedding)
         for row, is_image in enumerate(input_ids == image_token):
-            if is_image.any():  # a drafting step may have left the first ones behind
-                embeds[row, is_image] = features[row][-int(is_image.sum()) :].to(embeds)
+            num = int(is_image.sum())  # a drafting step may have left the first ones behind
+            if 0 < num <= SIDE**2:  # an untrained target also writes such tokens
+                embeds[row, is_image] = features[row][-num:].to(embeds)
         return embeds
 
     target.model.multi_modal_projector.register_forward_hook(keep)
