@@ -10,12 +10,11 @@ draft cannot propose the removed tokens, so the target accepts a little less. Te
 Data is what `recipes/train.py` takes: a Hub id, a folder of JSON Lines files, or one of them. The most frequent tokens stay;
 of conversations the assistant's tokens count. Texts that the target wrote itself are best.
 
-If the draft is a folder with `training.json`, the new draft gets one, too, for its card. What an evaluation measured in training
-is left out of it.
+If the draft has a record of its training (`training.json`), the new draft gets one, too, for its card. It leaves out what an
+evaluation measured.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from datasets import load_dataset
@@ -33,20 +32,19 @@ from hf_eagle3.data import (
     plain_rows,
 )
 from hf_eagle3.environment import folder_or_hub_id
-from hf_eagle3.hub.card import TRAINING_RECORD
+from hf_eagle3.hub.push import records_of, write_records
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.tokenizer import load_tokenizer
 
 
-def copy_record(old: Path, new: Path, draft: Eagle3ForSpeculation, options: str) -> None:
-    """Copies the record of the training, if there is one. Its command gets a line for what this script did."""
-    if not (old / TRAINING_RECORD).exists():
-        return
-    record = json.loads((old / TRAINING_RECORD).read_text(encoding="utf-8"))
-    command = f"python recipes/trim_vocabulary.py DRAFT --dataset_name DATA {options} --output_dir TRIMMED"
-    record |= {"draft_weights": weights_digest(draft.state_dict()), "evaluation": None}
-    record["command"] = "\n".join(filter(None, (record["command"], command)))
-    (new / TRAINING_RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+def write_record(record: dict, folder: Path, draft: Eagle3ForSpeculation, size: int) -> None:
+    """Writes the record of the training for the trimmed draft. Its command gets a line for what this script did."""
+    command = (
+        f"python recipes/trim_vocabulary.py DRAFT --dataset_name DATA --draft_vocab_size {size} --output_dir TRIMMED"
+    )
+    command = "\n".join(filter(None, (record["command"], command)))
+    record = record | {"draft_weights": weights_digest(draft.state_dict()), "evaluation": None, "command": command}
+    write_records(folder, record, None)
 
 
 def main():
@@ -62,6 +60,7 @@ def main():
     args = parser.parse_args()
     check_new_folder(args.output_dir)
     draft = Eagle3ForSpeculation.from_pretrained(args.draft)
+    record, _ = records_of(draft, None, None)  # those of other weights are left out, with a warning
     size = draft.config.draft_vocab_size
     if not 0 < args.draft_vocab_size < size:
         raise ValueError(
@@ -84,7 +83,8 @@ def main():
     kept = known[most_frequent_tokens(counts[known], args.draft_vocab_size)]
     draft.trim_draft_vocabulary(kept.tolist())
     draft.save_pretrained(args.output_dir)
-    copy_record(Path(args.draft), Path(args.output_dir), draft, f"--draft_vocab_size {args.draft_vocab_size}")
+    if record is not None:
+        write_record(record, Path(args.output_dir), draft, args.draft_vocab_size)
     print(
         f"Wrote {args.output_dir}: {len(kept)} of {size} tokens, which make up {coverage(counts, kept):.2%} of the {counts.sum()} "
         f"tokens that count ({coverage(counts, known):.2%} before). Measure both drafts by recipes/benchmark.py."

@@ -3,36 +3,39 @@
 import json
 
 import torch
-from conftest import make_draft, make_target
+from conftest import make_target
 from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 
 
-def test_trimming(tmp_path, tokenizer, run_recipe):
+def test_trimming(tmp_path, tokenizer, run_recipe, caplog):
     make_target("llama").save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     chat = [{"role": "user", "content": "what is up"}, {"role": "assistant", "content": "not much, not much"}]
     (tmp_path / "chats.jsonl").write_text(2 * (json.dumps({"messages": chat}) + "\n"))
     inputs = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=True, return_tensors="pt")
-    draft = make_draft(target, [inputs["input_ids"]])
+    draft = Eagle3ForSpeculation.from_target(target)
     said = set(tokenizer(chat[1]["content"], add_special_tokens=False)["input_ids"])
-    size = draft.config.draft_vocab_size
+    size, small_size = draft.config.draft_vocab_size, len(said) + 2
     draft.save_pretrained(tmp_path / "draft")
-    record = {"draft_weights": "old", "command": "train", "steps": 3, "evaluation": {"loss": 1.0}}
+    record = {
+        "draft_weights": weights_digest(draft.state_dict()),
+        "command": "train",
+        "steps": 3,
+        "evaluation": {"loss": 1.0},
+    }
     (tmp_path / "draft" / "training.json").write_text(json.dumps(record))
 
     call = ("trim_vocabulary.py", tmp_path / "draft", "--dataset_name", tmp_path / "chats.jsonl", "--draft_vocab_size")
-    result = run_recipe(*call, size - 2, "--output_dir", tmp_path / "small")
+    result = run_recipe(*call, small_size, "--output_dir", tmp_path / "small")
     assert result.returncode == 0, result.stderr[-3000:]
-    assert f"{size - 2} of {size} tokens" in result.stdout
+    assert f"{small_size} of {size} tokens, which make up 100.00%" in result.stdout
     small = Eagle3ForSpeculation.from_pretrained(tmp_path / "small").eval()
-    known, kept = set(draft.draft_token_ids.tolist()), set(small.draft_token_ids.tolist())
-    assert len(kept) == size - 2 and kept <= known and said & known <= kept
-    places = [draft.draft_token_ids.tolist().index(token) for token in small.draft_token_ids.tolist()]
-    assert torch.equal(small.lm_head.weight, draft.lm_head.weight[places])
+    assert len(small.draft_token_ids) == small_size and said <= set(small.draft_token_ids.tolist())
+    assert torch.equal(small.lm_head.weight, draft.lm_head.weight[small.draft_token_ids])
     plain = target.generate(**inputs, do_sample=False, max_new_tokens=12)
     assert torch.equal(target.generate(**inputs, do_sample=False, max_new_tokens=12, assistant_model=small), plain)
 
@@ -40,6 +43,11 @@ def test_trimming(tmp_path, tokenizer, run_recipe):
     assert copied["draft_weights"] == weights_digest(small.state_dict())
     assert copied["steps"] == 3 and copied["evaluation"] is None
     assert copied["command"].startswith("train\npython recipes/trim_vocabulary.py")
+
+    (tmp_path / "draft" / "training.json").write_text(json.dumps({**record, "draft_weights": "another draft's"}))
+    result = run_recipe(*call, size - 1, "--output_dir", tmp_path / "unknown")
+    assert result.returncode == 0 and "is about other weights" in caplog.text
+    assert not (tmp_path / "unknown" / "training.json").exists()
 
     result = run_recipe(*call, size, "--output_dir", tmp_path / "nowhere")
     assert result.returncode != 0 and f"must be from 1 to {size - 1}" in result.stderr
