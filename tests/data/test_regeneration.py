@@ -269,6 +269,25 @@ def test_answers_of_a_target_are_what_it_generates(tmp_path, tokenizer):
     assert set(reasons) == {"stop", "length"}
 
 
+def test_prompts_of_similar_length_are_answered_together(tmp_path, tokenizer, monkeypatch):
+    target, shapes = make_target("llama"), []
+    generate = target.generate
+
+    def recorded(**inputs):
+        shapes.append((inputs["input_ids"].shape[1], inputs["attention_mask"].sum(dim=1).tolist()))
+        return generate(**inputs)
+
+    monkeypatch.setattr(target, "generate", recorded)
+    rows = [{"prompt": "a" * (3 if i % 2 else 40)} for i in range(8)]
+    output = Output(tmp_path, {})
+    regenerate_locally(
+        target, tokenizer, output.pending(rows), output, batch_size=4, max_new_tokens=2, do_sample=False
+    )
+    assert sorted(read(tmp_path)) == list(range(8))
+    assert len(shapes) == 2
+    assert all(lengths == [width] * 4 for width, lengths in shapes), "a batch is padded"
+
+
 def test_texts_are_continued(tmp_path, tokenizer):
     target = make_target("llama")
     output = Output(tmp_path, {})
@@ -303,7 +322,7 @@ def test_special_tokens_of_a_batch_of_texts_and_chats(tmp_path, tokenizer):
     output = Output(tmp_path, {})
     regenerate_locally(target, tokenizer, output.pending(rows), output, **settings)
     chat = tokenizer.apply_chat_template([user("a")], add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert prompts == [chat, [1, *tokenizer("abc", add_special_tokens=False)["input_ids"]]]
+    assert sorted(prompts) == sorted([chat, [1, *tokenizer("abc", add_special_tokens=False)["input_ids"]]])
 
 
 def test_streams_that_do_not_name_their_columns(tokenizer):

@@ -43,6 +43,8 @@ ROW_STATUS = {400, 413, 422}
 NUM_REFUSED = 10
 # Finish reasons of answers that the server did not complete.
 GIVEN_UP = {"abort", "error", "content_filter"}
+# How many batches of texts to sort by length at once. Padding to the longest of any length would take most of the time.
+BATCHES_SORTED = 8
 NUM_NAMED = 3  # rows to name at once when they are left out
 
 # Hidden, so that `load_dataset` does not read them as data.
@@ -393,7 +395,7 @@ def regenerate_locally(
     **generation_kwargs: Any,
 ) -> None:
     """
-    Answers with `target.generate`, `batch_size` conversations at a time. Continues prompts that are texts.
+    Answers with `target.generate`, `batch_size` conversations of similar length at a time. Continues prompts that are texts.
 
     Args:
         target (`PreTrainedModel`): The target.
@@ -412,6 +414,7 @@ def regenerate_locally(
         logger.info("TRL knows no response template for this chat template. Answers are kept as texts.")
     encoder, room = PromptEncoder(tokenizer), generation_kwargs.get("max_new_tokens", 1)
     positions = num_positions(target)
+    at_once = batch_size * (BATCHES_SORTED if images is None else 1)  # images of many rows take much memory
     upcoming, active = iter(pending), list[Conversation]()
     progress = tqdm(desc="Rows", initial=len(output.done), disable=None)
     while True:
@@ -421,25 +424,40 @@ def regenerate_locally(
                 prompts[conversation] = encode_prompt(conversation, encoder, room, positions, images)
             except RowError as error:
                 output.leave_out(conversation.row, str(error))
-            if len(prompts) >= batch_size:
+            if len(prompts) >= at_once:
                 break
         if not prompts:
             return
-        answers = generate_answers(
-            target, tokenizer, list(prompts.values()), images, assistant_model=draft, **generation_kwargs
-        )
         active = []
-        for (conversation, encoded), (tokens, finish_reason) in zip(prompts.items(), answers, strict=True):
-            try:
-                message = parse_answer(tokenizer, tokens, None if conversation.text is not None else encoded["prompt"])
-            except RowError as error:
-                output.leave_out(conversation.row, str(error))
-                continue
-            if conversation.answer(message, finish_reason):
-                output.write(conversation.row, conversation.result())
-                progress.update()
-            else:
-                active.append(conversation)
+        for batch in batches_by_length(prompts, batch_size):
+            answers = generate_answers(
+                target,
+                tokenizer,
+                [prompts[conversation] for conversation in batch],
+                images,
+                assistant_model=draft,
+                **generation_kwargs,
+            )
+            for conversation, (tokens, finish_reason) in zip(batch, answers, strict=True):
+                prompt = None if conversation.text is not None else prompts[conversation]["prompt"]
+                try:
+                    message = parse_answer(tokenizer, tokens, prompt)
+                except RowError as error:
+                    output.leave_out(conversation.row, str(error))
+                    continue
+                if conversation.answer(message, finish_reason):
+                    output.write(conversation.row, conversation.result())
+                    progress.update()
+                else:
+                    active.append(conversation)
+
+
+def batches_by_length(prompts: dict[Conversation, dict[str, Any]], batch_size: int) -> list[list[Conversation]]:
+    """Returns batches of conversations with prompts of about the same length, in random order."""
+    by_length = sorted(prompts, key=lambda conversation: len(prompts[conversation]["input_ids"]))
+    batches = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
+    random.shuffle(batches)  # a run that is stopped early then has prompts of all lengths
+    return batches
 
 
 def encode_prompt(
