@@ -246,6 +246,13 @@ def test_arguments_of_a_fresh_draft(tmp_path, tokenizer):
     assert not config.fc_norm and not config.norm_output and config.transformer_layer_config.model_type == "llama"
 
 
+def test_a_form_that_is_changed(tmp_path, tokenizer, caplog):
+    make_trainer(tmp_path, tokenizer, draft_form="classic", model_init_kwargs={"model_type": "llama"})
+    assert "classic" not in caplog.text
+    make_trainer(tmp_path, tokenizer, draft_form="classic", model_init_kwargs={"model_type": "qwen3"})
+    assert "{'model_type': 'qwen3'}, so the draft is not quite of the form 'classic'" in caplog.text
+
+
 def test_checkpoints_are_drafts(tmp_path, tokenizer):
     target = make_target("llama")
     trainer = make_trainer(

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
+from transformers.utils import logging
 
 from ..checkpoints import target_class
 from ..data import sees_images
@@ -22,6 +23,9 @@ from ..remote_code.modeling_eagle3 import DraftModel, Eagle3ForSpeculation
 from ..tensor_names import HUB_ARGUMENTS
 from ..tokenizer import check_is_target, load_tokenizer
 from .arguments import Eagle3TrainingArguments
+
+
+logger = logging.get_logger(__name__)
 
 
 def without_adapter(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
@@ -129,7 +133,14 @@ def draft_to_train(
     if draft is None:
         torch.manual_seed(args.seed)
         assert not isinstance(args.model_init_kwargs, str)  # the arguments check it
-        settings = FORMS[args.draft_form] | (args.model_init_kwargs or {})
+        form, kwargs = FORMS[args.draft_form], args.model_init_kwargs or {}
+        changed = {name: kwargs[name] for name in form if kwargs.get(name, form[name]) != form[name]}
+        if args.draft_form == "classic" and changed:
+            logger.warning(
+                f"`model_init_kwargs` has {changed}, so the draft is not quite of the form 'classic' ({form}). Engines that "
+                "take this form may refuse it. Leave these out for an exact one."
+            )
+        settings = form | kwargs
         draft = Eagle3ForSpeculation.from_target(target_model, **settings)
     elif args.model_init_kwargs or args.draft_form != type(args).draft_form:
         raise ValueError(
