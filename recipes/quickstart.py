@@ -11,8 +11,8 @@ With a network, the same for any model and data set of the Hub, or for local one
     python recipes/quickstart.py --target Qwen/Qwen3-0.6B --dataset trl-lib/Capybara --draft_minutes 60
     python recipes/quickstart.py --target path/to/model --dataset path/to/texts.jsonl --prompts path/to/prompts.jsonl
 
-Of conversations (`messages`) the draft learns the assistant's tokens, in the target's chat template. It accepts more if the
-answers are the target's own: `--dataset` also takes the folder that `recipes/regenerate.py` wrote.
+Conversations (`messages`) are rendered by the target's chat template. The draft accepts more if the answers are the target's
+own: `--dataset` also takes the folder that `recipes/regenerate.py` wrote.
 
 A second run with the same settings reuses what the first one trained.
 """
@@ -51,8 +51,8 @@ PROMPT_TOKENS = 48
 EOS = "<|endoftext|>"
 # Tokens of a row of texts, and of one of conversations.
 MAX_LENGTH, MAX_LENGTH_OF_CONVERSATIONS = 256, 512
-# Conversations are packed whole, and only what the assistant says is learned.
-OF_CONVERSATIONS = {"packing_strategy": "bfd", "assistant_only_loss": True}
+# Conversations are packed whole. Prompts are learned, too: a short training is short of text, and learns more so.
+OF_CONVERSATIONS = {"packing_strategy": "bfd"}
 # Arguments that target and draft do not depend on, and those that only the draft does.
 NOT_TRAINED = ("max_new_tokens", "min_steps", "output_dir", "prompts", "repeats")
 OF_DRAFT = ("batch_size", "draft_form", "draft_minutes", "draft_vocab_size", "layer_type", "learning_rate")

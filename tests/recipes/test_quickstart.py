@@ -103,9 +103,8 @@ def test_given_target_and_chat_data(tmp_path, tokenizer, run_recipe, monkeypatch
     result = run_recipe("quickstart.py", "--output_dir", tmp_path / "out", *arguments, "--no-bf16", *FAST)
     assert result.returncode == 0, result.stderr[-3000:]
     trained = json.loads((tmp_path / "out" / "draft" / "training.json").read_text())["arguments"]
-    assert (
-        trained["assistant_only_loss"] and "packing_strategy" not in trained
-    )  # the default keeps conversations whole
+    # Prompts are learned, too, and the default of packing keeps conversations whole.
+    assert "assistant_only_loss" not in trained and "packing_strategy" not in trained
     # Few processors compute in bfloat16, in which most targets are stored.
     assert json.loads((tmp_path / "out" / "draft" / "config.json").read_text())["dtype"] == "float32"
     assert all(
