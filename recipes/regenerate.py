@@ -26,8 +26,11 @@ me/ultrachat-qwen3-8b` makes of it.
 import asyncio
 import sys
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 
+import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object, parse_flag_from_env
 from train import TargetConfig, TrainScriptArguments, load_data, load_target, rows_of
 from transformers import ProcessorMixin
 from trl import DatasetMixtureConfig
@@ -48,6 +51,7 @@ from hf_eagle3.training.models import load_processing_class
 from hf_eagle3.training.parser import Eagle3Parser
 
 
+MOST_WAITED = timedelta(days=7)  # for the slowest process
 # Arguments that only training uses.
 WITHOUT = (
     "features_dir",
@@ -153,8 +157,8 @@ def ask_server(args, model, pending, output, sampling) -> int:
         raise SystemExit(str(error)) from None
 
 
-def ask_target(script_args, args, target_config, device, processing_class, pending, output, sampling) -> None:
-    """Loads the target, and an earlier draft if there is one, and answers with them."""
+def ask_target(script_args, args, target_config, device, processing_class, pending, output, sampling) -> int:
+    """Loads the target, and an earlier draft if there is one, and answers with them. Returns how many rows failed."""
     if "temperature" in sampling:
         sampling = {**sampling, "do_sample": sampling["temperature"] > 0}
         if not sampling["do_sample"]:
@@ -169,13 +173,15 @@ def ask_target(script_args, args, target_config, device, processing_class, pendi
     if script_args.draft_name_or_path is not None:
         draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path, dtype=target.dtype)
         draft = draft.to(target.device)
-    regenerate_locally(target.eval(), tokenizer, pending, output, args.batch_size, draft, images, **sampling)
+    return regenerate_locally(target.eval(), tokenizer, pending, output, args.batch_size, draft, images, **sampling)
 
 
 def main():
     parser = Eagle3Parser((TrainScriptArguments, RegenerationArguments, TargetConfig, DatasetMixtureConfig), WITHOUT)
     script_args, args, target_config, mixture = parser.parse_args_and_config()
-    state = PartialState()
+    # Without this, processes on CPUs would not know of each other.
+    is_cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
+    state = PartialState(cpu=is_cpu, timeout=MOST_WAITED)
     try:
         template_kwargs = read_template_kwargs({"chat_template_kwargs": args.chat_template_kwargs})
     except RowError as error:
@@ -191,6 +197,7 @@ def main():
         "model": target_config.model_name_or_path,
         "revision": target_config.model_revision,
         "mixture": [asdict(each) for each in mixture.datasets],
+        **({} if mixture.test_split_size is None else {"test_split_size": mixture.test_split_size}),
         "dataset": script_args.dataset_name,
         "config": script_args.dataset_config,
         "split": script_args.dataset_train_split,
@@ -208,18 +215,21 @@ def main():
     if args.base_url is not None:
         num_failed = ask_server(args, target_config.model_name_or_path, pending, output, sampling)
     else:
-        ask_target(script_args, args, target_config, state.device, processing_class, pending, output, sampling)
+        num_failed = ask_target(
+            script_args, args, target_config, state.device, processing_class, pending, output, sampling
+        )
     print(
         f"{len(output.done) - num_done} rows written to {args.output_dir}, {num_done} were there, {num_failed} failed, "
         f"{len(output.left_out)} were left out."
     )
     if report := output.report():
         print(report, file=sys.stderr)
-    if num_failed:
+    # A process that ends by an error ends the others. So none does before all have finished.
+    everywhere = gather_object([(num_failed, len(output.done))])
+    if any(num_failed for num_failed, _ in everywhere):
         raise SystemExit(1)
-    if not output.done:
+    if not any(num_done for _, num_done in everywhere):
         raise SystemExit("No row could be answered, for the reasons above, so there is nothing to train on.")
-    state.wait_for_everyone()
     if args.push_to_hub is not None and state.is_main_process:
         print(f"Pushed to {push_dataset(args.output_dir, args.push_to_hub, args.private or None).commit_url}.")
 

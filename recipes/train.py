@@ -28,7 +28,7 @@ import logging
 import shlex
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from accelerate import PartialState
@@ -120,7 +120,11 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
                 f"`datasets` and `dataset_name` ({name}) both say what to learn from. Leave one of them out."
             )
         mixture.streaming |= script_args.dataset_streaming
-        return get_dataset(mixture)
+        dataset = get_dataset(replace(mixture, test_split_size=None))
+        if mixture.test_split_size is None:
+            return dataset
+        # TRL splits without a seed. Processes, and a run that goes on after an interruption, must agree about the rows.
+        return dataset["train"].train_test_split(test_size=mixture.test_split_size, seed=0)
     if name is None:
         what = (
             "train on" if script_args.features_dir is None else "evaluate on, or leave it out (`--eval_strategy no`)"

@@ -4,16 +4,17 @@ import json
 import logging
 from itertools import chain
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from conftest import chat_server, make_gpt2, make_target
-from datasets import IterableDataset, load_dataset
+from datasets import Dataset, IterableDataset, load_dataset
 from seeing import gemma3, make, make_image, make_processor, qwen3_vl
 from tokenizers.processors import TemplateProcessing
-from trl.chat_template_utils import qwen3_chat_template
+from trl.chat_template_utils import add_response_schema, llama3_1_chat_template, qwen3_chat_template
 
-from hf_eagle3.data import ImageReader, RowEncoder, read_row
+from hf_eagle3.data import ImageReader, RowEncoder, RowError, read_row
 from hf_eagle3.data.images import load
 from hf_eagle3.data.regeneration import (
     NUM_REFUSED,
@@ -21,6 +22,7 @@ from hf_eagle3.data.regeneration import (
     Output,
     beginnings,
     has_texts,
+    parse_answer,
     regenerate_by_server,
     regenerate_locally,
     rows_in,
@@ -218,8 +220,12 @@ def test_a_line_cut_off_by_a_crash_is_written_again(tmp_path):
     with pytest.raises(ValueError, match="'model': \\('m', 'n'\\)"):
         Output(tmp_path, {"model": "n"})
     # But with nothing written there is nothing to disagree with.
-    Output(tmp_path / "fresh", {"model": "m"})
-    Output(tmp_path / "fresh", {"model": "n"}).write(0, {"messages": [user("a")]})
+    Output(tmp_path / "fresh", {"model": "m"}).leave_out(0, "too long for m")
+    Output(tmp_path / "fresh", {"model": "m"}, process_index=12).leave_out(12, "too long for m")
+    assert Output(tmp_path / "fresh", {"model": "m"}).left_out.keys() == {0, 12}
+    fresh = Output(tmp_path / "fresh", {"model": "n"})
+    assert not fresh.left_out
+    fresh.write(0, {"messages": [user("a")]})
     with pytest.raises(ValueError, match="'model': \\('n', 'm'\\)"):
         Output(tmp_path / "fresh", {"model": "m"})
     (tmp_path / "other").mkdir()
@@ -370,6 +376,43 @@ def test_answers_that_are_hard_to_parse(tmp_path, tokenizer, monkeypatch, caplog
     assert warning in caplog.text
 
 
+@pytest.mark.parametrize(
+    "template, answer, call, reason",
+    [
+        (llama3_1_chat_template, '{"name": "f", "parameters": {"a": 1}}', {"name": "f", "arguments": {"a": 1}}, None),
+        (qwen3_chat_template, '<tool_call>\n{"name": "f"}\n</tool_call>', {"name": "f"}, None),
+        (qwen3_chat_template, '<tool_call>\n[{"name": "f"}]\n</tool_call>', None, "without the name of a function"),
+    ],
+)
+def test_tool_calls_of_a_target_in_this_process(tokenizer, monkeypatch, template, answer, call, reason):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    tokenizer = add_response_schema(tokenizer)
+    prompt = tokenizer.apply_chat_template([user("a")], tokenize=False, add_generation_prompt=True)
+    ending = "<|eot_id|>" if template is llama3_1_chat_template else "<|im_end|>"
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **kwargs: answer + ending * (list(ids)[-1] == 2))
+    if reason is not None:
+        with pytest.raises(RowError, match=reason):
+            parse_answer(tokenizer, [5], 2, prompt)
+        return
+    message = parse_answer(tokenizer, [5], 2, prompt)
+    assert [each["function"] for each in message["tool_calls"]] == [call] and not message["content"]
+
+
+def test_an_image_that_cannot_be_read_spoils_its_own_row(tmp_path):
+    for number, mode in enumerate(("RGB", "CMYK", "RGB")):
+        make_image(number).convert(mode).save(tmp_path / f"{number}.jpg")
+    (tmp_path / "2.jpg").write_bytes(b"no picture")
+    rows = {"image": [str(tmp_path / f"{i}.jpg") for i in range(3)], "messages": [[user("see")]] * 3}
+    dataset = Dataset.from_dict(rows).cast_column("image", datasets.Image())
+    results = {row.row: row for row in Output(tmp_path / "out", {}).pending(dataset)}
+    for row in (0, 1):
+        stored = results[row].result()["images"][0]
+        assert load(stored).convert("RGB").size == make_image(row).size
+    with pytest.raises(RowError, match="cannot be read"):
+        results[2].result()
+
+
 def test_a_conversation_is_not_changed_by_what_is_done_with_it():
     example = {"messages": [user("a"), assistant("old"), user("b")]}
     before = copy.deepcopy(example)
@@ -397,9 +440,9 @@ def test_images_in_this_process(tmp_path, family, caplog):
     allowed = tokenizer("abcdefgh", add_special_tokens=False)["input_ids"]
     settings["suppress_tokens"] = [token for token in range(len(tokenizer)) if token not in allowed]
     pending = output.pending(vision_rows())
-    regenerate_locally(target, tokenizer, pending, output, batch_size=3, images=images, **settings)
+    assert regenerate_locally(target, tokenizer, pending, output, batch_size=3, images=images, **settings) == 1
     written = {row["row"]: row for row in rows_in(tmp_path.glob("rows-*.jsonl"))}
-    assert sorted(written) == [0, 1, 2] and "there is no image gone.png" in output.left_out[3]
+    assert sorted(written) == [0, 1, 2] and not output.left_out and "Row 3 failed: there is no image" in caplog.text
     assert [len(written[row]["images"]) for row in range(3)] == [1, 2, 0]
     encoder = RowEncoder(tokenizer, "messages", images=images)
     for content in written.values():
@@ -417,10 +460,10 @@ def test_images_in_this_process(tmp_path, family, caplog):
     assert len(text_only.done) == 1 and "reads text only" in text_only.left_out[0]
 
 
-def test_images_for_a_server(tmp_path):
+def test_images_for_a_server(tmp_path, caplog):
     with chat_server(lambda payload, number: "new") as (url, requests):
         output = Output(tmp_path, {})
-        assert ask(url, vision_rows(), output) == 0
+        assert ask(url, vision_rows(), output) == 1
     sent = [payload["messages"] for _, payload in requests]
     urls = {
         part["image_url"]["url"]
@@ -433,5 +476,5 @@ def test_images_for_a_server(tmp_path):
     assert len(urls) == 3 and all(url.startswith("data:image/png;base64,") for url in urls)
     written = {row["row"]: row for row in rows_in(tmp_path.glob("rows-*.jsonl"))}
     assert set(chain(*(row["images"] for row in written.values()))) == urls
-    assert "there is no image gone.png" in output.left_out[3]
+    assert "Row 3 failed: there is no image gone.png" in caplog.text and not output.left_out
     assert np.array_equal(np.asarray(load(written[0]["images"][0])), np.asarray(make_image(0)))

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from conftest import RECIPES, chat_server, make_target
+from conftest import RECIPES, chat_server, make_target, run_in_two_processes
 from datasets import load_dataset
 from forked import run_forked
 from huggingface_hub import DatasetCard, constants
@@ -61,6 +61,21 @@ def test_a_killed_run_loses_nothing_that_was_finished(tmp_path, data):
     rows = load_dataset("json", data_files=str(tmp_path / "out" / "*.jsonl"), split="train")
     assert sorted(rows["row"]) == list(range(NUM_ROWS))
     assert all(row["messages"][1]["content"] == f"ab{row['row']}, said again" for row in rows)
+
+
+def test_a_process_without_rows(tmp_path, data):
+    data.write_text(data.read_text().partition("\n")[0] + "\n")
+
+    def reply(payload, number):
+        time.sleep(1)  # so that the other process finishes first
+        return "new"
+
+    with chat_server(reply) as (url, _):
+        command = ("--model_name_or_path", "m", "--base_url", url, "--dataset_name", data)
+        result = run_in_two_processes("ddp", tmp_path, SCRIPT, *command, "--output_dir", tmp_path / "out")
+    assert result.returncode == 0, result.stderr[-3000:]
+    (row,) = load_dataset("json", data_files=str(tmp_path / "out" / "*.jsonl"), split="train")
+    assert row["messages"][1]["content"] == "new"
 
 
 def test_part_of_a_split_in_the_roles_of_sharegpt(tmp_path, run_recipe):

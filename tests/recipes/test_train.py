@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import RECIPES, accelerate_launch, make_prompt, make_target, run_in_two_processes
+from conftest import RECIPES, accelerate_launch, load_script, make_prompt, make_target, run_in_two_processes
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 from forked import run_forked
 from huggingface_hub import ModelCard
 from peft import PeftModel
 from seeing import gemma3, make, make_image, make_processor
 from transformers import AutoModel, AutoModelForCausalLM
+from trl import DatasetMixtureConfig
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.hub import write_draft
@@ -305,6 +306,15 @@ def test_a_mixture(files, tmp_path, run_recipe):
     assert record["rows"] == 8 and record["datasets"] == ["train.jsonl", "test.jsonl"]
     assert [each["split"] for each in record["arguments"]["datasets"]] == ["train[:5]", "train[:3]"]
     assert "dataset_name" not in record["arguments"]
+
+
+def test_a_mixture_is_split_the_same_way_every_time(files):
+    script = load_script("recipes/train.py")
+    mixture = {"datasets": [{"path": "json", "data_files": str(files / "chats" / "train.jsonl"), "split": "train"}]}
+    arguments = script.TrainScriptArguments(dataset_name=None), DatasetMixtureConfig(**mixture, test_split_size=0.25)
+    first, second = (script.load_data(*arguments) for _ in range(2))
+    assert first.keys() == {"train", "test"} and first["test"][:] == second["test"][:]
+    assert len(first["test"]) < len(first["train"])
 
 
 def test_parts_of_splits():

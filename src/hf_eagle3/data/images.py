@@ -4,23 +4,27 @@ import re
 from base64 import b64encode
 from dataclasses import dataclass, field
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
 from datasets import Dataset, IterableDataset
+from PIL import UnidentifiedImageError
 from PIL.Image import Image
 from transformers import PreTrainedConfig, ProcessorMixin
 from transformers.image_utils import load_image
 from trl.data_utils import get_dataset_column_names
 
-from .rows import CONVERSATIONS, IMAGE_PARTS, IMAGES, RowError
+from .rows import CONVERSATIONS, IMAGE_PARTS, IMAGES, RowError, UnreachableError
 
 
 # In a batch the names of what the target reads of images begin with this.
 IMAGE_INPUT = "image_input_"
 URLS = ("http://", "https://", "data:")
+ROWS_LOOKED_AT = 64
+PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 
 
 def sees_images(config: PreTrainedConfig) -> bool:
@@ -35,7 +39,7 @@ def sees_images(config: PreTrainedConfig) -> bool:
 
 def shows_images(dataset: Any) -> bool:
     """
-    Returns whether a data set has a column for images, or an image in the messages of its first row.
+    Returns whether a data set has a column for images, or an image in the messages of its first rows.
 
     Args:
         dataset (`Dataset` or `IterableDataset`, *optional*): The data. Anything else shows no images.
@@ -44,8 +48,9 @@ def shows_images(dataset: Any) -> bool:
         return False
     if any(column in get_dataset_column_names(dataset) for column in IMAGES):
         return True
-    first: dict[str, Any] = next(iter(dataset.with_format(None)), {})
-    turns = [turn for name in (*CONVERSATIONS, "prompt") for turn in first.get(name) or [] if isinstance(turn, dict)]
+    rows: list[dict[str, Any]] = list(islice(dataset.with_format(None), ROWS_LOOKED_AT))
+    names = *CONVERSATIONS, "prompt"
+    turns = [turn for row in rows for name in names for turn in row.get(name) or [] if isinstance(turn, dict)]
     parts = [part for turn in turns if isinstance(turn.get("content"), list) for part in turn["content"]]
     return any(isinstance(part, dict) and part.get("type") in IMAGE_PARTS for part in parts)
 
@@ -56,6 +61,20 @@ def without_images(dataset: Dataset | IterableDataset) -> Dataset | IterableData
     return dataset.remove_columns([column for column in IMAGES if column in columns])
 
 
+def with_unread_images(dataset: Any) -> Any:
+    """Returns the data set with images as bytes or paths, so that one that cannot be read spoils only its own row."""
+    if not isinstance(dataset, Dataset | IterableDataset) or dataset.features is None:
+        return dataset
+    unread = datasets.Image(decode=False)
+    for column in IMAGES:
+        feature = dataset.features.get(column)
+        if isinstance(feature, datasets.Image):
+            dataset = dataset.cast_column(column, unread)
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):
+            dataset = dataset.cast_column(column, datasets.List(unread))
+    return dataset
+
+
 def load(image: Any) -> Image:
     """
     Loads an image.
@@ -64,13 +83,14 @@ def load(image: Any) -> Image:
         image (`PIL.Image.Image`, `str` or `dict`): The image, its path, URL or data URL, or `bytes` and `path` as in `datasets`.
 
     Raises:
-        RowError: if there is no such image, or it cannot be read.
+        RowError: if it cannot be read.
+        UnreachableError: if there is no such file, or its server cannot be reached. Another run may find it.
     """
     if isinstance(image, Image):
         return image
     is_file = isinstance(image, str) and not image.startswith(URLS)
     if is_file and not Path(image).is_file():
-        raise RowError(
+        raise UnreachableError(
             f"there is no image {image} (from the folder {Path.cwd()}). Correct the path, or remove the row"
         )
     try:
@@ -79,6 +99,9 @@ def load(image: Any) -> Image:
         if isinstance(image, str):
             return load_image(image)
     except Exception as error:
+        is_remote = isinstance(image, str) and image.startswith(("http://", "https://"))
+        if is_remote and not isinstance(error, UnidentifiedImageError):
+            raise UnreachableError(f"the image {image} cannot be reached: {error}") from error
         raise RowError(f"an image cannot be read: {error}") from error
     raise RowError(f"an image is {image!r:.80}, but must be a PIL image, a path or a URL")
 
@@ -87,8 +110,10 @@ def storable(image: Any) -> str:
     """Returns the path or URL of an image, or a data URL that holds it."""
     if isinstance(image, str):
         return image
-    file = BytesIO()
-    load(image).save(file, format="PNG")
+    file, picture = BytesIO(), load(image)
+    if picture.mode not in PNG_MODES:
+        picture = picture.convert("RGB")
+    picture.save(file, format="PNG")
     return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
 
 

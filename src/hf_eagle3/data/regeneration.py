@@ -27,9 +27,9 @@ from trl.data_utils import get_dataset_column_names
 from ..environment import without_paths
 from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
 from ..tokenizer import PromptEncoder, padding_token, with_text_part
-from .images import ImageReader, sendable, storable
+from .images import ImageReader, sendable, storable, with_unread_images
 from .prompts import num_positions
-from .rows import IMAGES, RowError, read_prompt, summary, without_nulls
+from .rows import IMAGES, RowError, UnreachableError, read_prompt, summary, without_nulls
 
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ BATCHES_SORTED = 8
 NUM_NAMED = 3  # rows to name at once when they are left out
 
 # Hidden, so that `load_dataset` does not read them as data.
-SETTINGS, LEFT_OUT = ".settings.json", ".left_out-{:0>5}.jsonl"
+SETTINGS, LEFT_OUT = ".settings.json", ".left_out-*.jsonl"
 CARD = """---
 {metadata}
 ---
@@ -92,29 +92,31 @@ class Output:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         kept = folder / SETTINGS
-        if kept.exists():
-            known = json.loads(kept.read_text(encoding="utf-8"))
-            if not any(part.stat().st_size for part in folder.glob("rows-*.jsonl")):
-                kept.write_text(json.dumps(settings), encoding="utf-8")  # the earlier run failed before its first row
-            elif known != settings:
-                changed = {key: (known.get(key), settings.get(key)) for key in known.keys() | settings.keys()}
+        if not kept.exists() and any(folder.iterdir()):
+            raise ValueError(f"{folder} is not empty, and was not begun by this script. Choose another folder.")
+        known = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
+        if known != settings:
+            if any(part.stat().st_size for part in folder.glob("rows-*.jsonl")):
+                then = known or {}
+                changed = {key: (then.get(key), settings.get(key)) for key in then.keys() | settings.keys()}
                 changed = {key: values for key, values in changed.items() if values[0] != values[1]}
                 raise ValueError(
                     f"{folder} was begun with other settings (then, now): {changed}. Choose another folder."
                 )
-        elif any(folder.iterdir()):
-            raise ValueError(f"{folder} is not empty, and was not begun by this script. Choose another folder.")
-        else:
-            kept.write_text(json.dumps(settings), encoding="utf-8")
+            for part in folder.glob(LEFT_OUT):  # of an earlier run that wrote no row
+                part.unlink()
+            unfinished = folder / f"{SETTINGS}.unfinished"
+            unfinished.write_text(json.dumps(settings), encoding="utf-8")
+            unfinished.replace(kept)  # at once, because other processes read it
         path = folder / f"rows-{process_index:05d}.jsonl"
-        left_out = LEFT_OUT.format(process_index)
         if process_index == 0:  # before the others start; an earlier run may have had more processes
-            for part in (*folder.glob("rows-*.jsonl"), *folder.glob(LEFT_OUT.format("*"))):
+            for part in (*folder.glob("rows-*.jsonl"), *folder.glob(LEFT_OUT)):
                 drop_unfinished_line(part)
         self.done = {row["row"] for row in rows_in(folder.glob("rows-*.jsonl"))}
-        self.left_out = {row["row"]: row["reason"] for row in rows_in(folder.glob(LEFT_OUT.format("*")))}
+        self.left_out = {row["row"]: row["reason"] for row in rows_in(folder.glob(LEFT_OUT))}
         self.num_before, self.num_cut, self.drops_cut_answers = len(self.left_out), 0, drops_cut_answers
-        self.file, self.left_out_file = path.open("a", encoding="utf-8"), folder / left_out
+        self.file = path.open("a", encoding="utf-8")
+        self.left_out_file = folder / LEFT_OUT.replace("*", f"{process_index:05d}")
 
     def write(self, row: int, content: dict) -> None:
         """Writes a finished row, or leaves it out if an answer was cut and such rows are dropped."""
@@ -246,7 +248,8 @@ def beginnings(
         texts = [text if isinstance(text, str) else "" for text in rows["text"]]  # empty prompts are reported later
         for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"]:
             starts = [0, *range(apart, len(tokens) - num_tokens + 1, apart)]
-            prompts += [tokenizer.decode(tokens[start : start + num_tokens]) for start in starts]
+            pieces = (tokenizer.decode(tokens[start : start + num_tokens]) for start in starts)
+            prompts += [piece.strip("\ufffd") for piece in pieces]  # parts of characters that were cut
         return {"prompt": prompts}
 
     return dataset.map(prompts_of, batched=True, remove_columns=get_dataset_column_names(dataset))
@@ -374,7 +377,7 @@ def conversations(
     leave_out: Callable[[int, str], None] = warn_left_out,
 ) -> Iterator[Conversation]:
     """Yields this process's rows that are not done. Calls `leave_out(row, reason)` for rows that cannot be answered."""
-    for row, example in enumerate(dataset):
+    for row, example in enumerate(with_unread_images(dataset)):
         if row % num_processes != process_index or row in done:
             continue
         try:
@@ -393,7 +396,7 @@ def regenerate_locally(
     draft: PreTrainedModel | None = None,
     images: ImageReader | None = None,
     **generation_kwargs: Any,
-) -> None:
+) -> int:
     """
     Answers with `target.generate`, `batch_size` conversations of similar length at a time. Continues prompts that are texts.
 
@@ -406,6 +409,9 @@ def regenerate_locally(
         draft ([`Eagle3ForSpeculation`], *optional*): An earlier draft of this target, which makes it faster.
         images ([`ImageReader`], *optional*): Reads images. Without it rows with images are left out.
         generation_kwargs (*optional*): For `generate`.
+
+    Returns:
+        `int`: The number of rows with an image that could not be reached. Another run tries them again.
     """
     tokenizer.pad_token = padding_token(tokenizer)
     try:
@@ -415,21 +421,24 @@ def regenerate_locally(
     encoder, room = PromptEncoder(tokenizer), generation_kwargs.get("max_new_tokens", 1)
     positions = num_positions(target)
     at_once = batch_size * (BATCHES_SORTED if images is None else 1)  # images of many rows take much memory
-    upcoming, active = iter(pending), list[Conversation]()
+    upcoming, active, num_failed, order = iter(pending), list[Conversation](), 0, random.Random(0)
     progress = tqdm(desc="Rows", initial=len(output.done), disable=None)
     while True:
         prompts = {}
         for conversation in chain(active, upcoming):
             try:
                 prompts[conversation] = encode_prompt(conversation, encoder, room, positions, images)
+            except UnreachableError as error:
+                num_failed += 1
+                logger.warning(f"Row {conversation.row} failed: {error}")
             except RowError as error:
                 output.leave_out(conversation.row, str(error))
             if len(prompts) >= at_once:
                 break
         if not prompts:
-            return
+            return num_failed
         active = []
-        for batch in batches_by_length(prompts, batch_size):
+        for batch in batches_by_length(prompts, batch_size, order):
             answers = generate_answers(
                 target,
                 tokenizer,
@@ -438,25 +447,26 @@ def regenerate_locally(
                 assistant_model=draft,
                 **generation_kwargs,
             )
-            for conversation, (tokens, finish_reason) in zip(batch, answers, strict=True):
+            for conversation, (tokens, stop) in zip(batch, answers, strict=True):
                 prompt = None if conversation.text is not None else prompts[conversation]["prompt"]
                 try:
-                    message = parse_answer(tokenizer, tokens, prompt)
+                    message = parse_answer(tokenizer, tokens, stop, prompt)
+                    if conversation.answer(message, "length" if stop is None else "stop"):
+                        output.write(conversation.row, conversation.result())
+                        progress.update()
+                    else:
+                        active.append(conversation)
                 except RowError as error:
                     output.leave_out(conversation.row, str(error))
-                    continue
-                if conversation.answer(message, finish_reason):
-                    output.write(conversation.row, conversation.result())
-                    progress.update()
-                else:
-                    active.append(conversation)
 
 
-def batches_by_length(prompts: dict[Conversation, dict[str, Any]], batch_size: int) -> list[list[Conversation]]:
+def batches_by_length(
+    prompts: dict[Conversation, dict[str, Any]], batch_size: int, order: random.Random
+) -> list[list[Conversation]]:
     """Returns batches of conversations with prompts of about the same length, in random order."""
     by_length = sorted(prompts, key=lambda conversation: len(prompts[conversation]["input_ids"]))
     batches = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
-    random.shuffle(batches)  # a run that is stopped early then has prompts of all lengths
+    order.shuffle(batches)  # a run that is stopped early then has prompts of all lengths
     return batches
 
 
@@ -480,6 +490,7 @@ def encode_prompt(
 
     Raises:
         RowError: if the prompt cannot be rendered, is empty, or is too long.
+        UnreachableError: if there is no such image, or its server cannot be reached.
     """
     try:
         if conversation.text is not None:
@@ -516,8 +527,8 @@ def generate_answers(
     prompts: list[dict[str, Any]],
     images: ImageReader | None = None,
     **generation_kwargs: Any,
-) -> list[tuple[list[int], str]]:
-    """Returns for each prompt the new tokens, up to the end of the answer, and `"stop"` or `"length"`."""
+) -> list[tuple[list[int], int | None]]:
+    """Returns for each prompt the new tokens, and the token that ended them. `None` if they were cut for their length."""
     rows = [{"input_ids": each["input_ids"]} for each in prompts]
     inputs = pad_without_fast_tokenizer_warning(tokenizer, rows, return_tensors="pt", padding_side="left")
     if images is not None:
@@ -532,17 +543,20 @@ def generate_answers(
     answers = []
     for sequence in sequences[:, inputs["input_ids"].shape[1] :].tolist():
         end = next((i for i, token in enumerate(sequence) if token in stops), None)
-        answers.append((sequence[:end], "length" if end is None else "stop"))
+        answers.append((sequence[:end], None if end is None else sequence[end]))
     return answers
 
 
-def parse_answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int], prompt: str | None) -> dict:
+def parse_answer(
+    tokenizer: PreTrainedTokenizerBase, tokens: list[int], stop: int | None, prompt: str | None
+) -> dict[str, Any]:
     """
     Returns the message in an answer, with its reasoning and tool calls if the tokenizer can parse them.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
         tokens (`list[int]`): The answer.
+        stop (`int`, *optional*): The token that ended it.
         prompt (`str`, *optional*): The rendered conversation. `None` if the answer continues a text.
 
     Raises:
@@ -550,14 +564,33 @@ def parse_answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int], prompt: 
     """
     if prompt is not None and tokens:
         if getattr(tokenizer, "response_template", None) is not None:
-            try:
-                return {"content": "", **tokenizer.parse_response(tokens, prefix=prompt)}
-            except ValueError as error:
-                raise RowError(f"its answer cannot be parsed: {error}") from error
+            return parse_by_template(tokenizer, tokens, stop, prompt)
         if special := set(tokenizer.all_special_ids) & set(tokens):
             names = tokenizer.convert_ids_to_tokens(sorted(special))
             raise RowError(f"its answer has the special tokens {names}")
     return {"role": "assistant", "content": tokenizer.decode(tokens)}
+
+
+def parse_by_template(
+    tokenizer: PreTrainedTokenizerBase, tokens: list[int], stop: int | None, prompt: str
+) -> dict[str, Any]:
+    """Returns the message in an answer by the tokenizer's response template. For the arguments see [`parse_answer`]."""
+    endings = [[], *([] if stop is None else [[stop]])]
+    failure, parsed = None, []
+    for ending in endings:
+        try:
+            parsed.append({"content": "", **tokenizer.parse_response(tokens + ending, prefix=prompt)})
+        except ValueError as error:
+            failure = error
+    # The end of a tool call may be the end of the answer (Llama 3). Otherwise a template may take the last token for text.
+    message = next((each for each in reversed(parsed) if each.get("tool_calls")), parsed[0] if parsed else None)
+    if message is None:
+        raise RowError(f"its answer cannot be parsed: {failure}") from failure
+    for call in message.get("tool_calls") or []:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError(f"its answer has a tool call without the name of a function: {call!r:.80}")
+    return message
 
 
 async def regenerate_by_server(
@@ -628,7 +661,7 @@ class ServerClient:
         self.failed: list[int] = []
         # Rows that were refused since the last answer. The next answer shows that the rows are the cause.
         self.refused: list[tuple[int, aiohttp.ClientResponseError]] = []
-        self.has_answered = bool(output.done)
+        self.has_answered = False
 
     async def work(self, session: aiohttp.ClientSession) -> None:
         """Answers pending conversations, one after the other."""
@@ -640,6 +673,8 @@ class ServerClient:
                 )
             try:
                 await self.answer(session, conversation)
+            except UnreachableError as error:
+                self.fail(conversation.row, str(error))
             except RowError as error:
                 self.output.leave_out(conversation.row, str(error))
             except Exception as error:
@@ -717,7 +752,8 @@ class ServerClient:
         statuses = {error.status for _, error in self.refused}
         is_of_rows = self.has_answered and statuses <= ROW_STATUS
         has_stuck = len(statuses) == 1 and len(self.refused) >= NUM_REFUSED
-        if self.refused and not is_of_rows and (has_stuck or is_end and not self.has_answered):
+        is_first_run = not (self.has_answered or self.output.done)
+        if self.refused and not is_of_rows and (has_stuck or is_end and is_first_run):
             row, error = self.refused[0]
             raise ConnectionRefusedError(
                 f"{self.base_url} refuses {len(self.refused)} requests in a row. Row {row}: {error.status} {error.message}. "

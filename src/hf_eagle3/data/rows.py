@@ -51,6 +51,10 @@ class RowError(ValueError):
         super().__init__(reason)
 
 
+class UnreachableError(RowError):
+    """Says that a file or server of a row is not there now. It may be later."""
+
+
 @dataclass
 class Row:
     """

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -395,9 +396,12 @@ def start_store(folder: str | Path, rows: Dataset, description: dict, rows_per_s
                 "the arguments of its first run."
             )
         return
-    if folder.exists() and any(folder.iterdir()):
+    unfinished = folder / "rows.unfinished"  # of a run that was killed
+    if folder.exists() and any(path != unfinished for path in folder.iterdir()):
         raise ValueError(f"{folder} is not empty and holds no features. Choose another folder.")
-    rows.save_to_disk(str(folder / "rows"))
+    shutil.rmtree(unfinished, ignore_errors=True)
+    rows.save_to_disk(str(unfinished))
+    unfinished.rename(folder / "rows")
     write_atomically(
         folder / "index.json", lambda path: path.write_text(json.dumps(index, indent=2), encoding="utf-8")
     )
@@ -449,7 +453,7 @@ def write_shard(
         tensors["scales"] = (states.float().abs().amax(-1) / torch.finfo(FP8).max).clamp(min=1e-12)
         states = states.float() / tensors["scales"][..., None]
     tensors["states"] = states.to(dtype)
-    if dtype != FP8 and not tensors["states"].isfinite().all():
+    if not tensors["scales" if dtype == FP8 else "states"].isfinite().all():
         raise ValueError(
             f"The target's states reach {states.float().abs().max():.3g}, which {dtype} cannot hold. Store them in bfloat16 or "
             "float8_e4m3fn (`dtype`)."
