@@ -51,7 +51,7 @@ PROMPT_TOKENS = 48
 EOS = "<|endoftext|>"
 # Tokens of a row of texts, and of one of conversations.
 MAX_LENGTH, MAX_LENGTH_OF_CONVERSATIONS = 256, 512
-# Conversations are packed whole. Prompts are learned, too: a short training is short of text, and learns more so.
+# Conversations are packed whole. Prompts are learned, too, because a short training has little text.
 OF_CONVERSATIONS = {"packing_strategy": "bfd"}
 # Arguments that target and draft do not depend on, and those that only the draft does.
 NOT_TRAINED = ("max_new_tokens", "min_steps", "output_dir", "prompts", "repeats")
