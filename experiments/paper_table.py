@@ -20,7 +20,7 @@ Each method has its paper's loss and number of drafting steps; docs/baselines.md
 data and the number of nodes are the same for all. All guess samples by the same noise (docs/decoding.md), which no paper
 does. Our drafts and P-EAGLE's have a draft vocabulary. The others have the target's whole vocabulary, as in their papers. A
 static tree is the best one by the trained draft's accuracies on training data. Trees of DFlash and JetSpec are as deep as
-their blocks, because depth costs them nothing.
+their blocks, because depth costs them nothing. These two are trained with a sampled softmax.
 
 Trained drafts and measurements stay in the folder. After an interruption, the same command goes on.
 """
@@ -61,6 +61,8 @@ DRAFTS = {
     "eagle3-no-lookup": "eagle3",
     "eagle3": "eagle3",
 }
+# Of block drafts. They learn two to three masks for each token, and a whole vocabulary would take most of the time.
+SAMPLED_VOCAB_SIZE = 1024
 # Arguments that do not change a measurement.
 NOT_MEASURED = ("output_dir", "methods", "repeats")
 
@@ -99,7 +101,7 @@ def train(name, folder: Path, target, tokenizer, dataset, args) -> None:
         sizes = {"num_hidden_layers": args.block_layers, "block_size": args.block_size} if is_block else {}
         draft, settings = baseline.make_draft(target, **sizes), dict(baseline.training)
         if is_block:
-            settings["ttt_steps"] = args.block_size - 1
+            settings |= {"ttt_steps": args.block_size - 1, "sampled_vocab_size": SAMPLED_VOCAB_SIZE}
     elif name == "classic":  # as in the EAGLE-3 paper
         settings |= {"draft_form": name, "ttt_warmup": 0.0}
     else:

@@ -393,8 +393,15 @@ def test_too_many_steps_are_refused(tmp_path, tokenizer, method, most):
     "name, value", [("ttt_row_share", 0.5), ("sampled_vocab_size", 8), ("loss_type", "lk_lambda")]
 )
 def test_settings_of_a_loss_that_a_method_does_not_have(tmp_path, tokenizer, name, value):
-    with pytest.raises(ValueError, match=f"Eagle.* has a loss of its own, on which .'{name}'. have no effect"):
+    with pytest.raises(
+        ValueError, match=f"Eagle.* is trained in a way of its own, on which .'{name}'. have no effect"
+    ):
         make_trainer(tmp_path, tokenizer, "eagle", **{name: value})
+    if name == "ttt_row_share":
+        with pytest.raises(ValueError, match="DFlash.* is trained in a way of its own"):
+            make_trainer(tmp_path, tokenizer, "dflash", **{name: value})
+    else:
+        make_trainer(tmp_path, tokenizer, "dflash", max_steps=2, **{name: value}).train()
 
 
 def test_parallel_drafts():

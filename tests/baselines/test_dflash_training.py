@@ -5,16 +5,18 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from conftest import BLOCK_DRAFTS, features_of, make_baseline, make_prompt, make_target
+from conftest import BLOCK_DRAFTS, VOCAB_SIZE, features_of, make_baseline, make_prompt, make_target
 
 from hf_eagle3.baselines import BASELINES
 from hf_eagle3.baselines.dflash_training import (
-    attend_to_text,
+    attend_to_blocks,
     attend_to_text_by_flex,
+    block_attention,
     draw_rows,
     text_mask,
 )
-from hf_eagle3.training.ttt import TTTBatch
+from hf_eagle3.training import ttt
+from hf_eagle3.training.ttt import TTTBatch, draft_loss
 
 
 BLOCK, MASK = 6, 3
@@ -64,7 +66,7 @@ def test_the_loss_is_that_of_one_block_at_a_time(method, draft_token_ids):
     draft.borrow_embeddings(target)
     draft.BLOCK_SHARE = 1.0
     batch, documents = make_packed_batch(target, draft)
-    outputs = draft.training_loss(batch, BLOCK - 1)
+    outputs = draft_loss(draft, batch, BLOCK - 1)
     losses, counts, correct = torch.zeros(BLOCK - 1), torch.zeros(BLOCK - 1).long(), torch.zeros(BLOCK - 1).long()
     for document in documents:
         for row in range(document.input_ids.shape[1] - 2):
@@ -93,11 +95,11 @@ def test_pieces_and_padding_change_nothing(monkeypatch, method):
     draft.borrow_embeddings(target)
     draft.BLOCK_SHARE = 1.0
     batch, _ = make_packed_batch(target, draft)
-    expected = draft.training_loss(batch, 4).loss_sums
+    expected = draft_loss(draft, batch, 4).loss_sums
     shorter = TTTBatch(**{field.name: getattr(batch, field.name)[:, :23] for field in fields(TTTBatch)})
-    torch.testing.assert_close(draft.training_loss(shorter, 4).loss_sums, expected)
+    torch.testing.assert_close(draft_loss(draft, shorter, 4).loss_sums, expected)
     monkeypatch.setattr("hf_eagle3.baselines.dflash_training.BLOCK_SIZE", 3 * BLOCK)
-    outputs = draft.training_loss(batch, 4)
+    outputs = draft_loss(draft, batch, 4)
     torch.testing.assert_close(outputs.loss_sums, expected)
     expected.sum().backward()
     gradient = draft.fc.weight.grad.clone()
@@ -113,11 +115,11 @@ def test_drawn_blocks_estimate_the_loss_of_all():
     draft.borrow_embeddings(target)
     batch, _ = make_packed_batch(target, draft)
     draft.BLOCK_SHARE = 1.0
-    expected = draft.training_loss(batch, 4).loss_sums
+    expected = draft_loss(draft, batch, 4).loss_sums
     draft.BLOCK_SHARE = 0.3
     torch.manual_seed(0)
     with torch.no_grad():
-        estimates = torch.stack([draft.training_loss(batch, 4).loss_sums for _ in range(200)])
+        estimates = torch.stack([draft_loss(draft, batch, 4).loss_sums for _ in range(200)])
     assert estimates.std(dim=0).min() > 0
     torch.testing.assert_close(estimates.mean(dim=0), expected, rtol=0.05, atol=0)
     few = replace(batch, labels=batch.labels.masked_fill(torch.arange(25) > 4, -100))
@@ -126,31 +128,50 @@ def test_drawn_blocks_estimate_the_loss_of_all():
     assert set(range(3)) <= set(rows[0].tolist()) & set(rows[1].tolist())  # those that predict tokens up to 4
 
 
+def test_a_sample_of_all_tokens_is_the_vocabulary(monkeypatch):
+    """With a target whose logits have a factor and a soft cap."""
+    target = make_target("llama")
+    draft = make_baseline("dflash", target, output_multiplier=0.5, final_logit_softcapping=2.0)
+    draft.borrow_embeddings(target)
+    batch, _ = make_packed_batch(target, draft)
+    whole = draft_loss(draft, batch, 4)
+    monkeypatch.setattr(ttt, "LEAST_PROBABILITY", 2.0)  # no token is always taken
+    sampled = draft_loss(draft, batch, 4, num_sampled=VOCAB_SIZE)
+    torch.testing.assert_close(sampled.loss_sums, whole.loss_sums)
+    assert torch.equal(sampled.num_correct, whole.num_correct)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        estimates = [draft_loss(draft, batch, 4, num_sampled=VOCAB_SIZE // 2).loss_sums for _ in range(100)]
+    assert torch.stack(estimates).std(dim=0).min() > 0
+
+
 def test_evaluation_draws_the_same_blocks():
     target = make_target("llama")
     draft = make_baseline("jetspec", target)
     draft.borrow_embeddings(target)
     batch, _ = make_packed_batch(target, draft)
     state = torch.get_rng_state()
-    first, second = (draft.training_loss(batch, 4) for _ in range(2))
+    first, second = (draft_loss(draft, batch, 4) for _ in range(2))
     assert torch.equal(first.loss_sums, second.loss_sums) and torch.equal(torch.get_rng_state(), state)
     draft.train()
     torch.manual_seed(0)
-    trained = [draft.training_loss(batch, 4) for _ in range(2)]
+    trained = [draft_loss(draft, batch, 4) for _ in range(2)]
     assert not torch.equal(trained[0].loss_sums, trained[1].loss_sums)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
 @torch.no_grad()
-def test_flex_attention_gives_the_same():
+def test_flex_attention_gives_the_same(is_causal):
     batch_size, num_keys, block_size = 2, 40, 3
     documents = torch.tensor([[0] * 15 + [1] * 25, [0] * 30 + [-1] * 10])
     rows = torch.tensor([[0, 14, 15, 39], [3, 4, 29, 35]])
     query = torch.randn(batch_size, 4, 12, 16)
     keys, values = torch.randn(2, batch_size, 2, num_keys, 16)
-    expected = attend_to_text(query, keys, values, documents, rows.repeat_interleave(block_size, dim=1), 0.3)
-    mask = text_mask(documents, rows, block_size, 128, 128)
-    for ours, theirs in zip(attend_to_text_by_flex(query, keys, values, mask, 0.3), expected):
-        torch.testing.assert_close(ours, theirs)
+    own_keys, own_values = torch.randn(2, batch_size, 2, 12, 16)
+    of_text = attend_to_text_by_flex(query, keys, values, text_mask(documents, rows, block_size, 128, 128), 0.3)
+    by_flex = attend_to_blocks(query, own_keys, own_values, *of_text, 0.3, block_size, is_causal)
+    expected = block_attention(query, own_keys, own_values, keys, values, documents, rows, 0.3, block_size, is_causal)
+    torch.testing.assert_close(by_flex, expected)
 
 
 @pytest.mark.parametrize("method", list(BLOCK_DRAFTS))
@@ -173,7 +194,7 @@ def test_a_trained_draft_is_accepted(method):
     optimizer = torch.optim.AdamW([each for name, each in draft.named_parameters() if "lm_head" not in name], lr=3e-3)
     losses = []
     for _ in range(150):
-        outputs = draft.training_loss(batch, BLOCK - 1)
+        outputs = draft_loss(draft, batch, BLOCK - 1)
         loss = (outputs.loss_sums / outputs.num_rows).sum()
         loss.backward()
         optimizer.step()

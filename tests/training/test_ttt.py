@@ -294,7 +294,7 @@ def test_the_loss_in_pieces_is_the_loss():
 
 
 def sampled_vocabularies(draft, batch, num_sampled, num):
-    return [ttt.SampledVocabulary.of(batch, draft.lm_head, num_sampled) for _ in range(num)]
+    return [ttt.SampledVocabulary.of(batch, draft, num_sampled) for _ in range(num)]
 
 
 def test_a_sample_of_the_vocabulary_stands_for_all(monkeypatch):

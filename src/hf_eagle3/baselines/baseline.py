@@ -70,7 +70,7 @@ class BaselineDraft(DraftModel):
     """
     A draft that reads the state that the target's head reads, and by default proposes a static tree.
 
-    A subclass trains with its `training_loss(batch, steps)`, on the steps of its `unroll(batch, steps)`.
+    A subclass trains on the steps of its `unroll(batch, steps)`, with its `training_loss(batch, steps)` if it has one.
     """
 
     config_class = BaselineConfig

@@ -30,8 +30,7 @@ from ..remote_code.policy_eagle3 import tree_settings
 from ..remote_code.text_eagle3 import flat_indices, right_index
 from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Plan, SampleGuesser
 from ..tensor_names import HUB_ARGUMENTS, find
-from ..training.losses import DraftLoss
-from ..training.ttt import RowTargets, TTTBatch, TTTOutput, UnrollStep, unroll_loss
+from ..training.ttt import TTTBatch, UnrollStep
 from .baseline import BaselineConfig, BaselineDraft, check_steps
 from .block_tree import grow_block_tree
 from .dflash_layout import flat_form, nested_form
@@ -293,7 +292,11 @@ class DFlashForSpeculation(BaselineDraft):
         """
         Yields a step for each mask of the blocks, whose states `(B, K, H)` are those of `K` blocks in each text. All
         blocks are computed in one pass. Evaluation draws the same blocks each time.
+
+        Raises:
+            ValueError: if a block has fewer masks than `steps`.
         """
+        check_steps(self, steps, self.config.block_size - 1)
         block_size, device = self.config.block_size, batch.input_ids.device
         generator = None if self.training else torch.Generator(device).manual_seed(0)
         rows, weights = draw_rows(batch, steps, self.BLOCK_SHARE, generator)  # (B, K)
@@ -313,15 +316,6 @@ class DFlashForSpeculation(BaselineDraft):
             weights = torch.ones_like(weights)
         for step in range(steps):
             yield UnrollStep(states[:, :, 1 + step], self.logits_of, rows=rows, row_weights=weights)
-
-    def training_loss(self, batch: TTTBatch, steps: int) -> TTTOutput:
-        """Returns the divergence from the target's distributions at each mask, for blocks at random places."""
-        check_steps(self, steps, self.config.block_size - 1)
-        return unroll_loss(self, batch, self.unroll(batch, steps), self.row_loss)
-
-    def row_loss(self, logits: torch.Tensor, targets: RowTargets) -> torch.Tensor:
-        """Returns the loss of each row `(B, R)`."""
-        return DraftLoss.apply(logits, targets.probs, targets.mass, targets.entropy, "kl")
 
     # The network ---------------------------------------------------------------------------------------------------
 
@@ -453,7 +447,11 @@ class DFlashForSpeculation(BaselineDraft):
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
         """Returns the logits `(..., draft_vocab_size)` of states `(..., H)`, as the target computes them."""
-        logits, factor = self.lm_head(states), self.config.output_multiplier
+        return self.scale_logits(self.lm_head(states))
+
+    def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns `logits` of the head with the target's factor and soft cap."""
+        factor = self.config.output_multiplier
         logits = logits if factor == 1 else logits * factor
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap

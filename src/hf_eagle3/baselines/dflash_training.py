@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from torch.utils.checkpoint import checkpoint
 
 from ..remote_code.modeling_eagle3 import Eagle3Attention
 from ..training.ttt import BLOCK_SIZE, TTTBatch, attend_by_flex, compiled_flex, counted_rows, padded_length
@@ -87,10 +86,7 @@ class BlockCache:
         parts = zip(*(each.split(num_queries, dim=2) for each in (query, key, value)))
         for rows, part in zip(self.rows.split(num_blocks, dim=1), parts):
             arguments = (*part, keys, values, self.documents, rows, scaling, self.block_size, self.is_causal)
-            if num_blocks < self.rows.shape[1]:
-                outputs.append(checkpoint(block_attention, *arguments, use_reentrant=False))
-            else:
-                outputs.append(block_attention(*arguments))
+            outputs.append(block_attention(*arguments))
         return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
@@ -106,36 +102,32 @@ def block_attention(
     block_size: int,
     is_causal: bool,
 ) -> torch.Tensor:
-    """Returns the attention `(B, H, Q, D)` of blocks behind `rows` `(B, K)` to the text and to themselves."""
-    of_text = attend_to_text(query, keys, values, documents, rows.repeat_interleave(block_size, dim=1), scaling)
-    return attend_to_blocks(query, own_keys, own_values, *of_text, scaling, block_size, is_causal)
-
-
-def attend_to_text(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    documents: torch.Tensor,
-    rows: torch.Tensor,
-    scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Returns the attention `(B, H, Q, D)` to the text, and the logarithms of its sums of exponentials `(B, H, Q)`.
+    Returns the attention of blocks to the text and to themselves, `(B, H, Q, D)`.
 
     Args:
-        query (`torch.FloatTensor` of shape `(B, H, Q, D)`): The queries.
+        query (`torch.FloatTensor` of shape `(B, H, Q, D)`): The queries of `K = Q / block_size` blocks.
+        own_keys, own_values (`torch.FloatTensor` of shape `(B, H_kv, Q, D)`): Those of the blocks.
         keys, values (`torch.FloatTensor` of shape `(B, H_kv, L, D)`): Those of the text.
         documents (`torch.LongTensor` of shape `(B, L)`): The number of each token's document.
-        rows (`torch.LongTensor` of shape `(B, Q)`): The last row that each query attends to, in this row's document.
+        rows (`torch.LongTensor` of shape `(B, K)`): The last row that each block attends to, in this row's document.
         scaling (`float`): The factor of the scores.
+        block_size (`int`): Tokens of a block.
+        is_causal (`bool`): Whether a token of a block attends only to those before it.
     """
-    allowed = documents.gather(1, rows)[..., None] == documents[:, None]
-    allowed &= rows[..., None] >= torch.arange(documents.shape[1], device=rows.device)  # (B, Q, L)
-    grouped = query.unflatten(1, (keys.shape[1], -1)) * scaling  # (B, H_kv, G, Q, D)
-    scores = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).float()
-    scores = scores.masked_fill(~allowed[:, None, None], -torch.inf)
-    output = scores.softmax(dim=-1).to(values.dtype) @ values.unsqueeze(2)
-    return output.flatten(1, 2), scores.logsumexp(dim=-1).flatten(1, 2)
+    of_text = documents.gather(1, rows)[..., None] == documents[:, None]
+    of_text &= rows[..., None] >= torch.arange(documents.shape[1], device=rows.device)  # (B, K, L)
+    own = torch.ones(block_size, block_size, dtype=torch.bool, device=rows.device)
+    own = torch.block_diag(*[own.tril() if is_causal else own] * rows.shape[1]).bool()  # (Q, Q)
+    allowed = torch.cat([of_text.repeat_interleave(block_size, dim=1), own.expand(len(rows), -1, -1)], dim=2)
+    return F.scaled_dot_product_attention(
+        query,
+        torch.cat([keys, own_keys], dim=2),
+        torch.cat([values, own_values], dim=2),
+        allowed[:, None],
+        scale=scaling,
+        enable_gqa=True,
+    )
 
 
 def attend_to_text_by_flex(
@@ -146,7 +138,16 @@ def attend_to_text_by_flex(
     scaling: float,
     attend: Any = attend_by_flex,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what [`attend_to_text`] does, by flex attention with a mask of [`text_mask`]."""
+    """
+    Returns the attention `(B, H, Q, D)` to the text, and the logarithms of its sums of exponentials `(B, H, Q)`.
+
+    Args:
+        query (`torch.FloatTensor` of shape `(B, H, Q, D)`): The queries.
+        keys, values (`torch.FloatTensor` of shape `(B, H_kv, L, D)`): Those of the text.
+        block_mask (`BlockMask`): See [`text_mask`].
+        scaling (`float`): The factor of the scores.
+        attend (`Callable`, *optional*): Flex attention, compiled or not.
+    """
     num_queries = query.shape[2]
     lengths = [length - states.shape[2] for length, states in zip(block_mask.shape[-2:], (query, keys))]
     query, keys, values = (
@@ -160,7 +161,7 @@ def text_mask(
     documents: torch.Tensor, rows: torch.Tensor, block_size: int, num_queries: int, num_keys: int
 ) -> BlockMask:
     """
-    Returns the mask of [`attend_to_text`] for blocks behind `rows` `(B, K)`, padded to numbers of queries and keys.
+    Returns the mask of [`attend_to_text_by_flex`] for blocks behind `rows` `(B, K)`, padded to numbers of queries and keys.
     """
     rows = rows.repeat_interleave(block_size, dim=1)
     rows = F.pad(rows, (0, num_queries - rows.shape[1]))  # padding attends to the first token
@@ -189,7 +190,7 @@ def attend_to_blocks(
     Args:
         query (`torch.FloatTensor` of shape `(B, H, Q, D)`): The queries of `Q / block_size` blocks.
         keys, values (`torch.FloatTensor` of shape `(B, H_kv, Q, D)`): Those of the blocks.
-        text_output, log_sums: See [`attend_to_text`].
+        text_output, log_sums: See [`attend_to_text_by_flex`].
         scaling (`float`): The factor of the scores.
         block_size (`int`): Tokens of a block.
         is_causal (`bool`): Whether a token attends only to those before it.

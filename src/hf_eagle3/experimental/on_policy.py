@@ -132,7 +132,7 @@ class OnPolicyTrainer(Eagle3Trainer):
     @property
     def learns_from_trees(self) -> bool:
         """Whether the draft unrolls token by token, so that it can be unrolled down a tree."""
-        by_tokens = not self.draft.config.is_parallel and not hasattr(self.draft, "training_loss")
+        by_tokens = not self.draft.config.is_parallel and not hasattr(self.draft, "unroll")
         return by_tokens and self.args.rollout_rejected_weight > 0
 
     def _resume(self, checkpoint: str) -> None:

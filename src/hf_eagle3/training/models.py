@@ -175,12 +175,13 @@ def check_draft(model: DraftModel | PeftModel, target_model: PreTrainedModel, ar
             "`Eagle3Trainer` trains drafts with full attention; this one has layers "
             f"{model.config.transformer_layer_config.layer_types}, and training-time test would ignore their window."
         )
+    plain: dict[str, Any] = {"ttt_row_share": 1.0} if hasattr(model, "unroll") else {}
     if hasattr(model, "training_loss"):
-        plain = {"ttt_row_share": 1.0, "sampled_vocab_size": None, "loss_type": "kl"}
-        if changed := [name for name, value in plain.items() if getattr(args, name) != value]:
-            raise ValueError(
-                f"{type(model).__name__} has a loss of its own, on which {changed} have no effect. Leave them out."
-            )
+        plain |= {"sampled_vocab_size": None, "loss_type": "kl"}
+    if changed := [name for name, value in plain.items() if getattr(args, name) != value]:
+        raise ValueError(
+            f"{type(model).__name__} is trained in a way of its own, on which {changed} have no effect. Leave them out."
+        )
 
 
 @contextmanager

@@ -485,14 +485,16 @@ class SampledVocabulary(NamedTuple):
         log_weights (`torch.FloatTensor` of shape `(S,)`):
             The logarithm of the number of tokens that each one stands for.
         weight (`torch.FloatTensor` of shape `(S, H)`): The rows of the head for these tokens.
+        scale (`Callable`, *optional*): What the draft does to logits of its head.
     """
 
     tokens: torch.Tensor
     log_weights: torch.Tensor
     weight: torch.Tensor
+    scale: Callable | None = None
 
     @classmethod
-    def of(cls, batch: TTTBatch, head: torch.nn.Linear, num_sampled: int) -> "SampledVocabulary":
+    def of(cls, batch: TTTBatch, draft: DraftModel, num_sampled: int) -> "SampledVocabulary":
         """
         Takes all tokens that reach `LEAST_PROBABILITY` anywhere in the batch, and `num_sampled` of the others at random.
         """
@@ -506,7 +508,7 @@ class SampledVocabulary(NamedTuple):
             others = others[torch.randperm(len(others), device=others.device)[:num_sampled]]
             log_weights[others] = math.log((~is_likely).sum().item() / num_sampled)
         tokens = torch.cat([is_likely.nonzero().flatten(), others]).sort().values
-        return cls(tokens, log_weights[tokens], head.weight[tokens])
+        return cls(tokens, log_weights[tokens], draft.lm_head.weight[tokens], getattr(draft, "scale_logits", None))
 
     def of_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns the sampled logits `(..., S)` of `logits` `(..., draft_vocab_size)`."""
@@ -514,15 +516,21 @@ class SampledVocabulary(NamedTuple):
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """Applies the draft's head to states `(..., H)`, and returns the sampled logits `(..., S)`."""
-        return F.linear(states, self.weight, self.log_weights.to(self.weight.dtype))
+        if self.scale is None:
+            return F.linear(states, self.weight, self.log_weights.to(self.weight.dtype))
+        logits = self.scale(F.linear(states, self.weight))
+        return logits + self.log_weights.to(logits.dtype)
 
 
 def draft_loss(draft: DraftModel, batch: TTTBatch, steps: int, loss_type: LossType = "kl", **kwargs: Any) -> TTTOutput:
     """
-    Returns the draft's own `training_loss(batch, steps)`, if it has one, and else [`ttt_loss`] with the other arguments.
+    Returns the draft's own `training_loss(batch, steps)`, if it has one, and else [`ttt_loss`] with the other arguments, on
+    the steps of its own `unroll(batch, steps)`, if it has one.
     """
-    own = getattr(draft, "training_loss", None)
-    return ttt_loss(draft, batch, steps, loss_type, **kwargs) if own is None else own(batch, steps)
+    if hasattr(draft, "training_loss"):
+        return draft.training_loss(batch, steps)
+    unroll = draft.unroll(batch, steps) if hasattr(draft, "unroll") else None
+    return ttt_loss(draft, batch, steps, loss_type, unroll=unroll, **kwargs)
 
 
 def ttt_loss(
@@ -548,7 +556,7 @@ def ttt_loss(
         max_logits (`int`, *optional*): See [`unroll_loss`].
         unroll (`Iterable[UnrollStep]`, *optional*): The steps. By default those of [`ttt_unroll`].
     """
-    vocabulary = None if num_sampled is None else SampledVocabulary.of(batch, draft.lm_head, num_sampled)
+    vocabulary = None if num_sampled is None else SampledVocabulary.of(batch, draft, num_sampled)
     unroll = ttt_unroll(draft, batch, steps, row_share) if unroll is None else unroll
 
     def row_loss(logits: torch.Tensor, targets: RowTargets) -> torch.Tensor:
