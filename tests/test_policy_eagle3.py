@@ -207,6 +207,14 @@ def test_luck_is_told_from_loss(gain, least, most):
     assert least <= sum(shares) / len(shares) <= most
 
 
+@pytest.mark.parametrize(("lengths", "least", "most"), [([1, 1, 1, 2, 1, 2], 16, 32), ([1] * 6, 200, 256)])
+def test_bad_luck_does_not_end_drafting_for_long(lengths, least, most):
+    drafting = DraftingTrial(num_rows=1)
+    for tokens in lengths:
+        drafting.judge(tokens, seconds=1.65, plain=1.0)
+    assert drafting.num_drafted == 0 and least <= drafting.plain_left <= most
+
+
 def calibrate(calibration, accepts, num_steps=400, num_rows=1):
     """
     Records trees of a root whose children are of 50%, 30% and 20%, and the best one's, which is of 50%. `accepts(step)`

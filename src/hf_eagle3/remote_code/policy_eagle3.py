@@ -181,6 +181,7 @@ class DraftingTrial:
     INTERVALS = (16, 64)  # plain steps between trials: at first, and at most; each time four times as many
     MOST_LOST = 0.01  # share of the time that trials may lose
     MOST_PLAIN = 16  # most intervals between trials, since a pause may cause the loss
+    MOST_IF_CHANCE = 2  # the same if three standard errors explain the loss, since bad luck is soon over
     REVIEWS = (8, 256)  # drafted steps between measurements of plain steps: at first, and at most
 
     def __init__(self, num_rows: int):
@@ -219,12 +220,13 @@ class DraftingTrial:
         gains = [tokens - seconds / plain for tokens, seconds in self.latest]
         self.lost -= gains[-1]
         mean = sum(gains) / len(gains)
-        luck = 1.5 * sum((gain - mean) ** 2 for gain in gains) ** 0.5 / len(gains)  # standard errors
-        if self.is_running or mean + luck >= 0:  # a few bad steps may be chance
+        error = sum((gain - mean) ** 2 for gain in gains) ** 0.5 / len(gains)  # standard error of the mean
+        if self.is_running or mean + 1.5 * error >= 0:  # a few bad steps may be chance
             return
         if self.num_drafted > self.INTERVALS[0]:  # it used to pay
             self.interval = self.INTERVALS[0]
-        self.plain_left = min(max(self.interval, int(self.lost / self.MOST_LOST)), self.MOST_PLAIN * self.interval)
+        most = (self.MOST_PLAIN if mean + 3 * error < 0 else self.MOST_IF_CHANCE) * self.interval
+        self.plain_left = min(max(self.interval, int(self.lost / self.MOST_LOST)), most)
         self.interval = min(4 * self.interval, self.INTERVALS[1])
         self.num_drafted, self.lost = 0, 0.0
         self.latest = self.latest[:: math.ceil(len(self.latest) / self.PRIOR_STEPS)]
