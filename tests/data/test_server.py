@@ -109,6 +109,18 @@ def test_a_server_that_refuses_everything(tmp_path, status, num_rows):
     assert not output.left_out
 
 
+def test_a_server_that_refuses_everything_after_an_interruption(tmp_path):
+    """Rows of the first run say nothing about the server of the second."""
+    rows = [{"messages": [user(str(i))]} for i in range(100)]
+    with chat_server(lambda *args: "fine") as (url, _):
+        ask(url, rows[:1], Output(tmp_path, {}))
+    output = Output(tmp_path, {})
+    refused = pytest.raises(ConnectionRefusedError, match="refuses 1[0-2] requests in a row")
+    with chat_server(lambda *args: 400) as (url, _), refused:
+        ask(url, rows, output)
+    assert not output.left_out
+
+
 @pytest.mark.parametrize("reason, num_failed", [("abort", 1), ("error", 1), ("content_filter", 0)])
 def test_answers_that_are_given_up_are_none(tmp_path, reason, num_failed):
     answer = {**assistant(""), "finish_reason": reason}
