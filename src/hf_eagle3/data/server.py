@@ -73,7 +73,7 @@ async def regenerate_by_server(
         await asyncio.gather(*(client.work(session) for _ in range(concurrency)))
     client.check_refused(is_end=True)
     client.settle_refused()
-    return len(client.failed)
+    return client.num_failed
 
 
 @dataclass
@@ -87,7 +87,7 @@ class ServerClient:
     max_retries: int
     first_wait: float
     sampling: dict[str, Any]
-    failed: list[int] = field(default_factory=list)
+    num_failed: int = 0
     # Rows that were refused since the last answer. The next answer shows that the rows are the cause.
     refused: list[tuple[int, aiohttp.ClientResponseError]] = field(default_factory=list)
     has_answered: bool = False
@@ -125,13 +125,9 @@ class ServerClient:
             self.settle_refused()
             reason = choice["finish_reason"]
             if reason == "content_filter":
-                self.output.leave_out(
-                    conversation.row, "the server filters the answer (finish reason 'content_filter')"
-                )
-                return
+                raise RowError("the server filters the answer (finish reason 'content_filter')")
             if reason in GIVEN_UP:
-                self.fail(conversation.row, f"the server gave up on the answer (finish reason {reason!r})")
-                return
+                return self.fail(conversation.row, f"the server gave up on the answer (finish reason {reason!r})")
             is_finished = conversation.answer(message_of(choice), reason)
         self.output.write(conversation.row, conversation.result())
         self.progress.update()
@@ -168,7 +164,7 @@ class ServerClient:
     def fail(self, row: int, reason: str) -> None:
         """Counts a row as failed. Another run tries it again."""
         logger.warning(f"Row {row} failed: {reason}")
-        self.failed.append(row)
+        self.num_failed += 1
 
     def settle_refused(self) -> None:
         """Leaves out the refused rows, after another request was answered."""
