@@ -24,6 +24,9 @@ from hf_eagle3 import Eagle3TrainingArguments
 from hf_eagle3.training.parser import Eagle3Parser
 
 
+MOST_WAITED = 7 * 24 * 3600  # seconds, for the slowest process; transformers does not use it on CPUs
+
+
 @dataclass
 class ExtractionScriptArguments(TrainScriptArguments):
     """Arguments of this script."""
@@ -43,6 +46,7 @@ class ExtractionScriptArguments(TrainScriptArguments):
 def main():
     types = (ExtractionScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig)
     parser = Eagle3Parser(types, without=("use_peft", "lora_", "use_rslora", "use_dora"))
+    parser.set_defaults(ddp_timeout=MOST_WAITED)
     script_args, training_args, target_config, mixture = parser.parse_args_and_config()
     folder, script_args.features_dir = script_args.features_dir, None
     if folder is None:

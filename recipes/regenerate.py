@@ -42,10 +42,10 @@ from hf_eagle3.data.regeneration import (
     beginnings,
     has_texts,
     push_dataset,
-    regenerate_by_server,
     regenerate_locally,
 )
 from hf_eagle3.data.rows import RowError, read_template_kwargs
+from hf_eagle3.data.server import regenerate_by_server
 from hf_eagle3.tokenizer import read_template
 from hf_eagle3.training.models import load_processing_class
 from hf_eagle3.training.parser import Eagle3Parser

@@ -220,3 +220,19 @@ def make_processor(family, template=UNMARKED_TEMPLATE):
 def make_image(seed, width=16, height=16):
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
+
+
+def vision_rows():
+    """Conversations with none, one and two images, and one whose image is gone."""
+
+    def user(content):
+        return {"role": "user", "content": content}
+
+    old = {"role": "assistant", "content": "old"}
+    two = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
+    return [
+        {"images": [make_image(0)], "messages": [user("what is it"), old, user("and"), old]},
+        {"images": [make_image(1), make_image(2)], "messages": [user("see"), old, user(two)]},
+        {"images": [], "messages": [user("hm"), old]},
+        {"images": ["gone.png"], "messages": [user("see"), old]},
+    ]

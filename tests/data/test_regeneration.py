@@ -2,31 +2,28 @@ import asyncio
 import copy
 import json
 import logging
-from itertools import chain
 
 import datasets
-import numpy as np
 import pytest
 import torch
 from conftest import chat_server, make_gpt2, make_target
 from datasets import Dataset, IterableDataset, load_dataset
-from seeing import gemma3, make, make_image, make_processor, qwen3_vl
+from seeing import gemma3, make, make_image, make_processor, qwen3_vl, vision_rows
 from tokenizers.processors import TemplateProcessing
 from trl.chat_template_utils import add_response_schema, llama3_1_chat_template, qwen3_chat_template
 
 from hf_eagle3.data import ImageReader, RowEncoder, RowError, read_row
 from hf_eagle3.data.images import load
 from hf_eagle3.data.regeneration import (
-    NUM_REFUSED,
     Conversation,
     Output,
     beginnings,
     has_texts,
     parse_answer,
-    regenerate_by_server,
     regenerate_locally,
     rows_in,
 )
+from hf_eagle3.data.server import regenerate_by_server
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -40,110 +37,8 @@ def assistant(text):
     return {"role": "assistant", "content": text}
 
 
-def ask(url, rows, output, **arguments):
-    settings = {"concurrency": 3, "first_wait": 0.01, **arguments}
-    return asyncio.run(regenerate_by_server(url, "m", output.pending(rows), output, **settings))
-
-
 def read(folder):
     return {row["row"]: row for row in load_dataset("json", data_files=str(folder / "*.jsonl"), split="train")}
-
-
-def test_every_turn_of_the_assistant_is_replaced(tmp_path):
-    rows = [
-        {"messages": [{"role": "system", "content": "s"}, user("a"), assistant("old"), user("b"), assistant("old")]},
-        {"messages": [assistant("hello"), user("a"), user("b")]},
-    ]
-    with chat_server(lambda payload, number: f"new {len(payload['messages'])}") as (url, requests):
-        assert ask(url, rows, Output(tmp_path, {}), temperature=0.5, max_tokens=7) == 0
-    written = read(tmp_path)
-    contents = [[message["content"] for message in written[row]["messages"]] for row in range(2)]
-    assert contents == [["s", "a", "new 2", "b", "new 4"], ["a", "b", "new 2"]]
-    assert written[0]["finish_reasons"] == ["stop", "stop"]
-    path, payload = requests[0]
-    assert path == "/v1/chat/completions"
-    assert (payload["model"], payload["temperature"], payload["max_tokens"]) == ("m", 0.5, 7)
-
-
-def test_conversations_with_their_first_prompt_in_a_column_of_its_own(tmp_path):
-    rows = [{"prompt": "a", "prompt_id": "x", "messages": [user("a"), assistant("old"), user("b"), assistant("old")]}]
-    with chat_server(lambda payload, number: f"new {number}") as (url, _):
-        assert ask(url, rows, Output(tmp_path, {})) == 0
-    assert [message["content"] for message in read(tmp_path)[0]["messages"]] == ["a", "new 1", "b", "new 2"]
-
-
-def test_reasoning_is_kept(tmp_path):
-    message = {**assistant("yes"), "reasoning_content": "hm"}
-    with chat_server(lambda *args: message) as (url, _):
-        ask(url, [{"messages": [user("a")]}], Output(tmp_path, {}))
-    assert read(tmp_path)[0]["messages"][-1] == message
-
-
-@pytest.mark.parametrize("status", [429, 500, 503])
-def test_what_may_pass_is_tried_again(tmp_path, status):
-    with chat_server(lambda payload, number: status if number % 3 else "fine") as (url, requests):
-        assert ask(url, [{"messages": [user(str(i))]} for i in range(4)], Output(tmp_path, {}), max_retries=9) == 0
-    assert len(read(tmp_path)) == 4 and len(requests) > 4
-
-
-def test_failed_rows_are_reported_and_tried_again_by_the_next_run(tmp_path, caplog):
-    rows = [{"messages": [user(str(i))]} for i in range(5)]
-
-    def reply(payload, number):
-        return 500 if payload["messages"][0]["content"] == "3" else "fine"
-
-    with chat_server(reply) as (url, requests):
-        assert ask(url, rows, Output(tmp_path, {}), max_retries=0) == 1
-    assert "Row 3 failed" in caplog.text
-    with chat_server(lambda *args: "later") as (url, requests):
-        assert ask(url, rows, Output(tmp_path, {})) == 0
-        assert len(requests) == 1
-    assert read(tmp_path)[3]["messages"][-1]["content"] == "later" and len(read(tmp_path)) == 5
-
-
-@pytest.mark.parametrize("status", [400, 413, 422])
-def test_rows_that_a_server_refuses_are_left_out_for_good(tmp_path, caplog, status):
-    rows = [{"messages": [user(str(i))]} for i in range(5)]
-
-    def reply(payload, number):
-        return status if payload["messages"][0]["content"] == "3" else "fine"
-
-    for num_requests in (5, 0):  # no second try, nor by another run
-        with chat_server(reply) as (url, requests):
-            output = Output(tmp_path, {})
-            assert ask(url, rows, output) == 0
-            assert len(requests) == num_requests
-        assert list(output.left_out) == [3] and f"Row 3: the server refuses it: {status}" in output.report()
-    assert sorted(read(tmp_path)) == [0, 1, 2, 4]
-
-
-@pytest.mark.parametrize("status, num_rows", [(404, 100), (400, 100), (401, 2)])
-def test_a_server_that_refuses_everything(tmp_path, status, num_rows):
-    rows, output = [{"messages": [user(str(i))]} for i in range(num_rows)], Output(tmp_path, {})
-    with chat_server(lambda *args: status) as (url, requests):
-        with pytest.raises(ConnectionRefusedError, match=rf"Row \d: {status} .*--served_model_name"):
-            ask(url, rows, output)
-        assert len(requests) <= min(num_rows, NUM_REFUSED + 3)
-    assert not output.left_out
-
-
-@pytest.mark.parametrize("reason, num_failed", [("abort", 1), ("error", 1), ("content_filter", 0)])
-def test_answers_that_are_given_up_are_none(tmp_path, reason, num_failed):
-    answer = {**assistant(""), "finish_reason": reason}
-    with chat_server(lambda payload, number: answer if payload["messages"][0]["content"] == "1" else "x") as (url, _):
-        output = Output(tmp_path, {})
-        assert ask(url, [{"messages": [user(str(i))]} for i in range(3)], output) == num_failed
-    assert sorted(read(tmp_path)) == [0, 2] and len(output.left_out) == 1 - num_failed
-
-
-@pytest.mark.parametrize("drops", [False, True])
-def test_answers_that_are_cut(tmp_path, drops):
-    answer = {**assistant("cut in the midd"), "finish_reason": "length"}
-    with chat_server(lambda payload, number: answer if payload["messages"][0]["content"] == "1" else "x") as (url, _):
-        output = Output(tmp_path, {}, drops_cut_answers=drops)
-        assert ask(url, [{"messages": [user(str(i))]} for i in range(3)], output) == 0
-    assert sorted(read(tmp_path)) == ([0, 2] if drops else [0, 1, 2])
-    assert "1 rows have an answer that was cut for its length" in output.report()
 
 
 def test_what_a_row_says_goes_into_prompt_request_and_new_row(tmp_path, tokenizer):
@@ -175,15 +70,6 @@ def test_what_a_row_says_goes_into_prompt_request_and_new_row(tmp_path, tokenize
     assert json.loads(written["tools"]) == [TOOL] and written["chat_template_kwargs"]["think"] == 1
 
 
-def test_calls_of_tools_end_a_conversation(tmp_path):
-    """What the tool would say is not known."""
-    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
-    message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    with chat_server(lambda *args: message) as (url, _):
-        ask(url, [{"messages": [user("a"), assistant("old"), user("b")]}], Output(tmp_path, {}))
-    assert read(tmp_path)[0]["messages"] == [user("a"), {**message, "content": ""}]
-
-
 def test_rows_that_a_target_cannot_answer_are_left_out(tmp_path, tokenizer):
     tokenizer, output = copy.deepcopy(tokenizer), Output(tmp_path, {})
     tokenizer.pad_token = tokenizer.eos_token = None
@@ -196,11 +82,6 @@ def test_rows_that_a_target_cannot_answer_are_left_out(tmp_path, tokenizer):
     assert sorted(read(tmp_path)) == [0, 3]
     assert "the chat template refuses it: never" in output.left_out[1]
     assert "more than the target's table of 16 positions" in output.left_out[2]
-
-
-def test_no_server(tmp_path, caplog):
-    assert ask("http://127.0.0.1:9/v1", [{"messages": [user("a")]}], Output(tmp_path, {}), max_retries=1) == 1
-    assert "Row 0 failed" in caplog.text
 
 
 def test_a_line_cut_off_by_a_crash_is_written_again(tmp_path):
@@ -243,11 +124,6 @@ def test_rows_that_cannot_be_answered(tmp_path, caplog):
         assert [conversation.row for conversation in output.pending(rows)] == [5]
     assert "Row 0 is left out: it has messages of ['tool']" in caplog.text and caplog.text.count("is left out") == 3
     assert output.report().startswith("5 rows were left out. Row 0: it has messages of ['tool']")
-
-
-def test_texts_are_for_a_target_in_this_process(tmp_path):
-    with pytest.raises(ValueError, match="load the target"):
-        ask("http://127.0.0.1:9/v1", [{"prompt": "abc"}], Output(tmp_path, {}))
 
 
 def test_answers_of_a_target_are_what_it_generates(tmp_path, tokenizer):
@@ -421,16 +297,6 @@ def test_a_conversation_is_not_changed_by_what_is_done_with_it():
     assert example == before
 
 
-def vision_rows():
-    two = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
-    return [
-        {"images": [make_image(0)], "messages": [user("what is it"), assistant("old"), user("and"), assistant("old")]},
-        {"images": [make_image(1), make_image(2)], "messages": [user("see"), assistant("old"), user(two)]},
-        {"images": [], "messages": [user("hm"), assistant("old")]},
-        {"images": ["gone.png"], "messages": [user("see"), assistant("old")]},
-    ]
-
-
 @pytest.mark.parametrize("family", [gemma3, qwen3_vl])
 def test_images_in_this_process(tmp_path, family, caplog):
     target, _ = make(family, 0)
@@ -458,23 +324,3 @@ def test_images_in_this_process(tmp_path, family, caplog):
     text_only = Output(tmp_path / "texts", {})
     regenerate_locally(target, tokenizer, text_only.pending(vision_rows()), text_only, batch_size=3, **settings)
     assert len(text_only.done) == 1 and "reads text only" in text_only.left_out[0]
-
-
-def test_images_for_a_server(tmp_path, caplog):
-    with chat_server(lambda payload, number: "new") as (url, requests):
-        output = Output(tmp_path, {})
-        assert ask(url, vision_rows(), output) == 1
-    sent = [payload["messages"] for _, payload in requests]
-    urls = {
-        part["image_url"]["url"]
-        for messages in sent
-        for message in messages
-        if isinstance(message["content"], list)
-        for part in message["content"]
-        if part["type"] == "image_url"
-    }
-    assert len(urls) == 3 and all(url.startswith("data:image/png;base64,") for url in urls)
-    written = {row["row"]: row for row in rows_in(tmp_path.glob("rows-*.jsonl"))}
-    assert set(chain(*(row["images"] for row in written.values()))) == urls
-    assert "Row 3 failed: there is no image gone.png" in caplog.text and not output.left_out
-    assert np.array_equal(np.asarray(load(written[0]["images"][0])), np.asarray(make_image(0)))

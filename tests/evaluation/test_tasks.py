@@ -8,6 +8,7 @@ from seeing import IMAGE, NUM_PIECES, gemma3, make_image, make_processor
 
 from hf_eagle3.data import ImageReader
 from hf_eagle3.evaluation import TASKS, load_prompts, read_prompts, tasks
+from hf_eagle3.evaluation.results import TITLES
 from hf_eagle3.evaluation.tasks import GROUPS, OFFLINE, expand, standard_library, task_name
 
 
@@ -28,6 +29,10 @@ SAID = {
     "math500": "solve",
 }
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+
+
+def test_every_task_has_a_title():
+    assert TITLES.keys() == {name for name in (*TASKS, OFFLINE) if name not in GROUPS["spec_bench"]}
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -242,6 +242,24 @@ def test_the_draft_is_told_apart_from_what_is_looked_up(draft):
     assert "were looked up" not in str(render_card("me/draft", draft, benchmark=BENCHMARK))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_why_texts_part_stands_below_the_table(draft, dtype):
+    run = {**BENCHMARK.run, "environment": {**BENCHMARK.run["environment"], "dtype": dtype}}
+
+    def below(measurements):
+        text = render_card("me/draft", draft, benchmark=BenchmarkResults(run, measurements)).text
+        return text.partition("| identical to plain generate |")[2].partition("- Prompts: 3 of ")[::2]
+
+    below_table, prompts = below(BENCHMARK.measurements)
+    assert "identical" not in below_table and prompts.startswith("GSM8K (`gsm8k`). 128 new tokens")
+    below_table, prompts = below([each | {"differing": [1], "task": "mine"} for each in BENCHMARK.measurements])
+    assert ("bfloat16 rounds a forward over a tree differently" in below_table) == (dtype == "bfloat16")
+    assert "random numbers" not in below_table and prompts.startswith("the task `mine`. 128")
+    lookups = [each | {"method": "prompt-lookup", "differing": [1]} for each in BENCHMARK.measurements[-1:]]
+    below_table, _ = below([*BENCHMARK.measurements, *lookups])
+    assert "draws other random numbers" in below_table and "rounds" not in below_table
+
+
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_the_code_of_a_card(tmp_path, monkeypatch, capsys, tokenizer, is_chat):
     monkeypatch.chdir(tmp_path)

@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import pytest
-from conftest import RECIPES, chat_server, make_target, run_in_two_processes
+import torch
+from accelerate import PartialState
+from conftest import RECIPES, chat_server, load_script, make_target, run_in_two_processes
 from datasets import load_dataset
 from forked import run_forked
 from huggingface_hub import DatasetCard, constants
@@ -61,6 +64,33 @@ def test_a_killed_run_loses_nothing_that_was_finished(tmp_path, data):
     rows = load_dataset("json", data_files=str(tmp_path / "out" / "*.jsonl"), split="train")
     assert sorted(rows["row"]) == list(range(NUM_ROWS))
     assert all(row["messages"][1]["content"] == f"ab{row['row']}, said again" for row in rows)
+
+
+def test_processes_wait_for_the_slowest(tmp_path, data, run_recipe, monkeypatch):
+    """By default those that have finished would give up after half an hour."""
+
+    def started(*args, timeout=timedelta(), **kwargs):
+        raise TimeoutError(timeout)
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", started)
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    process = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    for name, value in {**process, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    command = ("--model_name_or_path", "m", "--dataset_name", data, "--output_dir", tmp_path / "out")
+    with pytest.raises(TimeoutError) as raised:
+        run_recipe("regenerate.py", *command)
+    assert raised.value.args[0] > timedelta(days=1)
+
+
+def test_processes_that_extract_wait_for_the_slowest(tmp_path, data, monkeypatch):
+    script, seen = load_script("recipes/extract_features.py"), []
+    monkeypatch.setattr(script, "make_trainer", lambda _, training_args, *others: seen.append(training_args))
+    command = ["extract_features.py", "--model_name_or_path", "m", "--dataset_name", data, "--output_dir", tmp_path]
+    monkeypatch.setattr("sys.argv", [*map(str, command), "--features_dir", str(tmp_path), "--use_cpu", "True"])
+    with pytest.raises(AttributeError):  # the trainer of this test is none
+        script.main()
+    assert seen[0].ddp_timeout_delta > timedelta(days=1)
 
 
 def test_a_process_without_rows(tmp_path, data):

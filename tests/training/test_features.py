@@ -9,7 +9,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
-from hf_eagle3.training import FeatureStore
+from hf_eagle3.training import FeatureStore, features
 from hf_eagle3.training.features import COUNTS_CHUNKS_BY_DOCUMENT, TargetStates, shard_path
 
 
@@ -183,6 +183,23 @@ def test_an_interrupted_extraction_goes_on(tmp_path, tokenizer):
     assert all(torch.equal(store[row], expected[row]) for row in range(20))
 
 
+@pytest.mark.parametrize("place, name", [(Dataset, "save_to_disk"), (features, "save_file")])
+def test_an_extraction_that_is_killed_while_it_writes_goes_on(tmp_path, tokenizer, monkeypatch, place, name):
+    trainer = make_trainer(tmp_path, tokenizer, make_target("llama"))
+    write = getattr(place, name)
+
+    def killed(content, path):
+        write(content, path)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
+        patches.setattr(place, name, killed)
+        trainer.extract_features(tmp_path / "features")
+    assert any(path.name.endswith(".unfinished") for path in (tmp_path / "features").iterdir())
+    store = trainer.extract_features(tmp_path / "features")
+    assert all(len(store[row]) == len(store.rows[row]["input_ids"]) for row in range(20))
+
+
 def test_features_of_something_else_are_refused(tmp_path, tokenizer):
     target = make_target("llama")
     trainer = make_trainer(tmp_path, tokenizer, target)
@@ -222,6 +239,17 @@ def test_states_that_a_dtype_does_not_hold(tmp_path, tokenizer):
     target.get_input_embeddings().weight.data *= 1e5
     with pytest.raises(ValueError, match="which torch.float16 cannot hold"):
         make_trainer(tmp_path, tokenizer, target).extract_features(tmp_path / "features", dtype="float16")
+    assert not list((tmp_path / "features").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_states_that_are_infinite(tmp_path, tokenizer, dtype):
+    target = make_target("llama")
+    target.get_input_embeddings().weight.data[5] = float("inf")
+    trainer = make_trainer(tmp_path, tokenizer, target)
+    trainer.train_dataset = Dataset.from_list([{"input_ids": [4, 5, 6], "labels": [4, 5, 6]}])
+    with pytest.raises(ValueError, match="states are not finite"):
+        trainer.extract_features(tmp_path / "features", dtype=dtype)
     assert not list((tmp_path / "features").glob("*.safetensors"))
 
 

@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 OURS = ("eagle3-chain", "eagle3-no-lookup", "eagle3")
 OTHER_DRAFTS = ("medusa", "hydra", "eagle", "eagle-2", "hass", "p-eagle", "dflash-tree", "jetspec", "eagle3-classic")
 METHODS = ("plain", "prompt-lookup", "assistant", "mtp", "dflash", *OTHER_DRAFTS, *OURS)
+# Titles of the tasks of recipes/benchmark.py. Spec-Bench's have their own names.
+TITLES = {
+    "mt_bench": "MT-Bench",
+    "humaneval": "HumanEval",
+    "gsm8k": "GSM8K",
+    "alpaca": "Alpaca",
+    "cnn_dm": "CNN/DailyMail",
+    "math500": "MATH-500",
+    "python": "Python's standard library",
+}
 PLOTS = ("speedup.png", "acceptance.png", "batch_size.png")
 COLORS = dict(
     zip(

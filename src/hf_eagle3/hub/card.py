@@ -20,7 +20,7 @@ from ..checkpoints import ENGINES, describe_engines, sglang
 from ..checkpoints.engines import check_vllm
 from ..environment import public_name
 from ..evaluation import BenchmarkResults, BenchmarkRow, format_table
-from ..evaluation.results import plot_names
+from ..evaluation.results import TITLES, plot_names
 from ..remote_code.policy_eagle3 import tree_settings
 
 
@@ -140,6 +140,9 @@ def render_card(
         image_folder=image_folder,
         note=note,
         prompts={row.task: row.num_prompts for row in rows},
+        titles=TITLES,
+        parts=any(row.num_identical < row.num_prompts for row in rows if row.method.startswith("eagle3")),
+        lookups_part=any(row.num_identical < row.num_prompts for row in lookups if row.temperature > 0),
         num_forwards=sum(row.target_forwards for row in drafted),
         num_lookups=sum(row.lookup_steps for row in drafted),
         alone=alone,

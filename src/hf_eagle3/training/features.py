@@ -436,7 +436,7 @@ def write_shard(
         dtype (`torch.dtype`): The dtype of stored states.
 
     Raises:
-        ValueError: if the dtype cannot hold the states.
+        ValueError: if the states are not finite, or the dtype cannot hold them.
     """
     rows, lengths = [], [0]
     for batch, batch_lengths in batches:
@@ -448,12 +448,16 @@ def write_shard(
     if folder is None:
         return
     states = torch.cat(rows)
+    if not states.isfinite().all():
+        raise ValueError(
+            "Some of the target's states are not finite. Load the target in float32 or bfloat16 (`dtype`)."
+        )
     tensors = {"offsets": torch.tensor(lengths).cumsum(0)}
     if dtype == FP8:
         tensors["scales"] = (states.float().abs().amax(-1) / torch.finfo(FP8).max).clamp(min=1e-12)
         states = states.float() / tensors["scales"][..., None]
     tensors["states"] = states.to(dtype)
-    if not tensors["scales" if dtype == FP8 else "states"].isfinite().all():
+    if dtype != FP8 and not tensors["states"].isfinite().all():
         raise ValueError(
             f"The target's states reach {states.float().abs().max():.3g}, which {dtype} cannot hold. Store them in bfloat16 or "
             "float8_e4m3fn (`dtype`)."

@@ -1,0 +1,223 @@
+"""Regenerates answers by an OpenAI-compatible server (vLLM, SGLang)."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import aiohttp
+from tqdm.auto import tqdm
+
+from .images import sendable
+from .regeneration import Conversation, Output, image_parts, with_arguments_as_text
+from .rows import RowError, UnreachableError, without_nulls
+
+
+logger = logging.getLogger(__name__)
+
+# Timeouts, conflicts and rate limits are worth another try. All other 4xx say that the request itself is wrong.
+RETRIED_STATUS = {408, 409, 425, 429}
+# These may be caused by the row, for example by a prompt that is too long.
+ROW_STATUS = {400, 413, 422}
+# If so many requests in a row are refused with one status, the rows are not the cause.
+NUM_REFUSED = 10
+# Finish reasons of answers that the server did not complete.
+GIVEN_UP = {"abort", "error"}
+
+
+async def regenerate_by_server(
+    base_url: str,
+    model: str,
+    pending: Iterable[Conversation],
+    output: Output,
+    concurrency: int,
+    max_retries: int = 5,
+    timeout: float = 600.0,
+    api_key: str | None = None,
+    first_wait: float = 1.0,
+    **sampling: Any,
+) -> int:
+    """
+    Answers with an OpenAI-compatible server (vLLM, SGLang), `concurrency` conversations at a time.
+
+    A request is sent again if its failure may pass (no connection, timeout, rate limit, 5xx), after waits that double. A
+    row is left out for good if the server refuses it for its content (400, 413, 422) or filters the answer.
+
+    Args:
+        base_url (`str`): Address of the server, such as `http://localhost:8000/v1`.
+        model (`str`): The target's name on the server.
+        pending (iterable of [`Conversation`]): What to answer.
+        output ([`Output`]): Where finished rows go.
+        concurrency (`int`): Number of requests at a time.
+        max_retries (`int`, *optional*, defaults to 5): How often to send a failed request again.
+        timeout (`float`, *optional*, defaults to 600): Seconds to wait for an answer.
+        api_key (`str`, *optional*): The key that the server asks for.
+        first_wait (`float`, *optional*, defaults to 1): Seconds before the first retry.
+        sampling (*optional*): More fields of the requests, such as `temperature` and `max_tokens`.
+
+    Returns:
+        `int`: The number of rows that failed. Another run tries them again.
+
+    Raises:
+        ConnectionRefusedError: if the server refuses all of the first requests with one status.
+        ValueError: if a prompt is a text. Servers answer messages.
+    """
+    client = ServerClient(base_url, model, iter(pending), output, max_retries, first_wait, sampling)
+    async with aiohttp.ClientSession(
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+        timeout=aiohttp.ClientTimeout(total=timeout),
+        connector=aiohttp.TCPConnector(limit=concurrency),
+    ) as session:
+        await asyncio.gather(*(client.work(session) for _ in range(concurrency)))
+    client.check_refused(is_end=True)
+    client.settle_refused()
+    return client.num_failed
+
+
+@dataclass
+class ServerClient:
+    """What the workers of [`regenerate_by_server`] share. For the arguments see there."""
+
+    base_url: str
+    model: str
+    pending: Iterator[Conversation]
+    output: Output
+    max_retries: int
+    first_wait: float
+    sampling: dict[str, Any]
+    num_failed: int = 0
+    # Rows that were refused since the last answer. The next answer shows that the rows are the cause.
+    refused: list[tuple[int, aiohttp.ClientResponseError]] = field(default_factory=list)
+    has_answered: bool = False
+
+    def __post_init__(self) -> None:
+        self.progress = tqdm(desc="Rows", initial=len(self.output.done), disable=None)
+
+    async def work(self, session: aiohttp.ClientSession) -> None:
+        """Answers pending conversations, one after the other."""
+        for conversation in self.pending:  # shared: each worker takes the next
+            if conversation.text is not None:
+                raise ValueError(
+                    "A server answers messages, but this data has texts as prompts. Leave `--base_url` out, to load the target "
+                    "instead."
+                )
+            try:
+                await self.answer(session, conversation)
+            except UnreachableError as error:
+                self.fail(conversation.row, str(error))
+            except RowError as error:
+                self.output.leave_out(conversation.row, str(error))
+            except Exception as error:
+                if is_refusal(error):
+                    self.refused.append((conversation.row, error))
+                else:
+                    self.fail(conversation.row, f"{type(error).__name__}: {error}")
+            self.check_refused()
+
+    async def answer(self, session: aiohttp.ClientSession, conversation: Conversation) -> None:
+        """Asks for the answers of a conversation until it is finished, and writes it."""
+        is_finished = False
+        while not is_finished:
+            choice = await self.request(session, conversation)
+            self.has_answered = True
+            self.settle_refused()
+            reason = choice["finish_reason"]
+            if reason == "content_filter":
+                raise RowError("the server filters the answer (finish reason 'content_filter')")
+            if reason in GIVEN_UP:
+                return self.fail(conversation.row, f"the server gave up on the answer (finish reason {reason!r})")
+            is_finished = conversation.answer(message_of(choice), reason)
+        self.output.write(conversation.row, conversation.result())
+        self.progress.update()
+
+    async def request(self, session: aiohttp.ClientSession, conversation: Conversation) -> dict:
+        """Returns the server's choice for the next answer. Sends the request again if its failure may pass."""
+        payload = {
+            "model": self.model,
+            "messages": with_image_urls(
+                [with_arguments_as_text(turn) for turn in conversation.turns], conversation.images
+            ),
+            **self.sampling,
+        }
+        kwargs = dict(conversation.template_kwargs)
+        if tools := kwargs.pop("tools", None):
+            payload["tools"] = tools
+        if kwargs:
+            payload["chat_template_kwargs"] = kwargs
+        url, attempt = f"{self.base_url.rstrip('/')}/chat/completions", 0
+        while True:
+            try:
+                # huggingface_hub's client would reach no server at all with HF_HUB_OFFLINE, not even a local one.
+                async with session.post(url, json=payload) as response:
+                    if not response.ok:
+                        response.reason = (await response.text())[:500]
+                    response.raise_for_status()
+                    return (await response.json())["choices"][0]
+            except Exception as error:
+                if is_refusal(error) or attempt == self.max_retries:
+                    raise
+            await asyncio.sleep(self.first_wait * 2**attempt * random.uniform(0.5, 1.0))
+            attempt += 1
+
+    def fail(self, row: int, reason: str) -> None:
+        """Counts a row as failed. Another run tries it again."""
+        logger.warning(f"Row {row} failed: {reason}")
+        self.num_failed += 1
+
+    def settle_refused(self) -> None:
+        """Leaves out the refused rows, after another request was answered."""
+        for row, error in self.refused:
+            if error.status in ROW_STATUS:
+                self.output.leave_out(row, f"the server refuses it: {error.status} {error.message}")
+            else:
+                self.fail(row, f"{type(error).__name__}: {error}")
+        self.refused.clear()
+
+    def check_refused(self, is_end: bool = False) -> None:
+        """Stops the run if all requests are refused for a reason that is not in the rows."""
+        statuses = {error.status for _, error in self.refused}
+        is_of_rows = self.has_answered and statuses <= ROW_STATUS
+        has_stuck = len(statuses) == 1 and len(self.refused) >= NUM_REFUSED
+        is_first_run = not (self.has_answered or self.output.done)
+        if self.refused and not is_of_rows and (has_stuck or is_end and is_first_run):
+            row, error = self.refused[0]
+            raise ConnectionRefusedError(
+                f"{self.base_url} refuses {len(self.refused)} requests in a row. Row {row}: {error.status} {error.message}. "
+                "Check the name of the model (`--served_model_name`), the key (`--api_key`) and the sampling arguments. "
+                "No row was left out."
+            )
+
+
+def is_refusal(error: Exception) -> TypeGuard[aiohttp.ClientResponseError]:
+    """Whether the server says that the request itself is wrong."""
+    if not isinstance(error, aiohttp.ClientResponseError):
+        return False
+    return 400 <= error.status < 500 and error.status not in RETRIED_STATUS
+
+
+def message_of(choice: dict) -> dict:
+    """Returns the message of a server's choice: its content, reasoning and tool calls."""
+    said = choice["message"]
+    message = {"role": "assistant", "content": said.get("content") or ""}
+    if reasoning := said.get("reasoning_content") or said.get("reasoning"):
+        message["reasoning_content"] = reasoning
+    if said.get("tool_calls"):
+        message["tool_calls"] = without_nulls(said["tool_calls"])
+    return message
+
+
+def with_image_urls(messages: list[dict], images: Iterable[Any]) -> list[dict]:
+    """Returns messages whose images are in them, as servers read them."""
+    upcoming = iter(images)
+
+    def filled(part: dict) -> dict:
+        if part["type"] != "image":
+            return part
+        return {"type": "image_url", "image_url": {"url": sendable(next(upcoming))}}
+
+    return [
+        {**message, "content": list(map(filled, message["content"]))} if image_parts(message) else message
+        for message in messages
+    ]
