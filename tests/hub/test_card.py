@@ -233,10 +233,14 @@ def test_the_draft_is_told_apart_from_what_is_looked_up(draft):
         *(("acceptance_length", 1.5), ("speedup", 2.25), *alone),
         *(("acceptance_length", 1.5), ("speedup", 1.23), *alone),
     ]
-    assert "2.25x [the draft alone 1.10x, prompt lookup without a draft 1.70x] (gsm8k, temperature 0" in card.text
+    said = "2.25x (gsm8k); the draft alone 1.10x; prompt lookup without a draft 1.70x\n"
+    assert f"- temperature 0, batch size 1: {said}" in card.text
+    second = [each | {"task": "alpaca", "speedup": 1.25} for each in changed]
+    two = render_card("me/draft", draft, benchmark=BenchmarkResults(BENCHMARK.run, changed + second))
+    assert "batch size 1: 1.75x, the mean of 2 tasks (1.25x to 2.25x); the draft alone 1.18x; prompt" in two.text
     one = [each for each in BENCHMARK.measurements if each["repeat"] == 0]
     once = render_card("me/draft", draft, benchmark=BenchmarkResults(BENCHMARK.run, one))
-    assert "batch size 1, one repeat only)" in once.text and "(one repeat)" in str(once)
+    assert "(gsm8k); one repeat only\n" in once.text and "(one repeat)" in str(once)
     assert "Of the 160 forwards of `eagle3`, 28 verified tokens that were looked up" in card.text
     assert "was accepted (`eagle3-no-lookup`)." in card.text and "| gsm8k | 1 | 0 | 0.50 |\n" in card.text
     assert "were looked up" not in str(render_card("me/draft", draft, benchmark=BENCHMARK))

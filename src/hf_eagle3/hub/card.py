@@ -8,6 +8,7 @@ a short card.
 
 import hashlib
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -135,7 +136,7 @@ def render_card(
         training_arguments=None if training is None else training_yaml(training),
         run=benchmark.run if benchmark else None,
         table=format_table(rows) if rows else None,
-        rows=[(row, of_same_call(row, alone), of_same_call(row, lookups)) for row in drafted],
+        speedups=speedup_lines(drafted, alone, lookups),
         plots=plot_names(rows),
         image_folder=image_folder,
         note=note,
@@ -211,6 +212,27 @@ def of_same_call(row: BenchmarkRow, others: Sequence[BenchmarkRow]) -> Benchmark
     """Returns another method's row of the same task, batch size and temperature, if there is one."""
     same = (other for other in others if other.method != row.method and other.task == row.task)
     return next((o for o in same if (o.batch_size, o.temperature) == (row.batch_size, row.temperature)), None)
+
+
+def speedup_lines(
+    rows: Sequence[BenchmarkRow], alone: Sequence[BenchmarkRow], lookups: Sequence[BenchmarkRow]
+) -> list[str]:
+    """Returns a sentence for each temperature and batch size: the mean speed-up over the tasks, and the other methods'."""
+    lines = []
+    for temperature, batch_size in dict.fromkeys((row.temperature, row.batch_size) for row in rows):
+        same = [row for row in rows if (row.temperature, row.batch_size) == (temperature, batch_size)]
+        speedups = [row.median_speedup for row in same]
+        line = f"temperature {temperature:g}, batch size {batch_size}: {statistics.mean(speedups):.2f}x"
+        if len(same) == 1:
+            line += f" ({same[0].task})"
+        else:
+            line += f", the mean of {len(same)} tasks ({min(speedups):.2f}x to {max(speedups):.2f}x)"
+        for name, others in (("the draft alone", alone), ("prompt lookup without a draft", lookups)):
+            found = [other for row in same if (other := of_same_call(row, others)) is not None]
+            if len(found) == len(same):
+                line += f"; {name} {statistics.mean(other.median_speedup for other in found):.2f}x"
+        lines.append(line + ("; one repeat only" if len(same[0].speedups) == 1 else ""))
+    return lines
 
 
 def eval_results(
