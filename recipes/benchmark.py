@@ -52,9 +52,9 @@ from hf_eagle3.evaluation import (
     run_benchmark,
 )
 from hf_eagle3.evaluation.benchmark import IN_BATCHES
-from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft
+from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft, method_of
 from hf_eagle3.evaluation.profile import format_profile, profile_steps
-from hf_eagle3.evaluation.results import OTHER_DRAFTS, what_differs
+from hf_eagle3.evaluation.results import OTHER_DRAFTS, OURS, what_differs
 from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
@@ -80,7 +80,7 @@ def parse_arguments():
     parser.add_argument(
         "--methods",
         nargs="+",
-        choices=[method for method in METHODS if method not in OTHER_DRAFTS],
+        choices=METHODS,
         help="By default plain, the methods that have a model, and prompt-lookup at batch size 1",
     )
     parser.add_argument("--batch_size", "--batch_sizes", type=int, nargs="+", default=[1], dest="batch_sizes")
@@ -126,12 +126,28 @@ def parse_arguments():
         expand(args.tasks)  # before anything is loaded
     except ValueError as error:
         parser.error(str(error))
-    if args.methods is None:
-        args.methods = ["plain", "prompt-lookup"] if 1 in args.batch_sizes else ["plain"]
-        args.methods += [name for name in ("assistant", "dflash") if getattr(args, name)]
-        if args.draft:
-            args.methods += ["eagle3"] if args.tree_policy == "static" else ["eagle3-no-lookup", "eagle3"]
     return args
+
+
+def methods_of(args, draft) -> tuple[list[str], dict]:
+    """Returns the methods to measure, and the draft by each method that can run it."""
+    methods, kind = args.methods, None if draft is None else method_of(draft)
+    drafts = {} if draft is None else dict.fromkeys(OURS if kind == "eagle3" else (kind,), draft)
+    if args.profile and kind != "eagle3":
+        raise SystemExit(
+            f"--profile knows the parts of an EAGLE-3 draft only, and {args.draft} is of {kind}. Leave it out."
+        )
+    if methods is None:
+        methods = ["plain", "prompt-lookup"] if 1 in args.batch_sizes else ["plain"]
+        methods += [name for name in ("assistant", "dflash") if getattr(args, name)]
+        if kind == "eagle3" and args.tree_policy != "static":
+            methods += ["eagle3-no-lookup"]
+        methods += [] if kind is None else [kind]
+    elif drafts and (others := {*OURS, *OTHER_DRAFTS}.intersection(methods) - drafts.keys()):
+        raise SystemExit(
+            f"--methods has {sorted(others)}, but {args.draft} is a draft for {sorted(drafts)}. Pass these, or leave --methods out."
+        )
+    return methods, drafts
 
 
 def image_reader(args) -> ImageReader | None:
@@ -242,6 +258,7 @@ def main():
             if getattr(args, name) is not None:
                 setattr(draft.generation_config, name, getattr(args, name))
         tree = tree_settings(draft.generation_config)
+    args.methods, drafts = methods_of(args, draft)
     run = {
         "draft_weights": weights,
         "arguments": {name: value for name, value in vars(args).items() if name not in NOT_MEASURED},
@@ -256,7 +273,7 @@ def main():
     run_benchmark(
         target,
         tokenizer,
-        draft,
+        None,
         tasks,
         args.methods,
         args.temperatures,
@@ -267,6 +284,7 @@ def main():
         call=call_arguments(args),
         assistant=load(AutoModelForCausalLM, args.assistant),
         dflash=load(AutoModel, args.dflash),
+        drafts=drafts,
         results=results,
         save=(lambda results: results.write(args.json)) if args.json else (lambda results: None),
         images=images,
@@ -279,7 +297,7 @@ def main():
     several = f"medians of {args.repeats} interleaved repeats (range in brackets)"
     print_table(rows, f"{args.target}, {several if args.repeats > 1 else 'one repeat'}")
     if target.dtype != torch.float32 and any(
-        row.method.startswith("eagle3") and row.num_identical < row.num_prompts for row in rows
+        row.method in (*OTHER_DRAFTS, *OURS) and row.num_identical < row.num_prompts for row in rows
     ):
         print(
             f"In {run['environment']['dtype']} a forward over several tokens rounds differently than one over a single token. So texts "

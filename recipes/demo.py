@@ -27,10 +27,11 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, SpaceCardData
 from transformers import BatchEncoding, set_seed
 from transformers.generation.streamers import BaseStreamer
 
-from hf_eagle3 import Eagle3ForSpeculation, Eagle3GenerationStats, Eagle3Step
+from hf_eagle3 import Eagle3GenerationStats, Eagle3Step
 from hf_eagle3.checkpoints import target_class
 from hf_eagle3.drawing import NUM_DEPTHS, color, decode, describe_origin, describe_step, tree_svg
 from hf_eagle3.environment import folder_or_hub_id, is_path, machine_name, public_name
+from hf_eagle3.evaluation.drafts import load_draft
 from hf_eagle3.remote_code.policy_eagle3 import tree_settings
 from hf_eagle3.tokenizer import PromptEncoder, load_tokenizer
 
@@ -155,7 +156,7 @@ class Comparison:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         tokenizer = load_tokenizer(target)
         model = target_class(target).from_pretrained(target, dtype=dtype).to(device).eval()
-        assistant = Eagle3ForSpeculation.from_pretrained(draft, dtype=dtype).to(device).eval()
+        assistant = load_draft(draft, dtype=dtype).to(device)
         comparison = cls(model, assistant, tokenizer)
         for _ in comparison.run("A", max_new_tokens=16):
             pass

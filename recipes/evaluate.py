@@ -19,9 +19,10 @@ from pathlib import Path
 
 import torch
 
-from hf_eagle3 import Eagle3ForSpeculation, assist
+from hf_eagle3 import assist
 from hf_eagle3.checkpoints import target_class
 from hf_eagle3.environment import environment, folder_or_hub_id
+from hf_eagle3.evaluation.drafts import load_draft
 from hf_eagle3.tokenizer import load_tokenizer
 
 
@@ -59,7 +60,7 @@ def main():
         parser.error("this needs lm-evaluation-harness: pip install 'lm_eval[hf]'")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = target_class(args.target).from_pretrained(args.target, dtype=args.dtype).to(device).eval()
-    draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=target.dtype).to(device).eval()
+    draft = load_draft(args.draft, dtype=target.dtype).to(device)
     tokenizer = load_tokenizer(args.target)
     for context in (nullcontext(), assist(target, draft)):  # download the data, and warm up
         evaluate(target, tokenizer, context, args, limit=1)

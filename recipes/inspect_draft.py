@@ -2,7 +2,8 @@
 # dependencies = ["hf-eagle3"]
 # ///
 """
-Shows what a draft is, on one screen: format, target, layers, vocabulary, flags, sizes, and which engine takes it.
+Shows what a draft is, on one screen: format, target, layers, vocabulary, flags, sizes, and which engine takes it. It may be
+an EAGLE-3 draft, a block draft, or another draft of `hf_eagle3.baselines`.
 
     python recipes/inspect_draft.py RedHatAI/Qwen3-8B-speculator.eagle3
     python recipes/inspect_draft.py path/to/draft --target Qwen/Qwen3-8B
@@ -19,10 +20,10 @@ import argparse
 
 import torch
 
-from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import describe_engines, load_ends, target_class
 from hf_eagle3.drawing import describe_step, tree_text
 from hf_eagle3.environment import folder_or_hub_id, is_path
+from hf_eagle3.evaluation.drafts import load_draft, method_of
 from hf_eagle3.remote_code.policy_eagle3 import tree_settings
 from hf_eagle3.tokenizer import PromptEncoder, load_tokenizer
 
@@ -33,13 +34,37 @@ NOT_TO_PUBLISH = (
 
 
 def describe(draft, info) -> list[tuple[str, str]]:
-    config, layer = draft.config, draft.config.transformer_layer_config
+    config = draft.config
     num_parameters = sum(parameter.numel() for parameter in draft.parameters())
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in draft.state_dict().values())
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     rows = [
-        ("format", info["format"]),
+        ("format", info["format"]) if is_eagle3(draft) else ("method", method_of(draft)),
         ("target", config.verifier + (f" ({NOT_TO_PUBLISH})" if is_path(config.verifier) else "")),
+        *describe_layers(draft),
+        ("reads", describe_states(draft)),
+        ("vocabulary", f"{config.draft_vocab_size} of {config.vocab_size} tokens"),
+        ("embedding", "its own" if config.has_own_embed_tokens else "the target's"),
+        ("head", "its own" if draft.get_output_embeddings().out_features else "the target's"),
+        *describe_form(config),
+        ("size", f"{num_parameters / 1e6:.1f} M parameters, {num_bytes / 2**20:.1f} MiB in {draft.dtype}"),
+    ]
+    for name in ("renamed", "ignored"):
+        if info.get(name):
+            rows.append((name, f"{len(info[name])} tensors: {', '.join(list(info[name])[:3])} ..."))
+    if info.get("assumed"):
+        rows.append(("assumed", ", ".join(f"{flag}: {value}" for flag, value in info["assumed"].items())))
+    return rows
+
+
+def is_eagle3(draft) -> bool:
+    return draft.config.model_type == "eagle3"
+
+
+def describe_layers(draft) -> list[tuple[str, str]]:
+    config, layer = draft.config, draft.config.transformer_layer_config
+    if config.model_type in ("medusa", "hydra"):
+        return [("heads", f"{len(draft.heads)}, each for a token further ahead, width {layer.hidden_size}")]
+    return [
         (
             "layers",
             f"{config.num_hidden_layers} x {layer.model_type}, width {layer.hidden_size}, MLP {layer.intermediate_size}, "
@@ -47,10 +72,25 @@ def describe(draft, info) -> list[tuple[str, str]]:
         ),
         ("attention", ", ".join(layer.layer_types)),
         ("rotary", ", ".join(f"{name} {value}" for name, value in layer.rope_parameters.items())),
-        ("reads", describe_states(draft)),
-        ("vocabulary", f"{config.draft_vocab_size} of {config.vocab_size} tokens"),
-        ("embedding", "its own" if config.has_own_embed_tokens else "the target's"),
-        ("head", "its own" if draft.get_output_embeddings().out_features else "the target's"),
+    ]
+
+
+def describe_form(config) -> list[tuple[str, str]]:
+    """Returns what a configuration says beyond its layers, by method."""
+    if config.model_type == "dflash":
+        layer_types = dict.fromkeys(config.transformer_layer_config.layer_types)
+        causal = {name: "causal" if config.is_causal_in(name) else "full" for name in layer_types}
+        within = ", ".join(f"{how} in layers of {name}" for name, how in causal.items())
+        return [
+            ("block", f"{config.block_size} tokens: one that is known, then masks (token {config.mask_token_id})"),
+            ("in the block", f"attention is {within if len(set(causal.values())) > 1 else causal.popitem()[1]}"),
+            ("drafting", "the whole block in one pass"),
+        ]
+    if config.model_type != "eagle3":
+        nodes = config.static_tree
+        return [("tree", "by the draft's confidence" if nodes is None else f"static, {len(nodes)} nodes")]
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    return [
         (
             "flags",
             ", ".join(flag for flag in flags if getattr(config, flag))
@@ -62,14 +102,7 @@ def describe(draft, info) -> list[tuple[str, str]]:
             if config.is_parallel
             else "one token after the other",
         ),
-        ("size", f"{num_parameters / 1e6:.1f} M parameters, {num_bytes / 2**20:.1f} MiB in {draft.dtype}"),
     ]
-    for name in ("renamed", "ignored"):
-        if info.get(name):
-            rows.append((name, f"{len(info[name])} tensors: {', '.join(list(info[name])[:3])} ..."))
-    if info.get("assumed"):
-        rows.append(("assumed", ", ".join(f"{flag}: {value}" for flag, value in info["assumed"].items())))
-    return rows
 
 
 def describe_states(draft, target=None) -> str:
@@ -92,7 +125,8 @@ def describe_states(draft, target=None) -> str:
     elif config.aux_layer_ids_assumed:
         kind = "outputs" if read == ids else "inputs"
         known = f"its ids {[layer_id - 1 for layer_id in ids]} taken for {kind} of layers"
-    last = f"; {depth} is what leaves the last one, before the final norm" if depth in read else ""
+    side = "before" if draft.reads_after_last_layer(target) else "after"
+    last = f"; {depth} is what leaves the last one, {side} the final norm" if depth in read else ""
     return f"the states entering layers {read} of the target's {depth} ({known}{last})"
 
 
@@ -137,7 +171,7 @@ def main():
     args = parser.parse_args()
     if args.prompt is not None and args.target is None:
         parser.error("--prompt needs a model to go on from it: pass --target")
-    draft, info = Eagle3ForSpeculation.from_pretrained(args.draft, revision=args.revision, output_loading_info=True)
+    draft, info = load_draft(args.draft, revision=args.revision, output_loading_info=True)
     rows, fits = [*describe(draft, info), ("transformers", "generate(assistant_model=draft)")], []
     if args.target:
         try:
@@ -149,7 +183,7 @@ def main():
             fits.append((args.target, "fits"))
         except ValueError as error:
             fits.append((args.target, f"does not fit. {error}"))
-    rows += [*describe_engines(draft, info["format"]), *fits]
+    rows += [*(describe_engines(draft, info["format"]) if is_eagle3(draft) else []), *fits]
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {text}" for name, text in rows))
     if any(text.startswith("does not fit") for _, text in rows):

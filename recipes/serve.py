@@ -16,8 +16,9 @@ import argparse
 
 from transformers.cli.serve import Serve
 
-from hf_eagle3 import Eagle3ForSpeculation, assist
+from hf_eagle3 import assist
 from hf_eagle3.environment import folder_or_hub_id
+from hf_eagle3.evaluation.drafts import load_draft
 
 
 def main():
@@ -36,7 +37,7 @@ def main():
     parser.add_argument("--log_level", default="warning")
     args = parser.parse_args()
 
-    draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=args.dtype).eval()
+    draft = load_draft(args.draft, dtype=args.dtype)
     server = Serve(
         force_model=args.target,
         dtype=args.dtype,

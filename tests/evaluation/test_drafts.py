@@ -1,14 +1,16 @@
-"""Whose code a measured draft runs."""
+"""Which drafts can be measured, and whose code they run."""
 
 import json
 import shutil
 
 import pytest
-from conftest import make_draft, make_prompt, make_target
+import torch
+from conftest import make_baseline, make_draft, make_prompt, make_target
+from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation, __version__
 from hf_eagle3.checkpoints import export
-from hf_eagle3.evaluation.drafts import code_of, load_draft
+from hf_eagle3.evaluation.drafts import code_of, load_draft, method_of
 
 
 INSTALLED = f"hf-eagle3 {__version__}"
@@ -94,3 +96,69 @@ def test_drafts_without_code(pairing, tmp_path):
         load_draft(str(tmp_path / "sglang"), "saved")
     with pytest.raises(ValueError, match="No code was saved with .*target"):
         load_draft(str(pairing / "target"), "saved")
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ("medusa", "medusa"),
+        ("hydra", "hydra"),
+        ("eagle", "eagle"),
+        ("eagle-2", "eagle-2"),
+        ("hass", "hass"),
+        ("dflash", "dflash-tree"),
+        ("jetspec", "jetspec"),
+        ("p-eagle", "eagle3"),
+    ],
+)
+def test_drafts_of_all_methods_are_loaded(tmp_path, method, name):
+    draft = make_baseline(method, make_target("llama"))
+    draft.save_pretrained(tmp_path)
+    loaded, info = load_draft(str(tmp_path), output_loading_info=True)
+    assert type(loaded) is type(draft) and not loaded.training and not info["missing_keys"]
+    assert method_of(loaded) == name and code_of(loaded) == INSTALLED
+    assert load_draft(str(tmp_path), dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_what_is_no_draft_is_refused(pairing, tmp_path):
+    with pytest.raises(ValueError, match="in no known EAGLE-3 format"):
+        load_draft(str(pairing / "target"))
+    with pytest.raises(OSError):
+        load_draft(str(tmp_path / "nothing"))
+    make_baseline("dflash", make_target("llama")).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["dflash_config"]["selector_rank"] = 8
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="keys that DFlash does not have: .'selector_rank'"):
+        load_draft(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(ValueError, match="broken|cannot be read|incomplete"):
+        load_draft(str(tmp_path))
+    # z-lab's own code is saved with its drafts. It does not draft for our decoding.
+    code = "from transformers import Qwen3Config, PreTrainedModel\n\n\nclass DFlashDraftModel(PreTrainedModel):\n"
+    code += "    config_class = Qwen3Config\n\n    def __init__(self, config):\n        super().__init__(config)\n        self.post_init()\n"
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "dflash.py").write_text(code)
+    make_baseline("dflash", make_target("llama")).save_pretrained(tmp_path / "theirs")
+    content = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    content["auto_map"] = {"AutoModel": "dflash.DFlashDraftModel"}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(content))
+    assert method_of(load_draft(str(tmp_path / "theirs"))) == "dflash-tree"
+    with pytest.raises(ValueError, match="makes a DFlashDraftModel, which is not a draft of hf-eagle3"):
+        load_draft(str(tmp_path / "theirs"), "saved")
+
+
+def test_a_block_draft_is_measured_by_its_name(pairing, tmp_path, run_script):
+    target = AutoModelForCausalLM.from_pretrained(pairing / "target")
+    make_baseline("jetspec", target).save_pretrained(tmp_path / "jetspec")
+    command = ["recipes/benchmark.py", "--target", pairing / "target", "--draft", tmp_path / "jetspec"]
+    command += ["--prompts", pairing / "prompts.jsonl", "--max_new_tokens", 6, "--temperatures", 0, "--repeats", 1]
+    result = run_script(*command, "--json", tmp_path / "results")
+    assert result.returncode == 0, result.stderr[-3000:]
+    run, *rows = map(json.loads, (tmp_path / "results").read_text().splitlines())
+    assert run["environment"]["draft_code"] == INSTALLED and run["tree"]["tree_depth"] == 5
+    assert [row["method"] for row in rows] == ["plain", "prompt-lookup", "jetspec"]
+    result = run_script(*command, "--methods", "plain", "eagle3")
+    assert result.returncode == 1 and "['eagle3'], but" in result.stderr and "['jetspec']" in result.stderr
+    result = run_script(*command, "--profile")
+    assert result.returncode == 1 and "an EAGLE-3 draft only" in result.stderr

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import RECIPES, make_draft, make_prompt, make_target
+from conftest import RECIPES, make_baseline, make_draft, make_prompt, make_target
 from loopback_hub import serve_hub
 from transformers import AutoModelForCausalLM
 
@@ -65,6 +65,52 @@ def test_inspect_and_export(tmp_path, run_recipe):
     assert theirs["speculators_config"]["proposal_methods"] == ours["speculators_config"]["proposal_methods"]
     result = run_recipe("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "other")
     assert result.returncode == 1 and "does not fit" in result.stdout and "trained for another model" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (
+            "jetspec",
+            {
+                "method": "jetspec",
+                "layers": "2 x qwen3",
+                "reads": "layers [1, 3] of the target's 4 (as it says)",
+                "embedding": "the target's",
+                "head": "the target's",
+                "block": "6 tokens: one that is known, then masks (token 3)",
+                "in the block": "causal",
+            },
+        ),
+        ("dflash", {"method": "dflash-tree", "in the block": "full", "drafting": "the whole block in one pass"}),
+        (
+            "medusa",
+            {"method": "medusa", "heads": "5, each", "tree": "static, 64 nodes", "reads": "after the final norm"},
+        ),
+        ("eagle-2", {"method": "eagle-2", "layers": "1 x llama", "tree": "by the draft's confidence"}),
+    ],
+)
+def test_drafts_of_other_methods(tmp_path, run_recipe, method, expected):
+    target, other = make_target("llama"), make_target("llama", seed=1)
+    for name, model in (("target", target), ("other", other)):
+        model.save_pretrained(tmp_path / name)
+    target = type(target).from_pretrained(tmp_path / "target")
+    draft = make_baseline(method, target)
+    draft.save_pretrained(tmp_path / "draft")
+    result = run_recipe("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "target")
+    assert result.returncode == 0, result.stderr[-3000:]
+    lines = {line.split("  ")[0].strip(): line for line in result.stdout.splitlines()}
+    assert all(value in lines[name] for name, value in expected.items())
+    assert lines[str(tmp_path / "target")].endswith("  fits") and not lines.keys() & {
+        "vLLM",
+        "SGLang",
+        "flags",
+        "format",
+    }
+    assert method in ("jetspec", "dflash", "eagle-2") or "layers" not in lines
+    if method == "jetspec":
+        result = run_recipe("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "other")
+        assert result.returncode == 1 and "does not fit" in result.stdout and "another model" in result.stdout
 
 
 def test_the_first_trees(tmp_path, tokenizer, run_recipe):

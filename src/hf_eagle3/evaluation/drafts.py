@@ -3,20 +3,22 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from .. import __version__
+from ..baselines.baseline import BaselineConfig
 from ..environment import is_path
-from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
+from ..remote_code.modeling_eagle3 import DraftModel, Eagle3ForSpeculation
+from ..tensor_names import HUB_ARGUMENTS
 
 
 CODES = ("installed", "saved")
 CODE_HELP = "The code that the draft runs: the installed hf-eagle3, or the code that was saved with it (remote code)"
 
 
-def load_draft(name: str, code: str = "installed", **kwargs: Any) -> PreTrainedModel:
+def load_draft(name: str, code: str = "installed", **kwargs: Any) -> Any:
     """
-    Loads a draft, in evaluation mode.
+    Loads a draft, in evaluation mode: an EAGLE-3 draft of any format, a block draft, or another of `hf_eagle3.baselines`.
 
     Args:
         name (`str`): A folder or a Hub id.
@@ -25,22 +27,57 @@ def load_draft(name: str, code: str = "installed", **kwargs: Any) -> PreTrainedM
             `AutoModel.from_pretrained(name, trust_remote_code=True)` does.
         kwargs (*optional*): Arguments of `from_pretrained`.
 
+    Returns:
+        `PreTrainedModel`: The draft. With `output_loading_info=True` a tuple of it and of what is known of loading.
+
     Raises:
-        ValueError: if it is not an EAGLE-3 draft, or no code was saved with it.
+        ValueError: if it is not a draft, or no code of a draft was saved with it.
     """
     if code == "installed":
-        return Eagle3ForSpeculation.from_pretrained(name, **kwargs).eval()
-    if "AutoModel" not in PreTrainedConfig.get_config_dict(name)[0].get("auto_map", {}):
+        auto_class: Any = AutoModel if is_baseline(name, **kwargs) else Eagle3ForSpeculation
+        loaded = auto_class.from_pretrained(name, trust_remote_code=False, **kwargs)
+    elif "AutoModel" not in PreTrainedConfig.get_config_dict(name)[0].get("auto_map", {}):
         raise ValueError(f"No code was saved with {name}. Measure it with the installed code (`--code installed`).")
-    draft = AutoModel.from_pretrained(name, trust_remote_code=True, **kwargs).eval()
+    else:
+        loaded = AutoModel.from_pretrained(name, trust_remote_code=True, **kwargs)
+    draft = loaded[0] if isinstance(loaded, tuple) else loaded
     if not hasattr(draft, "assisted_decoding"):
-        raise ValueError(f"{name} is a {type(draft).__name__}, not an EAGLE-3 draft.")
-    return draft
+        raise ValueError(
+            f"The code that was saved with {name} makes a {type(draft).__name__}, which is not a draft of hf-eagle3. Use the "
+            "installed code (`--code installed`)."
+        )
+    draft.eval()
+    return loaded
+
+
+def is_baseline(name: str, **kwargs: Any) -> bool:
+    """
+    Whether `AutoModel` loads a checkpoint as a draft of `hf_eagle3.baselines`.
+
+    Raises:
+        ValueError: if the configuration cannot be read.
+    """
+    hub_kwargs = {argument: kwargs[argument] for argument in HUB_ARGUMENTS if argument in kwargs}
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False, **hub_kwargs)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        return False  # EAGLE-3 drafts bring code, other drafts do not
+    return isinstance(config, BaselineConfig)
+
+
+def method_of(draft: PreTrainedModel) -> str:
+    """Returns the name that benchmarks give to a draft's method, such as `eagle3`, `jetspec` or `medusa`."""
+    config = draft.config
+    if config.model_type == "dflash":  # transformers' own DFlash has that name
+        return "jetspec" if config.is_causal else "dflash-tree"
+    return "eagle-2" if config.model_type == "eagle" and config.static_tree is None else config.model_type
 
 
 def code_of(draft: PreTrainedModel) -> str:
     """Returns the code that a loaded draft runs: the version of hf-eagle3, or the folder or repo with its digest or commit."""
-    if isinstance(draft, Eagle3ForSpeculation):
+    if isinstance(draft, DraftModel):
         return f"hf-eagle3 {__version__}"
     name = draft.name_or_path
     folder = Path(name).resolve().name if is_path(name) else name
