@@ -100,12 +100,15 @@ def draft_config(
     if trust_remote_code and "AutoConfig" in auto_map:  # its own code has failed, and said why
         return None
     if (algorithm := content.get("speculators_model_type")) is not None:
-        if algorithm not in ("eagle3", "peagle"):
-            return None
+        if algorithm not in ("eagle3", "peagle", "dflash"):
+            raise ValueError(
+                f"{name_or_path} is a draft of speculators of the kind {algorithm!r}, which hf-eagle3 does not read. An "
+                "engine such as vLLM may."
+            )
     elif (kind := kind or kind_of_draft(content, name_or_path, hub_kwargs)) is None:
         return None
-    if kind is is_block_draft:
-        if content.get("model_type") not in ("qwen3", None):  # layers of another kind (Laguna)
+    if algorithm == "dflash" or kind is is_block_draft:
+        if algorithm is None and content.get("model_type") not in ("qwen3", None):  # layers of another kind (Laguna)
             return None
         from .baselines.dflash import DFlashConfig
 

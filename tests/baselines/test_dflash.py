@@ -1,5 +1,6 @@
 """Block drafts: the network and its published layouts, the tree of one pass, and what is read of the text."""
 
+import copy
 import heapq
 import itertools
 import json
@@ -75,6 +76,63 @@ WINDOWED_CONFIG = {
     "sliding_window": 4,
     "use_sliding_window": True,
 }
+# As `speculators` 0.9.0 saves a draft: its keys, with the sizes of the tests' targets.
+SPECULATORS_CONFIG = {
+    "architectures": ["DFlashDraftModel"],
+    "auto_map": {"": "config.DFlashSpeculatorConfig"},
+    "aux_hidden_state_layer_ids": [1, 3],
+    "block_size": BLOCK,
+    "draft_vocab_size": 96,
+    "dtype": "float32",
+    "mask_token_id": MASK,
+    "sample_from_anchor": False,
+    "sliding_window_non_causal": False,
+    "speculators_config": {
+        "algorithm": "dflash",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {
+                "accept_tolerance": 0.0,
+                "proposal_type": "greedy",
+                "speculative_tokens": BLOCK - 1,
+                "verifier_accept_k": 1,
+            }
+        ],
+        "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "me/Target"},
+    },
+    "speculators_model_type": "dflash",
+    "speculators_version": "0.9.0",
+    "target_hidden_size": None,
+    "tie_word_embeddings": False,
+    "transformer_layer_config": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "head_dim": 8,
+        "hidden_act": "silu",
+        "hidden_size": 32,
+        "initializer_range": 0.02,
+        "intermediate_size": 48,
+        "layer_types": ["full_attention", "full_attention"],
+        "max_position_embeddings": 512,
+        "max_window_layers": 28,
+        "model_type": "qwen3",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "pad_token_id": None,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "transformers_version": "5.24.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 96,
+    },
+    "transformers_version": "5.24.0",
+}
 CONFIGS = {"z-lab": ZLAB_CONFIG, "jetspec": JETSPEC_CONFIG, "windowed": WINDOWED_CONFIG}
 SETTINGS = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
 
@@ -111,8 +169,23 @@ def rotate(states, position):
     )
 
 
-def naive_logits(weights, target, aux, root, is_causal=(False, False), windows=(None, None), scale=1.0):
-    """The papers' network, a token and a head at a time: the block behind a context of states `(C, n * H)`."""
+def speculators_config(windows=(), **changes):
+    """`SPECULATORS_CONFIG`, with windows of 4 in some layers."""
+    config = copy.deepcopy(SPECULATORS_CONFIG)
+    layers = config["transformer_layer_config"]
+    if windows:
+        layer_types = ["sliding_attention" if i in windows else "full_attention" for i in range(2)]
+        layers |= {"layer_types": layer_types, "sliding_window": 4, "use_sliding_window": True}
+    return {**config, **changes}
+
+
+def naive_logits(
+    weights, target, aux, root, is_causal=(False, False), windows=(None, None), scale=1.0, of_speculators=False
+):
+    """
+    The papers' network, a token and a head at a time: the block behind a context of states `(C, n * H)`. In `speculators`
+    a window is the context before the known token, for all tokens of the block.
+    """
     context = rms_norm(aux @ weights["fc.weight"].T, weights["hidden_norm.weight"])
     table = target.get_input_embeddings().weight
     states, num_context = scale * table[torch.tensor([root] + [MASK] * (BLOCK - 1))], len(context)
@@ -127,7 +200,10 @@ def naive_logits(weights, target, aux, root, is_causal=(False, False), windows=(
             query = rotate(rms_norm(query, layer["self_attn.q_norm.weight"]), at)
             scores, values = [], []
             for k, source in enumerate(sources):
-                if (is_causal[i] and k > at) or (windows[i] is not None and abs(at - k) >= windows[i]):
+                is_far = windows[i] is not None and abs(at - k) >= windows[i]
+                if of_speculators:
+                    is_far = windows[i] is not None and k < num_context - windows[i]
+                if is_far or (is_causal[i] and k > at):
                     continue
                 group = slice(8 * (head // 2), 8 * (head // 2) + 8)
                 key = rms_norm((source @ layer["self_attn.k_proj.weight"].T)[group], layer["self_attn.k_norm.weight"])
@@ -138,7 +214,8 @@ def naive_logits(weights, target, aux, root, is_causal=(False, False), windows=(
         normed = rms_norm(states, layer["post_attention_layernorm.weight"])
         gate = torch.nn.functional.silu(normed @ layer["mlp.gate_proj.weight"].T)
         states = states + (gate * (normed @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
-    return target.get_output_embeddings()(rms_norm(states, weights["norm.weight"]))
+    head = weights.get("lm_head.weight", target.get_output_embeddings().weight)
+    return rms_norm(states, weights["norm.weight"]) @ head.T
 
 
 @torch.no_grad()
@@ -173,6 +250,114 @@ def test_published_layouts(tmp_path, kind):
         assert torch.equal(
             target.generate(**batch, **SETTINGS, assistant_model=draft), target.generate(**batch, **SETTINGS)
         )
+
+
+@pytest.mark.parametrize(
+    ("config", "how"),
+    [
+        (speculators_config(), {}),
+        (speculators_config(windows=[0]), {"is_causal": (True, False), "windows": (4, None)}),
+        (speculators_config(windows=[0, 1]), {"is_causal": (True, True), "windows": (4, 4)}),
+        (speculators_config(windows=[0], sliding_window_non_causal=True), {"windows": (4, None)}),
+        # A newer version, with Domino's keys in each draft.
+        (speculators_config(projector_type="dflash", emb_dim=256, shift_label=False, max_anchors=512), {}),
+    ],
+)
+@pytest.mark.parametrize("has_own", [False, True])
+@torch.no_grad()
+def test_the_layout_of_speculators(tmp_path, config, how, has_own):
+    """Layer ids count inputs, and a draft with fewer tokens than the target has its own head."""
+    target, tokens, generator = make_target("llama"), make_prompt(9, batch_size=2), torch.Generator().manual_seed(2)
+    own = {}
+    if has_own:
+        token_ids = torch.arange(1, 81, 2)
+        own = {"d2t": token_ids - torch.arange(40), "t2d": torch.isin(torch.arange(96), token_ids)}
+        own["lm_head.weight"] = torch.randn(40, 32, generator=generator)
+        own["embed_tokens.weight"] = target.get_input_embeddings().weight + 0  # as older versions save
+        own["verifier_norm.weight"] = torch.randn(32, generator=generator)
+        config = {**config, "draft_vocab_size": 40}
+    folder = write_checkpoint(tmp_path / "draft", config, **own)
+    draft = AutoModel.from_pretrained(folder).eval()
+    assert type(draft) is DFlashForSpeculation and type(AutoConfig.from_pretrained(folder)) is DFlashConfig
+    assert draft.resolve_aux_layer_ids(target) == [1, 3] and draft.generation_config.tree_depth == BLOCK - 1
+    assert draft.config.verifier == "me/Target" and draft.config.has_own_embed_tokens == has_own
+    draft.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert saved["dflash_config"]["target_layer_ids"] == [0, 2]
+    aux = states_of(target, draft, tokens[:, :-1])
+    block = torch.nn.functional.pad(tokens[:, -1:], (0, BLOCK - 1), value=MASK)
+    weights = load_file(folder / "model.safetensors")
+    expected = [
+        naive_logits(weights, target, aux[row], int(tokens[row, -1]), of_speculators=True, **how) for row in range(2)
+    ]
+    for each in (draft, AutoModel.from_pretrained(tmp_path / "saved").eval()):
+        each.validate_target(target)
+        each.borrow_embeddings(target)
+        logits = each(block, each.combine_hidden_states(aux)).logits
+        torch.testing.assert_close(logits, torch.stack(expected), atol=1e-4, rtol=1e-4)
+        if has_own:
+            assert torch.equal(each.draft_token_ids, token_ids) and torch.equal(
+                each.lm_head.weight, own["lm_head.weight"]
+            )
+        for batch in (make_batch([9]), make_batch([12, 5, 17])):
+            assert torch.equal(
+                target.generate(**batch, **SETTINGS, assistant_model=each), target.generate(**batch, **SETTINGS)
+            )
+            assert each.last_generation.drafted_lengths
+
+
+@torch.no_grad()
+def test_each_step_has_the_windows_of_speculators(tmp_path, monkeypatch):
+    """The decoder's masks, with a cache and a longer text than the windows."""
+    target = make_target("llama")
+    draft = AutoModel.from_pretrained(write_checkpoint(tmp_path, speculators_config(windows=[0, 1]))).eval()
+    draft.generation_config.tree_policy, draft.generation_config.output_steps = "static", True
+    draft.borrow_embeddings(target)
+    text, seen, forward = make_prompt(9)[0], [], draft.forward
+    monkeypatch.setattr(draft, "forward", lambda **kwargs: seen.append(forward(**kwargs)) or seen[-1])
+    target.generate(text[None], **SETTINGS, assistant_model=draft)
+    steps = draft.last_generation.steps
+    assert len(seen) == sum(step.source == "draft" for step in steps) > 10
+    weights = load_file(tmp_path / "model.safetensors")
+    how = {"is_causal": (True, True), "windows": (4, 4), "of_speculators": True}
+    for step in steps:
+        if step.source == "draft":
+            aux = states_of(target, draft, text[None, :-1])[0]
+            expected, logits = naive_logits(weights, target, aux, int(text[-1]), **how), seen.pop(0).logits[0]
+            torch.testing.assert_close(logits, expected[1 : 1 + len(logits)], atol=1e-4, rtol=1e-4)
+        text = torch.cat([text, torch.tensor(step.new_tokens[0])])
+
+
+@torch.no_grad()
+def test_the_network_is_that_of_speculators(tmp_path, monkeypatch):
+    """What `speculators` saves and computes, where it is installed."""
+    core = pytest.importorskip("speculators.models.dflash.core")
+    target, tokens = make_target("llama"), make_prompt(20)
+    target.save_pretrained(tmp_path / "target")
+    content = speculators_config(windows=[0])
+    content["speculators_config"]["verifier"]["name_or_path"] = str(tmp_path / "target")
+    layer_config = Qwen3Config(**content.pop("transformer_layer_config"), attn_implementation="eager")
+    theirs = core.DFlashDraftModel(
+        core.DFlashSpeculatorConfig(**content, transformer_layer_config=layer_config)
+    ).eval()
+    theirs.load_verifier_weights()
+    for name, weight in theirs.named_parameters():
+        if not name.startswith(("embed", "lm_head", "verifier")):
+            weight.add_(torch.randn_like(weight) * 0.2)
+    theirs.save_pretrained(tmp_path / "draft")
+    draft = AutoModel.from_pretrained(tmp_path / "draft").eval()
+    draft.borrow_embeddings(target)
+    aux = states_of(target, draft, tokens)
+    for anchor in (3, 12):
+        chosen = torch.tensor([anchor]), torch.tensor([True])
+        monkeypatch.setattr(core, "select_anchors", lambda *args: chosen)  # noqa: B023
+        documents = torch.zeros_like(tokens)
+        expected = theirs._backbone_forward(
+            aux, tokens, torch.ones(tokens.shape), aux[..., :32], documents, max_anchors=1
+        )[1]
+        block = torch.nn.functional.pad(tokens[:, anchor : anchor + 1], (0, BLOCK - 1), value=MASK)
+        logits = draft(block, draft.combine_hidden_states(aux[:, :anchor])).logits
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -531,6 +716,58 @@ def test_what_is_not_understood_is_refused(tmp_path, changes, message):
     for load in (DFlashForSpeculation.from_pretrained, AutoModel.from_pretrained, AutoConfig.from_pretrained):
         with pytest.raises(ValueError, match=message):
             load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(({key: None}, f"lacks .'{key}'") for key in ("aux_hidden_state_layer_ids", "block_size", "draft_vocab_size", "mask_token_id")),
+        ({"aux_hidden_state_layer_ids": [-1, 3]}, "`aux_hidden_state_layer_ids` is .-1, 3"),
+        ({"sample_from_anchor": True}, "sample_from_anchor.*which hf-eagle3 does not read"),
+        ({"projector_type": "domino"}, "projector_type.*Domino"),
+        ({"shift_label": True}, "shift_label"),
+        ({"markov_rank": 256}, "markov_rank"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"speculators_model_type": "dspark"}, "is of 'dspark'|of the kind 'dspark'"),
+        ({**speculators_config(windows=[1]), "sliding_window_non_causal": None}, "does not say whether the block is causal"),
+        ({"transformer_layer_config": {**SPECULATORS_CONFIG["transformer_layer_config"], "model_type": "llama"}}, "not of 'llama'|`use_sliding_window`|max_window_layers"),
+        ({"transformer_layer_config": {**SPECULATORS_CONFIG["transformer_layer_config"], "layer_types": ["sliding_attention"] * 2}}, "there is no `sliding_window`"),
+        ({"transformer_layer_config": {**SPECULATORS_CONFIG["transformer_layer_config"], "shared_experts": 2}}, "shared_experts"),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_of_speculators_is_refused(tmp_path, changes, message):
+    folder = write_checkpoint(tmp_path / "draft", {**SPECULATORS_CONFIG, **changes})
+    for load in (DFlashForSpeculation.from_pretrained, AutoModel.from_pretrained, AutoConfig.from_pretrained):
+        with pytest.raises(ValueError, match=message):
+            load(folder)
+
+
+def test_tensors_of_speculators_must_be_complete(tmp_path):
+    mapping = {"d2t": torch.arange(40), "t2d": torch.ones(96, dtype=torch.bool)}
+    for config, tensors, message in (
+        (speculators_config(draft_vocab_size=40), {}, "d2t"),
+        (speculators_config(draft_vocab_size=40), mapping, "`t2d` marks other tokens"),
+        (speculators_config(), {"lm_head.weight": torch.zeros(40, 32)}, "lm_head.weight"),
+        (speculators_config(), {"markov_head.w1": torch.zeros(4)}, "markov_head.w1"),
+        (speculators_config(aux_hidden_state_layer_ids=[1, 2, 3]), {}, "fc.weight"),
+        (speculators_config(target_hidden_size=64), {}, "fc.weight"),
+    ):
+        folder = write_checkpoint(tmp_path / "draft", config, **tensors)
+        with pytest.raises(ValueError, match=message):
+            AutoModel.from_pretrained(folder)
+    with pytest.raises(ValueError, match="is a block draft .* Load it by `AutoModel.from_pretrained`"):
+        Eagle3ForSpeculation.from_pretrained(write_checkpoint(tmp_path / "draft", SPECULATORS_CONFIG))
+
+
+def test_the_last_state_of_speculators_is_not_normed(tmp_path):
+    """z-lab's is."""
+    target = make_target("llama")
+    speculators = speculators_config(aux_hidden_state_layer_ids=[1, 4])
+    z_lab = {**ZLAB_CONFIG, "dflash_config": {**ZLAB_CONFIG["dflash_config"], "target_layer_ids": [0, 3]}}
+    for config, expected in ((speculators, True), (z_lab, False)):
+        draft = AutoModel.from_pretrained(write_checkpoint(tmp_path, config))
+        assert draft.resolve_aux_layer_ids(target) == [1, 4]
+        assert draft.reads_after_last_layer(target) is expected
 
 
 def test_tensors_that_are_not_understood_are_refused(tmp_path):

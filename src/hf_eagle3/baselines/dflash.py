@@ -60,6 +60,10 @@ class DFlashConfig(BaselineConfig):
             Factor of the logits.
         final_logit_softcapping (`float`, *optional*):
             Soft cap of the logits, after the factor.
+        follows_speculators (`bool`, *optional*, defaults to `False`):
+            Whether the draft was trained by `speculators`. Its sliding windows count from the block's known token and hold
+            the whole block, the state after the target's last layer is taken before the final norm, and the checkpoint may
+            have a head of its own. In z-lab's drafts windows count from each token, and that state is normed.
 
     Raises:
         ValueError: if the layers are not Qwen3's, or a value is missing or out of range.
@@ -73,6 +77,7 @@ class DFlashConfig(BaselineConfig):
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+    follows_speculators: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -80,6 +85,8 @@ class DFlashConfig(BaselineConfig):
         layer_type = layer_config.model_type
         if layer_type != "qwen3":
             raise ValueError(f"A DFlash draft has layers of 'qwen3', not of {layer_type!r}.")
+        if "sliding_attention" in layer_config.layer_types and layer_config.sliding_window is None:
+            raise ValueError("`layer_types` has 'sliding_attention', but there is no `sliding_window`. Set its size.")
         if self.block_size < 2:
             raise ValueError(f"`block_size` is {self.block_size}, but must be at least 2: a known token and a mask.")
         if self.mask_token_id is None:
@@ -115,7 +122,7 @@ class DFlashConfig(BaselineConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """See [`Eagle3Config.from_dict`]. Takes z-lab's layout and that of [`to_dict`]."""
+        """See [`Eagle3Config.from_dict`]. Takes z-lab's layout, that of `speculators`, and that of [`to_dict`]."""
         return super().from_dict(nested_form(config_dict), **kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -191,9 +198,12 @@ class DFlashForSpeculation(BaselineDraft):
     _supports_sdpa = True
     _supports_attention_backend = True
     _keys_to_ignore_on_save = ["lm_head.weight"]
+    # Training in `speculators` needs them for the targets.
+    _keys_to_ignore_on_load_unexpected = [r"^verifier_norm\.weight$", r"^verifier_lm_head\.weight$"]
 
     def __init__(self, config: DFlashConfig):
         super().__init__(config)
+        self.reads_normed_state = not config.follows_speculators
         layer_config = config.transformer_layer_config
         layer_config._attn_implementation = self.config._attn_implementation
         size, eps = layer_config.hidden_size, layer_config.rms_norm_eps
@@ -237,7 +247,7 @@ class DFlashForSpeculation(BaselineDraft):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *args: Any, **kwargs: Any) -> Any:
         """
-        Loads a draft of z-lab, of JetSpec, or of ours. See [`~modeling_eagle3.DraftModel.from_pretrained`]. A tree may be as
+        Loads a draft of z-lab, of JetSpec, of `speculators`, or of ours. See [`~modeling_eagle3.DraftModel.from_pretrained`]. A tree may be as
         deep as the block is long, unless a `generation_config.json` says otherwise (`tree_depth`).
 
         Raises:
@@ -245,7 +255,9 @@ class DFlashForSpeculation(BaselineDraft):
         """
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         draft = loaded[0] if isinstance(loaded, tuple) else loaded
-        if draft.lm_head.out_features > 0:
+        if draft.lm_head.out_features > 0 and draft.config.follows_speculators:
+            draft._keys_to_ignore_on_save = None  # the head is its own
+        elif draft.lm_head.out_features > 0:
             raise ValueError(
                 f"{pretrained_model_name_or_path} has a head of its own (`lm_head.weight`), but a DFlash draft uses its "
                 "target's. It is another kind of draft, or the head was saved by mistake: remove it then."
@@ -265,11 +277,15 @@ class DFlashForSpeculation(BaselineDraft):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """See [`~transformers.PreTrainedModel.save_pretrained`]. The target's head is left out, and so is our code."""
+        """
+        See [`~transformers.PreTrainedModel.save_pretrained`]. The layout is z-lab's. The target's head is left out, and so
+        is our code.
+        """
         tree_settings(self.generation_config)  # with others it could not be loaded
         weights = dict(self.state_dict() if state_dict is None else state_dict)
         if is_main_process and all(type(weight) is torch.Tensor and not weight.is_meta for weight in weights.values()):
-            weights["lm_head.weight"] = weights["lm_head.weight"][:0]  # as when it is loaded
+            if self._keys_to_ignore_on_save:
+                weights["lm_head.weight"] = weights["lm_head.weight"][:0]  # as when it is loaded
             self.config.weights_digest = weights_digest(weights)
         try:
             PreTrainedModel.save_pretrained(self, save_directory, is_main_process, weights, *args, **kwargs)
@@ -343,7 +359,8 @@ class DFlashForSpeculation(BaselineDraft):
 
         Args:
             visible (`torch.BoolTensor` of shape `(B, K)`): Which keys hold something.
-            distances (`torch.LongTensor` of shape `(B or 1, Q, K)`): How far keys are before the block's tokens.
+            distances (`torch.LongTensor` of shape `(B or 1, Q, K)`):
+                How far keys are before the block's tokens, of which the first is the known one.
             dtype (`torch.dtype`): Of the masks.
         """
         layer_config, masks = self.config.transformer_layer_config, {}
@@ -351,7 +368,9 @@ class DFlashForSpeculation(BaselineDraft):
             allowed = visible[:, None].expand(-1, distances.shape[1], -1)
             if self.config.is_causal_in(layer_type):
                 allowed = allowed & (distances >= 0)
-            if layer_type == "sliding_attention":
+            if layer_type == "sliding_attention" and self.config.follows_speculators:
+                allowed = allowed & (distances[:, :1] <= layer_config.sliding_window)  # from the known token
+            elif layer_type == "sliding_attention":
                 allowed = allowed & (distances.abs() < layer_config.sliding_window)
             masks[layer_type] = additive_mask(allowed, dtype)[:, None]
         return masks

@@ -1,4 +1,4 @@
-"""The `config.json` of z-lab's DFlash drafts and of JetSpec's, and what [`DFlashConfig`] makes of it."""
+"""The `config.json` of DFlash drafts (z-lab's, JetSpec's and those of `speculators`), and what [`DFlashConfig`] makes of it."""
 
 import hashlib
 import json
@@ -6,10 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig, Qwen3Config
 
-from ..remote_code.configuration_eagle3 import NEUTRAL_LAYER_KEYS, unknown_keys
+from ..remote_code.configuration_eagle3 import NEUTRAL_KEYS, NEUTRAL_LAYER_KEYS, unknown_keys
 
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TYPE_KEYS = ("dtype", "torch_dtype", "transformers_version")
 # Keys of the layers: all that transformers' Qwen3 has beyond any model's, and older names of the rotary embedding's.
 LAYER_KEYS = Qwen3Config().to_dict().keys() - PreTrainedConfig().to_dict().keys() - {*TOKEN_KEYS}
 LAYER_KEYS |= {"rope_scaling", "rope_theta"}
@@ -25,6 +26,7 @@ CAUSAL_KEYS = ("is_causal", "causal", "causal_head")  # z-lab's and vLLM's names
 # What drafts of ours add at the top level. Other readers pass over them.
 OUR_KEYS = (
     "draft_vocab_size",
+    "follows_speculators",
     "has_own_embed_tokens",
     "target_hidden_size",
     "verifier_fingerprint",
@@ -41,16 +43,46 @@ NAMING_KEYS = (
     "num_target_layers",
     "verifier",
 )
+# The keys of `speculators` that every draft needs, and the others that change what it computes.
+REQUIRED_KEYS = (
+    "aux_hidden_state_layer_ids",
+    "block_size",
+    "draft_vocab_size",
+    "mask_token_id",
+    "transformer_layer_config",
+)
+SPECULATORS_KEYS = {
+    *REQUIRED_KEYS,
+    *TOKEN_KEYS,
+    "sliding_window_non_causal",
+    "speculators_config",
+    "target_hidden_size",
+}
+# They name the draft, or are for training, or for Domino's head, which a draft with `projector_type: "dflash"` lacks.
+NEUTRAL_SPECULATORS_KEYS = {
+    *NEUTRAL_KEYS,
+    "auf",
+    "emb_dim",
+    "gru_hidden_dim",
+    "lambda_base_decay_ratio",
+    "lambda_base_start",
+    "max_anchors",
+    "pure_draft_prefix_len",
+    "speculators_model_type",
+    "speculators_version",
+}
 
 
 def nested_form(content: dict[str, Any]) -> dict[str, Any]:
     """
-    Returns the fields of a [`DFlashConfig`], given them or a `config.json` in z-lab's layout. There, ids of layers count
-    outputs, so `k` is the state that enters layer `k + 1`.
+    Returns the fields of a [`DFlashConfig`], given them or a `config.json` in z-lab's layout or that of `speculators`. In
+    z-lab's, ids of layers count outputs, so `k` is the state that enters layer `k + 1`.
 
     Raises:
         ValueError: if it is not a block draft's, or has keys that nobody here understands.
     """
+    if content.get("speculators_model_type") == "dflash":
+        return speculators_form(content)
     if "transformer_layer_config" in content or content.get("model_type") not in ("qwen3", None):
         return content
     dflash = content.get("dflash_config") or {}
@@ -69,9 +101,7 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
             "from it."
         )
     placed = {**content, **dflash}
-    layer_ids = placed.get("target_layer_ids")
-    if not isinstance(layer_ids, list) or not layer_ids or not all(type(id_) is int and id_ >= 0 for id_ in layer_ids):
-        raise ValueError(f"`target_layer_ids` is {layer_ids!r}, but must be a list of layers, counted from 0.")
+    layer_ids = checked_layer_ids("target_layer_ids", placed)
     said = {bool(placed[key]) for key in CAUSAL_KEYS if placed.get(key) is not None}
     if len(said) > 1:
         raise ValueError(f"{', '.join(CAUSAL_KEYS)} contradict each other in this config.json.")
@@ -81,7 +111,7 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
             fields[key] = float(fields[key])
     if fields.get("final_logit_softcapping") == 0:  # off
         del fields["final_logit_softcapping"]
-    others = (*TOKEN_KEYS, *OUR_KEYS, "dtype", "torch_dtype", "transformers_version")
+    others = (*TOKEN_KEYS, *OUR_KEYS, *TYPE_KEYS)
     return {
         "model_type": "dflash",
         "transformer_layer_config": {
@@ -96,6 +126,63 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
         **fields,
         **{key: placed[key] for key in others if placed.get(key) is not None},
     }
+
+
+def speculators_form(content: dict[str, Any]) -> dict[str, Any]:
+    """
+    Returns the fields of a [`DFlashConfig`], given a `config.json` of a DFlash draft of `speculators`. There, ids of layers
+    count inputs, so `k` is the state that enters layer `k`.
+
+    Raises:
+        ValueError: if something is missing or ambiguous, or has keys that nobody here understands.
+    """
+    if missing := [key for key in REQUIRED_KEYS if content.get(key) is None]:
+        raise ValueError(f"This config.json of a DFlash draft of speculators lacks {missing}. Download it again.")
+    known = {*SPECULATORS_KEYS, *NEUTRAL_SPECULATORS_KEYS, *PreTrainedConfig().to_dict()}
+    if content.get("projector_type") == "dflash":
+        known.add("projector_type")
+    if unknown := unknown_keys(content, known):
+        raise ValueError(
+            f"This config.json of speculators has keys that DFlash does not have: {unknown}. It may be of another kind of block "
+            "draft (Domino, or one with `sample_from_anchor`), which hf-eagle3 does not read. An engine such as vLLM may."
+        )
+    layer_config, speculators_config = content["transformer_layer_config"], content.get("speculators_config") or {}
+    if not isinstance(layer_config, dict) or not isinstance(speculators_config, dict):
+        raise ValueError(
+            "`transformer_layer_config` and `speculators_config` must be mappings. Download the draft again."
+        )
+    has_windows = layer_config.get("use_sliding_window") or "sliding_attention" in (
+        layer_config.get("layer_types") or ()
+    )
+    not_causal = content.get("sliding_window_non_causal")
+    if has_windows and type(not_causal) is not bool:
+        raise ValueError(
+            "This draft has sliding windows, but its config.json does not say whether the block is causal in them. Readers "
+            "disagree on the default. Set `sliding_window_non_causal` there to what the draft was trained with."
+        )
+    fields = ("block_size", "draft_vocab_size", "mask_token_id", "target_hidden_size", *TOKEN_KEYS, *TYPE_KEYS)
+    return {
+        "model_type": "dflash",
+        "transformer_layer_config": {"model_type": "qwen3", **layer_config},
+        "eagle_aux_hidden_state_layer_ids": checked_layer_ids("aux_hidden_state_layer_ids", content),
+        "is_causal": False if not_causal else None,  # full attention is never causal
+        "follows_speculators": True,
+        "speculators_config": {"verifier": speculators_config.get("verifier") or {}},
+        **{key: content[key] for key in fields if content.get(key) is not None},
+    }
+
+
+def checked_layer_ids(name: str, content: dict[str, Any]) -> list[int]:
+    """
+    Returns the ids of layers by a key.
+
+    Raises:
+        ValueError: if they are not a list of numbers from 0 on.
+    """
+    layer_ids = content.get(name)
+    if not isinstance(layer_ids, list) or not layer_ids or not all(type(id_) is int and id_ >= 0 for id_ in layer_ids):
+        raise ValueError(f"`{name}` is {layer_ids!r}, but must be a list of layers, counted from 0.")
+    return layer_ids
 
 
 def flat_form(fields: dict[str, Any]) -> dict[str, Any]:
@@ -117,6 +204,7 @@ def flat_form(fields: dict[str, Any]) -> dict[str, Any]:
     )
     verifier = ((fields.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
     others = (*TOKEN_KEYS, *OUR_KEYS, "dtype", "transformers_version", "is_causal")
+    fields = {**fields, "follows_speculators": fields.get("follows_speculators") or None}  # only where it is so
     content = {
         **{key: value for key, value in fields["transformer_layer_config"].items() if key in LAYER_KEYS},
         "architectures": ["DFlashDraftModel"],

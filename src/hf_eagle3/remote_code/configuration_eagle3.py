@@ -223,8 +223,8 @@ class Eagle3Config(PreTrainedConfig):
 
     @classmethod
     def recognises(cls, config_dict: dict[str, Any], source: str | Path) -> bool:
-        """Whether the content of a `config.json` is in this schema."""
-        return config_dict.get("speculators_model_type") is not None
+        """Whether the content of a `config.json` is in this schema. Block drafts of `speculators` are not."""
+        return config_dict.get("speculators_model_type") not in (None, "dflash")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
