@@ -35,7 +35,6 @@ from train import TargetConfig, TrainScriptArguments, load_data, load_target, ro
 from transformers import ProcessorMixin
 from trl import DatasetMixtureConfig
 
-from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.data import ImageReader, check_chat_template, plain_rows, shows_images
 from hf_eagle3.data.regeneration import (
     Output,
@@ -46,6 +45,7 @@ from hf_eagle3.data.regeneration import (
 )
 from hf_eagle3.data.rows import RowError, read_template_kwargs
 from hf_eagle3.data.server import regenerate_by_server
+from hf_eagle3.evaluation.drafts import load_draft
 from hf_eagle3.tokenizer import read_template
 from hf_eagle3.training.models import load_processing_class
 from hf_eagle3.training.parser import Eagle3Parser
@@ -171,7 +171,7 @@ def ask_target(script_args, args, target_config, device, processing_class, pendi
         target = target.to(device)
     draft = None
     if script_args.draft_name_or_path is not None:
-        draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path, dtype=target.dtype)
+        draft = load_draft(script_args.draft_name_or_path, dtype=target.dtype)
         draft = draft.to(target.device)
     return regenerate_locally(target.eval(), tokenizer, pending, output, args.batch_size, draft, images, **sampling)
 

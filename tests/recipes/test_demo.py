@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from conftest import RECIPES, load_script, make_byte_tokenizer, make_oracle, make_target, make_tokenizer
+from conftest import RECIPES, load_script, make_baseline, make_byte_tokenizer, make_oracle, make_target, make_tokenizer
 
 from hf_eagle3 import Eagle3Step
 from hf_eagle3.drawing import color, decode
@@ -27,6 +27,17 @@ def comparison():
     target, tokenizer = make_target("llama"), make_tokenizer()
     prompt = encode(tokenizer, PROMPT, is_chat=True)["input_ids"]
     return Comparison(target, make_oracle(target, target.generate(prompt, max_new_tokens=60)), tokenizer)
+
+
+def test_a_block_draft_is_loaded(tmp_path):
+    target = make_target("llama")
+    target.save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    target = type(target).from_pretrained(tmp_path / "target")
+    make_baseline("jetspec", target).save_pretrained(tmp_path / "draft")
+    comparison = Comparison.from_pretrained(str(tmp_path / "target"), str(tmp_path / "draft"), device="cpu")
+    plain, drafted = last(comparison.run(PROMPT, max_new_tokens=20))
+    assert type(comparison.draft).__name__ == "DFlashForSpeculation" and plain.tokens == drafted.tokens
 
 
 def last(frames):
