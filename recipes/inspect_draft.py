@@ -78,12 +78,18 @@ def describe_layers(draft) -> list[tuple[str, str]]:
 def describe_form(config) -> list[tuple[str, str]]:
     """Returns what a configuration says beyond its layers, by method."""
     if config.model_type == "dflash":
-        layer_types = dict.fromkeys(config.transformer_layer_config.layer_types)
+        layer = config.transformer_layer_config
+        layer_types = dict.fromkeys(layer.layer_types)
+        window = f"{layer.sliding_window} tokens, from {'the known' if config.follows_speculators else 'each'} token"
         causal = {name: "causal" if config.is_causal_in(name) else "full" for name in layer_types}
         within = ", ".join(f"{how} in layers of {name}" for name, how in causal.items())
         return [
             ("block", f"{config.block_size} tokens: one that is known, then masks (token {config.mask_token_id})"),
-            ("in the block", f"attention is {within if len(set(causal.values())) > 1 else causal.popitem()[1]}"),
+            (
+                "in the block",
+                f"attention is {within if len(set(causal.values())) > 1 else next(iter(causal.values()))}",
+            ),
+            *([("window", window)] if "sliding_attention" in layer_types else []),
             ("drafting", "the whole block in one pass"),
         ]
     if config.model_type != "eagle3":

@@ -113,6 +113,16 @@ def test_drafts_of_other_methods(tmp_path, run_recipe, method, expected):
         assert result.returncode == 1 and "does not fit" in result.stdout and "another model" in result.stdout
 
 
+def test_a_block_draft_with_windows(tmp_path, run_recipe):
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7, "use_sliding_window": True}
+    make_baseline("dflash", make_target("llama"), **windows).save_pretrained(tmp_path)
+    result = run_recipe("inspect_draft.py", tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    lines = {line.split("  ")[0].strip(): line for line in result.stdout.splitlines()}
+    assert "causal in layers of sliding_attention, full in layers of full_attention" in lines["in the block"]
+    assert lines["window"].endswith("7 tokens, from each token")
+
+
 def test_the_first_trees(tmp_path, tokenizer, run_recipe):
     make_target("llama").save_pretrained(tmp_path / "target")
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")

@@ -247,8 +247,9 @@ class DFlashForSpeculation(BaselineDraft):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *args: Any, **kwargs: Any) -> Any:
         """
-        Loads a draft of z-lab, of JetSpec, of `speculators`, or of ours. See [`~modeling_eagle3.DraftModel.from_pretrained`]. A tree may be as
-        deep as the block is long, unless a `generation_config.json` says otherwise (`tree_depth`).
+        Loads a draft of z-lab, of JetSpec, of `speculators`, or of ours. See
+        [`~modeling_eagle3.DraftModel.from_pretrained`]. A tree may be as deep as the block is long, unless a
+        `generation_config.json` says otherwise (`tree_depth`).
 
         Raises:
             ValueError: as there, and if the checkpoint is of another kind of block draft (DFlash 2, DSpark).
