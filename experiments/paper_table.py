@@ -74,14 +74,14 @@ def texts_of(name: str) -> Dataset:
     return load_dataset(name, split="train")
 
 
-def settle_arguments(folder: Path, args, tasks: dict[str, list]) -> dict:
+def settle_arguments(folder: Path, args, tasks: dict[str, list], **others) -> dict:
     """
-    Returns the arguments that change a measurement, and keeps them in the folder.
+    Returns the arguments and `others` that change a measurement, and keeps them in the folder.
 
     Raises:
         SystemExit: if the folder was made with other arguments.
     """
-    arguments = {name: each for name, each in vars(args).items() if name not in NOT_MEASURED}
+    arguments = {name: each for name, each in vars(args).items() if name not in NOT_MEASURED} | others
     arguments["prompts_sha256"] = hashlib.sha256(repr(tasks).encode()).hexdigest()
     path = folder / "arguments.json"
     if path.exists() and (difference := what_differs(json.loads(path.read_text()), arguments)):
@@ -233,7 +233,7 @@ def main():
     folder = Path(args.output_dir)
     tokenizer = load_tokenizer(args.target)
     tasks = {task_name(name): load_prompts(name, tokenizer, args.num_prompts) for name in expand(args.prompts)}
-    arguments = settle_arguments(folder, args, tasks)
+    arguments = settle_arguments(folder, args, tasks, sampled_vocab_size=SAMPLED_VOCAB_SIZE)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(device)

@@ -63,6 +63,8 @@ from hf_eagle3.training.models import load_processing_class
 
 
 # Arguments that do not change a measurement.
+# Rows of experiments/paper_table.py. As drafts of their own, these run as `eagle3`.
+FORMS = ("p-eagle", "eagle3-classic")
 NOT_MEASURED = ("json", "plots", "markdown", "compare", "profile", "trust_remote_code")
 
 
@@ -80,7 +82,7 @@ def parse_arguments():
     parser.add_argument(
         "--methods",
         nargs="+",
-        choices=METHODS,
+        choices=[method for method in METHODS if method not in FORMS],
         help="By default plain, the methods that have a model, and prompt-lookup at batch size 1",
     )
     parser.add_argument("--batch_size", "--batch_sizes", type=int, nargs="+", default=[1], dest="batch_sizes")
@@ -118,6 +120,8 @@ def parse_arguments():
         parser.error(f"--chat_template_kwargs is {args.chat_template_kwargs}, but must be a JSON object")
     if args.compare is None and args.target is None:
         parser.error("--target is missing")
+    if args.draft is None and (drafted := {*OURS, *OTHER_DRAFTS}.intersection(args.methods or ())):
+        parser.error(f"--methods has {sorted(drafted)}: pass --draft")
     if args.profile and args.draft is None:
         parser.error("--profile shows the steps of a draft: pass --draft")
     if args.compile and args.cache_implementation != "static":
@@ -245,7 +249,6 @@ def main():
     facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
     if args.eos_token_id is not None:
         target.generation_config.eos_token_id = args.eos_token_id
-    tasks, missing = collect_prompts(args, tokenizer, target, images)
     if args.draft:
         try:
             draft = load_draft(args.draft, args.code, dtype="auto")
@@ -259,6 +262,7 @@ def main():
                 setattr(draft.generation_config, name, getattr(args, name))
         tree = tree_settings(draft.generation_config)
     args.methods, drafts = methods_of(args, draft)
+    tasks, missing = collect_prompts(args, tokenizer, target, images)
     run = {
         "draft_weights": weights,
         "arguments": {name: value for name, value in vars(args).items() if name not in NOT_MEASURED},

@@ -345,7 +345,7 @@ def make_app(comparison: Comparison):
     def draw(steps, number):
         return step_html(steps, min(int(number), len(steps)), tokenizer) if steps else ""
 
-    with gr.Blocks(title="EAGLE-3", analytics_enabled=False) as app:
+    with gr.Blocks(title="Speculative decoding", analytics_enabled=False) as app:
         gr.Markdown(
             f"## {names[0]} without and with {names[1]}\n\nThe same prompt twice, one after the other: each text has the "
             f"machine for itself, in {dtype} on {machine_name(target.device)}. With the policy `auto` the first run with new "
@@ -390,7 +390,7 @@ def make_app(comparison: Comparison):
 
 # The Space: this file, and one that opens its page.
 
-APP = '''"""The same prompt without and with an EAGLE-3 draft: see demo.py."""
+APP = '''"""The same prompt without and with a draft: see demo.py."""
 
 from demo import Comparison, make_app
 
@@ -404,7 +404,7 @@ CARD = """---
 {metadata}
 ---
 
-The same prompt without and with the EAGLE-3 draft [{draft}](https://huggingface.co/{draft}) of
+The same prompt without and with the draft [{draft}](https://huggingface.co/{draft}) of
 [{target}](https://huggingface.co/{target}): the texts side by side, how fast each is written, where each token came
 from, and the tree of each step.
 """
@@ -443,7 +443,7 @@ def push_space(repo_id: str, target: str, draft: str, package: str, private: boo
         sdk_version=gradio_version,
         app_file="app.py",
         models=[target, draft],
-        tags=["eagle3", "speculative-decoding"],
+        tags=["speculative-decoding"],
     )
     files = {
         "app.py": APP.format(target=target, draft=draft),

@@ -24,7 +24,7 @@ from hf_eagle3 import Eagle3TrainingArguments
 from hf_eagle3.training.parser import Eagle3Parser
 
 
-MOST_WAITED = 7 * 24 * 3600  # seconds, for the slowest process; transformers does not use it on CPUs
+MOST_WAITED = 7 * 24 * 3600  # seconds, for the slowest process; on CPUs transformers keeps to 30 minutes
 
 
 @dataclass

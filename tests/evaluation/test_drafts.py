@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from conftest import make_baseline, make_draft, make_prompt, make_target
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation, __version__
@@ -162,3 +163,13 @@ def test_a_block_draft_is_measured_by_its_name(pairing, tmp_path, run_script):
     assert result.returncode == 1 and "['eagle3'], but" in result.stderr and "['jetspec']" in result.stderr
     result = run_script(*command, "--profile")
     assert result.returncode == 1 and "an EAGLE-3 draft only" in result.stderr
+
+
+def test_an_adapter_is_loaded_with_its_draft(tmp_path):
+    make_draft(make_target("llama"), [make_prompt(5)]).save_pretrained(tmp_path / "draft")
+    draft = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
+    adapted = get_peft_model(draft, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = load_draft(str(tmp_path / "adapter"))
+    assert isinstance(loaded, Eagle3ForSpeculation)
+    assert any("lora" in name and weight.abs().max() > 0 for name, weight in loaded.named_parameters())

@@ -38,6 +38,7 @@ def test_a_block_draft_is_loaded(tmp_path):
     comparison = Comparison.from_pretrained(str(tmp_path / "target"), str(tmp_path / "draft"), device="cpu")
     plain, drafted = last(comparison.run(PROMPT, max_new_tokens=20))
     assert type(comparison.draft).__name__ == "DFlashForSpeculation" and plain.tokens == drafted.tokens
+    assert comparison.draft.last_generation.target_forwards > comparison.draft.last_generation.plain_steps
 
 
 def last(frames):

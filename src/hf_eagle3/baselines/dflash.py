@@ -13,6 +13,7 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
+from transformers.utils import logging
 
 from ..remote_code.cache_eagle3 import additive_mask
 from ..remote_code.devices_eagle3 import on_device, reads_without_sync
@@ -35,6 +36,9 @@ from .baseline import BaselineConfig, BaselineDraft, check_steps
 from .block_tree import grow_block_tree
 from .dflash_layout import flat_form, nested_form
 from .dflash_training import BlockCache, draw_rows
+
+
+logger = logging.get_logger(__name__)
 
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each (B, S, head_dim)
@@ -86,7 +90,10 @@ class DFlashConfig(BaselineConfig):
         if layer_type != "qwen3":
             raise ValueError(f"A DFlash draft has layers of 'qwen3', not of {layer_type!r}.")
         if "sliding_attention" in layer_config.layer_types and layer_config.sliding_window is None:
-            raise ValueError("`layer_types` has 'sliding_attention', but there is no `sliding_window`. Set its size.")
+            raise ValueError(
+                "`layer_types` has 'sliding_attention', but no window is on. Set `use_sliding_window: true` and the size "
+                "`sliding_window`."
+            )
         if self.block_size < 2:
             raise ValueError(f"`block_size` is {self.block_size}, but must be at least 2: a known token and a mask.")
         if self.mask_token_id is None:
@@ -182,7 +189,7 @@ class DFlashForSpeculation(BaselineDraft):
     target.generate(**inputs, assistant_model=draft)
     ```
 
-    Embedding and head are the target's. They are neither saved nor trained.
+    Embedding and head are the target's, which are neither saved nor trained. Drafts of `speculators` may have their own.
 
     Args:
         config ([`DFlashConfig`]): Of the network, whose weights are random.
@@ -283,6 +290,11 @@ class DFlashForSpeculation(BaselineDraft):
         is our code.
         """
         tree_settings(self.generation_config)  # with others it could not be loaded
+        if self.config.follows_speculators and "sliding_attention" in self.config.transformer_layer_config.layer_types:
+            logger.warning(
+                "This draft's sliding windows count from the known token, as in `speculators`. It is saved in z-lab's layout, of "
+                "which engines count them from each token: there it would be accepted less often."
+            )
         weights = dict(self.state_dict() if state_dict is None else state_dict)
         if is_main_process and all(type(weight) is torch.Tensor and not weight.is_meta for weight in weights.values()):
             if self._keys_to_ignore_on_save:

@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from .. import __version__
-from ..baselines.baseline import BaselineConfig
+from ..auto import kind_of_draft
+from ..baselines import BASELINES, DFlashForSpeculation
 from ..environment import is_path
 from ..remote_code.modeling_eagle3 import DraftModel, Eagle3ForSpeculation
-from ..tensor_names import HUB_ARGUMENTS
+from ..tensor_names import HUB_ARGUMENTS, is_block_draft
 
 
 CODES = ("installed", "saved")
@@ -34,12 +35,11 @@ def load_draft(name: str, code: str = "installed", **kwargs: Any) -> Any:
         ValueError: if it is not a draft, or no code of a draft was saved with it.
     """
     if code == "installed":
-        auto_class: Any = AutoModel if is_baseline(name, **kwargs) else Eagle3ForSpeculation
-        loaded = auto_class.from_pretrained(name, trust_remote_code=False, **kwargs)
+        loaded = class_of(name, **kwargs).from_pretrained(name, **{**kwargs, "trust_remote_code": False})
     elif "AutoModel" not in PreTrainedConfig.get_config_dict(name)[0].get("auto_map", {}):
         raise ValueError(f"No code was saved with {name}. Measure it with the installed code (`--code installed`).")
     else:
-        loaded = AutoModel.from_pretrained(name, trust_remote_code=True, **kwargs)
+        loaded = AutoModel.from_pretrained(name, **{**kwargs, "trust_remote_code": True})
     draft = loaded[0] if isinstance(loaded, tuple) else loaded
     if not hasattr(draft, "assisted_decoding"):
         raise ValueError(
@@ -50,21 +50,25 @@ def load_draft(name: str, code: str = "installed", **kwargs: Any) -> Any:
     return loaded
 
 
-def is_baseline(name: str, **kwargs: Any) -> bool:
+def class_of(name: str, **kwargs: Any) -> Any:
     """
-    Whether `AutoModel` loads a checkpoint as a draft of `hf_eagle3.baselines`.
-
-    Raises:
-        ValueError: if the configuration cannot be read.
+    Returns the class of a draft, by its `config.json` and the names of its tensors. What is no draft has
+    [`Eagle3ForSpeculation`], which says why it is none.
     """
     hub_kwargs = {argument: kwargs[argument] for argument in HUB_ARGUMENTS if argument in kwargs}
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False, **hub_kwargs)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        return False  # EAGLE-3 drafts bring code, other drafts do not
-    return isinstance(config, BaselineConfig)
+        content, _ = PreTrainedConfig.get_config_dict(name, **hub_kwargs)
+    except OSError:  # a LoRA adapter has none
+        return Eagle3ForSpeculation
+    if "dflash_config" in content or content.get("speculators_model_type") == "dflash":
+        return DFlashForSpeculation
+    if "transformer_layer_config" in content:  # saved by this library, or by speculators
+        of_type = {
+            baseline.draft_class.config_class.model_type: baseline.draft_class for baseline in BASELINES.values()
+        }
+        return of_type.get(content.get("model_type"), Eagle3ForSpeculation)
+    is_block = kind_of_draft(content, name, hub_kwargs) is is_block_draft
+    return DFlashForSpeculation if is_block else Eagle3ForSpeculation
 
 
 def method_of(draft: PreTrainedModel) -> str:

@@ -141,8 +141,8 @@ def render_card(
         image_folder=image_folder,
         note=note,
         prompts={row.task: row.num_prompts for row in rows},
-        titles=TITLES,
-        parts=any(row.num_identical < row.num_prompts for row in rows if row.method.startswith("eagle3")),
+        titles={} if benchmark is None or has_files(benchmark.run["arguments"].get("tasks") or ()) else TITLES,
+        parts=any(row.num_identical < row.num_prompts for row in rows if not (row in lookups and row.temperature > 0)),
         lookups_part=any(row.num_identical < row.num_prompts for row in lookups if row.temperature > 0),
         num_forwards=sum(row.target_forwards for row in drafted),
         num_lookups=sum(row.lookup_steps for row in drafted),
@@ -214,6 +214,11 @@ def of_same_call(row: BenchmarkRow, others: Sequence[BenchmarkRow]) -> Benchmark
     return next((o for o in same if (o.batch_size, o.temperature) == (row.batch_size, row.temperature)), None)
 
 
+def has_files(tasks: Sequence[str]) -> bool:
+    """Whether some of the tasks of a benchmark are files or folders, which may have other prompts than their names say."""
+    return any("/" in task or "\\" in task or "." in task for task in tasks)
+
+
 def speedup_lines(
     rows: Sequence[BenchmarkRow], alone: Sequence[BenchmarkRow], lookups: Sequence[BenchmarkRow]
 ) -> list[str]:
@@ -231,7 +236,7 @@ def speedup_lines(
             found = [other for row in same if (other := of_same_call(row, others)) is not None]
             if len(found) == len(same):
                 line += f"; {name} {statistics.mean(other.median_speedup for other in found):.2f}x"
-        lines.append(line + ("; one repeat only" if len(same[0].speedups) == 1 else ""))
+        lines.append(line + ("; one repeat only" if any(len(row.speedups) == 1 for row in same) else ""))
     return lines
 
 

@@ -179,9 +179,9 @@ class DraftingTrial:
     FIRST_STEPS, MIN_STEPS = 6, 2  # drafted steps of the first trial with one row, and of other trials
     LATEST, PRIOR_STEPS = 32, 4  # window of drafted steps, and how many of them start the next trial
     INTERVALS = (16, 64)  # plain steps between trials: at first, and at most; each time four times as many
-    MOST_LOST = 0.01  # share of the time that trials may lose
+    MOST_LOST = 0.01  # share of the time that trials may lose, where the intervals allow it
     MOST_PLAIN = 16  # most intervals between trials, since a pause may cause the loss
-    MOST_IF_CHANCE = 2  # the same if three standard errors explain the loss, since bad luck is soon over
+    MOST_IF_CHANCE = 2  # most intervals if the loss is within three standard errors: it may be bad luck
     REVIEWS = (8, 256)  # drafted steps between measurements of plain steps: at first, and at most
 
     def __init__(self, num_rows: int):

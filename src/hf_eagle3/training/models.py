@@ -180,8 +180,9 @@ def check_draft(model: DraftModel | PeftModel, target_model: PreTrainedModel, ar
         plain |= {"sampled_vocab_size": None, "loss_type": "kl"}
     if changed := [name for name, value in plain.items() if getattr(args, name) != value]:
         raise ValueError(
-            f"{type(model).__name__} is trained in a way of its own, on which {changed} have no effect. Leave them out."
+            f"{', '.join(changed)} would have no effect on the training of a {type(model).__name__}. Leave it out."
         )
+    model.config.to_json_string()  # what cannot be saved should fail now
 
 
 @contextmanager
