@@ -731,7 +731,7 @@ def test_what_is_not_understood_is_refused(tmp_path, changes, message):
         ({"speculators_model_type": "dspark"}, "is of 'dspark'|of the kind 'dspark'"),
         ({**speculators_config(windows=[1]), "sliding_window_non_causal": None}, "does not say whether the block is causal"),
         ({"transformer_layer_config": {**SPECULATORS_CONFIG["transformer_layer_config"], "model_type": "llama"}}, "not of 'llama'|`use_sliding_window`|max_window_layers"),
-        ({"transformer_layer_config": {**SPECULATORS_CONFIG["transformer_layer_config"], "layer_types": ["sliding_attention"] * 2}}, "there is no `sliding_window`"),
+        ({"transformer_layer_config": {**SPECULATORS_CONFIG["transformer_layer_config"], "layer_types": ["sliding_attention"] * 2}}, "no window is on"),
         ({"transformer_layer_config": {**SPECULATORS_CONFIG["transformer_layer_config"], "shared_experts": 2}}, "shared_experts"),
     ],
 )  # fmt: skip
