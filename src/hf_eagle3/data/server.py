@@ -167,9 +167,9 @@ class ServerClient:
         self.num_failed += 1
 
     def settle_refused(self) -> None:
-        """Leaves out the refused rows, after another request was answered."""
+        """Leaves out the refused rows, if a request was answered. Else another run tries them again."""
         for row, error in self.refused:
-            if error.status in ROW_STATUS:
+            if error.status in ROW_STATUS and self.has_answered:
                 self.output.leave_out(row, f"the server refuses it: {error.status} {error.message}")
             else:
                 self.fail(row, f"{type(error).__name__}: {error}")
