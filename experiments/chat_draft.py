@@ -17,7 +17,8 @@ Each setting is a list of `name=value`: fields of `Eagle3TrainingArguments`, tho
 Defaults are those of the quickstart. The target reads the data once, and keeps its states in the folder. Each draft is
 measured on the last `--num_held_out` conversations, which are not trained on: how often its first and its first four tokens
 have the target's most probable token among them, and how often samples agree, by drafting step. From these follow the mean
-lengths of chains at temperatures 0 and 1. A line that is in the JSON file already is not trained again.
+lengths of chains at temperatures 0 and 1. A line that is in the JSON file already is not trained again. `--drafts` measures
+finished drafts in the same way.
 """
 
 import argparse
@@ -189,17 +190,19 @@ def line(result: dict) -> str:
         f"{100 * result[name][step]:.1f}" for name, step in (("top_1", 0), ("top_4", 0), ("top_1", 2), ("top_1", 4))
     ]
     lengths = [f"{chain_length(result[name]):.3f}" for name in ("top_1", "top_4", "agreed")]
-    return f"| {result['setting'] or 'defaults'} | {result['tokens']:,} | {' | '.join(shares + lengths)} |"
+    tokens = "-" if result["tokens"] is None else f"{result['tokens']:,}"
+    return f"| {result['setting'] or 'defaults'} | {tokens} | {' | '.join(shares + lengths)} |"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="Folder or Hub id")
     parser.add_argument("--dataset", required=True, help='JSON Lines file of {"messages": [...]}')
-    parser.add_argument("--features_dir", required=True, help="Where the target's states are kept")
+    parser.add_argument("--features_dir", help="Where the target's states are kept")
     parser.add_argument("--json", required=True, help="JSON Lines file of results")
     parser.add_argument("--output_dir", help="Where drafts go, if they are to be kept")
-    parser.add_argument("--settings", nargs="+", required=True)
+    parser.add_argument("--settings", nargs="+", default=[])
+    parser.add_argument("--drafts", nargs="+", default=[], help="Folders of drafts to measure")
     parser.add_argument("--tokens", type=int, default=300 * 1024, help="Of each training")
     parser.add_argument("--num_conversations", type=int, default=1200, help="How many the target reads")
     parser.add_argument("--num_held_out", type=int, default=64)
@@ -207,15 +210,17 @@ def main():
     parser.add_argument("--dtype", default="auto", help="Dtype of the target")
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
+    if args.settings and args.features_dir is None:
+        parser.error("--settings needs --features_dir")
 
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype)
     target = target.to("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(args.target)
     conversations = load_dataset("json", data_files=args.dataset, split="train")
     split = len(conversations) - args.num_held_out
-    store = features(
-        target, tokenizer, conversations.select(range(min(args.num_conversations, split))), args.features_dir, args
-    )
+    if args.settings:
+        read = conversations.select(range(min(args.num_conversations, split)))
+        store = features(target, tokenizer, read, args.features_dir, args)
     held_out, path = None, Path(args.json)
     results = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
     done = {(result["setting"], result["tokens"]) for result in results}
@@ -223,22 +228,23 @@ def main():
         "| setting | tokens | top 1 | top 4 | top 1, third | top 1, fifth | chain, T=0 | of four, T=0 | chain, T=1 |"
     )
     print("| --- " * 9 + "|")
-    for setting in args.settings:
-        if (setting, args.tokens) not in done:
+    for name in (*args.drafts, *args.settings):
+        tokens = None if name in args.drafts else args.tokens
+        if (name, tokens) not in done:
             held_out = held_out or HeldOut(
                 target, tokenizer, conversations.select(range(split, len(conversations))), args
             )
-            draft = train(target, tokenizer, store, parse_setting(setting), args)
-            result = {"setting": setting, "tokens": args.tokens, **held_out.measure(draft, args)}
-            if args.output_dir is not None:
+            if name in args.drafts:
+                draft = Eagle3ForSpeculation.from_pretrained(name, dtype=torch.float32).to(target.device).eval()
+            else:
+                draft = train(target, tokenizer, store, parse_setting(name), args)
+            result = {"setting": name, "tokens": tokens, **held_out.measure(draft, args)}
+            if args.output_dir is not None and name not in args.drafts:
                 draft.to(target.dtype).save_pretrained(Path(args.output_dir) / str(len(results)))
             results.append(result)
             with path.open("a") as file:
                 file.write(json.dumps(result) + "\n")
-        print(
-            line(next(each for each in results if (each["setting"], each["tokens"]) == (setting, args.tokens))),
-            flush=True,
-        )
+        print(line(next(each for each in results if (each["setting"], each["tokens"]) == (name, tokens))), flush=True)
 
 
 if __name__ == "__main__":

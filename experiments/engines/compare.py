@@ -8,7 +8,7 @@ time. Each engine is compared with itself without a draft.
     python experiments/engines/compare.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl \
         --output_dir outputs/engines
 
-The draft must be classic (`draft_form="classic"`). llama.cpp runs `--target_gguf`; without it the target must be a Qwen3.
+The draft must be classic (`draft_form="classic"`), or a block draft (DFlash, JetSpec) for vLLM alone. llama.cpp runs `--target_gguf`; without it the target must be a Qwen3.
 transformers and vLLM run `--dtype`, and OpenVINO float32. Each engine gets its own environment in `--output_dir`. Together
 they take some gigabytes. Engines take turns, each in its own process. The first prompt runs once before it is timed.
 `forwards` counts the forwards that verified something.
@@ -24,10 +24,11 @@ from environments import make_environment, run_engine, run_transformers, tree
 from target_gguf import write_target
 from transformers import AutoModelForCausalLM
 
-from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.baselines import DFlashForSpeculation
 from hf_eagle3.checkpoints import export
 from hf_eagle3.checkpoints.openvino import convert
 from hf_eagle3.environment import environment
+from hf_eagle3.evaluation.drafts import load_draft
 from hf_eagle3.evaluation.tasks import load_prompts
 from hf_eagle3.tokenizer import load_tokenizer
 
@@ -52,6 +53,20 @@ WAYS = (
 )
 
 
+def ways_of_blocks(block_size: int) -> tuple:
+    """`WAYS` of a block draft. Its trees are as deep as its blocks, because depth costs nothing."""
+    depth = block_size - 1
+    of_vllm = {"num_draft_tokens": depth, "method": "dflash"}
+    return (
+        ("transformers", "plain", None),
+        ("hf-eagle3", f"chain of {depth}", tree(depth)),
+        ("hf-eagle3", f"tree {depth}/8/24", tree(depth, 8, 24)),
+        ("hf-eagle3", "auto", {}),
+        ("vllm", "plain", None),
+        ("vllm", f"chain of {depth}", of_vllm),
+    )
+
+
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
@@ -68,9 +83,8 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def prepare(args, target, tokenizer, folder: Path) -> dict[str, dict]:
+def prepare(args, target, draft, tokenizer, folder: Path) -> dict[str, dict]:
     """Writes what each engine loads. Returns the paths, and the interpreter, by engine."""
-    draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=target.dtype)
     for name, model in (("target", target), ("draft", draft)):
         if not (folder / name).exists():
             model.save_pretrained(folder / name)
@@ -115,8 +129,11 @@ def main():
     tokenizer = load_tokenizer(args.target)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).eval()
     prompts = load_prompts(args.prompts, tokenizer)[: args.num_prompts]
-    loaded, measured = prepare(args, target, tokenizer, folder), []
-    ways = [way for way in WAYS if way[0] in args.engines]
+    draft = load_draft(args.draft, dtype=target.dtype)
+    all_ways = ways_of_blocks(draft.config.block_size) if isinstance(draft, DFlashForSpeculation) else WAYS
+    ways = [way for way in all_ways if way[0] in args.engines]
+    args.engines = list(dict.fromkeys(engine for engine, *_ in ways))
+    loaded, measured = prepare(args, target, draft, tokenizer, folder), []
     for threads in args.threads:
         results = {}
         for _ in range(args.repeats):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.evaluation.drafts import load_draft
 
 
 HERE = Path(__file__).parent
@@ -51,7 +51,7 @@ def run_engine(python: str, engine: str, threads: int = 1, **job) -> dict:
         engine (`str`): See [`make_environment`].
         threads (`int`, *optional*, defaults to 1): Number of threads.
         job: Arguments of the script: `target`, `prompts` (lists of token ids), `max_new_tokens`, `draft`,
-            `num_draft_tokens` and more.
+            `num_draft_tokens`, `method` (vLLM's name, by default `eagle3`) and more.
 
     Returns:
         `dict`: `tokens`, `forwards` (those that verified something) and `seconds`, with one entry for each prompt. And
@@ -75,7 +75,7 @@ def run_transformers(target, prompts, max_new_tokens: int, draft_dir=None, **tre
     """Returns what [`run_engine`] does, by `generate`: plainly, or with a draft and settings of its tree."""
     draft, assistance = None, {}
     if draft_dir is not None:
-        draft = Eagle3ForSpeculation.from_pretrained(draft_dir, dtype=target.dtype)
+        draft = load_draft(str(draft_dir), dtype=target.dtype)
         draft.generation_config.update(**tree)
         assistance = {"assistant_model": draft}
     found = {"tokens": [], "forwards": [], "seconds": []}

@@ -20,7 +20,11 @@ COUNTER = "vllm:spec_decode_num_drafts"
 def speculation_of(job):
     if not job.get("draft"):
         return None
-    settings = {"method": "eagle3", "model": job["draft"], "num_speculative_tokens": job["num_draft_tokens"]}
+    settings = {
+        "method": job.get("method", "eagle3"),
+        "model": job["draft"],
+        "num_speculative_tokens": job["num_draft_tokens"],
+    }
     return settings | {"parallel_drafting": True} if job.get("is_parallel") else settings
 
 

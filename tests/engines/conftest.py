@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import RECIPES, load_script
+from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.baselines import BASELINES
 from hf_eagle3.evaluation.tasks import standard_library
 
 
@@ -58,6 +61,38 @@ def models():
 @pytest.fixture(scope="session")
 def target(models):
     return AutoModelForCausalLM.from_pretrained(models / "classic" / "target", dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def block_draft(models, target):
+    """`block_draft("dflash")` is a folder with a block draft, trained for a moment so that some of it is accepted."""
+
+    def make(name: str) -> Path:
+        folder = models / name
+        if not folder.exists():
+            torch.manual_seed(0)
+            method = BASELINES[name]
+            trainer = Eagle3Trainer(
+                model=method.make_draft(target, num_hidden_layers=2, block_size=8),
+                target_model=target,
+                args=Eagle3TrainingArguments(
+                    str(models / f"{name}-run"),
+                    max_steps=150,
+                    max_length=128,
+                    learning_rate=5e-3,
+                    use_cpu=True,
+                    report_to="none",
+                    save_strategy="no",
+                    **(method.training | {"ttt_steps": 7}),
+                ),
+                train_dataset=load_dataset("json", data_files=str(models / "texts.jsonl"), split="train"),
+                processing_class=AutoTokenizer.from_pretrained(models / "classic" / "target"),
+            )
+            trainer.train()
+            trainer.draft.save_pretrained(folder)
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session")

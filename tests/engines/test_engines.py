@@ -9,6 +9,7 @@ from conftest import load_script
 from transformers import AutoTokenizer
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
+from hf_eagle3.baselines import DFlashForSpeculation
 from hf_eagle3.checkpoints import describe_engines, export
 from hf_eagle3.checkpoints.openvino import convert
 from hf_eagle3.remote_code.policy_eagle3 import Calibration
@@ -53,6 +54,28 @@ def test_vllm(models, target, prompts, python_of, tmp_path, form, depth):
     assert dict(describe_engines(Eagle3ForSpeculation.from_pretrained(draft)))["vLLM"].startswith("takes it as it is")
     expected = ours(target, draft, prompts, **tree(depth))
     assert_same(run_engine(python_of("vllm"), "vllm", max_new_tokens=MAX_NEW_TOKENS, **job), expected)
+
+
+@pytest.mark.parametrize("name", ["dflash", "jetspec"])
+def test_vllm_with_a_block_draft(models, target, prompts, python_of, block_draft, tmp_path, name):
+    """
+    Also when the block is causal: vLLM reads that from the saved configuration. Its attention in a block rounds more than
+    ours, so one near tie of the draft in a hundred steps may fall the other way.
+    """
+    draft = block_draft(name)
+    expected = ours(target, draft, prompts, **tree(7))
+    assert sum(expected["forwards"]) < 0.9 * len(prompts) * MAX_NEW_TOKENS
+    wrong = DFlashForSpeculation.from_pretrained(draft)
+    wrong.config.is_causal = not wrong.config.is_causal
+    wrong.save_pretrained(tmp_path / "wrong")
+
+    def num_others(folder):
+        job = {"target": models / "classic" / "target", "draft": folder, "prompts": prompts, "num_draft_tokens": 7}
+        found = run_engine(python_of("vllm"), "vllm", max_new_tokens=MAX_NEW_TOKENS, method="dflash", **job)
+        assert found["tokens"] == expected["tokens"]
+        return sum(abs(a - b) for a, b in zip(found["forwards"], expected["forwards"]))
+
+    assert num_others(draft) <= 3 < num_others(tmp_path / "wrong")
 
 
 @pytest.mark.parametrize("form", ["classic", "p-eagle"])

@@ -238,6 +238,9 @@ def test_the_draft_is_told_apart_from_what_is_looked_up(draft):
     second = [each | {"task": "alpaca", "speedup": 1.25} for each in changed]
     two = render_card("me/draft", draft, benchmark=BenchmarkResults(BENCHMARK.run, changed + second))
     assert "batch size 1: 1.75x, the mean of 2 tasks (1.25x to 2.25x); the draft alone 1.18x; prompt" in two.text
+    fewer = [each for each in second if each["method"] != "prompt-lookup"]
+    some = render_card("me/draft", draft, benchmark=BenchmarkResults(BENCHMARK.run, changed + fewer))
+    assert "the draft alone 1.18x; prompt lookup without a draft has figures of 1 of these tasks only" in some.text
     one = [each for each in BENCHMARK.measurements if each["repeat"] == 0]
     once = render_card("me/draft", draft, benchmark=BenchmarkResults(BENCHMARK.run, one))
     assert "(gsm8k); one repeat only\n" in once.text and "(one repeat)" in str(once)

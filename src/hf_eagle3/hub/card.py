@@ -234,7 +234,9 @@ def speedup_lines(
             line += f", the mean of {len(same)} tasks ({min(speedups):.2f}x to {max(speedups):.2f}x)"
         for name, others in (("the draft alone", alone), ("prompt lookup without a draft", lookups)):
             found = [other for row in same if (other := of_same_call(row, others)) is not None]
-            if len(found) == len(same):
+            if 0 < len(found) < len(same):
+                line += f"; {name} has figures of {len(found)} of these tasks only (see the table)"
+            elif found:
                 line += f"; {name} {statistics.mean(other.median_speedup for other in found):.2f}x"
         lines.append(line + ("; one repeat only" if any(len(row.speedups) == 1 for row in same) else ""))
     return lines
