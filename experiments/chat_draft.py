@@ -17,11 +17,12 @@ Each setting is a list of `name=value`: fields of `Eagle3TrainingArguments`, tho
 Defaults are those of the quickstart. The target reads the data once, and keeps its states in the folder. Each draft is
 measured on the last `--num_held_out` conversations, which are not trained on: how often its first and its first four tokens
 have the target's most probable token among them, and how often samples agree, by drafting step. From these follow the mean
-lengths of chains at temperatures 0 and 1. A line that is in the JSON file already is not trained again. `--drafts` measures
-finished drafts in the same way.
+lengths of chains at temperatures 0 and 1. `--drafts` measures finished drafts in the same way. What is in the JSON file
+already is not trained and measured again.
 """
 
 import argparse
+import hashlib
 import json
 import shlex
 import tempfile
@@ -33,6 +34,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.data import count_tokens, most_frequent_tokens
+from hf_eagle3.evaluation.drafts import load_draft, sampled_digest
 from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training import FeatureStore
 from hf_eagle3.training.losses import acceptance_rates, probabilities
@@ -154,6 +156,11 @@ class HeldOut:
     @torch.no_grad()
     def measure(self, draft, args) -> dict[str, list[float]]:
         sums = torch.zeros(4, EVALUATED_STEPS, dtype=torch.double)
+        draft.validate_target(self.trainer.target_model)
+        if (layer_ids := draft.resolve_aux_layer_ids(self.trainer.target_model)) != self.trainer.aux_layer_ids:
+            raise SystemExit(
+                f"{draft.name_or_path} reads states {layer_ids}. This measures drafts that read {self.trainer.aux_layer_ids}."
+            )
         draft.borrow_embeddings(self.trainer.target_model)
         token_ids, device = draft.draft_token_ids, draft.lm_head.weight.device
         place_of = torch.full((draft.config.vocab_size,), -1, device=device)
@@ -223,28 +230,31 @@ def main():
         store = features(target, tokenizer, read, args.features_dir, args)
     held_out, path = None, Path(args.json)
     results = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-    done = {(result["setting"], result["tokens"]) for result in results}
+    of_all = [sampled_digest(target), hashlib.sha256(Path(args.dataset).read_bytes()).hexdigest()]
+    of_all += [args.num_conversations, args.num_held_out, args.max_length, args.dtype, args.bf16]
     print(
         "| setting | tokens | top 1 | top 4 | top 1, third | top 1, fifth | chain, T=0 | of four, T=0 | chain, T=1 |"
     )
     print("| --- " * 9 + "|")
     for name in (*args.drafts, *args.settings):
-        tokens = None if name in args.drafts else args.tokens
-        if (name, tokens) not in done:
-            held_out = held_out or HeldOut(
-                target, tokenizer, conversations.select(range(split, len(conversations))), args
-            )
-            if name in args.drafts:
-                draft = Eagle3ForSpeculation.from_pretrained(name, dtype=torch.float32).to(target.device).eval()
-            else:
+        is_draft = name in args.drafts
+        draft = load_draft(name, dtype=torch.float32).to(target.device) if is_draft else None
+        made_of = [*of_all, *([sampled_digest(draft)] if is_draft else [args.tokens, DEFAULTS | parse_setting(name)])]
+        made_of = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
+        result = next((each for each in results if each.get("made_of") == made_of), None)
+        if result is None:
+            if held_out is None:
+                held_out = HeldOut(target, tokenizer, conversations.select(range(split, len(conversations))), args)
+            if draft is None:
                 draft = train(target, tokenizer, store, parse_setting(name), args)
-            result = {"setting": name, "tokens": tokens, **held_out.measure(draft, args)}
-            if args.output_dir is not None and name not in args.drafts:
+            result = {"setting": name, "tokens": None if is_draft else args.tokens, "made_of": made_of}
+            result |= held_out.measure(draft, args)
+            if args.output_dir is not None and not is_draft:
                 draft.to(target.dtype).save_pretrained(Path(args.output_dir) / str(len(results)))
             results.append(result)
             with path.open("a") as file:
                 file.write(json.dumps(result) + "\n")
-        print(line(next(each for each in results if (each["setting"], each["tokens"]) == (name, tokens))), flush=True)
+        print(line(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArgumen
 from hf_eagle3.baselines import BASELINES, DFlashForSpeculation, best_static_tree, measure_accuracies
 from hf_eagle3.environment import environment
 from hf_eagle3.evaluation import BenchmarkResults, load_prompts, plot_all, run_benchmark
+from hf_eagle3.evaluation.drafts import sampled_digest
 from hf_eagle3.evaluation.results import what_differs
 from hf_eagle3.evaluation.tasks import expand, task_name
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
@@ -233,10 +234,10 @@ def main():
     folder = Path(args.output_dir)
     tokenizer = load_tokenizer(args.target)
     tasks = {task_name(name): load_prompts(name, tokenizer, args.num_prompts) for name in expand(args.prompts)}
-    arguments = settle_arguments(folder, args, tasks, sampled_vocab_size=SAMPLED_VOCAB_SIZE)
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(device)
+    others = {"sampled_vocab_size": SAMPLED_VOCAB_SIZE, "target_digest": sampled_digest(target)}
+    arguments = settle_arguments(folder, args, tasks, **others)
     names, facts, dataset = dict.fromkeys(DRAFTS[method] for method in args.methods), {}, None
     for name in names:
         if not (folder / name / "facts.json").exists():
@@ -278,6 +279,8 @@ def main():
         save=lambda results: results.write(path),
     )
     lines = tables(results, results.run["facts"])
+    for name, reason in results.run["left_out"].items():
+        lines += f"\n\nLeft out: {name}. {reason}"
     (folder / "table.md").write_text(lines + "\n")
     print(lines)
     print(

@@ -28,7 +28,7 @@ from hf_eagle3.environment import environment
 from hf_eagle3.evaluation.benchmark import synchronize
 from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft
 from hf_eagle3.evaluation.tasks import OFFLINE, load_prompts
-from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS
+from hf_eagle3.remote_code.policy_eagle3 import tree_settings
 
 
 def parse_arguments():
@@ -84,7 +84,9 @@ def main():
     target.generation_config.eos_token_id = None  # texts of one length
     prompts = load_prompts(args.prompts, tokenizer, args.num_prompts)
     drafts = {"auto": draft, "auto, useless draft": useless(draft)}
-    threshold = draft.generation_config.assistant_confidence_threshold
+    # The draft's own settings, which the grid changes. Under its threshold a useless draft may propose nothing.
+    names = "tree_depth", "branching_factor", "num_assistant_tokens", "assistant_confidence_threshold"
+    own = {name: tree_settings(draft.generation_config)[name] for name in names}
     trees = fixed_trees(args.depths, args.branching_factors, args.budgets)
     facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
     facts["draft_code"] = code_of(draft)
@@ -121,11 +123,7 @@ def main():
         grid.sort(key=lambda entry: -entry[0])
         ways = {"plain": {}}
         for name, assistant in drafts.items():
-            names = "tree_depth", "branching_factor", "num_assistant_tokens"  # the grid has changed them
-            shape = {setting: DEFAULT_TREE_SETTINGS[setting] for setting in names}
-            # The draft's own threshold. Under it a useless draft may propose nothing.
-            shape["assistant_confidence_threshold"] = threshold
-            ways[name] = {"assistant": assistant, "tree_policy": "auto", **shape}
+            ways[name] = {"assistant": assistant, "tree_policy": "auto", **own}
         for _, tree in grid[: args.finalists]:
             ways["fixed " + "/".join(map(str, tree.values()))] = {"assistant": draft, "tree_policy": "static", **tree}
         ratios = {name: [] for name in ways}

@@ -52,7 +52,7 @@ from hf_eagle3.evaluation import (
     run_benchmark,
 )
 from hf_eagle3.evaluation.benchmark import IN_BATCHES
-from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft, method_of
+from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft, method_of, sampled_digest
 from hf_eagle3.evaluation.profile import format_profile, profile_steps
 from hf_eagle3.evaluation.results import OTHER_DRAFTS, OURS, what_differs
 from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
@@ -75,7 +75,9 @@ def parse_arguments():
     parser.add_argument("--trust_remote_code", action="store_true", help="Run the code that the target's repo brings")
     parser.add_argument("--code", choices=CODES, default="installed", help=CODE_HELP)
     parser.add_argument("--assistant", help="Small model for the method `assistant`: a folder or a Hub id")
-    parser.add_argument("--dflash", help="DFlash draft for the method `dflash`: a folder or a Hub id")
+    parser.add_argument(
+        "--dflash", help="Draft for transformers' own DFlash (`muse_glimmer_assistant`); others are `--draft`"
+    )
     parser.add_argument(
         "--tasks", "--prompts", nargs="+", default=[OFFLINE], help="Tasks, files or folders: see above"
     )
@@ -216,7 +218,7 @@ def open_results(args, run: dict, missing: dict[str, str]) -> BenchmarkResults:
     if not args.json or not Path(args.json).exists():
         return BenchmarkResults(run)
     results = BenchmarkResults.read(args.json)
-    for name in ("arguments", "draft_weights", "environment", "tree"):
+    for name in ("arguments", "draft_weights", "models", "environment", "tree"):
         if difference := what_differs(results.run.get(name), json.loads(json.dumps(run[name]))):
             raise SystemExit(f"{args.json} holds a run with other {name}: {difference}. Choose another file.")
     for name in results.run["prompts"].keys() & run["prompts"].keys():
@@ -261,10 +263,13 @@ def main():
             if getattr(args, name) is not None:
                 setattr(draft.generation_config, name, getattr(args, name))
         tree = tree_settings(draft.generation_config)
+    assistant, dflash = load(AutoModelForCausalLM, args.assistant), load(AutoModel, args.dflash)
+    loaded = {"target": target, "assistant": assistant, "dflash": dflash}
     args.methods, drafts = methods_of(args, draft)
     tasks, missing = collect_prompts(args, tokenizer, target, images)
     run = {
         "draft_weights": weights,
+        "models": {name: sampled_digest(model) for name, model in loaded.items() if model is not None},
         "arguments": {name: value for name, value in vars(args).items() if name not in NOT_MEASURED},
         "environment": facts,
         "tree": tree,
@@ -286,8 +291,8 @@ def main():
         args.repeats,
         sampling=sampling,
         call=call_arguments(args),
-        assistant=load(AutoModelForCausalLM, args.assistant),
-        dflash=load(AutoModel, args.dflash),
+        assistant=assistant,
+        dflash=dflash,
         drafts=drafts,
         results=results,
         save=(lambda results: results.write(args.json)) if args.json else (lambda results: None),

@@ -364,9 +364,12 @@ def make_app(comparison: Comparison):
                 chat = gr.Checkbox(is_chat, label="Chat template", interactive=is_chat)
             with gr.Row():
                 policy = gr.Radio(["auto", "static"], value=own["tree_policy"], label="Tree policy")
-                depth = gr.Slider(1, 12, own["tree_depth"], step=1, label="Tree depth")
-                num_nodes = gr.Slider(1, 64, own["num_assistant_tokens"], step=1, label="Nodes of a tree, at most")
-                branching = gr.Slider(1, 16, own["branching_factor"], step=1, label="Branching factor")
+                depth = gr.Slider(1, max(12, own["tree_depth"]), own["tree_depth"], step=1, label="Tree depth")
+                most = max(64, own["num_assistant_tokens"])
+                num_nodes = gr.Slider(1, most, own["num_assistant_tokens"], step=1, label="Nodes of a tree, at most")
+                branching = gr.Slider(
+                    1, max(16, own["branching_factor"]), own["branching_factor"], step=1, label="Branching factor"
+                )
         verdict = gr.HTML()
         with gr.Row(equal_height=False):
             with gr.Column():

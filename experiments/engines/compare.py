@@ -15,6 +15,7 @@ they take some gigabytes. Engines take turns, each in its own process. The first
 """
 
 import argparse
+import hashlib
 import json
 import statistics
 from pathlib import Path
@@ -28,11 +29,12 @@ from hf_eagle3.baselines import DFlashForSpeculation
 from hf_eagle3.checkpoints import export
 from hf_eagle3.checkpoints.openvino import convert
 from hf_eagle3.environment import environment
-from hf_eagle3.evaluation.drafts import load_draft
+from hf_eagle3.evaluation.drafts import load_draft, sampled_digest
 from hf_eagle3.evaluation.tasks import load_prompts
 from hf_eagle3.tokenizer import load_tokenizer
 
 
+ENGINES = ("transformers", "hf-eagle3", "vllm", "llama_cpp", "openvino")
 DEPTH = 5
 TREE = {"tree_depth": 6, "branching_factor": 8, "num_assistant_tokens": 24}
 CHAIN = {"num_draft_tokens": DEPTH, "num_assistant_tokens": DEPTH}
@@ -78,17 +80,18 @@ def parse_arguments():
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--engines", nargs="+", default=["transformers", "hf-eagle3", "vllm", "llama_cpp", "openvino"])
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, help="By default all that can run the draft")
     parser.add_argument("--output_dir", default="outputs/engines")
     return parser.parse_args()
 
 
 def prepare(args, target, draft, tokenizer, folder: Path) -> dict[str, dict]:
     """Writes what each engine loads. Returns the paths, and the interpreter, by engine."""
-    for name, model in (("target", target), ("draft", draft)):
-        if not (folder / name).exists():
+    if not (folder / "saved").exists():
+        for name, model in (("target", target), ("draft", draft)):
             model.save_pretrained(folder / name)
-    tokenizer.save_pretrained(folder / "target")
+        tokenizer.save_pretrained(folder / "target")
+        (folder / "saved").touch()
     loaded = {"vllm": {"target": folder / "target", "draft": folder / "draft", "dtype": args.dtype}}
     loaded["llama_cpp"] = {
         "target": args.target_gguf or folder / "target.gguf",
@@ -125,14 +128,18 @@ def run(engine, settings, args, target, prompts, loaded, threads) -> dict:
 
 def main():
     args = parse_arguments()
-    folder = Path(args.output_dir) / f"of-{Path(args.draft).name}"
     tokenizer = load_tokenizer(args.target)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).eval()
     prompts = load_prompts(args.prompts, tokenizer)[: args.num_prompts]
     draft = load_draft(args.draft, dtype=target.dtype)
     all_ways = ways_of_blocks(draft.config.block_size) if isinstance(draft, DFlashForSpeculation) else WAYS
+    if lacking := sorted(set(args.engines or ()) - {engine for engine, *_ in all_ways}):
+        raise SystemExit(f"{', '.join(lacking)} cannot run this draft. Leave it out of --engines.")
+    args.engines = ["transformers", *(args.engines or dict.fromkeys(engine for engine, *_ in all_ways))]
     ways = [way for way in all_ways if way[0] in args.engines]
-    args.engines = list(dict.fromkeys(engine for engine, *_ in ways))
+    # Other models get another folder: what engines load is exported once.
+    made_of = f"{sampled_digest(target)} {sampled_digest(draft)} {args.dtype} {args.target_gguf}"
+    folder = Path(args.output_dir) / f"of-{Path(args.draft).name}-{hashlib.sha256(made_of.encode()).hexdigest()[:8]}"
     loaded, measured = prepare(args, target, draft, tokenizer, folder), []
     for threads in args.threads:
         results = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_draft, make_prompt, make_target
+from conftest import make_block_draft, make_draft, make_prompt, make_target
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from seeing import gemma3, make, make_image, make_processor
@@ -36,6 +36,7 @@ from hf_eagle3.evaluation import (
     run_benchmark,
 )
 from hf_eagle3.evaluation.benchmark import make_batch, without_padding
+from hf_eagle3.evaluation.drafts import sampled_digest
 from hf_eagle3.evaluation.profile import OwnTimes, profile_steps
 from hf_eagle3.evaluation.results import chance, plot_acceptance, plot_batch_sizes, subtitle
 from hf_eagle3.remote_code import decoding_eagle3
@@ -95,6 +96,14 @@ def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):
     result = run_recipe("benchmark.py", *arguments, "--max_new_tokens", 11)
     assert result.returncode != 0 and "holds a run with other arguments" in result.stderr
     assert results_file.read_text().splitlines() == again
+    assert json.loads(again[0])["models"] == dict.fromkeys(("target", "assistant"), sampled_digest(target))
+    # Nor of another model in the same folder.
+    other = json.loads(again[0])
+    other["models"]["target"] = "another"
+    results_file.write_text("\n".join([json.dumps(other), *again[1:]]))
+    result = run_recipe("benchmark.py", *arguments)
+    assert result.returncode != 0 and "holds a run with other models: target was 'another' before" in result.stderr
+    results_file.write_text("\n".join(again))
     # Texts may be made to end early: here at once.
     ends = [
         "--eos_token_id",
@@ -189,6 +198,9 @@ def test_methods_of_transformers(tmp_path, tokenizer, monkeypatch):
     )
     assert not results.run["left_out"]
     assert [(row.method, row.num_identical) for row in results.rows] == [("plain", 1), ("mtp", 1), ("dflash", 1)]
+    with pytest.raises(ValueError, match="transformers' own, and DFlashForSpeculation is a draft of hf-eagle3"):
+        block_draft = make_block_draft("dflash", make_target("llama"))
+        run_benchmark(target, tokenizer, None, {}, ["plain", "dflash"], [0.0], dflash=block_draft)
     assert drafted[MTPCandidateGenerator] >= 2 * 2 and drafted[DFlashTokenCandidateGenerator] >= 2 * 3
 
 
@@ -418,6 +430,7 @@ def test_own_times():
         ([5, 0, 0, 0], {0}, [5, 0]),  # padded by what ended it
         ([5, 0, 6], {7}, [5, 0, 6]),
         ([0, 0], {0}, [0]),
+        ([5, 7, 0, 0], {7, 0}, [5, 7]),  # padded by another end than its own
     ],
 )
 def test_padding_is_no_text(tokens, ends, expected):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation, __version__
 from hf_eagle3.checkpoints import export
-from hf_eagle3.evaluation.drafts import code_of, load_draft, method_of
+from hf_eagle3.evaluation.drafts import code_of, load_draft, method_of, sampled_digest
 
 
 INSTALLED = f"hf-eagle3 {__version__}"
@@ -147,6 +147,16 @@ def test_what_is_no_draft_is_refused(pairing, tmp_path):
     assert method_of(load_draft(str(tmp_path / "theirs"))) == "dflash-tree"
     with pytest.raises(ValueError, match="makes a DFlashDraftModel, which is not a draft of hf-eagle3"):
         load_draft(str(tmp_path / "theirs"), "saved")
+
+
+def test_models_are_told_apart_in_moments(pairing):
+    target = AutoModelForCausalLM.from_pretrained(pairing / "target")
+    again = AutoModelForCausalLM.from_pretrained(pairing / "target")
+    assert sampled_digest(target) == sampled_digest(again) != sampled_digest(again.bfloat16())
+    again = AutoModelForCausalLM.from_pretrained(pairing / "target")
+    with torch.no_grad():
+        again.model.norm.weight.mul_(1.01)
+    assert sampled_digest(target) != sampled_digest(again)
 
 
 def test_a_block_draft_is_measured_by_its_name(pairing, tmp_path, run_script):

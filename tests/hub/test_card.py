@@ -225,6 +225,12 @@ def test_the_draft_is_told_apart_from_what_is_looked_up(draft):
     ]
     lookups = [each | {"method": "prompt-lookup", "accepted_lengths": {}, "speedup": 1.7} for each in alone]
     changed = [each | {"lookup_steps": 7 * (each["method"] == "eagle3")} for each in BENCHMARK.measurements]
+    only = render_card("me/draft", draft, benchmark=BenchmarkResults(BENCHMARK.run, changed))
+    names = {result.metric_name for result in only.data.eval_results}
+    assert "Acceptance length of the draft's trees (pooled)" in names and not any(
+        "draft alone" in name for name in names
+    )
+    assert any("draft and prompt lookup" in name for name in names)
     changed += alone + lookups
     card = render_card("me/draft", draft, benchmark=BenchmarkResults(BENCHMARK.run, changed))
     values = [(result.metric_type, result.metric_value) for result in card.data.eval_results]

@@ -5,13 +5,16 @@ import itertools
 
 import pytest
 import torch
-from conftest import make_draft, make_prompt, make_target
+from conftest import make_block_draft, make_draft, make_prompt, make_target
 from datasets import Dataset
 from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.remote_code.outputs_eagle3 import select_hidden_states
 from hf_eagle3.training import assist_rollouts
+from hf_eagle3.training.rollouts import DraftLearner
+from hf_eagle3.training.ttt import draft_loss
 
 
 PROMPTS = Dataset.from_dict({"prompt": [f"the {i} of {i * 7}" for i in range(16)]})
@@ -95,6 +98,24 @@ def test_a_draft_that_follows_learns(tmp_path, tokenizer):
         trainer.train()
     losses = [entry["draft_loss"] for entry in trainer.state.log_history if "draft_loss" in entry]
     assert len(losses) == 30 and sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+def test_a_block_draft_learns_by_the_loss_of_its_evaluation(tmp_path, tokenizer):
+    """It draws some of the rows, whose weighted loss stands for all of them."""
+    target = make_trainer(tmp_path, tokenizer).model
+    learner = DraftLearner(target, make_block_draft("dflash", target), 0.0, 5, 0.8, "kl")
+    prompt = make_prompt(200)
+    for _ in range(8):
+        with learner.listening():
+            target(prompt)
+    learner.draft.eval()
+    hidden = target.model(prompt, output_hidden_states=select_hidden_states(learner.layer_ids))
+    result = draft_loss(learner.draft, learner.batch_of({"input_ids": prompt}, hidden), 5)
+    expected = (0.8 ** torch.arange(5) * result.loss_sums / result.num_rows).sum().item()
+    assert sum(learner.losses) / 8 == pytest.approx(expected, rel=0.2)
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "use_sliding_window": True}
+    with pytest.raises(ValueError, match="Only drafts with full attention can be trained"):
+        DraftLearner(target, make_block_draft("dflash", target, **windows), 1e-3, 5, 0.8, "kl")
 
 
 def test_a_draft_in_half_precision_learns_small_steps(tmp_path, tokenizer):

@@ -787,7 +787,7 @@ def test_drafts_with_a_window_are_refused(tmp_path, tokenizer):
     draft = Eagle3ForSpeculation.from_target(
         target, model_type="qwen3", layer_types=["sliding_attention"], use_sliding_window=True, sliding_window=8
     )
-    with pytest.raises(ValueError, match="trains drafts with full attention"):
+    with pytest.raises(ValueError, match="Only drafts with full attention can be trained"):
         make_trainer(tmp_path, tokenizer, model=draft, target=target)
 
 

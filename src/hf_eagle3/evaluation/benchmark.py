@@ -78,7 +78,8 @@ def run_benchmark(
         call (`dict`, *optional*):
             More arguments of `generate`, for all methods, such as `{"cache_implementation": "static"}`.
         assistant (`PreTrainedModel`, *optional*): The small model of the method `assistant`.
-        dflash (`PreTrainedModel`, *optional*): The DFlash draft of the method `dflash`.
+        dflash (`PreTrainedModel`, *optional*):
+            The draft of the method `dflash`, of a class of transformers' own such as `MuseGlimmerAssistantModel`.
         drafts (`Mapping[str, PreTrainedModel]`, *optional*):
             More drafts by method, such as those of `hf_eagle3.baselines`.
         results (`BenchmarkResults`, *optional*): The results of an interrupted run. They are not measured again.
@@ -258,7 +259,8 @@ def check_methods(
     Returns the methods in their usual order, plain generation first.
 
     Raises:
-        ValueError: if a method is unknown or lacks its model, or plain generation is not among them.
+        ValueError: if a method is unknown or lacks its model or has one of another kind, or plain generation is not among
+            them.
     """
     if "plain" not in methods:
         raise ValueError("`methods` must include 'plain': speed-ups are ratios to it.")
@@ -273,6 +275,11 @@ def check_methods(
     for method, model in (("assistant", assistant), ("dflash", dflash)):
         if method in methods and model is None:
             raise ValueError(f"The method {method!r} needs a model: pass `{method}`.")
+        if method in methods and hasattr(model, "assisted_decoding"):
+            raise ValueError(
+                f"The method {method!r} is transformers' own, and {type(model).__name__} is a draft of hf-eagle3. Pass it as "
+                "`draft` (`--draft`) instead."
+            )
     return sorted(methods, key=METHODS.index)
 
 
@@ -281,7 +288,8 @@ def without_padding(tokens: list[int], pad_token: int, ends: set[int]) -> list[i
     length = len(tokens)
     while length > 0 and tokens[length - 1] == pad_token:
         length -= 1
-    if length < len(tokens) and pad_token in ends:  # the first padding token is the row's own end
+    has_end = length > 0 and tokens[length - 1] in ends
+    if length < len(tokens) and pad_token in ends and not has_end:  # the first padding token is the row's own end
         length += 1
     return tokens[:length]
 

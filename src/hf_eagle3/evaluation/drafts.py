@@ -1,8 +1,10 @@
 """Loads a draft to measure it, with the installed code or with the code that was saved with it."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from .. import __version__
@@ -13,6 +15,7 @@ from ..remote_code.modeling_eagle3 import DraftModel, Eagle3ForSpeculation
 from ..tensor_names import HUB_ARGUMENTS, is_block_draft
 
 
+NUM_SAMPLED = 64  # numbers of each tensor in a `sampled_digest`
 CODES = ("installed", "saved")
 CODE_HELP = "The code that the draft runs: the installed hf-eagle3, or the code that was saved with it (remote code)"
 
@@ -88,3 +91,15 @@ def code_of(draft: PreTrainedModel) -> str:
     # transformers copies the code into a package, whose name is the digest of a folder's code or the commit of a repo.
     version = type(draft).__module__.split(".")[-2]
     return f"saved with the draft, in {folder} ({version})"
+
+
+def sampled_digest(model: PreTrainedModel) -> str:
+    """
+    SHA-256 of some numbers of each of a model's tensors, which tells a model from another or retrained one in moments,
+    however large it is.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        some = tensor.flatten()[:: max(tensor.numel() // NUM_SAMPLED, 1)].cpu().contiguous()
+        digest.update(name.encode() + some.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -166,7 +166,7 @@ class BenchmarkResults:
     A run and its measurements.
 
     Args:
-        run (`dict`): `arguments`, `environment`, `tree` settings, `draft_weights`, and why methods were `left_out`.
+        run (`dict`): `arguments`, `environment`, `tree` settings, `draft_weights`, digests of other `models`, and why methods were `left_out`.
         measurements (`list[dict]`): One for each task, batch size, temperature, repeat and method.
     """
 

@@ -268,9 +268,12 @@ def eval_results(
         }
         draft, lookup = of_same_call(row, alone) or row, of_same_call(row, lookups)
         repeats = "one repeat" if len(row.speedups) == 1 else f"median of {len(row.speedups)}"
-        with_lookup = "draft and prompt lookup" if draft is not row else "draft"
+        with_lookup = "draft and prompt lookup" if draft is not row or row.lookup_steps else "draft"
+        length = ("Acceptance length of the draft alone (pooled)", draft.acceptance_length)
+        if draft is row and row.lookup_steps:  # the draft alone was not measured, but its trees can be told apart
+            length = ("Acceptance length of the draft's trees (pooled)", row.tree_acceptance_length)
         metrics = (
-            ("acceptance_length", "Acceptance length of the draft alone (pooled)", draft.acceptance_length),
+            ("acceptance_length", *length),
             ("speedup", f"Speed-up over plain generation, {with_lookup} ({repeats})", row.median_speedup),
             (
                 "speedup_draft_alone",

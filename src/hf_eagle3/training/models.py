@@ -170,11 +170,7 @@ def check_draft(model: DraftModel | PeftModel, target_model: PreTrainedModel, ar
             "The draft reads the state after the target's last layer and before its final norm, which training does not collect. "
             "Train a draft that reads states entering layers."
         )
-    if set(model.config.transformer_layer_config.layer_types) != {"full_attention"}:
-        raise ValueError(
-            "`Eagle3Trainer` trains drafts with full attention; this one has layers "
-            f"{model.config.transformer_layer_config.layer_types}, and training-time test would ignore their window."
-        )
+    check_layers(model)
     plain: dict[str, Any] = {"ttt_row_share": 1.0} if hasattr(model, "unroll") else {}
     if hasattr(model, "training_loss"):
         plain |= {"sampled_vocab_size": None, "loss_type": "kl"}
@@ -183,6 +179,18 @@ def check_draft(model: DraftModel | PeftModel, target_model: PreTrainedModel, ar
             f"{', '.join(changed)} would have no effect on the training of a {type(model).__name__}. Leave it out."
         )
     model.config.to_json_string()  # what cannot be saved should fail now
+
+
+def check_layers(model: DraftModel | PeftModel) -> None:
+    """
+    Raises:
+        ValueError: if the draft has layers that training does not compute.
+    """
+    if set(model.config.transformer_layer_config.layer_types) != {"full_attention"}:
+        raise ValueError(
+            "Only drafts with full attention can be trained; this one has layers "
+            f"{model.config.transformer_layer_config.layer_types}, and training-time test would ignore their window."
+        )
 
 
 @contextmanager

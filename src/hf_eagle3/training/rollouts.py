@@ -13,8 +13,8 @@ from ..remote_code.modeling_eagle3 import DraftModel
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
 from .features import TargetStates
 from .losses import LossType
-from .models import without_adapter
-from .ttt import TTTBatch, draft_loss
+from .models import check_layers, without_adapter
+from .ttt import TTTBatch, counted_rows, draft_loss
 
 
 @contextmanager
@@ -132,6 +132,7 @@ class DraftLearner:
         loss_type: LossType,
     ):
         self.draft, self.ttt_steps, self.ttt_step_decay, self.loss_type = draft, ttt_steps, ttt_step_decay, loss_type
+        check_layers(draft)
         draft.borrow_embeddings(target)
         self.layer_ids = draft.resolve_aux_layer_ids(target)
         self.target_states = TargetStates(target, self.layer_ids)
@@ -175,7 +176,9 @@ class DraftLearner:
         self.draft.train()
         result = draft_loss(self.draft, batch, self.ttt_steps, self.loss_type)
         weights = self.ttt_step_decay ** torch.arange(self.ttt_steps, device=result.num_rows.device)
-        loss = (weights * result.loss_sums / result.num_rows.clamp(min=1)).sum()
+        # Not `result.num_rows`: a block draft draws some of the rows, whose loss stands for all.
+        counts = [counted_rows(batch.labels, batch.documents, step).sum() for step in range(self.ttt_steps)]
+        loss = (weights * result.loss_sums / torch.stack(counts).clamp(min=1)).sum()
         loss.backward(inputs=self.weights)  # the draft reads the target's embedding table
         torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
         halves = [pair for pair in zip(self.weights, self.masters) if pair[0] is not pair[1]]
