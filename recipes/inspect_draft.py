@@ -136,6 +136,16 @@ def describe_states(draft, target=None) -> str:
     return f"the states entering layers {read} of the target's {depth} ({known}{last})"
 
 
+def describe_engines_of(draft, info) -> list[tuple[str, str]]:
+    """Returns which engine takes a draft, as far as that was tested."""
+    if is_eagle3(draft):
+        return describe_engines(draft, info["format"])
+    has_blocks = draft.config.model_type == "dflash" and not draft.config.follows_speculators
+    if has_blocks and set(draft.config.transformer_layer_config.layer_types) == {"full_attention"}:
+        return [("vLLM", 'takes it as it is, with `"method": "dflash"` in --speculative-config')]
+    return []
+
+
 def print_trees(draft, name: str, prompt: str, num_steps: int) -> None:
     """Prints the trees of the first steps after a prompt."""
     tokenizer = load_tokenizer(name)
@@ -189,7 +199,7 @@ def main():
             fits.append((args.target, "fits"))
         except ValueError as error:
             fits.append((args.target, f"does not fit. {error}"))
-    rows += [*(describe_engines(draft, info["format"]) if is_eagle3(draft) else []), *fits]
+    rows += [*describe_engines_of(draft, info), *fits]
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {text}" for name, text in rows))
     if any(text.startswith("does not fit") for _, text in rows):

@@ -80,9 +80,13 @@ def test_inspect_and_export(tmp_path, run_recipe):
                 "head": "the target's",
                 "block": "6 tokens: one that is known, then masks (token 3)",
                 "in the block": "causal",
+                "vLLM": "takes it as it is",
             },
         ),
-        ("dflash", {"method": "dflash-tree", "in the block": "full", "drafting": "the whole block in one pass"}),
+        (
+            "dflash",
+            {"method": "dflash-tree", "in the block": "full", "drafting": "the whole block", "vLLM": "as it is"},
+        ),
         (
             "medusa",
             {"method": "medusa", "heads": "5, each", "tree": "static, 64 nodes", "reads": "after the final norm"},
@@ -101,12 +105,8 @@ def test_drafts_of_other_methods(tmp_path, run_recipe, method, expected):
     assert result.returncode == 0, result.stderr[-3000:]
     lines = {line.split("  ")[0].strip(): line for line in result.stdout.splitlines()}
     assert all(value in lines[name] for name, value in expected.items())
-    assert lines[str(tmp_path / "target")].endswith("  fits") and not lines.keys() & {
-        "vLLM",
-        "SGLang",
-        "flags",
-        "format",
-    }
+    assert lines[str(tmp_path / "target")].endswith("  fits") and not lines.keys() & {"SGLang", "flags", "format"}
+    assert ("vLLM" in lines) == (method in ("jetspec", "dflash"))
     assert method in ("jetspec", "dflash", "eagle-2") or "layers" not in lines
     if method == "jetspec":
         result = run_recipe("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "other")
@@ -120,7 +120,7 @@ def test_a_block_draft_with_windows(tmp_path, run_recipe):
     assert result.returncode == 0, result.stderr[-3000:]
     lines = {line.split("  ")[0].strip(): line for line in result.stdout.splitlines()}
     assert "causal in layers of sliding_attention, full in layers of full_attention" in lines["in the block"]
-    assert lines["window"].endswith("7 tokens, from each token")
+    assert lines["window"].endswith("7 tokens, from each token") and "vLLM" not in lines
 
 
 def test_the_first_trees(tmp_path, tokenizer, run_recipe):
