@@ -69,7 +69,7 @@ def keep_state_after_last_layer(target: PreTrainedModel) -> Iterator[None]:
     `hidden_states` is the state after it.
 
     Raises:
-        ValueError: if its layers are not found.
+        ValueError: if its layers are not found, or a forward does not call the last one.
     """
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
     lists = (each for each in target.get_decoder().modules() if isinstance(each, torch.nn.ModuleList))
@@ -80,12 +80,21 @@ def keep_state_after_last_layer(target: PreTrainedModel) -> Iterator[None]:
             f"{num_layers} layers. Use a draft that reads other layers."
         )
     kept = threading.local()
+    kept.state = None  # only in this thread: the hooks do nothing in others, which may be in the middle of a forward
 
     def keep(module: torch.nn.Module, args: tuple, output: Any) -> None:
-        kept.state = output[0] if isinstance(output, tuple) else output
+        if hasattr(kept, "state"):
+            kept.state = output[0] if isinstance(output, tuple) else output
 
     def hand_over(module: torch.nn.Module, args: tuple, outputs: Any) -> None:
-        outputs.state_after_last_layer = kept.state
+        if not hasattr(kept, "state"):
+            return
+        if kept.state is None:
+            raise ValueError(
+                f"The draft reads the state after the last layer, but a forward of {type(target).__name__} did not call that "
+                "layer as a module. Do not compile the target before the call, or use a draft that reads other layers."
+            )
+        outputs.state_after_last_layer, kept.state = kept.state, None
 
     handles = layers[-1].register_forward_hook(keep), target.register_forward_hook(hand_over)
     try:
