@@ -1,6 +1,7 @@
 """A saved draft must work where nothing but torch and transformers is installed."""
 
 import ast
+import importlib
 import json
 import os
 import subprocess
@@ -102,6 +103,12 @@ def test_the_travelling_code_imports_only_torch_and_transformers(name):
         for module in modules:
             top = module.split(".")[0]
             assert top in ("torch", "transformers", "huggingface_hub") or top in sys.stdlib_module_names, module
+
+
+@pytest.mark.parametrize("name", TRAVELLING)
+def test_what_it_logs_is_shown_and_silenced_with_transformers(name):
+    module = importlib.import_module(f"hf_eagle3.remote_code.{name.removesuffix('.py')}")
+    assert not hasattr(module, "logger") or module.logger.name == "transformers.eagle3"
 
 
 def test_importing_the_package_loads_nothing_heavy_and_needs_nothing_but_what_it_brings():

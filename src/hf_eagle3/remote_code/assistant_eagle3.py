@@ -12,16 +12,12 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.utils import logging
 
+from .auto_eagle3 import logger
 from .decoding_eagle3 import TreeDecoding
 from .outputs_eagle3 import Eagle3GenerationStats
 from .target_eagle3 import may_replay
 from .tree_eagle3 import GenerationCall, Proposer
-
-
-# A child of transformers' own logger: shown and silenced with it.
-logger = logging.get_logger("transformers.eagle3")
 
 
 class AssistantMixin:

@@ -15,12 +15,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
-from .auto_eagle3 import IS_INSTALLED
+from .auto_eagle3 import IS_INSTALLED, logger
 from .target_eagle3 import check_dropout, gathered
 
-
-# A child of transformers' own logger: shown and silenced with it.
-logger = logging.get_logger("transformers.eagle3")
 
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # Targets with these settings, for which there are no drafts.

@@ -22,10 +22,10 @@ from transformers.models.llama.modeling_llama import (
     rotate_half,
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
-from transformers.utils import ModelOutput, logging
+from transformers.utils import ModelOutput
 
 from .assistant_eagle3 import CUSTOM_GENERATE, AssistantMixin, install_generation_hook
-from .auto_eagle3 import IS_INSTALLED, check_needs, installed_module
+from .auto_eagle3 import IS_INSTALLED, check_needs, installed_module, logger
 from .configuration_eagle3 import Eagle3Config, default_aux_layer_ids
 from .drafter_eagle3 import Drafter
 from .loading_eagle3 import (
@@ -44,9 +44,6 @@ from .policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 from .target_eagle3 import gathered, gathered_embedding
 from .tree_eagle3 import GenerationCall, grow_tree
 
-
-# A child of transformers' own logger: shown and silenced with it.
-logger = logging.get_logger("transformers.eagle3")
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -398,7 +395,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         return draft_ids if self.d2t is None else draft_ids + self.d2t
 
     def _check_draft_vocabulary(self, source: str | Path) -> None:
-        if self.d2t is None or self.t2d is None:
+        if self.d2t is None or self.t2d is None or self.d2t.is_meta:
             return
         token_ids = self.draft_token_ids
         if (token_ids.diff() <= 0).any() or token_ids[0] < 0 or token_ids[-1] >= self.config.vocab_size:

@@ -11,15 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
+from .auto_eagle3 import logger
 from .cache_eagle3 import check_cache, is_static, is_unused_static
 from .outputs_eagle3 import CACHE
 from .text_eagle3 import max_length_of
 
-
-# A child of transformers' own logger: shown and silenced with it.
-logger = logging.get_logger("transformers.eagle3")
 
 # These attention implementations take any mask.
 MASKED_ATTENTION = ("eager", "sdpa")
@@ -265,7 +262,8 @@ def may_select_rows(
             return False
         # PEFT gives each row its own adapter in a hook. Hooks of others may do anything to a row.
         hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return all(getattr(hook, "__module__", "").startswith(("transformers.", "hf_eagle3.")) for hook in hooks)
+    ours = f"{__package__}."  # another name in a copy
+    return all(getattr(hook, "__module__", "").startswith(("transformers.", ours)) for hook in hooks)
 
 
 def position_table_size(config: PreTrainedConfig) -> int | None:
