@@ -15,10 +15,11 @@ from transformers import DynamicCache, PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
 from transformers.utils import logging
 
+from ..file_checks import read_json
 from ..remote_code.cache_eagle3 import additive_mask
 from ..remote_code.devices_eagle3 import on_device, reads_without_sync
 from ..remote_code.drafter_eagle3 import Drafter, Rows, Slots
-from ..remote_code.loading_eagle3 import read_json, weights_digest
+from ..remote_code.loading_eagle3 import weights_digest
 from ..remote_code.modeling_eagle3 import (
     DraftModel,
     Eagle3Attention,

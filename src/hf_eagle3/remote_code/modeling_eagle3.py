@@ -31,11 +31,11 @@ from .drafter_eagle3 import Drafter
 from .loading_eagle3 import (
     check_code,
     check_draft,
-    check_files,
     check_loading_info,
     check_pairing,
     check_weights,
     code_digest,
+    read_config,
     weights_digest,
     without_load_report,
 )
@@ -251,7 +251,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         # This class's code runs. Transformers would also run the folder's `custom_generate`.
         kwargs.pop("trust_remote_code", None)
         hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        content = None if path is None else check_files(source, kwargs.get("variant"), **hub_kwargs)
+        content = None if path is None else read_config(source, kwargs.get("variant"), **hub_kwargs)
         report = {"format": "speculators"}
         if content is not None and not cls.config_class.recognises(content, source):
             if not IS_INSTALLED:
@@ -265,7 +265,8 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         check_loading_info(info, source)
         content = content or {}
         check_code(content.get("code_digest"), source)
-        model._check_draft_vocabulary(source)
+        if IS_INSTALLED:  # copies read what was saved, as `weights_digest` shows
+            installed_module("file_checks", "Loading").check_draft_vocabulary(model, source)
         for name, value in tree_settings(model.generation_config).items():  # drafts of others have none
             setattr(model.generation_config, name, value)
         if not hasattr(model, "hf_quantizer"):
@@ -393,18 +394,6 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         """Target token ids of the draft vocabulary, of shape `(draft_vocab_size,)`."""
         draft_ids = torch.arange(self.config.draft_vocab_size, device=self.get_output_embeddings().weight.device)
         return draft_ids if self.d2t is None else draft_ids + self.d2t
-
-    def _check_draft_vocabulary(self, source: str | Path) -> None:
-        if self.d2t is None or self.t2d is None or self.d2t.is_meta:
-            return
-        token_ids = self.draft_token_ids
-        if (token_ids.diff() <= 0).any() or token_ids[0] < 0 or token_ids[-1] >= self.config.vocab_size:
-            raise ValueError(
-                f"{source}: `d2t` does not map to ascending ids of a vocabulary of {self.config.vocab_size}. Download the "
-                "checkpoint again."
-            )
-        if not torch.equal(self.t2d.nonzero().flatten(), token_ids):
-            raise ValueError(f"{source}: `t2d` marks other tokens than `d2t` maps to. Download the checkpoint again.")
 
     def get_input_embeddings(self) -> nn.Embedding | None:
         """The draft's own table, if it has one. The target's is not the draft's to resize or to shard."""
