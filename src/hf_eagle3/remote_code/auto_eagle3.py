@@ -106,10 +106,7 @@ def installed_module(name: str, what: str) -> ModuleType:
 
 
 def check_needs() -> None:
-    """
-    Raises:
-        ImportError: if transformers lacks a name or an argument that this code needs.
-    """
+    """Raises `ImportError` if transformers lacks a name or an argument that this code needs."""
     if missing := missing_names():
         raise ImportError(f"transformers {transformers.__version__} has no {', '.join(missing)}. {advice()}")
 

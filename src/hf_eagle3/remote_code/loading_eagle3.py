@@ -38,10 +38,7 @@ def read_config(source: str, variant: str | None = None, **hub_kwargs: Any) -> d
 
 
 def check_loading_info(info: dict[str, Any], source: str | Path) -> None:
-    """
-    Raises:
-        ValueError: if transformers found tensors missing, unexpected or of another shape.
-    """
+    """Raises `ValueError` if transformers found tensors missing, unexpected or of another shape."""
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     mismatched = sorted(str(entry) for entry in info["mismatched_keys"])
     if missing or unexpected or mismatched:
@@ -53,15 +50,7 @@ def check_loading_info(info: dict[str, Any], source: str | Path) -> None:
 
 
 def check_weights(tensors: dict[str, torch.Tensor], source: str | Path, digest: str | None = None) -> None:
-    """
-    Args:
-        tensors (`dict[str, torch.Tensor]`): A draft's weights and buffers.
-        source (`str` or `Path`): Where they are from, for messages.
-        digest (`str`, *optional*): Their [`weights_digest`] when they were saved.
-
-    Raises:
-        ValueError: if they are not finite, or not what was saved.
-    """
+    """Raises `ValueError` if weights and buffers are not finite, or their [`weights_digest`] was another when saved."""
     if any(tensor.is_meta for tensor in tensors.values()):
         return
     broken = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
@@ -125,9 +114,8 @@ def weights_digest(state_dict: dict[str, torch.Tensor]) -> str:
 
 def check_pairing(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     """
-    Raises:
-        ValueError: naming both sides, if the draft was made for a target of another kind, size or vocabulary, or for
-            another model of the same sizes.
+    Raises `ValueError`, naming both sides, if the draft was made for a target of another kind, size or vocabulary, or for
+    another model of the same sizes.
     """
     config, text_config = draft.config, target.config.get_text_config(decoder=True)
     target_name = f"{type(target).__name__} {target.config.name_or_path or '(unnamed)'}"
@@ -167,10 +155,7 @@ def check_pairing(draft: PreTrainedModel, target: PreTrainedModel) -> None:
 
 
 def check_draft(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """
-    Raises:
-        ValueError: if the draft or the target is not ready: on the meta device, in training mode or offloaded.
-    """
+    """Raises `ValueError` if the draft or the target is not ready: on the meta device, in training mode or offloaded."""
     device, target_device = draft.get_output_embeddings().weight.device, target.device
     if device.type == "meta":
         raise ValueError("The draft has no weights: it is on the meta device. Load it with `from_pretrained`.")

@@ -38,18 +38,8 @@ def select_hidden_states(layer_ids: Sequence[int]) -> bool | list[int]:
 
 def aux_hidden_states(outputs: ModelOutput, layer_ids: Sequence[int], num_layers: int) -> torch.Tensor:
     """
-    The states that a draft reads, concatenated. Id `k` is the state entering decoder layer `k`, `hidden_states[k]`.
-
-    Args:
-        outputs (`ModelOutput`): The target's.
-        layer_ids (`list[int]`): `eagle_aux_hidden_state_layer_ids`.
-        num_layers (`int`): The target's number of decoder layers.
-
-    Returns:
-        `torch.FloatTensor` of shape `(batch_size, sequence_length, n_aux * target_hidden_size)`.
-
-    Raises:
-        ValueError: if the target did not return `num_layers + 1` states.
+    The states that a draft reads, concatenated: `(B, S, n_aux * target_hidden_size)`. Id `k` is the state entering
+    decoder layer `k`, `hidden_states[k]`. Raises `ValueError` if the target did not return `num_layers + 1` states.
     """
     states = outputs.hidden_states
     if states is None or len(states) != num_layers + 1:
