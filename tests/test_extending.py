@@ -156,7 +156,7 @@ def test_the_assistant_says_what_it_may_replay(monkeypatch):
     expected = target.generate(prompt, max_new_tokens=20, do_sample=False)
     older = GenerationMixin._assisted_decoding
     assert older._decodes_with_assistant
-    monkeypatch.setattr(assistant_eagle3, "may_replay", lambda target: False)  # of the copy that has the hook
+    monkeypatch.setattr(assistant_eagle3, "REPLAYABLE_MODEL_TYPES", ())  # of the copy that has the hook
     monkeypatch.setattr(type(draft), "may_replay", lambda self, target: True, raising=False)
     assert torch.equal(target.generate(prompt, max_new_tokens=20, do_sample=False, assistant_model=draft), expected)
 

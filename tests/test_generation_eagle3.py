@@ -1,6 +1,7 @@
 import copy
 import itertools
 import math
+import threading
 
 import pytest
 import torch
@@ -18,10 +19,16 @@ from transformers import (
     TextStreamer,
 )
 from transformers.generation import EosTokenCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.assistant_eagle3 import install_generation_hook
-from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES, aux_hidden_states, select_hidden_states
+from hf_eagle3.remote_code.outputs_eagle3 import (
+    CAN_SELECT_HIDDEN_STATES,
+    aux_hidden_states,
+    keep_state_after_last_layer,
+    select_hidden_states,
+)
 from hf_eagle3.remote_code.policy_eagle3 import tree_settings
 
 
@@ -157,6 +164,55 @@ def test_the_draft_reads_the_streams_entering_its_layers(family):
     outputs.hidden_states = outputs.hidden_states[1:]
     with pytest.raises(ValueError, match=f"returned {num_layers} hidden states"):
         aux_hidden_states(outputs, layer_ids, num_layers)
+
+
+def test_threads_that_read_the_state_before_the_final_norm():
+    """One call begins while the other's forward is past the last layer."""
+    target, prompt = make_target("llama"), make_prompt(5)
+    draft = make_draft(target, [prompt], eagle_aux_hidden_state_layer_ids=[1, 3, 4])
+    other_decodes, ended, texts = threading.Event(), threading.Event(), []
+
+    class Holding(BaseStreamer):
+        def put(self, tokens):
+            if len(tokens.view(-1)) == 1:  # not the prompt
+                other_decodes.set()
+                assert ended.wait(30)
+
+        def end(self):
+            pass
+
+    other = threading.Thread(
+        target=lambda: texts.append(generate(target, prompt, assistant_model=draft, streamer=Holding()))
+    )
+    expected, num_forwards = generate(target, prompt), itertools.count(1)
+
+    def begin_other(module, args, output):
+        if next(num_forwards) == 3:
+            other.start()
+            assert other_decodes.wait(30)
+
+    handle = target.model.norm.register_forward_hook(begin_other)
+    try:
+        texts.append(generate(target, prompt, assistant_model=draft))
+    finally:
+        handle.remove()
+        ended.set()
+        other.join()
+    assert [text.tolist() for text in texts] == [expected.tolist()] * 2
+
+
+def test_the_state_before_the_final_norm():
+    target = make_target("llama")
+    with torch.no_grad(), keep_state_after_last_layer(target):
+        outputs = target(make_prompt(5), output_hidden_states=True)
+        read = aux_hidden_states(outputs, [4], 4)
+        assert torch.equal(target.model.norm(read), outputs.hidden_states[4])
+        assert not torch.equal(read, outputs.hidden_states[4])
+        hooks = target.model.layers[-1]._forward_hooks  # take ours away, as in code that was compiled before the call
+        for key in [key for key, hook in hooks.items() if hook.__module__.endswith("outputs_eagle3")]:
+            del hooks[key]
+        with pytest.raises(ValueError, match="LlamaForCausalLM did not call that layer"):
+            target(make_prompt(5), output_hidden_states=True)
 
 
 # Where a tree is not what the target sees one token at a time ----------------------------------------------------

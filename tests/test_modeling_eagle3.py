@@ -573,6 +573,13 @@ def test_a_draft_without_weights_is_refused(target, draft):
         target.generate(make_prompt(5), assistant_model=copy.deepcopy(draft).to("meta"), max_new_tokens=3)
 
 
+def test_a_draft_is_loaded_without_its_weights(draft, tmp_path):
+    draft.save_pretrained(tmp_path)
+    loaded = Eagle3ForSpeculation.from_pretrained(tmp_path, device_map="meta")
+    assert loaded.config.draft_vocab_size < loaded.config.vocab_size
+    assert all(tensor.is_meta for tensor in loaded.state_dict().values())
+
+
 @pytest.mark.parametrize("cast", ["bfloat16", "half", "to"])
 def test_rotary_frequencies_are_never_rounded(cast, tmp_path):
     """As those of a fresh draft for a target in bfloat16 would be, while it is trained."""

@@ -278,7 +278,7 @@ def limited(
             "is_chain": is_chain,
             "capacity": capacity,
             "length": 20 + ahead,
-            "may_read_tree": True,
+            "num_replayed": 0,
         }
         | cache
     )
@@ -303,7 +303,8 @@ SCALED = {"attn_temperature_tuning": True, "floor_scale": 32}
         ({"room": 1}, Plan()),
         ({"room": 0}, Plan()),
         ({"is_chain": True}, WHOLE._replace(branching_factor=1)),
-        ({"may_read_tree": False}, Plan()),
+        ({"num_replayed": 16}, WHOLE),
+        ({"num_replayed": 17}, Plan()),
         ({"length": 5}, Plan()),  # Phi-3 lost its cache
         ({"length": 19}, Plan()),
         ({"is_static": True}, WHOLE),

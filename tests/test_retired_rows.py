@@ -5,11 +5,11 @@ import inspect
 
 import pytest
 import torch
-from conftest import make_batch, make_target
+from conftest import make_batch, make_draft, make_target
 from peft import LoraConfig, get_peft_model
 from test_batch_generation import Columns, StopAtLength, assert_same_texts, generate, make_row_oracle
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import DynamicCache
+from transformers import AutoModel, DynamicCache
 
 from hf_eagle3.remote_code.verify_eagle3 import Verifier
 
@@ -48,6 +48,24 @@ def test_rows_that_are_finished_leave_the_batch(family, verified_rows):
     assert (
         verified_rows[0] == 6 and verified_rows == sorted(verified_rows, reverse=True) and len(set(verified_rows)) > 2
     )
+
+
+@pytest.mark.parametrize("is_copy", [False, True], ids=["installed", "copy"])
+def test_rows_leave_although_the_draft_reads_by_hooks(is_copy, target, tmp_path, monkeypatch):
+    """Those for the state before the final norm."""
+    batch = make_batch([5, 9, 17])
+    settings = {"max_new_tokens": 40, "pad_token_id": 0}
+    settings["eos_token_id"] = end_token(batch, generate(target, batch, **settings))
+    draft = make_draft(target, [batch["input_ids"][2:]], eagle_aux_hidden_state_layer_ids=[1, 3, 4])
+    if is_copy:
+        draft.save_pretrained(tmp_path)
+        monkeypatch.setenv("HF_EAGLE3_CODE", "copy")
+        draft = AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
+    assert is_copy == type(draft).__module__.startswith("transformers_modules.")
+    draft.generation_config.output_steps = True
+    text = generate(target, batch, assistant_model=draft, **settings)
+    assert text.tolist() == generate(target, batch, **settings).tolist()
+    assert {len(step.rows) for step in draft.last_generation.steps} == {1, 2, 3}
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,38 @@ Checks of values in configurations that others wrote. They do not ship with draf
 shows that it is as we saved it.
 """
 
+import base64
+import binascii
+from collections.abc import Collection
+from dataclasses import fields
 from typing import Any
 
+import torch
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .remote_code.configuration_eagle3 import FLAGS, Eagle3Config
+
+
+# Others write these into a config.json. They do not change a draft.
+NEUTRAL_KEYS = {"auto_map", "embed_requires_grad", "tie_word_embeddings", "torch_dtype", "use_cache"}
+# Likewise in `transformer_layer_config`, where some versions of transformers also write all of their defaults.
+NEUTRAL_LAYER_KEYS = {
+    *NEUTRAL_KEYS,
+    *vars(GenerationConfig()),
+    *Qwen3Config().to_dict(),
+    "attn_implementation",
+    "num_aux_hidden_states",
+    "partial_rotary_factor",
+    "pretraining_tp",
+    "pruned_heads",
+    "quantization_config",
+    "rope_scaling",
+    "rope_theta",
+    "transformers.js_config",
+    "unsloth_fixed",
+}
 
 SIZES = (
     "hidden_size",
@@ -58,3 +85,105 @@ def check_layer_config(layer_config: dict[str, Any]) -> None:
         may_be_null = value is None and (name == "factor" or name not in rope)
         if not may_be_null and not (type(value) in (int, float) and value > 0):
             raise ValueError(f"`{name}` is {value!r}, but must be a positive number.")
+    if (model_type := layer_config.get("model_type", "llama")) in ("llama", "qwen3"):
+        known = AutoConfig.for_model(model_type).to_dict().keys() | NEUTRAL_LAYER_KEYS
+        check_keys("`transformer_layer_config`", layer_config, known)
+
+
+def check_config(config: Eagle3Config) -> None:
+    """
+    Raises:
+        ValueError: if flags exclude each other, the layers are not Llama's or Qwen3's or rotate parts of heads, or the
+            vocabulary sizes do not fit.
+    """
+    check_layers(config)
+    check_fields(config)
+    check_verifier(config)
+
+
+def check_layers(config: Eagle3Config) -> None:
+    layer_config = config.transformer_layer_config
+    if layer_config.model_type not in ("llama", "qwen3"):
+        raise ValueError(
+            f"`transformer_layer_config.model_type` is {layer_config.model_type!r}; a draft has 'llama' or 'qwen3' layers."
+        )
+    factor = (layer_config.rope_parameters or {}).get("partial_rotary_factor") or 1.0
+    if factor != 1:  # transformers' Llama would ignore it
+        raise ValueError(f"`partial_rotary_factor` is {factor}, but the layers of a draft rotate whole heads.")
+    if not set(layer_config.layer_types) <= {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"`layer_types` is {layer_config.layer_types}, but a draft has 'full_attention' and 'sliding_attention' only."
+        )
+
+
+def check_fields(config: Eagle3Config) -> None:
+    if not 1 <= config.draft_vocab_size <= config.vocab_size:
+        raise ValueError(
+            f"`draft_vocab_size` is {config.draft_vocab_size}, but must be from 1 to {config.vocab_size}."
+        )
+    if config.target_hidden_size < 1:
+        raise ValueError(f"`target_hidden_size` is {config.target_hidden_size}, but must be positive.")
+    if config.fc_norm and config.norm_before_fc:
+        raise ValueError("`fc_norm` and `norm_before_fc` exclude each other; set at most one of them.")
+    if config.speculators_model_type != ("peagle" if config.is_parallel else "eagle3"):
+        raise ValueError(
+            f"`speculators_model_type` is {config.speculators_model_type!r}, expected 'eagle3', or 'peagle' with a "
+            "`mask_token_id`."
+        )
+    if config.mask_token_id is not None and not 0 <= config.mask_token_id < config.vocab_size:
+        raise ValueError(
+            f"`mask_token_id` is {config.mask_token_id}, but must be one of the target's {config.vocab_size} tokens."
+        )
+
+
+def check_verifier(config: Eagle3Config) -> None:
+    verifier = (config.speculators_config or {}).get("verifier", {})
+    if not isinstance(verifier, dict) or not isinstance(verifier.get("name_or_path"), str | None):
+        raise ValueError(
+            f"`verifier` in `speculators_config` is {verifier!r}, but must be a mapping whose `name_or_path` is a string."
+        )
+    try:
+        is_fingerprint = len(base64.b64decode(config.verifier_fingerprint or "", validate=True)) in (0, 128)
+    except binascii.Error:
+        is_fingerprint = False
+    if not is_fingerprint:
+        raise ValueError(
+            f"`verifier_fingerprint` is {config.verifier_fingerprint!r}, but must be 128 bytes in base64. Remove it."
+        )
+
+
+def check_config_dict(config_class: type[Eagle3Config], config_dict: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: if a `config.json` lacks what it must have, or has a dtype or a flag that is unknown.
+    """
+    if config_dict.get("transformer_layer_config") is None:
+        raise ValueError("This config.json has no `transformer_layer_config`, which describes the draft's layers.")
+    auto_map = config_dict.get("auto_map")
+    is_ours = isinstance(auto_map, dict) and str(auto_map.get("AutoConfig")).endswith("_eagle3.Eagle3Config")
+    absent = [name for name in FLAGS if config_dict.get(name) is None]
+    if is_ours and absent:
+        raise ValueError(f"This config.json lacks {absent}, which each of our drafts has. Download it again.")
+    for name in ("dtype", "torch_dtype"):
+        dtype = config_dict.get(name)
+        if not isinstance(getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype, torch.dtype | None):
+            raise ValueError(f"`{name}` is {dtype!r}, which torch does not know.")
+    known = {field.name for field in fields(config_class)} | PreTrainedConfig().to_dict().keys() | NEUTRAL_KEYS
+    check_keys("This config.json", config_dict, known)
+
+
+def unknown_keys(config_dict: dict[str, Any], known: Collection[str]) -> list[str]:
+    """The keys that are not `known`, without comments and keys whose value is false, zero or empty."""
+    return sorted(key for key in config_dict.keys() - set(known) if config_dict[key] and not key.startswith("_"))
+
+
+def check_keys(name: str, config_dict: dict[str, Any], known: Collection[str]) -> None:
+    """
+    Raises:
+        ValueError: if there are [`unknown_keys`].
+    """
+    if unknown := unknown_keys(config_dict, known):
+        raise ValueError(
+            f"{name} has keys that this version does not know: {unknown}. Their effect would be missing; a later version of "
+            "hf-eagle3 may read this draft."
+        )

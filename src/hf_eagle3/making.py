@@ -163,6 +163,33 @@ def store_draft_vocabulary(draft: "DraftModel", token_ids: torch.Tensor) -> None
         draft.d2t = draft.t2d = None
 
 
+def borrow_head(draft: "DraftModel", target: PreTrainedModel) -> None:
+    """
+    Copies the target's head for the draft vocabulary into a draft that stores none, unless it did so before.
+
+    Raises:
+        ValueError: if the head has another width, too few rows, or is quantized or offloaded.
+    """
+    own, head = draft.get_output_embeddings(), target.get_output_embeddings()
+    is_own = not draft._borrowed_head or own.weight._version != draft._borrowed_version  # or was trained since
+    if own.out_features > 0 and (is_own or draft._borrowed_head[0] is head):
+        return
+    weight, token_ids = gathered(head.weight.detach()), draft.draft_token_ids
+    is_float = weight.is_floating_point() and not weight.is_meta
+    if not is_float or weight.shape[-1] != own.in_features or len(weight) <= token_ids[-1]:
+        raise ValueError(
+            f"The draft {draft.config.name_or_path or '(unnamed)'} stores no head. It needs the target's, with "
+            f"{own.in_features} columns and rows for tokens up to {int(token_ids[-1])}, but that of "
+            f"{type(target).__name__} is {tuple(weight.shape)} in {weight.dtype} on {weight.device}. Load the target with "
+            "its head on a device and not quantized."
+        )
+    # A copy, because a draft may be trained, cast and moved without its target.
+    with torch.inference_mode(False), torch.no_grad():
+        resize_head(own, draft.config.draft_vocab_size)
+        own.weight.copy_(weight[token_ids.to(weight.device)])
+    draft._borrowed_head, draft._borrowed_version = [head], own.weight._version
+
+
 def pair_with(draft: "DraftModel", target: PreTrainedModel) -> None:
     """
     Stores in a draft's configuration which target it is for. Some formats do not say it, and vLLM requires it.

@@ -15,10 +15,12 @@ from transformers import DynamicCache, PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
 from transformers.utils import logging
 
+from ..file_checks import read_json
+from ..remote_code.accept_eagle3 import Sampler
 from ..remote_code.cache_eagle3 import additive_mask
 from ..remote_code.devices_eagle3 import on_device, reads_without_sync
 from ..remote_code.drafter_eagle3 import Drafter, Rows, Slots
-from ..remote_code.loading_eagle3 import read_json, weights_digest
+from ..remote_code.loading_eagle3 import weights_digest
 from ..remote_code.modeling_eagle3 import (
     DraftModel,
     Eagle3Attention,
@@ -29,7 +31,7 @@ from ..remote_code.modeling_eagle3 import (
 )
 from ..remote_code.policy_eagle3 import tree_settings
 from ..remote_code.text_eagle3 import flat_indices, right_index
-from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Plan, SampleGuesser
+from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Plan
 from ..tensor_names import HUB_ARGUMENTS, find
 from ..training.ttt import TTTBatch, UnrollStep
 from .baseline import BaselineConfig, BaselineDraft, check_steps
@@ -538,7 +540,7 @@ class BlockProposer(Drafter):
         slots = Slots(self.keys, self.values, indices, num_slots)
         self.draft.read_context(context, positions, slots)
 
-    def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: SampleGuesser | None = None) -> DraftTree:
+    def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Sampler | None = None) -> DraftTree:
         draft, block_size = self.draft, self.draft.config.block_size
         with self.inference_mode():
             rows = self.take_unread()

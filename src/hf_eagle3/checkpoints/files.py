@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ..remote_code.loading_eagle3 import read_index
+from ..file_checks import read_index
 from ..tensor_names import WEIGHT_FILES, find
 
 

@@ -21,8 +21,6 @@ from .tree_eagle3 import Accepted, DraftTree
 
 # Picks the next token of some rows at one node each: `pick(rows, nodes) -> tokens`.
 Pick = Callable[[list[int], list[int]], list[int]]
-# What a walk down a tree needs: its `children`, and how to pick tokens.
-Walk = tuple[list[dict[tuple[int, int], int]], Pick]
 
 
 def accept(
@@ -37,10 +35,10 @@ def accept(
     another node: NaNs pass through any mask (0 * NaN).
     """
     starts, was_finished = list(text.lengths), list(text.is_finished)
-    walk = sampler.start_walk(tree, outputs, may_discard)
-    if walk is None:
+    pick = sampler.start_walk(tree, outputs, may_discard)
+    if pick is None:
         return None
-    children, pick = walk
+    children = tree.children()
     at: dict[int, int] = dict.fromkeys(range(text.batch_size), 0)  # the node of each row whose walk goes on
     nodes: list[list[int]] = [[] for _ in at]
     tokens: list[list[int]] = [[] for _ in at]
@@ -108,15 +106,15 @@ class Sampler:
         ends = [each for each in stopping_criteria if self.ignores_prefix and isinstance(each, EosTokenCriteria)]
         self.eos_tokens = {token for each in ends for token in each.eos_token_id.flatten().tolist()}
 
-    def start_walk(self, tree: DraftTree, outputs: TreeOutputs, may_discard: bool) -> Walk | None:
-        """A [`Walk`]; `None` if the tree is discarded."""
+    def start_walk(self, tree: DraftTree, outputs: TreeOutputs, may_discard: bool) -> Pick | None:
+        """How to pick tokens in this tree; `None` if it is discarded."""
         if self.ignores_prefix and (not self.prefers_visits or tree.num_nodes == 1 < self.text.batch_size):
             return self._pick_at_all_nodes(tree, outputs, may_discard)
         if may_discard and outputs.logits[:, 0].isnan().any():
             return None
-        return tree.children(), lambda rows, nodes: self._pick(rows, nodes, outputs)
+        return lambda rows, nodes: self._pick(rows, nodes, outputs)
 
-    def _pick_at_all_nodes(self, tree: DraftTree, outputs: TreeOutputs, may_discard: bool) -> Walk | None:
+    def _pick_at_all_nodes(self, tree: DraftTree, outputs: TreeOutputs, may_discard: bool) -> Pick | None:
         """[`start_walk`] that picks tokens now, with a single sync."""
         device = self.text.ids.device
         tree, logits = tree.to(device), outputs.logits.to(device)
@@ -141,7 +139,7 @@ class Sampler:
                 self.streamer.put(torch.tensor(picked, device="cpu"))
             return picked
 
-        return tree.children(), pick
+        return pick
 
     def _choices(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The next token at each node `(B, N)`, and whether its probabilities are broken."""
@@ -167,14 +165,18 @@ class Sampler:
         return torch.stack(noise)
 
     def guess(self, logits: torch.Tensor, level: int, token_ids: torch.Tensor | None) -> torch.Tensor:
-        """See [`~tree_eagle3.SampleGuesser`]."""
+        """
+        Scores `(..., V)` for a draft's `logits` `(..., V)`; `level` 0 is the next token of each row. The largest one belongs
+        to the likeliest sample, since the target will draw with the same noise. Logits are warped like the target's
+        where that is cheap. `token_ids` `(V,)` are the target's ids of the draft vocabulary, `None` if both are the same.
+        """
         scores = logits.float().flatten(0, -2)
         for warper in self.warpers:
             scores = warper(None, scores)
         return sample_scores(scores.view_as(logits), self.noise_ahead(level, token_ids, logits))
 
     def noise_ahead(self, level: int, token_ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """See [`~tree_eagle3.SampleGuesser`]."""
+        """The noise `(B, V)` with which the target will draw, for logits of the width and device of `like`."""
         noise = self._noise_of_rows(level).to(like.device)
         if token_ids is None and noise.shape[-1] == like.shape[-1]:
             return noise

@@ -4,6 +4,7 @@
 import copy
 import functools
 import inspect
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -12,16 +13,13 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.utils import logging
 
+from .auto_eagle3 import logger
 from .decoding_eagle3 import TreeDecoding
 from .outputs_eagle3 import Eagle3GenerationStats
-from .target_eagle3 import may_replay
+from .target_eagle3 import REPLAYABLE_MODEL_TYPES
+from .text_eagle3 import SampleArguments
 from .tree_eagle3 import GenerationCall, Proposer
-
-
-# A child of transformers' own logger: shown and silenced with it.
-logger = logging.get_logger("transformers.eagle3")
 
 
 class AssistantMixin:
@@ -72,7 +70,10 @@ class AssistantMixin:
         Args:
             target (`PreTrainedModel`): The target.
         """
-        return may_replay(target)
+        config = target.config.get_text_config(decoder=True)
+        # Mamba 2 has limits of its time steps, which transformers applies only when it reads several tokens.
+        least, most = getattr(config, "time_step_limit", None) or (0.0, math.inf)
+        return config.model_type in REPLAYABLE_MODEL_TYPES and least <= 0 and most == math.inf
 
     @torch.no_grad()
     def assisted_decoding(
@@ -104,9 +105,10 @@ class AssistantMixin:
         self.validate_target(target)
         if synced_gpus:
             raise ValueError("EAGLE-3 decoding does not support `synced_gpus=True` (ZeRO-3 and FSDP sharded targets).")
-        decoding = self.decoding_class(
-            self, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+        arguments = SampleArguments(
+            input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
         )
+        decoding = self.decoding_class(self, target, arguments)
         last = _LAST_STATS.setdefault(self, LastStats())
         last.in_thread.stats = last.in_any_thread = decoding.stats
         return decoding.decode()

@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 from transformers.utils import logging
 
 
-# A child of transformers' own logger: shown and silenced with it.
+# Of all files here. A child of transformers' own logger: shown and silenced with it.
 logger = logging.get_logger("transformers.eagle3")
 
 # Whether this is the installed package's code, and not a copy that came with a draft.
@@ -106,10 +106,7 @@ def installed_module(name: str, what: str) -> ModuleType:
 
 
 def check_needs() -> None:
-    """
-    Raises:
-        ImportError: if transformers lacks a name or an argument that this code needs.
-    """
+    """Raises `ImportError` if transformers lacks a name or an argument that this code needs."""
     if missing := missing_names():
         raise ImportError(f"transformers {transformers.__version__} has no {', '.join(missing)}. {advice()}")
 

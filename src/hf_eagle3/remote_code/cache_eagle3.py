@@ -97,6 +97,9 @@ class TreeCache:
     reads chains only, unless the target `takes_trees`. Recurrent states are refused, unless it `may_replay` them.
     """
 
+    # If more tokens wait to be replayed, the next forward has no tree. Not measured on accelerators.
+    MOST_REPLAYED = 16
+
     def __init__(self, cache: Cache | None, path_length: int, may_replay: bool = False, takes_trees: bool = True):
         self.path_length, self.may_replay, self.takes_trees = path_length, may_replay, takes_trees
         self.keep_path, self.num_new = keep_path, 0  # the newest entries, still undecided
@@ -141,11 +144,6 @@ class TreeCache:
     def num_replayed(self) -> int:
         """How many tokens the next forward reads again."""
         return 0
-
-    @property
-    def may_read_tree(self) -> bool:
-        """Whether the next forward may read more than the root."""
-        return True
 
     def crop(self, tokens_to_remove: int) -> None:
         """`Cache.crop` without recurrent states."""
@@ -221,9 +219,6 @@ class ReplayCache(TreeCache):
     accepted tokens again with the next chain.
     """
 
-    # If more tokens wait to be replayed, the next forward has no chain. Not measured on accelerators.
-    MOST_REPLAYED = 16
-
     def _adopt(self, cache: Cache, num_new: int = 0) -> None:
         self.recurrent_layers = recurrent_layers(cache)
         self.saved: list[torch.Tensor] | None = None  # the states before the replayed tokens
@@ -233,10 +228,6 @@ class ReplayCache(TreeCache):
     @property
     def num_replayed(self) -> int:
         return self.replayed["input_ids"].shape[-1] if self.replayed else 0
-
-    @property
-    def may_read_tree(self) -> bool:
-        return self.num_replayed <= self.MOST_REPLAYED
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
@@ -404,12 +395,7 @@ def keep_rows(cache: Cache, kept: Sequence[list[int]], num_new: int, batch_growt
 
 
 def check_cache(cache: Cache | None, may_replay: bool) -> Cache:
-    """
-    Returns the cache, after checking that tokens can be rolled back in it.
-
-    Raises:
-        ValueError: if it is missing, or cannot be rolled back.
-    """
+    """Returns the cache. Raises `ValueError` if it is missing, or tokens cannot be rolled back in it."""
     if cache is None:
         raise ValueError("EAGLE-3 decoding needs a target that returns a cache. Leave `assistant_model` out.")
     if not isinstance(cache, Cache) or type(cache).crop is not Cache.crop:

@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of an EAGLE-3 draft, in the schema of the `speculators` package."""
 
-import base64
-import binascii
 import hashlib
 import json
-from collections.abc import Collection
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, Qwen3Config
+from transformers import AutoConfig, PreTrainedConfig
 
 from .auto_eagle3 import IS_INSTALLED, installed_module
 
@@ -27,24 +22,6 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "auto_eagle3.Eagle3ForSpeculation",
 }
 
-# Others write these into a config.json. They do not change a draft.
-NEUTRAL_KEYS = {"auto_map", "embed_requires_grad", "tie_word_embeddings", "torch_dtype", "use_cache"}
-# Likewise in `transformer_layer_config`, where some versions of transformers also write all of their defaults.
-NEUTRAL_LAYER_KEYS = {
-    *NEUTRAL_KEYS,
-    *vars(GenerationConfig()),
-    *Qwen3Config().to_dict(),
-    "attn_implementation",
-    "num_aux_hidden_states",
-    "partial_rotary_factor",
-    "pretraining_tp",
-    "pruned_heads",
-    "quantization_config",
-    "rope_scaling",
-    "rope_theta",
-    "transformers.js_config",
-    "unsloth_fixed",
-}
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_own_embed_tokens")
 # The fields on which depends what a draft computes.
 DIGESTED = (
@@ -148,13 +125,9 @@ class Eagle3Config(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         layer_config = self.transformer_layer_config or {}
         if isinstance(layer_config, dict):
-            model_type = layer_config.get("model_type", "llama")
             if IS_INSTALLED:  # copies read what was saved, as `config_digest` shows
                 installed_module("config_checks", "A configuration").check_layer_config(layer_config)
-            if model_type in ("llama", "qwen3"):
-                known = AutoConfig.for_model(model_type).to_dict().keys() | NEUTRAL_LAYER_KEYS
-                check_keys("`transformer_layer_config`", layer_config, known)
-            layer_config = AutoConfig.for_model(**{"model_type": model_type, **layer_config})
+            layer_config = AutoConfig.for_model(**{"model_type": "llama", **layer_config})
         self.transformer_layer_config = layer_config
         # Engines want one entry a layer. Llama's own configuration has no such list.
         if getattr(layer_config, "layer_types", None) is None:
@@ -165,61 +138,12 @@ class Eagle3Config(PreTrainedConfig):
             self.target_hidden_size = layer_config.hidden_size
         if self.is_parallel and self.speculators_model_type == "eagle3":  # the default
             self.speculators_model_type = "peagle"
-        self._check_layers()
-        self._check_fields()
-        self._check_verifier()
+        if IS_INSTALLED:
+            installed_module("config_checks", "A configuration").check_config(self)
         kwargs.pop("model_type", None)
         super().__post_init__(**kwargs)
         # vLLM takes the width of `fc` from here, and assumes 3 states without it.
         layer_config.num_aux_hidden_states = self.num_aux_hidden_states
-
-    def _check_layers(self) -> None:
-        layer_config = self.transformer_layer_config
-        if layer_config.model_type not in ("llama", "qwen3"):
-            raise ValueError(
-                f"`transformer_layer_config.model_type` is {layer_config.model_type!r}; a draft has 'llama' or 'qwen3' layers."
-            )
-        factor = (layer_config.rope_parameters or {}).get("partial_rotary_factor") or 1.0
-        if factor != 1:  # transformers' Llama would ignore it
-            raise ValueError(f"`partial_rotary_factor` is {factor}, but the layers of a draft rotate whole heads.")
-        if not set(layer_config.layer_types) <= {"full_attention", "sliding_attention"}:
-            raise ValueError(
-                f"`layer_types` is {layer_config.layer_types}, but a draft has 'full_attention' and 'sliding_attention' only."
-            )
-
-    def _check_fields(self) -> None:
-        if not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(
-                f"`draft_vocab_size` is {self.draft_vocab_size}, but must be from 1 to {self.vocab_size}."
-            )
-        if self.target_hidden_size < 1:
-            raise ValueError(f"`target_hidden_size` is {self.target_hidden_size}, but must be positive.")
-        if self.fc_norm and self.norm_before_fc:
-            raise ValueError("`fc_norm` and `norm_before_fc` exclude each other; set at most one of them.")
-        if self.speculators_model_type != ("peagle" if self.is_parallel else "eagle3"):
-            raise ValueError(
-                f"`speculators_model_type` is {self.speculators_model_type!r}, expected 'eagle3', or 'peagle' with a "
-                "`mask_token_id`."
-            )
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(
-                f"`mask_token_id` is {self.mask_token_id}, but must be one of the target's {self.vocab_size} tokens."
-            )
-
-    def _check_verifier(self) -> None:
-        verifier = (self.speculators_config or {}).get("verifier", {})
-        if not isinstance(verifier, dict) or not isinstance(verifier.get("name_or_path"), str | None):
-            raise ValueError(
-                f"`verifier` in `speculators_config` is {verifier!r}, but must be a mapping whose `name_or_path` is a string."
-            )
-        try:
-            is_fingerprint = len(base64.b64decode(self.verifier_fingerprint or "", validate=True)) in (0, 128)
-        except binascii.Error:
-            is_fingerprint = False
-        if not is_fingerprint:
-            raise ValueError(
-                f"`verifier_fingerprint` is {self.verifier_fingerprint!r}, but must be 128 bytes in base64. Remove it."
-            )
 
     @classmethod
     def recognises(cls, config_dict: dict[str, Any], source: str | Path) -> bool:
@@ -236,31 +160,17 @@ class Eagle3Config(PreTrainedConfig):
         """
         config_dict = dict(config_dict)
         digest = config_dict.pop("config_digest", None)
-        for name in (
-            "weights_digest",
-            "code_digest",
-        ):  # of the checkpoint, not of other drafts with this configuration
+        # These are of the checkpoint, not of other drafts with this configuration.
+        for name in ("weights_digest", "code_digest"):
             config_dict.pop(name, None)
-        if config_dict.get("transformer_layer_config") is None:
-            raise ValueError("This config.json has no `transformer_layer_config`, which describes the draft's layers.")
-        auto_map = config_dict.get("auto_map")
-        is_ours = isinstance(auto_map, dict) and str(auto_map.get("AutoConfig")).endswith("_eagle3.Eagle3Config")
-        absent = [name for name in FLAGS if config_dict.get(name) is None]
-        if is_ours and absent:
-            raise ValueError(f"This config.json lacks {absent}, which each of our drafts has. Download it again.")
-        for name in absent:
-            config_dict.pop(name, None)
+        if IS_INSTALLED:
+            installed_module("config_checks", "A configuration").check_config_dict(cls, config_dict)
+        config_dict = {name: value for name, value in config_dict.items() if value is not None or name not in FLAGS}
         if digest is not None and digest != config_digest(config_dict):
             raise ValueError(
                 f"This config.json is not what was saved: one of {', '.join(DIGESTED)} was changed. Download it again, or remove "
                 "`config_digest` from it if you changed it on purpose."
             )
-        for name in ("dtype", "torch_dtype"):
-            dtype = config_dict.get(name)
-            if not isinstance(getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype, torch.dtype | None):
-                raise ValueError(f"`{name}` is {dtype!r}, which torch does not know.")
-        known = {field.name for field in fields(cls)} | PreTrainedConfig().to_dict().keys() | NEUTRAL_KEYS
-        check_keys("This config.json", config_dict, known)
         try:
             return super().from_dict(config_dict, **kwargs)
         except StrictDataclassError as error:
@@ -293,8 +203,9 @@ class Eagle3Config(PreTrainedConfig):
     @property
     def verifier(self) -> str:
         """Name or path of the draft's target, for messages."""
-        verifier = (self.speculators_config or {}).get("verifier", {})
-        return verifier.get("name_or_path") or "an unnamed target"
+        verifier = (self.speculators_config or {}).get("verifier")
+        name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+        return name or "an unnamed target"
 
     def to_dict(self) -> dict[str, Any]:
         return self._saved_form(super().to_dict())
@@ -330,23 +241,6 @@ def config_digest(config_dict: dict[str, Any]) -> str:
     """SHA-256 of the fields of a `config.json` on which depends what a draft computes."""
     digested = {name: config_dict[name] for name in DIGESTED if name in config_dict}
     return hashlib.sha256(json.dumps(digested, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def unknown_keys(config_dict: dict[str, Any], known: Collection[str]) -> list[str]:
-    """The keys that are not `known`, without comments and keys whose value is false, zero or empty."""
-    return sorted(key for key in config_dict.keys() - set(known) if config_dict[key] and not key.startswith("_"))
-
-
-def check_keys(name: str, config_dict: dict[str, Any], known: Collection[str]) -> None:
-    """
-    Raises:
-        ValueError: if there are [`unknown_keys`].
-    """
-    if unknown := unknown_keys(config_dict, known):
-        raise ValueError(
-            f"{name} has keys that this version does not know: {unknown}. Their effect would be missing; a later version of "
-            "hf-eagle3 may read this draft."
-        )
 
 
 Eagle3Config.register_for_auto_class()

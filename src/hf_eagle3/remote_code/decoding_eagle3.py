@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lossless tree decoding behind `target.generate(..., assistant_model=draft)`: the loop."""
 
+import copy
 import time
 from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .accept_eagle3 import ROW_WISE, Sampler, accept, is_one_of
@@ -15,7 +15,7 @@ from .cache_eagle3 import is_user_defined, keep_path
 from .devices_eagle3 import CUDNN_ATTENTION, captures_graphs, compiled, reads_without_sync
 from .lookup_eagle3 import PromptLookup
 from .outputs_eagle3 import Eagle3GenerationStats, Eagle3Step, ReturnedOutputs, TreeOutputs
-from .policy_eagle3 import CallKind, Policy, PolicyStore, StaticPolicy, tree_settings
+from .policy_eagle3 import CallKind, Policy, StaticPolicy, policies_of, tree_settings
 from .target_eagle3 import check_call, depends_on_length, gathered_embedding, is_sharded, may_select_rows
 from .text_eagle3 import SampleArguments, Text
 from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer
@@ -31,34 +31,12 @@ class TreeDecoding:
     picks it. The walk goes on at the child with this token, or ends if there is none. Proposers only decide which
     nodes exist. So greedy text is the target's greedy text, samples follow the target's distribution, and a seed gives
     the sample that it gives without an assistant. The rows of a batch advance at their own pace, or in lockstep where
-    the difference could be noticed (see [`Text`]).
-
-    Args:
-        assistant (`AssistantMixin`): Makes the proposer.
-        target (`PreTrainedModel`): The target.
-        input_ids (`torch.LongTensor` of shape `(batch_size, prompt_length)`): The prompts.
-        logits_processor, stopping_criteria, generation_config, streamer, model_kwargs:
-            What `generate` calls its decoding methods with.
-
-    Raises:
-        ValueError: if a tree cannot do what the call asks for.
+    the difference could be noticed (see [`Text`]). Raises `ValueError` if a tree cannot do what the call asks for.
     """
 
-    def __init__(
-        self,
-        assistant: Any,
-        target: PreTrainedModel,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        streamer: BaseStreamer | None,
-        model_kwargs: dict[str, Any],
-    ):
-        self.assistant, self.target = assistant, target
-        self.arguments = SampleArguments(
-            input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
-        )
+    def __init__(self, assistant: Any, target: PreTrainedModel, arguments: SampleArguments):
+        self.assistant, self.target, self.arguments = assistant, target, arguments
+        input_ids, generation_config = arguments.input_ids, arguments.generation_config
         configs = assistant.generation_config, generation_config
         self.settings = settings = tree_settings(*configs)
         self.outputs_steps = any(getattr(config, "output_steps", False) for config in configs)
@@ -66,7 +44,7 @@ class TreeDecoding:
             "draft", settings["tree_depth"], settings["num_assistant_tokens"], settings["branching_factor"]
         )
         may_replay = assistant.may_replay(target)
-        check_call(target, input_ids, generation_config, model_kwargs, may_replay)
+        check_call(target, input_ids, generation_config, arguments.model_kwargs, may_replay)
         self.returned = ReturnedOutputs(generation_config, batch_size=len(input_ids))
         layer_ids, num_nodes = assistant.resolve_aux_layer_ids(target), self.max_plan.num_nodes
         self.verifier = Verifier(target, self.arguments, layer_ids, self.returned, num_nodes, may_replay)
@@ -79,7 +57,6 @@ class TreeDecoding:
         self.embedding = gathered_embedding(self.target)
         self.text = text = self._make_text()
         self.sampler = Sampler(text, self.arguments, self.returned)
-        self.store: PolicyStore | None = None
         self.policy = StaticPolicy(self.max_plan, self.sampler.do_sample)
         self.lookup: PromptLookup | None = None
         self.proposers = self._make_proposers(compile_config=self._compile())
@@ -109,8 +86,8 @@ class TreeDecoding:
         finally:
             verifier.cache.release()
             self.sampler.noise.rewind(text.longest_of_call)
-        if self.store is not None:
-            self.store.keep(policy)
+        if isinstance(policy, Policy):
+            policies_of(self.target, self.assistant)[policy.kind] = policy
         self.stats.target_forwards = verifier.num_forwards
         if streamer is not None:
             streamer.end()
@@ -164,8 +141,8 @@ class TreeDecoding:
                 drafts_whole_trees=captures_graphs(device) and not cache.is_chain,
                 drafts_in_one_pass=self.assistant.drafts_in_one_pass,
             )
-            self.store = PolicyStore(self.target, self.assistant)
-            self.policy = self.store.policy(kind)
+            known = policies_of(self.target, self.assistant).get(kind)
+            self.policy = Policy(kind) if known is None else copy.deepcopy(known)
         call = GenerationCall(
             target=self.target,
             embedding=self.embedding,

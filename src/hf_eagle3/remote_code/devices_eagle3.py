@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
+from .auto_eagle3 import logger
 
-logger = logging.get_logger(__name__)
 
 # A copy from pageable memory to these devices may return early: its source may be freed at once.
 COPIES_WITHOUT_SYNC = {"cuda"}

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from .accept_eagle3 import sample_scores
+from .accept_eagle3 import Sampler, sample_scores
 from .cache_eagle3 import additive_mask
 from .devices_eagle3 import GraphedFunction, captures_graphs, compiled, on_device, reads_without_sync
 from .text_eagle3 import flat_indices, right_index, stack_right, take_rows
-from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer, SampleGuesser
+from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer
 
 
 # Tokens (B, R) to read, the states and positions before them, and how many of them, at the right, are each row's.
@@ -230,7 +230,7 @@ class Drafter(Proposer):
                 self.lengths = [self.lengths[row] for row in rows]
                 self.keys, self.values = ([states[rows] for states in each] for each in (self.keys, self.values))
 
-    def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: SampleGuesser | None = None) -> DraftTree:
+    def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Sampler | None = None) -> DraftTree:
         with self.inference_mode():
             graph = self.graphed_tree if plan == self.max_plan else None
             if self.has_fixed_shapes or graph is not None:
@@ -241,7 +241,7 @@ class Drafter(Proposer):
             guess = None if sampler is None else partial(sampler.guess, token_ids=self.token_ids)
             return read_and_grow(state, unread, plan, threshold, self.call.calibration.power, guess)
 
-    def _fixed_tree(self, sampler: SampleGuesser | None, graph: GraphedFunction | None) -> DraftTree:
+    def _fixed_tree(self, sampler: Sampler | None, graph: GraphedFunction | None) -> DraftTree:
         state, unread = self._prepare(has_fixed_shape=True)
         device = unread.tokens.device
         noise = temperature = None

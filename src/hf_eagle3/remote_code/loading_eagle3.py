@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import LogRecord
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +15,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
-from .auto_eagle3 import IS_INSTALLED
+from .auto_eagle3 import IS_INSTALLED, installed_module, logger
 from .target_eagle3 import check_dropout, gathered
 
 
-# A child of transformers' own logger: shown and silenced with it.
-logger = logging.get_logger("transformers.eagle3")
-
-INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # Targets with these settings, for which there are no drafts.
 UNREADABLE_TARGETS = {
     "altup_num_inputs": "has several states for each token",  # Gemma 3n
@@ -33,109 +29,16 @@ UNREADABLE_TARGETS = {
 # Checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
-    """
-    Raises:
-        ValueError: if the file holds no JSON object.
-    """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON; is it complete? {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} does not hold a JSON object.")
-    return content
-
-
-def read_index(path: str | Path) -> dict[str, str]:
-    """
-    The name of the file that holds each tensor of a checkpoint.
-
-    Raises:
-        ValueError: if the index names files outside of its folder.
-    """
-    content = read_json(path)
-    index = content.get("weight_map")
-    if not isinstance(content.get("metadata"), dict):  # transformers reads it, too
-        raise ValueError(f"{path} has no `metadata`. Is it complete?")
-    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
-        raise ValueError(f"{path} does not say which file holds which tensor (`weight_map`).")
-    for name in index.values():
-        parts = PureWindowsPath(name)  # takes both kinds of slashes
-        if parts.anchor or ".." in parts.parts:
-            raise ValueError(f"{path} names {name}, which is not in its folder. Do not load this checkpoint.")
-    return index
-
-
-def check_safetensors(path: str | Path) -> None:
-    """
-    Raises:
-        ValueError: if a safetensors file is shorter or longer than its header says.
-    """
-    size = Path(path).stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        try:
-            header = json.loads(file.read(min(length, size)))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            expected = 8 + length + max(ends)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise ValueError(
-                f"{path} is no safetensors file, or its beginning is broken. Download it again."
-            ) from None
-    if size != expected:
-        raise ValueError(f"{path} has {size} bytes, but must have {expected}. Download it again.")
-
-
-def check_token_ids(generation_config: dict[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: if a special token in a `generation_config.json` is no id, which transformers does not check.
-    """
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = generation_config.get(name)
-        tokens = value if name == "eos_token_id" and isinstance(value, list) else [0 if value is None else value]
-        if not all(type(token) is int for token in tokens):
-            raise ValueError(f"`{name}` is {value!r}, but must be the id of a token.")
-
-
-def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> dict[str, Any] | None:
-    """
-    Checks the files of a checkpoint that transformers reads, or silently passes over if they are broken.
-
-    Args:
-        source (`str` or `Path`): Folder or Hub id.
-        variant (`str`, *optional*): One of several sets of weights.
-        hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
-
-    Returns:
-        `dict`: The content of `config.json`, or `None` if there is none.
-
-    Raises:
-        ValueError: if a file is broken, or names files outside of its folder.
-    """
-
-    def find(name: str) -> str | None:
-        return cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **hub_kwargs)
-
-    infix = "" if variant is None else f".{variant}"
-    weights = {f"model{infix}.safetensors"}
-    for name in INDEX_FILES:
-        if (path := find(name.replace(".json", f"{infix}.json"))) is not None:
-            weights |= set(read_index(path).values())
-    for name in weights:
-        if name.endswith(".safetensors") and (path := find(name)) is not None:
-            check_safetensors(path)
-    if (path := find("generation_config.json")) is not None:
-        check_token_ids(read_json(path))
-    return None if (path := find("config.json")) is None else read_json(path)
+def read_config(source: str, variant: str | None = None, **hub_kwargs: Any) -> dict[str, Any] | None:
+    """The content of `config.json`, or `None` if there is none. The installed package checks all files before."""
+    if IS_INSTALLED:
+        installed_module("file_checks", "Loading").check_files(source, variant, **hub_kwargs)
+    path = cached_file(source, "config.json", _raise_exceptions_for_missing_entries=False, **hub_kwargs)
+    return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def check_loading_info(info: dict[str, Any], source: str | Path) -> None:
-    """
-    Raises:
-        ValueError: if transformers found tensors missing, unexpected or of another shape.
-    """
+    """Raises `ValueError` if transformers found tensors missing, unexpected or of another shape."""
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     mismatched = sorted(str(entry) for entry in info["mismatched_keys"])
     if missing or unexpected or mismatched:
@@ -147,15 +50,7 @@ def check_loading_info(info: dict[str, Any], source: str | Path) -> None:
 
 
 def check_weights(tensors: dict[str, torch.Tensor], source: str | Path, digest: str | None = None) -> None:
-    """
-    Args:
-        tensors (`dict[str, torch.Tensor]`): A draft's weights and buffers.
-        source (`str` or `Path`): Where they are from, for messages.
-        digest (`str`, *optional*): Their [`weights_digest`] when they were saved.
-
-    Raises:
-        ValueError: if they are not finite, or not what was saved.
-    """
+    """Raises `ValueError` if weights and buffers are not finite, or their [`weights_digest`] was another when saved."""
     if any(tensor.is_meta for tensor in tensors.values()):
         return
     broken = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
@@ -219,9 +114,8 @@ def weights_digest(state_dict: dict[str, torch.Tensor]) -> str:
 
 def check_pairing(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     """
-    Raises:
-        ValueError: naming both sides, if the draft was made for a target of another kind, size or vocabulary, or for
-            another model of the same sizes.
+    Raises `ValueError`, naming both sides, if the draft was made for a target of another kind, size or vocabulary, or for
+    another model of the same sizes.
     """
     config, text_config = draft.config, target.config.get_text_config(decoder=True)
     target_name = f"{type(target).__name__} {target.config.name_or_path or '(unnamed)'}"
@@ -261,10 +155,7 @@ def check_pairing(draft: PreTrainedModel, target: PreTrainedModel) -> None:
 
 
 def check_draft(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """
-    Raises:
-        ValueError: if the draft or the target is not ready: on the meta device, in training mode or offloaded.
-    """
+    """Raises `ValueError` if the draft or the target is not ready: on the meta device, in training mode or offloaded."""
     device, target_device = draft.get_output_embeddings().weight.device, target.device
     if device.type == "meta":
         raise ValueError("The draft has no weights: it is on the meta device. Load it with `from_pretrained`.")

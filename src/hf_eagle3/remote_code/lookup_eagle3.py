@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from .tree_eagle3 import Accepted, DraftTree, Plan, Proposer, SampleGuesser
+from .accept_eagle3 import Sampler
+from .tree_eagle3 import Accepted, DraftTree, Plan, Proposer
 
 
 class MatchCalibration:
@@ -108,7 +109,7 @@ class PromptLookup(Proposer):
                         self.calibration.record(length, is_right)
         self.is_finished = list(accepted.is_finished)
 
-    def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: SampleGuesser | None = None) -> DraftTree:
+    def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Sampler | None = None) -> DraftTree:
         guesses = [
             [token if 0 <= token < self.vocab_size else 0 for token in row.next_tokens(plan.depth)]
             for row in self.rows

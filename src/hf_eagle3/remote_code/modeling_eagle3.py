@@ -22,31 +22,28 @@ from transformers.models.llama.modeling_llama import (
     rotate_half,
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
-from transformers.utils import ModelOutput, logging
+from transformers.utils import ModelOutput
 
 from .assistant_eagle3 import CUSTOM_GENERATE, AssistantMixin, install_generation_hook
-from .auto_eagle3 import IS_INSTALLED, check_needs, installed_module
+from .auto_eagle3 import IS_INSTALLED, check_needs, installed_module, logger
 from .configuration_eagle3 import Eagle3Config, default_aux_layer_ids
 from .drafter_eagle3 import Drafter
 from .loading_eagle3 import (
     check_code,
     check_draft,
-    check_files,
     check_loading_info,
     check_pairing,
     check_weights,
     code_digest,
+    read_config,
     weights_digest,
     without_load_report,
 )
 from .outputs_eagle3 import CACHE, keep_state_after_last_layer
 from .policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
-from .target_eagle3 import gathered, gathered_embedding
+from .target_eagle3 import gathered_embedding
 from .tree_eagle3 import GenerationCall, grow_tree
 
-
-# A child of transformers' own logger: shown and silenced with it.
-logger = logging.get_logger("transformers.eagle3")
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -254,7 +251,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         # This class's code runs. Transformers would also run the folder's `custom_generate`.
         kwargs.pop("trust_remote_code", None)
         hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        content = None if path is None else check_files(source, kwargs.get("variant"), **hub_kwargs)
+        content = None if path is None else read_config(source, kwargs.get("variant"), **hub_kwargs)
         report = {"format": "speculators"}
         if content is not None and not cls.config_class.recognises(content, source):
             if not IS_INSTALLED:
@@ -268,7 +265,8 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         check_loading_info(info, source)
         content = content or {}
         check_code(content.get("code_digest"), source)
-        model._check_draft_vocabulary(source)
+        if IS_INSTALLED:  # copies read what was saved, as `weights_digest` shows
+            installed_module("file_checks", "Loading").check_draft_vocabulary(model, source)
         for name, value in tree_settings(model.generation_config).items():  # drafts of others have none
             setattr(model.generation_config, name, value)
         if not hasattr(model, "hf_quantizer"):
@@ -397,18 +395,6 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         draft_ids = torch.arange(self.config.draft_vocab_size, device=self.get_output_embeddings().weight.device)
         return draft_ids if self.d2t is None else draft_ids + self.d2t
 
-    def _check_draft_vocabulary(self, source: str | Path) -> None:
-        if self.d2t is None or self.t2d is None:
-            return
-        token_ids = self.draft_token_ids
-        if (token_ids.diff() <= 0).any() or token_ids[0] < 0 or token_ids[-1] >= self.config.vocab_size:
-            raise ValueError(
-                f"{source}: `d2t` does not map to ascending ids of a vocabulary of {self.config.vocab_size}. Download the "
-                "checkpoint again."
-            )
-        if not torch.equal(self.t2d.nonzero().flatten(), token_ids):
-            raise ValueError(f"{source}: `t2d` marks other tokens than `d2t` maps to. Download the checkpoint again.")
-
     def get_input_embeddings(self) -> nn.Embedding | None:
         """The draft's own table, if it has one. The target's is not the draft's to resize or to shard."""
         return self.embed_tokens if self.config.has_own_embed_tokens else None
@@ -419,34 +405,13 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         self._borrow_head(target)
 
     def _borrow_head(self, target: PreTrainedModel) -> None:
-        """Copies the target's head for the draft vocabulary into a draft that stores none."""
-        own, head = self.get_output_embeddings(), target.get_output_embeddings()
-        is_own = not self._borrowed_head or own.weight._version != self._borrowed_version  # or was trained since
-        if own.out_features > 0 and (is_own or self._borrowed_head[0] is head):
-            return
-        weight, token_ids = gathered(head.weight.detach()), self.draft_token_ids
-        is_float = weight.is_floating_point() and not weight.is_meta
-        if not is_float or weight.shape[-1] != own.in_features or len(weight) <= token_ids[-1]:
-            raise ValueError(
-                f"The draft {self.config.name_or_path or '(unnamed)'} stores no head. It needs the target's, with "
-                f"{own.in_features} columns and rows for tokens up to {int(token_ids[-1])}, but that of "
-                f"{type(target).__name__} is {tuple(weight.shape)} in {weight.dtype} on {weight.device}. Load the target with "
-                "its head on a device and not quantized."
-            )
-        # A copy, because a draft may be trained, cast and moved without its target.
-        with torch.inference_mode(False), torch.no_grad():
-            resize_head(own, self.config.draft_vocab_size)
-            own.weight.copy_(weight[token_ids.to(weight.device)])
-        self._borrowed_head, self._borrowed_version = [head], own.weight._version
+        if self.get_output_embeddings().out_features == 0 or self._borrowed_head:  # only drafts of other formats
+            installed_module("making", "A draft without a head").borrow_head(self, target)
 
     def embed(self, input_ids: torch.Tensor, embedding: nn.Embedding | None = None) -> torch.Tensor:
         """
-        Looks tokens up in the draft's own table, else in `embedding`, else in the borrowed one. It uses the weight alone,
+        Looks tokens `(B, S)` up in the draft's own table, else in `embedding`, else in the borrowed one. It uses the weight alone,
         because the factor of some targets' embeddings (Gemma) is not part of the draft's input.
-
-        Args:
-            input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`): Target token ids.
-            embedding (`nn.Embedding`, *optional*): The target's embedding.
         """
         if self.config.has_own_embed_tokens:
             embeds = self.embed_tokens(input_ids.to(self.embed_tokens.weight.device))
@@ -619,15 +584,8 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
 
     def mask_inputs(self, num_rows: int, embedding: nn.Embedding | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        The inputs of a parallel draft at positions whose tokens are not known yet (P-EAGLE, section 3).
-
-        Args:
-            num_rows (`int`): The number of such positions.
-            embedding (`nn.Embedding`, *optional*): See [`~modeling_eagle3.DraftModel.embed`].
-
-        Returns:
-            `tuple[torch.Tensor, torch.Tensor]`: `inputs_embeds` and `hidden_states` of shape
-            `(1, num_rows, hidden_size)`.
+        `inputs_embeds` and `hidden_states`, each `(1, num_rows, hidden_size)`, of a parallel draft at positions whose
+        tokens are not known yet (P-EAGLE, section 3).
         """
         tokens = torch.full((1, num_rows), self.config.mask_token_id, device=self.lm_head.weight.device)
         hidden_states = self.combine_hidden_states(self.mask_hidden).expand(-1, num_rows, -1)

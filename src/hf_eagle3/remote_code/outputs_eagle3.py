@@ -38,18 +38,8 @@ def select_hidden_states(layer_ids: Sequence[int]) -> bool | list[int]:
 
 def aux_hidden_states(outputs: ModelOutput, layer_ids: Sequence[int], num_layers: int) -> torch.Tensor:
     """
-    The states that a draft reads, concatenated. Id `k` is the state entering decoder layer `k`, `hidden_states[k]`.
-
-    Args:
-        outputs (`ModelOutput`): The target's.
-        layer_ids (`list[int]`): `eagle_aux_hidden_state_layer_ids`.
-        num_layers (`int`): The target's number of decoder layers.
-
-    Returns:
-        `torch.FloatTensor` of shape `(batch_size, sequence_length, n_aux * target_hidden_size)`.
-
-    Raises:
-        ValueError: if the target did not return `num_layers + 1` states.
+    The states that a draft reads, concatenated: `(B, S, n_aux * target_hidden_size)`. Id `k` is the state entering
+    decoder layer `k`, `hidden_states[k]`. Raises `ValueError` if the target did not return `num_layers + 1` states.
     """
     states = outputs.hidden_states
     if states is None or len(states) != num_layers + 1:
@@ -69,7 +59,7 @@ def keep_state_after_last_layer(target: PreTrainedModel) -> Iterator[None]:
     `hidden_states` is the state after it.
 
     Raises:
-        ValueError: if its layers are not found.
+        ValueError: if its layers are not found, or a forward does not call the last one.
     """
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
     lists = (each for each in target.get_decoder().modules() if isinstance(each, torch.nn.ModuleList))
@@ -80,12 +70,21 @@ def keep_state_after_last_layer(target: PreTrainedModel) -> Iterator[None]:
             f"{num_layers} layers. Use a draft that reads other layers."
         )
     kept = threading.local()
+    kept.state = None  # only in this thread: the hooks do nothing in others, which may be in the middle of a forward
 
     def keep(module: torch.nn.Module, args: tuple, output: Any) -> None:
-        kept.state = output[0] if isinstance(output, tuple) else output
+        if hasattr(kept, "state"):
+            kept.state = output[0] if isinstance(output, tuple) else output
 
     def hand_over(module: torch.nn.Module, args: tuple, outputs: Any) -> None:
-        outputs.state_after_last_layer = kept.state
+        if not hasattr(kept, "state"):
+            return
+        if kept.state is None:
+            raise ValueError(
+                f"The draft reads the state after the last layer, but a forward of {type(target).__name__} did not call that "
+                "layer as a module. Do not compile the target before the call, or use a draft that reads other layers."
+            )
+        outputs.state_after_last_layer, kept.state = kept.state, None
 
     handles = layers[-1].register_forward_hook(keep), target.register_forward_hook(hand_over)
     try:

@@ -2,7 +2,6 @@
 """The policy: settings of the tree, what steps cost on this machine, and which plan pays."""
 
 import bisect
-import copy
 import difflib
 import math
 import statistics
@@ -65,6 +64,9 @@ def tree_settings(
     return settings
 
 
+LEAST_SECONDS = 1e-6  # of a step: clocks may be coarse, or stall
+
+
 class StepCosts:
     """
     Seconds that parts of a step take, by size: `"draft"` by levels, `"verify"` by tokens of all rows. Each size has
@@ -84,7 +86,7 @@ class StepCosts:
         """Adds a measurement."""
         self.num_recorded[part] = now = self.num_recorded.get(part, 0) + 1
         if (part, size) in self.renewed:
-            self.samples.setdefault((part, size), []).append(measurable(seconds))
+            self.samples.setdefault((part, size), []).append(max(seconds, LEAST_SECONDS))
             del self.samples[part, size][: -self.LATEST]
         self.renewed[part, size] = now
         for key in [key for key in self.samples if key[0] == part and now - self.renewed[key] > self.TRUSTED]:
@@ -114,11 +116,6 @@ class StepCosts:
         left = 0 if size > sizes[-1] else right - 1
         slope = (seconds[right] - seconds[left]) / (sizes[right] - sizes[left])
         return max(seconds[left] + slope * (size - sizes[left]), least)
-
-
-def measurable(seconds: float) -> float:
-    """A measured time, clamped. Clocks may be coarse, stall, or be set."""
-    return min(max(seconds, 1e-6), 1e6)
 
 
 class Calibration:
@@ -213,7 +210,7 @@ class DraftingTrial:
 
     def judge(self, tokens: float, seconds: float, plain: float | None) -> None:
         """Judges by a drafted step: the plain steps that it was worth, its seconds, and those of a plain step."""
-        self.latest = [*self.latest, (tokens, measurable(seconds))][-self.LATEST :]
+        self.latest = [*self.latest, (tokens, max(seconds, LEAST_SECONDS))][-self.LATEST :]
         self.num_drafted += 1
         if plain is None:
             return
@@ -437,18 +434,6 @@ class Policy(StaticPolicy):
 _POLICIES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-class PolicyStore:
+def policies_of(target: PreTrainedModel, assistant: Any) -> dict[CallKind, Policy]:
     """The latest policy of each kind of call with a target and an assistant, for as long as both live."""
-
-    def __init__(self, target: PreTrainedModel, assistant: Any):
-        of_target = _POLICIES.setdefault(target, weakref.WeakKeyDictionary())
-        self.policies: dict[CallKind, Policy] = of_target.setdefault(assistant, {})
-
-    def policy(self, kind: CallKind) -> Policy:
-        """A copy of the latest policy for calls of this kind, or a new policy."""
-        known = self.policies.get(kind)
-        return Policy(kind) if known is None else copy.deepcopy(known)
-
-    def keep(self, policy: Policy) -> None:
-        """Makes a policy the latest of its kind."""
-        self.policies[policy.kind] = policy
+    return _POLICIES.setdefault(target, weakref.WeakKeyDictionary()).setdefault(assistant, {})

@@ -11,15 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
+from .auto_eagle3 import logger
 from .cache_eagle3 import check_cache, is_static, is_unused_static
 from .outputs_eagle3 import CACHE
 from .text_eagle3 import max_length_of
 
-
-# A child of transformers' own logger: shown and silenced with it.
-logger = logging.get_logger("transformers.eagle3")
 
 # These attention implementations take any mask.
 MASKED_ATTENTION = ("eager", "sdpa")
@@ -43,11 +40,7 @@ ROW_WISE_MODULES = ("torch.", "transformers.", "peft.", "torchao.", "bitsandbyte
 
 def is_sharded(target: PreTrainedModel) -> bool:
     """Whether processes hold shares of some of the target's weights (tensor parallelism, FSDP2)."""
-    return any(gathers(weight) for weight in target.parameters())  # the embedding alone may be whole
-
-
-def gathers(weight: torch.Tensor) -> bool:
-    return hasattr(weight, "full_tensor")
+    return any(hasattr(weight, "full_tensor") for weight in target.parameters())  # the embedding alone may be whole
 
 
 def gathered(weight: torch.Tensor) -> torch.Tensor:
@@ -58,9 +51,9 @@ def gathered(weight: torch.Tensor) -> torch.Tensor:
 def gathered_embedding(target: PreTrainedModel) -> nn.Embedding:
     """The target's input embedding, with its whole weight."""
     embedding = target.get_input_embeddings()
-    return (
-        nn.Embedding.from_pretrained(gathered(embedding.weight.detach())) if gathers(embedding.weight) else embedding
-    )
+    if not hasattr(embedding.weight, "full_tensor"):
+        return embedding
+    return nn.Embedding.from_pretrained(gathered(embedding.weight.detach()))
 
 
 def check_call(
@@ -70,10 +63,7 @@ def check_call(
     model_kwargs: dict[str, Any],
     may_replay: bool,
 ) -> None:
-    """
-    Raises:
-        ValueError: if EAGLE-3 decoding does not take the settings, the target, the prompt or the cache of a call.
-    """
+    """Raises `ValueError` if EAGLE-3 decoding does not take the settings, the target, the prompt or the cache of a call."""
     check_settings(target, generation_config, model_kwargs)
     check_model(target)
     check_prompt(target, input_ids, model_kwargs)
@@ -202,24 +192,10 @@ def takes_trees(target: PreTrainedModel) -> bool:
     return False
 
 
-def may_replay(target: PreTrainedModel) -> bool:
-    """Whether the target's recurrent layers compute the same over several tokens at once as over one after another."""
-    config = target.config.get_text_config(decoder=True)
-    # Mamba 2 has limits of its time steps, which transformers applies only when it reads several tokens.
-    least, most = getattr(config, "time_step_limit", None) or (0.0, math.inf)
-    return config.model_type in REPLAYABLE_MODEL_TYPES and least <= 0 and most == math.inf
-
-
 def depends_on_length(
     target: PreTrainedModel, input_ids: torch.Tensor, cache: Any, model_kwargs: dict[str, Any], criteria: Iterable
 ) -> bool:
-    """
-    Whether the length of the longest row may change, within this call, what the target predicts for the other rows.
-
-    Args:
-        cache (`TreeCache`): The target's.
-        criteria (`StoppingCriteriaList`): Those of the call.
-    """
+    """Whether the length of the longest row may change, within this call, what the target predicts for the others."""
     config = target.config.get_text_config(decoder=True)
     newest = text_positions(model_kwargs)[:, -1]
     begin, num_new = int(newest.min()), max_length_of(criteria) - input_ids.shape[1]
@@ -241,11 +217,8 @@ def may_select_rows(
 ) -> bool:
     """
     Whether the target can go on with some rows of the batch only. That needs a cache that nobody else sees, a target
-    that was not compiled (perhaps for this batch size), and modules and arguments without an entry for each row.
-
-    Args:
-        cache (`TreeCache`): The target's.
-        inputs_by_token: The names of arguments whose rows are selected, too.
+    that was not compiled (perhaps for this batch size), and modules and arguments without an entry for each row, except
+    the `inputs_by_token`, whose rows are selected, too.
     """
     if cache.is_static or cache.is_chain or getattr(cache.cache, "_is_user_defined", False):
         return False
@@ -265,7 +238,8 @@ def may_select_rows(
             return False
         # PEFT gives each row its own adapter in a hook. Hooks of others may do anything to a row.
         hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return all(getattr(hook, "__module__", "").startswith(("transformers.", "hf_eagle3.")) for hook in hooks)
+    ours = f"{__package__}."  # another name in a copy
+    return all(getattr(hook, "__module__", "").startswith(("transformers.", ours)) for hook in hooks)
 
 
 def position_table_size(config: PreTrainedConfig) -> int | None:

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -241,24 +241,6 @@ class GenerationCall(NamedTuple):
     compile_config: Any
 
 
-class SampleGuesser(Protocol):
-    """What a proposer knows about the next samples. `level` 0 is the next token of each row."""
-
-    temperature: float
-
-    def guess(self, logits: torch.Tensor, level: int, token_ids: torch.Tensor | None) -> torch.Tensor:
-        """
-        Scores `(..., V)` for a draft's `logits` `(..., V)`. The largest one belongs to the likeliest sample, since
-        the target will draw with the same noise. Logits are warped like the target's where that is cheap.
-        `token_ids` `(V,)` are the target's ids of the draft vocabulary, `None` if both are the same.
-        """
-        ...
-
-    def noise_ahead(self, level: int, token_ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """The noise `(B, V)` with which the target will draw, for logits of the width and device of `like`."""
-        ...
-
-
 class Proposer:
     """
     Proposes next tokens during one call of `generate`. Proposals affect the speed, never the text,
@@ -273,7 +255,7 @@ class Proposer:
             accepted ([`Accepted`]): What was written.
         """
 
-    def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: SampleGuesser | None = None) -> DraftTree:
+    def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Any = None) -> DraftTree:
         """
         Returns tokens that may follow.
 
@@ -281,7 +263,7 @@ class Proposer:
             plan (`Plan`): The most that the tree may have: `depth` levels and `num_nodes` nodes below its root. With a
                 `branching_factor` of 1 it must be a chain.
             root_tokens (`torch.LongTensor` of shape `(B, 1)`): The newest token of each row, the roots of the trees.
-            sampler (`SampleGuesser`, *optional*): Helps to guess samples; `None` if the target decodes greedily.
+            sampler (`Sampler`, *optional*): Helps to guess samples; `None` if the target decodes greedily.
 
         Returns:
             `DraftTree`: One for each row, all with the same number of nodes. Tokens must be ids of the target's

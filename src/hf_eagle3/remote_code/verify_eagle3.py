@@ -96,7 +96,7 @@ class Verifier:
         if table is not None:  # plain decoding may stop before the table ends, so trees must not cross its end
             depth = min(depth, table - 1 - newest)
         # In transformers 5.17 Phi-3 drops its cache at the switch and loses the past, which trees need.
-        if cache.length < text.longest - 1 or not cache.may_read_tree:
+        if cache.length < text.longest - 1 or cache.num_replayed > TreeCache.MOST_REPLAYED:
             depth = 0
         # Llama 4 scales queries by their index in the input. That is the position only in a chain.
         if getattr(config, "attn_temperature_tuning", False):

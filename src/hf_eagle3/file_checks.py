@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Checks of checkpoints that others wrote, or that were damaged. They do not ship with drafts, because digests show that a
+checkpoint is as we saved it.
+"""
+
+import json
+from pathlib import Path, PureWindowsPath
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .tensor_names import find
+
+
+if TYPE_CHECKING:
+    from .remote_code.modeling_eagle3 import DraftModel
+
+INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: if the file holds no JSON object.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON; is it complete? {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} does not hold a JSON object.")
+    return content
+
+
+def read_index(path: str | Path) -> dict[str, str]:
+    """
+    The name of the file that holds each tensor of a checkpoint.
+
+    Raises:
+        ValueError: if the index names files outside of its folder.
+    """
+    content = read_json(path)
+    index = content.get("weight_map")
+    if not isinstance(content.get("metadata"), dict):  # transformers reads it, too
+        raise ValueError(f"{path} has no `metadata`. Is it complete?")
+    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+        raise ValueError(f"{path} does not say which file holds which tensor (`weight_map`).")
+    for name in index.values():
+        parts = PureWindowsPath(name)  # takes both kinds of slashes
+        if parts.anchor or ".." in parts.parts:
+            raise ValueError(f"{path} names {name}, which is not in its folder. Do not load this checkpoint.")
+    return index
+
+
+def check_safetensors(path: str | Path) -> None:
+    """
+    Raises:
+        ValueError: if a safetensors file is shorter or longer than its header says.
+    """
+    size = Path(path).stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(min(length, size)))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            expected = 8 + length + max(ends)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise ValueError(
+                f"{path} is no safetensors file, or its beginning is broken. Download it again."
+            ) from None
+    if size != expected:
+        raise ValueError(f"{path} has {size} bytes, but must have {expected}. Download it again.")
+
+
+def check_token_ids(generation_config: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: if a special token in a `generation_config.json` is no id, which transformers does not check.
+    """
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = generation_config.get(name)
+        tokens = value if name == "eos_token_id" and isinstance(value, list) else [0 if value is None else value]
+        if not all(type(token) is int for token in tokens):
+            raise ValueError(f"`{name}` is {value!r}, but must be the id of a token.")
+
+
+def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> None:
+    """
+    Checks the files of a checkpoint that transformers reads, or silently passes over if they are broken.
+
+    Args:
+        source (`str` or `Path`): Folder or Hub id.
+        variant (`str`, *optional*): One of several sets of weights.
+        hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
+
+    Raises:
+        ValueError: if a file is broken, or names files outside of its folder.
+    """
+    infix = "" if variant is None else f".{variant}"
+    weights = {f"model{infix}.safetensors"}
+    for name in INDEX_FILES:
+        if (path := find(source, name.replace(".json", f"{infix}.json"), **hub_kwargs)) is not None:
+            weights |= set(read_index(path).values())
+    for name in weights:
+        if name.endswith(".safetensors") and (path := find(source, name, **hub_kwargs)) is not None:
+            check_safetensors(path)
+    if (path := find(source, "generation_config.json", **hub_kwargs)) is not None:
+        check_token_ids(read_json(path))
+    if (path := find(source, "config.json", **hub_kwargs)) is not None:
+        read_json(path)
+
+
+def check_draft_vocabulary(draft: "DraftModel", source: str | Path) -> None:
+    """
+    Raises:
+        ValueError: if `d2t` and `t2d` do not describe one part of the target's vocabulary.
+    """
+    if draft.d2t is None or draft.t2d is None or draft.d2t.is_meta:
+        return
+    token_ids = draft.draft_token_ids
+    if (token_ids.diff() <= 0).any() or token_ids[0] < 0 or token_ids[-1] >= draft.config.vocab_size:
+        raise ValueError(
+            f"{source}: `d2t` does not map to ascending ids of a vocabulary of {draft.config.vocab_size}. Download the "
+            "checkpoint again."
+        )
+    if not torch.equal(draft.t2d.nonzero().flatten(), token_ids):
+        raise ValueError(f"{source}: `t2d` marks other tokens than `d2t` maps to. Download the checkpoint again.")
