@@ -15,7 +15,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, Qwen3Co
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .remote_code.configuration_eagle3 import FLAGS, Eagle3Config
+from .remote_code.configuration_eagle3 import Eagle3Config
 
 
 # Others write these into a config.json. They do not change a draft.
@@ -155,15 +155,10 @@ def check_verifier(config: Eagle3Config) -> None:
 def check_config_dict(config_class: type[Eagle3Config], config_dict: dict[str, Any]) -> None:
     """
     Raises:
-        ValueError: if a `config.json` lacks what it must have, or has a dtype or a flag that is unknown.
+        ValueError: if a `config.json` does not describe its layers, or has a dtype or a flag that is unknown.
     """
     if config_dict.get("transformer_layer_config") is None:
         raise ValueError("This config.json has no `transformer_layer_config`, which describes the draft's layers.")
-    auto_map = config_dict.get("auto_map")
-    is_ours = isinstance(auto_map, dict) and str(auto_map.get("AutoConfig")).endswith("_eagle3.Eagle3Config")
-    absent = [name for name in FLAGS if config_dict.get(name) is None]
-    if is_ours and absent:
-        raise ValueError(f"This config.json lacks {absent}, which each of our drafts has. Download it again.")
     for name in ("dtype", "torch_dtype"):
         dtype = config_dict.get(name)
         if not isinstance(getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype, torch.dtype | None):

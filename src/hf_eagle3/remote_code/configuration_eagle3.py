@@ -165,6 +165,9 @@ class Eagle3Config(PreTrainedConfig):
             config_dict.pop(name, None)
         if IS_INSTALLED:
             installed_module("config_checks", "A configuration").check_config_dict(cls, config_dict)
+        absent = [name for name in FLAGS if config_dict.get(name) is None]
+        if absent and "_eagle3.Eagle3Config" in str(config_dict.get("auto_map")):
+            raise ValueError(f"This config.json lacks {absent}, which each of our drafts has. Download it again.")
         config_dict = {name: value for name, value in config_dict.items() if value is not None or name not in FLAGS}
         if digest is not None and digest != config_digest(config_dict):
             raise ValueError(
