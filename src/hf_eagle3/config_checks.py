@@ -6,21 +6,17 @@ shows that it is as we saved it.
 
 import base64
 import binascii
-from collections.abc import Collection
-from dataclasses import fields
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, Qwen3Config
+from transformers import AutoConfig, GenerationConfig, Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .remote_code.configuration_eagle3 import Eagle3Config
+from .remote_code.configuration_eagle3 import NEUTRAL_KEYS, Eagle3Config, check_keys
 
 
-# Others write these into a config.json. They do not change a draft.
-NEUTRAL_KEYS = {"auto_map", "embed_requires_grad", "tie_word_embeddings", "torch_dtype", "use_cache"}
-# Likewise in `transformer_layer_config`, where some versions of transformers also write all of their defaults.
+# These do not change a draft in `transformer_layer_config`, where some versions of transformers also write all of their defaults.
 NEUTRAL_LAYER_KEYS = {
     *NEUTRAL_KEYS,
     *vars(GenerationConfig()),
@@ -152,10 +148,10 @@ def check_verifier(config: Eagle3Config) -> None:
         )
 
 
-def check_config_dict(config_class: type[Eagle3Config], config_dict: dict[str, Any]) -> None:
+def check_config_dict(config_dict: dict[str, Any]) -> None:
     """
     Raises:
-        ValueError: if a `config.json` does not describe its layers, or has a dtype or a flag that is unknown.
+        ValueError: if a `config.json` does not describe its layers, or has a dtype that is unknown.
     """
     if config_dict.get("transformer_layer_config") is None:
         raise ValueError("This config.json has no `transformer_layer_config`, which describes the draft's layers.")
@@ -163,22 +159,3 @@ def check_config_dict(config_class: type[Eagle3Config], config_dict: dict[str, A
         dtype = config_dict.get(name)
         if not isinstance(getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype, torch.dtype | None):
             raise ValueError(f"`{name}` is {dtype!r}, which torch does not know.")
-    known = {field.name for field in fields(config_class)} | PreTrainedConfig().to_dict().keys() | NEUTRAL_KEYS
-    check_keys("This config.json", config_dict, known)
-
-
-def unknown_keys(config_dict: dict[str, Any], known: Collection[str]) -> list[str]:
-    """The keys that are not `known`, without comments and keys whose value is false, zero or empty."""
-    return sorted(key for key in config_dict.keys() - set(known) if config_dict[key] and not key.startswith("_"))
-
-
-def check_keys(name: str, config_dict: dict[str, Any], known: Collection[str]) -> None:
-    """
-    Raises:
-        ValueError: if there are [`unknown_keys`].
-    """
-    if unknown := unknown_keys(config_dict, known):
-        raise ValueError(
-            f"{name} has keys that this version does not know: {unknown}. Their effect would be missing; a later version of "
-            "hf-eagle3 may read this draft."
-        )

@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig, Qwen3Config
 
-from ..config_checks import NEUTRAL_KEYS, NEUTRAL_LAYER_KEYS, unknown_keys
+from ..config_checks import NEUTRAL_LAYER_KEYS
+from ..remote_code.configuration_eagle3 import NEUTRAL_KEYS, unknown_keys
 
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")

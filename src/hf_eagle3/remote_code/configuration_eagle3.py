@@ -3,6 +3,8 @@
 
 import hashlib
 import json
+from collections.abc import Collection
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,6 +25,8 @@ AUTO_MAP = {
 }
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_own_embed_tokens")
+# Others write these into a config.json. They do not change a draft.
+NEUTRAL_KEYS = {"auto_map", "embed_requires_grad", "tie_word_embeddings", "torch_dtype", "use_cache"}
 # The fields on which depends what a draft computes.
 DIGESTED = (
     *FLAGS,
@@ -164,10 +168,12 @@ class Eagle3Config(PreTrainedConfig):
         for name in ("weights_digest", "code_digest"):
             config_dict.pop(name, None)
         if IS_INSTALLED:
-            installed_module("config_checks", "A configuration").check_config_dict(cls, config_dict)
+            installed_module("config_checks", "A configuration").check_config_dict(config_dict)
         absent = [name for name in FLAGS if config_dict.get(name) is None]
         if absent and "_eagle3.Eagle3Config" in str(config_dict.get("auto_map")):
             raise ValueError(f"This config.json lacks {absent}, which each of our drafts has. Download it again.")
+        known = {field.name for field in fields(cls)} | PreTrainedConfig().to_dict().keys() | NEUTRAL_KEYS
+        check_keys("This config.json", config_dict, known)
         config_dict = {name: value for name, value in config_dict.items() if value is not None or name not in FLAGS}
         if digest is not None and digest != config_digest(config_dict):
             raise ValueError(
@@ -250,3 +256,20 @@ Eagle3Config.register_for_auto_class()
 
 
 __all__ = ["Eagle3Config"]
+
+
+def unknown_keys(config_dict: dict[str, Any], known: Collection[str]) -> list[str]:
+    """The keys that are not `known`, without comments and keys whose value is false, zero or empty."""
+    return sorted(key for key in config_dict.keys() - set(known) if config_dict[key] and not key.startswith("_"))
+
+
+def check_keys(name: str, config_dict: dict[str, Any], known: Collection[str]) -> None:
+    """
+    Raises:
+        ValueError: if there are [`unknown_keys`].
+    """
+    if unknown := unknown_keys(config_dict, known):
+        raise ValueError(
+            f"{name} has keys that this version does not know: {unknown}. Their effect would be missing; a later version of "
+            "hf-eagle3 may read this draft."
+        )
