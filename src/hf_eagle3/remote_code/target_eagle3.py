@@ -238,8 +238,8 @@ def may_select_rows(
             return False
         # PEFT gives each row its own adapter in a hook. Hooks of others may do anything to a row.
         hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    ours = f"{__package__}."  # another name in a copy
-    return all(getattr(hook, "__module__", "").startswith(("transformers.", ours)) for hook in hooks)
+    harmless = ("transformers.", "hf_eagle3.", f"{__package__}.")  # the last one of a copy
+    return all(getattr(hook, "__module__", "").startswith(harmless) for hook in hooks)
 
 
 def position_table_size(config: PreTrainedConfig) -> int | None:
