@@ -252,12 +252,6 @@ def config_digest(config_dict: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(digested, sort_keys=True, default=str).encode()).hexdigest()
 
 
-Eagle3Config.register_for_auto_class()
-
-
-__all__ = ["Eagle3Config"]
-
-
 def unknown_keys(config_dict: dict[str, Any], known: Collection[str]) -> list[str]:
     """The keys that are not `known`, without comments and keys whose value is false, zero or empty."""
     return sorted(key for key in config_dict.keys() - set(known) if config_dict[key] and not key.startswith("_"))
@@ -273,3 +267,9 @@ def check_keys(name: str, config_dict: dict[str, Any], known: Collection[str]) -
             f"{name} has keys that this version does not know: {unknown}. Their effect would be missing; a later version of "
             "hf-eagle3 may read this draft."
         )
+
+
+Eagle3Config.register_for_auto_class()
+
+
+__all__ = ["Eagle3Config"]
