@@ -37,7 +37,7 @@ from hf_eagle3.evaluation import (
 )
 from hf_eagle3.evaluation.benchmark import make_batch, without_padding
 from hf_eagle3.evaluation.drafts import sampled_digest
-from hf_eagle3.evaluation.profile import OwnTimes, profile_steps
+from hf_eagle3.evaluation.profile import OwnTimes, profile_steps, timed_parts
 from hf_eagle3.evaluation.results import chance, plot_acceptance, plot_batch_sizes, subtitle
 from hf_eagle3.remote_code import decoding_eagle3
 from hf_eagle3.remote_code.verify_eagle3 import Verifier
@@ -400,6 +400,23 @@ def test_profile(tmp_path):
     # The labels are off again.
     module = sys.modules[type(draft).__module__.replace("modeling", "verify")]
     assert not hasattr(module.Verifier.verify, "__wrapped__")
+
+
+def test_the_head_counts_as_the_draft():
+    target, seconds = make_target("llama"), 0.0
+    draft = make_draft(target, [make_prompt(5)])
+    times = OwnTimes(now=lambda: seconds)
+
+    def slow_head(*args):
+        nonlocal seconds
+        seconds += 1
+
+    draft.lm_head.register_forward_hook(slow_head)
+    draft.generation_config.tree_policy = "static"
+    with timed_parts(draft, target.device, times):
+        target.generate(make_prompt(5), assistant_model=draft, max_new_tokens=8)
+    assert set(times.seconds) > {"draft forwards", "tree building"}
+    assert times.seconds["draft forwards"] == seconds > 0
 
 
 def test_an_adapted_draft(tokenizer):

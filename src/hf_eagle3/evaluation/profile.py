@@ -19,7 +19,9 @@ PROMPT, REST = "prompt", "Python and the rest"
 # A part, and a function of it: in the draft's code (module, and class if it is a method), or in transformers. Where a
 # function of another part runs inside, its time counts for the other part.
 PARTS = (
-    ("draft forwards", "modeling_eagle3.Eagle3ForSpeculation", "step"),
+    ("draft forwards", "modeling_eagle3.Eagle3ForSpeculation", "combine_hidden_states"),
+    ("draft forwards", "modeling_eagle3.Eagle3ForSpeculation", "forward"),  # with the head
+    ("draft forwards", "modeling_eagle3.Eagle3ForSpeculation", "step"),  # of the prompt
     ("tree building", "drafter_eagle3.Drafter", "propose"),
     ("masks", "drafter_eagle3.Slots", "masks"),
     ("masks", "verify_eagle3", "tree_attention_mask"),
