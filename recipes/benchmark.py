@@ -62,9 +62,9 @@ from hf_eagle3.tokenizer import load_tokenizer, read_template
 from hf_eagle3.training.models import load_processing_class
 
 
-# Arguments that do not change a measurement.
 # Rows of experiments/paper_table.py. As drafts of their own, these run as `eagle3`.
 FORMS = ("p-eagle", "eagle3-classic")
+# Arguments that do not change a measurement.
 NOT_MEASURED = ("json", "plots", "markdown", "compare", "profile", "trust_remote_code")
 
 

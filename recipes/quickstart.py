@@ -224,36 +224,49 @@ def main():
     parser.add_argument("--target_minutes", type=float, default=2, help="Time to train the small target")
     parser.add_argument("--draft_minutes", type=float, default=1.5, help="Time to train the draft")
     parser.add_argument(
-        "--min_steps", type=int, default=100, help="Steps of each training, for which it may take five times as long"
+        "--min_steps",
+        type=int,
+        default=100,
+        help="Least number of steps per training. A training may take up to five times its minutes to reach it",
     )
     parser.add_argument(
         "--draft_vocab_size",
         type=int,
         default=32000,
-        help="So many of the target's tokens, the most frequent ones, or all of a smaller vocabulary",
+        help="Size of the draft vocabulary: the most frequent tokens, at most all of the target's",
     )
     parser.add_argument(
         "--draft_form",
         choices=list(FORMS),
         default="eagle3.1",
-        help="classic is that of the EAGLE-3 paper, which accepts less and is what most engines take",
+        help="classic is the form of the EAGLE-3 paper: most engines read it, but its acceptance length is lower",
     )
     parser.add_argument(
         "--layer_type",
         choices=["llama", "qwen3"],
-        help="qwen3, the default but for classic drafts, norms queries and keys; llama does not",
+        help="Layer of the draft. By default qwen3 (which normalizes queries and keys), or llama for --draft_form classic",
     )
     parser.add_argument(
         "--sampled_vocab_size",
         type=int,
         default=1024,
-        help="As many of the tokens that are improbable in a batch are in its loss; the draft vocabulary's size for all",
+        help="Number of improbable tokens sampled for the loss. Pass the size of the draft vocabulary to use all tokens",
     )
     # In minutes on a CPU new tokens teach more than later TTT steps: those come when the first one is learned.
     parser.add_argument("--learning_rate", type=float, default=1e-2, help="Tried with small targets only")
     parser.add_argument("--ttt_steps", type=int, default=5, help="Drafting steps unrolled in training")
-    parser.add_argument("--ttt_warmup", type=float, default=0.8, help="Share of the time in which they grow from one")
-    parser.add_argument("--ttt_row_share", type=float, default=0.6, help="Share of the rows that each goes on with")
+    parser.add_argument(
+        "--ttt_warmup",
+        type=float,
+        default=0.8,
+        help="Share of the training time in which the unroll grows from one step to --ttt_steps",
+    )
+    parser.add_argument(
+        "--ttt_row_share",
+        type=float,
+        default=0.6,
+        help="Share of its rows that each drafting step passes on to the next",
+    )
     parser.add_argument(
         "--max_length",
         type=int,
@@ -263,7 +276,9 @@ def main():
         "--batch_size", type=int, help="Rows a step; by default 1,024 tokens in all, and on GPUs twice as many"
     )
     parser.add_argument(
-        "--max_new_tokens", type=int, help="That are compared; by default 48, and 96 where data are conversations"
+        "--max_new_tokens",
+        type=int,
+        help="New tokens per prompt in the comparison. By default 48, or 96 for conversations",
     )
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
@@ -272,7 +287,7 @@ def main():
         "--bf16",
         action=argparse.BooleanOptionalAction,
         default=torch.cuda.is_bf16_supported() if torch.cuda.is_available() else torch.cpu._is_avx512_bf16_supported(),
-        help="Train and compare in bfloat16, whose rounding can part texts at near ties; by default where the hardware has it",
+        help="Train and compare in bfloat16. Its rounding can change texts at near ties. By default on if the hardware supports it",
     )
     args = parser.parse_args()
     args.layer_type = args.layer_type or ("llama" if args.draft_form == "classic" else "qwen3")

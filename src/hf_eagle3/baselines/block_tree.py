@@ -1,4 +1,4 @@
-"""Trees from the distributions of one pass, which say nothing of how the tokens of a path fit together."""
+"""Grows trees from the distributions of one pass. These are independent: no token of a path conditions the next one."""
 
 import math
 

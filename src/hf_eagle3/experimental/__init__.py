@@ -1,6 +1,6 @@
 """
-Methods of training that won nothing in our own measurements so far (needs the `train` extra). Each is a trainer with
-arguments of its own. Anything here may change or go in any release. See docs/training.md, "Experimental".
+Training methods that have not paid off in our measurements so far (needs the `train` extra). Each has its own trainer and
+arguments. Anything here may change or be removed in any release. See docs/training.md, "Experimental".
 
 - [`OnPolicyTrainer`]: some batches are texts that the target and the draft write together.
 - [`EchoTrainer`]: the draft learns several times from what the target computes once.

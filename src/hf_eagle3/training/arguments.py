@@ -73,7 +73,7 @@ class Eagle3TrainingArguments(SFTConfig):
         model_init_kwargs (`dict`, *optional*):
             Arguments of [`Eagle3ForSpeculation.from_target`] for a fresh draft (`model=None`).
         draft_form (`str`, *optional*, defaults to `"eagle3.1"`):
-            The form of a fresh draft. `"classic"` is the EAGLE-3 paper's form: it accepts less, and most engines take it.
+            The form of a fresh draft. `"classic"` is the EAGLE-3 paper's form. Most engines read it, but its acceptance length is lower.
             `"p-eagle"` drafts all tokens in one pass. `model_init_kwargs` override the form.
         draft_vocab_size (`int`, *optional*):
             The size of a fresh draft's vocabulary. It has the most frequent supervised tokens of the training data. By
