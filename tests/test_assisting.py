@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig, GenerationMixin, pipeline
 
 from hf_eagle3 import assist
+from hf_eagle3.assisting import needs_other_decoding
 
 
 SETTINGS = {"max_new_tokens": 20, "do_sample": False}
@@ -145,6 +146,14 @@ def test_other_ways_are_left_as_they_are(pair, settings, is_model_s):
     with assist(target, draft):
         assert torch.equal(target.generate(prompt, **{**SETTINGS, **settings}), expected)
     assert draft.last_generation is None
+
+
+@pytest.mark.parametrize("implementation", ["quantized", "offloaded_static"])
+def test_caches_that_cannot_forget_are_left_to_plain_decoding(pair, implementation):
+    """They need other packages or a GPU, so nothing is decoded here."""
+    target, _, _ = pair
+    assert needs_other_decoding(target, cache_implementation=implementation)
+    assert needs_other_decoding(target, generation_config=GenerationConfig(cache_implementation=implementation))
 
 
 def test_attentions_are_left_to_plain_decoding(pair):

@@ -173,6 +173,21 @@ def test_padding_that_the_target_has_no_embedding_for(target, ends_early):
         assert target.generate(**batch, assistant_model=oracle, **settings).tolist() == expected.tolist()
 
 
+def test_padding_with_an_end_that_the_target_has_no_embedding_for(target, monkeypatch):
+    """Without a padding token transformers pads with the first token that ends a text."""
+    batch = {"input_ids": make_prompt(5, batch_size=2)}
+    text = target.generate(**batch, max_new_tokens=30, do_sample=False, pad_token_id=0)
+    monkeypatch.setattr(target, "generation_config", GenerationConfig())
+    settings = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
+    for token in (-1, 96):
+        settings["eos_token_id"] = [token, int(text[0, -2])]
+        expected = target.generate(**batch, **settings).sequences
+        assert (expected[0] == token).any()
+        for seed in range(4):
+            oracle = make_oracle(target, text, seed)
+            assert target.generate(**batch, assistant_model=oracle, **settings).sequences.tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_the_cache_that_a_raising_streamer_leaves(target, do_sample):
     class Interrupt(Exception):

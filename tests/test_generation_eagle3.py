@@ -126,6 +126,13 @@ def test_every_tree_shape(target):
         assert max(stats.accepted_lengths) <= min(depth, budget) + 1
 
 
+def test_layer_types_that_the_model_does_not_read(target):
+    """Mistral takes one mask for all layers, whatever else its configuration says."""
+    target = make_target("mistral", layer_types=["full_attention"] * 4)
+    prompt = make_prompt(12)
+    assert_same_text(target, make_oracle(target, generate(target, prompt)), prompt)
+
+
 def test_several_layers_and_sliding_draft(target):
     prompt = make_prompt(40)
     for overrides in (

@@ -320,6 +320,20 @@ def test_placeholders_of_a_prompt_have_no_embedding(cyclic, cheap_nodes):
     assert torch.equal(*texts) and draft.last_generation.lookup_steps > 0
 
 
+def test_placeholders_beside_embeddings(target):
+    """The target reads embeddings. Tokens that come along may be anything."""
+    prompt = torch.tensor([[3, 5, 6, 5000, 5000, -200, 5000, 5000, 8, 9]])
+    inputs = {"inputs_embeds": target.get_input_embeddings()(prompt.clamp(0, 9))}
+    draft = Eagle3ForSpeculation.from_target(target).eval()
+    for policy in ("static", "auto"):
+        draft.generation_config.tree_policy = policy
+        expected, actual = (
+            target.generate(prompt, **inputs, max_new_tokens=30, do_sample=False, **assistant)
+            for assistant in ({}, {"assistant_model": draft})
+        )
+        assert torch.equal(actual, expected)
+
+
 def test_the_cache_that_is_returned(target):
     prompt = make_prompt(9)
     kwargs = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}

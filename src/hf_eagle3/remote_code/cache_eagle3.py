@@ -48,7 +48,7 @@ def tree_attention_mask(
     """
     Additive masks for trees (see [`~tree_eagle3.DraftTree`]) that follow a linear past, given the target's cache
     before the forward and the `padding_mask` `(B, past_length)`. Returns a mask `(B, 1, N, K)`, or a dict of masks by
-    layer type, as `transformers.masking_utils.create_masks_for_generate` does.
+    layer type if there are several, as `transformers.masking_utils.create_masks_for_generate` does.
 
     Windows and chunks count positions in the text: siblings have different cache indices, but the same position.
     """
@@ -88,7 +88,9 @@ def tree_attention_mask(
     for layer_type, layer in zip(layer_types, cache.layers):
         if has_keys(layer):
             first_layers.setdefault(layer_type, layer)
-    return {layer_type: mask_for(layer_type, layer) for layer_type, layer in first_layers.items()}
+    masks = {layer_type: mask_for(layer_type, layer) for layer_type, layer in first_layers.items()}
+    # Some models do not read `layer_types`, and take no dict.
+    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 class TreeCache:
@@ -156,6 +158,7 @@ class TreeCache:
 
     def keep(self, nodes: list[list[int]], batch_growth: int) -> None:
         """Keeps the ascending `nodes` of each row's newest tree. The cache becomes longer by `batch_growth`."""
+        await_prefetch(self.cache)
         num_nodes, self.num_new, path = self.num_new, 0, nodes[0]
         self.length += batch_growth
         if any(other != path for other in nodes) or len(path) != batch_growth:
@@ -207,6 +210,7 @@ class TreeCache:
 
     def select(self, rows: list[int], excess: int) -> None:
         """Keeps only these rows, and drops the `excess` leftmost positions, which only other rows used."""
+        await_prefetch(self.cache)
         self.length -= excess
         self.cache.batch_select_indices(rows)
         if excess > 0:  # treats the newest position as new, and keeps it
@@ -392,6 +396,12 @@ def keep_rows(cache: Cache, kept: Sequence[list[int]], num_new: int, batch_growt
             layer.cumulative_length = length
     if not is_static(cache):
         cache.crop(0)  # to what sliding layers need
+
+
+def await_prefetch(cache: Cache) -> None:
+    """Waits for the first layer of an offloaded cache. A forward begins to fetch it for the next one."""
+    if cache.offloading:
+        torch.cuda.default_stream(cache.prefetch_stream.device).wait_stream(cache.prefetch_stream)
 
 
 def check_cache(cache: Cache | None, may_replay: bool) -> Cache:

@@ -17,7 +17,7 @@ from .lookup_eagle3 import PromptLookup
 from .outputs_eagle3 import Eagle3GenerationStats, Eagle3Step, ReturnedOutputs, TreeOutputs
 from .policy_eagle3 import CallKind, Policy, StaticPolicy, policies_of, tree_settings
 from .target_eagle3 import check_call, depends_on_length, gathered_embedding, is_sharded, may_select_rows
-from .text_eagle3 import SampleArguments, Text
+from .text_eagle3 import SampleArguments, Text, pad_token_of
 from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer
 from .verify_eagle3 import INPUTS_BY_TOKEN, Verifier
 
@@ -98,8 +98,7 @@ class TreeDecoding:
         # Only these are known to read each row alone. Others may compare rows, and edit or keep ids.
         readers = [*arguments.logits_processor, *arguments.stopping_criteria]
         exposes_ids = not all(is_one_of(each, ROW_WISE) for each in readers)
-        pad_token_id = arguments.generation_config.pad_token_id or 0
-        self.can_read_padding = 0 <= pad_token_id < len(self.embedding.weight)
+        self.can_read_padding = 0 <= pad_token_of(arguments.generation_config) < len(self.embedding.weight)
         in_lockstep = (
             len(arguments.input_ids) == 1
             or arguments.streamer is not None  # if it raises, it finds all rows where plain `generate` leaves them
@@ -173,9 +172,12 @@ class TreeDecoding:
         counts = [num_read] * text.batch_size
         if mask is not None:
             counts = mask[:, -num_read:].bool().sum(dim=1).clamp(min=1).tolist()
+        tokens = text.newest(num_read)
+        if states is not None:  # a prompt that was read as embeddings may have placeholders without one
+            tokens = tokens.where((tokens >= 0) & (tokens < len(self.embedding.weight)), 0)
         accepted = replace(
             first,
-            tokens=text.newest(num_read),
+            tokens=tokens,
             counts=counts,
             positions=positions[:, -num_read:].expand(text.batch_size, -1),
             states=None if states is None else states[:, -num_read:],

@@ -46,8 +46,7 @@ class Text:
         self.is_finished = [False] * self.num_rows
         # A caller's criterion may be met by the prompt. Each row takes a token in any case.
         self.max_length = max(max_length_of(stopping_criteria), self.prompt_length + 1)
-        pad_token = arguments.generation_config._pad_token_tensor
-        self.pad_token = 0 if pad_token is None else int(pad_token)
+        self.pad_token = pad_token_of(arguments.generation_config)
         self.pads_finished_rows = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
         # A row may leave if only padding, or nothing, can follow its end.
         pads = self.pads_finished_rows or all(type(each) is MaxLengthCriteria for each in stopping_criteria)
@@ -147,6 +146,12 @@ class Text:
         texts = {row: ids[:length] for row, ids, length in zip(self.rows, self.ids, self.lengths)} | self.retired
         ordered = [texts[row] for row in range(self.num_rows)]
         return pad_sequence(ordered, batch_first=True, padding_value=self.pad_token)
+
+
+def pad_token_of(generation_config: GenerationConfig) -> int:
+    """The token that `_sample` pads finished rows with. Without a pad token it is the first that ends a text."""
+    pad_token = generation_config._pad_token_tensor
+    return 0 if pad_token is None else int(pad_token)
 
 
 def max_length_of(stopping_criteria: StoppingCriteriaList) -> int:

@@ -70,6 +70,8 @@ class Verifier:
         self.prompt_length = self.cache.length
         if len(input_ids) > 1 and self.inputs.get("attention_mask") is None:  # rows will need padding
             self.inputs["attention_mask"] = input_ids.new_ones(len(input_ids), self.cache.length)
+        if not self.cache.is_chain:  # a target that cannot take a tree is refused before anything is written
+            self._inputs_for(DraftTree.chain(input_ids.new_zeros(len(input_ids), 2)))
         positions = text_positions(self.inputs)
         return TreeOutputs(target_outputs.logits[:, -1:], positions, self._states_of(target_outputs), target_outputs)
 
@@ -111,7 +113,11 @@ class Verifier:
 
     def verify(self, tree: DraftTree, text: Text) -> TreeOutputs:
         """Runs one forward of the target over all nodes of a tree."""
-        inputs, positions = self._inputs_for(tree, text)
+        if tree.num_nodes == 1 and self.cache.num_replayed == 0:  # a plain step, as in `_sample`
+            ids, positions = text.newest(text.longest), self.inputs["position_ids"][..., -1:]
+            inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=1, **self.inputs)
+        else:
+            inputs, positions = self._inputs_for(tree)
         if self.forward is not self.target:
             mark_static(inputs, tree.num_nodes)
         num_replayed, num_nodes = self.cache.num_replayed, tree.num_nodes
@@ -133,13 +139,10 @@ class Verifier:
             num_replayed,
         )
 
-    def _inputs_for(self, tree: DraftTree, text: Text) -> tuple[dict[str, Any], torch.Tensor]:
+    def _inputs_for(self, tree: DraftTree) -> tuple[dict[str, Any], torch.Tensor]:
         """The arguments of a forward over the tokens to replay and the nodes of a tree, and the nodes' positions."""
         target, cache, inputs = self.target, self.cache, self.inputs
         newest = inputs["position_ids"][..., -1:]
-        if tree.num_nodes == 1 and cache.num_replayed == 0:  # a plain step, as in `_sample`
-            ids = text.newest(text.longest)
-            return target.prepare_inputs_for_generation(ids, next_sequence_length=1, **inputs), newest
         tree, attention_mask = tree.to(newest.device), inputs.get("attention_mask")
         if not cache.is_chain:
             attention_mask = tree_attention_mask(
