@@ -39,9 +39,6 @@ def main():
     parser.add_argument(
         "--tokens", type=float, default=5e8, help="Tokens to learn. A token that comes twice counts twice"
     )
-    parser.add_argument(
-        "--echo_factor", type=int, default=1, help="How often a token is learned after one forward of the target"
-    )
     parser.add_argument("--ttt_steps", type=int, default=Eagle3TrainingArguments.ttt_steps)
     parser.add_argument("--ttt_warmup", type=float, default=Eagle3TrainingArguments.ttt_warmup)
     parser.add_argument("--tflops", type=float, required=True, help="Peak of one GPU, in the precision of training")
@@ -56,20 +53,19 @@ def main():
     draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=ids, model_type=args.layer_type)
     # A head that is tied to the embeddings works like any other.
     head = target.get_output_embeddings().weight
-    of_layers, of_head = 2 * matrices(target.base_model), 2 * head.numel()
-    of_target = of_layers / args.echo_factor + of_head  # what is kept are the states that its head reads
+    of_target = 2 * (matrices(target.base_model) + head.numel())
     fusing, step = draft.fc.weight.numel(), matrices(draft.layers) + draft.lm_head.weight.numel()
     steps = mean_steps(args.ttt_steps, args.ttt_warmup)
     of_draft = 6 * (fusing + step * steps)
     trained = sum(each.numel() for each in draft.parameters() if each.requires_grad)
-    print(f"target: {target.num_parameters():,} parameters, {of_target / 1e9:.1f} GFLOP a learned token")
+    print(f"target: {target.num_parameters():,} parameters, {of_target / 1e9:.1f} GFLOP a token")
     print(
         f"draft: {trained:,} trained parameters, {of_draft / 1e9:.1f} GFLOP a token in {steps:.2f} drafting steps on average"
     )
     states = (draft.config.num_aux_hidden_states + 1) * draft.config.target_hidden_size
     for name, size in (("bfloat16", 2), ("float8_e4m3fn", 1)):
         print(
-            f"stored features, {name}: {states * size / 1024:.0f} KiB a token, {states * size * args.tokens / args.echo_factor / 1e12:.2f} TB"
+            f"stored features, {name}: {states * size / 1024:.0f} KiB a token, {states * size * args.tokens / 1e12:.2f} TB"
         )
     memory = target.num_parameters() * 2 + trained * 4 * 4  # weights, gradients and two moments in float32, at most
     print(

@@ -219,7 +219,6 @@ def make_trainer(
     training_args: Eagle3TrainingArguments,
     target_config: TargetConfig,
     mixture: DatasetMixtureConfig,
-    trainer_class: type[Eagle3Trainer] = Eagle3Trainer,
 ) -> Eagle3Trainer:
     """Loads models and data, and returns the trainer."""
     if target_config.model_name_or_path is None:
@@ -241,7 +240,7 @@ def make_trainer(
     draft = None
     if script_args.draft_name_or_path is not None:
         draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path)
-    trainer = trainer_class(
+    trainer = Eagle3Trainer(
         model=draft,
         target_model=load_target(
             target_config, script_args.features_dir is None or evaluates, with_images=with_images, **trust
@@ -268,7 +267,7 @@ def train(trainer: Eagle3Trainer) -> None:
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     except KeyboardInterrupt:
-        command = shlex.join(["accelerate", "launch", *trainer.script.split(), *arguments_of_command(trainer.script)])
+        command = shlex.join(["accelerate", "launch", "recipes/train.py", *sys.argv[1:]])
         checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
         if checkpoint is not None and "--resume_from_checkpoint" not in command:
             command += " --resume_from_checkpoint true"
@@ -286,11 +285,6 @@ def train(trainer: Eagle3Trainer) -> None:
             f"{trainer.push_command}"
         ) from None
     trainer.accelerator.print(f"Pushed the draft to {trainer.hub_model_id}.")
-
-
-def arguments_of_command(script: str) -> list[str]:
-    """Returns the arguments of the command line behind the words of `script`."""
-    return sys.argv[len(script.split()) :]
 
 
 def next_steps(trainer: Eagle3Trainer, target: str, base: str | None, is_adapter: bool) -> str:
@@ -317,16 +311,11 @@ def next_steps(trainer: Eagle3Trainer, target: str, base: str | None, is_adapter
     )
 
 
-def main(
-    trainer_class: type[Eagle3Trainer] = Eagle3Trainer,
-    arguments_class: type[Eagle3TrainingArguments] = Eagle3TrainingArguments,
-    script: str = Eagle3Trainer.script,
-) -> None:
-    """Trains with the arguments of the command line, which begins with `script`."""
+def main() -> None:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_eagle3").setLevel(logging.INFO)
-    parser = Eagle3Parser((TrainScriptArguments, arguments_class, TargetConfig, DatasetMixtureConfig))
-    script_args, training_args, target_config, mixture = parser.parse_args_and_config(arguments_of_command(script))
+    parser = Eagle3Parser((TrainScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig))
+    script_args, training_args, target_config, mixture = parser.parse_args_and_config()
     folder = Path(training_args.output_dir)
     if not training_args.resume_from_checkpoint and folder.is_dir() and get_last_checkpoint(folder) is not None:
         raise ValueError(
@@ -339,8 +328,7 @@ def main(
             folder_or_hub_id(name)
         except argparse.ArgumentTypeError as error:
             raise SystemExit(f"train.py: error: {error}") from None
-    trainer = make_trainer(script_args, training_args, target_config, mixture, trainer_class)
-    trainer.script = script
+    trainer = make_trainer(script_args, training_args, target_config, mixture)
     train(trainer)
     target, base = target_config.model_name_or_path, script_args.draft_name_or_path
     trainer.accelerator.print(next_steps(trainer, target, base, target_config.use_peft))

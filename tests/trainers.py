@@ -6,7 +6,7 @@ import torch
 from conftest import make_target
 from datasets import Dataset
 
-from hf_eagle3 import Eagle3Trainer
+from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.training.ttt import TTTBatch, documents_of
 
 
@@ -34,7 +34,6 @@ def make_trainer(
     target=None,
     eval_dataset=None,
     peft_config=None,
-    trainer_class=Eagle3Trainer,
     **arguments,
 ):
     """A trainer of a few short steps; `arguments` are those of its class."""
@@ -52,10 +51,10 @@ def make_trainer(
         "eval_max_new_tokens": 10,
         **arguments,
     }
-    return trainer_class(
+    return Eagle3Trainer(
         model=model,
         target_model=make_target("llama") if target is None else target,
-        args=trainer_class._args_class(str(tmp_path), **arguments),
+        args=Eagle3TrainingArguments(str(tmp_path), **arguments),
         train_dataset=dataset,
         eval_dataset=eval_dataset,
         processing_class=copy.deepcopy(tokenizer),

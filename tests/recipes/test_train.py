@@ -27,7 +27,6 @@ from trl import DatasetMixtureConfig
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.hub import write_draft
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
-from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 from hf_eagle3.training.console import EaglePrinterCallback
 
 
@@ -71,10 +70,9 @@ def arguments_of(files, output_dir, data="chats", max_steps=4):
     return [part for name, value in arguments.items() for part in (f"--{name}", value)]
 
 
-def train_in_two(kind, files, folder, *arguments, command=("train.py",)):
-    script, *method = command
+def train_in_two(kind, files, folder, *arguments):
     return run_in_two_processes(
-        kind, folder, RECIPES / script, *method, *arguments_of(files, folder / "out"), *map(str, arguments)
+        kind, folder, RECIPES / "train.py", *arguments_of(files, folder / "out"), *map(str, arguments)
     )
 
 
@@ -186,41 +184,6 @@ def test_two_processes_give_the_losses_of_one(files, evaluated_run, whole_run, k
     if kind.startswith("fsdp2"):  # whose optimizer is saved by parts
         checkpoint = ("--resume_from_checkpoint", tmp_path / "out" / "checkpoint-2")
         assert losses(train_in_two("fsdp2", files, tmp_path, *settings, *checkpoint)) == losses(result)[2:]
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_processes_roll_out(files, kind, tmp_path):
-    """Each from prompts of its own, with a draft that they share; and each goes on with what it rolled out."""
-    rollouts = {"share": 0.5, "start": 0, "interval": 8, "max_new_tokens": 8}
-    settings = (*FRESH, "--per_device_train_batch_size", 2)
-    settings += ("--sampled_vocab_size", 4) if kind == "ddp" else ()
-    settings += tuple(part for name, value in rollouts.items() for part in (f"--rollout_{name}", value))
-    command = ("train_experimental.py", "on_policy")
-    whole = train_in_two(kind, files, tmp_path, *settings, command=command)
-    assert len(losses(whole)) == 4 and losses(whole, "rollout_acceptance_length")[0] >= 1
-    first, second = (torch.load(tmp_path / "out" / "checkpoint-2" / f"rollouts_{process}.pt") for process in (0, 1))
-    assert len(first) == len(second) == 3  # of four for eight steps
-    assert first[0]["input_ids"].tolist() != second[0]["input_ids"].tolist()
-    if kind == "fsdp2":  # whose draft rolls out as a copy; the rest is the same
-        return
-    if not CAN_SELECT_HIDDEN_STATES:  # older transformers cannot load what several processes on CPUs saved
-        return
-    checkpoint = ("--resume_from_checkpoint", tmp_path / "out" / "checkpoint-2")
-    resumed = train_in_two(kind, files, tmp_path, *settings, *checkpoint, command=command)
-    assert losses(resumed) == losses(whole)[2:]
-
-
-def test_two_processes_learn_batches_again(files, tmp_path):
-    settings = (*FRESH, "--per_device_train_batch_size", 2, "--echo_buffer_size", 1)
-    result = train_in_two("ddp", files, tmp_path, *settings, command=("train_experimental.py", "echo"))
-    assert len(losses(result)) == 4 and "echo_factor" not in result.stderr
-    record = json.loads((tmp_path / "out" / "training.json").read_text())
-    assert record["command"] == "accelerate launch recipes/train_experimental.py echo --config training.yaml"
-
-
-def test_an_experimental_method_that_there_is_not(run_recipe):
-    result = run_recipe("train_experimental.py", "off_policy")
-    assert result.returncode == 2 and "invalid choice: 'off_policy' (choose from" in result.stderr
 
 
 def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path, run_recipe):

@@ -28,8 +28,6 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
 from hf_eagle3.data.images import IMAGE_INPUT
-from hf_eagle3.experimental.echo import EchoTrainer
-from hf_eagle3.experimental.on_policy import OnPolicyTrainer
 from hf_eagle3.training.record import training_record
 from hf_eagle3.training.ttt import ttt_unroll
 
@@ -374,12 +372,6 @@ def test_stored_features(tmp_path):
     others = rows().map(lambda row: {"images": [image.rotate(90) for image in row["images"]]})
     with pytest.raises(ValueError, match="holds features of other rows"):
         make_vision_trainer(tmp_path, gemma3, dataset=others).extract_features(tmp_path / "features", 2)
-
-
-@pytest.mark.parametrize("trainer_class", [OnPolicyTrainer, EchoTrainer])
-def test_methods_without_images(tmp_path, trainer_class):
-    with pytest.raises(ValueError, match=f"but `{trainer_class.__name__}` .* Use `Eagle3Trainer`"):
-        make_vision_trainer(tmp_path, trainer_class=trainer_class)
 
 
 def test_adapters(tmp_path):

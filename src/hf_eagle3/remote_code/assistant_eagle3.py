@@ -32,7 +32,6 @@ class AssistantMixin:
     generation_config: GenerationConfig | None = None
     # Whether its proposers run once a step, so that a deep tree costs as much as a shallow one.
     drafts_in_one_pass = False
-    decoding_class: type[TreeDecoding] = TreeDecoding
 
     def proposer(self, call: GenerationCall) -> Proposer:
         """
@@ -108,7 +107,7 @@ class AssistantMixin:
         arguments = SampleArguments(
             input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
         )
-        decoding = self.decoding_class(self, target, arguments)
+        decoding = TreeDecoding(self, target, arguments)
         last = _LAST_STATS.setdefault(self, LastStats())
         last.in_thread.stats = last.in_any_thread = decoding.stats
         return decoding.decode()

@@ -48,16 +48,6 @@ def check_shares(args: Any, *names: str, above_zero: bool = False) -> None:
             raise ValueError(f"`{name}` must be in {'(' if above_zero else '['}0, 1], got {value}.")
 
 
-def check_not_negative(args: Any, *names: str) -> None:
-    """
-    Raises:
-        ValueError: if an argument is negative.
-    """
-    for name in names:
-        if getattr(args, name) < 0:
-            raise ValueError(f"`{name}` must not be negative, got {getattr(args, name)}.")
-
-
 @dataclass
 class Eagle3TrainingArguments(SFTConfig):
     r"""

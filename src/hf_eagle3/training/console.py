@@ -25,7 +25,6 @@ SHOWN = (
     "ttt_steps",
     "accuracy_0",
     "simulated_acceptance_length",
-    "rollout_acceptance_length",  # of `hf_eagle3.experimental.OnPolicyTrainer`
     "learning_rate",
     "epoch",
     "train_runtime",

@@ -112,7 +112,7 @@ def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
             )
     if not record:
         return
-    names = ("arguments_class", "rows", "sequences_per_step")
+    names = ("rows", "sequences_per_step")
     facts = {name: now[name] for name in names if record.get(name) is not None}
     fixed = (*args.FIXED_ON_RESUME, *FIXED_IN_SCRIPTS)
     then, now = ({name: each[name] for name in fixed if name in each} for each in (then, now["arguments"]))
@@ -195,8 +195,7 @@ def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] 
         "rows": len(trainer.train_dataset) if isinstance(trainer.train_dataset, Dataset) else None,  # prepared
         **({} if (num_images := rows_with_images(trainer)) == 0 else {"rows_with_images": num_images}),
         # The command of a user's own script is not known.
-        "command": f"accelerate launch {trainer.script} --config training.yaml" if trainer.script_settings else None,
-        "arguments_class": type(args).__name__,
+        "command": "accelerate launch recipes/train.py --config training.yaml" if trainer.script_settings else None,
         "arguments": without_paths(json.loads(json.dumps(arguments, default=str))),
         "steps": step,
         "epochs": epoch,

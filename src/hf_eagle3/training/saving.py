@@ -42,8 +42,6 @@ class DraftSavingTrainer(SFTTrainer):
     # For the card: names of the data, and settings of a script that are not in `args`.
     dataset_names: list[str]
     script_settings: dict[str, Any]
-    # The script that made the trainer, for the command in the card.
-    script: str = "recipes/train.py"
 
     @property
     def draft(self) -> DraftModel:

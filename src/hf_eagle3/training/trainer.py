@@ -12,7 +12,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
@@ -100,7 +100,6 @@ class Eagle3Trainer(DraftSavingTrainer):
 
     _tag_names = ["eagle3", "speculative-decoding"]
     _name = "EAGLE-3"
-    _args_class = Eagle3TrainingArguments
     # `compute_loss` divides by the rows of the whole optimizer step.
     loss_is_scaled_for_ga = True  # type: ignore[assignment]  # TRL does not annotate its `None`
 
@@ -123,7 +122,7 @@ class Eagle3Trainer(DraftSavingTrainer):
             args.trust_remote_code,
             with_images,
         )
-        self.images = self._image_reader(target_model, processor, args)
+        self.images = image_reader(target_model, processor, args)
         peft_config = kwargs.get("peft_config")
         if peft_config is not None and getattr(peft_config, "target_modules", ()) is None:
             # PEFT would choose modules by the `model_type`, which a draft does not have.
@@ -146,7 +145,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         # The step of the weights that were loaded at the end, and the length of the log then.
         self.best: tuple[int, int] | None = None
 
-        self._check_sources(args, target_model, kwargs.get("train_dataset"))
+        if isinstance(kwargs.get("train_dataset"), FeatureStore) and args.packing:
+            raise ValueError("Rows of a feature store are packed when they are extracted. Leave `packing` out.")
         store = self._init_sft_trainer(draft, args, tokenizer, kwargs)
         self._check_parallelism()
         prepare_vocabulary(self.draft, target_model, self.train_dataset, vocab_size_from_data)
@@ -158,9 +158,9 @@ class Eagle3Trainer(DraftSavingTrainer):
     def _own_arguments(self, args: Eagle3TrainingArguments | None, target_name: str) -> Eagle3TrainingArguments:
         """Returns a copy of the arguments, because the caller may use them for other trainers."""
         if args is None:
-            args = self._args_class(f"{Path(target_name or 'draft').name}-eagle3")
-        if not isinstance(args, self._args_class):
-            raise TypeError(f"`args` must be `{self._args_class.__name__}`, got {type(args).__name__}.")
+            args = Eagle3TrainingArguments(f"{Path(target_name or 'draft').name}-eagle3")
+        if not isinstance(args, Eagle3TrainingArguments):
+            raise TypeError(f"`args` must be `Eagle3TrainingArguments`, got {type(args).__name__}.")
         args = copy.copy(args)
         if args.n_gpu > 1:  # `nn.DataParallel` cannot split the target's states of a batch
             logger.warning(
@@ -169,22 +169,6 @@ class Eagle3Trainer(DraftSavingTrainer):
             )
             args._n_gpu = 1
         return args
-
-    def _check_sources(
-        self,
-        args: Eagle3TrainingArguments,
-        target_model: PreTrainedModel,
-        train_dataset: Dataset | IterableDataset | FeatureStore | None,
-    ) -> None:
-        """Checks whether this trainer can learn from such data and such a target, before it prepares the data."""
-        if isinstance(train_dataset, FeatureStore) and args.packing:
-            raise ValueError("Rows of a feature store are packed when they are extracted. Leave `packing` out.")
-
-    def _image_reader(
-        self, target_model: PreTrainedModel, processor: ProcessorMixin | None, args: Eagle3TrainingArguments
-    ) -> ImageReader | str:
-        """Returns what reads the images of rows, or the reason why this trainer refuses them."""
-        return image_reader(target_model, processor, args)
 
     def _init_sft_trainer(
         self,
@@ -367,7 +351,7 @@ class Eagle3Trainer(DraftSavingTrainer):
                 )
         self.is_resumed, self.best = bool(resume_from_checkpoint), None
         if self.is_resumed:
-            self._resume(str(resume_from_checkpoint))
+            check_resumption(self, str(resume_from_checkpoint))
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _last_whole_checkpoint(self) -> str:
@@ -382,28 +366,10 @@ class Eagle3Trainer(DraftSavingTrainer):
             raise checkpoint
         return checkpoint
 
-    def _resume(self, checkpoint: str) -> None:
-        """Checks that training may go on from a checkpoint. Subclasses also load what they saved there."""
-        check_resumption(self, checkpoint)
-
-    def _inner_training_loop(
-        self,
-        batch_size: int | None = None,
-        args: TrainingArguments | None = None,
-        resume_from_checkpoint: str | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Drops the counts first: `auto_find_batch_size` may have begun with a larger batch."""
         self.metrics.clear()
-        if batch_size not in (None, self._train_batch_size):
-            self._forget_batches()
-        return super()._inner_training_loop(
-            batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval=ignore_keys_for_eval
-        )
-
-    def _forget_batches(self) -> None:
-        """Drops batches of another size that subclasses keep."""
+        return super()._inner_training_loop(*args, **kwargs)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
@@ -483,7 +449,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         if model.training:
             steps = self.num_ttt_steps
             shares = {"row_share": self.args.ttt_row_share, "num_sampled": self.args.sampled_vocab_size}
-        outputs: TTTOutput = model(unroll=partial(self._unrolled_loss, batch=batch, steps=steps, **shares))
+        unroll = partial(draft_loss, batch=batch, steps=steps, loss_type=self.args.loss_type, **shares)
+        outputs: TTTOutput = model(unroll=unroll)
         num_rows = outputs.num_rows if num_items_in_batch is None else num_items_in_batch
         weights = self.args.ttt_step_decay ** torch.arange(steps, device=num_rows.device)
         loss = (weights * outputs.loss_sums / num_rows.clamp(min=1)).sum()
@@ -500,9 +467,6 @@ class Eagle3Trainer(DraftSavingTrainer):
             )
         self.metrics.add("train" if model.training else "eval", outputs)
         return (loss, {"loss": loss}) if return_outputs else loss
-
-    def _unrolled_loss(self, draft: DraftModel, batch: TTTBatch, steps: int, **shares: Any) -> TTTOutput:
-        return draft_loss(draft, batch, steps, self.args.loss_type, **shares)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         if not self.args.use_muon or self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:

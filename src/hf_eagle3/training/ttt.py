@@ -390,7 +390,6 @@ class UnrollStep(NamedTuple):
         row_losses (`torch.FloatTensor` of shape `(B, L)`, *optional*): Losses to add in the rows that count.
         rows (`torch.LongTensor` of shape `(B, K)`, *optional*):
             The rows that `states` `(B, K, H)` has, if it does not have all.
-        hidden_states (`torch.FloatTensor` of shape `(B, L, H)`, *optional*): The states that the next step reads.
         row_weights (`torch.FloatTensor` of shape `(B, K)`, *optional*):
             The number of rows that each of `rows` stands for in the loss. By default `L / K`.
     """
@@ -399,7 +398,6 @@ class UnrollStep(NamedTuple):
     head: Callable
     row_losses: torch.Tensor | None = None
     rows: torch.Tensor | None = None
-    hidden_states: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
 
 
@@ -423,9 +421,7 @@ class RowTargets(NamedTuple):
     actual: torch.Tensor
 
 
-def ttt_unroll(
-    draft: DraftModel, batch: TTTBatch, steps: int, row_share: float = 1.0, cache: TTTCache | None = None
-) -> Iterator[UnrollStep]:
+def ttt_unroll(draft: DraftModel, batch: TTTBatch, steps: int, row_share: float = 1.0) -> Iterator[UnrollStep]:
     """
     Unrolls the draft, and yields each step.
 
@@ -435,11 +431,10 @@ def ttt_unroll(
         steps (`int`): The number of drafting steps.
         row_share (`float`, *optional*, defaults to 1.0):
             The share of its rows that each step passes on to the next, drawn at random.
-        cache (`TTTCache`, *optional*): An empty cache, for callers that read its keys.
     """
     length = batch.input_ids.shape[1]
     hidden_states = draft.combine_hidden_states(batch.aux_hidden_states)
-    cache = TTTCache(batch.documents) if cache is None else cache
+    cache = TTTCache(batch.documents)
     tree_cache: TreeTTTCache | None = None
     rows: torch.Tensor | None = None
     masks = dict.fromkeys(draft.config.transformer_layer_config.layer_types)  # the cache masks
@@ -467,7 +462,7 @@ def ttt_unroll(
             position_ids=position_ids + step,
             cache=cache if tree_cache is None else tree_cache,
         )
-        yield UnrollStep(normed, draft.lm_head, rows=rows, hidden_states=hidden_states)
+        yield UnrollStep(normed, draft.lm_head, rows=rows)
 
 
 def some_of(states: torch.Tensor, num: int) -> torch.Tensor:
