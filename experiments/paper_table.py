@@ -41,7 +41,7 @@ from hf_eagle3.baselines import BASELINES, DFlashForSpeculation, best_static_tre
 from hf_eagle3.environment import environment
 from hf_eagle3.evaluation import BenchmarkResults, load_prompts, plot_all, run_benchmark
 from hf_eagle3.evaluation.drafts import sampled_digest
-from hf_eagle3.evaluation.results import what_differs
+from hf_eagle3.evaluation.results import cells, what_differs
 from hf_eagle3.evaluation.tasks import expand, task_name
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.tokenizer import load_tokenizer
@@ -185,20 +185,13 @@ def tables(results: BenchmarkResults, facts: dict[str, dict]) -> str:
         rows = [row for row in results.rows if row.task == task]
         for method in dict.fromkeys(row.method for row in rows):
             known = facts.get(DRAFTS.get(method), {})
-            cells = [method, *(f"{known[name]:,}" if known else "-" for name in ("trained_parameters", "tokens"))]
+            line = [method, *(f"{known[name]:,}" if known else "-" for name in ("trained_parameters", "tokens"))]
             by_temperature = {row.temperature: row for row in rows if row.method == method}
             for row in map(by_temperature.get, temperatures):
-                cells += ["-"] * 3 if row is None else cells_of(row)
-            lines.append("| " + " | ".join(cells) + " |")
+                line += ["-"] * 3 if row is None else cells(row)[3:]
+            lines.append("| " + " | ".join(line) + " |")
         parts.append(f"{task}:\n\n" + "\n".join(lines))
     return "\n\n".join(parts)
-
-
-def cells_of(row) -> list[str]:
-    spread = f" ({min(row.speedups):.2f}-{max(row.speedups):.2f})" if len(row.speedups) > 1 else ""
-    length = "-" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
-    same = "-" if row.method == "plain" else f"{row.num_identical}/{row.num_prompts}"
-    return [f"{row.median_speedup:.2f}" + spread * (row.method != "plain"), length, same]
 
 
 def main():

@@ -47,7 +47,6 @@ from hf_eagle3.evaluation import (
     format_table,
     load_prompts,
     plot_all,
-    print_table,
     read_prompts,
     run_benchmark,
 )
@@ -304,7 +303,7 @@ def main():
         )
     rows = results.rows
     several = f"medians of {args.repeats} interleaved repeats (range in brackets)"
-    print_table(rows, f"{args.target}, {several if args.repeats > 1 else 'one repeat'}")
+    print(f"{args.target}, {several if args.repeats > 1 else 'one repeat'}\n\n{format_table(rows)}\n")
     if target.dtype != torch.float32 and any(
         row.method in (*OTHER_DRAFTS, *OURS) and row.num_identical < row.num_prompts for row in rows
     ):

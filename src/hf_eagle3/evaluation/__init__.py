@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from .benchmark import run_benchmark
-from .results import METHODS, BenchmarkResults, BenchmarkRow, compare, format_table, plot_all, print_table
+from .results import METHODS, BenchmarkResults, BenchmarkRow, compare, format_table, plot_all
 
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ __all__ = [
     "format_table",
     "load_prompts",
     "plot_all",
-    "print_table",
     "read_prompts",
     "run_benchmark",
 ]

@@ -15,7 +15,6 @@ from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..remote_code.outputs_eagle3 import Eagle3GenerationStats
-from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Proposer
 from .memory import peak_memory, reset_peak_memory
 from .results import METHODS, OTHER_DRAFTS, OURS, BenchmarkResults, speedup
 
@@ -188,11 +187,7 @@ class TimedGeneration:
         device, draft = self.target.device, self.assistance[method].get("assistant_model")
         ours = draft if hasattr(draft, "assisted_decoding") else None
         set_seed(seed)
-        with (
-            as_chain(draft, method == "eagle3-chain"),
-            timing_drafter(ours) as drafting,
-            counting_forwards(self.target) as num_forwards,
-        ):
+        with as_chain(draft, method == "eagle3-chain"), counting_forwards(self.target) as num_forwards:
             counts_memory = reset_peak_memory(device)
             synchronize(device)
             start = time.perf_counter()
@@ -202,7 +197,7 @@ class TimedGeneration:
         stats = Eagle3GenerationStats() if ours is None else ours.last_generation
         facts = {
             "seconds": seconds,
-            "draft_seconds": drafting[0],
+            "draft_seconds": getattr(stats, "draft_seconds", 0.0),  # unknown to drafts that run older code
             "target_forwards": num_forwards[0],
             "accepted_lengths": Counter(stats.accepted_lengths),
             "drafted_lengths": Counter(stats.drafted_lengths),
@@ -323,40 +318,6 @@ def as_chain(draft: PreTrainedModel | None, is_chain: bool) -> Iterator[None]:
         yield
     finally:
         draft.generation_config.branching_factor = width
-
-
-@contextmanager
-def timing_drafter(draft: PreTrainedModel | None) -> Iterator[list[float]]:
-    """
-    Yields a list with one number: the seconds that the host spends on drafting trees. On accelerators the device may
-    take longer. Waiting for it would slow down the call, and change the times that `auto` decides by.
-    """
-    seconds = [0.0]
-    if draft is None:
-        yield seconds
-        return
-
-    own_draft = draft.get_base_model() if hasattr(draft, "get_base_model") else draft
-    make_proposer = own_draft.proposer
-
-    def timed_proposer(call: GenerationCall) -> Proposer:
-        proposer = make_proposer(call)
-        propose = proposer.propose
-
-        def timed_propose(*args: Any, **kwargs: Any) -> DraftTree:
-            start = time.perf_counter()
-            tree = propose(*args, **kwargs)
-            seconds[0] += time.perf_counter() - start
-            return tree
-
-        proposer.propose = timed_propose
-        return proposer
-
-    own_draft.proposer = timed_proposer
-    try:
-        yield seconds
-    finally:
-        del own_draft.proposer
 
 
 @contextmanager

@@ -297,31 +297,6 @@ def format_table(rows: Sequence[BenchmarkRow]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def print_table(rows: Sequence[BenchmarkRow], title: str) -> None:
-    """
-    Prints the rows as a table, or as Markdown if the output is not a terminal.
-
-    Args:
-        rows (`Sequence[BenchmarkRow]`): The rows.
-        title (`str`): The line above the table.
-    """
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    if not console.is_terminal:
-        print(f"{title}\n\n{format_table(rows)}\n")
-        return
-    header, lines = columns_of(rows)
-    table = Table(title=title)
-    for name in header:
-        is_number = name not in ("task", "method")
-        table.add_column(name, justify="right" if is_number else "left")
-    for line in lines:
-        table.add_row(*line, style="bold" if "eagle3" in line else None)
-    console.print(table)
-
-
 MIN_REPEATS = 5  # in each run, or noise could not be ruled out
 SIGNIFICANT = 0.05
 

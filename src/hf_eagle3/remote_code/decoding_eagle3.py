@@ -75,6 +75,8 @@ class TreeDecoding:
                     tree, accepted = self.verify(tree)
                     seconds = proposed - start, time.perf_counter() - proposed
                     policy.record(plan, tree, accepted, bottlenecks, *seconds, num_replayed)
+                    if plan.proposer == "draft":
+                        self.stats.draft_seconds += seconds[0]
                     self.count(plan, tree, accepted)
                     for proposer in self.proposers.values():
                         proposer.observe(accepted)

@@ -232,6 +232,8 @@ class Eagle3GenerationStats:
         plain_steps (`int`): How many of those forwards had no token to verify, because drafting did not pay.
         lookup_steps (`int`): How many of them verified tokens that were looked up in the text instead of drafted.
         drafted_lengths (`list[int]`): Those `accepted_lengths` that come from drafted trees.
+        draft_seconds (`float`):
+            Seconds that the host spent on drafting. An accelerator may take longer: waiting for it would slow down the call.
         steps (`list[Eagle3Step]`):
             Each step, the prompt's first, if the generation config of the call or of the assistant has
             `output_steps=True`. The list grows during the call.
@@ -243,6 +245,7 @@ class Eagle3GenerationStats:
     plain_steps: int = 0
     lookup_steps: int = 0
     drafted_lengths: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
     steps: list[Eagle3Step] = field(default_factory=list)
 
     def __repr__(self) -> str:

@@ -264,9 +264,8 @@ class Policy(StaticPolicy):
     def __init__(self, kind: CallKind):
         super().__init__(kind.max_plan, kind.do_sample)
         self.kind, self.reads_draft = kind, kind.reads_draft
-        self.drafts_whole_trees = kind.drafts_whole_trees or kind.has_one_shape
-        if kind.drafts_in_one_pass and not kind.reads_draft:  # depths cost the same, confidences are unknown
-            self.drafts_whole_trees = True
+        all_depths_are_alike = kind.drafts_in_one_pass and not kind.reads_draft  # by cost, with unknown confidences
+        self.drafts_whole_trees = kind.drafts_whole_trees or kind.has_one_shape or all_depths_are_alike
         self.costs, self.matches = StepCosts(), MatchCalibration()
         most = kind.max_plan.num_nodes  # few sizes, so that each is measured often
         sizes = [size for size in (*range(5), 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if size < most]

@@ -40,35 +40,29 @@ def shown(logs: dict | None) -> dict:
     return {name: logs[name] for name in [*SHOWN, *of_evaluation] if name in logs}
 
 
-class EagleProgressCallback(ProgressCallback):
+class FewFigures(TrainerCallback):
+    """Passes on few figures of a log, to one of transformers' callbacks that show them."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if few := shown(logs):
+            if isinstance(self, PrinterCallback):  # without a bar
+                few = {"step": f"{state.global_step}/{state.max_steps}", **few}
+            super().on_log(args, state, control, logs=few, **kwargs)
+
+
+class EagleProgressCallback(FewFigures, ProgressCallback):
     """Transformers' progress bar with few figures."""
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if few := shown(logs):
-            super().on_log(args, state, control, logs=few, **kwargs)
 
-
-class EaglePrinterCallback(PrinterCallback):
+class EaglePrinterCallback(FewFigures, PrinterCallback):
     """Transformers' printer with few figures and the progress, for `disable_tqdm`."""
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if few := shown(logs):
-            few = {"step": f"{state.global_step}/{state.max_steps}", **few}
-            super().on_log(args, state, control, logs=few, **kwargs)
 
 
 class SlowStepsCallback(TrainerCallback):
