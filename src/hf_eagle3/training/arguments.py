@@ -163,7 +163,7 @@ class Eagle3TrainingArguments(SFTConfig):
     draft_form: str = field(
         default="eagle3.1",
         metadata={
-            "help": "The form of a fresh draft: `eagle3.1`; `classic`, which accepts less and which most engines take; or "
+            "help": "The form of a fresh draft: `eagle3.1`; `classic`, which most engines read and whose acceptance length is lower; or "
             "`p-eagle`, which drafts all tokens in one pass.",
             "choices": list(FORMS),
         },
