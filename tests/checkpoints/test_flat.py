@@ -91,6 +91,14 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"fc_norm": True, "eagle_config": {"fc_norm": False}}, "`fc_norm` is True in config.json, but False"),
         ({"eagle_aux_hidden_state_layer_ids": [1, "5", 8]}, "must be a list of layer numbers"),
         ({"num_aux_hidden_states": 4, "eagle_aux_hidden_state_layer_ids": [1, 5, 8]}, "but there are 3 layer ids"),
+        ({"aux_hidden_states_layer_ids": [1, 5, 8], "num_aux_hidden_states": 4}, "but there are 3 layer ids"),
+        ({"aux_hidden_states_layer_ids": [1, "5", 8]}, "`aux_hidden_states_layer_ids` is .* must be a list of layer"),
+        (
+            {"aux_hidden_states_layer_ids": [1, 5, 8], "eagle_aux_hidden_state_layer_ids": [1, 5, 9]},
+            r"is \[1, 5, 8\], but `eagle_aux_hidden_state_layer_ids` is \[1, 5, 9\]",
+        ),
+        ({"target_layer_ids": [1, 5, 8]}, r"does not know: \['target_layer_ids'\]"),
+        ({"eagle_config": {"aux_layer_ids": [1, 5, 8]}}, r"does not know: \['eagle_config.aux_layer_ids'\]"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -210,6 +218,19 @@ def test_layer_ids(tmp_path, target, reference, said, ids, depth, expected, is_s
         target.config.num_hidden_layers = num_layers
     assert draft.config.eagle_aux_hidden_state_layer_ids == expected and not draft.config.aux_layer_ids_assumed
     assert draft.resolve_aux_layer_ids(target) == expected
+
+
+@pytest.mark.parametrize("place", ["top", "eagle_config"])
+@pytest.mark.parametrize("other", [None, [2, 6, 9], [3, 7, 10]])
+def test_layer_ids_of_angelslim(tmp_path, target, reference, said, place, other):
+    """They count outputs, and so prove what other ids count. Without them, [2, 6, 9] would be the usual inputs."""
+    held = {"aux_hidden_states_layer_ids": [2, 6, 9], "eagle_aux_hidden_state_layer_ids": other}
+    config = sglang(reference, **(held if place == "top" else {"eagle_config": held}))
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        draft = load(tmp_path / "draft", config, midlayer(reference), loader)
+        assert draft.config.eagle_aux_hidden_state_layer_ids == [3, 7, 10] and not draft.config.aux_layer_ids_assumed
+        assert draft.resolve_aux_layer_ids(target) == [3, 7, 10]
+    assert not [text for text in said if "layer ids" in text]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma4", "qwen3_next"])
