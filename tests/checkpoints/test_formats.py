@@ -168,6 +168,27 @@ def test_modelopt(tmp_path, target):
         Eagle3ForSpeculation.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("has_t2d", [False, True])
+@pytest.mark.parametrize("has_head", [False, True])
+def test_tokens_in_order_of_frequency(tmp_path, target, has_t2d, has_head):
+    """As Model-Optimizer writes them, which has no `t2d`."""
+    reference = make_reference(target)
+    if not has_head:
+        reference.lm_head.weight.data.copy_(target.lm_head.weight[reference.draft_token_ids])
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(0))
+    token_ids = reference.draft_token_ids[order]
+    tensors = midlayer(reference) | {
+        "d2t": token_ids - torch.arange(32),
+        "lm_head.weight": reference.lm_head.weight.data[order],
+    }
+    for name, is_held in (("t2d", has_t2d), ("lm_head.weight", has_head)):
+        if not is_held:
+            del tensors[name]
+    assert_same(
+        Eagle3ForSpeculation.from_pretrained(write(tmp_path / "draft", sglang(reference), tensors)), reference, target
+    )
+
+
 @pytest.mark.parametrize("mapping", ["none", "neutral"])
 def test_the_full_vocabulary(tmp_path, target, mapping):
     reference = make_reference(target, full=True)
@@ -355,8 +376,13 @@ def test_bad_checkpoints(tmp_path, target):
     outside[-1] = 90
     with pytest.raises(ValueError, match="`d2t` does not map"):
         load(tensors={**tensors, "d2t": outside})
-    with pytest.raises(ValueError, match="`d2t` does not map"):
+    with pytest.raises(ValueError, match="`t2d` marks other tokens"):
         load(tensors={**tensors, "d2t": tensors["d2t"].flip(0)})
+    for index, offset in ((0, 95), (3, 3)):  # beyond the vocabulary, and the next token once more
+        broken = tensors["d2t"].clone()
+        broken[index] += offset
+        with pytest.raises(ValueError, match="Missing: .*t2d"):
+            load(tensors={name: tensor for name, tensor in tensors.items() if name != "t2d"} | {"d2t": broken})
     with pytest.raises(ValueError, match="`t2d` marks other tokens"):
         load(tensors={**tensors, "t2d": tensors["t2d"].roll(1)})
     with pytest.raises(ValueError, match="other things than tensors"):

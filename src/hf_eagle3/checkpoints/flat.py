@@ -373,7 +373,7 @@ def layer_ids_of(config: dict, flags: dict) -> tuple[list[int] | None, bool]:
 
 def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str, torch.Tensor], dict]:
     """
-    Returns the tensors by our names, and a report of what was `renamed` and `ignored`.
+    Returns the tensors by our names, and a report of what was `renamed` and `ignored`. The draft's tokens are sorted by id.
 
     Raises:
         ValueError: if two tensors have one name, or the vocabulary mapping contradicts the configuration.
@@ -408,8 +408,14 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
     else:
         ours["d2t"] = ours["d2t"].long()
         token_ids = torch.arange(held) + ours["d2t"]
-        if "t2d" not in ours and held and token_ids.min() >= 0 and token_ids.max() < vocab_size:
-            ours["t2d"] = torch.isin(torch.arange(vocab_size), token_ids)
-        elif "t2d" in ours:
+        is_valid = token_ids.min() >= 0 and token_ids.max() < vocab_size and len(token_ids.unique()) == held
+        if is_valid and (token_ids.diff() < 0).any():  # Model-Optimizer's ids are in order of frequency
+            order = token_ids.argsort()
+            ours["d2t"] = token_ids[order] - torch.arange(held)
+            if len(head := ours.get("lm_head.weight", ())) == held:
+                ours["lm_head.weight"] = head[order]
+        if "t2d" in ours:
             ours["t2d"] = ours["t2d"].bool()
+        elif is_valid:
+            ours["t2d"] = torch.isin(torch.arange(vocab_size), token_ids)
     return ours, {"renamed": renamed, "ignored": ignored}
