@@ -111,6 +111,31 @@ def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: An
         read_json(path)
 
 
+def mend_mapping(draft: "DraftModel", info: dict[str, Any], source: str | Path, **kwargs: Any) -> None:
+    """
+    Completes the vocabulary mapping of a loaded draft as other readers do. It derives a `t2d` that is not stored, and
+    ignores a mapping without effect beside the whole vocabulary. What it mends leaves `info`.
+
+    Args:
+        draft (`DraftModel`): The draft.
+        info (`dict`): Transformers' report of missing and unexpected tensors.
+        source (`str` or `Path`): Folder or Hub id.
+        kwargs (*optional*): `variant`, `revision`, `cache_dir`, `token` and the like.
+    """
+    if draft.d2t is not None and "t2d" in info["missing_keys"] and "d2t" not in info["missing_keys"]:
+        if not draft.d2t.is_meta:
+            ids = torch.arange(draft.config.vocab_size, device=draft.d2t.device)
+            draft.t2d = torch.isin(ids, draft.draft_token_ids)
+        info["missing_keys"].remove("t2d")
+    if draft.d2t is None and (held := info["unexpected_keys"] & {"d2t", "t2d"}):
+        from .checkpoints.files import read_tensors  # here, because that module imports this one
+
+        tensors = read_tensors(source, **kwargs)
+        for name in held:
+            if name in tensors and (tensors[name] == (name == "t2d")).all():
+                info["unexpected_keys"].remove(name)
+
+
 def check_draft_vocabulary(draft: "DraftModel", source: str | Path) -> None:
     """
     Raises:

@@ -381,7 +381,7 @@ def test_bad_checkpoints(tmp_path, target):
     for index, offset in ((0, 95), (3, 3)):  # beyond the vocabulary, and the next token once more
         broken = tensors["d2t"].clone()
         broken[index] += offset
-        with pytest.raises(ValueError, match="Missing: .*t2d"):
+        with pytest.raises(ValueError, match="`d2t` does not map"):
             load(tensors={name: tensor for name, tensor in tensors.items() if name != "t2d"} | {"d2t": broken})
     with pytest.raises(ValueError, match="`t2d` marks other tokens"):
         load(tensors={**tensors, "t2d": tensors["t2d"].roll(1)})

@@ -262,6 +262,9 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             config, kwargs["state_dict"], report = reader.read(content, source, **hub_kwargs)
             kwargs["config"], path = kwargs.get("config") or config, None
         model, info = cls._load(path, *args, **kwargs)
+        if IS_INSTALLED and content is not None:
+            checks = installed_module("file_checks", "Loading")
+            checks.mend_mapping(model, info, source, variant=kwargs.get("variant"), **hub_kwargs)
         check_loading_info(info, source)
         content = content or {}
         check_code(content.get("code_digest"), source)
@@ -285,7 +288,8 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused by name afterwards
         with without_load_report():
             model, info = super().from_pretrained(path, *args, **kwargs)
-            if info["unexpected_keys"] == {"embed_tokens.weight"} and not model.config.has_own_embed_tokens:
+            unexpected = info["unexpected_keys"] - {"d2t", "t2d"}
+            if unexpected == {"embed_tokens.weight"} and not model.config.has_own_embed_tokens:
                 # The schema of speculators does not say whether a table is stored.
                 model.config.has_own_embed_tokens = True
                 model, info = super().from_pretrained(path, *args, **{**kwargs, "config": model.config})
