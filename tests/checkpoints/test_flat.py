@@ -220,6 +220,18 @@ def test_layer_ids(tmp_path, target, reference, said, ids, depth, expected, is_s
     assert draft.resolve_aux_layer_ids(target) == expected
 
 
+@pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel])
+def test_layer_ids_of_the_caller(tmp_path, target, reference, loader):
+    """They are inputs, whatever the checkpoint says."""
+    folder = write(
+        tmp_path / "draft", sglang(reference, eagle_aux_hidden_state_layer_ids=[1, 5, 8]), midlayer(reference)
+    )
+    draft = loader.from_pretrained(folder, eagle_aux_hidden_state_layer_ids=[3, 5, 9], dtype=torch.bfloat16)
+    assert draft.config.eagle_aux_hidden_state_layer_ids == draft.resolve_aux_layer_ids(target) == [3, 5, 9]
+    assert draft.dtype == torch.bfloat16 and not draft.config.aux_layer_ids_assumed
+    assert loader.from_pretrained(folder, norm_output=True).config.norm_output
+
+
 @pytest.mark.parametrize("place", ["top", "eagle_config"])
 @pytest.mark.parametrize("other", [None, [2, 6, 9], [3, 7, 10]])
 def test_layer_ids_of_angelslim(tmp_path, target, reference, said, place, other):

@@ -82,6 +82,16 @@ def copy_of(folder, name, drop=(), **tensors):
     return folder
 
 
+@pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel])
+def test_fields_that_the_caller_sets(tmp_path, loader):
+    """The table is not announced, so that the draft is loaded twice."""
+    kwargs = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "norm_before_residual": True, "dtype": torch.bfloat16}
+    draft = loader.from_pretrained(FIXTURES / "classic", **kwargs, attn_implementation="eager")
+    assert draft.config.has_own_embed_tokens and draft.dtype == torch.bfloat16
+    assert draft.config.eagle_aux_hidden_state_layer_ids == [1, 2, 3]
+    assert draft.layers[0].norm_before_residual and draft.config._attn_implementation == "eager"
+
+
 def test_mappings_as_others_write_them(tmp_path):
     """vLLM ignores `t2d`, and a mapping of the whole vocabulary."""
     folder = copy_of(tmp_path / "draft", "classic", drop=["t2d"])

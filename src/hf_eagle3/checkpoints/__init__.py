@@ -14,6 +14,7 @@ The module of an export format has `NAME` and `write`. Either `write(draft)` ret
 `write(draft, folder, ...)` writes the files itself.
 """
 
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -91,6 +92,22 @@ def read(
     except (AttributeError, KeyError, StrictDataclassError, TypeError, ValueError) as error:  # a value is malformed
         reason = f"there is no {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{source}, read as {name}: {reason}") from error
+
+
+def with_config(config: Eagle3Config, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """
+    Returns arguments of `from_pretrained` with the configuration that was read, unless the caller gave one. Fields among
+    the arguments move into it, as transformers does with a configuration that it reads itself.
+
+    Args:
+        config ([`Eagle3Config`]): What was read.
+        kwargs (`dict`): The arguments.
+    """
+    if kwargs.get("config") is not None:
+        return kwargs
+    changes = {field.name: kwargs[field.name] for field in fields(config) if field.name in kwargs.keys() - {"dtype"}}
+    kwargs = {name: value for name, value in kwargs.items() if name not in changes}
+    return {**kwargs, "config": type(config).from_dict(config.to_dict(), **changes) if changes else config}
 
 
 def export(draft: DraftModel, folder: str | Path, to: str, **options: Any) -> None:

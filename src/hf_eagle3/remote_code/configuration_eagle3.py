@@ -180,6 +180,8 @@ class Eagle3Config(PreTrainedConfig):
                 f"This config.json is not what was saved: one of {', '.join(DIGESTED)} was changed. Download it again, or remove "
                 "`config_digest` from it if you changed it on purpose."
             )
+        if kwargs.get("eagle_aux_hidden_state_layer_ids") is not None:  # the caller's own, which count inputs
+            kwargs = {"aux_layer_ids_assumed": False, **kwargs}
         try:
             return super().from_dict(config_dict, **kwargs)
         except StrictDataclassError as error:
