@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from checkpoints.make_fixtures import LENGTH, STEPS, VARIANTS, make, run
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.training.ttt import TTTBatch, ttt_unroll
@@ -90,6 +90,19 @@ def test_fields_that_the_caller_sets(tmp_path, loader):
     assert draft.config.has_own_embed_tokens and draft.dtype == torch.bfloat16
     assert draft.config.eagle_aux_hidden_state_layer_ids == [1, 2, 3]
     assert draft.layers[0].norm_before_residual and draft.config._attn_implementation == "eager"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+def test_a_quantized_draft_is_left_to_transformers(tmp_path):
+    """Which names the package that reads it."""
+    folder = copy_of(tmp_path / "draft", "classic")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert AutoConfig.from_pretrained(folder).quantization_config["load_in_8bit"]
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        with pytest.raises(ImportError, match="bitsandbytes"):
+            loader.from_pretrained(folder)
 
 
 def test_mappings_as_others_write_them(tmp_path):

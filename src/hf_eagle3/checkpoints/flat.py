@@ -212,6 +212,12 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
     Raises:
         ValueError: if the draft is of an unsupported kind. The message says which, and what can run it.
     """
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method") or quantization.get("quant_algo") or "an unnamed method"
+        raise ValueError(
+            f"its weights are quantized by {method} (`quantization_config`), which is not supported. Load the draft that is not "
+            "quantized, or run this one in an engine such as vLLM or SGLang."
+        )
     names = without_prefix(tensors).values()
     if config.get("kv_lora_rank") or any("kv_a_proj" in name for name in names):
         raise ValueError(

@@ -173,6 +173,7 @@ class Eagle3Config(PreTrainedConfig):
         if absent and "_eagle3.Eagle3Config" in str(config_dict.get("auto_map")):
             raise ValueError(f"This config.json lacks {absent}, which each of our drafts has. Download it again.")
         known = {field.name for field in fields(cls)} | PreTrainedConfig().to_dict().keys() | NEUTRAL_KEYS
+        known |= {"quantization_config"}  # transformers reads it
         check_keys("This config.json", config_dict, known)
         config_dict = {name: value for name, value in config_dict.items() if value is not None or name not in FLAGS}
         if digest is not None and digest != config_digest(config_dict):
