@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .tensor_names import find
+from .tensor_names import find, with_variant
 
 
 if TYPE_CHECKING:
@@ -97,10 +97,9 @@ def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: An
     Raises:
         ValueError: if a file is broken, or names files outside of its folder.
     """
-    infix = "" if variant is None else f".{variant}"
-    weights = {f"model{infix}.safetensors"}
+    weights = {with_variant("model.safetensors", variant)}
     for name in INDEX_FILES:
-        if (path := find(source, name.replace(".json", f"{infix}.json"), **hub_kwargs)) is not None:
+        if (path := find(source, with_variant(name, variant), **hub_kwargs)) is not None:
             weights |= set(read_index(path).values())
     for name in weights:
         if name.endswith(".safetensors") and (path := find(source, name, **hub_kwargs)) is not None:

@@ -123,6 +123,26 @@ def test_safeailab(tmp_path, target, kind):
     assert_same(draft, reference, target)
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
+@pytest.mark.parametrize("kind", ["bin", "safetensors", "sharded"])
+def test_a_variant_of_the_weights(tmp_path, target, kind, is_alone):
+    reference = make_reference(target)
+    folder = write(tmp_path / "draft", sglang(reference), midlayer(reference), kind)
+    for path in [path for path in folder.iterdir() if path.name != "config.json" and "-of-" not in path.name]:
+        path.rename(path.with_suffix(f".fp16{path.suffix}"))
+    if not is_alone:
+        other = {name: tensor + tensor.is_floating_point() for name, tensor in midlayer(reference).items()}
+        write(folder, sglang(reference), other)
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        draft = loader.from_pretrained(folder, variant="fp16")
+        assert type(draft) is Eagle3ForSpeculation and draft.fc.weight.equal(reference.fc.weight)
+    if is_alone:
+        with pytest.raises(OSError, match="no weights"):
+            Eagle3ForSpeculation.from_pretrained(folder)
+    with pytest.raises(OSError, match="no weights: none of model.bf16.safetensors"):
+        Eagle3ForSpeculation.from_pretrained(folder, variant="bf16")
+
+
 @pytest.mark.parametrize("names", ["midlayer", "layers.0"])
 def test_sglang(tmp_path, target, names):
     reference = make_reference(

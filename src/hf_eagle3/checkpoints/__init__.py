@@ -66,7 +66,7 @@ def read(
     Args:
         config (`dict`): The contents of its `config.json`.
         source (`str` or `Path`): Folder or Hub id.
-        hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
+        hub_kwargs (*optional*): `variant`, `revision`, `cache_dir`, `token` and the like.
 
     Returns:
         `tuple[Eagle3Config, dict[str, torch.Tensor], dict]`: The configuration, the tensors by our names, and a

@@ -259,7 +259,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
                     f"{source} is not in the speculators format. `pip install hf-eagle3` reads others, too."
                 )
             reader = installed_module("checkpoints", f"Reading {source}")
-            config, tensors, report = reader.read(content, source, **hub_kwargs)
+            config, tensors, report = reader.read(content, source, variant=kwargs.get("variant"), **hub_kwargs)
             path, kwargs = None, {**reader.with_config(config, kwargs), "state_dict": tensors}
         model, info = cls._load(path, *args, **kwargs)
         if IS_INSTALLED and content is not None:
