@@ -221,6 +221,14 @@ def test_layer_ids(tmp_path, target, reference, said, ids, depth, expected, is_s
     assert draft.resolve_aux_layer_ids(target) == expected
 
 
+def test_an_adapter_of_the_target_is_mentioned(tmp_path, target, reference, said):
+    """Model-Optimizer writes it beside the draft."""
+    folder = write(tmp_path / "draft", sglang(reference), midlayer(reference))
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "target"}))
+    assert_same(Eagle3ForSpeculation.from_pretrained(folder), reference, target)
+    assert [text for text in said if "target.load_adapter" in text and str(folder) in text]
+
+
 @pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel])
 def test_layer_ids_of_the_caller(tmp_path, target, reference, loader):
     """They are inputs, whatever the checkpoint says."""
