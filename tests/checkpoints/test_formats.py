@@ -345,10 +345,11 @@ def test_rotary_scaling_in_old_and_new_keys(tmp_path, target):
         Eagle3ForSpeculation.from_pretrained(write(tmp_path / "new", config, midlayer(reference))), reference, target
     )
     old = {"type" if key == "rope_type" else key: value for key, value in YARN.items()}
-    config = sglang(reference, rope_scaling=old, rope_theta=5000.0)
-    assert_same(
-        Eagle3ForSpeculation.from_pretrained(write(tmp_path / "old", config, midlayer(reference))), reference, target
-    )
+    for key in ("rope_scaling", "rope_parameters"):
+        config = sglang(reference, **{key: old}, rope_theta=5000.0)
+        assert_same(
+            Eagle3ForSpeculation.from_pretrained(write(tmp_path / key, config, midlayer(reference))), reference, target
+        )
 
 
 def test_bad_checkpoints(tmp_path, target):

@@ -331,13 +331,14 @@ def rope_of(config: dict) -> dict:
     Raises:
         ValueError: if one of them is not a mapping.
     """
-    for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(config.get(key) or {}, dict):
-            raise ValueError(f"`{key}` is {config[key]!r}, but must be a mapping.")
-    scaling = dict(config.get("rope_scaling") or {})
-    if (old := scaling.pop("type", None)) is not None:
-        scaling.setdefault("rope_type", old)
-    rope = {"rope_type": "default", **(config.get("rope_parameters") or {}), **scaling}  # as transformers reads both
+    rope: dict[str, Any] = {"rope_type": "default"}
+    for key in ("rope_parameters", "rope_scaling"):  # as transformers reads both
+        given = config.get(key) or {}
+        if not isinstance(given, dict):
+            raise ValueError(f"`{key}` is {given!r}, but must be a mapping.")
+        if given.get("type") is not None:  # the old name
+            given = {"rope_type": given["type"], **given}
+        rope |= given
     rope.pop("type", None)
     if rope.get("rope_theta") is None:
         rope["rope_theta"] = config.get("rope_theta") or 10000.0
