@@ -66,9 +66,14 @@ def main():
         raise ValueError(
             f"--draft_vocab_size is {args.draft_vocab_size}, but must be from 1 to {size - 1}: the draft has {size} tokens."
         )
-    name = args.target or draft.config.verifier
-    if name is None:
+    name = args.target or (draft.config.speculators_config or {}).get("verifier", {}).get("name_or_path")
+    if not name:
         raise ValueError("The draft does not name its target, whose tokenizer is needed. Pass --target.")
+    if draft.get_output_embeddings().out_features == 0:
+        raise ValueError(
+            f"{args.draft} stores no head and uses its target's. Give it one, and trim the result: "
+            f"python recipes/export.py {args.draft} --to speculators --target {name} --output_dir NEW_FOLDER"
+        )
     tokenizer = load_tokenizer(name)
     is_file = Path(args.dataset_name).is_file()
     source = ("json", {"data_files": args.dataset_name}) if is_file else (args.dataset_name, {})

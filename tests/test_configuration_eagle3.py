@@ -63,6 +63,24 @@ def test_vocab_size_is_the_targets(target):
         ({"verifier_fingerprint": "AAAA"}, "`verifier_fingerprint` is"),
         ({"transformer_layer_config": {"rope_parameters": {"rope_theta": None}}}, "`rope_theta` is None"),
         ({"transformer_layer_config": {"rope_parameters": {"rope_type": "spiral"}}}, "`rope_type` is 'spiral'"),
+        ({"transformer_layer_config": {"rope_scaling": {"rope_type": "su"}}}, "`rope_type` is 'su'"),
+        ({"transformer_layer_config": {"rope_theta": None}}, "`rope_theta` is None"),
+        (
+            {"transformer_layer_config": {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}},
+            "no window is on",
+        ),
+        (
+            {
+                "transformer_layer_config": {
+                    "model_type": "qwen3",
+                    "num_hidden_layers": 1,
+                    "layer_types": ["sliding_attention"],
+                    "sliding_window": 8,
+                    "use_sliding_window": False,
+                }
+            },
+            "no window is on",
+        ),
         ({"transformer_layer_config": {"num_key_value_heads": 0}}, "`num_key_value_heads` is 0"),
         ({"transformer_layer_config": {"num_attention_heads": 4, "num_key_value_heads": 3}}, "multiple of"),
         ({"transformer_layer_config": {"rms_norm_eps": "small"}}, "`rms_norm_eps` is 'small'"),

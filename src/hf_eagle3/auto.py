@@ -91,7 +91,7 @@ def draft_config(
     """
     if gguf_file is not None:
         return None
-    hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+    hub_kwargs = {name: kwargs[name] for name in (*HUB_ARGUMENTS, "variant") if name in kwargs}
     kind = None if content is None else kind_of_draft(content, name_or_path, hub_kwargs)
     if content is not None and kind is None:
         return None

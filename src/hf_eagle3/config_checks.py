@@ -70,27 +70,44 @@ def check_layer_config(layer_config: dict[str, Any]) -> None:
     check_sizes(layer_config)
     rope = layer_config.get("rope_parameters")
     rope = rope if isinstance(rope, dict) else {}  # transformers refuses other types
-    rope_type, activation = rope.get("rope_type", "default"), layer_config.get("hidden_act", "silu")
-    if rope_type not in (rope_types := ["default", *ROPE_INIT_FUNCTIONS]):
-        raise ValueError(f"`rope_type` is {rope_type!r}, but must be one of {rope_types}.")
-    if activation not in ACT2FN:
+    check_rope(rope)
+    if (activation := layer_config.get("hidden_act", "silu")) not in ACT2FN:
         raise ValueError(f"`hidden_act` is {activation!r}, which transformers does not know.")
-    numbers = {**layer_config, **rope}
-    for name in ("rope_theta", "rms_norm_eps", "factor"):
-        value = numbers.get(name, 1)
-        may_be_null = value is None and (name == "factor" or name not in rope)
-        if not may_be_null and not (type(value) in (int, float) and value > 0):
-            raise ValueError(f"`{name}` is {value!r}, but must be a positive number.")
+    check_positive(layer_config, "rope_theta", "rms_norm_eps")
     if (model_type := layer_config.get("model_type", "llama")) in ("llama", "qwen3"):
         known = AutoConfig.for_model(model_type).to_dict().keys() | NEUTRAL_LAYER_KEYS
         check_keys("`transformer_layer_config`", layer_config, known)
+
+
+def check_positive(config_dict: dict[str, Any], *names: str) -> None:
+    """
+    Raises:
+        ValueError: if a value of these names is not a positive number. It may be null.
+    """
+    for name in names:
+        value = config_dict.get(name)
+        if value is not None and not (type(value) in (int, float) and value > 0):
+            raise ValueError(f"`{name}` is {value!r}, but must be a positive number.")
+
+
+def check_rope(rope: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: if transformers does not know a kind of rotary embedding, or a number is missing or out of range.
+    """
+    check_positive(rope, "factor", "rope_theta")
+    if rope.get("rope_theta", 1) is None:
+        raise ValueError("`rope_theta` is None, but must be a positive number.")
+    rope_type, rope_types = rope.get("rope_type", "default"), ["default", *ROPE_INIT_FUNCTIONS]
+    if rope_type not in rope_types:
+        raise ValueError(f"`rope_type` is {rope_type!r}, but must be one of {rope_types}.")
 
 
 def check_config(config: Eagle3Config) -> None:
     """
     Raises:
         ValueError: if flags exclude each other, the layers are not Llama's or Qwen3's or rotate parts of heads, or the
-            vocabulary sizes do not fit.
+            vocabulary sizes do not fit, or a window has no size.
     """
     check_layers(config)
     check_fields(config)
@@ -103,12 +120,19 @@ def check_layers(config: Eagle3Config) -> None:
         raise ValueError(
             f"`transformer_layer_config.model_type` is {layer_config.model_type!r}; a draft has 'llama' or 'qwen3' layers."
         )
-    factor = (layer_config.rope_parameters or {}).get("partial_rotary_factor") or 1.0
+    rope = layer_config.rope_parameters or {}  # here also what stood in old keys
+    check_rope(rope)
+    factor = rope.get("partial_rotary_factor") or 1.0
     if factor != 1:  # transformers' Llama would ignore it
         raise ValueError(f"`partial_rotary_factor` is {factor}, but the layers of a draft rotate whole heads.")
     if not set(layer_config.layer_types) <= {"full_attention", "sliding_attention"}:
         raise ValueError(
             f"`layer_types` is {layer_config.layer_types}, but a draft has 'full_attention' and 'sliding_attention' only."
+        )
+    if "sliding_attention" in layer_config.layer_types and getattr(layer_config, "sliding_window", None) is None:
+        raise ValueError(
+            "`layer_types` has 'sliding_attention', but no window is on. Set its size `sliding_window`, and for Qwen3 layers "
+            "also `use_sliding_window: true`."
         )
 
 

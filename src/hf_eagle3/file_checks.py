@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .tensor_names import find
+from .tensor_names import find, with_variant
 
 
 if TYPE_CHECKING:
@@ -97,10 +97,9 @@ def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: An
     Raises:
         ValueError: if a file is broken, or names files outside of its folder.
     """
-    infix = "" if variant is None else f".{variant}"
-    weights = {f"model{infix}.safetensors"}
+    weights = {with_variant("model.safetensors", variant)}
     for name in INDEX_FILES:
-        if (path := find(source, name.replace(".json", f"{infix}.json"), **hub_kwargs)) is not None:
+        if (path := find(source, with_variant(name, variant), **hub_kwargs)) is not None:
             weights |= set(read_index(path).values())
     for name in weights:
         if name.endswith(".safetensors") and (path := find(source, name, **hub_kwargs)) is not None:
@@ -109,6 +108,31 @@ def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: An
         check_token_ids(read_json(path))
     if (path := find(source, "config.json", **hub_kwargs)) is not None:
         read_json(path)
+
+
+def mend_mapping(draft: "DraftModel", info: dict[str, Any], source: str | Path, **kwargs: Any) -> None:
+    """
+    Completes the vocabulary mapping of a loaded draft as other readers do. It derives a `t2d` that is not stored, and
+    ignores a mapping without effect beside the whole vocabulary. What it mends leaves `info`.
+
+    Args:
+        draft (`DraftModel`): The draft.
+        info (`dict`): Transformers' report of missing and unexpected tensors.
+        source (`str` or `Path`): Folder or Hub id.
+        kwargs (*optional*): `variant`, `revision`, `cache_dir`, `token` and the like.
+    """
+    if draft.d2t is not None and "t2d" in info["missing_keys"] and "d2t" not in info["missing_keys"]:
+        if not draft.d2t.is_meta:
+            ids = torch.arange(draft.config.vocab_size, device=draft.d2t.device)
+            draft.t2d = torch.isin(ids, draft.draft_token_ids)
+        info["missing_keys"].remove("t2d")
+    if draft.d2t is None and (held := info["unexpected_keys"] & {"d2t", "t2d"}):
+        from .checkpoints.files import read_tensors  # here, because that module imports this one
+
+        tensors = read_tensors(source, **kwargs)
+        for name in held:
+            if name in tensors and (tensors[name] == (name == "t2d")).all():
+                info["unexpected_keys"].remove(name)
 
 
 def check_draft_vocabulary(draft: "DraftModel", source: str | Path) -> None:

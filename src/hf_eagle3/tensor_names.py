@@ -33,6 +33,12 @@ def find(source: str | Path, name: str, **hub_kwargs: Any) -> Path | None:
     return None if found is None else Path(found)
 
 
+def with_variant(name: str, variant: str | None) -> str:
+    """Returns the name of a file of one of several sets of weights (`model.fp16.safetensors`)."""
+    beginning, _, end = name.rpartition(".")
+    return name if variant is None else f"{beginning}.{variant}.{end}"
+
+
 def is_draft(names: Iterable[str]) -> bool:
     """
     Whether tensors with these names make up an EAGLE draft. A draft has a first layer that reads the token beside the
@@ -71,12 +77,13 @@ def without_prefix(names: Iterable[str]) -> dict[str, str]:
     return shorter
 
 
-def tensor_names(source: str | Path, **hub_kwargs: Any) -> list[str] | None:
+def tensor_names(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> list[str] | None:
     """
     Returns the names of a checkpoint's tensors, if its weights are on this machine.
 
     Args:
         source (`str` or `Path`): Folder or Hub id.
+        variant (`str`, *optional*): One of several sets of weights.
         hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
 
     Returns:
@@ -84,12 +91,14 @@ def tensor_names(source: str | Path, **hub_kwargs: Any) -> list[str] | None:
         read, or cannot be a draft's.
     """
     local = {**hub_kwargs, **LENIENT, "local_files_only": True, "force_download": False}
-    paths = (find(source, name, **local) for name in WEIGHT_FILES)
+    paths = (find(source, with_variant(name, variant), **local) for name in WEIGHT_FILES)
     path = next((path for path in paths if path is not None), None)
     return None if path is None else names_in(path)
 
 
-def tensor_names_on_hub(source: str | Path, with_pickles: bool = False, **hub_kwargs: Any) -> list[str]:
+def tensor_names_on_hub(
+    source: str | Path, with_pickles: bool = False, variant: str | None = None, **hub_kwargs: Any
+) -> list[str]:
     """
     Returns the names of a checkpoint's tensors on the Hub. Fetches only the headers and indices of its files.
 
@@ -97,10 +106,12 @@ def tensor_names_on_hub(source: str | Path, with_pickles: bool = False, **hub_kw
         source (`str` or `Path`): Hub id.
         with_pickles (`bool`, *optional*, defaults to `False`):
             Whether to download pickles. They have no header, so they are downloaded whole.
+        variant (`str`, *optional*): One of several sets of weights.
         hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
     """
     for name in WEIGHT_FILES:
-        if name == "model.safetensors":
+        is_plain, name = name == "model.safetensors", with_variant(name, variant)
+        if is_plain:
             names = header_on_hub(source, name, **hub_kwargs)
         elif name.endswith(".json") or with_pickles:
             path = find(source, name, **{**hub_kwargs, **LENIENT})

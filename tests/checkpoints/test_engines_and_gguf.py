@@ -10,6 +10,7 @@ from conftest import EXPERIMENTS, load_script, make_target, make_tokenizer
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import ENGINES, describe_engines, export
 from hf_eagle3.making import FORMS
+from hf_eagle3.remote_code.modeling_eagle3 import resize_head
 
 
 write_target = load_script("experiments/engines/target_gguf.py").write_target
@@ -80,6 +81,13 @@ def test_gguf(target, target_gguf, tmp_path, kind):
     if kind == "scaled":
         plain = 5000.0 ** -(torch.arange(0, layer.head_dim, 2) / layer.head_dim)
         torch.testing.assert_close(plain / tensors["rope_freqs.weight"], draft.rotary_emb.inv_freq)
+
+
+def test_a_draft_without_a_head_is_refused(target, target_gguf, tmp_path):
+    draft = Eagle3ForSpeculation.from_target(target, model_type="llama", **CLASSIC)
+    resize_head(draft.lm_head, 0)  # as a draft that is loaded without one
+    with pytest.raises(ValueError, match="stores no head"):
+        export(draft, tmp_path / "out", "gguf", target_gguf=target_gguf)
 
 
 def test_half_precision_gguf(target, target_gguf, tmp_path):

@@ -73,7 +73,8 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"use_magic": True, "depth_scale": 0.5}, r"does not know: \['depth_scale', 'use_magic'\]"),
         ({"eagle_config": {"new_norm": True}}, r"does not know: \['eagle_config.new_norm'\]"),
         ({"rope_scaling": {"rope_type": "default", "twist": 2}}, r"does not know: \['rope_scaling.twist'\]"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"bits": 4}}, "quantized by an unnamed method .`quantization_config`"),
+        ({"quantization_config": {"quant_method": "fp8", "bits": 8}}, "quantized by fp8 .*vLLM or SGLang"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"norm_type": "layer"}, "norm_type"),
@@ -91,6 +92,14 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"fc_norm": True, "eagle_config": {"fc_norm": False}}, "`fc_norm` is True in config.json, but False"),
         ({"eagle_aux_hidden_state_layer_ids": [1, "5", 8]}, "must be a list of layer numbers"),
         ({"num_aux_hidden_states": 4, "eagle_aux_hidden_state_layer_ids": [1, 5, 8]}, "but there are 3 layer ids"),
+        ({"aux_hidden_states_layer_ids": [1, 5, 8], "num_aux_hidden_states": 4}, "but there are 3 layer ids"),
+        ({"aux_hidden_states_layer_ids": [1, "5", 8]}, "`aux_hidden_states_layer_ids` is .* must be a list of layer"),
+        (
+            {"aux_hidden_states_layer_ids": [1, 5, 8], "eagle_aux_hidden_state_layer_ids": [1, 5, 9]},
+            r"is \[1, 5, 8\], but `eagle_aux_hidden_state_layer_ids` is \[1, 5, 9\]",
+        ),
+        ({"target_layer_ids": [1, 5, 8]}, r"does not know: \['target_layer_ids'\]"),
+        ({"eagle_config": {"aux_layer_ids": [1, 5, 8]}}, r"does not know: \['eagle_config.aux_layer_ids'\]"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -210,6 +219,39 @@ def test_layer_ids(tmp_path, target, reference, said, ids, depth, expected, is_s
         target.config.num_hidden_layers = num_layers
     assert draft.config.eagle_aux_hidden_state_layer_ids == expected and not draft.config.aux_layer_ids_assumed
     assert draft.resolve_aux_layer_ids(target) == expected
+
+
+def test_an_adapter_of_the_target_is_mentioned(tmp_path, target, reference, said):
+    """Model-Optimizer writes it beside the draft."""
+    folder = write(tmp_path / "draft", sglang(reference), midlayer(reference))
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "target"}))
+    assert_same(Eagle3ForSpeculation.from_pretrained(folder), reference, target)
+    assert [text for text in said if "target.load_adapter" in text and str(folder) in text]
+
+
+@pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel])
+def test_layer_ids_of_the_caller(tmp_path, target, reference, loader):
+    """They are inputs, whatever the checkpoint says."""
+    folder = write(
+        tmp_path / "draft", sglang(reference, eagle_aux_hidden_state_layer_ids=[1, 5, 8]), midlayer(reference)
+    )
+    draft = loader.from_pretrained(folder, eagle_aux_hidden_state_layer_ids=[3, 5, 9], dtype=torch.bfloat16)
+    assert draft.config.eagle_aux_hidden_state_layer_ids == draft.resolve_aux_layer_ids(target) == [3, 5, 9]
+    assert draft.dtype == torch.bfloat16 and not draft.config.aux_layer_ids_assumed
+    assert loader.from_pretrained(folder, norm_output=True).config.norm_output
+
+
+@pytest.mark.parametrize("place", ["top", "eagle_config"])
+@pytest.mark.parametrize("other", [None, [2, 6, 9], [3, 7, 10]])
+def test_layer_ids_of_angelslim(tmp_path, target, reference, said, place, other):
+    """They count outputs, and so prove what other ids count. Without them, [2, 6, 9] would be the usual inputs."""
+    held = {"aux_hidden_states_layer_ids": [2, 6, 9], "eagle_aux_hidden_state_layer_ids": other}
+    config = sglang(reference, **(held if place == "top" else {"eagle_config": held}))
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        draft = load(tmp_path / "draft", config, midlayer(reference), loader)
+        assert draft.config.eagle_aux_hidden_state_layer_ids == [3, 7, 10] and not draft.config.aux_layer_ids_assumed
+        assert draft.resolve_aux_layer_ids(target) == [3, 7, 10]
+    assert not [text for text in said if "layer ids" in text]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma4", "qwen3_next"])

@@ -123,6 +123,26 @@ def test_safeailab(tmp_path, target, kind):
     assert_same(draft, reference, target)
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
+@pytest.mark.parametrize("kind", ["bin", "safetensors", "sharded"])
+def test_a_variant_of_the_weights(tmp_path, target, kind, is_alone):
+    reference = make_reference(target)
+    folder = write(tmp_path / "draft", sglang(reference), midlayer(reference), kind)
+    for path in [path for path in folder.iterdir() if path.name != "config.json" and "-of-" not in path.name]:
+        path.rename(path.with_suffix(f".fp16{path.suffix}"))
+    if not is_alone:
+        other = {name: tensor + tensor.is_floating_point() for name, tensor in midlayer(reference).items()}
+        write(folder, sglang(reference), other)
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        draft = loader.from_pretrained(folder, variant="fp16")
+        assert type(draft) is Eagle3ForSpeculation and draft.fc.weight.equal(reference.fc.weight)
+    if is_alone:
+        with pytest.raises(OSError, match="no weights"):
+            Eagle3ForSpeculation.from_pretrained(folder)
+    with pytest.raises(OSError, match="no weights: none of model.bf16.safetensors"):
+        Eagle3ForSpeculation.from_pretrained(folder, variant="bf16")
+
+
 @pytest.mark.parametrize("names", ["midlayer", "layers.0"])
 def test_sglang(tmp_path, target, names):
     reference = make_reference(
@@ -166,6 +186,27 @@ def test_modelopt(tmp_path, target):
     write(folder, config, midlayer(reference))
     with pytest.raises(ValueError, match="several tokens in one pass .*vLLM"):
         Eagle3ForSpeculation.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("has_t2d", [False, True])
+@pytest.mark.parametrize("has_head", [False, True])
+def test_tokens_in_order_of_frequency(tmp_path, target, has_t2d, has_head):
+    """As Model-Optimizer writes them, which has no `t2d`."""
+    reference = make_reference(target)
+    if not has_head:
+        reference.lm_head.weight.data.copy_(target.lm_head.weight[reference.draft_token_ids])
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(0))
+    token_ids = reference.draft_token_ids[order]
+    tensors = midlayer(reference) | {
+        "d2t": token_ids - torch.arange(32),
+        "lm_head.weight": reference.lm_head.weight.data[order],
+    }
+    for name, is_held in (("t2d", has_t2d), ("lm_head.weight", has_head)):
+        if not is_held:
+            del tensors[name]
+    assert_same(
+        Eagle3ForSpeculation.from_pretrained(write(tmp_path / "draft", sglang(reference), tensors)), reference, target
+    )
 
 
 @pytest.mark.parametrize("mapping", ["none", "neutral"])
@@ -304,10 +345,11 @@ def test_rotary_scaling_in_old_and_new_keys(tmp_path, target):
         Eagle3ForSpeculation.from_pretrained(write(tmp_path / "new", config, midlayer(reference))), reference, target
     )
     old = {"type" if key == "rope_type" else key: value for key, value in YARN.items()}
-    config = sglang(reference, rope_scaling=old, rope_theta=5000.0)
-    assert_same(
-        Eagle3ForSpeculation.from_pretrained(write(tmp_path / "old", config, midlayer(reference))), reference, target
-    )
+    for key in ("rope_scaling", "rope_parameters"):
+        config = sglang(reference, **{key: old}, rope_theta=5000.0)
+        assert_same(
+            Eagle3ForSpeculation.from_pretrained(write(tmp_path / key, config, midlayer(reference))), reference, target
+        )
 
 
 def test_bad_checkpoints(tmp_path, target):
@@ -355,8 +397,13 @@ def test_bad_checkpoints(tmp_path, target):
     outside[-1] = 90
     with pytest.raises(ValueError, match="`d2t` does not map"):
         load(tensors={**tensors, "d2t": outside})
-    with pytest.raises(ValueError, match="`d2t` does not map"):
+    with pytest.raises(ValueError, match="`t2d` marks other tokens"):
         load(tensors={**tensors, "d2t": tensors["d2t"].flip(0)})
+    for index, offset in ((0, 95), (3, 3)):  # beyond the vocabulary, and the next token once more
+        broken = tensors["d2t"].clone()
+        broken[index] += offset
+        with pytest.raises(ValueError, match="`d2t` does not map"):
+            load(tensors={name: tensor for name, tensor in tensors.items() if name != "t2d"} | {"d2t": broken})
     with pytest.raises(ValueError, match="`t2d` marks other tokens"):
         load(tensors={**tensors, "t2d": tensors["t2d"].roll(1)})
     with pytest.raises(ValueError, match="other things than tensors"):

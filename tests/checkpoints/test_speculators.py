@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints.make_fixtures import LENGTH, STEPS, VARIANTS, make, run
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.training.ttt import TTTBatch, ttt_unroll
@@ -69,6 +70,57 @@ def test_round_trip(name, tmp_path):
         assert ours[flag] == theirs[flag]
     assert ours["eagle_aux_hidden_state_layer_ids"] == theirs["eagle_aux_hidden_state_layer_ids"]
     assert ours["speculators_config"] == theirs["speculators_config"]
+
+
+def copy_of(folder, name, drop=(), **tensors):
+    """Copies a fixture, with other tensors."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_bytes((FIXTURES / name / "config.json").read_bytes())
+    tensors = load_file(FIXTURES / name / "model.safetensors") | tensors
+    tensors = {key: tensor for key, tensor in tensors.items() if key not in drop}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel])
+def test_fields_that_the_caller_sets(tmp_path, loader):
+    """The table is not announced, so that the draft is loaded twice."""
+    kwargs = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "norm_before_residual": True, "dtype": torch.bfloat16}
+    draft = loader.from_pretrained(FIXTURES / "classic", **kwargs, attn_implementation="eager")
+    assert draft.config.has_own_embed_tokens and draft.dtype == torch.bfloat16
+    assert draft.config.eagle_aux_hidden_state_layer_ids == [1, 2, 3]
+    assert draft.layers[0].norm_before_residual and draft.config._attn_implementation == "eager"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+def test_a_quantized_draft_is_left_to_transformers(tmp_path):
+    """Which names the package that reads it."""
+    folder = copy_of(tmp_path / "draft", "classic")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert AutoConfig.from_pretrained(folder).quantization_config["load_in_8bit"]
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        with pytest.raises(ImportError, match="bitsandbytes"):
+            loader.from_pretrained(folder)
+
+
+def test_mappings_as_others_write_them(tmp_path):
+    """vLLM ignores `t2d`, and a mapping of the whole vocabulary."""
+    folder = copy_of(tmp_path / "draft", "classic", drop=["t2d"])
+    expected = load_file(FIXTURES / "classic" / "model.safetensors")
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        draft = loader.from_pretrained(folder)
+        assert draft.t2d.equal(expected["t2d"]) and draft.d2t.equal(expected["d2t"])
+    neutral = {"d2t": torch.zeros(24, dtype=torch.long), "t2d": torch.ones(24, dtype=torch.bool)}
+    for absent in ((), ("embed_tokens.weight",)):
+        folder = copy_of(tmp_path / "draft", "full_vocabulary", absent, **neutral)
+        draft = Eagle3ForSpeculation.from_pretrained(folder)
+        assert draft.d2t is None and draft.config.has_own_embed_tokens != bool(absent)
+    for name in neutral:
+        folder = copy_of(tmp_path / "draft", "full_vocabulary", **neutral | {name: 1 - neutral[name].long()})
+        with pytest.raises(ValueError, match=rf"Unexpected: \['{name}'\]"):
+            Eagle3ForSpeculation.from_pretrained(folder)
 
 
 def test_old_names_and_missing_flags(tmp_path):

@@ -95,6 +95,8 @@ def test_drafts_without_code(pairing, tmp_path):
     assert code_of(load_draft(str(tmp_path / "sglang"))) == INSTALLED
     with pytest.raises(ValueError, match="No code was saved with .*sglang"):
         load_draft(str(tmp_path / "sglang"), "saved")
+    with pytest.raises(ValueError, match="No code was saved with"):
+        load_draft(str(tmp_path), "saved", subfolder="sglang")
     with pytest.raises(ValueError, match="No code was saved with .*target"):
         load_draft(str(pairing / "target"), "saved")
 

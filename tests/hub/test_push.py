@@ -102,6 +102,15 @@ def test_everything_in_one_commit(hub, draft):
     assert "Not measured yet." in card.text and card.data.license == "mit"
 
 
+def test_what_belongs_to_other_weights_goes(hub, draft):
+    """The configuration of an adapter makes peft look for weights that are gone."""
+    push_draft(draft, REPO)
+    others = ("adapter_config.json", "adapter_model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json")
+    files_of(hub).update(dict.fromkeys(others, b"{}"))
+    push_draft(draft, REPO)
+    assert not files_of(hub).keys() & set(others) and "model.safetensors" in files_of(hub)
+
+
 def test_a_licence_of_another_name(hub, draft):
     stated = {"license": "other", "license_name": "my-license", "license_link": "LICENSE"}
     with pytest.raises(ValueError, match="closest is 'apache-2.0'"):

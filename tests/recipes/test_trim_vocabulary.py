@@ -4,9 +4,11 @@ import json
 
 import torch
 from conftest import make_target
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.checkpoints import export
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 
 
@@ -53,3 +55,16 @@ def test_trimming(tmp_path, tokenizer, run_recipe, caplog):
     assert result.returncode != 0 and f"must be from 1 to {size - 1}" in result.stderr
     result = run_recipe(*call, 4, "--output_dir", tmp_path / "small")
     assert result.returncode != 0 and "is not empty" in result.stderr and not (tmp_path / "nowhere").exists()
+
+    # Flat drafts name no target, and some of them store no head.
+    draft = Eagle3ForSpeculation.from_target(target, fc_norm=False, norm_output=False)
+    export(draft, tmp_path / "flat", "sglang")
+    call = ("trim_vocabulary.py", tmp_path / "flat", *call[2:], 4, "--output_dir", tmp_path / "nowhere")
+    result = run_recipe(*call)
+    assert result.returncode != 0 and "does not name its target" in result.stderr
+    tensors = load_file(tmp_path / "flat" / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "flat" / "model.safetensors")
+    result = run_recipe(*call, "--target", tmp_path / "target")
+    assert result.returncode != 0 and "--to speculators --target" in result.stderr
+    assert not (tmp_path / "nowhere").exists()

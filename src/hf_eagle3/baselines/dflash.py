@@ -87,15 +87,9 @@ class DFlashConfig(BaselineConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        layer_config = self.transformer_layer_config
-        layer_type = layer_config.model_type
+        layer_type = self.transformer_layer_config.model_type
         if layer_type != "qwen3":
             raise ValueError(f"A DFlash draft has layers of 'qwen3', not of {layer_type!r}.")
-        if "sliding_attention" in layer_config.layer_types and layer_config.sliding_window is None:
-            raise ValueError(
-                "`layer_types` has 'sliding_attention', but no window is on. Set `use_sliding_window: true` and the size "
-                "`sliding_window`."
-            )
         if self.block_size < 2:
             raise ValueError(f"`block_size` is {self.block_size}, but must be at least 2: a known token and a mask.")
         if self.mask_token_id is None:

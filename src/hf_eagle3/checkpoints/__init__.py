@@ -14,6 +14,7 @@ The module of an export format has `NAME` and `write`. Either `write(draft)` ret
 `write(draft, folder, ...)` writes the files itself.
 """
 
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,9 +22,10 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
+from ..remote_code.auto_eagle3 import logger
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.modeling_eagle3 import DraftModel
-from ..tensor_names import is_block_draft, is_draft
+from ..tensor_names import LENIENT, find, is_block_draft, is_draft
 from . import flat, llama_cpp, openvino, safeailab, sglang
 from .engines import ENGINES, check_is_eagle3, describe_engines
 from .files import check_new_folder, read_tensors, save_checkpoint
@@ -57,7 +59,7 @@ def recognise(config: dict, source: str | Path) -> str:
 
 
 def read(
-    config: dict, source: str | Path, **hub_kwargs: Any
+    config: dict, source: str | Path, variant: str | None = None, **hub_kwargs: Any
 ) -> tuple[Eagle3Config, dict[str, torch.Tensor], dict[str, Any]]:
     """
     Reads a checkpoint of another project.
@@ -65,6 +67,7 @@ def read(
     Args:
         config (`dict`): The contents of its `config.json`.
         source (`str` or `Path`): Folder or Hub id.
+        variant (`str`, *optional*): One of several sets of weights.
         hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
 
     Returns:
@@ -74,7 +77,7 @@ def read(
     Raises:
         ValueError: if it is not a draft, is a draft of an unsupported kind, or is broken.
     """
-    tensors = read_tensors(source, **hub_kwargs)
+    tensors = read_tensors(source, variant, **hub_kwargs)
     if is_block_draft(tensors):
         raise ValueError(
             f"{source} is a block draft (DFlash, JetSpec), not an EAGLE-3 draft. Load it by `AutoModel.from_pretrained`, after "
@@ -85,12 +88,34 @@ def read(
             f"{source} is in no known EAGLE-3 format. A draft has `fc.weight` and one layer (`midlayer` or `layers.0`) with a "
             f"`hidden_norm`, but this checkpoint holds {sorted(tensors)[:6]} ..."
         )
+    if find(source, "adapter_config.json", **{**hub_kwargs, **LENIENT}) is not None:
+        logger.warning_once(
+            f"{source} has an adapter (`adapter_config.json`) beside the draft, which is not loaded: Model-Optimizer writes one "
+            "that belongs to the target. Load it on the target, or the target accepts fewer of the draft's tokens: "
+            f"`target.load_adapter({str(source)!r})`."
+        )
     name = recognise(config, source)
     try:
         return flat.read(config, tensors)
     except (AttributeError, KeyError, StrictDataclassError, TypeError, ValueError) as error:  # a value is malformed
         reason = f"there is no {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{source}, read as {name}: {reason}") from error
+
+
+def with_config(config: Eagle3Config, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """
+    Returns arguments of `from_pretrained` with the configuration that was read, unless the caller gave one. Fields among
+    the arguments move into it, as transformers does with a configuration that it reads itself.
+
+    Args:
+        config ([`Eagle3Config`]): What was read.
+        kwargs (`dict`): The arguments.
+    """
+    if kwargs.get("config") is not None:
+        return kwargs
+    changes = {field.name: kwargs[field.name] for field in fields(config) if field.name in kwargs.keys() - {"dtype"}}
+    kwargs = {name: value for name, value in kwargs.items() if name not in changes}
+    return {**kwargs, "config": type(config).from_dict(config.to_dict(), **changes) if changes else config}
 
 
 def export(draft: DraftModel, folder: str | Path, to: str, **options: Any) -> None:

@@ -9,21 +9,27 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ..file_checks import read_index
-from ..tensor_names import WEIGHT_FILES, find
+from ..tensor_names import WEIGHT_FILES, find, with_variant
 
 
-def read_tensors(source: str | Path, **hub_kwargs: Any) -> dict[str, torch.Tensor]:
+def read_tensors(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> dict[str, torch.Tensor]:
     """
     Returns all tensors of a checkpoint, from one file or several.
+
+    Args:
+        source (`str` or `Path`): Folder or Hub id.
+        variant (`str`, *optional*): One of several sets of weights.
+        hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
 
     Raises:
         FileNotFoundError: if there are no weights, or a file is missing.
         ValueError: if a file is cut off, holds something other than tensors, or names files outside of its folder.
     """
-    for name in WEIGHT_FILES:
+    names = [with_variant(name, variant) for name in WEIGHT_FILES]
+    for name in names:
         if (path := find(source, name, **hub_kwargs)) is None:
             continue
-        if not name.endswith(".index.json"):
+        if not name.endswith(".json"):
             return read_file(path)
         tensors: dict[str, torch.Tensor] = {}
         index = read_index(path)
@@ -34,7 +40,7 @@ def read_tensors(source: str | Path, **hub_kwargs: Any) -> dict[str, torch.Tenso
         if absent := sorted(index.keys() - tensors.keys()):
             raise ValueError(f"{source}: {name} lists tensors that its files do not hold: {absent}.")
         return tensors
-    raise FileNotFoundError(f"{source} has no weights: none of {', '.join(WEIGHT_FILES)}.")
+    raise FileNotFoundError(f"{source} has no weights: none of {', '.join(names)}.")
 
 
 def read_file(path: Path) -> dict[str, torch.Tensor]:

@@ -31,8 +31,11 @@ LAYER_KEYS = (
 )
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# AngelSlim's own key, which always counts the outputs of layers.
+OUTPUT_IDS = "aux_hidden_states_layer_ids"
 # Keys that describe the draft. They stand at the top level or in `eagle_config`.
 EAGLE_KEYS = (
+    OUTPUT_IDS,
     "eagle_aux_hidden_state_layer_ids",
     "fc_norm",
     "norm_before_fc",
@@ -80,6 +83,8 @@ NEUTRAL_KEYS = {
     "rope_scaling",
     "rope_theta",
     "sliding_window",
+    "target_layer_count",
+    "target_num_hidden_layers",
     "tie_word_embeddings",
     "tokenizer_class",
     "torch_dtype",
@@ -89,8 +94,8 @@ NEUTRAL_KEYS = {
     "use_qk_norm",
     "use_sliding_window",
 }
-# Comments, and keys about the target and its inputs.
-NEUTRAL_BEGINNINGS = ("_", "target_", "image_", "video_", "audio_", "vision_", "linear_")
+# Keys about the target and its inputs. A key about layers is none of these, because it may choose the states.
+NEUTRAL_BEGINNINGS = ("target_", "image_", "video_", "audio_", "vision_", "linear_")
 NEUTRAL_ENDS = ("_id", "_ids", "_token", "_token_index")
 # Keys about experts and their routers, which drafts do not have.
 NEUTRAL_PARTS = ("expert", "router", "moe_", "topk", "n_group", "routed_scaling")
@@ -207,6 +212,12 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
     Raises:
         ValueError: if the draft is of an unsupported kind. The message says which, and what can run it.
     """
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method") or quantization.get("quant_algo") or "an unnamed method"
+        raise ValueError(
+            f"its weights are quantized by {method} (`quantization_config`), which is not supported. Load the draft that is not "
+            "quantized, or run this one in an engine such as vLLM or SGLang."
+        )
     names = without_prefix(tensors).values()
     if config.get("kv_lora_rank") or any("kv_a_proj" in name for name in names):
         raise ValueError(
@@ -260,8 +271,8 @@ def check_keys(config: dict, flags: dict) -> None:
             not value  # false, null, zero, empty
             or key in NEUTRAL_KEYS
             or key in flags
-            or key.startswith(NEUTRAL_BEGINNINGS)
-            or key.endswith(NEUTRAL_ENDS)
+            or key.startswith("_")
+            or ("layer" not in key and (key.startswith(NEUTRAL_BEGINNINGS) or key.endswith(NEUTRAL_ENDS)))
             or any(part in key for part in NEUTRAL_PARTS)
             or (key in DEFAULTS and DEFAULTS[key] == value)
         )
@@ -320,13 +331,14 @@ def rope_of(config: dict) -> dict:
     Raises:
         ValueError: if one of them is not a mapping.
     """
-    for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(config.get(key) or {}, dict):
-            raise ValueError(f"`{key}` is {config[key]!r}, but must be a mapping.")
-    scaling = dict(config.get("rope_scaling") or {})
-    if (old := scaling.pop("type", None)) is not None:
-        scaling.setdefault("rope_type", old)
-    rope = {"rope_type": "default", **(config.get("rope_parameters") or {}), **scaling}  # as transformers reads both
+    rope: dict[str, Any] = {"rope_type": "default"}
+    for key in ("rope_parameters", "rope_scaling"):  # as transformers reads both
+        given = config.get(key) or {}
+        if not isinstance(given, dict):
+            raise ValueError(f"`{key}` is {given!r}, but must be a mapping.")
+        if given.get("type") is not None:  # the old name
+            given = {"rope_type": given["type"], **given}
+        rope |= given
     rope.pop("type", None)
     if rope.get("rope_theta") is None:
         rope["rope_theta"] = config.get("rope_theta") or 10000.0
@@ -337,22 +349,30 @@ def layer_ids_of(config: dict, flags: dict) -> tuple[list[int] | None, bool]:
     """
     Returns the ids of the layers that the states enter, and whether this is certain.
 
-    Most projects write the ids of layers whose *output* the states are. Only the target can show what ids count:
-    [`~Eagle3ForSpeculation.resolve_aux_layer_ids`] decides it later.
+    Most projects write the ids of layers whose *output* the states are. Unless the config says so by AngelSlim's key, only
+    the target can show what ids count: [`~Eagle3ForSpeculation.resolve_aux_layer_ids`] decides it later.
 
     Raises:
-        ValueError: if the ids are malformed, or do not fit `num_aux_hidden_states`.
+        ValueError: if the ids are malformed, contradict each other, or do not fit `num_aux_hidden_states`.
     """
-    ids, num_states = flags["eagle_aux_hidden_state_layer_ids"], flags["num_aux_hidden_states"]
-    for each in (ids, exact := config.get(EXACT_IDS)):
+    key = "eagle_aux_hidden_state_layer_ids"
+    ids, outputs, exact = flags[key], flags[OUTPUT_IDS], config.get(EXACT_IDS)
+    num_states = flags["num_aux_hidden_states"]
+    for name, each in ((key, ids), (OUTPUT_IDS, outputs), (EXACT_IDS, exact)):
         if each and not (isinstance(each, list) and all(type(layer_id) is int and layer_id >= 0 for layer_id in each)):
-            raise ValueError(f"`eagle_aux_hidden_state_layer_ids` is {each!r}, but must be a list of layer numbers.")
+            raise ValueError(f"`{name}` is {each!r}, but must be a list of layer numbers.")
+    if outputs:
+        inputs = [layer_id + 1 for layer_id in outputs]
+        if (ids and ids not in (outputs, inputs)) or (exact and exact != inputs):
+            raise ValueError(
+                f"`{OUTPUT_IDS}` is {outputs}, but `{key if ids else EXACT_IDS}` is {ids or exact}. They name other states; "
+                "remove the wrong one."
+            )
+        ids, exact = ids or outputs, inputs
     if ids and num_states is not None and len(ids) != num_states:
         raise ValueError(f"`num_aux_hidden_states` is {num_states}, but there are {len(ids)} layer ids.")
     if not ids and num_states not in (None, 3):
-        raise ValueError(
-            f"`num_aux_hidden_states` is {num_states}, but `eagle_aux_hidden_state_layer_ids` does not say which they are."
-        )
+        raise ValueError(f"`num_aux_hidden_states` is {num_states}, but `{key}` does not say which they are.")
     if exact:
         return exact, True
     return ([layer_id + 1 for layer_id in ids] if ids else None), False
@@ -360,7 +380,7 @@ def layer_ids_of(config: dict, flags: dict) -> tuple[list[int] | None, bool]:
 
 def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str, torch.Tensor], dict]:
     """
-    Returns the tensors by our names, and a report of what was `renamed` and `ignored`.
+    Returns the tensors by our names, and a report of what was `renamed` and `ignored`. The draft's tokens are sorted by id.
 
     Raises:
         ValueError: if two tensors have one name, or the vocabulary mapping contradicts the configuration.
@@ -395,8 +415,14 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
     else:
         ours["d2t"] = ours["d2t"].long()
         token_ids = torch.arange(held) + ours["d2t"]
-        if "t2d" not in ours and held and token_ids.min() >= 0 and token_ids.max() < vocab_size:
-            ours["t2d"] = torch.isin(torch.arange(vocab_size), token_ids)
-        elif "t2d" in ours:
+        is_valid = token_ids.min() >= 0 and token_ids.max() < vocab_size and len(token_ids.unique()) == held
+        if is_valid and (token_ids.diff() < 0).any():  # Model-Optimizer's ids are in order of frequency
+            order = token_ids.argsort()
+            ours["d2t"] = token_ids[order] - torch.arange(held)
+            if len(head := ours.get("lm_head.weight", ())) == held:
+                ours["lm_head.weight"] = head[order]
+        if "t2d" in ours:
             ours["t2d"] = ours["t2d"].bool()
+        elif is_valid:
+            ours["t2d"] = torch.isin(torch.arange(vocab_size), token_ids)
     return ours, {"renamed": renamed, "ignored": ignored}

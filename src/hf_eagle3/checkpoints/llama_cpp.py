@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..remote_code.modeling_eagle3 import DraftModel
-from .writing import beyond_classic, check_layer_ids, refuse
+from .writing import beyond_classic, check_head, check_layer_ids, refuse
 
 
 NAME = "gguf"
@@ -48,6 +48,7 @@ def check(draft: DraftModel) -> None:
         "GGUF",
     )
     check_layer_ids(draft)
+    check_head(draft)
 
 
 def write(draft: DraftModel, folder: str | Path, target_gguf: str | Path | None = None) -> None:

@@ -37,9 +37,10 @@ def load_draft(name: str, code: str = "installed", **kwargs: Any) -> Any:
     Raises:
         ValueError: if it is not a draft, or no code of a draft was saved with it.
     """
+    hub_kwargs = {argument: kwargs[argument] for argument in HUB_ARGUMENTS if argument in kwargs}
     if code == "installed":
         loaded = class_of(name, **kwargs).from_pretrained(name, **{**kwargs, "trust_remote_code": False})
-    elif "AutoModel" not in PreTrainedConfig.get_config_dict(name)[0].get("auto_map", {}):
+    elif "AutoModel" not in PreTrainedConfig.get_config_dict(name, **hub_kwargs)[0].get("auto_map", {}):
         raise ValueError(f"No code was saved with {name}. Measure it with the installed code (`--code installed`).")
     else:
         loaded = AutoModel.from_pretrained(name, **{**kwargs, "trust_remote_code": True})

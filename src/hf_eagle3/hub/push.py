@@ -128,6 +128,9 @@ def push_draft(
                 "*_eagle3.py",
                 "*.safetensors",
                 "*.safetensors.index.json",
+                "*.bin",
+                "*.bin.index.json",
+                "adapter_*",
             ],
         )
 

@@ -173,6 +173,7 @@ class Eagle3Config(PreTrainedConfig):
         if absent and "_eagle3.Eagle3Config" in str(config_dict.get("auto_map")):
             raise ValueError(f"This config.json lacks {absent}, which each of our drafts has. Download it again.")
         known = {field.name for field in fields(cls)} | PreTrainedConfig().to_dict().keys() | NEUTRAL_KEYS
+        known |= {"quantization_config"}  # transformers reads it
         check_keys("This config.json", config_dict, known)
         config_dict = {name: value for name, value in config_dict.items() if value is not None or name not in FLAGS}
         if digest is not None and digest != config_digest(config_dict):
@@ -180,6 +181,8 @@ class Eagle3Config(PreTrainedConfig):
                 f"This config.json is not what was saved: one of {', '.join(DIGESTED)} was changed. Download it again, or remove "
                 "`config_digest` from it if you changed it on purpose."
             )
+        if kwargs.get("eagle_aux_hidden_state_layer_ids") is not None:  # the caller's own, which count inputs
+            kwargs = {"aux_layer_ids_assumed": False, **kwargs}
         try:
             return super().from_dict(config_dict, **kwargs)
         except StrictDataclassError as error:

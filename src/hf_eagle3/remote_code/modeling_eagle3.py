@@ -259,9 +259,12 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
                     f"{source} is not in the speculators format. `pip install hf-eagle3` reads others, too."
                 )
             reader = installed_module("checkpoints", f"Reading {source}")
-            config, kwargs["state_dict"], report = reader.read(content, source, **hub_kwargs)
-            kwargs["config"], path = kwargs.get("config") or config, None
+            config, tensors, report = reader.read(content, source, variant=kwargs.get("variant"), **hub_kwargs)
+            path, kwargs = None, {**reader.with_config(config, kwargs), "state_dict": tensors}
         model, info = cls._load(path, *args, **kwargs)
+        if IS_INSTALLED and content is not None:
+            checks = installed_module("file_checks", "Loading")
+            checks.mend_mapping(model, info, source, variant=kwargs.get("variant"), **hub_kwargs)
         check_loading_info(info, source)
         content = content or {}
         check_code(content.get("code_digest"), source)
@@ -285,9 +288,12 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused by name afterwards
         with without_load_report():
             model, info = super().from_pretrained(path, *args, **kwargs)
-            if info["unexpected_keys"] == {"embed_tokens.weight"} and not model.config.has_own_embed_tokens:
+            unexpected = info["unexpected_keys"] - {"d2t", "t2d"}
+            if unexpected == {"embed_tokens.weight"} and not model.config.has_own_embed_tokens:
                 # The schema of speculators does not say whether a table is stored.
                 model.config.has_own_embed_tokens = True
+                is_read = vars(model.config).keys() - {"dtype", "quantization_config"}
+                kwargs = {name: value for name, value in kwargs.items() if name not in is_read}
                 model, info = super().from_pretrained(path, *args, **{**kwargs, "config": model.config})
         if "lm_head.weight" in info["missing_keys"]:
             info["missing_keys"].remove("lm_head.weight")
