@@ -153,7 +153,7 @@ def ask_server(args, model, pending, output, sampling) -> int:
     limits = (args.concurrency, args.max_retries, args.timeout, args.api_key)
     try:
         return asyncio.run(regenerate_by_server(args.base_url, model, pending, output, *limits, **sampling))
-    except ConnectionRefusedError as error:
+    except ConnectionError as error:
         raise SystemExit(str(error)) from None
 
 
