@@ -186,6 +186,11 @@ def main():
         template_kwargs = read_template_kwargs({"chat_template_kwargs": args.chat_template_kwargs})
     except RowError as error:
         raise ValueError(f"`--chat_template_kwargs`: {error}.") from None
+    if args.base_url is not None and args.chat_template_path is not None:
+        raise ValueError(
+            "`--chat_template_path` would do nothing, because the server (`--base_url`) renders the conversations. Leave it out, and "
+            "start the server with the template (`--chat-template` of vLLM and SGLang)."
+        )
     if args.base_url is None and (target_config.tp_plan is not None or target_config.fsdp_size is not None):
         raise ValueError(
             "`--tp_plan` and `--fsdp_size` share one batch between processes, but each process answers its own rows. Spread the "

@@ -144,6 +144,13 @@ def test_a_target_in_the_process(tmp_path, data, tokenizer, run_recipe, caplog):
         run_recipe("regenerate.py", *command, "--max_new_tokens", 6, "--temperature", 0)
 
 
+def test_a_template_is_not_for_a_server(tmp_path, data, run_recipe):
+    command = ("--model_name_or_path", "m", "--dataset_name", data, "--output_dir", tmp_path / "out")
+    with pytest.raises(ValueError, match="`--chat_template_path` would do nothing, because the server"):
+        run_recipe("regenerate.py", *command, "--base_url", "http://127.0.0.1:9/v1", "--chat_template_path", "x.jinja")
+    assert not (tmp_path / "out").exists()
+
+
 def test_texts_are_continued_and_pushed(tmp_path, tokenizer, run_recipe, monkeypatch):
     make_target("llama").save_pretrained(tmp_path / "target")
     tokenizer = copy.copy(tokenizer)
