@@ -215,6 +215,15 @@ def test_bad_data(tokenizer, tmp_path):
             make_trainer(tokenizer, chat(), tmp_path, template=None, assistant_only_loss=assistant_only_loss)
     with pytest.raises(ValueError, match="needs conversations, but the train data has 'text'"):
         make_trainer(tokenizer, {"text": ["abc"]}, tmp_path, assistant_only_loss=True)
+    for rows, kind in (
+        ({"input_ids": [[5, 6, 7]], "attention_mask": [[1, 1, 1]]}, "input_ids"),
+        ({"text": ["abc"], "labels": [1]}, "text"),
+    ):
+        with pytest.raises(ValueError, match=f"needs conversations, but the train data has {kind!r}"):
+            make_trainer(tokenizer, rows, tmp_path, assistant_only_loss=True)
+    trainer = make_trainer(tokenizer, chat(), tmp_path, assistant_only_loss=True)
+    with pytest.raises(ValueError, match="needs conversations, but the eval data has 'text'"):
+        trainer.evaluate(Dataset.from_dict({"text": ["abc"]}))
     masked = {"input_ids": [[5, 6, 7, 8]], "assistant_masks": [[0, 0, 1, 1]]}
     trainer = make_trainer(tokenizer, masked, tmp_path, assistant_only_loss=True)
     assert trainer.train_dataset[0]["labels"] == [-100, -100, 7, 8]
