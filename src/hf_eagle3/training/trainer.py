@@ -35,7 +35,7 @@ from .arguments import Eagle3TrainingArguments
 from .checkpoint import last_whole_checkpoint, what_is_broken
 from .console import show_few
 from .evaluation import decoding_metrics, kept_precision
-from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, start_store
+from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, fixed_arguments, start_store
 from .metrics import TTTMetrics
 from .models import draft_to_train, load_target
 from .optimizer import muon_with_adamw
@@ -251,7 +251,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         self.aux_layer_ids = draft.resolve_aux_layer_ids(self.target_model)
         self.target_states = TargetStates(self.target_model, self.aux_layer_ids)
         if store is not None:
-            store.check(describe(self.target_model, self.processing_class, self.aux_layer_ids))
+            description = describe(self.target_model, self.processing_class, self.aux_layer_ids)
+            store.check(description, fixed_arguments(self.args))
             self.data_collator = FeatureCollator(self.data_collator, store)
         if isinstance(self.images, ImageReader):
             self.data_collator = ImageCollator(self.data_collator, self.images)
@@ -457,7 +458,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or self.target_model.dtype
         description = describe(self.target_model, self.processing_class, self.aux_layer_ids)
         if self.accelerator.is_main_process:
-            start_store(folder, self.train_dataset, description, rows_per_shard, dtype)
+            arguments = fixed_arguments(self.args)
+            start_store(folder, self.train_dataset, description, rows_per_shard, dtype, arguments)
         self.accelerator.wait_for_everyone()
         extract(
             folder,
