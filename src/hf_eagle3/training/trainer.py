@@ -15,6 +15,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
+from trl.data_utils import get_dataset_column_names
 
 from ..data import (
     ImageCollator,
@@ -27,6 +28,7 @@ from ..data import (
     shows_images,
 )
 from ..data.checks import row_lengths
+from ..data.encoding import split_documents
 from ..hub import repo_name
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.modeling_eagle3 import DraftModel
@@ -311,6 +313,9 @@ class Eagle3Trainer(DraftSavingTrainer):
             return dataset  # prepared when its features were extracted
         if dataset is not self._encoded:
             dataset = self._encode(dataset, processing_class, args, formatting_func, dataset_name)
+        # Only batches without padding keep packed documents apart, and `SFTTrainer` would pack rows as if each were one.
+        if (packing or not self.padding_free) and "seq_lengths" in get_dataset_column_names(dataset):
+            dataset = split_documents(dataset, dataset_name)
         if "max_length" in self._hidden:
             args = copy.copy(args)
             args.max_length = self._hidden["max_length"]
