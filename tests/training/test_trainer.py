@@ -818,11 +818,11 @@ def test_smaller_batches_begin_anew(tmp_path, tokenizer):
     """`auto_find_batch_size` after a batch that memory had no room for: what is logged and recorded is of those that it has."""
 
     def train(**arguments):
-        settings = {"ttt_warmup": 0, "max_steps": 2, "logging_steps": 1, "draft_vocab_size": 20}
-        return make_trainer(tmp_path, tokenizer, **settings, **arguments)
+        settings = {"ttt_warmup": 0, "max_steps": 2, "logging_steps": 1, "draft_vocab_size": 20, **arguments}
+        return make_trainer(tmp_path, tokenizer, **settings)
 
     trainer, reference = (
-        train(auto_find_batch_size=True, per_device_train_batch_size=8),
+        train(auto_find_batch_size=True, per_device_train_batch_size=8, save_strategy="steps", save_steps=2),
         train(per_device_train_batch_size=7),
     )
     compute_loss, sizes = trainer.compute_loss, []
@@ -840,6 +840,9 @@ def test_smaller_batches_begin_anew(tmp_path, tokenizer):
     assert sizes == [8, 7, 7] and training_record(trainer)["sequences_per_step"] == 7
     first, expected = (each.state.log_history[0] for each in (trainer, reference))
     assert {name: first[name] for name in expected if "runtime" not in name} == pytest.approx(expected)
+    longer = train(auto_find_batch_size=True, per_device_train_batch_size=8, max_steps=3)
+    longer.train(resume_from_checkpoint=True)
+    assert longer.state.global_step == 3 and training_record(longer)["sequences_per_step"] == 7
 
 
 def test_predicting_is_evaluating(tmp_path, tokenizer):
