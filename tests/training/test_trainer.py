@@ -845,6 +845,26 @@ def test_smaller_batches_begin_anew(tmp_path, tokenizer):
     assert longer.state.global_step == 3 and training_record(longer)["sequences_per_step"] == 7
 
 
+@pytest.mark.parametrize("process, num_new", [(0, 4), (1, 1), (2, 0)])
+def test_rows_that_processes_repeat_do_not_count(tmp_path, tokenizer, monkeypatch, process, num_new):
+    """The last batches of three processes are filled up with rows of the first."""
+    trainer = make_trainer(tmp_path, tokenizer, per_device_eval_batch_size=4)
+    batch = trainer.data_collator([trainer.train_dataset[row] for row in range(4)])
+    expected = {name: value[:num_new] for name, value in batch.items()}
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 3)
+    monkeypatch.setattr(type(trainer.accelerator), "process_index", process)
+    trainer.accelerator.gradient_state = SimpleNamespace(end_of_dataloader=True, remainder=5)
+    trainer.model.eval()
+    loss, _, _ = trainer.prediction_step(trainer.model, batch, True)
+    counts = trainer.metrics.counts.pop("eval")
+    if num_new:
+        trainer.accelerator.gradient_state = SimpleNamespace(end_of_dataloader=False, remainder=5)
+        assert torch.isclose(trainer.prediction_step(trainer.model, expected, True)[0], loss)
+        assert torch.equal(trainer.metrics.counts.pop("eval")[0], counts[0])
+    else:
+        assert loss == 0 and counts[0].sum() == 0
+
+
 def test_predicting_is_evaluating(tmp_path, tokenizer):
     trainer = make_trainer(tmp_path, tokenizer, num_eval_prompts=1, eval_max_new_tokens=4)
     rows = Dataset.from_dict({"text": ["abcdefgh", "ijk"]})

@@ -540,11 +540,23 @@ class Eagle3Trainer(DraftSavingTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor, None, None]:
-        inputs = self._prepare_inputs(inputs)
+        inputs = self._without_repeated_rows(self._prepare_inputs(inputs))
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
         assert isinstance(loss, torch.Tensor)  # without outputs
         return loss.detach(), None, None
+
+    def _without_repeated_rows(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """
+        Masks the labels of rows that accelerate repeats, so that all processes have as many. `Trainer` drops their losses, but
+        our counts have no rows. Without padding a batch is one row, which counts if any of it is new.
+        """
+        state, process = self.accelerator.gradient_state, self.accelerator.process_index
+        if self.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
+            return inputs
+        num_new = max(state.remainder - process * self.args.eval_batch_size, 0)
+        is_new = torch.arange(len(inputs["labels"]), device=inputs["labels"].device) < num_new
+        return {**inputs, "labels": inputs["labels"].where(is_new[:, None], -100)}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics of training-time test to a log of the loss."""
