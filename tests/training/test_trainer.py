@@ -538,6 +538,9 @@ def test_models_that_fsdp_would_not_save(tmp_path, tokenizer, monkeypatch):
             make_trainer(tmp_path, tokenizer)
     with pytest.raises(ValueError, match="FSDP and DeepSpeed keep in parts"):
         make_trainer(tmp_path, tokenizer, sampled_vocab_size=4)
+    plugin.activation_checkpointing = True
+    with pytest.raises(ValueError, match="`fsdp_activation_checkpointing: true` is not supported"):
+        make_trainer(tmp_path, tokenizer)
 
 
 def test_a_process_with_several_gpus(tmp_path, tokenizer, caplog):

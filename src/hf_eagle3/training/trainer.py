@@ -237,6 +237,11 @@ class Eagle3Trainer(DraftSavingTrainer):
                 "`Trainer` cannot save a model that FSDP keeps in parts. Set `fsdp_state_dict_type: FULL_STATE_DICT` in "
                 "accelerate's configuration, as in recipes/accelerate_configs/fsdp2.yaml."
             )
+        if self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.activation_checkpointing:
+            raise ValueError(
+                "`fsdp_activation_checkpointing: true` is not supported: training-time test keeps the keys of every step, and a "
+                "recomputed forward would add them again. Leave it out of accelerate's configuration."
+            )
         if self.args.sampled_vocab_size is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError(
                 "`sampled_vocab_size` takes rows of the draft's head, which FSDP and DeepSpeed keep in parts. Leave it out, or "
