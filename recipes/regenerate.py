@@ -65,6 +65,16 @@ WITHOUT = (
 
 
 @dataclass
+class RegenerationScriptArguments(TrainScriptArguments):
+    """Arguments of data and draft."""
+
+    draft_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "An earlier draft of the target, which makes a target in this process answer faster."},
+    )
+
+
+@dataclass
 class RegenerationArguments:
     """Arguments of this script."""
 
@@ -177,7 +187,9 @@ def ask_target(script_args, args, target_config, device, processing_class, pendi
 
 
 def main():
-    parser = Eagle3Parser((TrainScriptArguments, RegenerationArguments, TargetConfig, DatasetMixtureConfig), WITHOUT)
+    parser = Eagle3Parser(
+        (RegenerationScriptArguments, RegenerationArguments, TargetConfig, DatasetMixtureConfig), WITHOUT
+    )
     script_args, args, target_config, mixture = parser.parse_args_and_config()
     # Without this, processes on CPUs would not know of each other.
     is_cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
