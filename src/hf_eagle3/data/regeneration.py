@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from datasets import Dataset, IterableDataset
@@ -30,6 +30,11 @@ from .prompts import num_positions
 from .rows import IMAGES, RowError, UnreachableError, read_prompt, summary
 
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 logger = logging.getLogger(__name__)
 
 ROLES = {"system", "developer", "user", "assistant"}
@@ -38,7 +43,7 @@ BATCHES_SORTED = 8
 NUM_NAMED = 3  # rows to name at once when they are left out
 
 # Hidden, so that `load_dataset` does not read them as data.
-SETTINGS, LEFT_OUT = ".settings.json", ".left_out-*.jsonl"
+SETTINGS, LEFT_OUT, LOCK = ".settings.json", ".left_out-*.jsonl", ".lock-*"
 CARD = """---
 {metadata}
 ---
@@ -75,15 +80,16 @@ class Output:
             Whether to leave out rows with an answer that was cut for its length.
 
     Raises:
-        ValueError: if the folder was made with other settings, or holds something else.
+        ValueError: if the folder was made with other settings, or holds something else, or another run writes there.
     """
 
     def __init__(self, folder: str | Path, settings: dict, process_index: int = 0, drops_cut_answers: bool = False):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         kept = folder / SETTINGS
-        if not kept.exists() and any(folder.iterdir()):
+        if not kept.exists() and any(not part.match(LOCK) for part in folder.iterdir()):
             raise ValueError(f"{folder} is not empty, and was not begun by this script. Choose another folder.")
+        self.lock = locked(folder / LOCK.replace("*", f"{process_index:05d}"))  # until this process ends
         known = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
         if known != settings:
             if any(part.stat().st_size for part in folder.glob("rows-*.jsonl")):
@@ -144,6 +150,28 @@ class Output:
         if self.left_out:
             parts.append(f"{len(self.left_out)} rows were left out. {summary(sorted(self.left_out.items()))}")
         return " ".join(parts)
+
+
+def locked(path: Path) -> IO:
+    """
+    Returns an open file that no other process can lock until it is closed.
+
+    Raises:
+        ValueError: if another process has locked it.
+    """
+    file = path.open("a")
+    try:
+        if fcntl is not None:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        raise ValueError(
+            f"Another run writes to {path.parent}, and both would answer the same rows. Wait until it has ended, or choose "
+            "another folder."
+        ) from None
+    except OSError as error:
+        logger.debug(f"{path} is in a file system without locks: {error}")
+    return file
 
 
 def rows_in(paths: Iterable[Path]) -> Iterator[dict]:
