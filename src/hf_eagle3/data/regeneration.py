@@ -9,12 +9,13 @@ import json
 import logging
 import random
 from collections.abc import Callable, Container, Iterable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
+import pyarrow as pa
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetInfo, Features, IterableDataset
 from huggingface_hub import CommitInfo, CommitOperationAdd, DatasetCard, DatasetCardData, HfApi
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -179,6 +180,20 @@ def rows_in(paths: Iterable[Path]) -> Iterator[dict]:
     return (json.loads(line) for path in paths for line in complete_lines(path))
 
 
+def features_of(paths: Iterable[Path]) -> Features | None:
+    """
+    Returns the columns, and the keys of messages, of all rows. `load_dataset` takes them from the first 10 MB of a file, and
+    fails at the first tool call after that. `None` if one column has values of several types.
+    """
+    rows, schemas = rows_in(paths), []
+    try:
+        while batch := list(islice(rows, 1000)):
+            schemas.append(pa.schema(pa.array(batch).type))
+        return Features.from_arrow_schema(pa.unify_schemas(schemas, promote_options="permissive"))
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        return None
+
+
 def complete_lines(path: Path) -> Iterator[str]:
     """Yields the lines of a file. Skips a last line that was cut off."""
     with path.open(encoding="utf-8") as file:
@@ -194,7 +209,8 @@ def drop_unfinished_line(path: Path) -> None:
 
 def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) -> CommitInfo:
     """
-    Pushes the rows of an [`Output`] to a data set on the Hub, in one commit, with a card. An existing card stays.
+    Pushes the rows of an [`Output`] to a data set on the Hub, in one commit, with a card. An existing card stays, but learns of
+    new columns.
 
     Args:
         folder (`str` or `Path`): The folder of the [`Output`].
@@ -224,12 +240,20 @@ def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) 
             f"{repo_id} has {others[0]}, which does not come from {folder}. Push to another data set, or delete it."
         )
     operations.append(CommitOperationAdd(SETTINGS, json.dumps(settings, indent=2).encode()))
-    if "README.md" not in there:
+    features = features_of(files)
+    info = None if features is None else DatasetInfo(features=features)._to_yaml_dict()
+    if "README.md" in there:
+        card = DatasetCard.load(api.hf_hub_download(repo_id, "README.md", repo_type="dataset"))
+        if card.data.get("dataset_info") not in (None, info):  # rows may have new columns
+            card.data.dataset_info = info
+            operations.append(CommitOperationAdd("README.md", str(card).encode()))
+    else:
         source = settings["dataset"] or ", ".join(str(each["path"]) for each in settings["mixture"])
         metadata = DatasetCardData(
             task_categories=["text-generation"],
             tags=["eagle3", "speculative-decoding"],
             configs=[{"config_name": "default", "data_files": [{"split": "train", "path": "rows-*.jsonl"}]}],
+            dataset_info=info,
         )
         facts = {"title": repo_id.split("/")[-1], "repo_id": repo_id, "model": settings["model"], "dataset": source}
         num_rows = sum(1 for path in files for _ in complete_lines(path))
