@@ -31,6 +31,9 @@ MOST_WAITED = 7 * 24 * 3600  # seconds, for the slowest process; on CPUs transfo
 class ExtractionScriptArguments(TrainScriptArguments):
     """Arguments of this script."""
 
+    features_dir: str | None = field(
+        default=None, metadata={"help": "Folder to write the features to. An interrupted run goes on there."}
+    )
     rows_per_shard: int = field(
         default=1024, metadata={"help": "Rows in each file. An interruption loses at most so many."}
     )

@@ -65,6 +65,16 @@ WITHOUT = (
 
 
 @dataclass
+class RegenerationScriptArguments(TrainScriptArguments):
+    """Arguments of data and draft."""
+
+    draft_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "An earlier draft of the target, which makes a target in this process answer faster."},
+    )
+
+
+@dataclass
 class RegenerationArguments:
     """Arguments of this script."""
 
@@ -153,7 +163,7 @@ def ask_server(args, model, pending, output, sampling) -> int:
     limits = (args.concurrency, args.max_retries, args.timeout, args.api_key)
     try:
         return asyncio.run(regenerate_by_server(args.base_url, model, pending, output, *limits, **sampling))
-    except ConnectionRefusedError as error:
+    except ConnectionError as error:
         raise SystemExit(str(error)) from None
 
 
@@ -177,7 +187,9 @@ def ask_target(script_args, args, target_config, device, processing_class, pendi
 
 
 def main():
-    parser = Eagle3Parser((TrainScriptArguments, RegenerationArguments, TargetConfig, DatasetMixtureConfig), WITHOUT)
+    parser = Eagle3Parser(
+        (RegenerationScriptArguments, RegenerationArguments, TargetConfig, DatasetMixtureConfig), WITHOUT
+    )
     script_args, args, target_config, mixture = parser.parse_args_and_config()
     # Without this, processes on CPUs would not know of each other.
     is_cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
@@ -186,6 +198,11 @@ def main():
         template_kwargs = read_template_kwargs({"chat_template_kwargs": args.chat_template_kwargs})
     except RowError as error:
         raise ValueError(f"`--chat_template_kwargs`: {error}.") from None
+    if args.base_url is not None and args.chat_template_path is not None:
+        raise ValueError(
+            "`--chat_template_path` would do nothing, because the server (`--base_url`) renders the conversations. Leave it out, and "
+            "start the server with the template (`--chat-template` of vLLM and SGLang)."
+        )
     if args.base_url is None and (target_config.tp_plan is not None or target_config.fsdp_size is not None):
         raise ValueError(
             "`--tp_plan` and `--fsdp_size` share one batch between processes, but each process answers its own rows. Spread the "

@@ -30,6 +30,7 @@ import shlex
 import sys
 import tempfile
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from accelerate import PartialState
@@ -50,6 +51,7 @@ from trl import (
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import load_ends, target_class
 from hf_eagle3.data import read_json_lines, shows_images
+from hf_eagle3.data.regeneration import features_of
 from hf_eagle3.environment import folder_or_hub_id
 from hf_eagle3.training import FeatureStore
 from hf_eagle3.training.models import load_processing_class
@@ -134,23 +136,33 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
     suffix = Path(name.removesuffix(".gz")).suffix
     if suffix in FILE_FORMATS and not Path(name).is_file():
         raise FileNotFoundError(f"There is no file {name} (`--dataset_name`).")
-    files = sorted(map(str, Path(name).glob("rows-*.jsonl")))  # of `recipes/regenerate.py`
+    written = sorted(Path(name).glob("rows-*.jsonl"))  # by `recipes/regenerate.py`
+    files, features = list(map(str, written)), None
+    if written and script_args.dataset_streaming:
+        features = features_of(written)
     if not files and Path(name).is_file():
         if suffix not in FILE_FORMATS:
             raise ValueError(f"The ending of {name} is not one of {sorted(FILE_FORMATS)} (`--dataset_name`).")
         if Path(name).stat().st_size == 0:
             raise ValueError(f"{name} is empty. Pass a file with rows (`--dataset_name`).")
         files = [name]
+    split = script_args.dataset_train_split.partition("[")[0]  # files are the only one, whatever its name
+    load = partial(
+        load_dataset,
+        FILE_FORMATS.get(suffix, "json"),
+        data_files={split: files},
+        streaming=script_args.dataset_streaming,
+    )
     try:
-        if files:  # they are the only split, whatever its name
-            split = script_args.dataset_train_split.partition("[")[0]
-            kind = FILE_FORMATS.get(suffix, "json")
-            return load_dataset(kind, data_files={split: files}, streaming=script_args.dataset_streaming)
+        if files:
+            return load(features=features)
         return load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
     except DatasetGenerationError:
         for file in files or sorted(map(str, Path(name).glob("*.jsonl"))):
             if file.endswith((".json", ".jsonl")):
                 list(read_json_lines(file))  # says which line is broken
+        if written and (features := features_of(written)) is not None:
+            return load(features=features)
         raise
 
 

@@ -161,6 +161,35 @@ def test_packed_documents_give_the_losses_of_separate_ones(tokenizer, tmp_path, 
     assert packed["acceptance_rate_2"] == pytest.approx(apart["acceptance_rate_2"], rel=1e-4)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_rows_that_were_packed_before(tokenizer, tmp_path, stream):
+    """They are the documents, whatever is made of them."""
+    rows = [
+        {"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [2, 3]},
+        {"input_ids": [10, 11], "seq_lengths": None},
+        {"input_ids": [12, 13, 14, 15, 16], "labels": [-100, -100, 14, 15, 16], "seq_lengths": [2, 3]},
+    ]
+    rows = Dataset.from_list([{"labels": row["input_ids"], **row} for row in rows])
+    documents = [[5, 6], [7, 8, 9], [10, 11], [14, 15, 16]]
+    trainer = make_trainer(tokenizer, rows, tmp_path, stream=stream)
+    assert [row["input_ids"] for row in trainer.train_dataset] == documents
+    packed = make_trainer(tokenizer, rows, tmp_path, stream=stream, packing=True, max_length=6)
+    assert sorted(row["seq_lengths"] for row in packed.train_dataset) == [[2, 2], [3, 3]]
+    packed.train()
+    if not stream:
+        kept = make_trainer(tokenizer, rows, tmp_path, padding_free=True, max_length=None)
+        assert kept.train_dataset["seq_lengths"] == [[2, 3], [2], [2, 3]]
+        (batch,) = kept.get_train_dataloader()
+        assert sorted(batch["position_ids"][0].tolist()) == [0] * 5 + [1] * 5 + [2] * 2
+
+
+def test_evaluating_data_that_is_prepared_already(tokenizer, tmp_path):
+    rows = {"text": [f"{'abcdefghij'[i:]} {i * 37}" for i in range(7)]}
+    trainer = make_trainer(tokenizer, rows, tmp_path, packing=True, max_length=40, num_eval_prompts=0)
+    trainer.eval_dataset = trainer.train_dataset
+    assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == pytest.approx(trainer.evaluate()["eval_loss"])
+
+
 def test_streams(tokenizer, tmp_path, caplog):
     rows = {"text": ["abc" * (5 + i) for i in range(12)]}
     with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
@@ -215,6 +244,15 @@ def test_bad_data(tokenizer, tmp_path):
             make_trainer(tokenizer, chat(), tmp_path, template=None, assistant_only_loss=assistant_only_loss)
     with pytest.raises(ValueError, match="needs conversations, but the train data has 'text'"):
         make_trainer(tokenizer, {"text": ["abc"]}, tmp_path, assistant_only_loss=True)
+    for rows, kind in (
+        ({"input_ids": [[5, 6, 7]], "attention_mask": [[1, 1, 1]]}, "input_ids"),
+        ({"text": ["abc"], "labels": [1]}, "text"),
+    ):
+        with pytest.raises(ValueError, match=f"needs conversations, but the train data has {kind!r}"):
+            make_trainer(tokenizer, rows, tmp_path, assistant_only_loss=True)
+    trainer = make_trainer(tokenizer, chat(), tmp_path, assistant_only_loss=True)
+    with pytest.raises(ValueError, match="needs conversations, but the eval data has 'text'"):
+        trainer.evaluate(Dataset.from_dict({"text": ["abc"]}))
     masked = {"input_ids": [[5, 6, 7, 8]], "assistant_masks": [[0, 0, 1, 1]]}
     trainer = make_trainer(tokenizer, masked, tmp_path, assistant_only_loss=True)
     assert trainer.train_dataset[0]["labels"] == [-100, -100, 7, 8]

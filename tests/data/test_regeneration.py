@@ -2,6 +2,8 @@ import asyncio
 import copy
 import json
 import logging
+import subprocess
+import sys
 
 import datasets
 import pytest
@@ -82,6 +84,23 @@ def test_rows_that_a_target_cannot_answer_are_left_out(tmp_path, tokenizer):
     assert sorted(read(tmp_path)) == [0, 3]
     assert "the chat template refuses it: never" in output.left_out[1]
     assert "more than the target's table of 16 positions" in output.left_out[2]
+
+
+def test_two_runs_do_not_write_into_one_folder(tmp_path):
+    Output(tmp_path, {}).write(0, {"messages": [user("a")]})
+    written = (tmp_path / "rows-00000.jsonl").read_text()
+    run = "from hf_eagle3.data.regeneration import Output; import sys; output = Output(sys.argv[1], {}); print(1, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", run, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        other.stdout.readline()
+        with (tmp_path / "rows-00000.jsonl").open("a") as file:
+            file.write('{"row": 1')  # the other run is writing
+        with pytest.raises(ValueError, match="Another run writes to"):
+            Output(tmp_path, {})
+        assert (tmp_path / "rows-00000.jsonl").read_text() == written + '{"row": 1'
+        other.communicate(b"\n")
+    assert Output(tmp_path, {}).done == {0}
 
 
 def test_a_line_cut_off_by_a_crash_is_written_again(tmp_path):

@@ -156,6 +156,19 @@ def test_no_server(tmp_path, caplog):
     assert "Row 0 failed" in caplog.text
 
 
+@pytest.mark.parametrize("num_answers", [0, 5])
+def test_a_server_that_is_down_ends_the_run(tmp_path, num_answers):
+    rows, output = [{"messages": [user(str(i))]} for i in range(100)], Output(tmp_path, {})
+    what = "stopped answering" if num_answers else "No server answers at http"
+    with chat_server(lambda payload, number: "fine" if number <= num_answers else 503) as (url, requests):
+        with pytest.raises(ConnectionError, match=rf"{what}.*Row \d+: ClientResponseError: 503"):
+            ask(url, rows, output, max_retries=0)
+        assert len(requests) <= num_answers + NUM_REFUSED + 3
+    assert not output.left_out and len(output.done) == num_answers
+    with pytest.raises(ConnectionError, match="No server answers at http://127.0.0.1:9/v1: 10 rows in a row failed"):
+        ask("http://127.0.0.1:9/v1", rows, Output(tmp_path, {}), max_retries=0)
+
+
 def test_texts_are_for_a_target_in_this_process(tmp_path):
     with pytest.raises(ValueError, match="load the target"):
         ask("http://127.0.0.1:9/v1", [{"prompt": "abc"}], Output(tmp_path, {}))

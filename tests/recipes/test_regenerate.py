@@ -7,17 +7,20 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 from accelerate import PartialState
 from conftest import RECIPES, chat_server, load_script, make_target, run_in_two_processes
-from datasets import load_dataset
+from datasets import DatasetInfo, load_dataset
 from forked import run_forked
-from huggingface_hub import DatasetCard, constants
+from huggingface_hub import DatasetCard, DatasetCardData, constants
 from loopback_hub import serve_hub
+from trl import DatasetMixtureConfig
 
-from hf_eagle3.data.regeneration import push_dataset
+from hf_eagle3.data.regeneration import Output, features_of, push_dataset
+from hf_eagle3.data.rows import without_nulls
 
 
 SCRIPT = RECIPES / "regenerate.py"
@@ -144,6 +147,38 @@ def test_a_target_in_the_process(tmp_path, data, tokenizer, run_recipe, caplog):
         run_recipe("regenerate.py", *command, "--max_new_tokens", 6, "--temperature", 0)
 
 
+def test_a_template_is_not_for_a_server(tmp_path, data, run_recipe):
+    command = ("--model_name_or_path", "m", "--dataset_name", data, "--output_dir", tmp_path / "out")
+    with pytest.raises(ValueError, match="`--chat_template_path` would do nothing, because the server"):
+        run_recipe("regenerate.py", *command, "--base_url", "http://127.0.0.1:9/v1", "--chat_template_path", "x.jinja")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_only_later_rows_have(tmp_path, monkeypatch, streaming):
+    """`datasets` takes the columns from the first rows that it reads."""
+    script, call = load_script("recipes/train.py"), {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    monkeypatch.setattr(script, "load_dataset", partial(load_dataset, chunksize=100))
+    output, plain = Output(tmp_path / "out", {}), [{"role": "user", "content": "a" * 100}]
+    later = [*plain, {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]}]
+    for row in range(3):
+        output.write(row, {"messages": plain})
+    output.write(3, {"messages": later, "tools": "[{}]", "chat_template_kwargs": {"think": True}})
+    args = script.TrainScriptArguments(dataset_name=str(tmp_path / "out"), dataset_streaming=streaming)
+    rows = list(script.load_data(args, DatasetMixtureConfig())["train"])
+    assert without_nulls(rows[0]) == {"row": 0, "messages": plain}
+    assert without_nulls(rows[3])["messages"] == later
+    assert rows[3]["tools"] == "[{}]" and rows[3]["chat_template_kwargs"] == {"think": True}
+    # As on the Hub, where the card says it.
+    info = DatasetInfo(features=features_of([tmp_path / "out" / "rows-00000.jsonl"]))._to_yaml_dict()
+    files = [{"split": "train", "path": "rows-*.jsonl"}]
+    configs = [{"config_name": "default", "data_files": files}]
+    metadata = DatasetCardData(configs=configs, dataset_info=info)
+    (tmp_path / "out" / "README.md").write_text(f"---\n{metadata.to_yaml()}\n---\n")
+    pushed = load_dataset(str(tmp_path / "out"), split="train", streaming=streaming, chunksize=100)
+    assert without_nulls(list(pushed)[3])["messages"] == later
+
+
 def test_texts_are_continued_and_pushed(tmp_path, tokenizer, run_recipe, monkeypatch):
     make_target("llama").save_pretrained(tmp_path / "target")
     tokenizer = copy.copy(tokenizer)
@@ -187,6 +222,13 @@ def test_texts_are_continued_and_pushed(tmp_path, tokenizer, run_recipe, monkeyp
         hub.repos["datasets/me/own"]["main"].append({**files, "README.md": b"mine"})
         result = run_recipe("regenerate.py", *command, "--push_to_hub", "me/own")
         assert result.returncode == 0 and hub.repos["datasets/me/own"]["main"][-1]["README.md"] == b"mine"
+        # But where it lists the columns, it lists new ones, too.
+        hub.repos["datasets/me/own"]["main"].append(files)
+        with (tmp_path / "out" / "rows-00000.jsonl").open("a") as file:
+            file.write('{"row": 99, "new": 1}\n')
+        push_dataset(tmp_path / "out", "me/own")
+        card = DatasetCard(hub.repos["datasets/me/own"]["main"][-1]["README.md"].decode())
+        assert "new" in [column["name"] for column in card.data.dataset_info["features"]]
         # Rows of something else are neither overwritten nor mixed with these.
         commits = hub.repos["datasets/me/own"]["main"]
         commits.append({**files, "rows-00001.jsonl": b"{}"})

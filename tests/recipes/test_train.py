@@ -337,6 +337,8 @@ def test_help(run_recipe):
     assert all(titles.index(title) < titles.index("inherited from trl's SFTConfig") for title in ours)
     offered = run_recipe("regenerate.py", "--help").stdout
     assert "--base_url" in offered and "--lora_r" not in offered and "--features_dir" not in offered
+    assert "answer faster" in " ".join(offered.split())
+    assert "Folder to write the features to" in " ".join(run_recipe("extract_features.py", "--help").stdout.split())
 
 
 def test_what_fails_before_the_work(files, tmp_path, run_recipe):

@@ -538,6 +538,9 @@ def test_models_that_fsdp_would_not_save(tmp_path, tokenizer, monkeypatch):
             make_trainer(tmp_path, tokenizer)
     with pytest.raises(ValueError, match="FSDP and DeepSpeed keep in parts"):
         make_trainer(tmp_path, tokenizer, sampled_vocab_size=4)
+    plugin.activation_checkpointing = True
+    with pytest.raises(ValueError, match="`fsdp_activation_checkpointing: true` is not supported"):
+        make_trainer(tmp_path, tokenizer)
 
 
 def test_a_process_with_several_gpus(tmp_path, tokenizer, caplog):
@@ -818,11 +821,11 @@ def test_smaller_batches_begin_anew(tmp_path, tokenizer):
     """`auto_find_batch_size` after a batch that memory had no room for: what is logged and recorded is of those that it has."""
 
     def train(**arguments):
-        settings = {"ttt_warmup": 0, "max_steps": 2, "logging_steps": 1, "draft_vocab_size": 20}
-        return make_trainer(tmp_path, tokenizer, **settings, **arguments)
+        settings = {"ttt_warmup": 0, "max_steps": 2, "logging_steps": 1, "draft_vocab_size": 20, **arguments}
+        return make_trainer(tmp_path, tokenizer, **settings)
 
     trainer, reference = (
-        train(auto_find_batch_size=True, per_device_train_batch_size=8),
+        train(auto_find_batch_size=True, per_device_train_batch_size=8, save_strategy="steps", save_steps=2),
         train(per_device_train_batch_size=7),
     )
     compute_loss, sizes = trainer.compute_loss, []
@@ -840,6 +843,29 @@ def test_smaller_batches_begin_anew(tmp_path, tokenizer):
     assert sizes == [8, 7, 7] and training_record(trainer)["sequences_per_step"] == 7
     first, expected = (each.state.log_history[0] for each in (trainer, reference))
     assert {name: first[name] for name in expected if "runtime" not in name} == pytest.approx(expected)
+    longer = train(auto_find_batch_size=True, per_device_train_batch_size=8, max_steps=3)
+    longer.train(resume_from_checkpoint=True)
+    assert longer.state.global_step == 3 and training_record(longer)["sequences_per_step"] == 7
+
+
+@pytest.mark.parametrize("process, num_new", [(0, 4), (1, 1), (2, 0)])
+def test_rows_that_processes_repeat_do_not_count(tmp_path, tokenizer, monkeypatch, process, num_new):
+    """The last batches of three processes are filled up with rows of the first."""
+    trainer = make_trainer(tmp_path, tokenizer, per_device_eval_batch_size=4)
+    batch = trainer.data_collator([trainer.train_dataset[row] for row in range(4)])
+    expected = {name: value[:num_new] for name, value in batch.items()}
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 3)
+    monkeypatch.setattr(type(trainer.accelerator), "process_index", process)
+    trainer.accelerator.gradient_state = SimpleNamespace(end_of_dataloader=True, remainder=5)
+    trainer.model.eval()
+    loss, _, _ = trainer.prediction_step(trainer.model, batch, True)
+    counts = trainer.metrics.counts.pop("eval")
+    if num_new:
+        trainer.accelerator.gradient_state = SimpleNamespace(end_of_dataloader=False, remainder=5)
+        assert torch.isclose(trainer.prediction_step(trainer.model, expected, True)[0], loss)
+        assert torch.equal(trainer.metrics.counts.pop("eval")[0], counts[0])
+    else:
+        assert loss == 0 and counts[0].sum() == 0
 
 
 def test_predicting_is_evaluating(tmp_path, tokenizer):

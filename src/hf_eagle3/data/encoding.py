@@ -13,6 +13,7 @@ from trl.data_utils import get_dataset_column_names
 
 from ..tokenizer import PromptEncoder, has_markers
 from .images import Expansion, ImageReader
+from .prompts import documents_of_row
 from .rows import IMAGES, Row, RowError, read_images, read_row, summary
 
 
@@ -378,9 +379,40 @@ def encode_or_explain(row: dict[str, Any], encoder: RowEncoder, columns: list[st
     try:
         encoded = encoder(row)
         encoded = {column: value for column, value in encoded.items() if column in columns}
+        if "seq_lengths" in columns:  # of other rows
+            encoded.setdefault("seq_lengths", [len(encoded["input_ids"])])
         return empty | encoded | {"teaches": any(label != -100 for label in encoded["labels"])}
     except RowError as error:
         return empty | {"problem": str(error)}
+
+
+def split_documents(dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
+    """
+    Returns encoded rows of one document each, for batches that cannot keep packed ones apart, or to pack them anew. Drops
+    documents with nothing to learn.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): The encoded data, with `seq_lengths`.
+        name (`str`): `"train"` or `"eval"`, for messages.
+    """
+    kwargs = {"batched": True, "remove_columns": get_dataset_column_names(dataset)}
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(documents_of_rows, **kwargs)
+    state = PartialState()
+    with state.main_process_first(), state.local_main_process_first():  # the other processes read their cache
+        documents = dataset.map(documents_of_rows, **kwargs, desc=f"Splitting {name} dataset")
+    logger.info(
+        f"{len(dataset)} packed rows of the {name} data have {len(documents)} documents, which are taken apart."
+    )
+    return documents
+
+
+def documents_of_rows(rows: dict[str, list]) -> dict[str, list]:
+    """Returns the documents that are packed in a batch of encoded rows, without those that have nothing to learn."""
+    packed = (dict(zip(rows, values)) for values in zip(*rows.values()))
+    documents = [document for row in packed for document in documents_of_row(row)]
+    taught = [document for document in documents if any(label != -100 for label in document["labels"])]
+    return {column: [document[column] for document in taught] for column in ("input_ids", "labels")}
 
 
 class EncodedStream:

@@ -17,7 +17,7 @@ def documents_of_row(row: dict[str, list[int]]) -> list[dict[str, list[int]]]:
         `list[dict[str, list[int]]]`: `input_ids` and `labels` of each. Without labels every token is learned.
     """
     documents, start = [], 0
-    for length in row.get("seq_lengths", [len(row["input_ids"])]):
+    for length in row.get("seq_lengths") or [len(row["input_ids"])]:
         tokens = slice(start, start + length)
         labels = row.get("labels", row["input_ids"])[tokens]
         documents.append({"input_ids": row["input_ids"][tokens], "labels": labels})

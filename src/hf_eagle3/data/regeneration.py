@@ -9,12 +9,13 @@ import json
 import logging
 import random
 from collections.abc import Callable, Container, Iterable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import pyarrow as pa
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetInfo, Features, IterableDataset
 from huggingface_hub import CommitInfo, CommitOperationAdd, DatasetCard, DatasetCardData, HfApi
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,6 +31,11 @@ from .prompts import num_positions
 from .rows import IMAGES, RowError, UnreachableError, read_prompt, summary
 
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 logger = logging.getLogger(__name__)
 
 ROLES = {"system", "developer", "user", "assistant"}
@@ -38,7 +44,7 @@ BATCHES_SORTED = 8
 NUM_NAMED = 3  # rows to name at once when they are left out
 
 # Hidden, so that `load_dataset` does not read them as data.
-SETTINGS, LEFT_OUT = ".settings.json", ".left_out-*.jsonl"
+SETTINGS, LEFT_OUT, LOCK = ".settings.json", ".left_out-*.jsonl", ".lock-*"
 CARD = """---
 {metadata}
 ---
@@ -75,15 +81,16 @@ class Output:
             Whether to leave out rows with an answer that was cut for its length.
 
     Raises:
-        ValueError: if the folder was made with other settings, or holds something else.
+        ValueError: if the folder was made with other settings, or holds something else, or another run writes there.
     """
 
     def __init__(self, folder: str | Path, settings: dict, process_index: int = 0, drops_cut_answers: bool = False):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         kept = folder / SETTINGS
-        if not kept.exists() and any(folder.iterdir()):
+        if not kept.exists() and any(not part.match(LOCK) for part in folder.iterdir()):
             raise ValueError(f"{folder} is not empty, and was not begun by this script. Choose another folder.")
+        self.lock = locked(folder / LOCK.replace("*", f"{process_index:05d}"))  # until this process ends
         known = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
         if known != settings:
             if any(part.stat().st_size for part in folder.glob("rows-*.jsonl")):
@@ -146,9 +153,45 @@ class Output:
         return " ".join(parts)
 
 
+def locked(path: Path) -> IO:
+    """
+    Returns an open file that no other process can lock until it is closed.
+
+    Raises:
+        ValueError: if another process has locked it.
+    """
+    file = path.open("a")
+    try:
+        if fcntl is not None:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        raise ValueError(
+            f"Another run writes to {path.parent}, and both would answer the same rows. Wait until it has ended, or choose "
+            "another folder."
+        ) from None
+    except OSError as error:
+        logger.debug(f"{path} is in a file system without locks: {error}")
+    return file
+
+
 def rows_in(paths: Iterable[Path]) -> Iterator[dict]:
     """Yields the rows of JSON Lines files."""
     return (json.loads(line) for path in paths for line in complete_lines(path))
+
+
+def features_of(paths: Iterable[Path]) -> Features | None:
+    """
+    Returns the columns, and the keys of messages, of all rows. `load_dataset` takes them from the first 10 MB of a file, and
+    fails at the first tool call after that. `None` if one column has values of several types.
+    """
+    rows, schemas = rows_in(paths), []
+    try:
+        while batch := list(islice(rows, 1000)):
+            schemas.append(pa.schema(pa.array(batch).type))
+        return Features.from_arrow_schema(pa.unify_schemas(schemas, promote_options="permissive"))
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        return None
 
 
 def complete_lines(path: Path) -> Iterator[str]:
@@ -166,7 +209,8 @@ def drop_unfinished_line(path: Path) -> None:
 
 def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) -> CommitInfo:
     """
-    Pushes the rows of an [`Output`] to a data set on the Hub, in one commit, with a card. An existing card stays.
+    Pushes the rows of an [`Output`] to a data set on the Hub, in one commit, with a card. An existing card stays, but learns of
+    new columns.
 
     Args:
         folder (`str` or `Path`): The folder of the [`Output`].
@@ -196,12 +240,20 @@ def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) 
             f"{repo_id} has {others[0]}, which does not come from {folder}. Push to another data set, or delete it."
         )
     operations.append(CommitOperationAdd(SETTINGS, json.dumps(settings, indent=2).encode()))
-    if "README.md" not in there:
+    features = features_of(files)
+    info = None if features is None else DatasetInfo(features=features)._to_yaml_dict()
+    if "README.md" in there:
+        card = DatasetCard.load(api.hf_hub_download(repo_id, "README.md", repo_type="dataset"))
+        if card.data.get("dataset_info") not in (None, info):  # rows may have new columns
+            card.data.dataset_info = info
+            operations.append(CommitOperationAdd("README.md", str(card).encode()))
+    else:
         source = settings["dataset"] or ", ".join(str(each["path"]) for each in settings["mixture"])
         metadata = DatasetCardData(
             task_categories=["text-generation"],
             tags=["eagle3", "speculative-decoding"],
             configs=[{"config_name": "default", "data_files": [{"split": "train", "path": "rows-*.jsonl"}]}],
+            dataset_info=info,
         )
         facts = {"title": repo_id.split("/")[-1], "repo_id": repo_id, "model": settings["model"], "dataset": source}
         num_rows = sum(1 for path in files for _ in complete_lines(path))

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 RETRIED_STATUS = {408, 409, 425, 429}
 # These may be caused by the row, for example by a prompt that is too long.
 ROW_STATUS = {400, 413, 422}
-# If so many requests in a row are refused with one status, the rows are not the cause.
+# If so many requests in a row are refused with one status, or get no answer, the rows are not the cause.
 NUM_REFUSED = 10
 # Finish reasons of answers that the server did not complete.
 GIVEN_UP = {"abort", "error"}
@@ -62,9 +62,11 @@ async def regenerate_by_server(
 
     Raises:
         ConnectionRefusedError: if the server refuses all of the first requests with one status.
+        ConnectionError: if so many rows in a row get no answer that the server must be down. What is written stays.
         ValueError: if a prompt is a text. Servers answer messages.
     """
-    client = ServerClient(base_url, model, iter(pending), output, max_retries, first_wait, sampling)
+    most_failed = max(NUM_REFUSED, concurrency)
+    client = ServerClient(base_url, model, iter(pending), output, max_retries, first_wait, sampling, most_failed)
     async with aiohttp.ClientSession(
         headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
         timeout=aiohttp.ClientTimeout(total=timeout),
@@ -87,7 +89,9 @@ class ServerClient:
     max_retries: int
     first_wait: float
     sampling: dict[str, Any]
+    most_failed: int
     num_failed: int = 0
+    num_unanswered: int = 0  # rows that failed since the last answer
     # Rows that were refused since the last answer. The next answer shows that the rows are the cause.
     refused: list[tuple[int, aiohttp.ClientResponseError]] = field(default_factory=list)
     has_answered: bool = False
@@ -114,6 +118,7 @@ class ServerClient:
                     self.refused.append((conversation.row, error))
                 else:
                     self.fail(conversation.row, f"{type(error).__name__}: {error}")
+                    self.check_unanswered(conversation.row, error)
             self.check_refused()
 
     async def answer(self, session: aiohttp.ClientSession, conversation: Conversation) -> None:
@@ -121,7 +126,7 @@ class ServerClient:
         is_finished = False
         while not is_finished:
             choice = await self.request(session, conversation)
-            self.has_answered = True
+            self.has_answered, self.num_unanswered = True, 0
             self.settle_refused()
             reason = choice["finish_reason"]
             if reason == "content_filter":
@@ -165,6 +170,17 @@ class ServerClient:
         """Counts a row as failed. Another run tries it again."""
         logger.warning(f"Row {row} failed: {reason}")
         self.num_failed += 1
+
+    def check_unanswered(self, row: int, error: Exception) -> None:
+        """Counts a row without an answer. Stops the run after too many in a row."""
+        self.num_unanswered += 1
+        if self.num_unanswered < self.most_failed:
+            return
+        what = f"{self.base_url} stopped answering" if self.has_answered else f"No server answers at {self.base_url}"
+        raise ConnectionError(
+            f"{what}: {self.num_unanswered} rows in a row failed. Row {row}: {type(error).__name__}: {error}. Check the address "
+            "(`--base_url`) and the server's log. Finished rows are kept: the same command goes on."
+        )
 
     def settle_refused(self) -> None:
         """Leaves out the refused rows, if a request was answered. Else another run tries them again."""

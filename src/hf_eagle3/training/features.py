@@ -20,10 +20,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, masking_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..data.images import IMAGE_INPUT
+from ..environment import public_name
 from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
 from ..remote_code.loading_eagle3 import fingerprint
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
 from ..remote_code.target_eagle3 import is_sharded
+from .arguments import Eagle3TrainingArguments
 from .losses import log_sum_exp
 from .models import without_adapter
 from .ttt import documents_of
@@ -242,13 +244,24 @@ def describe(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, aux_la
     }
 
 
+def fixed_arguments(args: Eagle3TrainingArguments) -> dict:
+    """Returns the arguments that say what the rows of a store hold, and which of their tokens are learned."""
+    return {
+        "assistant_only_loss": args.assistant_only_loss,
+        "completion_only_loss": args.completion_only_loss is not False,
+        "chat_template_path": public_name(args.chat_template_path),
+        "truncation_mode": args.truncation_mode,
+    }
+
+
 class FeatureStore:
     """
     A folder of tokenized rows and the target's states on them. [`Eagle3Trainer.extract_features`] writes it, and
     [`Eagle3Trainer`] takes it as a data set. States are read memory-mapped.
 
     - `rows/`: the prepared data set (`input_ids`, `labels`, and `seq_lengths` if packed), without its images.
-    - `index.json`: the target, tokenizer and layers of the features, and how they are stored.
+    - `index.json`: the target, tokenizer and layers of the features, the arguments that the rows were prepared with, and how
+      the features are stored.
     - `features-00000.safetensors`, ...: the states of `rows_per_shard` rows each, `T` tokens together.
       `states` `(T, n_aux + 1, H)` has the rows one after the other; the last of the `n_aux + 1` is the input of
       the target's head. `offsets` `(rows + 1,)` has the ends of rows. With fp8 there are `scales` `(T, n_aux + 1)`.
@@ -307,12 +320,14 @@ class FeatureStore:
             states = states.float() * file.get_slice("scales")[tokens][..., None]
         return states
 
-    def check(self, description: dict) -> None:
+    def check(self, description: dict, arguments: dict | None = None) -> None:
         """
-        Checks whether the features belong to a target, a tokenizer and layers.
+        Checks whether the features belong to a target, a tokenizer and layers, and to these arguments.
 
         Args:
             description (`dict`): The target, tokenizer and layers, as `hf_eagle3.training.features.describe` returns them.
+            arguments (`dict`, *optional*):
+                The output of `hf_eagle3.training.features.fixed_arguments`. Stores that were written without them pass.
 
         Raises:
             ValueError: if they belong to others.
@@ -324,6 +339,13 @@ class FeatureStore:
                 raise ValueError(
                     f"The features in {self.folder} were extracted from {self.index['description']['target'] or 'a target'} with "
                     f"another {name}{shown}. Extract them again for this target and tokenizer, into another folder."
+                )
+        for name, value in (arguments or {}).items():
+            stored = self.index.get("arguments", {}).get(name, value)
+            if stored != value:
+                raise ValueError(
+                    f"The features in {self.folder} were extracted with `{name}={stored!r}`, and this training has "
+                    f"`{name}={value!r}`. Pass the same arguments, or extract the features again, into another folder."
                 )
 
 
@@ -361,7 +383,9 @@ def stacked(aux: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     return torch.cat([aux, last], dim=-1).unflatten(-1, (-1, last.shape[-1]))
 
 
-def start_store(folder: str | Path, rows: Dataset, description: dict, rows_per_shard: int, dtype: torch.dtype) -> None:
+def start_store(
+    folder: str | Path, rows: Dataset, description: dict, rows_per_shard: int, dtype: torch.dtype, arguments: dict
+) -> None:
     """
     Writes rows and index of a [`FeatureStore`], or checks that they are there already.
 
@@ -371,6 +395,7 @@ def start_store(folder: str | Path, rows: Dataset, description: dict, rows_per_s
         description (`dict`): The output of [`describe`].
         rows_per_shard (`int`): Rows per file.
         dtype (`torch.dtype`): The dtype of stored states.
+        arguments (`dict`): The output of [`fixed_arguments`].
 
     Raises:
         ValueError: if the folder holds something else.
@@ -381,6 +406,7 @@ def start_store(folder: str | Path, rows: Dataset, description: dict, rows_per_s
     index = {
         "version": FORMAT_VERSION,
         "description": description,
+        "arguments": arguments,
         "num_rows": len(rows),
         "num_tokens": sum(map(len, rows["input_ids"])),
         "rows_per_shard": rows_per_shard,
@@ -390,6 +416,7 @@ def start_store(folder: str | Path, rows: Dataset, description: dict, rows_per_s
     if (folder / "index.json").exists():
         known = json.loads((folder / "index.json").read_text(encoding="utf-8"))
         ours, theirs = (each.with_format("arrow")[:] for each in (rows, load_from_disk(str(folder / "rows"))))
+        known.setdefault("arguments", arguments)  # of a run that did not write them
         if known != index or ours.column_names != theirs.column_names or not ours.equals(theirs):
             raise ValueError(
                 f"{folder} holds features of other rows or another target, or stored in another way. Choose another folder, or "

@@ -105,12 +105,14 @@ def encode(
     is_chat = kind in ("messages", "conversations") or (
         kind == "prompt" and not isinstance(next(iter(texts))["prompt"], str)
     )
+    # Not by the attention mask, which leaves out only padding.
+    says_what_to_learn = bool(({"labels", *MASKS} - {"attention_mask"}) & set(next(iter(texts))))
     if is_chat:
         check_chat_template(tokenizer)
-    elif assistant_only_loss and name == "train" and not {"labels", *MASKS} & set(next(iter(texts))):
+    elif assistant_only_loss and not (kind == "input_ids" and says_what_to_learn):
         raise ValueError(
             f"`assistant_only_loss=True` needs conversations, but the {name} data has {kind!r}. Leave it out, or pass "
-            "`messages`."
+            "`messages`, or `input_ids` with `labels` or a mask of the assistant's tokens."
         )
     if not is_chat and kind != "input_ids" and tokenizer.eos_token is None:
         logger.warning("The tokenizer has no EOS token: texts are learned without an end. Name one with `eos_token`.")

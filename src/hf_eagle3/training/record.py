@@ -113,6 +113,8 @@ def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
     if not record:
         return
     names = ("rows", "sequences_per_step")
+    if args.auto_find_batch_size and state.train_batch_size is not None:  # `Trainer` restores it, but later
+        now["sequences_per_step"] = state.train_batch_size * args.gradient_accumulation_steps * args.world_size
     facts = {name: now[name] for name in names if record.get(name) is not None}
     fixed = (*args.FIXED_ON_RESUME, *FIXED_IN_SCRIPTS)
     then, now = ({name: each[name] for name in fixed if name in each} for each in (then, now["arguments"]))

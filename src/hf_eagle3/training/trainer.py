@@ -15,6 +15,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
+from trl.data_utils import get_dataset_column_names
 
 from ..data import (
     ImageCollator,
@@ -27,6 +28,7 @@ from ..data import (
     shows_images,
 )
 from ..data.checks import row_lengths
+from ..data.encoding import split_documents
 from ..hub import repo_name
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.modeling_eagle3 import DraftModel
@@ -35,7 +37,7 @@ from .arguments import Eagle3TrainingArguments
 from .checkpoint import last_whole_checkpoint, what_is_broken
 from .console import show_few
 from .evaluation import decoding_metrics, kept_precision
-from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, start_store
+from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, fixed_arguments, start_store
 from .metrics import TTTMetrics
 from .models import draft_to_train, load_target
 from .optimizer import muon_with_adamw
@@ -219,6 +221,11 @@ class Eagle3Trainer(DraftSavingTrainer):
                 "`Trainer` cannot save a model that FSDP keeps in parts. Set `fsdp_state_dict_type: FULL_STATE_DICT` in "
                 "accelerate's configuration, as in recipes/accelerate_configs/fsdp2.yaml."
             )
+        if self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.activation_checkpointing:
+            raise ValueError(
+                "`fsdp_activation_checkpointing: true` is not supported: training-time test keeps the keys of every step, and a "
+                "recomputed forward would add them again. Leave it out of accelerate's configuration."
+            )
         if self.args.sampled_vocab_size is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError(
                 "`sampled_vocab_size` takes rows of the draft's head, which FSDP and DeepSpeed keep in parts. Leave it out, or "
@@ -235,7 +242,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         self.aux_layer_ids = draft.resolve_aux_layer_ids(self.target_model)
         self.target_states = TargetStates(self.target_model, self.aux_layer_ids)
         if store is not None:
-            store.check(describe(self.target_model, self.processing_class, self.aux_layer_ids))
+            description = describe(self.target_model, self.processing_class, self.aux_layer_ids)
+            store.check(description, fixed_arguments(self.args))
             self.data_collator = FeatureCollator(self.data_collator, store)
         if isinstance(self.images, ImageReader):
             self.data_collator = ImageCollator(self.data_collator, self.images)
@@ -294,6 +302,9 @@ class Eagle3Trainer(DraftSavingTrainer):
             return dataset  # prepared when its features were extracted
         if dataset is not self._encoded:
             dataset = self._encode(dataset, processing_class, args, formatting_func, dataset_name)
+        # Only batches without padding keep packed documents apart, and `SFTTrainer` would pack rows as if each were one.
+        if (packing or not self.padding_free) and "seq_lengths" in get_dataset_column_names(dataset):
+            dataset = split_documents(dataset, dataset_name)
         if "max_length" in self._hidden:
             args = copy.copy(args)
             args.max_length = self._hidden["max_length"]
@@ -423,7 +434,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or self.target_model.dtype
         description = describe(self.target_model, self.processing_class, self.aux_layer_ids)
         if self.accelerator.is_main_process:
-            start_store(folder, self.train_dataset, description, rows_per_shard, dtype)
+            arguments = fixed_arguments(self.args)
+            start_store(folder, self.train_dataset, description, rows_per_shard, dtype, arguments)
         self.accelerator.wait_for_everyone()
         extract(
             folder,
@@ -497,11 +509,23 @@ class Eagle3Trainer(DraftSavingTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor, None, None]:
-        inputs = self._prepare_inputs(inputs)
+        inputs = self._without_repeated_rows(self._prepare_inputs(inputs))
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
         assert isinstance(loss, torch.Tensor)  # without outputs
         return loss.detach(), None, None
+
+    def _without_repeated_rows(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """
+        Masks the labels of rows that accelerate repeats, so that all processes have as many. `Trainer` drops their losses, but
+        our counts have no rows. Without padding a batch is one row, which counts if any of it is new.
+        """
+        state, process = self.accelerator.gradient_state, self.accelerator.process_index
+        if self.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
+            return inputs
+        num_new = max(state.remainder - process * self.args.eval_batch_size, 0)
+        is_new = torch.arange(len(inputs["labels"]), device=inputs["labels"].device) < num_new
+        return {**inputs, "labels": inputs["labels"].where(is_new[:, None], -100)}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics of training-time test to a log of the loss."""
