@@ -73,6 +73,7 @@ def parse_setting(text: str) -> dict:
 def arguments(folder: str, args, **settings) -> Eagle3TrainingArguments:
     return Eagle3TrainingArguments(
         folder,
+        assistant_only_loss=True,  # features know it; `learned` may change the labels
         bf16=args.bf16,
         use_cpu=not torch.cuda.is_available(),
         report_to="none",
@@ -86,7 +87,7 @@ def arguments(folder: str, args, **settings) -> Eagle3TrainingArguments:
 def features(target, tokenizer, conversations: Dataset, folder: str, args) -> FeatureStore:
     """The target's states on packed rows, of which `answer_labels` and `labels` say what may be learned."""
     with tempfile.TemporaryDirectory() as run:
-        settings = arguments(run, args, packing=True, max_length=args.max_length, assistant_only_loss=True)
+        settings = arguments(run, args, packing=True, max_length=args.max_length)
         trainer = Eagle3Trainer(
             None, target, settings, train_dataset=conversations.select_columns("messages"), processing_class=tokenizer
         )
@@ -141,7 +142,7 @@ class HeldOut:
 
     def __init__(self, target, tokenizer, conversations: Dataset, args):
         with tempfile.TemporaryDirectory() as run:
-            settings = arguments(run, args, max_length=2 * args.max_length, assistant_only_loss=True)
+            settings = arguments(run, args, max_length=2 * args.max_length)
             self.trainer = Eagle3Trainer(
                 None,
                 target,
