@@ -162,7 +162,9 @@ def test_training_and_evaluation(tmp_path, family):
     )
     trainer.train()
     assert trainer.state.log_history[0]["loss"] > 0
-    assert trainer.evaluate()["eval_acceptance_length"] >= 1
+    first, again = trainer.evaluate(), trainer.evaluate(trainer.eval_dataset)  # which has been prepared
+    assert first["eval_acceptance_length"] >= 1
+    assert again["eval_loss"] == pytest.approx(first["eval_loss"])
 
 
 def labels_of(trainer, row):

@@ -110,7 +110,7 @@ def test_evaluation_decodes(tmp_path, tokenizer, packing):
     target = make_target("llama")
     arguments = {"assistant_only_loss": True, "max_length": 512, "draft_vocab_size": 30}
     trainer = make_trainer(
-        tmp_path, tokenizer, target=target, dataset=CHATS, eval_dataset=CHATS, eval_packing=packing, **arguments
+        tmp_path, tokenizer, target=target, dataset=CHATS, eval_dataset=CHATS, packing=packing, **arguments
     )
     draft = trainer.draft
     draft.generation_config.tree_policy = "auto"
@@ -218,6 +218,11 @@ def test_a_share_of_the_rows(tmp_path, tokenizer):
     for wrong in (0.0, 1.5):
         with pytest.raises(ValueError, match=r"`ttt_row_share` must be in \(0, 1\]"):
             make_trainer(tmp_path, tokenizer, ttt_row_share=wrong)
+
+
+def test_packed_rows_of_padded_batches(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match="`eval_packing=True` needs `packing=True`"):
+        make_trainer(tmp_path, tokenizer, eval_packing=True)
 
 
 def test_where_a_vocabulary_is_not_sampled(tmp_path, tokenizer):

@@ -248,6 +248,10 @@ class Eagle3TrainingArguments(SFTConfig):
                 check_integers(self, **{name: least})
         check_shares(self, "ttt_warmup")
         check_shares(self, "ttt_step_decay", "ttt_row_share", above_zero=True)
+        if self.eval_packing and not (self.packing or self.padding_free):
+            raise ValueError(
+                "`eval_packing=True` needs `packing=True`: other batches are padded, and documents in a row would read each other."
+            )
         if self.draft_form not in FORMS:
             raise ValueError(f"`draft_form` must be one of {list(FORMS)}, got {self.draft_form!r}.")
         if self.loss_type not in LOSS_TYPES:

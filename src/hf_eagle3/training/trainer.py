@@ -301,6 +301,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         if isinstance(dataset, Dataset) and "feature_row" in dataset.column_names:
             return dataset  # prepared when its features were extracted
         if dataset is not self._encoded:
+            if isinstance(dataset, Dataset) and "image_data" in dataset.column_names:
+                return dataset  # prepared before, as `eval_dataset` is
             dataset = self._encode(dataset, processing_class, args, formatting_func, dataset_name)
         # Only batches without padding keep packed documents apart, and `SFTTrainer` would pack rows as if each were one.
         if (packing or not self.padding_free) and "seq_lengths" in get_dataset_column_names(dataset):
