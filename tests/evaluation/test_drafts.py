@@ -90,13 +90,20 @@ def test_saved_code_is_told_apart_by_its_digest(pairing, tmp_path):
     assert digests[0] != digests[1] == digests[2]
 
 
+def test_saved_code_beside_a_subfolder_of_weights(pairing, tmp_path):
+    """Arguments of the Hub are for the configuration, too."""
+    (tmp_path / "repo" / "weights").mkdir(parents=True)
+    for path in (pairing / "my-draft").iterdir():
+        if path.suffix in (".py", ".json", ".safetensors"):
+            shutil.copy(path, tmp_path / "repo" / ("" if path.suffix == ".py" else "weights"))
+    assert code_of(load_draft(str(tmp_path / "repo"), "saved", subfolder="weights")).startswith("saved with the draft")
+
+
 def test_drafts_without_code(pairing, tmp_path):
     export(Eagle3ForSpeculation.from_pretrained(pairing / "my-draft"), tmp_path / "sglang", "sglang")
     assert code_of(load_draft(str(tmp_path / "sglang"))) == INSTALLED
     with pytest.raises(ValueError, match="No code was saved with .*sglang"):
         load_draft(str(tmp_path / "sglang"), "saved")
-    with pytest.raises(ValueError, match="No code was saved with"):
-        load_draft(str(tmp_path), "saved", subfolder="sglang")
     with pytest.raises(ValueError, match="No code was saved with .*target"):
         load_draft(str(pairing / "target"), "saved")
 

@@ -363,11 +363,11 @@ def layer_ids_of(config: dict, flags: dict) -> tuple[list[int] | None, bool]:
             raise ValueError(f"`{name}` is {each!r}, but must be a list of layer numbers.")
     if outputs:
         inputs = [layer_id + 1 for layer_id in outputs]
-        if (ids and ids not in (outputs, inputs)) or (exact and exact != inputs):
-            raise ValueError(
-                f"`{OUTPUT_IDS}` is {outputs}, but `{key if ids else EXACT_IDS}` is {ids or exact}. They name other states; "
-                "remove the wrong one."
-            )
+        for name, each, fitting in ((key, ids, (outputs, inputs)), (EXACT_IDS, exact, (inputs,))):
+            if each and each not in fitting:
+                raise ValueError(
+                    f"`{OUTPUT_IDS}` is {outputs}, but `{name}` is {each}. They name other states; remove the wrong one."
+                )
         ids, exact = ids or outputs, inputs
     if ids and num_states is not None and len(ids) != num_states:
         raise ValueError(f"`num_aux_hidden_states` is {num_states}, but there are {len(ids)} layer ids.")
