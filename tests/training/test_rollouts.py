@@ -103,7 +103,7 @@ def test_a_draft_that_follows_learns(tmp_path, tokenizer):
 def test_a_block_draft_learns_by_the_loss_of_its_evaluation(tmp_path, tokenizer):
     """It draws some of the rows, whose weighted loss stands for all of them."""
     target = make_trainer(tmp_path, tokenizer).model
-    learner = DraftLearner(target, make_block_draft("dflash", target), 0.0, 5, 0.8, "kl")
+    learner = DraftLearner(target, make_block_draft("dflash", target), 0.0, 5, 0.8)
     prompt = make_prompt(200)
     for _ in range(8):
         with learner.listening():
@@ -115,7 +115,7 @@ def test_a_block_draft_learns_by_the_loss_of_its_evaluation(tmp_path, tokenizer)
     assert sum(learner.losses) / 8 == pytest.approx(expected, rel=0.2)
     windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "use_sliding_window": True}
     with pytest.raises(ValueError, match="Only drafts with full attention can be trained"):
-        DraftLearner(target, make_block_draft("dflash", target, **windows), 1e-3, 5, 0.8, "kl")
+        DraftLearner(target, make_block_draft("dflash", target, **windows), 1e-3, 5, 0.8)
 
 
 def test_a_draft_in_half_precision_learns_small_steps(tmp_path, tokenizer):

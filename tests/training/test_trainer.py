@@ -152,24 +152,18 @@ def test_what_evaluation_decodes_from():
     }
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [{"loss_type": "lk_lambda"}, {"sampled_vocab_size": 4}],
-    ids=str,
-)
-def test_losses(tmp_path, tokenizer, monkeypatch, loss):
+def test_a_sampled_softmax(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(ttt, "LEAST_PROBABILITY", 0.5)  # few of so small a vocabulary
-    settings = {"ttt_warmup": 0, "max_steps": 30, "learning_rate": 2e-2, "num_eval_prompts": 0, **loss}
-    trainer = make_trainer(tmp_path, tokenizer, eval_dataset=TEXTS.select(range(4)), **settings)
-    assert trainer.args.loss_type == loss.get("loss_type", "kl")
+    settings = {"ttt_warmup": 0, "max_steps": 30, "learning_rate": 2e-2, "num_eval_prompts": 0}
+    trainer = make_trainer(tmp_path, tokenizer, eval_dataset=TEXTS.select(range(4)), sampled_vocab_size=4, **settings)
     sizes, of = [], ttt.SampledVocabulary.of
     monkeypatch.setattr(
         ttt.SampledVocabulary, "of", lambda *args: [sampled := of(*args), sizes.append(len(sampled.tokens))][0]
     )
     trainer.train()
-    assert (len(sizes) == 30 and 4 <= max(sizes) < trainer.draft.config.draft_vocab_size) or "loss_type" in loss
+    assert len(sizes) == 30 and 4 <= max(sizes) < trainer.draft.config.draft_vocab_size
     trainer.evaluate()  # by the whole vocabulary
-    assert len(sizes) in (0, 30)
+    assert len(sizes) == 30
     history = [entry for entry in trainer.state.log_history if "acceptance_rate_0" in entry]
     first, last = (
         {name: statistics.mean(entry[name] for entry in entries) for name in ("loss", "acceptance_rate_0")}
@@ -226,8 +220,6 @@ def test_packed_rows_of_padded_batches(tmp_path, tokenizer):
 
 
 def test_where_a_vocabulary_is_not_sampled(tmp_path, tokenizer):
-    with pytest.raises(ValueError, match="`sampled_vocab_size` is for the loss 'kl', not 'lk_lambda'"):
-        make_trainer(tmp_path, tokenizer, loss_type="lk_lambda", sampled_vocab_size=4)
     with pytest.raises(ValueError, match="`sampled_vocab_size` must be an integer of at least 1, got 0"):
         make_trainer(tmp_path, tokenizer, sampled_vocab_size=0)
 
@@ -596,15 +588,18 @@ def test_wrong_arguments(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="`optim` has no effect"):
         make_trainer(tmp_path, tokenizer, optim="adafactor")
     make_trainer(tmp_path, tokenizer, optim="adafactor", use_muon=False)
-    for name, value in (("label_smoothing_factor", 0.1), ("neftune_noise_alpha", 5.0), ("optim_args", "a=1")):
+    for name, value in (
+        ("label_smoothing_factor", 0.1),
+        ("loss_type", "dft"),
+        ("neftune_noise_alpha", 5.0),
+        ("optim_args", "a=1"),
+    ):
         with pytest.raises(ValueError, match=f"`{name}` has no effect"):
             make_trainer(tmp_path, tokenizer, **{name: value})
     with pytest.raises(ValueError, match="torch_compile"):
         make_trainer(tmp_path, tokenizer, model=torch.compile(draft), target=target)
     with pytest.raises(ValueError, match="gradient_checkpointing"):
         make_trainer(tmp_path, tokenizer, gradient_checkpointing=True)
-    with pytest.raises(ValueError, match="'nll'"):
-        make_trainer(tmp_path, tokenizer, loss_type="nll")
     for name, value in (
         ("ttt_steps", 0),
         ("ttt_steps", 2.5),
@@ -753,7 +748,7 @@ def test_the_tokenizer_is_of_the_same_revision(monkeypatch):
 def test_arguments_stay_the_caller_s(tmp_path, tokenizer):
     """Also where the trainer could not be made."""
     arguments = {
-        "loss_type": "lk_lambda",
+        "assistant_only_loss": False,
         "model_init_kwargs": {"fc_norm": False},
         "report_to": "none",
         "use_cpu": True,
@@ -767,8 +762,8 @@ def test_arguments_stay_the_caller_s(tmp_path, tokenizer):
         except (TypeError, ValueError, AttributeError):
             trainer = None
         assert (trainer is None) == (dataset is not TEXTS)
-        assert args.loss_type == "lk_lambda" and args.model_init_kwargs == {"fc_norm": False}
-    assert trainer.args.loss_type == "lk_lambda" and not trainer.draft.config.fc_norm
+        assert args.model_init_kwargs == {"fc_norm": False}
+    assert trainer.args.model_init_kwargs == {"fc_norm": False} and not trainer.draft.config.fc_norm
     assert trainer.args.hub_token == args.hub_token == "hf_mine" and pickle.loads(pickle.dumps(args)).hub_token is None
 
 

@@ -118,4 +118,4 @@ class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
     def row_loss(self, logits: torch.Tensor, targets: RowTargets) -> torch.Tensor:
         """Returns the classification loss of each row `(B, R)`."""
         # Cross-entropy differs from this divergence by a constant.
-        return self.CLASSIFICATION_WEIGHT * DraftLoss.apply(logits, targets.probs, targets.mass, targets.entropy, "kl")
+        return self.CLASSIFICATION_WEIGHT * DraftLoss.apply(logits, targets.probs, targets.entropy)

@@ -41,7 +41,7 @@ class HassForSpeculation(EagleForSpeculation):
         return super().default_overrides(target, {"static_tree": None} | overrides)
 
     def row_loss(self, logits: torch.Tensor, targets: RowTargets) -> torch.Tensor:
-        loss = DraftLoss.apply(logits, targets.probs, targets.mass, targets.entropy, "kl")
+        loss = DraftLoss.apply(logits, targets.probs, targets.entropy)
         probs, tokens = targets.probs.topk(min(self.TOP_K, targets.probs.shape[-1]), dim=-1)
         log_probs = logits.float().gather(-1, tokens) - torch.logsumexp(logits.float(), dim=-1, keepdim=True)
         top_k_loss = -(probs * log_probs).sum(dim=-1)

@@ -8,7 +8,6 @@ import torch
 from trl import SFTConfig
 
 from ..making import FORMS
-from .losses import LOSS_TYPES, LossType
 
 
 def as_json(value: Any) -> Any:
@@ -85,10 +84,7 @@ class Eagle3TrainingArguments(SFTConfig):
             Computes the loss on a sample of the draft vocabulary (sampled softmax,
             https://huggingface.co/papers/1412.2007): all tokens to which the target gives 1% or more anywhere in the batch,
             and this many others, drawn at random. A large draft vocabulary takes most of a drafting step's time and memory.
-            Needs `loss_type="kl"`, and does not work with FSDP or DeepSpeed. By default the loss is on all tokens.
-        loss_type (`str`, *optional*, defaults to `"kl"`):
-            `"kl"`, the forward KL divergence of the EAGLE-3 paper, or `"lk_lambda"`, which moves from KL to the acceptance
-            rate (https://huggingface.co/papers/2602.23881). See `hf_eagle3.training.losses`.
+            Does not work with FSDP or DeepSpeed. By default the loss is on all tokens.
         num_eval_prompts (`int`, *optional*, defaults to `16`):
             The number of evaluation rows whose beginnings `evaluate` continues, to measure the acceptance length. 0
             continues none.
@@ -124,7 +120,6 @@ class Eagle3TrainingArguments(SFTConfig):
         "draft_form",
         "draft_vocab_size",
         "learning_rate",
-        "loss_type",
         "lr_scheduler_kwargs",
         "lr_scheduler_type",
         "max_grad_norm",
@@ -191,7 +186,6 @@ class Eagle3TrainingArguments(SFTConfig):
             "help": "The number of improbable tokens that the loss computes, drawn at random. By default all tokens."
         },
     )
-    loss_type: LossType = field(default="kl", metadata={"help": "`kl` or `lk_lambda`.", "choices": list(LOSS_TYPES)})
     use_muon: bool = field(
         default=True,
         metadata={"help": "Whether Muon trains the matrices and AdamW the rest. If not, `optim` trains everything."},
@@ -254,12 +248,6 @@ class Eagle3TrainingArguments(SFTConfig):
             )
         if self.draft_form not in FORMS:
             raise ValueError(f"`draft_form` must be one of {list(FORMS)}, got {self.draft_form!r}.")
-        if self.loss_type not in LOSS_TYPES:
-            raise ValueError(f"`loss_type` must be one of {LOSS_TYPES}, got {self.loss_type!r}.")
-        if self.sampled_vocab_size is not None and self.loss_type != "kl":
-            raise ValueError(
-                f"`sampled_vocab_size` is for the loss 'kl', not {self.loss_type!r}. Leave one of the two out."
-            )
 
     def _check_optimizer(self) -> None:
         if not self.use_muon:
@@ -274,7 +262,7 @@ class Eagle3TrainingArguments(SFTConfig):
             raise ValueError("`optim_args` has no effect where Muon and AdamW train. Pass `use_muon=False` with it.")
 
     def _check_without_effect(self) -> None:
-        for name, default in (("label_smoothing_factor", 0), ("neftune_noise_alpha", None)):
+        for name, default in (("label_smoothing_factor", 0), ("loss_type", "nll"), ("neftune_noise_alpha", None)):
             if getattr(self, name) != default:
                 raise ValueError(f"`{name}` has no effect on training-time test. Leave it out.")
         if self.activation_offloading and self.use_cpu:

@@ -1,15 +1,11 @@
 """Losses between a draft `q` and its target `p`."""
 
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
 
-LossType = Literal["kl", "lk_lambda"]
-LOSS_TYPES = get_args(LossType)
-# How fast `lk_lambda` moves from KL to the acceptance rate (https://huggingface.co/papers/2602.23881: 3 was best).
-LAMBDA_DECAY = 3.0
 # Elements per piece: on a CPU as many as fit into its cache, elsewhere as many as keep the device busy.
 PIECE_ON_CPU, PIECE_ELSEWHERE = 2**17, 2**25
 
@@ -43,14 +39,8 @@ def probabilities(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 class DraftLoss(torch.autograd.Function):
     r"""
-    The loss of each row. `α = Σ min(p, q)` over the target's whole vocabulary is the probability that speculative
-    sampling accepts the draft's token.
-
-    - `"kl"`: the forward KL divergence on the draft vocabulary, `Σ p' log(p' / q)` with `p' = p / Σ p`. This is the loss
-      of EAGLE-3 (https://huggingface.co/papers/2503.01840) minus the target's entropy, which has no gradient.
-    - `"lk_lambda"`: `λ KL + (1 - λ) (1 - α)` with `λ = exp(-3 α)`, a constant for the gradient
-      (https://huggingface.co/papers/2602.23881). A draft far from the target learns KL, a near one learns acceptance.
-      Here each row has its own `λ`.
+    The loss of each row: the forward KL divergence on the draft vocabulary, `Σ p log(p / q)`. This is the loss of EAGLE-3
+    (https://huggingface.co/papers/2503.01840) minus the target's entropy, which has no gradient.
 
     The gradient with respect to the logits has a closed form. So each drafting step keeps one tensor of their size;
     autograd would keep three or more.
@@ -59,60 +49,26 @@ class DraftLoss(torch.autograd.Function):
         logits (`torch.FloatTensor` of shape `(..., draft_vocab_size)`): The draft's logits.
         probs (`torch.FloatTensor` of shape `(..., draft_vocab_size)`):
             The target's probabilities of the draft's tokens, renormalized to sum to one.
-        mass (`torch.FloatTensor` of shape `(...)`): Their sum before that, in the target's whole vocabulary.
         entropy (`torch.FloatTensor` of shape `(...)`): The entropy of `probs`.
-        loss_type (`str`): `"kl"` or `"lk_lambda"`.
 
     Returns:
         `torch.FloatTensor` of shape `(...)`.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        probs: torch.Tensor,
-        mass: torch.Tensor,
-        entropy: torch.Tensor,
-        loss_type: LossType,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         gradient, losses = torch.empty_like(logits), []
-        for *piece, piece_gradient in pieces(logits, probs, mass, entropy, gradient):
-            loss, exact_gradient = loss_and_gradient(loss_type, *piece)
-            piece_gradient.copy_(exact_gradient)
-            losses.append(loss)
+        for piece, piece_probs, piece_entropy, piece_gradient in pieces(logits, probs, entropy, gradient):
+            log_q = piece.log_softmax(dim=-1, dtype=torch.float32)
+            losses.append(-dot(log_q, piece_probs) - piece_entropy)
+            piece_gradient.copy_(log_q.exp_().sub_(piece_probs))
         ctx.save_for_backward(gradient)
         return torch.cat(losses, dim=-1)
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * upstream[..., None].to(gradient.dtype), None, None, None, None
-
-
-def loss_and_gradient(
-    loss_type: LossType,
-    logits: torch.Tensor,
-    probs: torch.Tensor,
-    mass: torch.Tensor,
-    entropy: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the [`DraftLoss`] and its gradient with respect to the logits."""
-    log_q = logits.log_softmax(dim=-1, dtype=torch.float32)
-    kl = -dot(log_q, probs) - entropy
-    q = log_q.exp_()
-    if loss_type == "kl":
-        return kl, q.sub_(probs)
-    if loss_type != "lk_lambda":
-        raise ValueError(f"`loss_type` must be one of {LOSS_TYPES}, got {loss_type!r}.")
-    shared = torch.minimum(probs * mass[..., None], q)
-    alpha = shared.sum(dim=-1)
-    # α grows with q where q is the smaller one. d α / d logits:
-    helped = torch.where(shared == q, q, 0)
-    gradient = helped - q * helped.sum(dim=-1, keepdim=True)
-    weight = (-LAMBDA_DECAY * alpha).exp()
-    loss = weight * kl + (1 - weight) * (1 - alpha)
-    return loss, weight[..., None] * (q - probs) - (1 - weight)[..., None] * gradient
+        return gradient * upstream[..., None].to(gradient.dtype), None, None
 
 
 @torch.no_grad()
@@ -125,7 +81,8 @@ def acceptance_rates(logits: torch.Tensor, probs: torch.Tensor, mass: torch.Tens
     `Σ min(p, q)`.
 
     Args:
-        logits, probs, mass: See [`DraftLoss`].
+        logits, probs: See [`DraftLoss`].
+        mass (`torch.FloatTensor` of shape `(...)`): The sum of `probs` before it was renormalized.
 
     Returns:
         `torch.FloatTensor` of shape `(...)`.

@@ -173,7 +173,7 @@ def check_draft(model: DraftModel | PeftModel, target_model: PreTrainedModel, ar
     check_layers(model)
     plain: dict[str, Any] = {"ttt_row_share": 1.0} if hasattr(model, "unroll") else {}
     if hasattr(model, "training_loss"):
-        plain |= {"sampled_vocab_size": None, "loss_type": "kl"}
+        plain["sampled_vocab_size"] = None
     if changed := [name for name, value in plain.items() if getattr(args, name) != value]:
         raise ValueError(
             f"{', '.join(changed)} would have no effect on the training of a {type(model).__name__}. Leave it out."

@@ -12,7 +12,6 @@ from ..assisting import assist
 from ..remote_code.modeling_eagle3 import DraftModel
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
 from .features import TargetStates
-from .losses import LossType
 from .models import check_layers, without_adapter
 from .ttt import TTTBatch, counted_rows, draft_loss
 
@@ -24,7 +23,6 @@ def assist_rollouts(
     learning_rate: float | None = None,
     ttt_steps: int = 3,
     ttt_step_decay: float = 0.8,
-    loss_type: LossType = "kl",
 ) -> Iterator[None]:
     """
     Lets a draft assist the texts that a trainer generates, and adds `acceptance_length` to its logs. In float32 texts,
@@ -47,7 +45,6 @@ def assist_rollouts(
         learning_rate (`float`, *optional*): The draft's learning rate, for AdamW. `None` does not train the draft.
         ttt_steps (`int`, *optional*, defaults to 3): The number of drafting steps in the unroll.
         ttt_step_decay (`float`, *optional*, defaults to 0.8): The weight of each step's loss relative to the one before.
-        loss_type (`str`, *optional*, defaults to `"kl"`): See [`Eagle3TrainingArguments`].
 
     Raises:
         ValueError: if the draft is for another model, the trainer does not call `generate`, or several processes would
@@ -70,7 +67,7 @@ def assist_rollouts(
                     "A draft can follow the target in one process only. Leave `learning_rate` out, and train the draft again "
                     "afterwards."
                 )
-            callback.learner = DraftLearner(target, draft, learning_rate, ttt_steps, ttt_step_decay, loss_type)
+            callback.learner = DraftLearner(target, draft, learning_rate, ttt_steps, ttt_step_decay)
             stack.enter_context(callback.learner.listening())
         callbacks = trainer.callback_handler.callbacks
         callbacks.insert(0, callback)  # before those that report logs elsewhere
@@ -119,7 +116,7 @@ class DraftLearner:
 
     Args:
         target (`PreTrainedModel`): The target.
-        draft, learning_rate, ttt_steps, ttt_step_decay, loss_type: See [`assist_rollouts`].
+        draft, learning_rate, ttt_steps, ttt_step_decay: See [`assist_rollouts`].
     """
 
     def __init__(
@@ -129,9 +126,8 @@ class DraftLearner:
         learning_rate: float,
         ttt_steps: int,
         ttt_step_decay: float,
-        loss_type: LossType,
     ):
-        self.draft, self.ttt_steps, self.ttt_step_decay, self.loss_type = draft, ttt_steps, ttt_step_decay, loss_type
+        self.draft, self.ttt_steps, self.ttt_step_decay = draft, ttt_steps, ttt_step_decay
         check_layers(draft)
         draft.borrow_embeddings(target)
         self.layer_ids = draft.resolve_aux_layer_ids(target)
@@ -174,7 +170,7 @@ class DraftLearner:
             return
         batch = self.batch_of(kwargs, outputs)
         self.draft.train()
-        result = draft_loss(self.draft, batch, self.ttt_steps, self.loss_type)
+        result = draft_loss(self.draft, batch, self.ttt_steps)
         weights = self.ttt_step_decay ** torch.arange(self.ttt_steps, device=result.num_rows.device)
         # Not `result.num_rows`: a block draft draws some of the rows, whose loss stands for all.
         counts = [counted_rows(batch.labels, batch.documents, step).sum() for step in range(self.ttt_steps)]

@@ -56,7 +56,7 @@ UNUSED = {
     "compute_metrics": "there are no predictions to pass. `evaluate` reports the loss, the accuracy of each drafting step and the "
     "acceptance length",
     "preprocess_logits_for_metrics": "no logits are kept",
-    "compute_loss_func": "the loss is that of training-time test. Choose it with `loss_type`",
+    "compute_loss_func": "the loss is that of training-time test",
 }
 
 
@@ -182,9 +182,9 @@ class Eagle3Trainer(DraftSavingTrainer):
         """Encodes the data and calls `SFTTrainer.__init__`. Returns the feature store, if the data is one."""
         prepare_tokenizer(tokenizer, args)
         self.assistant_only_loss = args.assistant_only_loss
-        # `SFTTrainer` has no hook for these arguments, so it gets others. It would refuse our losses, look for the
-        # assistant's turns in our tokens, and warn that `model_init_kwargs` are ignored.
-        hidden = {"loss_type": "nll", "assistant_only_loss": False, "model_init_kwargs": None}
+        # `SFTTrainer` has no hook for these arguments, so it gets others. It would look for the assistant's turns in our
+        # tokens, and warn that `model_init_kwargs` are ignored.
+        hidden = {"assistant_only_loss": False, "model_init_kwargs": None}
         train_dataset = kwargs.pop("train_dataset", None)
         store = train_dataset if isinstance(train_dataset, FeatureStore) else None
         assert not isinstance(args.dataset_kwargs, str)  # the arguments check it
@@ -463,7 +463,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         if model.training:
             steps = self.num_ttt_steps
             shares = {"row_share": self.args.ttt_row_share, "num_sampled": self.args.sampled_vocab_size}
-        unroll = partial(draft_loss, batch=batch, steps=steps, loss_type=self.args.loss_type, **shares)
+        unroll = partial(draft_loss, batch=batch, steps=steps, **shares)
         outputs: TTTOutput = model(unroll=unroll)
         num_rows = outputs.num_rows if num_items_in_batch is None else num_items_in_batch
         weights = self.args.ttt_step_decay ** torch.arange(steps, device=num_rows.device)

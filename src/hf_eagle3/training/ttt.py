@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..remote_code.modeling_eagle3 import DraftModel, Eagle3Attention
 from ..remote_code.text_eagle3 import flat_indices, take_rows
-from .losses import DraftLoss, LossType, acceptance_rates, log_sum_exp, pieces, probabilities
+from .losses import DraftLoss, acceptance_rates, log_sum_exp, pieces, probabilities
 
 
 # Acceptance rates are measured in every 64th row, because sorting a vocabulary takes longer than its loss.
@@ -517,7 +517,7 @@ class SampledVocabulary(NamedTuple):
         return logits + self.log_weights.to(logits.dtype)
 
 
-def draft_loss(draft: DraftModel, batch: TTTBatch, steps: int, loss_type: LossType = "kl", **kwargs: Any) -> TTTOutput:
+def draft_loss(draft: DraftModel, batch: TTTBatch, steps: int, **kwargs: Any) -> TTTOutput:
     """
     Returns the draft's own `training_loss(batch, steps)`, if it has one, and else [`ttt_loss`] with the other arguments, on
     the steps of its own `unroll(batch, steps)`, if it has one.
@@ -525,14 +525,13 @@ def draft_loss(draft: DraftModel, batch: TTTBatch, steps: int, loss_type: LossTy
     if hasattr(draft, "training_loss"):
         return draft.training_loss(batch, steps)
     unroll = draft.unroll(batch, steps) if hasattr(draft, "unroll") else None
-    return ttt_loss(draft, batch, steps, loss_type, unroll=unroll, **kwargs)
+    return ttt_loss(draft, batch, steps, unroll=unroll, **kwargs)
 
 
 def ttt_loss(
     draft: DraftModel,
     batch: TTTBatch,
     steps: int,
-    loss_type: LossType = "kl",
     row_share: float = 1.0,
     num_sampled: int | None = None,
     max_logits: int = MAX_LOGITS,
@@ -545,7 +544,6 @@ def ttt_loss(
         draft ([`DraftModel`]): The draft.
         batch (`TTTBatch`): The batch.
         steps (`int`): The number of drafting steps.
-        loss_type (`str`, *optional*, defaults to `"kl"`): See [`DraftLoss`].
         row_share (`float`, *optional*, defaults to 1.0): See [`ttt_unroll`].
         num_sampled (`int`, *optional*): See [`SampledVocabulary`]. By default the softmax is over all tokens.
         max_logits (`int`, *optional*): See [`unroll_loss`].
@@ -555,7 +553,7 @@ def ttt_loss(
     unroll = ttt_unroll(draft, batch, steps, row_share) if unroll is None else unroll
 
     def row_loss(logits: torch.Tensor, targets: RowTargets) -> torch.Tensor:
-        return DraftLoss.apply(logits, targets.probs, targets.mass, targets.entropy, loss_type)
+        return DraftLoss.apply(logits, targets.probs, targets.entropy)
 
     return unroll_loss(draft, batch, unroll, row_loss, max_logits, vocabulary)
 
