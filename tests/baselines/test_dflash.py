@@ -697,9 +697,15 @@ def test_code_that_is_trusted_is_theirs(tmp_path):
     assert type(theirs).__module__.startswith("transformers_modules.") and type(theirs.config) is Qwen3Config
 
 
+def test_layer_ids_that_angelslim_repeats(tmp_path):
+    folder = write_checkpoint(tmp_path / "draft", {**ZLAB_CONFIG, "aux_hidden_states_layer_ids": [0, 2]})
+    assert AutoModel.from_pretrained(folder).config.eagle_aux_hidden_state_layer_ids == [1, 3]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"aux_hidden_states_layer_ids": [0, 1]}, "aux_hidden_states_layer_ids"),
         ({"dflash_config": {"mask_token_id": MASK}}, "`target_layer_ids` is None"),
         ({"dflash_config": {"target_layer_ids": [0, 2]}}, "`mask_token_id` is None"),
         ({"dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 2]}}, "`mask_token_id` is 96, .* 96 tokens"),

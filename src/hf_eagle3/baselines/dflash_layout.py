@@ -89,6 +89,8 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
     dflash = content.get("dflash_config") or {}
     if not isinstance(dflash, dict):
         raise ValueError(f"`dflash_config` is {dflash!r}, but must be a mapping.")
+    if content.get("aux_hidden_states_layer_ids") == dflash.get("target_layer_ids"):  # AngelSlim repeats them
+        content = {key: value for key, value in content.items() if key != "aux_hidden_states_layer_ids"}
     known = {*DFLASH_KEYS, *LAYER_KEYS, *TOKEN_KEYS, *OUR_KEYS, *NAMING_KEYS, *NEUTRAL_LAYER_KEYS}
     known |= PreTrainedConfig().to_dict().keys()
     if unknown := sorted({*unknown_keys(dflash, DFLASH_KEYS), *unknown_keys(content, known)}):
