@@ -186,7 +186,7 @@ def test_tree_mask(layer_type, kind, seed):
         attention_chunk_size=reach if layer_type == "chunked_attention" else None,
     )
     padding_mask = torch.tensor(seen).long() if has_padding else None
-    mask = tree_attention_mask(config, cache, past, tree.ancestors, tree.depths, padding_mask)[layer_type]
+    mask = tree_attention_mask(config, cache, past, tree.ancestors, tree.depths, padding_mask)
     config.layer_types = None  # of models whose layers are all alike
     assert torch.equal(tree_attention_mask(config, cache, past, tree.ancestors, tree.depths, padding_mask), mask)
     assert mask.shape[1] == 1 and set(mask.unique().tolist()) <= {0.0, torch.finfo(torch.float32).min}

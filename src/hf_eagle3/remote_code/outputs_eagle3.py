@@ -245,7 +245,7 @@ class Eagle3GenerationStats:
     plain_steps: int = 0
     lookup_steps: int = 0
     drafted_lengths: list[int] = field(default_factory=list)
-    draft_seconds: float = 0.0
+    draft_seconds: float = field(default=0.0, compare=False)
     steps: list[Eagle3Step] = field(default_factory=list)
 
     def __repr__(self) -> str:
