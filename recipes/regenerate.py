@@ -229,12 +229,17 @@ def main():
     num_done, num_failed = len(output.done), 0
     sampling = {name: value for name, value in sampling.items() if value is not None}
     pending = output.pending(dataset, state.process_index, state.num_processes, template_kwargs)
-    if args.base_url is not None:
-        num_failed = ask_server(args, target_config.model_name_or_path, pending, output, sampling)
-    else:
-        num_failed = ask_target(
-            script_args, args, target_config, state.device, processing_class, pending, output, sampling
-        )
+    try:
+        if args.base_url is not None:
+            num_failed = ask_server(args, target_config.model_name_or_path, pending, output, sampling)
+        else:
+            num_failed = ask_target(
+                script_args, args, target_config, state.device, processing_class, pending, output, sampling
+            )
+    except KeyboardInterrupt:
+        raise SystemExit(
+            f"Interrupted. {args.output_dir} has {len(output.done)} rows. The same command goes on from there."
+        ) from None
     print(
         f"{len(output.done) - num_done} rows written to {args.output_dir}, {num_done} were there, {num_failed} failed, "
         f"{len(output.left_out)} were left out."

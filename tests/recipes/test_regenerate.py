@@ -147,6 +147,17 @@ def test_a_target_in_the_process(tmp_path, data, tokenizer, run_recipe, caplog):
         run_recipe("regenerate.py", *command, "--max_new_tokens", 6, "--temperature", 0)
 
 
+def test_an_interrupted_run_says_what_is_written(tmp_path, data, monkeypatch, run_recipe):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_eagle3.data.server.regenerate_by_server", interrupt)
+    command = ("--model_name_or_path", "m", "--dataset_name", data, "--base_url", "http://127.0.0.1:9/v1")
+    result = run_recipe("regenerate.py", *command, "--output_dir", tmp_path / "out")
+    assert result.returncode == 1 and "Interrupted. " in result.stderr and "out has 0 rows." in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_a_template_is_not_for_a_server(tmp_path, data, run_recipe):
     command = ("--model_name_or_path", "m", "--dataset_name", data, "--output_dir", tmp_path / "out")
     with pytest.raises(ValueError, match="`--chat_template_path` would do nothing, because the server"):
