@@ -321,9 +321,11 @@ def main():
             alone = (
                 "" if row.tree_acceptance_length is None else f" (acceptance length {row.tree_acceptance_length:.2f})"
             )
+            # Code that was saved with older drafts does not tell it.
+            drafting = f"Drafting took {row.draft_share:.0%} of the time. " if row.draft_share else ""
             print(
                 f"{where}: of {row.target_forwards} forwards, {row.plain_steps} were plain steps without a tree, and {row.lookup_steps} verified "
-                f"looked-up tokens. Drafting took {row.draft_share:.0%} of the time. The share of trees{alone} with an accepted first, "
+                f"looked-up tokens. {drafting}The share of trees{alone} with an accepted first, "
                 f"second, ... drafted token: {shares}"
             )
     if any(row.accepted_lengths for row in rows):

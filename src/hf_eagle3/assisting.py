@@ -94,9 +94,9 @@ def needs_other_decoding(
     wants_attentions = asked("return_dict_in_generate") and asked("output_attentions")
     keeps_cache = kwargs.get("use_cache", True) and asked("use_cache") is not False
     # Continuous batching, and caches that cannot forget a token.
-    is_paged = asked("cache_implementation") in ("paged", "quantized", "offloaded_static")
+    other_cache = asked("cache_implementation") in ("paged", "quantized", "offloaded_static")
     is_other = (asked("num_beams") or 1) > 1 or any(map(asked, OTHER_DECODING))
-    return bool(wants_attentions or not keeps_cache or is_paged or is_other)
+    return bool(wants_attentions or not keeps_cache or other_cache or is_other)
 
 
 def _install() -> None:
