@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, DynamicCache
@@ -18,6 +19,8 @@ from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.evaluation.benchmark import synchronize
 from hf_eagle3.evaluation.memory import peak_memory, reset_peak_memory
 from hf_eagle3.evaluation.profile import format_profile, profile_steps
+from hf_eagle3.remote_code.policy_eagle3 import StaticPolicy
+from hf_eagle3.remote_code.tree_eagle3 import Plan
 
 
 QWEN3_8B = {
@@ -30,6 +33,17 @@ QWEN3_8B = {
     "head_dim": 128,
     "max_position_embeddings": 40960,
     "tie_word_embeddings": False,
+}
+SMOLLM2_135M = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
 }
 TINY = {
     "vocab_size": 256,
@@ -145,6 +159,11 @@ def on_device(function, device: torch.device) -> dict | None:
         function()
         synchronize(device)
         wall = 1000 * (time.perf_counter() - start)
+    return {"wall_ms": wall, **kernels(profiled)}
+
+
+def kernels(profiled, steps: int = 1) -> dict:
+    """Returns milliseconds a step in kernels, their number, and the longest of them, of a profile of some steps."""
     total, number, by_name, launches = 0.0, 0, Counter(), Counter()
     for event in profiled.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
@@ -153,9 +172,12 @@ def on_device(function, device: torch.device) -> dict | None:
             by_name[event.name[:80]] += event.time_range.elapsed_us() / 1000
         elif event.name.startswith("cuda"):
             launches[event.name] += 1
-    longest = {name: round(ms, 3) for name, ms in by_name.most_common(12)}
-    return {"wall_ms": wall, "busy_ms": total, "kernels": number, "launches": dict(launches.most_common(8))} | {
-        "longest": longest
+    longest = {name: round(ms / steps, 3) for name, ms in by_name.most_common(16)}
+    return {
+        "busy_ms": total / steps,
+        "kernels": number / steps,
+        "launches": dict(launches.most_common(8)),
+        "longest": longest,
     }
 
 
@@ -172,6 +194,34 @@ def hot_functions(function, number: int = 30) -> list[str]:
         f"{1000 * own:.1f} {1000 * whole:.1f} {calls} {'/'.join(file.split('/')[-2:])}:{line}:{name}"
         for (file, line, name), (_, calls, own, whole, _) in rows
     ]
+
+
+def without_trees(args, batch_size: int, context: int, tokens: int, repeats: int) -> dict:
+    """
+    Returns milliseconds of a step of plain `generate` and of ours without trees, for a random target of SmolLM2-135M's
+    size, where the host is what is slow.
+    """
+    device = torch.device(args.device)
+    config = AutoConfig.for_model("llama", **(TINY if args.tiny else SMOLLM2_135M))
+    target, draft = make_pairing(config, args.device, torch.float32 if args.tiny else torch.bfloat16, 32)
+    ids = torch.randint(0, config.vocab_size, (batch_size, context), device=device)
+    results = {}
+    for name, assistance in {"plain": {}, "ours": {"assistant_model": draft}}.items():
+        for kind, sampling in {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "top_k": 0}}.items():
+            generate = partial(
+                target.generate, ids, attention_mask=torch.ones_like(ids), **sampling, **assistance, min_new_tokens=0
+            )
+            with mock.patch.object(StaticPolicy, "plan", lambda self, *args: Plan()):
+                long, short = (
+                    median_ms(partial(generate, max_new_tokens=length), device, repeats) for length in (tokens, 2)
+                )
+                functions = hot_functions(partial(generate, max_new_tokens=tokens))
+            results[f"{name}, {kind}"] = {
+                "ms": (long - short) / (tokens - 2),
+                "first_ms": short,
+                "functions": functions,
+            }
+    return results
 
 
 def way_of(mode: str, tiny: bool) -> dict:
@@ -242,6 +292,10 @@ def measure(args, sections) -> None:
         draft.generation_config.num_assistant_tokens = 24
         return profile_steps(target, draft, [prompt], tokens, **way)
 
+    for batch_size in (2,) if tiny else (1, 64):
+        sizes = (16, 8, 1) if tiny else (64, 34, 3)
+        name = f"a step without trees, batch {batch_size}"
+        sections.measure(name, without_trees, args, batch_size, *sizes, seconds=0 if tiny else 10)
     steps("eager", 1, (0, 24), 15)
     sections.measure("parts of an eager step", parts_of, {}, seconds=8)
     steps("eager", 1, (8, 60), 15)
@@ -312,6 +366,12 @@ def render(results: dict) -> str:
                 cells.append(f"{1000 * tau / tree:.0f} ({tau * plain / tree:.2f}x)")
             lines.append(f"| {tau} | " + " | ".join(cells) + " |")
         lines.append("")
+    for name, result in results.items():
+        if name.startswith("a step without trees"):
+            each = ", ".join(
+                f"{way} {step['ms']:.2f} ms (first token {step['first_ms']:.1f})" for way, step in result.items()
+            )
+            lines += [f"{name.capitalize()} (a random target of SmolLM2-135M's size): {each}.", ""]
     for mode in ("eager", "compiled"):
         if f"parts of an {mode} step" in results or f"parts of a {mode} step" in results:
             profiled = results.get(f"parts of an {mode} step") or results[f"parts of a {mode} step"]

@@ -61,7 +61,7 @@ def filled(cache, batch_size, length, num_new, readers=(0, 1), is_tracked=True):
     states = places[:, None, :, None].expand(-1, 2, -1, 8).contiguous()
     for i in range(2):
         cache.update(states[..., :length, :], -states[..., :length, :], i)
-    tree_cache = TreeCache(cache, path_length=6)
+    tree_cache = TreeCache(cache, most_nodes=6)
     tree_cache.record()
     for i in readers:
         cache.update(states[..., length:, :], -states[..., length:, :], i)

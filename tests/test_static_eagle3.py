@@ -398,7 +398,7 @@ def test_a_captured_draft_beside_short_lookups(graphs, target):
 
 
 def test_a_capture_that_fails(monkeypatch, graphs, target, caplog):
-    def fail(self, function, inputs):
+    def fail(self, function, inputs, stream):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(SimulatedGraph, "__init__", fail)

@@ -2,6 +2,7 @@
 """The target's cache during a call: masks for trees, keeping what was accepted, and rolling back what was not."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from .devices_eagle3 import on_device
+from .devices_eagle3 import GraphedFunction, captures_graphs, on_device
 from .text_eagle3 import align_right, flat_indices
 
 
@@ -95,15 +96,15 @@ def tree_attention_mask(
 
 class TreeCache:
     """
-    The target's cache during one call. After each step it keeps what was accepted: at most `path_length` nodes. It
+    The target's cache during one call. After each step it keeps what was accepted of at most `most_nodes` nodes. It
     reads chains only, unless the target `takes_trees`. Recurrent states are refused, unless it `may_replay` them.
     """
 
     # If more tokens wait to be replayed, the next forward has no tree. Not measured on accelerators.
     MOST_REPLAYED = 16
 
-    def __init__(self, cache: Cache | None, path_length: int, may_replay: bool = False, takes_trees: bool = True):
-        self.path_length, self.may_replay, self.takes_trees = path_length, may_replay, takes_trees
+    def __init__(self, cache: Cache | None, most_nodes: int, may_replay: bool = False, takes_trees: bool = True):
+        self.most_nodes, self.may_replay, self.takes_trees = most_nodes, may_replay, takes_trees
         self.keep_path, self.num_new = keep_path, 0  # the newest entries, still undecided
         self._adopt(check_cache(cache, may_replay))
 
@@ -120,7 +121,10 @@ class TreeCache:
         # States updated by every token can follow one path only.
         is_linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
         self.is_chain = is_linear or not self.takes_trees
-        self.is_static = is_static(cache)
+        self.is_static, self.graphed_keep = is_static(cache), None
+        devices = {layer.keys.device for layer in filter(has_keys, cache.layers)}
+        if self.is_static and len(devices) == 1 and captures_graphs(*devices):
+            self.graphed_keep = GraphedFunction(*devices)
         self.layers = [layer for layer in cache.layers if layer not in recurrent_layers(cache)]
         recording_types = DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
         self.recording_layers = [layer for layer in self.layers if isinstance(layer, recording_types)]
@@ -164,10 +168,11 @@ class TreeCache:
         if any(other != path for other in nodes) or len(path) != batch_growth:
             keep_rows(self.cache, nodes, num_nodes, batch_growth, self.length)
         elif self.is_static and len(path) < num_nodes:
-            device = self.cache.layers[0].keys.device
-            padding = [0] * (self.path_length - len(path))
-            index, count = on_device([*path, *padding, len(path)], device).split([self.path_length, 1])
-            self.keep_path(self.cache, index, count[0], num_nodes)
+            padded = on_device([*path, *[0] * (num_nodes - len(path)), len(path)], self.cache.layers[0].keys.device)
+            if self.graphed_keep is not None and num_nodes == self.most_nodes:
+                self.graphed_keep(partial(self.keep_path, self.cache), self.cache, padded)
+            else:
+                self.keep_path(self.cache, padded)
         elif not self.is_static:
             if path != list(range(len(path))):
                 self._move_to_front(path, num_nodes)
@@ -348,19 +353,21 @@ def copy_into(cache: StaticCache, source: Cache, prompt_length: int, length: int
                 layer.update(source_layer.keys[..., begin:end, :], source_layer.values[..., begin:end, :])
 
 
-def keep_path(cache: Cache, path: torch.Tensor, count: torch.Tensor, num_new: int) -> None:
+def keep_path(cache: Cache, padded: torch.Tensor) -> tuple[()]:
     """
-    Keeps, of the last `num_new` entries of a static cache, the first `count` of the ascending ones in `path`. Shapes
-    depend on neither, so this can be compiled.
+    Keeps some of the last `N` entries of a static cache. `padded` `(N + 1,)` has their ascending indices, zeros, and
+    their number. Shapes do not depend on it, so this can be captured or compiled.
     """
+    num_new = len(padded) - 1
     for layer in cache.layers:
         if not has_keys(layer):
             continue
-        begin, source = layer.cumulative_length - num_new, path[:num_new].to(layer.keys.device)
-        target = begin + torch.arange(len(source), device=source.device)
+        begin, (path, count) = layer.cumulative_length - num_new, padded.to(layer.keys.device).split([num_new, 1])
+        target = begin + torch.arange(num_new, device=path.device)
         for states in (layer.keys, layer.values):
-            states.index_copy_(-2, target, states.index_select(-2, begin + source))
-        layer.cumulative_length.add_(count.to(source.device) - num_new)
+            states.index_copy_(-2, target, states.index_select(-2, begin + path))
+        layer.cumulative_length.add_(count[0] - num_new)
+    return ()
 
 
 def keep_rows(cache: Cache, kept: Sequence[list[int]], num_new: int, batch_growth: int, length: int) -> None:

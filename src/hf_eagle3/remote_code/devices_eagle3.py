@@ -102,53 +102,71 @@ class CudaGraph:
     """
     A function of tensors as a CUDA graph, which is launched at once instead of kernel by kernel. Inputs and outputs
     are tensors of fixed shapes, or `None`. The function must not sync, and whatever else it reads or writes must keep
-    its address. The capture runs it twice.
+    its address. It must have run on the `stream` before. The capture itself computes nothing.
     """
 
     has_failed = False  # in this process
 
-    def __init__(self, function: Callable, inputs: Sequence[torch.Tensor | None]):
+    def __init__(self, function: Callable, inputs: Sequence[torch.Tensor | None], stream: Any):
         self.inputs = [None if each is None else each.clone() for each in inputs]
-        stream, self.graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            function(*self.inputs)  # loads kernels and allocates workspaces, which a capture cannot do
-            torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with on_stream(stream):
             self.graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on
             try:
                 self.outputs = function(*self.inputs)
             finally:
                 self.graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
 
-    def __call__(self, *inputs: torch.Tensor | None) -> list[torch.Tensor | None]:
+    def __call__(self, *inputs: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
         for static, given in zip(self.inputs, inputs):
             if static is not None:
                 assert given is not None  # as in the capture
                 static.copy_(given)
         self.graph.replay()
-        return list(self.outputs)
+        return self.outputs
+
+
+@contextlib.contextmanager
+def on_stream(stream: Any | None) -> Iterator[None]:
+    """Runs kernels on a CUDA stream, after those of the current stream and before its next ones."""
+    if stream is None:
+        yield
+        return
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
 
 
 class GraphedFunction:
-    """Calls a function, and captures it as a [`CudaGraph`] after a few calls with the same state."""
+    """Calls a function on a CUDA device, and captures it as a [`CudaGraph`] after a few calls with the same state."""
 
-    CALLS_BEFORE = 2  # a capture costs several calls
+    CALLS_BEFORE = 2  # load kernels and allocate workspaces, which a capture cannot do
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.num_calls = 0
         self.state: object = None
         self.graph: CudaGraph | None = None
 
-    def __call__(self, function: Callable, state: object, *inputs: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """Calls `function(*inputs)`. Another `state`, which the function reads and writes, means a new capture."""
+    def __call__(
+        self, function: Callable, state: object, *inputs: torch.Tensor | None
+    ) -> Sequence[torch.Tensor | None]:
+        """
+        Calls `function(*inputs)`. Another `state`, which the function reads and writes, means a new capture. The next
+        call may overwrite what this one returns.
+        """
         if state is not self.state:
             self.state, self.num_calls, self.graph = state, 0, None
         self.num_calls += 1
         if self.graph is None and self.num_calls > self.CALLS_BEFORE and not CudaGraph.has_failed:
             try:
-                self.graph = CudaGraph(function, inputs)
+                self.graph = CudaGraph(function, inputs, self.stream)
             except RuntimeError as error:
                 CudaGraph.has_failed = True
-                logger.warning(f"The draft could not be captured as a CUDA graph, and goes on without one: {error}")
-        return function(*inputs) if self.graph is None else self.graph(*inputs)
+                logger.warning(f"A CUDA graph could not be captured. Decoding goes on without one: {error}")
+        if self.graph is not None:
+            return self.graph(*inputs)
+        with on_stream(self.stream):
+            return function(*inputs)

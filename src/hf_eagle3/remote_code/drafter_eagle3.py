@@ -178,8 +178,8 @@ def read_and_grow_fixed(
 class Drafter(Proposer):
     """
     The draft during one call. Beside a static cache it grows the same tree in every step by one function of fixed
-    shapes, which is compiled if the target is. On CUDA devices it does so beside other caches, too, and the function
-    is captured as a CUDA graph.
+    shapes, which is compiled if the target is. On CUDA devices it does so beside other caches, too. There the function
+    is captured as a CUDA graph instead of compiled: compiling many levels takes minutes.
     """
 
     # Older unread steps are dropped. Otherwise plain decoding would keep the whole text's states.
@@ -198,10 +198,11 @@ class Drafter(Proposer):
         self.unread: list[tuple[tuple[torch.Tensor, ...], list[int]]] = []
         self.token_ids = None if draft.d2t is None else draft.draft_token_ids
         self.weight = draft.get_output_embeddings().weight
-        self.fixed_tree = compiled(read_and_grow_fixed, draft, call.compile_config)
-        self.graphed_tree = None
-        if not self.has_fixed_shapes and captures_graphs(self.weight.device):
-            self.graphed_tree = GraphedFunction()
+        self.graphed_tree, self.fixed_tree = None, read_and_grow_fixed
+        if captures_graphs(self.weight.device):
+            self.graphed_tree = GraphedFunction(self.weight.device)
+        else:
+            self.fixed_tree = compiled(read_and_grow_fixed, draft, call.compile_config)
 
     def inference_mode(self) -> AbstractContextManager:
         """Inference mode, which is faster, unless functions may be compiled."""
@@ -232,16 +233,15 @@ class Drafter(Proposer):
 
     def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Sampler | None = None) -> DraftTree:
         with self.inference_mode():
-            graph = self.graphed_tree if plan == self.max_plan else None
-            if self.has_fixed_shapes or graph is not None:
-                return self._fixed_tree(sampler, graph)
+            if self.has_fixed_shapes or (self.graphed_tree is not None and plan == self.max_plan):
+                return self._fixed_tree(sampler)
             state, unread = self._prepare(has_fixed_shape=False)
             # Counting the nodes above a threshold forces a sync. Verifying more costs little.
             threshold = self.call.threshold if reads_without_sync(unread.tokens.device) else 0.0
             guess = None if sampler is None else partial(sampler.guess, token_ids=self.token_ids)
             return read_and_grow(state, unread, plan, threshold, self.call.calibration.power, guess)
 
-    def _fixed_tree(self, sampler: Sampler | None, graph: GraphedFunction | None) -> DraftTree:
+    def _fixed_tree(self, sampler: Sampler | None) -> DraftTree:
         state, unread = self._prepare(has_fixed_shape=True)
         device = unread.tokens.device
         noise = temperature = None
@@ -255,7 +255,7 @@ class Drafter(Proposer):
         def grow(*inputs: Any) -> tuple[torch.Tensor | None, ...]:
             return self.fixed_tree(state, Unread(*inputs[:5]), self.max_plan, *inputs[5:])
 
-        inputs = *unread, power, noise, temperature
+        inputs, graph = (*unread, power, noise, temperature), self.graphed_tree
         grown = grow(*inputs) if graph is None else graph(grow, self.keys, *inputs)
         # The next CUDA graph overwrites what this one returned.
         fields: list[Any] = [None if each is None else each.clone() for each in grown]
