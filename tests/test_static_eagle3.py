@@ -356,8 +356,8 @@ def test_walks_at_once_meet_broken_probabilities(waiting_host, target, draft):
 
 @pytest.fixture
 def graphs(monkeypatch, waiting_host):
-    """As on a CUDA device, where the draft is captured."""
-    for module in ("decoding", "drafter"):
+    """As on a CUDA device, where the draft is captured, and what static caches keep."""
+    for module in ("cache", "decoding", "drafter"):
         monkeypatch.setattr(f"hf_eagle3.remote_code.{module}_eagle3.captures_graphs", lambda device: True)
     monkeypatch.setattr("hf_eagle3.remote_code.devices_eagle3.CudaGraph", SimulatedGraph)
     monkeypatch.setattr(SimulatedGraph, "made", [])
@@ -370,8 +370,10 @@ def graphs(monkeypatch, waiting_host):
 @pytest.mark.parametrize(
     "sampling", [{}, {"do_sample": True, "temperature": 0.8, "top_k": 20}], ids=["greedy", "sampling"]
 )
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
-def test_a_draft_that_is_captured(graphs, family, sampling, lengths, policy):
+@pytest.mark.parametrize(
+    "family, cache", [("llama", {}), ("gemma3", {}), ("qwen3_5", {}), ("llama", STATIC), ("gemma3", STATIC)]
+)
+def test_a_draft_that_is_captured(graphs, family, cache, sampling, lengths, policy):
     target, batch = make_target(family), make_batch(lengths)
     draft = make_draft(target, [make_prompt(9)], num_tokens=8)
     draft.generation_config.tree_policy = policy
@@ -379,12 +381,14 @@ def test_a_draft_that_is_captured(graphs, family, sampling, lengths, policy):
     torch.manual_seed(5)
     expected, state = target.generate(**batch, **settings), torch.get_rng_state()
     torch.manual_seed(5)
-    actual = target.generate(**batch, assistant_model=draft, **settings)
+    actual = target.generate(**batch, assistant_model=draft, **settings, **cache)
     assert torch.equal(actual, expected) and torch.equal(torch.get_rng_state(), state)
     if policy == "static":
         is_chain = family == "qwen3_5"  # shorter ones may be drafted there: they are not captured
         assert sum(graph.num_replays for graph in graphs) > 5 or is_chain
         assert len(graphs) <= 3  # one more where the draft's slots are moved to make room
+        if cache and len(lengths) == 1:  # the draft, and what the cache keeps
+            assert len(graphs) == 2 and min(graph.num_replays for graph in graphs) > 5
 
 
 def test_a_captured_draft_beside_short_lookups(graphs, target):

@@ -111,6 +111,7 @@ class CudaGraph:
         self.inputs = [None if each is None else each.clone() for each in inputs]
         self.graph = torch.cuda.CUDAGraph()
         with on_stream(stream):
+            torch.cuda.synchronize()
             self.graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on
             try:
                 self.outputs = function(*self.inputs)
