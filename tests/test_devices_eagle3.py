@@ -8,6 +8,7 @@ from conftest import make_prompt
 
 from hf_eagle3.remote_code.cache_eagle3 import additive_mask
 from hf_eagle3.remote_code.devices_eagle3 import CudnnSwitch, captures_graphs, on_device
+from hf_eagle3.remote_code.drafter_eagle3 import can_be_captured
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +49,16 @@ def test_a_call_that_raises_sets_it_back():
 
 def test_graphs_are_captured_on_cuda_only():
     assert captures_graphs(torch.device("cuda")) and not captures_graphs(torch.device("cpu"))
+
+
+def test_a_draft_that_would_sync_is_not_captured(monkeypatch, target, draft):
+    monkeypatch.setattr("hf_eagle3.remote_code.drafter_eagle3.captures_graphs", lambda device: True)
+    table = target.get_input_embeddings()
+    assert can_be_captured(draft, table)
+    assert not can_be_captured(draft, torch.nn.Embedding(8, 8, device="meta"))
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    monkeypatch.setattr(draft.config.transformer_layer_config, "rope_parameters", rope)
+    assert not can_be_captured(draft, table)
 
 
 def test_it_is_off_while_a_draft_decodes_wherever_the_prompt_is(target, draft):

@@ -54,17 +54,14 @@ def tree_attention_mask(
     Windows and chunks count positions in the text: siblings have different cache indices, but the same position.
     """
     device = depths.device
-    left_padding: torch.Tensor | int = 0
-    if padding_mask is not None:
-        padding_mask = padding_mask.bool()
-        left_padding = (padding_mask.cumsum(dim=1) == 0).sum(dim=1)[:, None, None]  # holes in the text do not count
+    padding_mask = None if padding_mask is None else padding_mask.bool()
 
     def mask_for(layer_type: str, layer: Any) -> torch.Tensor:
         num_slots = layer.keys.shape[-2] if type(layer) is StaticLayer else None
         num_past = past_length if num_slots else layer.keys.shape[-2]
         allowed = F.pad(ancestors, (num_past, 0), value=True)  # (B, N, K)
         if padding_mask is not None:
-            allowed[..., :num_past] &= padding_mask[:, None, past_length - num_past : past_length]
+            allowed[..., :num_past].logical_and_(padding_mask[:, None, past_length - num_past : past_length])
         if layer_type != "full_attention":
             past = torch.arange(past_length - num_past, past_length, device=device).expand(len(depths), -1)
             key = torch.cat([past, past_length + depths], dim=1)[:, None]  # positions
@@ -72,7 +69,9 @@ def tree_attention_mask(
             if layer_type == "sliding_attention":
                 allowed &= query - key < config.sliding_window
             else:
-                chunk = config.attention_chunk_size
+                chunk, left_padding = config.attention_chunk_size, 0
+                if padding_mask is not None:  # holes in the text do not count
+                    left_padding = (padding_mask.cumsum(dim=1) == 0).sum(dim=1)[:, None, None]
                 allowed &= (query - left_padding) // chunk == (key - left_padding) // chunk
         if num_slots:
             allowed = F.pad(allowed, (0, num_slots - allowed.shape[-1]), value=False)
@@ -217,7 +216,8 @@ class TreeCache:
         """Keeps only these rows, and drops the `excess` leftmost positions, which only other rows used."""
         await_prefetch(self.cache)
         self.length -= excess
-        self.cache.batch_select_indices(rows)
+        for layer in self.cache.layers:  # a list would force a sync for each tensor
+            layer.batch_select_indices(on_device(rows, layer.keys.device) if has_keys(layer) else rows)
         if excess > 0:  # treats the newest position as new, and keeps it
             keep_rows(self.cache, [[0] for _ in rows], 1, 1 - excess, self.length)
 

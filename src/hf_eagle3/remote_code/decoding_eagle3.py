@@ -121,7 +121,7 @@ class TreeDecoding:
             return None
         compile_config = config.compile_config or target._default_compile_config()
         verifier.forward = target.get_compiled_call(compile_config)
-        if verifier.cache.graphed_keep is None:
+        if target.device.type != "cuda":  # there it is captured
             verifier.cache.keep_path = compiled(keep_path, self.assistant, compile_config)
         return compile_config
 

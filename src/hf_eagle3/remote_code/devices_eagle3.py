@@ -102,7 +102,8 @@ class CudaGraph:
     """
     A function of tensors as a CUDA graph, which is launched at once instead of kernel by kernel. Inputs and outputs
     are tensors of fixed shapes, or `None`. The function must not sync, and whatever else it reads or writes must keep
-    its address. It must have run on the `stream` before. The capture itself computes nothing.
+    its address. It must have run on the `stream` before. The capture itself computes nothing. Raises `RuntimeError` if
+    the function cannot be captured.
     """
 
     has_failed = False  # in this process
@@ -112,11 +113,21 @@ class CudaGraph:
         self.graph = torch.cuda.CUDAGraph()
         with on_stream(stream):
             torch.cuda.synchronize()
-            self.graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on
+            # A graph must not use a workspace of cuBLAS that others may free. Without one it allocates its own.
+            torch._C._cuda_clearCublasWorkspaces()
+            with torch.inference_mode(False):  # the generator's state, which it makes, must serve other captures, too
+                self.graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on
             try:
                 self.outputs = function(*self.inputs)
-            finally:
-                self.graph.capture_end()
+            except Exception as error:
+                with contextlib.suppress(RuntimeError):
+                    self.graph.capture_end()
+                # It still takes itself for captured, and would refuse to draw.
+                generator = torch.cuda.default_generators[stream.device.index]
+                generator.graphsafe_set_state(generator.clone_state())
+                raise RuntimeError(error) from error
+            self.graph.capture_end()
+            torch._C._cuda_clearCublasWorkspaces()
 
     def __call__(self, *inputs: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
         for static, given in zip(self.inputs, inputs):

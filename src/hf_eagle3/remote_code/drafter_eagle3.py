@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from .accept_eagle3 import Sampler, sample_scores
 from .cache_eagle3 import additive_mask
 from .devices_eagle3 import GraphedFunction, captures_graphs, compiled, on_device, reads_without_sync
+from .target_eagle3 import rotary_switches
 from .text_eagle3 import flat_indices, right_index, stack_right, take_rows
 from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer
 
@@ -199,9 +200,9 @@ class Drafter(Proposer):
         self.token_ids = None if draft.d2t is None else draft.draft_token_ids
         self.weight = draft.get_output_embeddings().weight
         self.graphed_tree, self.fixed_tree = None, read_and_grow_fixed
-        if captures_graphs(self.weight.device):
+        if can_be_captured(draft, call.embedding):
             self.graphed_tree = GraphedFunction(self.weight.device)
-        else:
+        elif self.weight.device.type != "cuda":
             self.fixed_tree = compiled(read_and_grow_fixed, draft, call.compile_config)
 
     def inference_mode(self) -> AbstractContextManager:
@@ -223,13 +224,13 @@ class Drafter(Proposer):
         self.unread.append((tuple(block[:, -max(counts) :] for block in blocks), counts))
 
     def select(self, rows: list[int]) -> None:
-        unread, self.unread = self.unread, []
-        for blocks, counts in unread:
-            self._add([block[rows] for block in blocks], [counts[row] for row in rows])
-        if self.lengths:
-            with self.inference_mode():
+        index = on_device(rows, self.weight.device)  # a list would force a sync for each tensor
+        with self.inference_mode():
+            *blocks, counts = self.take_unread()
+            self._add([block[index] for block in blocks], [counts[row] for row in rows])
+            if self.lengths:
                 self.lengths = [self.lengths[row] for row in rows]
-                self.keys, self.values = ([states[rows] for states in each] for each in (self.keys, self.values))
+                self.keys, self.values = ([states[index] for states in each] for each in (self.keys, self.values))
 
     def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Sampler | None = None) -> DraftTree:
         with self.inference_mode():
@@ -257,10 +258,9 @@ class Drafter(Proposer):
 
         inputs, graph = (*unread, power, noise, temperature), self.graphed_tree
         grown = grow(*inputs) if graph is None else graph(grow, self.keys, *inputs)
-        # The next CUDA graph overwrites what this one returned.
-        fields: list[Any] = [None if each is None else each.clone() for each in grown]
-        tokens, parents, depths, ancestors, confidences = fields
-        return DraftTree(tokens, parents, depths, ancestors, confidences, self.max_plan.depth)
+        tokens, parents, depths, ancestors, confidences = grown
+        # The next CUDA graph overwrites what this one returned. Tokens may be needed longer (see `ReplayCache`).
+        return DraftTree(tokens.clone(), parents, depths, ancestors, confidences, self.max_plan.depth)
 
     def _prepare(self, has_fixed_shape: bool) -> tuple[DraftState, Unread]:
         """The inputs of a tree. Reads all but the newest tokens, and makes room for the rest."""
@@ -347,12 +347,16 @@ class Drafter(Proposer):
             self.keys, self.values = (
                 [F.pad(states, (0, 0, 0, missing)) for states in each] for each in (self.keys, self.values)
             )
-            if self.has_fixed_shapes:  # as transformers does for static caches: CUDA graphs write to them
-                for states in (*self.keys, *self.values):
-                    torch._dynamo.mark_static_address(states)
+
+
+def can_be_captured(draft: PreTrainedModel, embedding: torch.nn.Embedding) -> bool:
+    """Whether a draft's tree can be captured as a CUDA graph: it must not sync."""
+    device, config = draft.device, draft.config
+    is_on_device = config.has_own_embed_tokens or embedding.weight.device == device
+    # Frequencies that switch depend on the largest position.
+    return captures_graphs(device) and is_on_device and not rotary_switches(config.transformer_layer_config)
 
 
 def _padded(block: torch.Tensor, num_rows: int) -> torch.Tensor:
     """A block with `num_rows` more entries at the left. It is contiguous, for stable strides."""
-    padding = *(0, 0) * (block.dim() - 2), num_rows, 0
-    return F.pad(block, padding).clone(memory_format=torch.contiguous_format)
+    return F.pad(block, (*(0, 0) * (block.dim() - 2), num_rows, 0)).contiguous()

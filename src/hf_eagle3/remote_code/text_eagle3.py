@@ -136,7 +136,7 @@ class Text:
         for i, row in enumerate(self.rows):
             if self.is_finished[i]:
                 self.retired[row] = ids[i, : self.lengths[i]].clone()
-        self._ids = ids[staying]
+        self._ids = ids[on_device(staying, ids.device)]
         self.rows, self.lengths = [self.rows[i] for i in staying], [self.lengths[i] for i in staying]
         self.is_finished, self.unwritten = [False] * len(staying), [[] for _ in staying]
         return staying

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from .devices_eagle3 import on_device
 from .text_eagle3 import take_rows
 
 
@@ -181,9 +182,11 @@ class DraftTree:
         if self.num_nodes == 1 or not any(rows):
             return self
         depth = depth if self.depth is None else self.depth
-        tokens, parents = self.tokens.clone(), self.parents.clone()
-        tokens[rows, 1:] = pad_token
-        parents[rows, 1:] = torch.arange(self.num_nodes - 1, device=parents.device).clamp(max=depth - 1)
+        device = self.tokens.device
+        is_padded = on_device(rows, device)[:, None]  # indexing by a list would force a sync
+        tokens = torch.cat([self.tokens[:, :1], self.tokens[:, 1:].masked_fill(is_padded, pad_token)], dim=1)
+        chain = torch.arange(-1, self.num_nodes - 1, device=device).clamp(min=0, max=depth - 1)
+        parents = chain.where(is_padded, self.parents)
         return DraftTree.from_parents(tokens, parents, self.confidences, depth)
 
 

@@ -188,7 +188,9 @@ class Verifier:
         self.inputs = dict(self.inputs)
         for name in INPUTS_BY_TOKEN:
             if (entries := self.inputs.get(name)) is not None:  # (..., B or 1, L)
-                self.inputs[name] = entries[..., rows if entries.shape[-2] > 1 else [0], excess:]
+                if entries.shape[-2] > 1:
+                    entries = entries.index_select(-2, on_device(rows, entries.device))
+                self.inputs[name] = entries[..., excess:]
 
     def finish(self, returned: ReturnedOutputs, target_outputs: ModelOutput) -> Cache:
         """Returns the cache. If the caller can see it, it is as plain `generate` leaves it."""
