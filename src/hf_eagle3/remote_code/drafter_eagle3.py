@@ -358,5 +358,5 @@ def can_be_captured(draft: PreTrainedModel, embedding: torch.nn.Embedding) -> bo
 
 
 def _padded(block: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """A block with `num_rows` more entries at the left. It is contiguous, for stable strides."""
-    return F.pad(block, (*(0, 0) * (block.dim() - 2), num_rows, 0)).contiguous()
+    """A block with `num_rows` more entries at the left. It is a copy, for stable strides, also of a single row."""
+    return F.pad(block, (*(0, 0) * (block.dim() - 2), num_rows, 0)).clone(memory_format=torch.contiguous_format)
