@@ -15,6 +15,7 @@ from low_precision import compare
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig
 
 from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.remote_code.devices_eagle3 import CudaGraph
 
 
 SIZES = {
@@ -135,6 +136,32 @@ def with_prompt_on_host(target, draft) -> dict:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return compare_texts(target, draft, make_batch(LENGTHS[1], "cpu"))
+
+
+def while_memory_moves(target, draft, batch, **call) -> dict:
+    """Calls with static caches, whose addresses differ. Graphs that others captured are captured anew between ours."""
+    draft.generation_config.tree_policy = "auto"  # remembers from the second call on that trees pay, or do not
+    try:
+        held, results = [], []
+        for megabytes in (1, 48, 3):
+            results.append(compare_texts(target, draft, batch, max_new_tokens=64, **call))
+            held.append(torch.ones(megabytes << 20, dtype=torch.uint8, device=target.device))
+    finally:
+        draft.generation_config.tree_policy = "static"
+    return {**results[-1], "is_right": all(result["is_right"] for result in results)}
+
+
+def after_a_failed_capture(target, draft, batch) -> dict:
+    """A draft that syncs cannot be captured. Decoding and sampling go on, and later drafts are not captured."""
+    handle = draft.register_forward_hook(lambda module, inputs, output: output.logits.sum().item() and None)
+    try:
+        result = compare_texts(target, draft, batch)
+    finally:
+        handle.remove()
+    torch.manual_seed(7)
+    result["draws"] = torch.rand(3, device=target.device).isfinite().all().item()
+    result["was_captured"] = not CudaGraph.has_failed
+    return result
 
 
 def in_two_streams(target, draft, batch) -> dict:
@@ -273,6 +300,10 @@ def measure(args, sections) -> None:
 
         for name in ("llama", "gemma3, windows")[: 1 if args.tiny else 2]:
             sections.measure(f"{name}, compiled, static cache", on_family, compare_compiled, name, seconds=5 * some)
+        static = {"cache_implementation": "static", "disable_compile": True}
+        sections.measure("static caches at other addresses", on_family, while_memory_moves, "llama", batch, **static)
+        # Last, because it turns off graphs in this process.
+        sections.measure("a capture that fails", on_family, after_a_failed_capture, "llama", batch)
 
 
 def render(results: dict) -> str:
