@@ -17,7 +17,7 @@ Methods are those of `hf_eagle3.baselines`, and:
     assistant         speculative sampling with a small model (`--assistant`)
 
 Each method has its paper's loss and number of drafting steps; docs/baselines.md says what differs. Learning rate, optimizer,
-data and the number of nodes are the same for all. All guess samples by the same noise (docs/decoding.md), which no paper
+data and the number of nodes are the same for all. All guess samples by the same noise (docs/design.md), which no paper
 does. Our drafts and P-EAGLE's have a draft vocabulary. The others have the target's whole vocabulary, as in their papers. A
 static tree is the best one by the trained draft's accuracies on training data. Trees of DFlash and JetSpec are as deep as
 their blocks, because depth costs them nothing. These two are trained with a sampled softmax.

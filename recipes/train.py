@@ -15,7 +15,7 @@ On one machine, with one process per GPU:
 
 A YAML file (`--config`) can have the arguments, and flags override it. This folder has files for known targets, such as
 `qwen3_8b.yaml`. `--dataset_name` also takes local data: a JSON Lines, Parquet or text file, a folder with `train.jsonl`
-and `test.jsonl`, or the output of `regenerate.py`. Rows may have images if the target takes them (docs/training.md).
+and `test.jsonl`, or the output of `regenerate.py`. Rows may have images if the target takes them (docs/data.md).
 `--resume_from_checkpoint true` resumes a stopped run.
 
 `--draft_name_or_path` trains an existing draft further. With `--use_peft` it is adapted by LoRA:

@@ -45,7 +45,7 @@ EVERY_FAMILY = sorted(FAMILIES | CONVOLUTIONAL | RECURRENT)
 cached_target = functools.cache(make_target)
 tokenizer = functools.cache(make_tokenizer)
 
-# What a call may be refused for that plain `generate` takes; see docs/decoding.md.
+# What a call may be refused for that plain `generate` takes; see docs/support.md.
 REFUSALS = "|".join(
     (
         "requires `use_cache=True`",

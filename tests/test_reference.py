@@ -154,4 +154,4 @@ def test_the_site_has_all_pages():
 
     shown = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
     there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert sorted(shown) == sorted(there | {"index.md", "contributing.md", "changelog.md", "log.md"})
+    assert sorted(shown) == sorted(there | {"index.md", "contributing.md", "changelog.md", "log.md", "security.md"})

@@ -15,6 +15,7 @@ OUTSIDE_DOCS = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
     "experiments/LOG.md": "log.md",
 }
 LINK = re.compile(r"(!?)\[([^\[\]]+)\]\(([^():#\s]+)(#[^()\s]*)?\)")

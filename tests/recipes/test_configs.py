@@ -256,7 +256,7 @@ def test_what_a_training_will_take(tmp_path, run_experiment):
     AutoConfig.for_model(
         "qwen3", **TARGETS["qwen3_8b"][1], tie_word_embeddings=False, architectures=["Qwen3ForCausalLM"]
     ).save_pretrained(tmp_path)
-    page = (ROOT / "docs" / "training.md").read_text()
+    page = (ROOT / "docs" / "large_runs.md").read_text()
     result = run_experiment("training_cost.py", "--target", tmp_path, "--tokens", 5e8, "--tflops", 989)
     assert result.returncode == 0, result.stderr[-3000:]
     lines = result.stdout.splitlines()

@@ -306,7 +306,7 @@ def test_a_mistyped_path(files, tmp_path, run_recipe):
 def test_the_chat_of_the_docs(files, tmp_path, tokenizer, monkeypatch, run_recipe):
     """As docs/training.md has it: messages, template and YAML."""
     text = (RECIPES.parent / "docs" / "training.md").read_text()
-    text = text[text.index("### A chat, from beginning to end") :]
+    text = text[text.index("## A chat, from beginning to end") :]
     chat, template, config = (re.search(rf"```{kind}\n(.*?)```", text, re.S)[1] for kind in ("json", "jinja", "yaml"))
     monkeypatch.chdir(tmp_path)
     Path("chats").mkdir()
