@@ -47,7 +47,12 @@ def private_names() -> set[str]:
     own |= {"_decodes_with_assistant"}
     of_accelerate = {"_hf_hook"}
     of_torch = {"_buffers", "_compiled_call_impl", "_dynamo", "_forward_hooks", "_forward_pre_hooks", "_version"}
-    of_torch |= {"_global_forward_hooks", "_global_forward_pre_hooks", "_torchdynamo_orig_callable"}
+    of_torch |= {
+        "_cuda_clearCublasWorkspaces",
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_torchdynamo_orig_callable",
+    }
     private = {name for name in used if isinstance(name, str) and re.match("_[a-z]", name)}
     return private - own - of_torch - of_accelerate
 

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_eagle3.remote_code.cache_eagle3 import TreeCache, tree_attention_mask
 from hf_eagle3.remote_code.text_eagle3 import align_right, flat_indices, right_index, stack_right, take_rows
 from hf_eagle3.remote_code.tree_eagle3 import DraftTree, Plan
-from hf_eagle3.remote_code.verify_eagle3 import Verifier, extended_inputs
+from hf_eagle3.remote_code.verify_eagle3 import Verifier
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -249,7 +249,10 @@ def test_inputs_are_extended_token_by_token(shape, seed):
     inputs = {name: entries(batch_size, length) for name in ("token_type_ids", "mm_token_type_ids")}
     inputs = {name: value for name, value in inputs.items() if random_.random() < 0.8}
     inputs |= {"attention_mask": entries(batch_size, length) % 2, "position_ids": entries(*positions, length)}
-    actual = extended_inputs(target, CausalLMOutputWithPast(), dict(inputs), list(counts), growth)
+    verifier = Verifier.__new__(Verifier)
+    verifier.target, verifier.inputs = target, dict(inputs)
+    verifier.extend(SimpleNamespace(target_outputs=CausalLMOutputWithPast()), list(counts), growth)
+    actual = verifier.inputs
     assert set(actual) == set(inputs)
     width = length + growth
     for row, count in enumerate(counts):

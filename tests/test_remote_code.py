@@ -146,7 +146,6 @@ STANDARD_LIBRARY = {
     "importlib.util",
     "inspect",
     "json",
-    "logging",
     "math",
     "os",
     "pathlib",

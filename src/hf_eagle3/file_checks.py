@@ -5,10 +5,14 @@ checkpoint is as we saved it.
 """
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from logging import LogRecord
 from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.utils import logging
 
 from .tensor_names import find, with_variant
 
@@ -108,6 +112,58 @@ def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: An
         check_token_ids(read_json(path))
     if (path := find(source, "config.json", **hub_kwargs)) is not None:
         read_json(path)
+
+
+def read_and_mend(
+    read: Callable[..., tuple["DraftModel", dict[str, Any]]],
+    kwargs: dict[str, Any],
+    source: str | None,
+    **hub_kwargs: Any,
+) -> tuple["DraftModel", dict[str, Any]]:
+    """
+    Reads a draft by transformers' means, and mends what others leave out: a head, a `t2d`, and whether a table is stored.
+
+    Args:
+        read (`Callable`): `from_pretrained` of transformers, which also returns its report of missing and unexpected tensors.
+        kwargs (`dict`): Its arguments.
+        source (`str`, *optional*): Folder or Hub id. `None` if there are no files.
+        hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
+
+    Returns:
+        `tuple[DraftModel, dict]`: The draft, and the report without what was mended.
+    """
+    with without_load_report():
+        draft, info = read(**kwargs)
+        unexpected = info["unexpected_keys"] - {"d2t", "t2d"}
+        if unexpected == {"embed_tokens.weight"} and not draft.config.has_own_embed_tokens:
+            # The schema of speculators does not say whether a table is stored.
+            draft.config.has_own_embed_tokens = True
+            is_read = vars(draft.config).keys() - {"dtype", "quantization_config"}
+            kwargs = {name: value for name, value in kwargs.items() if name not in is_read}
+            draft, info = read(**{**kwargs, "config": draft.config})
+    if "lm_head.weight" in info["missing_keys"]:  # the draft gets its target's when it meets it
+        from .making import resize_head
+
+        info["missing_keys"].remove("lm_head.weight")
+        resize_head(draft.get_output_embeddings(), 0)
+    if source is not None:
+        mend_mapping(draft, info, source, variant=kwargs.get("variant"), **hub_kwargs)
+    return draft, info
+
+
+@contextmanager
+def without_load_report() -> Iterator[None]:
+    """Hides transformers' report of missing and unexpected tensors. We mend them, or refuse them by name."""
+
+    def is_no_report(record: LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    transformers_logger = logging.get_logger("transformers.modeling_utils")
+    transformers_logger.addFilter(is_no_report)
+    try:
+        yield
+    finally:
+        transformers_logger.removeFilter(is_no_report)
 
 
 def mend_mapping(draft: "DraftModel", info: dict[str, Any], source: str | Path, **kwargs: Any) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from .remote_code.configuration_eagle3 import Eagle3Config, default_aux_layer_ids
 from .remote_code.loading_eagle3 import fingerprint
-from .remote_code.modeling_eagle3 import resize_head
 from .remote_code.target_eagle3 import gathered
 
 
@@ -22,6 +22,12 @@ SPECULATIVE_TOKENS = 6  # the length of the chain that engines such as vLLM draf
 
 # A draft can take these rotary scalings of its target, because their parameters do not depend on the head size.
 PORTABLE_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+# Targets with these settings, for which no drafts are made.
+UNREADABLE_TARGETS = {
+    "altup_num_inputs": "has several states for each token",  # Gemma 3n
+    "cross_attention_layers": "attends to images in separate layers",  # Mllama
+}
 
 # Forms of a new draft:
 # - EAGLE-3.1 (https://huggingface.co/papers/2605.09992) normalises the states that a draft reads and passes on.
@@ -149,6 +155,13 @@ def trim_draft_vocabulary(draft: "DraftModel", draft_token_ids: Sequence[int] | 
     store_draft_vocabulary(draft, token_ids)
 
 
+def resize_head(head: nn.Linear, num_rows: int) -> None:
+    """Gives a head another number of rows, with uninitialized weights."""
+    weight = head.weight.new_empty(num_rows, head.in_features)
+    head.weight = nn.Parameter(weight, requires_grad=head.weight.requires_grad)
+    head.out_features = num_rows
+
+
 def store_draft_vocabulary(draft: "DraftModel", token_ids: torch.Tensor) -> None:
     """Stores the vocabulary in a draft's configuration and buffers. The ids ascend."""
     draft.config.draft_vocab_size = len(token_ids)
@@ -202,6 +215,16 @@ def pair_with(draft: "DraftModel", target: PreTrainedModel) -> None:
     draft.config.aux_layer_ids_assumed = False
     draft.config.verifier_fingerprint = fingerprint(target.get_input_embeddings().weight)
     draft.config.speculators_config = speculators_config_for(target, draft.config.speculators_model_type)
+
+
+def check_states(target: PreTrainedModel) -> None:
+    """Raises `ValueError` if drafts cannot read the states of a target."""
+    for name, reason in UNREADABLE_TARGETS.items():
+        if getattr(target.config.get_text_config(decoder=True), name, None):
+            raise ValueError(
+                f"{type(target).__name__} {target.config.name_or_path or '(unnamed)'} {reason} (`{name}`), which EAGLE-3 drafts "
+                "cannot read."
+            )
 
 
 def config_for_target(

@@ -9,8 +9,7 @@ from conftest import EXPERIMENTS, load_script, make_target, make_tokenizer
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import ENGINES, describe_engines, export
-from hf_eagle3.making import FORMS
-from hf_eagle3.remote_code.modeling_eagle3 import resize_head
+from hf_eagle3.making import FORMS, resize_head
 
 
 write_target = load_script("experiments/engines/target_gguf.py").write_target

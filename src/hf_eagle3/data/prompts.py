@@ -3,7 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
-from ..remote_code.target_eagle3 import position_table_size
+from ..remote_code.target_eagle3 import position_limits
 
 
 def documents_of_row(row: dict[str, list[int]]) -> list[dict[str, list[int]]]:
@@ -45,7 +45,7 @@ def num_positions(target: PreTrainedModel) -> int | None:
     Args:
         target (`PreTrainedModel`): The target.
     """
-    size = position_table_size(target.config.get_text_config(decoder=True))
+    size = dict(position_limits(target.config.get_text_config(decoder=True))).get("table")
     tokens = target.get_input_embeddings()
     tables = [each for each in target.modules() if isinstance(each, torch.nn.Embedding) and each is not tokens]
     # OPT's table has two more entries, for padding.

@@ -6,12 +6,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import torch
-from transformers import (
-    EosTokenCriteria,
-    LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-)
+from transformers import EosTokenCriteria, LogitsProcessorList, TemperatureLogitsWarper
 
 from .devices_eagle3 import random_state, reads_without_sync, set_random_state
 from .outputs_eagle3 import ReturnedOutputs, TreeOutputs
@@ -97,7 +92,7 @@ class Sampler:
         self.ignores_prefix = (
             (text.batch_size == 1 or not text.in_lockstep)
             and (self.draws_ahead or not self.do_sample)
-            and not returned.collects
+            and not returned.collected
             and all(is_one_of(processor, PREFIX_FREE) for processor in logits_processor)
             and all(is_one_of(criteria, READ_LAST_TOKEN) for criteria in stopping_criteria)
         )
@@ -285,9 +280,7 @@ def is_one_of(instance: object, names: set[str]) -> bool:
 
 
 def _is_by_row(processor: Callable) -> bool:
-    if not isinstance(processor, RepetitionPenaltyLogitsProcessor):
-        return False
-    return isinstance(processor.prompt_ignore_length, torch.Tensor)
+    return isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
 
 
 def _sample_with(scores: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -323,14 +316,13 @@ class NoiseStream:
         # By position: the noise, and the generator's state before it was drawn.
         self.drawn: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self.last_state: torch.Tensor | None = None  # of the device's generator, after the last draw
-        self.next: int | None = None  # the next position to draw for
+        self.next = 0  # the next position to draw for
 
     def at(self, position: int, first: int, vocab_size: int) -> torch.Tensor:
         """The noise of a position, `(num_rows, vocab_size)`. Noise before `first`, sampled in all rows, is dropped."""
         for old in [old for old in self.drawn if old < first]:
             del self.drawn[old]
-        if self.next is None:
-            self.next = first
+        self.next = max(self.next, first)
         if self.generator is not None:
             state = random_state(self.device)
             _, before = self.drawn.get(first, (None, None))

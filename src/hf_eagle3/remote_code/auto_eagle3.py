@@ -48,12 +48,7 @@ NEEDS = {
 
 
 def __getattr__(name: str) -> Any:
-    """
-    `Eagle3Config` and `Eagle3ForSpeculation`: those of the installed package if it is newer than this copy, else this copy's.
-
-    Raises:
-        ImportError: if transformers lacks what this copy needs.
-    """
+    """`Eagle3Config` and `Eagle3ForSpeculation`: the installed package's if that is newer than this copy, else this copy's."""
     if name not in ("Eagle3Config", "Eagle3ForSpeculation"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if (package := newer_package()) is not None:
@@ -67,12 +62,7 @@ def __getattr__(name: str) -> Any:
 
 
 def newer_package() -> ModuleType | None:
-    """
-    The installed hf-eagle3 if it is newer than this copy, unless HF_EAGLE3_CODE=copy asks for the copy.
-
-    Raises:
-        ValueError: if `HF_EAGLE3_CODE` has another value.
-    """
+    """The installed hf-eagle3 if it is newer than this copy, unless HF_EAGLE3_CODE=copy asks for the copy."""
     asked = os.environ.get("HF_EAGLE3_CODE", "newest")
     if asked not in ("copy", "newest"):
         raise ValueError(f"HF_EAGLE3_CODE is {asked!r}, but must be 'copy' or 'newest'.")
@@ -92,12 +82,7 @@ def newer_package() -> ModuleType | None:
 
 
 def installed_module(name: str, what: str) -> ModuleType:
-    """
-    A module of the hf-eagle3 package, for what a draft can be used without.
-
-    Raises:
-        ModuleNotFoundError: if the package, or one that it needs for this, is not installed.
-    """
+    """A module of the hf-eagle3 package, for `what` a draft can be used without. Raises `ModuleNotFoundError` if it is missing."""
     try:
         return importlib.import_module(f"hf_eagle3.{name}")
     except ModuleNotFoundError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
     DynamicLayer,
@@ -69,26 +69,24 @@ def tree_attention_mask(
             if layer_type == "sliding_attention":
                 allowed &= query - key < config.sliding_window
             else:
-                chunk, left_padding = config.attention_chunk_size, 0
+                chunk = config.attention_chunk_size
                 if padding_mask is not None:  # holes in the text do not count
                     left_padding = (padding_mask.cumsum(dim=1) == 0).sum(dim=1)[:, None, None]
-                allowed &= (query - left_padding) // chunk == (key - left_padding) // chunk
+                    query, key = query - left_padding, key - left_padding
+                allowed &= query // chunk == key // chunk
         if num_slots:
             allowed = F.pad(allowed, (0, num_slots - allowed.shape[-1]), value=False)
         return additive_mask(allowed, layer.keys.dtype)[:, None]  # eager attention adds it to the scores
 
     layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        is_sliding, is_chunked = (
-            getattr(config, name, None) is not None for name in ("sliding_window", "attention_chunk_size")
-        )
-        layer_type = "sliding_attention" if is_sliding else "chunked_attention" if is_chunked else "full_attention"
-        return mask_for(layer_type, cache.layers[0])
-    first_layers: dict[str, Any] = {}
+    if layer_types is None:  # all layers are alike
+        kinds = {"sliding_window": "sliding_attention", "attention_chunk_size": "chunked_attention"}
+        found = (kind for name, kind in kinds.items() if getattr(config, name, None) is not None)
+        layer_types = [next(found, "full_attention")]
+    masks: dict[str, torch.Tensor] = {}
     for layer_type, layer in zip(layer_types, cache.layers):
-        if has_keys(layer):
-            first_layers.setdefault(layer_type, layer)
-    masks = {layer_type: mask_for(layer_type, layer) for layer_type, layer in first_layers.items()}
+        if has_keys(layer) and layer_type not in masks:
+            masks[layer_type] = mask_for(layer_type, layer)
     # Some models do not read `layer_types`, and take no dict.
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -124,9 +122,12 @@ class TreeCache:
         devices = {layer.keys.device for layer in filter(has_keys, cache.layers)}
         if self.is_static and len(devices) == 1 and captures_graphs(*devices):
             self.graphed_keep = GraphedFunction(*devices)
-        self.layers = [layer for layer in cache.layers if layer not in recurrent_layers(cache)]
-        recording_types = DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
-        self.recording_layers = [layer for layer in self.layers if isinstance(layer, recording_types)]
+        self.recurrent_layers = recurrent = recurrent_layers(cache)
+        self.saved: list[torch.Tensor] | None = None  # recurrent states before the replayed tokens
+        self.replayed: dict[str, torch.Tensor] = {}  # their inputs, kept because the text may be edited
+        self.layers = [layer for layer in cache.layers if layer not in recurrent or has_keys(layer)]
+        types = DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+        self.recording_layers = [each for each in self.layers if each not in recurrent and isinstance(each, types)]
 
     def record(self) -> None:
         """From here on sliding layers and convolutions keep what a rollback needs."""
@@ -148,12 +149,12 @@ class TreeCache:
     @property
     def num_replayed(self) -> int:
         """How many tokens the next forward reads again."""
-        return 0
+        return self.replayed["input_ids"].shape[-1] if self.replayed else 0
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """`Cache.crop` without recurrent states."""
-        for layer in self.layers:
-            layer.crop(tokens_to_remove)
+    def crop(self, tokens_to_remove: int, *layers: Any) -> None:
+        """`Cache.crop` without recurrent states, of these layers or of all."""
+        for layer in layers or self.layers:  # recurrent states may have keys beside them
+            (DynamicLayer if layer in self.recurrent_layers else type(layer)).crop(layer, tokens_to_remove)
 
     def prepare(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Puts the inputs of replayed tokens before those of the nodes, `(..., B, N)`. Called before a forward."""
@@ -207,10 +208,7 @@ class TreeCache:
             if num_new > 0 and self.is_static:
                 layer.cumulative_length.fill_(self.length)
             elif num_new > 0:
-                layer.crop(-num_new)
-
-    def finish(self, target: PreTrainedModel, forward: Any, inputs: dict) -> None:
-        """Completes the cache for use after the call. `inputs` are those of the next token."""
+                self.crop(-num_new, layer)
 
     def select(self, rows: list[int], excess: int) -> None:
         """Keeps only these rows, and drops the `excess` leftmost positions, which only other rows used."""
@@ -227,22 +225,6 @@ class ReplayCache(TreeCache):
     A cache with recurrent states, which cannot forget a token. Restores them to before a step, and reads the
     accepted tokens again with the next chain.
     """
-
-    def _adopt(self, cache: Cache, num_new: int = 0) -> None:
-        self.recurrent_layers = recurrent_layers(cache)
-        self.saved: list[torch.Tensor] | None = None  # the states before the replayed tokens
-        self.replayed: dict[str, torch.Tensor] = {}  # their inputs, kept because the text may be edited
-        super()._adopt(cache, num_new)
-
-    @property
-    def num_replayed(self) -> int:
-        return self.replayed["input_ids"].shape[-1] if self.replayed else 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        for layer in self.recurrent_layers:
-            if isinstance(layer, DynamicLayer):  # it has keys, too
-                DynamicLayer.crop(layer, tokens_to_remove)
 
     def prepare(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.saved is None and inputs["input_ids"].shape[-1] > 1:
@@ -281,18 +263,6 @@ class ReplayCache(TreeCache):
             return
         self._restore(self.saved)
         super().roll_back()
-        for layer in filter(has_keys, self.recurrent_layers):
-            DynamicLayer.crop(layer, min(self.length - self.num_replayed - int(layer.get_seq_length()), 0))
-
-    def finish(self, target: PreTrainedModel, forward: Any, inputs: dict) -> None:
-        if self.num_replayed == 0:
-            return
-        inputs = {**inputs, **self.replayed}
-        if inputs.get("attention_mask") is not None:
-            inputs["attention_mask"] = inputs["attention_mask"][..., : self.length]
-        forward(**target.prepare_inputs_for_generation(inputs.pop("input_ids"), **inputs), return_dict=True)
-        self.crop(0)
-        self.replayed, self.saved = {}, None
 
 
 def has_keys(layer: Any) -> bool:
@@ -317,14 +287,14 @@ def is_static(cache: Cache) -> bool:
     return any(isinstance(layer, StaticLayer) for layer in cache.layers)
 
 
-def is_unused_static(cache: Cache) -> bool:
-    """Whether a cache is a static one that `generate` made for this call."""
+def is_unused_static(cache: Any) -> bool:
+    """Whether a cache is a static one that `generate` made for this call, of layers that [`with_room`] can make anew."""
+    known = "StaticLayer", "StaticSlidingWindowLayer", *SHARING
     return (
         type(cache) is StaticCache
         and not is_user_defined(cache)
         and not cache.offloading
-        and all(isinstance(layer, StaticLayer) or type(layer).__name__ in SHARING for layer in cache.layers)
-        and not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+        and all(type(layer).__name__ in known for layer in cache.layers)
     )
 
 

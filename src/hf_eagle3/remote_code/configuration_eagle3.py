@@ -156,12 +156,7 @@ class Eagle3Config(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """
-        The configuration in a `config.json`, whichever class loads it. See [`~transformers.PreTrainedConfig.from_dict`].
-
-        Raises:
-            ValueError: if something required is missing, a field is not what was saved, or a flag is on that is unknown.
-        """
+        """[`~transformers.PreTrainedConfig.from_dict`] that raises `ValueError` if a `config.json` is not what was saved."""
         config_dict = dict(config_dict)
         digest = config_dict.pop("config_digest", None)
         # These are of the checkpoint, not of other drafts with this configuration.
@@ -261,10 +256,7 @@ def unknown_keys(config_dict: dict[str, Any], known: Collection[str]) -> list[st
 
 
 def check_keys(name: str, config_dict: dict[str, Any], known: Collection[str]) -> None:
-    """
-    Raises:
-        ValueError: if there are [`unknown_keys`].
-    """
+    """Raises `ValueError` if there are [`unknown_keys`]."""
     if unknown := unknown_keys(config_dict, known):
         raise ValueError(
             f"{name} has keys that this version does not know: {unknown}. Their effect would be missing; a later version of "
@@ -273,6 +265,3 @@ def check_keys(name: str, config_dict: dict[str, Any], known: Collection[str]) -
 
 
 Eagle3Config.register_for_auto_class()
-
-
-__all__ = ["Eagle3Config"]

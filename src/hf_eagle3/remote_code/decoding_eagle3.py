@@ -19,19 +19,16 @@ from .policy_eagle3 import CallKind, Policy, StaticPolicy, policies_of, tree_set
 from .target_eagle3 import check_call, depends_on_length, gathered_embedding, is_sharded, may_select_rows
 from .text_eagle3 import SampleArguments, Text, pad_token_of
 from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer
-from .verify_eagle3 import INPUTS_BY_TOKEN, Verifier
+from .verify_eagle3 import Verifier
 
 
 class TreeDecoding:
     r"""
     One call of `generate` with an assistant. Decodes as `GenerationMixin._sample` does, several tokens per forward of
-    the target.
-
-    At each node of the verified tree the next token is picked from the target's own processed scores, as `_sample`
-    picks it. The walk goes on at the child with this token, or ends if there is none. Proposers only decide which
-    nodes exist. So greedy text is the target's greedy text, samples follow the target's distribution, and a seed gives
-    the sample that it gives without an assistant. The rows of a batch advance at their own pace, or in lockstep where
-    the difference could be noticed (see [`Text`]). Raises `ValueError` if a tree cannot do what the call asks for.
+    the target: see [`accept`]. Proposers only decide which nodes exist. So greedy text is the target's greedy text, samples
+    follow the target's distribution, and a seed gives the sample that it gives without an assistant. The rows of a batch
+    advance at their own pace, or in lockstep where the difference could be noticed (see [`Text`]). Raises `ValueError` if a
+    tree cannot do what the call asks for.
     """
 
     def __init__(self, assistant: Any, target: PreTrainedModel, arguments: SampleArguments):
@@ -110,13 +107,14 @@ class TreeDecoding:
             or is_user_defined(cache.cache)  # the caller may catch an error and crop it
             or depends_on_length(self.target, arguments.input_ids, cache, inputs, arguments.stopping_criteria)
         )
-        may_retire = not self.returned.wants_dict and may_select_rows(self.target, cache, inputs, INPUTS_BY_TOKEN)
+        may_retire = not self.returned.wants_dict and may_select_rows(self.target, cache, inputs)
         return Text(arguments, in_lockstep, exposes_ids, may_retire)
 
     def _compile(self) -> Any | None:
         """Compiles the target's forward where `_sample` would. Returns the `CompileConfig`, if any."""
         target, verifier, config = self.target, self.verifier, self.arguments.generation_config
-        may_compile = verifier.cache.is_static and not self.returned.wants_states
+        # Compiled forwards would overwrite hidden states that are collected.
+        may_compile = verifier.cache.is_static and "hidden_states" not in self.returned.collected
         if not may_compile or not target._valid_auto_compile_criteria(verifier.inputs, config):
             return None
         compile_config = config.compile_config or target._default_compile_config()
@@ -213,18 +211,15 @@ class TreeDecoding:
             tree = tree.with_padded_rows(text.is_finished, text.pad_token, plan.depth)
         return tree
 
-    def verify(self, tree: DraftTree) -> tuple[DraftTree, Accepted]:
+    def verify(self, tree: DraftTree, may_discard: bool = True) -> tuple[DraftTree, Accepted]:
         """Runs one forward over all nodes of the tree. The cache keeps what is accepted."""
         text, verifier = self.text, self.verifier
         outputs = verifier.verify(tree, text)
-        may_discard = tree.num_nodes > 1 or verifier.cache.is_static  # slots may hold another tree's NaNs
+        may_discard &= tree.num_nodes > 1 or verifier.cache.is_static  # slots may hold another tree's NaNs
         accepted = accept(text, self.sampler, tree, outputs, may_discard)
         if accepted is None:  # decode plainly instead
             verifier.cache.discard_tree()
-            tree = DraftTree.chain(text.newest(1))
-            outputs = verifier.verify(tree, text)
-            accepted = accept(text, self.sampler, tree, outputs)
-            assert accepted is not None
+            return self.verify(DraftTree.chain(text.newest(1)), may_discard=False)
         verifier.cache.keep(accepted.nodes, accepted.batch_growth)
         verifier.extend(outputs, accepted.counts, accepted.batch_growth)
         self.last_outputs = outputs

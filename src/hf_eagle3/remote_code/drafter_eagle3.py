@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from .accept_eagle3 import Sampler, sample_scores
 from .cache_eagle3 import additive_mask
 from .devices_eagle3 import GraphedFunction, captures_graphs, compiled, on_device, reads_without_sync
-from .target_eagle3 import rotary_switches
+from .target_eagle3 import position_limits
 from .text_eagle3 import flat_indices, right_index, stack_right, take_rows
 from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer
 
@@ -258,7 +258,8 @@ class Drafter(Proposer):
 
         inputs, graph = (*unread, power, noise, temperature), self.graphed_tree
         grown = grow(*inputs) if graph is None else graph(grow, self.keys, *inputs)
-        tokens, parents, depths, ancestors, confidences = grown
+        fields: list[Any] = [*grown]
+        tokens, parents, depths, ancestors, confidences = fields
         # The next CUDA graph overwrites what this one returned. Tokens may be needed longer (see `ReplayCache`).
         return DraftTree(tokens.clone(), parents, depths, ancestors, confidences, self.max_plan.depth)
 
@@ -354,7 +355,7 @@ def can_be_captured(draft: PreTrainedModel, embedding: torch.nn.Embedding) -> bo
     device, config = draft.device, draft.config
     is_on_device = config.has_own_embed_tokens or embedding.weight.device == device
     # Frequencies that switch depend on the largest position.
-    return captures_graphs(device) and is_on_device and not rotary_switches(config.transformer_layer_config)
+    return captures_graphs(device) and is_on_device and not position_limits(config.transformer_layer_config)
 
 
 def _padded(block: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -4,26 +4,15 @@
 import base64
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from logging import LogRecord
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
 from .auto_eagle3 import IS_INSTALLED, installed_module, logger
 from .target_eagle3 import check_dropout, gathered
-
-
-# Targets with these settings, for which there are no drafts.
-UNREADABLE_TARGETS = {
-    "altup_num_inputs": "has several states for each token",  # Gemma 3n
-    "cross_attention_layers": "attends to images in separate layers",  # Mllama
-}
 
 
 # Checkpoints -------------------------------------------------------------------------------------------------------
@@ -76,21 +65,6 @@ def check_code(digest: str | None, source: str | Path) -> None:
         )
 
 
-@contextmanager
-def without_load_report() -> Iterator[None]:
-    """Hides transformers' report of missing and unexpected tensors. We correct them, or refuse them by name."""
-
-    def is_no_report(record: LogRecord) -> bool:
-        return "LOAD REPORT" not in record.getMessage()
-
-    transformers_logger = logging.get_logger("transformers.modeling_utils")
-    transformers_logger.addFilter(is_no_report)
-    try:
-        yield
-    finally:
-        transformers_logger.removeFilter(is_no_report)
-
-
 def code_digest(folder: str | Path) -> str:
     """SHA-256 of the code in a folder that ships with drafts."""
     digest = hashlib.sha256()
@@ -123,9 +97,8 @@ def check_pairing(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     advice = "Pair each draft with the target it was trained for."
     if target.config.is_encoder_decoder:
         raise ValueError(f"{target_name} is an encoder-decoder; EAGLE-3 drafts for decoder-only models.")
-    for name, reason in UNREADABLE_TARGETS.items():
-        if getattr(text_config, name, None):
-            raise ValueError(f"{target_name} {reason} (`{name}`), which EAGLE-3 drafts cannot read.")
+    if IS_INSTALLED:
+        installed_module("making", "Pairing").check_states(target)
     for label, expected, actual in (
         ("a vocabulary of", config.vocab_size, text_config.vocab_size),
         ("hidden states of size", config.target_hidden_size, text_config.hidden_size),

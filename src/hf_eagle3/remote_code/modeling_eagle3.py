@@ -5,6 +5,7 @@ import importlib.util
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ from .loading_eagle3 import (
     code_digest,
     read_config,
     weights_digest,
-    without_load_report,
 )
 from .outputs_eagle3 import CACHE, keep_state_after_last_layer
 from .policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
@@ -250,8 +250,8 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         wants_loading_info = kwargs.pop("output_loading_info", False)
         # This class's code runs. Transformers would also run the folder's `custom_generate`.
         kwargs.pop("trust_remote_code", None)
-        hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        content = None if path is None else read_config(source, kwargs.get("variant"), **hub_kwargs)
+        variant, hub_kwargs = kwargs.get("variant"), {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+        content = None if path is None else read_config(source, variant, **hub_kwargs)
         report = {"format": "speculators"}
         if content is not None and not cls.config_class.recognises(content, source):
             if not IS_INSTALLED:
@@ -259,22 +259,25 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
                     f"{source} is not in the speculators format. `pip install hf-eagle3` reads others, too."
                 )
             reader = installed_module("checkpoints", f"Reading {source}")
-            config, tensors, report = reader.read(content, source, variant=kwargs.get("variant"), **hub_kwargs)
+            config, tensors, report = reader.read(content, source, variant=variant, **hub_kwargs)
             path, kwargs = None, {**reader.with_config(config, kwargs), "state_dict": tensors}
-        model, info = cls._load(path, *args, **kwargs)
-        if IS_INSTALLED and content is not None:
-            checks = installed_module("file_checks", "Loading")
-            checks.mend_mapping(model, info, source, variant=kwargs.get("variant"), **hub_kwargs)
+        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused by name below
+        read = partial(super().from_pretrained, path, *args)
+        if IS_INSTALLED:
+            files = None if content is None else source
+            model, info = installed_module("file_checks", "Loading").read_and_mend(read, kwargs, files, **hub_kwargs)
+        else:  # what was saved, as `weights_digest` shows
+            model, info = read(**kwargs)
         check_loading_info(info, source)
+        if IS_INSTALLED:
+            installed_module("file_checks", "Loading").check_draft_vocabulary(model, source)
         content = content or {}
         check_code(content.get("code_digest"), source)
-        if IS_INSTALLED:  # copies read what was saved, as `weights_digest` shows
-            installed_module("file_checks", "Loading").check_draft_vocabulary(model, source)
         for name, value in tree_settings(model.generation_config).items():  # drafts of others have none
             setattr(model.generation_config, name, value)
         if not hasattr(model, "hf_quantizer"):
             # These weights are not those that were saved: other variants, float16, adapters, and the caller's own.
-            is_changed = kwargs.get("variant") or kwargs.get("state_dict") is not None
+            is_changed = variant or kwargs.get("state_dict") is not None
             is_changed = is_changed or model.dtype == torch.float16 or model._hf_peft_config_loaded
             check_weights(model.state_dict(), source, None if is_changed else content.get("weights_digest"))
         if report["format"] != "speculators":
@@ -283,30 +286,11 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         return (model, {**info, **report}) if wants_loading_info else model
 
     @classmethod
-    def _load(cls, path: str | Path | None, *args: Any, **kwargs: Any) -> tuple["DraftModel", dict[str, Any]]:
-        """[`~transformers.PreTrainedModel.from_pretrained`] that accepts drafts without a head, or with a table."""
-        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused by name afterwards
-        with without_load_report():
-            model, info = super().from_pretrained(path, *args, **kwargs)
-            unexpected = info["unexpected_keys"] - {"d2t", "t2d"}
-            if unexpected == {"embed_tokens.weight"} and not model.config.has_own_embed_tokens:
-                # The schema of speculators does not say whether a table is stored.
-                model.config.has_own_embed_tokens = True
-                is_read = vars(model.config).keys() - {"dtype", "quantization_config"}
-                kwargs = {name: value for name, value in kwargs.items() if name not in is_read}
-                model, info = super().from_pretrained(path, *args, **{**kwargs, "config": model.config})
-        if "lm_head.weight" in info["missing_keys"]:
-            info["missing_keys"].remove("lm_head.weight")
-            resize_head(model.get_output_embeddings(), 0)
-        return model, info
-
-    @classmethod
     def from_target(cls, target: PreTrainedModel, *args: Any, **kwargs: Any) -> "DraftModel":
         """
-        Makes an untrained draft for a loaded target. See `hf_eagle3.making.from_target`.
+        Makes an untrained draft for a loaded `target`. See `hf_eagle3.making.from_target`.
 
         Args:
-            target (`PreTrainedModel`): The target.
             args, kwargs (*optional*): `draft_token_ids`, the target's tokens that it can propose;
                 `num_hidden_layers`; and fields of [`Eagle3Config`], or of its `transformer_layer_config`.
 
@@ -318,41 +302,22 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
     def set_draft_vocabulary(
         self, draft_token_ids: Sequence[int] | torch.Tensor | None, target: PreTrainedModel
     ) -> None:
-        """
-        Replaces the draft vocabulary, and `lm_head` by the target's rows for it.
-
-        Args:
-            draft_token_ids (`Sequence[int]` or `torch.Tensor`, *optional*): Target token ids. `None` stands for all.
-            target (`PreTrainedModel`): The target.
-        """
+        """Replaces the draft vocabulary by `draft_token_ids` (`None`: all), and `lm_head` by the rows of `target` for it."""
         installed_module("making", "Another vocabulary").set_draft_vocabulary(self, draft_token_ids, target)
 
     def trim_draft_vocabulary(self, draft_token_ids: Sequence[int] | torch.Tensor) -> None:
-        """
-        Removes tokens from the draft vocabulary. The others keep their rows of `lm_head`.
-
-        Args:
-            draft_token_ids (`Sequence[int]` or `torch.Tensor`): Target token ids to keep.
-        """
+        """Removes all but `draft_token_ids` (ids of the target) from the draft vocabulary. They keep their rows of `lm_head`."""
         installed_module("making", "A smaller vocabulary").trim_draft_vocabulary(self, draft_token_ids)
 
     def pair_with(self, target: PreTrainedModel) -> None:
-        """
-        Records the target in the draft's configuration, for drafts of formats that do not.
-
-        Args:
-            target (`PreTrainedModel`): The target.
-        """
+        """Records the `target` in the draft's configuration, for drafts of formats that do not."""
         installed_module("making", "Pairing").pair_with(self, target)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """
-        Pushes the draft, its code and a card in one commit. See `hf_eagle3.hub.push_draft`. If hf-eagle3 is not installed,
-        see [`~transformers.utils.PushToHubMixin.push_to_hub`], which writes transformers' own card.
-
-        Args:
-            repo_id (`str`): `<owner>/<name>`.
-            kwargs (*optional*): As there.
+        Pushes the draft, its code and a card to `repo_id` (`<owner>/<name>`) in one commit. The `kwargs` are those of
+        `hf_eagle3.hub.push_draft`. If hf-eagle3 is not installed, see [`~transformers.utils.PushToHubMixin.push_to_hub`],
+        which writes transformers' own card.
         """
         if importlib.util.find_spec("hf_eagle3") is None:
             return super().push_to_hub(repo_id, **kwargs)
@@ -367,17 +332,12 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> None:
         """
-        Saves the draft and its code. See [`~transformers.PreTrainedModel.save_pretrained`].
+        Saves the draft and its code in `save_directory`. See [`~transformers.PreTrainedModel.save_pretrained`], also for
+        `is_main_process`, `state_dict`, `args` and `kwargs`. Raises `ValueError` if the draft stores no head, and has not met
+        the target whose head it uses.
 
         The folder also serves as `custom_generate`:
         `target.generate(..., custom_generate=folder, assistant_model=draft, trust_remote_code=True)`.
-
-        Args:
-            save_directory (`str` or `Path`): The folder.
-            is_main_process, state_dict, args, kwargs (*optional*): As there.
-
-        Raises:
-            ValueError: if the draft stores no head, and has not met the target whose head it uses.
         """
         if self.get_output_embeddings().out_features == 0:
             raise ValueError("This draft stores no head and uses its target's. Call `draft.pair_with(target)` first.")
@@ -433,47 +393,31 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
 
     def validate_target(self, target: PreTrainedModel) -> None:
         """
-        Checks that this draft was made for `target`, and takes its head if the draft stores none.
-
-        Args:
-            target (`PreTrainedModel`): The target.
-
-        Raises:
-            ValueError: naming both sides, if the target is of another kind, size or vocabulary, or another model of
-                the same sizes.
+        Takes the head of `target` if the draft stores none. Raises `ValueError`, naming both sides, if the draft was made for a
+        target of another kind, size or vocabulary, or for another model of the same sizes.
         """
         check_pairing(self, target)
         self._borrow_head(target)
 
     def resolve_aux_layer_ids(self, target: PreTrainedModel) -> list[int]:
         """
-        The indices of the target's `hidden_states` that this draft reads. Some formats do not say what their ids count
+        The indices of the `hidden_states` of `target` that this draft reads. Some formats do not say what their ids count
         (`config.aux_layer_ids_assumed`). Then they count outputs of layers, unless they are the usual inputs
         `[2, L // 2, L - 3]` or one of them is `L`. A warning says what was assumed.
-
-        Args:
-            target (`PreTrainedModel`): The target.
         """
         depth = target.config.get_text_config(decoder=True).num_hidden_layers
         ids, default = self.config.eagle_aux_hidden_state_layer_ids, default_aux_layer_ids(depth)
-        name = self.config.name_or_path or "(unnamed)"
         if not self.config.aux_layer_ids_assumed:
             return list(default if ids is None else ids)
-        if ids is None:
-            logger.warning_once(
-                f"The draft {name} does not say which states it reads. We assume the usual ones: those that enter layers "
-                f"{default} of the target's {depth}."
-            )
-            return default
-        stored = [layer_id - 1 for layer_id in ids]
+        stored = [layer_id - 1 for layer_id in ids or ()]
         # Drafts that count inputs have the usual states, or the one after the last layer, which is no layer's input.
-        counts_inputs = (depth >= 6 and stored == default) or max(stored) == depth
-        resolved = stored if counts_inputs else list(ids)
+        counts_inputs = depth >= 6 and stored == default or depth in stored
+        resolved = default if ids is None else stored if counts_inputs else list(ids)
         if counts_inputs or ids != default:
+            unsaid = f"what its layer ids {stored} count" if stored else "which states it reads"
             logger.warning_once(
-                f"The draft {name} does not say what its layer ids {stored} count. We assume "
-                f"{'inputs' if counts_inputs else 'outputs'} of the target's {depth} layers: the states that enter layers "
-                f"{resolved}."
+                f"The draft {self.config.name_or_path or '(unnamed)'} does not say {unsaid}. We assume the states that enter "
+                f"layers {resolved} of the target's {depth}."
             )
         return resolved
 
@@ -493,13 +437,6 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             "A draft does not generate text by itself. Call `target.generate(..., assistant_model=draft)`. If you did, the "
             "target's `_assisted_decoding` is not transformers' own: remove what replaces it."
         )
-
-
-def resize_head(head: nn.Linear, num_rows: int) -> None:
-    """Gives a head another number of rows, with uninitialized weights."""
-    weight = head.weight.new_empty(num_rows, head.in_features)
-    head.weight = nn.Parameter(weight, requires_grad=head.weight.requires_grad)
-    head.out_features = num_rows
 
 
 @dataclass
@@ -697,6 +634,3 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
 
 Eagle3ForSpeculation.register_for_auto_class("AutoModel")
 install_generation_hook()
-
-
-__all__ = ["Eagle3ForSpeculation", "Eagle3Output"]

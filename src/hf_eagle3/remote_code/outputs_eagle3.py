@@ -15,6 +15,9 @@ from transformers.utils import ModelOutput, output_capturing
 
 # What transformers calls the cache among arguments and outputs. It was another name before 5.24.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+# Arguments with an entry for each token.
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+INPUTS_BY_TOKEN = ("attention_mask", "position_ids", *TOKEN_TYPES)
 
 # Before 5.23 a list passed as `output_hidden_states` counted from the first layer's output instead of the embeddings.
 # The outputs look alike, so all states are asked for there.
@@ -56,10 +59,7 @@ def aux_hidden_states(outputs: ModelOutput, layer_ids: Sequence[int], num_layers
 def keep_state_after_last_layer(target: PreTrainedModel) -> Iterator[None]:
     """
     Adds a `state_after_last_layer` to the target's outputs: the state before the final norm. The last of its
-    `hidden_states` is the state after it.
-
-    Raises:
-        ValueError: if its layers are not found, or a forward does not call the last one.
+    `hidden_states` is the state after it. Raises `ValueError` if its layers are not found, or the last one is not called.
     """
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
     lists = (each for each in target.get_decoder().modules() if isinstance(each, torch.nn.ModuleList))
@@ -95,23 +95,16 @@ def keep_state_after_last_layer(target: PreTrainedModel) -> Iterator[None]:
 
 
 class ReturnedOutputs:
-    """
-    Collects the outputs that `return_dict_in_generate` asks for, one entry per token as in `_sample`.
-
-    Raises:
-        ValueError: if single hidden states are asked for, and transformers cannot select them.
-    """
+    """Collects the outputs that `return_dict_in_generate` asks for, one entry per token as in `_sample`."""
 
     def __init__(self, config: GenerationConfig, batch_size: int):
-        self.wants_dict = config.return_dict_in_generate
-        self.wants_hidden_states = config.output_hidden_states
-
-        def collect(is_wanted: Any) -> list[list] | None:  # a list of entries for each row
-            return [[] for _ in range(batch_size)] if self.wants_dict and is_wanted else None
-
-        self.scores, self.logits = collect(config.output_scores), collect(config.output_logits)
-        self.hidden_states = collect(self.wants_hidden_states)
-        self.scores_of_batch: list[torch.Tensor] = []  # `scores`, of all rows together
+        self.wants_dict, self.wants_hidden_states = config.return_dict_in_generate, config.output_hidden_states
+        wanted = {"scores": config.output_scores, "logits": config.output_logits}
+        wanted["hidden_states"] = self.wants_hidden_states
+        names = [name for name, is_wanted in wanted.items() if self.wants_dict and is_wanted]
+        # A list of entries for each row.
+        self.collected: dict[str, list[list]] = {name: [[] for _ in range(batch_size)] for name in names}
+        self.scores_of_batch: list[torch.Tensor] = []  # the scores of all rows together
 
         if isinstance(self.wants_hidden_states, int) and not isinstance(self.wants_hidden_states, bool):
             self.wants_hidden_states = [self.wants_hidden_states]
@@ -121,16 +114,6 @@ class ReturnedOutputs:
                 "transformers 5.23 on. Pass True instead."
             )
 
-    @property
-    def collects(self) -> bool:
-        """Whether anything is collected for each token."""
-        return any(each is not None for each in (self.scores, self.logits, self.hidden_states))
-
-    @property
-    def wants_states(self) -> bool:
-        """Whether hidden states are collected. Compiled forwards would overwrite them."""
-        return self.hidden_states is not None
-
     def hidden_states_with(self, layer_ids: Sequence[int]) -> bool | list[int] | None:
         """The `output_hidden_states` to pass to the target: the caller's choice and `layer_ids`."""
         if self.wants_hidden_states is True or not layer_ids:
@@ -139,50 +122,38 @@ class ReturnedOutputs:
 
     def all_scores(self) -> tuple[torch.Tensor, ...] | None:
         """The scores that stopping criteria and the caller get: `(B, vocab_size)` for each token."""
-        if self.scores is None:
+        if (rows := self.collected.get("scores")) is None:
             return None
-        for i in range(len(self.scores_of_batch), len(self.scores[0])):
-            self.scores_of_batch.append(stack([entries[i] for entries in self.scores]))
-            for row, entries in enumerate(self.scores):  # views, to keep them once
+        for i in range(len(self.scores_of_batch), len(rows[0])):
+            self.scores_of_batch.append(stack([entries[i] for entries in rows]))
+            for row, entries in enumerate(rows):  # views, to keep them once
                 entries[i] = self.scores_of_batch[i][row : row + 1]
         return tuple(self.scores_of_batch)
 
     def add(self, row: int, outputs: TreeOutputs, logits: torch.Tensor, scores: torch.Tensor, node: int) -> None:
         """Adds the token that a row picked at a node. Of forwards without drafted nodes all positions are added."""
-        if not self.wants_dict:
-            return
-        num_replayed, is_plain = outputs.num_replayed, outputs.logits.shape[1] == 1
-        nodes = slice(num_replayed, None) if is_plain else slice(num_replayed + node, num_replayed + node + 1)
-        if self.scores is not None:
-            self.scores[row].append(scores)
-        if self.logits is not None:
-            self.logits[row].append(logits)
-        if self.hidden_states is not None:
+        new: dict[str, Any] = {"scores": scores, "logits": logits}
+        if "hidden_states" in self.collected:
+            first, is_plain = outputs.num_replayed, outputs.logits.shape[1] == 1
+            nodes = slice(first, None) if is_plain else slice(first + node, first + node + 1)
             states = outputs.target_outputs.hidden_states
             if self.wants_hidden_states is not True:
                 wanted = {index % len(states) for index in self.wants_hidden_states}
                 states = [state if index in wanted else None for index, state in enumerate(states)]
             states = (None if state is None else state[row : row + 1, nodes] for state in states)
             # A view would keep the states of the whole tree.
-            self.hidden_states[row].append(
-                tuple(state if state is None or is_plain else state.clone() for state in states)
-            )
+            new["hidden_states"] = tuple(state if state is None or is_plain else state.clone() for state in states)
+        for name, rows in self.collected.items():
+            rows[row].append(new[name])
 
     def finish(self, sequences: torch.Tensor, cache: Cache) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """What `generate` returns."""
         if not self.wants_dict:
             return sequences
-
-        def by_token(rows: list[list] | None) -> tuple | None:
-            return None if rows is None else tuple(stack(entries) for entries in zip(*rows))
-
-        return GenerateDecoderOnlyOutput(
-            sequences=sequences,
-            scores=self.all_scores(),
-            logits=by_token(self.logits),
-            hidden_states=by_token(self.hidden_states),
-            **{CACHE: cache},
-        )
+        outputs: dict[str, Any] = {CACHE: cache, "scores": self.all_scores()}
+        for name in self.collected.keys() - {"scores"}:
+            outputs[name] = tuple(stack(entries) for entries in zip(*self.collected[name]))
+        return GenerateDecoderOnlyOutput(sequences=sequences, **outputs)
 
 
 def stack(entries: Sequence[Any]) -> Any:
@@ -262,14 +233,9 @@ class Eagle3GenerationStats:
 
     def origins(self, row: int = 0) -> list[tuple[str, int]]:
         """
-        Where each new token of a row came from. `("draft", 2)` was drafted at the second level of a tree,
-        `("lookup", 5)` was the fifth that was looked up, and `("target", 0)` is the target's own.
-
-        Args:
-            row (`int`, *optional*, defaults to `0`): A row of the call.
-
-        Raises:
-            ValueError: if the call kept no steps.
+        Where each new token of a `row` of the call came from. `("draft", 2)` was drafted at the second level of a tree,
+        `("lookup", 5)` was the fifth that was looked up, and `("target", 0)` is the target's own. Raises `ValueError` if the
+        call kept no steps.
         """
         if self.new_tokens and not self.steps:
             raise ValueError(

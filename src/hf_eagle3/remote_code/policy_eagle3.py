@@ -33,10 +33,8 @@ def tree_settings(
     The settings of the tree: the call's, else the draft's, else the defaults.
 
     `num_assistant_tokens=20` and `assistant_confidence_threshold=0.4` cannot be set per call, because they equal
-    transformers' defaults, which `generate` fills into every call. Set them on the draft instead.
-
-    Raises:
-        ValueError: if a setting is out of range, or misspelled.
+    transformers' defaults, which `generate` fills into every call. Set them on the draft instead. Raises `ValueError` if a
+    setting is out of range, or misspelled.
     """
     filled_in, known = GenerationConfig._get_default_generation_params(), vars(GenerationConfig())
     settings = dict(DEFAULT_TREE_SETTINGS)

@@ -3,7 +3,6 @@
 
 import functools
 import inspect
-import math
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +13,7 @@ from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedMo
 
 from .auto_eagle3 import logger
 from .cache_eagle3 import check_cache, is_static, is_unused_static
-from .outputs_eagle3 import CACHE
+from .outputs_eagle3 import CACHE, INPUTS_BY_TOKEN
 from .text_eagle3 import max_length_of
 
 
@@ -163,15 +162,13 @@ def check_given_cache(
 
 
 def check_dropout(name: str, model: PreTrainedModel) -> None:
-    if model.training and has_dropout(model):
-        raise ValueError(f"The {name} is in training mode and drops out at random. Call `{name}.eval()` first.")
-
-
-def has_dropout(model: PreTrainedModel) -> bool:
+    if not model.training:
+        return
     holders = [model.config.get_text_config(decoder=True), *model.modules()]
-    rates = [rate for each in holders for name, rate in vars(each).items() if "drop" in name or "jitter" in name]
+    rates = [rate for each in holders for field, rate in vars(each).items() if "drop" in field or "jitter" in field]
     rates += [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+    if any(isinstance(rate, float) and rate > 0 for rate in rates):
+        raise ValueError(f"The {name} is in training mode and drops out at random. Call `{name}.eval()` first.")
 
 
 def takes_trees(target: PreTrainedModel) -> bool:
@@ -200,10 +197,8 @@ def depends_on_length(
     newest = text_positions(model_kwargs)[:, -1]
     begin, num_new = int(newest.min()), max_length_of(criteria) - input_ids.shape[1]
     last = int(newest.max()) + 1 + num_new  # the caller may have chosen the positions
-    if last > (position_table_size(config) or math.inf):  # a row that is ahead would reach its end
-        return True
-    for rope_type, length in rotary_switches(config):
-        if last >= length and (begin < length or rope_type != "longrope"):
+    for kind, length in position_limits(config):  # a row that is ahead would reach a table's end
+        if last >= length + (kind == "table") and (begin < length or kind != "longrope"):
             return True
     # Llama 4 scales queries by their index in the cache. The factor changes every `floor_scale` tokens.
     return (
@@ -212,19 +207,17 @@ def depends_on_length(
     )
 
 
-def may_select_rows(
-    target: PreTrainedModel, cache: Any, model_kwargs: dict[str, Any], inputs_by_token: Iterable[str]
-) -> bool:
+def may_select_rows(target: PreTrainedModel, cache: Any, model_kwargs: dict[str, Any]) -> bool:
     """
     Whether the target can go on with some rows of the batch only. That needs a cache that nobody else sees, a target
     that was not compiled (perhaps for this batch size), and modules and arguments without an entry for each row, except
-    the `inputs_by_token`, whose rows are selected, too.
+    those with an entry for each token, whose rows are selected, too.
     """
     if cache.is_static or cache.is_chain or getattr(cache.cache, "_is_user_defined", False):
         return False
     if target.config.get_text_config(decoder=True) is not target.config:  # has images, and positions kept on the model
         return False
-    known = (*inputs_by_token, CACHE, "output_hidden_states")
+    known = (*INPUTS_BY_TOKEN, CACHE, "output_hidden_states")
     others = [value for name, value in model_kwargs.items() if name not in known]
     if not all(value is None or isinstance(value, (bool, int, float, str)) for value in others):
         return False
@@ -242,23 +235,22 @@ def may_select_rows(
     return all(getattr(hook, "__module__", "").startswith(harmless) for hook in hooks)
 
 
-def position_table_size(config: PreTrainedConfig) -> int | None:
-    """The number of positions in a table that the target looks them up in, or `None` if it rotates by positions."""
-    return None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)
-
-
-def rotary_switches(config: PreTrainedConfig) -> list[tuple[str, int]]:
-    """Type and length of each rotary scaling that changes all frequencies when a forward reaches that position."""
+def position_limits(config: PreTrainedConfig) -> list[tuple[str, int]]:
+    """
+    Kind and length of each rotary scaling that changes all frequencies when a forward reaches that position. If the target
+    looks positions up instead, the size of its `"table"`.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
-    switches = []
+    table = None if rope else getattr(config, "max_position_embeddings", None)
+    limits = [] if table is None else [("table", table)]
     for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
         rope_type = parameters.get("rope_type", "default")
         if rope_type == "longrope":
             length = parameters.get("original_max_position_embeddings") or config.original_max_position_embeddings
-            switches.append((rope_type, length))
+            limits.append((rope_type, length))
         elif "dynamic" in rope_type:
-            switches.append((rope_type, config.max_position_embeddings))
-    return switches
+            limits.append((rope_type, config.max_position_embeddings))
+    return limits
 
 
 def text_positions(model_kwargs: dict[str, Any]) -> torch.Tensor:

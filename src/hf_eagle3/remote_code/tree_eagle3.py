@@ -4,7 +4,7 @@
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -110,12 +110,8 @@ class DraftTree:
         depth: int | None = None,
     ) -> "DraftTree":
         """
-        Makes a tree from its parents.
-
-        Args:
-            tokens (`torch.LongTensor` of shape `(batch_size, num_nodes)`): Target token ids, the root's first.
-            parents (`torch.LongTensor` of shape `(batch_size, num_nodes)`): `parents[b, i] < i`, except at 0.
-            confidences, depth (*optional*): See [`DraftTree`].
+        Makes a tree from its target token ids `tokens` `(B, N)`, the root's first, and its `parents` `(B, N)`:
+        `parents[b, i] < i`, except at 0. See [`DraftTree`] for `confidences` and `depth`.
         """
         batch_size, num_nodes = tokens.shape
         ancestors = torch.eye(num_nodes, dtype=torch.bool, device=tokens.device).repeat(batch_size, 1, 1)
@@ -128,12 +124,7 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: torch.Tensor) -> "DraftTree":
-        """
-        A tree of one path, or of the root alone.
-
-        Args:
-            tokens (`torch.LongTensor` of shape `(batch_size, num_nodes)`): Target token ids, the root's first.
-        """
+        """A tree of one path, or of the root alone, with target token ids `tokens` `(B, N)`, the root's first."""
         num_nodes = tokens.shape[1]
         depths = torch.arange(num_nodes, device=tokens.device).expand_as(tokens)
         ancestors = torch.ones(num_nodes, num_nodes, dtype=torch.bool, device=tokens.device).tril()
@@ -144,11 +135,8 @@ class DraftTree:
         """The tree on a device."""
         if self.tokens.device == device:
             return self
-        tokens, parents, depths, ancestors = (
-            each.to(device) for each in (self.tokens, self.parents, self.depths, self.ancestors)
-        )
-        confidences = None if self.confidences is None else self.confidences.to(device)
-        return DraftTree(tokens, parents, depths, ancestors, confidences, self.depth)
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        return replace(self, **moved)
 
     def on_host(self, *others: torch.Tensor) -> tuple[TreeOnHost, list[list[list[int]]]]:
         """The tree, and `others` of shape `(B, N)`, as lists. All are read in one copy, because each copy syncs."""
@@ -251,12 +239,7 @@ class Proposer:
     """
 
     def observe(self, accepted: Accepted) -> None:
-        """
-        Called after each step, and first with the prompt and the first new token.
-
-        Args:
-            accepted ([`Accepted`]): What was written.
-        """
+        """Called with what each step `accepted`, and first with the prompt and the first new token."""
 
     def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Any = None) -> DraftTree:
         """
@@ -275,12 +258,7 @@ class Proposer:
         raise NotImplementedError
 
     def select(self, rows: list[int]) -> None:
-        """
-        Called when finished rows leave the batch.
-
-        Args:
-            rows (`list[int]`): The indices of the rows that stay.
-        """
+        """Called when finished rows leave the batch, with the indices `rows` of those that stay."""
 
 
 def grow_tree(

@@ -19,15 +19,10 @@ from .cache_eagle3 import (
     with_room,
 )
 from .devices_eagle3 import on_device
-from .outputs_eagle3 import CACHE, ReturnedOutputs, TreeOutputs, aux_hidden_states
-from .target_eagle3 import position_table_size, rotary_switches, takes_trees, text_positions
+from .outputs_eagle3 import CACHE, INPUTS_BY_TOKEN, TOKEN_TYPES, ReturnedOutputs, TreeOutputs, aux_hidden_states
+from .target_eagle3 import position_limits, takes_trees, text_positions
 from .text_eagle3 import SampleArguments, Text, align_right
 from .tree_eagle3 import DraftTree, Plan
-
-
-# Arguments with an entry for each token.
-TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-INPUTS_BY_TOKEN = ("attention_mask", "position_ids", *TOKEN_TYPES)
 
 
 class Verifier:
@@ -50,7 +45,7 @@ class Verifier:
         self.layer_ids, self.num_nodes, self.may_replay, self.num_forwards = layer_ids, num_nodes, may_replay, 0
         self.inputs["output_hidden_states"] = returned.hidden_states_with(layer_ids)
         self.unused_cache, given_cache = None, self.inputs.get(CACHE)
-        if given_cache is not None and is_unused_static(given_cache):
+        if is_unused_static(given_cache):
             self.unused_cache = given_cache
             # As long as the longest so far, to avoid recompilation.
             previous = getattr(target, "_previous_max_cache_length", 0)
@@ -88,15 +83,13 @@ class Verifier:
             depth = min(depth, text.max_length - text.shortest - 1)
         elif cache.capacity - cache.length < 1 + self.num_nodes:
             depth = 0
-        switches, table = rotary_switches(config), position_table_size(config)
-        newest = int(self.inputs["position_ids"].max()) if switches or table is not None else 0
-        for rope_type, switch in switches:
-            # No tree may cross the switch. Beyond it dynamic scaling changes at each position, so trees are off.
-            room = switch - 1 - newest
-            if room >= -1 or rope_type != "longrope":
+        newest = int(self.inputs["position_ids"].max()) if (limits := position_limits(config)) else 0
+        for kind, length in limits:
+            # No tree may cross a switch, or the end of a table (plain decoding may stop before it). Beyond its switch dynamic
+            # scaling changes at each position, so trees are off.
+            room = length - 1 - newest
+            if room >= -1 or kind != "longrope":
                 depth = min(depth, max(room, 0))
-        if table is not None:  # plain decoding may stop before the table ends, so trees must not cross its end
-            depth = min(depth, table - 1 - newest)
         # In transformers 5.17 Phi-3 drops its cache at the switch and loses the past, which trees need.
         if cache.length < text.longest - 1 or cache.num_replayed > TreeCache.MOST_REPLAYED:
             depth = 0
@@ -118,8 +111,11 @@ class Verifier:
             inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=1, **self.inputs)
         else:
             inputs, positions = self._inputs_for(tree)
-        if self.forward is not self.target:
-            mark_static(inputs, tree.num_nodes)
+        if self.forward is not self.target and tree.num_nodes > 1:  # static shapes have faster kernels
+            for value in inputs.values():
+                for tensor in value.values() if isinstance(value, dict) else (value,):
+                    if isinstance(tensor, torch.Tensor):
+                        torch._dynamo.mark_static(tensor)
         num_replayed, num_nodes = self.cache.num_replayed, tree.num_nodes
         target_outputs = self.forward(**inputs, return_dict=True)
         self.num_forwards += 1
@@ -179,8 +175,23 @@ class Verifier:
         return prepared, node_positions
 
     def extend(self, outputs: TreeOutputs, counts: list[int], batch_growth: int) -> None:
-        """Extends the inputs as `_sample` does after each token. See [`extended_inputs`]."""
-        self.inputs = extended_inputs(self.target, outputs.target_outputs, self.inputs, counts, batch_growth)
+        """
+        Extends the inputs as `_sample` does after each token. Row `b` wrote `counts[b]` tokens, and the longest row grew
+        by `batch_growth`.
+        """
+        token_types, most = self.inputs.get("token_type_ids"), max(counts)
+        self.inputs = inputs = self.target._update_model_kwargs_for_generation(
+            outputs.target_outputs, self.inputs, is_encoder_decoder=False, num_new_tokens=most
+        )
+        if token_types is not None:  # each token repeats the last type
+            inputs["token_type_ids"] = torch.cat([token_types, token_types[:, -1:].expand(-1, most)], dim=-1)
+        if set(counts) == {batch_growth}:
+            return
+        for name in INPUTS_BY_TOKEN:  # all rows were extended by `most`
+            if (entries := inputs.get(name)) is not None:
+                length = entries.shape[-1]
+                ends = length - most + on_device(counts, entries.device)
+                inputs[name] = align_right(entries, ends, length - most + batch_growth)
 
     def select(self, rows: list[int], excess: int) -> None:
         """Keeps only these rows, and drops the `excess` leftmost positions, which only other rows used."""
@@ -194,45 +205,16 @@ class Verifier:
 
     def finish(self, returned: ReturnedOutputs, target_outputs: ModelOutput) -> Cache:
         """Returns the cache. If the caller can see it, it is as plain `generate` leaves it."""
-        if returned.wants_dict or is_user_defined(self.cache.cache):
-            num_replayed = self.cache.num_replayed
-            self.cache.finish(self.target, self.forward, self.inputs)
-            self.num_forwards += num_replayed > 0
+        if self.cache.num_replayed > 0 and (returned.wants_dict or is_user_defined(self.cache.cache)):
+            inputs = {**self.inputs, **self.cache.replayed}
+            if inputs.get("attention_mask") is not None:
+                inputs["attention_mask"] = inputs["attention_mask"][..., : self.cache.length]
+            tokens = inputs.pop("input_ids")
+            self.forward(**self.target.prepare_inputs_for_generation(tokens, **inputs), return_dict=True)
+            self.num_forwards += 1
+            self.cache.crop(0)
         cache = target_outputs[CACHE]
         if returned.wants_dict and self.unused_cache is not None:  # as large as plain `generate`'s
             copy_into(self.unused_cache, cache, self.prompt_length, self.cache.length)
             cache = self.unused_cache
         return cache
-
-
-def mark_static(inputs: dict[str, Any], num_nodes: int) -> None:
-    """Marks a tree's shapes as static for `torch.compile`, for faster kernels. Plain steps have another shape."""
-    if num_nodes == 1:
-        return
-    for value in inputs.values():
-        for tensor in value.values() if isinstance(value, dict) else (value,):
-            if isinstance(tensor, torch.Tensor):
-                torch._dynamo.mark_static(tensor)
-
-
-def extended_inputs(
-    target: PreTrainedModel, target_outputs: ModelOutput, inputs: dict, counts: list[int], batch_growth: int
-) -> dict:
-    """
-    The inputs of the next forward, given the last inputs and outputs. Row `b` wrote `counts[b]` tokens, and
-    the longest row grew by `batch_growth`.
-    """
-    token_types, most = inputs.get("token_type_ids"), max(counts)
-    inputs = target._update_model_kwargs_for_generation(
-        target_outputs, inputs, is_encoder_decoder=False, num_new_tokens=most
-    )
-    if token_types is not None:  # each token repeats the last type
-        inputs["token_type_ids"] = torch.cat([token_types, token_types[:, -1:].expand(-1, most)], dim=-1)
-    if set(counts) == {batch_growth}:
-        return inputs
-    for name in INPUTS_BY_TOKEN:  # all rows were extended by `most`
-        if (entries := inputs.get(name)) is not None:
-            length = entries.shape[-1]
-            ends = length - most + on_device(counts, entries.device)
-            inputs[name] = align_right(entries, ends, length - most + batch_growth)
-    return inputs
