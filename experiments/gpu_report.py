@@ -9,7 +9,7 @@ training?
     python experiments/gpu_report.py --minutes 8 --output_dir gpu-report \
         --target HuggingFaceTB/SmolLM2-135M-Instruct --chats chats.jsonl
 
-Compiling trees takes minutes: pass `--minutes 15` to have them in the report. Without `--target` and `--chats` it has
+Compiling takes minutes: pass `--minutes 15` to have compiled steps in the report. Without `--target` and `--chats` it has
 nothing about a trained draft.
 
 The parts run one after the other. Each has its own process and its share of the minutes. A part saves each section in
