@@ -1,13 +1,14 @@
 """What decoding on CUDA devices needs, as far as a CPU can tell."""
 
 import threading
+from unittest import mock
 
 import pytest
 import torch
 from conftest import make_prompt
 
 from hf_eagle3.remote_code.cache_eagle3 import additive_mask
-from hf_eagle3.remote_code.devices_eagle3 import CudnnSwitch, captures_graphs, on_device
+from hf_eagle3.remote_code.devices_eagle3 import CudaGraph, CudnnSwitch, captures_graphs, on_device
 from hf_eagle3.remote_code.drafter_eagle3 import can_be_captured
 
 
@@ -59,6 +60,45 @@ def test_a_draft_that_would_sync_is_not_captured(monkeypatch, target, draft):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     monkeypatch.setattr(draft.config.transformer_layer_config, "rope_parameters", rope)
     assert not can_be_captured(draft, table)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Records what is asked of CUDA."""
+    calls = mock.MagicMock()
+    for name in ("CUDAGraph", "current_stream", "stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, getattr(calls, name))
+    monkeypatch.setattr(torch.cuda, "default_generators", [calls.generator])
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", calls.clear, raising=False)
+    return calls
+
+
+@pytest.mark.parametrize("error", [RuntimeError("not permitted"), KeyboardInterrupt()], ids=["fails", "interrupted"])
+def test_a_capture_that_is_left_early_is_ended(cuda, error):
+    def function(tensor):
+        raise error
+
+    stream, graph = mock.MagicMock(), cuda.CUDAGraph.return_value
+    stream.device.index = 0
+    graph.capture_end.side_effect = RuntimeError("the capture was invalidated")
+    with pytest.raises(type(error)) as raised:
+        CudaGraph(function, [torch.ones(1)], stream)
+    assert raised.value is error  # not what the end of the capture says
+    graph.capture_end.assert_called_once()
+    cuda.generator.graphsafe_set_state.assert_called_once_with(cuda.generator.clone_state.return_value)
+    cuda.current_stream.return_value.wait_stream.assert_called_once_with(stream)
+
+
+def test_a_graph_has_workspaces_of_its_own(cuda):
+    graph = CudaGraph(lambda tensor: [tensor], [torch.ones(1)], mock.MagicMock())
+    begin, end = (
+        cuda.mock_calls.index(getattr(mock.call.CUDAGraph(), f"capture_{name}")(**arguments))
+        for name, arguments in (("begin", {"capture_error_mode": "thread_local"}), ("end", {}))
+    )
+    clears = [i for i, call in enumerate(cuda.mock_calls) if call == mock.call.clear()]
+    assert clears[0] < begin < end < clears[1]
+    graph(torch.zeros(1))
+    assert graph.outputs[0].item() == 0
 
 
 def test_it_is_off_while_a_draft_decodes_wherever_the_prompt_is(target, draft):

@@ -23,14 +23,8 @@ SPECULATIVE_TOKENS = 6  # the length of the chain that engines such as vLLM draf
 # A draft can take these rotary scalings of its target, because their parameters do not depend on the head size.
 PORTABLE_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
-# Targets with these settings, for which no drafts are made.
-UNREADABLE_TARGETS = {
-    "altup_num_inputs": "has several states for each token",  # Gemma 3n
-    "cross_attention_layers": "attends to images in separate layers",  # Mllama
-}
-
 # Forms of a new draft:
-# - EAGLE-3.1 (https://huggingface.co/papers/2605.09992) normalises the states that a draft reads and passes on.
+# - EAGLE-3.1 (https://huggingface.co/papers/2605.09992) normalizes the states that a draft reads and passes on.
 # - The EAGLE-3 paper's has no such norms. Some engines take only this one.
 # - P-EAGLE (https://huggingface.co/papers/2602.01469) drafts all tokens in one pass.
 FORMS: dict[str, dict[str, Any]] = {
@@ -215,16 +209,6 @@ def pair_with(draft: "DraftModel", target: PreTrainedModel) -> None:
     draft.config.aux_layer_ids_assumed = False
     draft.config.verifier_fingerprint = fingerprint(target.get_input_embeddings().weight)
     draft.config.speculators_config = speculators_config_for(target, draft.config.speculators_model_type)
-
-
-def check_states(target: PreTrainedModel) -> None:
-    """Raises `ValueError` if drafts cannot read the states of a target."""
-    for name, reason in UNREADABLE_TARGETS.items():
-        if getattr(target.config.get_text_config(decoder=True), name, None):
-            raise ValueError(
-                f"{type(target).__name__} {target.config.name_or_path or '(unnamed)'} {reason} (`{name}`), which EAGLE-3 drafts "
-                "cannot read."
-            )
 
 
 def config_for_target(

@@ -115,8 +115,8 @@ def generate(*args, model, assistant_model=None, **kwargs):
         assistant_model = assistant_model.to(model.device)
     if not hasattr(assistant_model, "assisted_decoding"):
         raise ValueError(
-            f"`assistant_model` is a {type(assistant_model).__name__}, and not an EAGLE-3 draft. A draft does not generate by "
-            "itself. Call target.generate(..., assistant_model=draft)."
+            f"`assistant_model` is {assistant_model!r:.60}, and not an EAGLE-3 draft. A draft does not generate by itself. Call "
+            "target.generate(..., assistant_model=draft)."
         )
     return model.generate(*args, **kwargs, assistant_model=assistant_model)
 '''
@@ -184,8 +184,10 @@ def decode_or_assist(decode: Callable, target: Any, /, *args: Any, assistant_mod
 
 def generate_or_warn(generate: Callable, target: Any, /, *args: Any, **kwargs: Any) -> Any:
     """`generate` that warns if an assistant with its own decoding never decoded."""
-    _, *names = inspect.signature(generate).parameters
-    arguments = {**dict(zip(names, args)), **kwargs}
+    arguments = kwargs
+    if args:
+        _, *names = inspect.signature(generate).parameters
+        arguments = {**dict(zip(names, args)), **kwargs}
     assistant: Any = arguments.get("assistant_model")
     if not hasattr(assistant, "assisted_decoding"):
         return generate(target, *args, **kwargs)

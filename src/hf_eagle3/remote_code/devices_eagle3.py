@@ -119,13 +119,13 @@ class CudaGraph:
                 self.graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on
             try:
                 self.outputs = function(*self.inputs)
-            except Exception as error:
+            except BaseException:
                 with contextlib.suppress(RuntimeError):
                     self.graph.capture_end()
                 # It still takes itself for captured, and would refuse to draw.
                 generator = torch.cuda.default_generators[stream.device.index]
                 generator.graphsafe_set_state(generator.clone_state())
-                raise RuntimeError(error) from error
+                raise
             self.graph.capture_end()
             torch._C._cuda_clearCublasWorkspaces()
 
@@ -146,9 +146,11 @@ def on_stream(stream: Any | None) -> Iterator[None]:
         return
     current = torch.cuda.current_stream(stream.device)
     stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        yield
-    current.wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        current.wait_stream(stream)
 
 
 class GraphedFunction:

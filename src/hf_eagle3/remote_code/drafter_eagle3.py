@@ -226,8 +226,9 @@ class Drafter(Proposer):
     def select(self, rows: list[int]) -> None:
         index = on_device(rows, self.weight.device)  # a list would force a sync for each tensor
         with self.inference_mode():
-            *blocks, counts = self.take_unread()
-            self._add([block[index] for block in blocks], [counts[row] for row in rows])
+            unread, self.unread = self.unread, []
+            for blocks, counts in unread:
+                self._add([block[index.to(block.device)] for block in blocks], [counts[row] for row in rows])
             if self.lengths:
                 self.lengths = [self.lengths[row] for row in rows]
                 self.keys, self.values = ([states[index] for states in each] for each in (self.keys, self.values))

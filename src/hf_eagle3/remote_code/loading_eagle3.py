@@ -15,6 +15,13 @@ from .auto_eagle3 import IS_INSTALLED, installed_module, logger
 from .target_eagle3 import check_dropout, gathered
 
 
+# Targets with these settings, for which there are no drafts.
+UNREADABLE_TARGETS = {
+    "altup_num_inputs": "has several states for each token",  # Gemma 3n
+    "cross_attention_layers": "attends to images in separate layers",  # Mllama
+}
+
+
 # Checkpoints -------------------------------------------------------------------------------------------------------
 
 
@@ -31,10 +38,11 @@ def check_loading_info(info: dict[str, Any], source: str | Path) -> None:
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     mismatched = sorted(str(entry) for entry in info["mismatched_keys"])
     if missing or unexpected or mismatched:
+        others = "" if IS_INSTALLED else " If another project saved it, `pip install hf-eagle3` may read it."
         raise ValueError(
             f"{source} does not hold the tensors that its config.json describes. Missing: {missing or 'none'}. Unexpected: "
             f"{unexpected or 'none'}. Of another shape: {mismatched or 'none'}. Check the config's flags (norm_before_fc, "
-            "fc_norm, draft_vocab_size, num_hidden_layers, ...) or download the checkpoint again."
+            f"fc_norm, draft_vocab_size, num_hidden_layers, ...) or download the checkpoint again.{others}"
         )
 
 
@@ -97,8 +105,9 @@ def check_pairing(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     advice = "Pair each draft with the target it was trained for."
     if target.config.is_encoder_decoder:
         raise ValueError(f"{target_name} is an encoder-decoder; EAGLE-3 drafts for decoder-only models.")
-    if IS_INSTALLED:
-        installed_module("making", "Pairing").check_states(target)
+    for name, reason in UNREADABLE_TARGETS.items():
+        if getattr(text_config, name, None):
+            raise ValueError(f"{target_name} {reason} (`{name}`), which EAGLE-3 drafts cannot read.")
     for label, expected, actual in (
         ("a vocabulary of", config.vocab_size, text_config.vocab_size),
         ("hidden states of size", config.target_hidden_size, text_config.hidden_size),

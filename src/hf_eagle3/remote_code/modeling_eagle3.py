@@ -231,7 +231,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *args: Any, **kwargs: Any) -> Any:
         """
-        Loads a draft: ours, or one of `speculators`. If hf-eagle3 is installed, also one of SafeAILab/EAGLE, SpecForge,
+        Loads a draft. If hf-eagle3 is installed, also those of other projects: `speculators`, SafeAILab/EAGLE, SpecForge,
         SGLang, Model-Optimizer, AngelSlim and others. A draft without a head gets its target's when it meets it. See
         [`~transformers.PreTrainedModel.from_pretrained`]. With `output_loading_info=True` the second result also has
         the `format`, and what was `renamed`, `ignored` and `assumed`.
