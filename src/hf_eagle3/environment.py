@@ -45,7 +45,8 @@ def is_path(name: str | None) -> TypeGuard[str]:
     """Whether the name of a model is a path on this machine."""
     if not name:
         return False
-    return Path(name).is_absolute() or name.startswith((".", "~")) or Path(name).exists()
+    # `Path.exists` raises an error for strings that are too long for a path, up to Python 3.13.
+    return Path(name).is_absolute() or name.startswith((".", "~")) or os.path.exists(name)
 
 
 def folder_or_hub_id(name: str) -> str:

@@ -1,0 +1,12 @@
+from hf_eagle3.environment import is_path, without_paths
+
+
+def test_paths_are_not_published(tmp_path):
+    facts = {"target": str(tmp_path / "model"), "draft": "owner/draft", "tasks": [str(tmp_path)], "seed": 0}
+    assert without_paths(facts) == {"target": "model", "draft": "owner/draft", "tasks": [tmp_path.name], "seed": 0}
+
+
+def test_long_strings_are_no_paths():
+    """Such as the error of a method that a benchmark left out."""
+    facts = {"left_out": {"mtp": "x" * 300}}
+    assert without_paths(facts) == facts and not is_path("x" * 5000)
