@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from accelerate import PartialState
 from conftest import CONVOLUTIONAL, FAMILIES, RECURRENT, make_prompt, make_target
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -198,6 +199,21 @@ def test_an_extraction_that_is_killed_while_it_writes_goes_on(tmp_path, tokenize
     assert any(path.name.endswith(".unfinished") for path in (tmp_path / "features").iterdir())
     store = trainer.extract_features(tmp_path / "features")
     assert all(len(store[row]) == len(store.rows[row]["input_ids"]) for row in range(20))
+
+
+def test_no_process_writes_before_all_have_listed_the_missing_shards(tmp_path, tokenizer, monkeypatch):
+    trainer, calls = make_trainer(tmp_path, tokenizer, make_target("llama")), []
+
+    def recorded(place, name):
+        function = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *args: (calls.append(name), function(*args))[1])
+
+    recorded(features, "missing_shards")
+    recorded(features, "write_shard")
+    recorded(PartialState, "wait_for_everyone")
+    trainer.extract_features(tmp_path / "features", rows_per_shard=10)
+    first = calls.index("write_shard")
+    assert calls[first - 2 : first + 2] == ["missing_shards", "wait_for_everyone", "write_shard", "write_shard"]
 
 
 def test_features_of_something_else_are_refused(tmp_path, tokenizer):

@@ -525,6 +525,7 @@ def extract(
     index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     rows_per_shard, device = index["rows_per_shard"], target_states.target.get_input_embeddings().weight.device
     missing = missing_shards(folder, index)
+    PartialState().wait_for_everyone()  # all have to list the same shards, so none may write before that
     writes, takes_part_in_all = True, is_sharded(target_states.target)
     if takes_part_in_all:
         writes = process_index == 0
