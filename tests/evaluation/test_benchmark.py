@@ -35,7 +35,7 @@ from hf_eagle3.evaluation import (
     plot_all,
     run_benchmark,
 )
-from hf_eagle3.evaluation.benchmark import make_batch, without_padding
+from hf_eagle3.evaluation.benchmark import make_batch, synchronize, without_padding
 from hf_eagle3.evaluation.drafts import sampled_digest
 from hf_eagle3.evaluation.profile import OwnTimes, profile_steps, timed_parts
 from hf_eagle3.evaluation.results import chance, plot_acceptance, plot_batch_sizes, subtitle
@@ -280,6 +280,14 @@ def test_the_draft_alone_looks_nothing_up(tokenizer, monkeypatch):
     rows = run_benchmark(target, tokenizer, draft, tasks, methods, [0.0], [1], 6, 1).rows
     assert [row.method for row in rows] == methods and all(row.num_identical == 1 for row in rows[1:])
     assert settings == 2 * [0, 0, 24]  # of the warm-up, too
+
+
+def test_synchronize_waits_for_the_device_it_gets(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", calls.append)
+    for device in map(torch.device, ("cpu", "cuda:1", "xpu")):
+        synchronize(device)
+    assert calls == [torch.device("cuda:1"), torch.device("xpu")]
 
 
 def test_peak_memory():

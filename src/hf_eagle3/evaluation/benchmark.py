@@ -336,5 +336,6 @@ def counting_forwards(target: PreTrainedModel) -> Iterator[list[int]]:
 
 
 def synchronize(device: torch.device) -> None:
-    if device.type in ("cuda", "xpu", "mps"):
-        getattr(torch, device.type).synchronize()
+    """Waits until an accelerator has computed everything. It may be another than the current one."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
