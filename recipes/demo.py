@@ -189,7 +189,7 @@ class Comparison:
             ValueError: if the prompt is empty, or a setting is out of range.
         """
         inputs = encode(self.tokenizer, prompt, self.has_chats if is_chat is None else is_chat)
-        call = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+        call = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, "return_dict_in_generate": False}
         call |= {"temperature": temperature} if temperature > 0 else {}
         plain, drafted = Written(Pieces(self.tokenizer)), Written(Pieces(self.tokenizer))
         without, with_draft = {"streamer": Listener(plain.streamed)}, {"assistant_model": self.draft}

@@ -154,6 +154,14 @@ def test_batches(tokenizer, temperature):
         assert sum(length * count for length, count in row.accepted_lengths.items()) <= 2 * 3 * 9
 
 
+def test_a_target_that_returns_dictionaries(tokenizer):
+    target = make_target("llama")
+    draft = make_draft(target, [make_prompt(5)])
+    target.generation_config.return_dict_in_generate = True
+    results = run_benchmark(target, tokenizer, draft, {"task": [[5, 6]]}, ["plain", "eagle3"], [0.0], [1], 6, 1)
+    assert [row.num_identical for row in results.rows if row.method == "eagle3"] == [1]
+
+
 def test_methods_of_transformers(tmp_path, tokenizer, monkeypatch):
     """Multi-token prediction, with the layer in the target's checkpoint, and DFlash, with random weights."""
     target = make_target("glm4_moe", num_hidden_layers=46, num_mtp_layers=1)  # GLM-4.5-Air's: the layer's name has it

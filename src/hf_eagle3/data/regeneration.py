@@ -564,7 +564,9 @@ def generate_answers(
     for name, value in inputs.items():
         inputs[name] = value.to(target.dtype) if value.is_floating_point() else value
     with CUDNN_ATTENTION.off():  # cuDNN plans again for each length of a padded batch
-        sequences = target.generate(**inputs, pad_token_id=tokenizer.pad_token_id, **generation_kwargs)
+        sequences = target.generate(
+            **inputs, pad_token_id=tokenizer.pad_token_id, return_dict_in_generate=False, **generation_kwargs
+        )
     stops = target.generation_config.eos_token_id
     stops = {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])}
     answers = []

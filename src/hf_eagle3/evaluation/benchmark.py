@@ -106,6 +106,7 @@ def run_benchmark(
             {} if method == "eagle3" else {"prompt_lookup_num_tokens": 0}
         )
     settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id, **(call or {})}
+    settings["return_dict_in_generate"] = False  # some targets' generation configs say True
     generate = TimedGeneration(target, settings, sampling or {}, assistance)
     done = whole_repeats(results, methods)
     calls = sum(math.ceil(len(prompts) / size) for prompts in tasks.values() for size in batch_sizes)
