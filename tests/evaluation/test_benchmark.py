@@ -1,5 +1,6 @@
 """`recipes/benchmark.py` and what it is made of."""
 
+import copy
 import itertools
 import json
 import sys
@@ -152,6 +153,14 @@ def test_batches(tokenizer, temperature):
         row = rows["eagle3", batch_size]
         assert row.num_identical == row.num_prompts == 3 and len(row.speedups) == 2
         assert sum(length * count for length, count in row.accepted_lengths.items()) <= 2 * 3 * 9
+
+
+def test_a_tokenizer_without_tokens_for_padding_and_end(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token = None
+    tasks = {"task": [[5, 6], [7, 8, 9]]}
+    (row,) = run_benchmark(make_target("llama"), tokenizer, None, tasks, ["plain"], [0.0], [2], 4, 1).rows
+    assert row.num_prompts == 2
 
 
 def test_a_target_that_returns_dictionaries(tokenizer):

@@ -15,6 +15,7 @@ from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..remote_code.outputs_eagle3 import Eagle3GenerationStats
+from ..tokenizer import padding_token
 from .memory import peak_memory, reset_peak_memory
 from .results import METHODS, OTHER_DRAFTS, OURS, BenchmarkResults, speedup
 
@@ -93,7 +94,7 @@ def run_benchmark(
     results = results or BenchmarkResults({})
     left_out = results.run.setdefault("left_out", {})
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.pad_token = padding_token(tokenizer)
     assistance: dict[str, dict[str, Any]] = {
         "plain": {},
         "prompt-lookup": {"prompt_lookup_num_tokens": 8},
