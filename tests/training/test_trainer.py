@@ -559,12 +559,6 @@ def test_bfloat16_on_processors(tmp_path, monkeypatch, has_bfloat16):
     assert ("bf16" in non_defaults(arguments)) and "bf16" not in non_defaults(arguments, {"bf16": True})
 
 
-def test_torch_without_muon(tmp_path, monkeypatch):
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(ValueError, match="use_muon=False"):
-        Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False)
-
-
 def test_wrong_arguments(tmp_path, tokenizer):
     target, other = make_target("llama"), make_target("llama", seed=1)
     draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(10))
