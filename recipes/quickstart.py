@@ -66,9 +66,12 @@ def local_or_hub_dataset(name: str) -> tuple[Dataset, list]:
     column = "messages" if "messages" in dataset.column_names else "text"
     if column not in dataset.column_names:
         raise ValueError(f"{name} has columns {dataset.column_names}, but neither 'messages' nor 'text'.")
+    dataset = dataset.filter(bool, input_columns=column)  # some texts have empty lines
     split = len(dataset) - NUM_PROMPTS
     if split <= 0:
-        raise ValueError(f"{name} has {len(dataset)} rows; {NUM_PROMPTS} are held out as prompts, so it needs more.")
+        raise ValueError(
+            f"{name} has {len(dataset)} rows with {column}; {NUM_PROMPTS} are held out as prompts, so it needs more."
+        )
     return dataset.select(range(split)).select_columns(column), dataset.select(range(split, len(dataset)))[column]
 
 

@@ -83,7 +83,11 @@ def test_data_is_what_training_takes(tmp_path):
     lines = [f"line {number}" for number in range(quickstart.NUM_PROMPTS + 5)]
     (tmp_path / "lines.txt").write_text("\n".join(lines))
     dataset, held_out = quickstart.local_or_hub_dataset(str(tmp_path / "lines.txt"))
-    assert dataset["text"] == lines[:5] and list(held_out) == lines[5:]
+    assert list(dataset["text"]) == lines[:5] and list(held_out) == lines[5:]
+    rows = [{"text": text} for text in [*lines[:10], "", None, *lines[10:], ""]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset, held_out = quickstart.local_or_hub_dataset(str(tmp_path / "rows.jsonl"))
+    assert list(dataset["text"]) == lines[:5] and list(held_out) == lines[5:]
 
 
 def test_conversations_without_an_answer(tmp_path, tokenizer):
