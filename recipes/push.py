@@ -47,7 +47,7 @@ def main():
     if args.target is not None:
         if draft.config.speculators_config is None:
             parser.error("this draft's format names no target: run recipes/export.py --to speculators --target first")
-        draft.config.speculators_config["verifier"]["name_or_path"] = args.target
+        draft.config.speculators_config.setdefault("verifier", {})["name_or_path"] = args.target
     benchmark = BenchmarkResults.read(args.benchmark) if args.benchmark else None
     verifier = (draft.config.speculators_config or {}).get("verifier", {})
     if args.repo_id is None and not verifier.get("name_or_path"):
