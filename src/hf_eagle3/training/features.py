@@ -327,7 +327,7 @@ class FeatureStore:
         Args:
             description (`dict`): The target, tokenizer and layers, as `hf_eagle3.training.features.describe` returns them.
             arguments (`dict`, *optional*):
-                The output of `hf_eagle3.training.features.fixed_arguments`. Stores that were written without them pass.
+                The output of `hf_eagle3.training.features.fixed_arguments`.
 
         Raises:
             ValueError: if they belong to others.
@@ -341,7 +341,7 @@ class FeatureStore:
                     f"another {name}{shown}. Extract them again for this target and tokenizer, into another folder."
                 )
         for name, value in (arguments or {}).items():
-            stored = self.index.get("arguments", {}).get(name, value)
+            stored = self.index["arguments"][name]
             if stored != value:
                 raise ValueError(
                     f"The features in {self.folder} were extracted with `{name}={stored!r}`, and this training has "
@@ -416,7 +416,6 @@ def start_store(
     if (folder / "index.json").exists():
         known = json.loads((folder / "index.json").read_text(encoding="utf-8"))
         ours, theirs = (each.with_format("arrow")[:] for each in (rows, load_from_disk(str(folder / "rows"))))
-        known.setdefault("arguments", arguments)  # of a run that did not write them
         if known != index or ours.column_names != theirs.column_names or not ours.equals(theirs):
             raise ValueError(
                 f"{folder} holds features of other rows or another target, or stored in another way. Choose another folder, or "
