@@ -33,7 +33,7 @@ from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArgumen
 from hf_eagle3.checkpoints import load_ends
 from hf_eagle3.data import documents_of_row, prompt_of
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
-from hf_eagle3.training import console, models, ttt
+from hf_eagle3.training import models, ttt
 from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
 from hf_eagle3.training.console import shown
 from hf_eagle3.training.record import non_defaults, training_record
@@ -920,20 +920,3 @@ def test_failed_pushes_are_mentioned(tmp_path, tokenizer, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="hf_eagle3"), pytest.raises(OSError, match="offline"):
         trainer.push_to_hub()
     assert f"To push it from there: python recipes/push.py {tmp_path} --repo_id me/draft" in caplog.text
-
-
-def test_steps_that_become_slow_are_mentioned_once(monkeypatch, caplog):
-    now, callback = [0.0], console.SlowStepsCallback()
-    monkeypatch.setattr(console.time, "perf_counter", lambda: now[0])
-
-    def steps(*seconds):
-        for each in seconds:
-            callback.on_step_begin(None, None, None)
-            now[0] += each
-            callback.on_step_end(None, SimpleNamespace(global_step=7), None)
-
-    with caplog.at_level(logging.WARNING):
-        steps(*[1.0] * 20, 35.0, *[1.0] * 10, 35.0, 5.0, 35.0)  # single ones happen
-        assert not caplog.text
-        steps(35.0, 35.0, 35.0)
-    assert caplog.text.count("Step 7 took 35.0 s, and usual ones 1.0 s") == 1
