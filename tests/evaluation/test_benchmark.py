@@ -36,12 +36,13 @@ from hf_eagle3.evaluation import (
     plot_all,
     run_benchmark,
 )
-from hf_eagle3.evaluation.benchmark import make_batch, synchronize, without_padding
+from hf_eagle3.evaluation.benchmark import synchronize, without_padding
 from hf_eagle3.evaluation.drafts import sampled_digest
 from hf_eagle3.evaluation.profile import OwnTimes, profile_steps, timed_parts
 from hf_eagle3.evaluation.results import chance, plot_acceptance, plot_batch_sizes, subtitle
 from hf_eagle3.remote_code import decoding_eagle3
 from hf_eagle3.remote_code.verify_eagle3 import Verifier
+from hf_eagle3.tokenizer import padded_inputs
 
 
 def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):
@@ -541,7 +542,7 @@ def test_prompts_with_images(tmp_path, run_recipe):
 
     processor = AutoProcessor.from_pretrained(tmp_path / "target")
     prompts = load_prompts(str(tmp_path / "seen.jsonl"), processor.tokenizer, images=ImageReader(processor))
-    batch = make_batch(prompts, processor.tokenizer, target, ImageReader(processor))
+    batch = padded_inputs(target, processor.tokenizer, prompts, ImageReader(processor))
     assert batch["pixel_values"].shape[0] == 2  # the first prompt has no image
     with torch.no_grad():
         of_images = target(**batch).logits[1:, -1]

@@ -19,13 +19,12 @@ from datasets import Dataset, DatasetInfo, Features, IterableDataset
 from huggingface_hub import CommitInfo, CommitOperationAdd, DatasetCard, DatasetCardData, HfApi
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 from trl.chat_template_utils import add_response_schema
 from trl.data_utils import get_dataset_column_names
 
 from ..environment import without_paths
 from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
-from ..tokenizer import PromptEncoder, padding_token, with_text_part
+from ..tokenizer import PromptEncoder, padded_inputs, padding_token, with_text_part
 from .images import ImageReader, storable, with_unread_images
 from .prompts import num_positions
 from .rows import IMAGES, RowError, UnreachableError, read_prompt, summary
@@ -556,13 +555,7 @@ def generate_answers(
     **generation_kwargs: Any,
 ) -> list[tuple[list[int], int | None]]:
     """Returns for each prompt the new tokens, and the token that ended them. `None` if they were cut for their length."""
-    rows = [{"input_ids": each["input_ids"]} for each in prompts]
-    inputs = pad_without_fast_tokenizer_warning(tokenizer, rows, return_tensors="pt", padding_side="left")
-    if images is not None:
-        inputs.update(images.inputs(prompts, inputs["input_ids"].shape[1], padding_side="left"))
-    inputs = inputs.to(target.device)
-    for name, value in inputs.items():
-        inputs[name] = value.to(target.dtype) if value.is_floating_point() else value
+    inputs = padded_inputs(target, tokenizer, prompts, images)
     with CUDNN_ATTENTION.off():  # cuDNN plans again for each length of a padded batch
         sequences = target.generate(
             **inputs, pad_token_id=tokenizer.pad_token_id, return_dict_in_generate=False, **generation_kwargs

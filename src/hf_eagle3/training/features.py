@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, masking_utils
+from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerBase, masking_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..data.images import IMAGE_INPUT
@@ -38,11 +38,6 @@ FORMAT_VERSION = 1
 FP8 = torch.float8_e4m3fn
 # Older transformers (5.17) counts attention chunks from the beginning of the row, not of the document.
 COUNTS_CHUNKS_BY_DOCUMENT = hasattr(masking_utils, "remap_positions_for_packed_sequence")
-
-
-def in_dtype_of(target: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns inputs with pixels and other floats in the target's dtype."""
-    return {name: value.to(target.dtype) if value.is_floating_point() else value for name, value in inputs.items()}
 
 
 class TargetStates:
@@ -94,9 +89,9 @@ class TargetStates:
 
     def _forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         model, device = self.target if self.is_fsdp else self.base_model, inputs["input_ids"].device
-        inputs = in_dtype_of(self.target, inputs)
+        in_dtype = BatchFeature(inputs).to(self.target.dtype)  # casts floats only, such as pixels
         with CUDNN_ATTENTION.off():  # it may fail at the masks of padded and packed batches
-            outputs = model(**inputs, output_hidden_states=select_hidden_states(self.aux_layer_ids), use_cache=False)
+            outputs = model(**in_dtype, output_hidden_states=select_hidden_states(self.aux_layer_ids), use_cache=False)
         last = outputs.logits if self.is_fsdp else outputs.last_hidden_state
         return aux_hidden_states(outputs, self.aux_layer_ids, self.num_layers).to(device), last.to(device)
 
