@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.baselines import BASELINES, DFlashForSpeculation, best_static_tree, measure_accuracies
-from hf_eagle3.environment import environment
+from hf_eagle3.environment import environment, run_script
 from hf_eagle3.evaluation import BenchmarkResults, load_prompts, plot_all, run_benchmark
 from hf_eagle3.evaluation.drafts import sampled_digest
 from hf_eagle3.evaluation.results import cells, what_differs
@@ -282,7 +282,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from None
+    run_script(main)

@@ -16,7 +16,7 @@ import argparse
 from huggingface_hub import whoami
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.environment import folder_or_hub_id
+from hf_eagle3.environment import folder_or_hub_id, run_script
 from hf_eagle3.evaluation import BenchmarkResults
 from hf_eagle3.hub import check_license, push_draft, repo_name, write_draft
 
@@ -72,7 +72,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from None
+    run_script(main)

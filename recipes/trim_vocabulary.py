@@ -32,7 +32,7 @@ from hf_eagle3.data import (
     most_frequent_tokens,
     plain_rows,
 )
-from hf_eagle3.environment import folder_or_hub_id
+from hf_eagle3.environment import folder_or_hub_id, run_script
 from hf_eagle3.hub.push import records_of, write_records
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.tokenizer import load_tokenizer
@@ -97,7 +97,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from None
+    run_script(main)
