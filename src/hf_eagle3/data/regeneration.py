@@ -8,7 +8,7 @@ import copy
 import json
 import logging
 import random
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
@@ -126,7 +126,7 @@ class Output:
     def leave_out(self, row: int, reason: str) -> None:
         """Records that a row cannot be answered. Warns at once of the first few."""
         if len(self.left_out) - self.num_before < NUM_NAMED:
-            warn_left_out(row, reason)
+            logger.warning(f"Row {row} is left out: {reason}.")
         self.left_out[row] = reason
         with self.left_out_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"row": row, "reason": reason}, ensure_ascii=False) + "\n")
@@ -138,9 +138,14 @@ class Output:
         num_processes: int = 1,
         template_kwargs: dict | None = None,
     ) -> Iterator["Conversation"]:
-        """Returns the [`conversations`] of a data set that are neither written nor left out."""
-        known = {*self.done, *self.left_out}
-        return conversations(dataset, known, process_index, num_processes, template_kwargs, self.leave_out)
+        """Yields this process's rows that are neither written nor left out. Leaves out those that cannot be answered."""
+        for row, example in enumerate(with_unread_images(dataset)):
+            if row % num_processes != process_index or row in self.done or row in self.left_out:
+                continue
+            try:
+                yield Conversation(row, example, template_kwargs)
+            except RowError as error:
+                self.leave_out(row, str(error))
 
     def report(self) -> str:
         """Returns a message about rows that were left out or have cut answers. Empty if there are none."""
@@ -387,29 +392,6 @@ def with_arguments_as_text(message: dict) -> dict:
         if not isinstance(function.get("arguments"), str):
             function["arguments"] = json.dumps(function.get("arguments"), ensure_ascii=False)
     return {**message, "tool_calls": calls}
-
-
-def warn_left_out(row: int, reason: str) -> None:
-    """Warns that a row cannot be answered."""
-    logger.warning(f"Row {row} is left out: {reason}.")
-
-
-def conversations(
-    dataset: Iterable[dict],
-    done: Container[int],
-    process_index: int = 0,
-    num_processes: int = 1,
-    template_kwargs: dict | None = None,
-    leave_out: Callable[[int, str], None] = warn_left_out,
-) -> Iterator[Conversation]:
-    """Yields this process's rows that are not done. Calls `leave_out(row, reason)` for rows that cannot be answered."""
-    for row, example in enumerate(with_unread_images(dataset)):
-        if row % num_processes != process_index or row in done:
-            continue
-        try:
-            yield Conversation(row, example, template_kwargs)
-        except RowError as error:
-            leave_out(row, str(error))
 
 
 @torch.no_grad()
