@@ -181,7 +181,12 @@ class Eagle3Trainer(DraftSavingTrainer):
     ) -> FeatureStore | None:
         """Encodes the data and calls `SFTTrainer.__init__`. Returns the feature store, if the data is one."""
         prepare_tokenizer(tokenizer, args)
-        self.assistant_only_loss = args.assistant_only_loss
+        self._encode = partial(
+            encode,
+            assistant_only_loss=args.assistant_only_loss,
+            target_vocab_size=self.target_vocab_size,
+            images=self.images,
+        )
         # `SFTTrainer` has no hook for these arguments, so it gets others. It would look for the assistant's turns in our
         # tokens, and warn that `model_init_kwargs` are ignored.
         hidden = {"assistant_only_loss": False, "model_init_kwargs": None}
@@ -196,7 +201,9 @@ class Eagle3Trainer(DraftSavingTrainer):
                 hidden["max_length"] = None  # rows were cut when they were extracted
         elif isinstance(train_dataset, Dataset | IterableDataset) and not skips:
             # `SFTTrainer` looks at the first row before it prepares the data.
-            train_dataset = self._encode(train_dataset, tokenizer, args, kwargs.get("formatting_func"), "train")
+            train_dataset = self._encode(
+                train_dataset, tokenizer, args, formatting_func=kwargs.get("formatting_func"), name="train"
+            )
         if isinstance(self.images, ImageReader):
             # Batches have other numbers of images than rows, and accelerate would split them like rows.
             args.accelerator_config = copy.copy(args.accelerator_config)
@@ -269,25 +276,6 @@ class Eagle3Trainer(DraftSavingTrainer):
             for module in ends if only_ends else [self.target_model]:
                 module.to(self.accelerator.device)
 
-    def _encode(
-        self,
-        dataset: Dataset | IterableDataset,
-        tokenizer: PreTrainedTokenizerBase,
-        args: Eagle3TrainingArguments,
-        formatting_func: Callable | None,
-        name: str,
-    ) -> Dataset | IterableDataset:
-        return encode(
-            dataset,
-            tokenizer,
-            args,
-            self.assistant_only_loss,
-            self.target_vocab_size,
-            formatting_func,
-            name,
-            self.images,
-        )
-
     def _prepare_dataset(
         self,
         dataset: Dataset | IterableDataset,
@@ -303,7 +291,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         if dataset is not self._encoded:
             if isinstance(dataset, Dataset) and "image_data" in dataset.column_names:
                 return dataset  # prepared before, as `eval_dataset` is
-            dataset = self._encode(dataset, processing_class, args, formatting_func, dataset_name)
+            dataset = self._encode(dataset, processing_class, args, formatting_func=formatting_func, name=dataset_name)
         # Only batches without padding keep packed documents apart, and `SFTTrainer` would pack rows as if each were one.
         if (packing or not self.padding_free) and "seq_lengths" in get_dataset_column_names(dataset):
             dataset = split_documents(dataset, dataset_name)
