@@ -23,6 +23,7 @@ from trl.chat_template_utils import add_response_schema
 from trl.data_utils import get_dataset_column_names
 
 from ..environment import without_paths
+from ..files import write_atomically
 from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
 from ..tokenizer import PromptEncoder, padded_inputs, padding_token, with_text_part
 from .images import ImageReader, storable, with_unread_images
@@ -101,9 +102,7 @@ class Output:
                 )
             for part in folder.glob(LEFT_OUT):  # of an earlier run that wrote no row
                 part.unlink()
-            unfinished = folder / f"{SETTINGS}.unfinished"
-            unfinished.write_text(json.dumps(settings), encoding="utf-8")
-            unfinished.replace(kept)  # at once, because other processes read it
+            write_atomically(kept, json.dumps(settings))  # other processes read it
         path = folder / f"rows-{process_index:05d}.jsonl"
         if process_index == 0:  # before the others start; an earlier run may have had more processes
             for part in (*folder.glob("rows-*.jsonl"), *folder.glob(LEFT_OUT)):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..environment import public_name
+from ..files import write_atomically
 
 
 if TYPE_CHECKING:
@@ -205,9 +206,7 @@ class BenchmarkResults:
             path (`str` or `Path`): The file.
         """
         lines = [json.dumps(entry, ensure_ascii=False) for entry in (self.run, *self.measurements)]
-        unfinished = Path(f"{path}.unfinished")
-        unfinished.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        unfinished.replace(path)
+        write_atomically(path, "".join(line + "\n" for line in lines))
 
     @property
     def rows(self) -> list[BenchmarkRow]:

@@ -22,6 +22,7 @@ from ..checkpoints.files import check_new_folder
 from ..environment import public_name, without_paths
 from ..evaluation import BenchmarkResults, plot_all
 from ..evaluation.results import PLOTS
+from ..files import write_atomically
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.loading_eagle3 import weights_digest
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
@@ -282,7 +283,7 @@ def write_records(folder: Path, training: dict | None, benchmark: BenchmarkResul
         benchmark ([`BenchmarkResults`], *optional*): What was measured with it.
     """
     if training is not None:
-        (folder / TRAINING_RECORD).write_text(json.dumps(training, indent=2) + "\n", encoding="utf-8")
+        write_atomically(folder / TRAINING_RECORD, json.dumps(training, indent=2) + "\n")
     if benchmark is not None:
         benchmark.write(folder / BENCHMARK_RECORD)
         plot_all(benchmark, folder)

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..data.images import IMAGE_INPUT
 from ..environment import public_name
+from ..files import UNFINISHED, write_atomically
 from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
 from ..remote_code.loading_eagle3 import fingerprint
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
@@ -417,15 +418,13 @@ def start_store(
                 "the arguments of its first run."
             )
         return
-    unfinished = folder / "rows.unfinished"  # of a run that was killed
+    unfinished = folder / f"rows{UNFINISHED}"  # of a run that was killed
     if folder.exists() and any(path != unfinished for path in folder.iterdir()):
         raise ValueError(f"{folder} is not empty and holds no features. Choose another folder.")
     shutil.rmtree(unfinished, ignore_errors=True)
     rows.save_to_disk(str(unfinished))
     unfinished.rename(folder / "rows")
-    write_atomically(
-        folder / "index.json", lambda path: path.write_text(json.dumps(index, indent=2), encoding="utf-8")
-    )
+    write_atomically(folder / "index.json", json.dumps(index, indent=2))
 
 
 def images_digest(rows: Dataset) -> str | None:
@@ -484,13 +483,6 @@ def write_shard(
             "float8_e4m3fn (`dtype`)."
         )
     write_atomically(shard_path(folder, shard), lambda unfinished: save_file(tensors, unfinished))
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls `write` with another path, and renames the file when it is complete."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    write(unfinished)
-    unfinished.replace(path)
 
 
 def extract(
