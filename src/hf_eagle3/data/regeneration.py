@@ -499,6 +499,8 @@ def encode_prompt(
         RowError: if the prompt cannot be rendered, is empty, or is too long.
         UnreachableError: if there is no such image, or its server cannot be reached.
     """
+    if conversation.images and images is None:
+        raise RowError("it has images, but the target or its processor reads text only")
     try:
         if conversation.text is not None:
             text, tokens = conversation.text, encoder.text(conversation.text)
@@ -515,8 +517,6 @@ def encode_prompt(
         raise
     except Exception as error:
         raise RowError(f"the chat template refuses it: {error or type(error).__name__}") from error
-    if conversation.images and images is None:
-        raise RowError("it has images, but the target or its processor reads text only")
     if not tokens:
         raise RowError("its prompt has no tokens")
     if positions is not None and len(tokens) + room > positions:

@@ -177,7 +177,7 @@ class BenchmarkResults:
     @classmethod
     def read(cls, path: str | Path) -> "BenchmarkResults":
         """
-        Reads JSON Lines. If an interruption cut off the last line, it is ignored.
+        Reads JSON Lines.
 
         Args:
             path (`str` or `Path`): The file.
@@ -188,12 +188,11 @@ class BenchmarkResults:
         # `splitlines` would also split at separators that JSON allows inside of strings.
         lines = Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n")
         entries = []
-        for number, line in enumerate(lines):
+        for number, line in enumerate(lines, start=1):
             try:
                 entries.append(json.loads(line))
             except json.JSONDecodeError as error:
-                if number < len(lines) - 1:
-                    raise ValueError(f"{path}, line {number + 1}, is not JSON: {error}") from error
+                raise ValueError(f"{path}, line {number}, is not JSON: {error}") from error
         if not entries or "environment" not in entries[0]:
             raise ValueError(f"{path} holds no results of recipes/benchmark.py.")
         return cls(entries[0], entries[1:])

@@ -374,11 +374,6 @@ class FeatureCollator:
         return {**batch, "states": padded}
 
 
-def stacked(aux: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """Returns the output of [`TargetStates`] as `states` `(B, L, n_aux + 1, H)`. The last is the input of the head."""
-    return torch.cat([aux, last], dim=-1).unflatten(-1, (-1, last.shape[-1]))
-
-
 def start_store(
     folder: str | Path, rows: Dataset, description: dict, rows_per_shard: int, dtype: torch.dtype, arguments: dict
 ) -> None:
@@ -460,7 +455,8 @@ def write_shard(
     """
     rows, lengths = [], [0]
     for batch, batch_lengths in batches:
-        states = stacked(*target_states(batch))
+        aux, last = target_states(batch)
+        states = torch.cat([aux, last], dim=-1).unflatten(-1, (-1, last.shape[-1]))  # (B, L, n_aux + 1, H)
         if len(states) != len(batch_lengths):  # without padding all rows are in one
             states = states[0].split(batch_lengths + [states.shape[1] - sum(batch_lengths)])
         rows += [each[:length].cpu() for each, length in zip(states, batch_lengths)]

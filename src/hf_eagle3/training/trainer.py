@@ -305,9 +305,12 @@ class Eagle3Trainer(DraftSavingTrainer):
         is_split = packing and args.packing_strategy != "bfd"
         fate = "split off" if is_split else "cut off (`packing=True` with `packing_strategy='bfd_split'` keeps them)"
         dataset = report_long_rows(dataset, args.max_length, fate, dataset_name)
-        if isinstance(dataset, Dataset) and "image_data" in dataset.column_names and not self._is_cut(dataset, args):
-            args = copy.copy(args)
-            args.max_length = None  # to cut rows is to write all images to the disk again
+        has_images = isinstance(dataset, Dataset) and "image_data" in dataset.column_names
+        if has_images and args.max_length is not None:
+            longest = max(int(lengths.max()) for lengths in row_lengths(dataset))
+            if longest <= args.max_length:
+                args = copy.copy(args)
+                args.max_length = None  # to cut rows is to write all images to the disk again
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
         if isinstance(prepared, Dataset) and not packing and len(prepared) < len(dataset):
             dropped = f"{len(dataset) - len(prepared)} of {len(dataset)} rows of the {dataset_name} data"
@@ -316,11 +319,6 @@ class Eagle3Trainer(DraftSavingTrainer):
                 raise ValueError(f"{dropped} {why}. Raise `max_length`.")
             logger.warning(f"{dropped} {why}, and are dropped.")
         return prepared
-
-    def _is_cut(self, dataset: Dataset, args: Eagle3TrainingArguments) -> bool:
-        """Whether `max_length` cuts any row."""
-        longest = max(int(lengths.max()) for lengths in row_lengths(dataset))
-        return args.max_length is not None and longest > args.max_length
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
