@@ -187,7 +187,7 @@ def in_two_streams(target, draft, batch) -> dict:
 
 def attention_in_training(device: str, tiny: bool) -> dict:
     """Compares outputs and gradients of an unroll's compiled flex attention with the block-wise reference in float64."""
-    from hf_eagle3.training.ttt import (
+    from hf_eagle3.training.attention import (
         attend_by_flex,
         blockwise_attention,
         causal_block_mask,

@@ -39,6 +39,7 @@ from typing import NamedTuple
 import torch
 
 from hf_eagle3.environment import environment
+from hf_eagle3.files import write_atomically
 
 
 class Part(NamedTuple):
@@ -126,9 +127,7 @@ class Sections:
         if isinstance(result, dict) and result.get("is_right") is False:
             self.add_problem(name, f"not right: {result}")
         self.results[name] = result
-        unfinished = self.path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(self.results, indent=1), encoding="utf-8")
-        unfinished.replace(self.path)
+        write_atomically(self.path, json.dumps(self.results, indent=1))
         return result
 
 

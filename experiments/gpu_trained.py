@@ -15,7 +15,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
-from hf_eagle3.data.regeneration import Output, complete_lines, conversations, regenerate_locally
+from hf_eagle3.data.regeneration import Output, complete_lines, regenerate_locally
 from hf_eagle3.environment import environment
 from hf_eagle3.evaluation import BenchmarkResults, format_table, load_prompts, plot_all, run_benchmark
 from hf_eagle3.tokenizer import load_tokenizer
@@ -79,7 +79,7 @@ def regenerate(target, tokenizer, chats, folder: Path, batch_size: int, seconds:
     rows = ({"messages": chats[i]} for batch in batches for i in batch)
 
     def while_there_is_time():
-        for number, conversation in enumerate(conversations(rows, output.done)):
+        for number, conversation in enumerate(output.pending(rows)):
             if number % batch_size == 0 and number > 0 and time.monotonic() - start > seconds:
                 return
             yield conversation

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.evaluation.benchmark import synchronize
 from hf_eagle3.evaluation.memory import peak_memory, reset_peak_memory
-from hf_eagle3.training import ttt
+from hf_eagle3.training import attention, ttt
 from hf_eagle3.training.optimizer import MuonWithAdamW
 
 
@@ -186,7 +186,7 @@ def measure(args, sections) -> None:
         }
 
     def block_wise(length, repeats):
-        with mock.patch.object(ttt, "causal_block_mask", lambda documents, length: None):
+        with mock.patch.object(attention, "causal_block_mask", lambda documents, length: None):
             return step(length, repeats)
 
     lengths = (64, 128) if tiny else (2048, 8192, 32768)

@@ -38,11 +38,12 @@ from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.baselines import BASELINES, DFlashForSpeculation, best_static_tree, measure_accuracies
-from hf_eagle3.environment import environment
+from hf_eagle3.environment import environment, run_script
 from hf_eagle3.evaluation import BenchmarkResults, load_prompts, plot_all, run_benchmark
 from hf_eagle3.evaluation.drafts import sampled_digest
 from hf_eagle3.evaluation.results import cells, what_differs
 from hf_eagle3.evaluation.tasks import expand, task_name
+from hf_eagle3.files import write_atomically
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training.budget import BY_TIME, SHORT, TimeBudget, TimedEagle3Trainer, train_for
@@ -88,7 +89,7 @@ def settle_arguments(folder: Path, args, tasks: dict[str, list], **others) -> di
     if path.exists() and (difference := what_differs(json.loads(path.read_text()), arguments)):
         raise SystemExit(f"{folder} was made with other arguments: {difference}. Choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(arguments, indent=2) + "\n")
+    write_atomically(path, json.dumps(arguments, indent=2) + "\n")
     return arguments
 
 
@@ -148,9 +149,8 @@ def train(name, folder: Path, target, tokenizer, dataset, args) -> None:
         "weights": weights_digest(draft.state_dict()),
         "trained_parameters": sum(each.numel() for each in draft.parameters() if each.requires_grad),
     }
-    (folder / "facts.json").write_text(
-        json.dumps(facts, indent=2) + "\n"
-    )  # written last, so that only a complete draft has it
+    # Written last, so that only a complete draft has it.
+    write_atomically(folder / "facts.json", json.dumps(facts, indent=2) + "\n")
 
 
 def load(method: str, folder: Path, target, args):
@@ -282,7 +282,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from None
+    run_script(main)

@@ -19,6 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.evaluation.benchmark import synchronize
 from hf_eagle3.training.optimizer import Float32Muon
 from hf_eagle3.training.ttt import TTTBatch, ttt_loss
 
@@ -61,8 +62,7 @@ def measure(args, length: int, results) -> None:
         start = time.perf_counter()
         with torch.autocast(args.device, dtype=torch.bfloat16, enabled=args.bf16):
             ttt_loss(draft, batch, args.ttt_steps, row_share=args.row_share).loss_sums.sum().backward()
-        if on_gpu:
-            torch.cuda.synchronize()
+        synchronize(draft.device)
         seconds.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     results.put((statistics.median(seconds), (peak - before) / 2**20))
@@ -80,8 +80,7 @@ def seconds_of(muon: type[torch.optim.Optimizer], args) -> float:
     for _ in range(args.repeats + 1):
         start = time.perf_counter()
         optimizer.step()
-        if args.device != "cpu":
-            torch.cuda.synchronize()
+        synchronize(matrices[0].device)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])
 

@@ -29,6 +29,7 @@ from hf_eagle3.evaluation.benchmark import synchronize
 from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft
 from hf_eagle3.evaluation.tasks import OFFLINE, load_prompts
 from hf_eagle3.remote_code.policy_eagle3 import tree_settings
+from hf_eagle3.tokenizer import padded_inputs, padding_token
 
 
 def parse_arguments():
@@ -78,7 +79,7 @@ def useless(draft):
 def main():
     args = parse_arguments()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.pad_token = padding_token(tokenizer)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(args.device).eval()
     draft = load_draft(args.draft, args.code, dtype=target.dtype).to(args.device)
     target.generation_config.eos_token_id = None  # texts of one length
@@ -108,10 +109,7 @@ def main():
 
     for batch_size, temperature in itertools.product(args.batch_sizes, args.temperatures):
         batches = [
-            tokenizer.pad({"input_ids": prompts[i : i + batch_size]}, padding_side="left", return_tensors="pt").to(
-                args.device
-            )
-            for i in range(0, len(prompts), batch_size)
+            padded_inputs(target, tokenizer, prompts[i : i + batch_size]) for i in range(0, len(prompts), batch_size)
         ]
         grid = []
         for tree in tqdm(trees, desc=f"Grid, batch size {batch_size}, T={temperature:g}"):

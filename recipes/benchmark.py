@@ -176,6 +176,7 @@ def collect_prompts(args, tokenizer, target, images) -> tuple[dict[str, list], d
             do_sample=False,
             max_new_tokens=args.max_new_tokens,
             pad_token_id=tokenizer.pad_token_id,
+            return_dict_in_generate=False,
         )
         return tokenizer.decode(sequences[0, len(prompt) :], skip_special_tokens=True)
 

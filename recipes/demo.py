@@ -30,7 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_eagle3 import Eagle3GenerationStats, Eagle3Step
 from hf_eagle3.checkpoints import target_class
 from hf_eagle3.drawing import NUM_DEPTHS, color, decode, describe_origin, describe_step, tree_svg
-from hf_eagle3.environment import folder_or_hub_id, is_path, machine_name, public_name
+from hf_eagle3.environment import folder_or_hub_id, is_path, machine_name, public_name, run_script
 from hf_eagle3.evaluation.drafts import load_draft
 from hf_eagle3.remote_code.policy_eagle3 import tree_settings
 from hf_eagle3.tokenizer import PromptEncoder, load_tokenizer
@@ -189,7 +189,7 @@ class Comparison:
             ValueError: if the prompt is empty, or a setting is out of range.
         """
         inputs = encode(self.tokenizer, prompt, self.has_chats if is_chat is None else is_chat)
-        call = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+        call = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, "return_dict_in_generate": False}
         call |= {"temperature": temperature} if temperature > 0 else {}
         plain, drafted = Written(Pieces(self.tokenizer)), Written(Pieces(self.tokenizer))
         without, with_draft = {"streamer": Listener(plain.streamed)}, {"assistant_model": self.draft}
@@ -482,7 +482,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ModuleNotFoundError, OSError, ValueError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from None
+    run_script(main)

@@ -21,7 +21,7 @@ import torch
 
 from hf_eagle3 import assist
 from hf_eagle3.checkpoints import target_class
-from hf_eagle3.environment import environment, folder_or_hub_id
+from hf_eagle3.environment import environment, folder_or_hub_id, run_script
 from hf_eagle3.evaluation.drafts import load_draft
 from hf_eagle3.tokenizer import load_tokenizer
 
@@ -82,7 +82,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ModuleNotFoundError, OSError, ValueError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from None
+    run_script(main)

@@ -26,7 +26,7 @@ from huggingface_hub import HfApi
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import WRITABLE, export, load_ends
 from hf_eagle3.checkpoints.files import check_new_folder
-from hf_eagle3.environment import folder_or_hub_id
+from hf_eagle3.environment import folder_or_hub_id, run_script
 
 
 def main():
@@ -77,7 +77,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ModuleNotFoundError, OSError, ValueError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from None
+    run_script(main)

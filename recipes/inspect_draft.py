@@ -22,7 +22,7 @@ import torch
 
 from hf_eagle3.checkpoints import describe_engines, load_ends, target_class
 from hf_eagle3.drawing import describe_step, tree_text
-from hf_eagle3.environment import folder_or_hub_id, is_path
+from hf_eagle3.environment import folder_or_hub_id, is_path, run_script
 from hf_eagle3.evaluation.drafts import load_draft, method_of
 from hf_eagle3.remote_code.policy_eagle3 import tree_settings
 from hf_eagle3.tokenizer import PromptEncoder, load_tokenizer
@@ -209,7 +209,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from None
+    run_script(main)

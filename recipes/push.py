@@ -16,7 +16,7 @@ import argparse
 from huggingface_hub import whoami
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.environment import folder_or_hub_id
+from hf_eagle3.environment import folder_or_hub_id, run_script
 from hf_eagle3.evaluation import BenchmarkResults
 from hf_eagle3.hub import check_license, push_draft, repo_name, write_draft
 
@@ -47,7 +47,7 @@ def main():
     if args.target is not None:
         if draft.config.speculators_config is None:
             parser.error("this draft's format names no target: run recipes/export.py --to speculators --target first")
-        draft.config.speculators_config["verifier"]["name_or_path"] = args.target
+        draft.config.speculators_config.setdefault("verifier", {})["name_or_path"] = args.target
     benchmark = BenchmarkResults.read(args.benchmark) if args.benchmark else None
     verifier = (draft.config.speculators_config or {}).get("verifier", {})
     if args.repo_id is None and not verifier.get("name_or_path"):
@@ -72,7 +72,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from None
+    run_script(main)

@@ -28,10 +28,11 @@ import time
 from pathlib import Path
 
 import torch
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from tokenizers import ByteLevelBPETokenizer
+from train import TrainScriptArguments, load_data, rows_of
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
-from trl import SFTConfig, SFTTrainer
+from trl import DatasetMixtureConfig, SFTConfig, SFTTrainer
 
 from hf_eagle3 import Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
@@ -60,17 +61,17 @@ OF_DRAFT += ("sampled_vocab_size", "ttt_row_share", "ttt_steps", "ttt_warmup")
 
 
 def local_or_hub_dataset(name: str) -> tuple[Dataset, list]:
-    """A JSON Lines file, a folder of them or a data set of the Hub; the last rows are held out as prompts."""
-    if Path(name).is_file():
-        dataset = load_dataset("json", data_files=name, split="train")
-    else:
-        dataset = load_dataset(name, split="train")
+    """What `recipes/train.py` takes as `--dataset_name`; the last rows are held out as prompts."""
+    dataset = rows_of(load_data(TrainScriptArguments(dataset_name=name), DatasetMixtureConfig()), "train")
     column = "messages" if "messages" in dataset.column_names else "text"
     if column not in dataset.column_names:
         raise ValueError(f"{name} has columns {dataset.column_names}, but neither 'messages' nor 'text'.")
+    dataset = dataset.filter(bool, input_columns=column)  # some texts have empty lines
     split = len(dataset) - NUM_PROMPTS
     if split <= 0:
-        raise ValueError(f"{name} has {len(dataset)} rows; {NUM_PROMPTS} are held out as prompts, so it needs more.")
+        raise ValueError(
+            f"{name} has {len(dataset)} rows with {column}; {NUM_PROMPTS} are held out as prompts, so it needs more."
+        )
     return dataset.select(range(split)).select_columns(column), dataset.select(range(split, len(dataset)))[column]
 
 
@@ -217,7 +218,8 @@ def main():
     )
     parser.add_argument(
         "--dataset",
-        help="JSON Lines file, folder of regenerate.py or Hub id, with `messages` or `text`; by default the standard library's sources",
+        help="File (JSON Lines, Parquet, text), folder of regenerate.py or Hub id, with `messages` or `text`; by default the standard "
+        "library's sources",
     )
     parser.add_argument("--prompts", help="JSON Lines file of held-out prompts; by default the end of the data set")
     parser.add_argument("--output_dir", default="outputs/quickstart")

@@ -17,7 +17,7 @@ import argparse
 from transformers.cli.serve import Serve
 
 from hf_eagle3 import assist
-from hf_eagle3.environment import folder_or_hub_id
+from hf_eagle3.environment import folder_or_hub_id, run_script
 from hf_eagle3.evaluation.drafts import load_draft
 
 
@@ -58,7 +58,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ImportError, OSError, ValueError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from None
+    run_script(main)

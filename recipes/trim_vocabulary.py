@@ -7,7 +7,7 @@ draft cannot propose the removed tokens, so the target accepts a little less. Te
 
     python recipes/trim_vocabulary.py my-draft --dataset_name outputs/answers --draft_vocab_size 16384 --output_dir my-draft-16k
 
-Data is what `recipes/train.py` takes: a Hub id, a folder of JSON Lines files, or one of them. The most frequent tokens stay;
+Data is what `recipes/train.py` takes: a Hub id, a folder of JSON Lines files, or a file (JSON, Parquet, text). The most frequent tokens stay;
 of conversations the assistant's tokens count. Texts that the target wrote itself are best.
 
 If the draft has a record of its training (`training.json`), the new draft gets one, too, for its card. It leaves out what an
@@ -17,7 +17,8 @@ evaluation measured.
 import argparse
 from pathlib import Path
 
-from datasets import load_dataset
+from train import TrainScriptArguments, load_data, rows_of
+from trl import DatasetMixtureConfig
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints.files import check_new_folder
@@ -31,7 +32,7 @@ from hf_eagle3.data import (
     most_frequent_tokens,
     plain_rows,
 )
-from hf_eagle3.environment import folder_or_hub_id
+from hf_eagle3.environment import folder_or_hub_id, run_script
 from hf_eagle3.hub.push import records_of, write_records
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.tokenizer import load_tokenizer
@@ -75,9 +76,8 @@ def main():
             f"python recipes/export.py {args.draft} --to speculators --target {name} --output_dir NEW_FOLDER"
         )
     tokenizer = load_tokenizer(name)
-    is_file = Path(args.dataset_name).is_file()
-    source = ("json", {"data_files": args.dataset_name}) if is_file else (args.dataset_name, {})
-    dataset = plain_rows(load_dataset(source[0], split=args.dataset_train_split, **source[1]), "train")
+    data = TrainScriptArguments(dataset_name=args.dataset_name, dataset_train_split=args.dataset_train_split)
+    dataset = plain_rows(rows_of(load_data(data, DatasetMixtureConfig()), args.dataset_train_split), "train")
     kind = kind_of_data(dataset, "text", "train")
     is_chat = kind in ("messages", "conversations")
     if is_chat:
@@ -97,7 +97,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from None
+    run_script(main)

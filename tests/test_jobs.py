@@ -137,7 +137,7 @@ def test_heads_ask_for_what_is_imported(script):
     package, *others = ast.literal_eval(head[1])
     extra = {re.match(r"[\w-]+", each)[0] for each in requires("hf-eagle3") if "extra" in each and "train" in each}
     modules = all_imports(script)
-    needs_train = {module.split(".")[0] for module in modules} & (extra - {"hf-eagle3", "huggingface_hub"})
+    needs_train = {module.split(".")[0] for module in modules} & (extra - {"hf-eagle3", "huggingface_hub", "torch"})
     # What imports `datasets` and matplotlib when it is used.
     needs_train |= modules & {"hf_eagle3.evaluation.load_prompts", "hf_eagle3.evaluation.plot_all"}
     text = script.read_text(encoding="utf-8")

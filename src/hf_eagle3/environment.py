@@ -1,9 +1,10 @@
-"""Versions and machine of a measurement, and names that are safe to publish."""
+"""Versions and machine of a measurement, names that are safe to publish, and errors of scripts."""
 
 import argparse
 import os
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -45,7 +46,8 @@ def is_path(name: str | None) -> TypeGuard[str]:
     """Whether the name of a model is a path on this machine."""
     if not name:
         return False
-    return Path(name).is_absolute() or name.startswith((".", "~")) or Path(name).exists()
+    # `Path.exists` raises an error for strings that are too long for a path, up to Python 3.13.
+    return Path(name).is_absolute() or name.startswith((".", "~")) or os.path.exists(name)
 
 
 def folder_or_hub_id(name: str) -> str:
@@ -70,3 +72,16 @@ def without_paths(facts: Any) -> Any:
     if isinstance(facts, list):
         return [without_paths(value) for value in facts]
     return public_name(facts) if isinstance(facts, str) and len(facts) < 1000 else facts
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """
+    Runs the main function of a script. Errors that its user can mend are shown in a line, without a traceback.
+
+    Raises:
+        SystemExit: if there is such an error: a package, file or model is missing, or an argument is wrong.
+    """
+    try:
+        main()
+    except (ImportError, OSError, ValueError) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None

@@ -2,11 +2,17 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, BatchFeature, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 from transformers.utils import cached_file
+
+
+if TYPE_CHECKING:
+    from .data.images import ImageReader
 
 
 # Keys of config.json that only drafts have: ours and those of `speculators`, and those of other projects.
@@ -93,6 +99,31 @@ def read_template(path: str | Path) -> str:
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns a token to pad with. Any token will do if the tokenizer has none for it, because padding is masked."""
     return tokenizer.pad_token or tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+
+
+def padded_inputs(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[list[int] | dict[str, Any]],
+    images: "ImageReader | None" = None,
+) -> BatchFeature:
+    """
+    Returns the inputs of a target's `generate` for `B` prompts, padded on the left: `input_ids` and `attention_mask`
+    `(B, L)`, and what the target reads of images, in its dtype.
+
+    Args:
+        target (`PreTrainedModel`): The target, on whose device they are.
+        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer, with a padding token.
+        rows (`Sequence[list[int] | dict]`): Tokens, or `input_ids` and with images also `image_text` and `image_data`.
+        images ([`ImageReader`], *optional*): Reads the images.
+    """
+    rows = [row if isinstance(row, dict) else {"input_ids": row} for row in rows]
+    tokens = [{"input_ids": row["input_ids"]} for row in rows]
+    padded = pad_without_fast_tokenizer_warning(tokenizer, tokens, padding_side="left", return_tensors="pt")
+    inputs = dict(padded)
+    if images is not None:
+        inputs |= images.inputs(rows, inputs["input_ids"].shape[1], padding_side="left")
+    return BatchFeature(inputs).to(target.device, target.dtype)  # casts floats only
 
 
 def has_markers(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -170,6 +170,13 @@ def test_answers_of_a_target_are_what_it_generates(tmp_path, tokenizer):
     assert set(reasons) == {"stop", "length"}
 
 
+def test_a_target_that_returns_dictionaries(tmp_path, tokenizer):
+    target, output = make_target("llama"), Output(tmp_path, {})
+    target.generation_config.return_dict_in_generate = True
+    regenerate_locally(target, tokenizer, output.pending([{"prompt": "a"}]), output, batch_size=1, max_new_tokens=2)
+    assert list(read(tmp_path)) == [0]
+
+
 def test_prompts_of_similar_length_are_answered_together(tmp_path, tokenizer, monkeypatch):
     target, shapes = make_target("llama"), []
     generate = target.generate

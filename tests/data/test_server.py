@@ -1,6 +1,7 @@
 """Answers of a server that the test plays."""
 
 import asyncio
+import time
 from itertools import chain
 
 import numpy as np
@@ -107,6 +108,22 @@ def test_a_server_that_refuses_everything(tmp_path, status, num_rows):
             ask(url, rows, output)
         assert len(requests) <= min(num_rows, NUM_REFUSED + 3)
     assert not output.left_out
+
+
+def test_refused_rows_before_the_first_answer(tmp_path):
+    """The first rows may be too long, and the server may still be working on the others."""
+    rows, num_long = [{"messages": [user(str(i))]} for i in range(NUM_REFUSED + 3)], NUM_REFUSED + 1
+
+    def reply(payload, number):
+        if int(payload["messages"][0]["content"]) < num_long:
+            return 400
+        time.sleep(0.5)
+        return "fine"
+
+    with chat_server(reply) as (url, _):
+        output = Output(tmp_path, {})
+        assert ask(url, rows, output, concurrency=len(rows)) == 0
+    assert sorted(output.left_out) == list(range(num_long)) and len(output.done) == 2
 
 
 def test_a_server_that_refuses_everything_after_an_interruption(tmp_path):

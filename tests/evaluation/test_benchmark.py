@@ -1,5 +1,6 @@
 """`recipes/benchmark.py` and what it is made of."""
 
+import copy
 import itertools
 import json
 import sys
@@ -35,12 +36,13 @@ from hf_eagle3.evaluation import (
     plot_all,
     run_benchmark,
 )
-from hf_eagle3.evaluation.benchmark import make_batch, without_padding
+from hf_eagle3.evaluation.benchmark import synchronize, without_padding
 from hf_eagle3.evaluation.drafts import sampled_digest
 from hf_eagle3.evaluation.profile import OwnTimes, profile_steps, timed_parts
 from hf_eagle3.evaluation.results import chance, plot_acceptance, plot_batch_sizes, subtitle
 from hf_eagle3.remote_code import decoding_eagle3
 from hf_eagle3.remote_code.verify_eagle3 import Verifier
+from hf_eagle3.tokenizer import padded_inputs
 
 
 def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):
@@ -152,6 +154,22 @@ def test_batches(tokenizer, temperature):
         row = rows["eagle3", batch_size]
         assert row.num_identical == row.num_prompts == 3 and len(row.speedups) == 2
         assert sum(length * count for length, count in row.accepted_lengths.items()) <= 2 * 3 * 9
+
+
+def test_a_tokenizer_without_tokens_for_padding_and_end(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token = None
+    tasks = {"task": [[5, 6], [7, 8, 9]]}
+    (row,) = run_benchmark(make_target("llama"), tokenizer, None, tasks, ["plain"], [0.0], [2], 4, 1).rows
+    assert row.num_prompts == 2
+
+
+def test_a_target_that_returns_dictionaries(tokenizer):
+    target = make_target("llama")
+    draft = make_draft(target, [make_prompt(5)])
+    target.generation_config.return_dict_in_generate = True
+    results = run_benchmark(target, tokenizer, draft, {"task": [[5, 6]]}, ["plain", "eagle3"], [0.0], [1], 6, 1)
+    assert [row.num_identical for row in results.rows if row.method == "eagle3"] == [1]
 
 
 def test_methods_of_transformers(tmp_path, tokenizer, monkeypatch):
@@ -280,6 +298,14 @@ def test_the_draft_alone_looks_nothing_up(tokenizer, monkeypatch):
     rows = run_benchmark(target, tokenizer, draft, tasks, methods, [0.0], [1], 6, 1).rows
     assert [row.method for row in rows] == methods and all(row.num_identical == 1 for row in rows[1:])
     assert settings == 2 * [0, 0, 24]  # of the warm-up, too
+
+
+def test_synchronize_waits_for_the_device_it_gets(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", calls.append)
+    for device in map(torch.device, ("cpu", "cuda:1", "xpu")):
+        synchronize(device)
+    assert calls == [torch.device("cuda:1"), torch.device("xpu")]
 
 
 def test_peak_memory():
@@ -516,7 +542,7 @@ def test_prompts_with_images(tmp_path, run_recipe):
 
     processor = AutoProcessor.from_pretrained(tmp_path / "target")
     prompts = load_prompts(str(tmp_path / "seen.jsonl"), processor.tokenizer, images=ImageReader(processor))
-    batch = make_batch(prompts, processor.tokenizer, target, ImageReader(processor))
+    batch = padded_inputs(target, processor.tokenizer, prompts, ImageReader(processor))
     assert batch["pixel_values"].shape[0] == 2  # the first prompt has no image
     with torch.no_grad():
         of_images = target(**batch).logits[1:, -1]

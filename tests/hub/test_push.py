@@ -366,8 +366,10 @@ def test_push_recipe(hub, draft, tmp_path, run_recipe):
     }.items() <= files.items()
     pushed = Eagle3ForSpeculation.from_pretrained(repo)
     assert pushed.dtype == torch.bfloat16 and pushed.config.verifier == "big/Model-8B"
-    draft.config.speculators_config["verifier"]["name_or_path"] = None
+    del draft.config.speculators_config["verifier"]
     draft.save_pretrained(tmp_path / "unnamed")
+    result = run_recipe("push.py", tmp_path / "unnamed", "--target", "big/Model-8B", "--dry_run", tmp_path / "named")
+    assert result.returncode == 0 and "big/Model-8B" in (tmp_path / "named" / "config.json").read_text()
     result = run_recipe("push.py", tmp_path / "unnamed")
     assert result.returncode == 2 and "this draft names no target: pass --target" in result.stderr
 

@@ -92,6 +92,12 @@ def test_both_texts_are_the_same_and_the_draft_is_told(comparison, temperature, 
     assert Spans(text_html("Without", plain)).titles == []
 
 
+def test_a_target_that_returns_dictionaries(comparison, monkeypatch):
+    monkeypatch.setattr(comparison.target.generation_config, "return_dict_in_generate", True)
+    plain, drafted = last(comparison.run(PROMPT, max_new_tokens=3))
+    assert plain.returned == drafted.returned and len(plain.returned) == 3
+
+
 def test_texts_that_differ(comparison):
     plain, drafted = last(comparison.run(PROMPT, max_new_tokens=5))
     drafted.returned = drafted.returned[:3] + [90, 91]

@@ -1,10 +1,9 @@
 import json
-import runpy
 import shutil
 import subprocess
 
 import pytest
-from conftest import RECIPES, make_target
+from conftest import load_script, make_target
 from forked import run_forked
 
 from hf_eagle3.evaluation import BenchmarkResults, tasks
@@ -79,8 +78,20 @@ def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe, monkeypatch):
     assert (tmp_path / "arguments.json").read_text() == known
 
 
+def test_data_is_what_training_takes(tmp_path):
+    quickstart = load_script("recipes/quickstart.py")
+    lines = [f"line {number}" for number in range(quickstart.NUM_PROMPTS + 5)]
+    (tmp_path / "lines.txt").write_text("\n".join(lines))
+    dataset, held_out = quickstart.local_or_hub_dataset(str(tmp_path / "lines.txt"))
+    assert list(dataset["text"]) == lines[:5] and list(held_out) == lines[5:]
+    rows = [{"text": text} for text in [*lines[:10], "", None, *lines[10:], ""]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset, held_out = quickstart.local_or_hub_dataset(str(tmp_path / "rows.jsonl"))
+    assert list(dataset["text"]) == lines[:5] and list(held_out) == lines[5:]
+
+
 def test_conversations_without_an_answer(tmp_path, tokenizer):
-    write_prompts = runpy.run_path(str(RECIPES / "quickstart.py"))["write_prompts"]
+    write_prompts = load_script("recipes/quickstart.py").write_prompts
     asked, greeted = [{"role": "user", "content": "what"}], [{"role": "assistant", "content": "hello"}]
     write_prompts(tmp_path / "prompts.jsonl", [asked, greeted + asked + greeted], tokenizer)
     prompts = [json.loads(line)["messages"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]

@@ -4,6 +4,7 @@ import json
 
 import torch
 from conftest import make_target
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -47,6 +48,8 @@ def test_trimming(tmp_path, tokenizer, run_recipe, caplog):
     assert copied["command"].startswith("train\npython recipes/trim_vocabulary.py")
 
     (tmp_path / "draft" / "training.json").write_text(json.dumps({**record, "draft_weights": "another draft's"}))
+    Dataset.from_dict({"messages": [chat]}).to_parquet(tmp_path / "chats.parquet")
+    call = (*call[:3], tmp_path / "chats.parquet", *call[4:])
     result = run_recipe(*call, size - 1, "--output_dir", tmp_path / "unknown")
     assert result.returncode == 0 and "is about other weights" in caplog.text
     assert not (tmp_path / "unknown" / "training.json").exists()

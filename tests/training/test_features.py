@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from accelerate import PartialState
 from conftest import CONVOLUTIONAL, FAMILIES, RECURRENT, make_prompt, make_target
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -200,6 +201,21 @@ def test_an_extraction_that_is_killed_while_it_writes_goes_on(tmp_path, tokenize
     assert all(len(store[row]) == len(store.rows[row]["input_ids"]) for row in range(20))
 
 
+def test_no_process_writes_before_all_have_listed_the_missing_shards(tmp_path, tokenizer, monkeypatch):
+    trainer, calls = make_trainer(tmp_path, tokenizer, make_target("llama")), []
+
+    def recorded(place, name):
+        function = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *args: (calls.append(name), function(*args))[1])
+
+    recorded(features, "missing_shards")
+    recorded(features, "write_shard")
+    recorded(PartialState, "wait_for_everyone")
+    trainer.extract_features(tmp_path / "features", rows_per_shard=10)
+    first = calls.index("write_shard")
+    assert calls[first - 2 : first + 2] == ["missing_shards", "wait_for_everyone", "write_shard", "write_shard"]
+
+
 def test_features_of_something_else_are_refused(tmp_path, tokenizer):
     target = make_target("llama")
     trainer = make_trainer(tmp_path, tokenizer, target)
@@ -237,8 +253,7 @@ def test_features_of_something_else_are_refused(tmp_path, tokenizer):
 def test_features_of_other_arguments_are_refused(tmp_path, tokenizer):
     target, chats = make_target("llama"), [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "def"}]
     chats, folder = Dataset.from_dict({"messages": [chats] * 8}), tmp_path / "features"
-    trainer = make_trainer(tmp_path, tokenizer, target, chats, assistant_only_loss=True)
-    store = trainer.extract_features(folder)
+    store = make_trainer(tmp_path, tokenizer, target, chats, assistant_only_loss=True).extract_features(folder)
     learns = "were extracted with `assistant_only_loss=True`, and this training has `assistant_only_loss=False`. Pass"
     with pytest.raises(ValueError, match=learns):
         make_trainer(tmp_path, tokenizer, target, store)
@@ -246,10 +261,6 @@ def test_features_of_other_arguments_are_refused(tmp_path, tokenizer):
         ValueError, match="`truncation_mode='keep_start'`, and this training has `truncation_mode='keep_end'`"
     ):
         make_trainer(tmp_path, tokenizer, target, store, assistant_only_loss=True, truncation_mode="keep_end")
-    index = json.loads((folder / "index.json").read_text())
-    del index["arguments"]  # of an earlier version
-    (folder / "index.json").write_text(json.dumps(index))
-    make_trainer(tmp_path, tokenizer, target, trainer.extract_features(folder))
 
 
 def test_states_that_a_dtype_does_not_hold(tmp_path, tokenizer):

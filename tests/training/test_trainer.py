@@ -33,7 +33,7 @@ from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArgumen
 from hf_eagle3.checkpoints import load_ends
 from hf_eagle3.data import documents_of_row, prompt_of
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
-from hf_eagle3.training import console, models, ttt
+from hf_eagle3.training import models, ttt
 from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
 from hf_eagle3.training.console import shown
 from hf_eagle3.training.record import non_defaults, training_record
@@ -559,12 +559,6 @@ def test_bfloat16_on_processors(tmp_path, monkeypatch, has_bfloat16):
     assert ("bf16" in non_defaults(arguments)) and "bf16" not in non_defaults(arguments, {"bf16": True})
 
 
-def test_torch_without_muon(tmp_path, monkeypatch):
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(ValueError, match="use_muon=False"):
-        Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False)
-
-
 def test_wrong_arguments(tmp_path, tokenizer):
     target, other = make_target("llama"), make_target("llama", seed=1)
     draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(10))
@@ -585,6 +579,8 @@ def test_wrong_arguments(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, model=draft, target=target, draft_form="classic")
     with pytest.raises(ValueError, match="must be one of .*'classic'"):
         make_trainer(tmp_path, tokenizer, draft_form="eagle4")
+    with pytest.raises(ValueError, match="`bf16_full_eval` casts the draft.* Pass `bf16` instead"):
+        make_trainer(tmp_path, tokenizer, bf16_full_eval=True)
     with pytest.raises(ValueError, match="`optim` has no effect"):
         make_trainer(tmp_path, tokenizer, optim="adafactor")
     make_trainer(tmp_path, tokenizer, optim="adafactor", use_muon=False)
@@ -877,19 +873,6 @@ def test_predicting_is_evaluating(tmp_path, tokenizer):
         assert output.metrics[f"test_{name}"] == expected[f"eval_{name}"]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_evaluation_in_half_precision_leaves_the_draft_as_it_is(tmp_path, tokenizer, dtype):
-    trainer = make_trainer(
-        tmp_path, tokenizer, num_eval_prompts=1, eval_max_new_tokens=4, **{f"{dtype}_full_eval": True}
-    )
-    before = {name: value.clone() for name, value in trainer.draft.state_dict().items()}
-    trainer.evaluate(TEXTS.select(range(2)))
-    after = trainer.draft.state_dict()
-    assert all(torch.equal(after[name], value) and after[name].dtype == value.dtype for name, value in before.items())
-    trainer.train()
-    assert trainer.draft.dtype == trainer.target_model.dtype == torch.float32
-
-
 def test_batches_that_are_not_filled_are_not_all(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="has 3 rows, which `dataloader_drop_last=True` drops"):
         make_trainer(tmp_path, tokenizer, dataset=TEXTS.select(range(3)), dataloader_drop_last=True)
@@ -926,20 +909,3 @@ def test_failed_pushes_are_mentioned(tmp_path, tokenizer, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="hf_eagle3"), pytest.raises(OSError, match="offline"):
         trainer.push_to_hub()
     assert f"To push it from there: python recipes/push.py {tmp_path} --repo_id me/draft" in caplog.text
-
-
-def test_steps_that_become_slow_are_mentioned_once(monkeypatch, caplog):
-    now, callback = [0.0], console.SlowStepsCallback()
-    monkeypatch.setattr(console.time, "perf_counter", lambda: now[0])
-
-    def steps(*seconds):
-        for each in seconds:
-            callback.on_step_begin(None, None, None)
-            now[0] += each
-            callback.on_step_end(None, SimpleNamespace(global_step=7), None)
-
-    with caplog.at_level(logging.WARNING):
-        steps(*[1.0] * 20, 35.0, *[1.0] * 10, 35.0, 5.0, 35.0)  # single ones happen
-        assert not caplog.text
-        steps(35.0, 35.0, 35.0)
-    assert caplog.text.count("Step 7 took 35.0 s, and usual ones 1.0 s") == 1

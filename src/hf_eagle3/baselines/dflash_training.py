@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ..remote_code.modeling_eagle3 import Eagle3Attention
-from ..training.ttt import BLOCK_SIZE, TTTBatch, attend_by_flex, compiled_flex, counted_rows, padded_length
+from ..training.attention import BLOCK_SIZE, attend_by_flex, compiled_flex, padded_length
+from ..training.ttt import TTTBatch, counted_rows
 
 
 def draw_rows(

@@ -1,5 +1,6 @@
 """Images of training data: loading them, and what a target's processor makes of them."""
 
+import os
 import re
 from base64 import b64encode
 from dataclasses import dataclass, field
@@ -89,9 +90,10 @@ def load(image: Any) -> Image:
     if isinstance(image, Image):
         return image
     is_file = isinstance(image, str) and not image.startswith(URLS)
-    if is_file and not Path(image).is_file():
+    # `Path.is_file` raises an error for strings that are too long for a path.
+    if is_file and not os.path.isfile(image):
         raise UnreachableError(
-            f"there is no image {image} (from the folder {Path.cwd()}). Correct the path, or remove the row"
+            f"there is no image {image:.200} (from the folder {Path.cwd()}). Correct the path, or remove the row"
         )
     try:
         if isinstance(image, dict) and image.keys() <= {"bytes", "path"}:
@@ -101,8 +103,8 @@ def load(image: Any) -> Image:
     except Exception as error:
         is_remote = isinstance(image, str) and image.startswith(("http://", "https://"))
         if is_remote and not isinstance(error, UnidentifiedImageError):
-            raise UnreachableError(f"the image {image} cannot be reached: {error}") from error
-        raise RowError(f"an image cannot be read: {error}") from error
+            raise UnreachableError(f"the image {image:.200} cannot be reached: {str(error):.200}") from error
+        raise RowError(f"an image cannot be read: {str(error):.200}") from error  # it may have a whole data URL
     raise RowError(f"an image is {image!r:.80}, but must be a PIL image, a path or a URL")
 
 

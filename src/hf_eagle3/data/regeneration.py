@@ -8,7 +8,7 @@ import copy
 import json
 import logging
 import random
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
@@ -19,13 +19,13 @@ from datasets import Dataset, DatasetInfo, Features, IterableDataset
 from huggingface_hub import CommitInfo, CommitOperationAdd, DatasetCard, DatasetCardData, HfApi
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 from trl.chat_template_utils import add_response_schema
 from trl.data_utils import get_dataset_column_names
 
 from ..environment import without_paths
+from ..files import write_atomically
 from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
-from ..tokenizer import PromptEncoder, padding_token, with_text_part
+from ..tokenizer import PromptEncoder, padded_inputs, padding_token, with_text_part
 from .images import ImageReader, storable, with_unread_images
 from .prompts import num_positions
 from .rows import IMAGES, RowError, UnreachableError, read_prompt, summary
@@ -102,9 +102,7 @@ class Output:
                 )
             for part in folder.glob(LEFT_OUT):  # of an earlier run that wrote no row
                 part.unlink()
-            unfinished = folder / f"{SETTINGS}.unfinished"
-            unfinished.write_text(json.dumps(settings), encoding="utf-8")
-            unfinished.replace(kept)  # at once, because other processes read it
+            write_atomically(kept, json.dumps(settings))  # other processes read it
         path = folder / f"rows-{process_index:05d}.jsonl"
         if process_index == 0:  # before the others start; an earlier run may have had more processes
             for part in (*folder.glob("rows-*.jsonl"), *folder.glob(LEFT_OUT)):
@@ -127,7 +125,7 @@ class Output:
     def leave_out(self, row: int, reason: str) -> None:
         """Records that a row cannot be answered. Warns at once of the first few."""
         if len(self.left_out) - self.num_before < NUM_NAMED:
-            warn_left_out(row, reason)
+            logger.warning(f"Row {row} is left out: {reason}.")
         self.left_out[row] = reason
         with self.left_out_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"row": row, "reason": reason}, ensure_ascii=False) + "\n")
@@ -139,9 +137,14 @@ class Output:
         num_processes: int = 1,
         template_kwargs: dict | None = None,
     ) -> Iterator["Conversation"]:
-        """Returns the [`conversations`] of a data set that are neither written nor left out."""
-        known = {*self.done, *self.left_out}
-        return conversations(dataset, known, process_index, num_processes, template_kwargs, self.leave_out)
+        """Yields this process's rows that are neither written nor left out. Leaves out those that cannot be answered."""
+        for row, example in enumerate(with_unread_images(dataset)):
+            if row % num_processes != process_index or row in self.done or row in self.left_out:
+                continue
+            try:
+                yield Conversation(row, example, template_kwargs)
+            except RowError as error:
+                self.leave_out(row, str(error))
 
     def report(self) -> str:
         """Returns a message about rows that were left out or have cut answers. Empty if there are none."""
@@ -390,29 +393,6 @@ def with_arguments_as_text(message: dict) -> dict:
     return {**message, "tool_calls": calls}
 
 
-def warn_left_out(row: int, reason: str) -> None:
-    """Warns that a row cannot be answered."""
-    logger.warning(f"Row {row} is left out: {reason}.")
-
-
-def conversations(
-    dataset: Iterable[dict],
-    done: Container[int],
-    process_index: int = 0,
-    num_processes: int = 1,
-    template_kwargs: dict | None = None,
-    leave_out: Callable[[int, str], None] = warn_left_out,
-) -> Iterator[Conversation]:
-    """Yields this process's rows that are not done. Calls `leave_out(row, reason)` for rows that cannot be answered."""
-    for row, example in enumerate(with_unread_images(dataset)):
-        if row % num_processes != process_index or row in done:
-            continue
-        try:
-            yield Conversation(row, example, template_kwargs)
-        except RowError as error:
-            leave_out(row, str(error))
-
-
 @torch.no_grad()
 def regenerate_locally(
     target: PreTrainedModel,
@@ -519,6 +499,8 @@ def encode_prompt(
         RowError: if the prompt cannot be rendered, is empty, or is too long.
         UnreachableError: if there is no such image, or its server cannot be reached.
     """
+    if conversation.images and images is None:
+        raise RowError("it has images, but the target or its processor reads text only")
     try:
         if conversation.text is not None:
             text, tokens = conversation.text, encoder.text(conversation.text)
@@ -535,8 +517,6 @@ def encode_prompt(
         raise
     except Exception as error:
         raise RowError(f"the chat template refuses it: {error or type(error).__name__}") from error
-    if conversation.images and images is None:
-        raise RowError("it has images, but the target or its processor reads text only")
     if not tokens:
         raise RowError("its prompt has no tokens")
     if positions is not None and len(tokens) + room > positions:
@@ -556,15 +536,11 @@ def generate_answers(
     **generation_kwargs: Any,
 ) -> list[tuple[list[int], int | None]]:
     """Returns for each prompt the new tokens, and the token that ended them. `None` if they were cut for their length."""
-    rows = [{"input_ids": each["input_ids"]} for each in prompts]
-    inputs = pad_without_fast_tokenizer_warning(tokenizer, rows, return_tensors="pt", padding_side="left")
-    if images is not None:
-        inputs.update(images.inputs(prompts, inputs["input_ids"].shape[1], padding_side="left"))
-    inputs = inputs.to(target.device)
-    for name, value in inputs.items():
-        inputs[name] = value.to(target.dtype) if value.is_floating_point() else value
+    inputs = padded_inputs(target, tokenizer, prompts, images)
     with CUDNN_ATTENTION.off():  # cuDNN plans again for each length of a padded batch
-        sequences = target.generate(**inputs, pad_token_id=tokenizer.pad_token_id, **generation_kwargs)
+        sequences = target.generate(
+            **inputs, pad_token_id=tokenizer.pad_token_id, return_dict_in_generate=False, **generation_kwargs
+        )
     stops = target.generation_config.eos_token_id
     stops = {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])}
     answers = []

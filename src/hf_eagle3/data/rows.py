@@ -157,8 +157,10 @@ def read_images(row: dict[str, Any]) -> list[Any]:
     for name in IMAGES:
         try:
             value = row.get(name)  # `datasets` opens the file now
-        except OSError as error:
-            raise RowError(f"{name!r} cannot be read: {error}. Correct the path, or remove the row") from error
+        except Exception as error:  # of many types: `datasets` raises ValueError, Pillow DecompressionBombError
+            raise RowError(
+                f"{name!r} cannot be read: {str(error):.200}. Correct the path, or remove the row"
+            ) from error
         values = value if isinstance(value, list) else [value]
         if values := [each for each in values if _is_something(each)]:
             found[name] = values

@@ -195,7 +195,7 @@ class ServerClient:
         """Stops the run if all requests are refused for a reason that is not in the rows."""
         statuses = {error.status for _, error in self.refused}
         is_of_rows = self.has_answered and statuses <= ROW_STATUS
-        has_stuck = len(statuses) == 1 and len(self.refused) >= NUM_REFUSED
+        has_stuck = len(statuses) == 1 and len(self.refused) >= self.most_failed
         is_first_run = not (self.has_answered or self.output.done)
         if self.refused and not is_of_rows and (has_stuck or is_end and is_first_run):
             row, error = self.refused[0]

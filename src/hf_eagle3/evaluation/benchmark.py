@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
 from ..remote_code.outputs_eagle3 import Eagle3GenerationStats
+from ..tokenizer import padded_inputs, padding_token
 from .memory import peak_memory, reset_peak_memory
 from .results import METHODS, OTHER_DRAFTS, OURS, BenchmarkResults, speedup
 
@@ -93,7 +94,7 @@ def run_benchmark(
     results = results or BenchmarkResults({})
     left_out = results.run.setdefault("left_out", {})
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.pad_token = padding_token(tokenizer)
     assistance: dict[str, dict[str, Any]] = {
         "plain": {},
         "prompt-lookup": {"prompt_lookup_num_tokens": 8},
@@ -106,6 +107,7 @@ def run_benchmark(
             {} if method == "eagle3" else {"prompt_lookup_num_tokens": 0}
         )
     settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id, **(call or {})}
+    settings["return_dict_in_generate"] = False  # some targets' generation configs say True
     generate = TimedGeneration(target, settings, sampling or {}, assistance)
     done = whole_repeats(results, methods)
     calls = sum(math.ceil(len(prompts) / size) for prompts in tasks.values() for size in batch_sizes)
@@ -113,7 +115,7 @@ def run_benchmark(
     warm = set()
     for (task, prompts), batch_size in product(tasks.items(), batch_sizes):
         batches = [
-            make_batch(prompts[start : start + batch_size], tokenizer, target, images)
+            padded_inputs(target, tokenizer, prompts[start : start + batch_size], images)
             for start in range(0, len(prompts), batch_size)
         ]
         longest = max(
@@ -152,22 +154,6 @@ def run_benchmark(
     return results
 
 
-def make_batch(
-    prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-    target: PreTrainedModel,
-    images: "ImageReader | None" = None,
-) -> BatchEncoding:
-    """Returns the inputs of `generate` for prompts, padded on the left."""
-    rows = [prompt if isinstance(prompt, dict) else {"input_ids": prompt} for prompt in prompts]
-    inputs = tokenizer.pad({"input_ids": [row["input_ids"] for row in rows]}, padding_side="left", return_tensors="pt")
-    if images is not None:
-        inputs.update(images.inputs(rows, inputs["input_ids"].shape[1], padding_side="left"))
-    for name, value in inputs.items():
-        inputs[name] = value.to(target.device, target.dtype if value.is_floating_point() else None)
-    return inputs
-
-
 @dataclass
 class TimedGeneration:
     """Calls `generate` by a method, and measures the call."""
@@ -178,7 +164,7 @@ class TimedGeneration:
     assistance: dict[str, dict[str, Any]]  # arguments of `generate`, by method
 
     def __call__(
-        self, inputs: BatchEncoding, method: str, temperature: float, seed: int
+        self, inputs: BatchFeature, method: str, temperature: float, seed: int
     ) -> tuple[list[list[int]], dict[str, Any]]:
         """Returns the new tokens of each row, and seconds, forwards, accepted lengths and peak memory of the call."""
         mode: dict[str, Any] = {"do_sample": False}
@@ -336,5 +322,6 @@ def counting_forwards(target: PreTrainedModel) -> Iterator[list[int]]:
 
 
 def synchronize(device: torch.device) -> None:
-    if device.type in ("cuda", "xpu", "mps"):
-        getattr(torch, device.type).synchronize()
+    """Waits until an accelerator has computed everything. It may be another than the current one."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

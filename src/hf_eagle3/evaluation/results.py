@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..environment import public_name
+from ..files import write_atomically
 
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class BenchmarkResults:
     @classmethod
     def read(cls, path: str | Path) -> "BenchmarkResults":
         """
-        Reads JSON Lines. If an interruption cut off the last line, it is ignored.
+        Reads JSON Lines.
 
         Args:
             path (`str` or `Path`): The file.
@@ -187,12 +188,11 @@ class BenchmarkResults:
         # `splitlines` would also split at separators that JSON allows inside of strings.
         lines = Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n")
         entries = []
-        for number, line in enumerate(lines):
+        for number, line in enumerate(lines, start=1):
             try:
                 entries.append(json.loads(line))
             except json.JSONDecodeError as error:
-                if number < len(lines) - 1:
-                    raise ValueError(f"{path}, line {number + 1}, is not JSON: {error}") from error
+                raise ValueError(f"{path}, line {number}, is not JSON: {error}") from error
         if not entries or "environment" not in entries[0]:
             raise ValueError(f"{path} holds no results of recipes/benchmark.py.")
         return cls(entries[0], entries[1:])
@@ -205,9 +205,7 @@ class BenchmarkResults:
             path (`str` or `Path`): The file.
         """
         lines = [json.dumps(entry, ensure_ascii=False) for entry in (self.run, *self.measurements)]
-        unfinished = Path(f"{path}.unfinished")
-        unfinished.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        unfinished.replace(path)
+        write_atomically(path, "".join(line + "\n" for line in lines))
 
     @property
     def rows(self) -> list[BenchmarkRow]:

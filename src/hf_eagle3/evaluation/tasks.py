@@ -160,8 +160,6 @@ def load_prompts(
         return prompts
     for number, content, row in _read_prompts(name, num_prompts):
         try:
-            if row.images and images is None:
-                raise RowError("it has images, but the target or its processor reads text only")
             if row.images:
                 conversation = Conversation(number, content, chat_template_kwargs)
                 prompts.append(encode_prompt(conversation, encoder, room=0, positions=None, images=images))

@@ -112,6 +112,9 @@ def render_card(
     }
     if draft is None:
         return from_template(RECIPE_TEMPLATE, data, **texts)
+    arguments = None
+    if training is not None:
+        arguments = yaml.safe_dump(training.get("arguments") or {}, sort_keys=False, allow_unicode=True).strip()
     cannot_export = None
     try:
         sglang.write(draft)
@@ -133,7 +136,7 @@ def render_card(
         engines=describe_engines(draft),
         parallel=', "parallel_drafting": true' if draft.config.is_parallel else "",
         engines_run=", ".join(f"{each.name} {each.version}" for each in ENGINES if each.version is not None),
-        training_arguments=None if training is None else training_yaml(training),
+        training_arguments=arguments,
         run=benchmark.run if benchmark else None,
         table=format_table(rows) if rows else None,
         speedups=speedup_lines(drafted, alone, lookups),
@@ -298,10 +301,6 @@ def is_for_chats(training: dict | None) -> bool:
     """Returns whether the target takes chats: it has a chat template, or the draft was trained on chats."""
     training = training or {}
     return bool(training.get("has_chat_template") or (training.get("arguments") or {}).get("assistant_only_loss"))
-
-
-def training_yaml(training: dict) -> str:
-    return yaml.safe_dump(training.get("arguments") or {}, sort_keys=False, allow_unicode=True).strip()
 
 
 def card_digest(card: ModelCard) -> str:

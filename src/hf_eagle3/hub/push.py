@@ -22,6 +22,7 @@ from ..checkpoints.files import check_new_folder
 from ..environment import public_name, without_paths
 from ..evaluation import BenchmarkResults, plot_all
 from ..evaluation.results import PLOTS
+from ..files import write_atomically
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.loading_eagle3 import weights_digest
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
@@ -142,12 +143,8 @@ def write_draft(
     *,
     training: dict | None = None,
     benchmark: BenchmarkResults | None = None,
-    published: Sequence[dict] = (),
-    license: str | None = None,
-    license_name: str | None = None,
-    license_link: str | None = None,
-    tags: Sequence[str] = (),
     max_shard_size: int | str = "50GB",
+    **card: Any,
 ) -> ModelCard:
     """
     Writes to a new or empty folder what [`push_draft`] would push.
@@ -156,8 +153,8 @@ def write_draft(
         draft ([`Eagle3ForSpeculation`]): The draft.
         folder (`str` or `Path`): A new or empty folder.
         repo_id (`str`): `<owner>/<name>`, for the card.
-        training, benchmark, published, license, license_name, license_link, tags, max_shard_size (*optional*):
-            See [`push_draft`].
+        training, benchmark, max_shard_size (*optional*): See [`push_draft`].
+        card (*optional*): More arguments of [`render_card`], such as `license`.
 
     Returns:
         `ModelCard`: The card, which is the folder's README.md.
@@ -184,19 +181,9 @@ def write_draft(
     with verifier_without_path(draft):
         draft.save_pretrained(folder, max_shard_size=max_shard_size)
         write_records(folder, training, benchmark)
-        card = render_card(
-            repo_id,
-            draft,
-            training=training,
-            benchmark=benchmark,
-            published=published,
-            license=license,
-            license_name=license_name,
-            license_link=license_link,
-            tags=tags,
-        )
-    card.save(folder / "README.md")
-    return card
+        rendered = render_card(repo_id, draft, training=training, benchmark=benchmark, **card)
+    rendered.save(folder / "README.md")
+    return rendered
 
 
 @contextmanager
@@ -282,7 +269,7 @@ def write_records(folder: Path, training: dict | None, benchmark: BenchmarkResul
         benchmark ([`BenchmarkResults`], *optional*): What was measured with it.
     """
     if training is not None:
-        (folder / TRAINING_RECORD).write_text(json.dumps(training, indent=2) + "\n", encoding="utf-8")
+        write_atomically(folder / TRAINING_RECORD, json.dumps(training, indent=2) + "\n")
     if benchmark is not None:
         benchmark.write(folder / BENCHMARK_RECORD)
         plot_all(benchmark, folder)

@@ -92,8 +92,7 @@ class Eagle3TrainingArguments(SFTConfig):
             The number of tokens that it generates for each.
         use_muon (`bool`, *optional*, defaults to `True`):
             Whether Muon trains the matrices other than `lm_head`, and AdamW the rest at a fifth of `learning_rate`. The
-            head begins as the target's, and large steps would undo that. `False` trains everything by `optim`. Muon needs
-            torch 2.9.
+            head begins as the target's, and large steps would undo that. `False` trains everything by `optim`.
         learning_rate (`float`, *optional*, defaults to `1e-3`):
             The peak learning rate.
         lr_scheduler_type (`str`, *optional*, defaults to `"cosine"`):
@@ -246,16 +245,18 @@ class Eagle3TrainingArguments(SFTConfig):
             raise ValueError(
                 "`eval_packing=True` needs `packing=True`: other batches are padded, and documents in a row would read each other."
             )
+        for name in ("bf16", "fp16"):
+            if getattr(self, f"{name}_full_eval"):
+                raise ValueError(
+                    f"`{name}_full_eval` casts the draft, and its training would go on in half precision. Pass `{name}` instead, "
+                    "which evaluates in half precision, too."
+                )
         if self.draft_form not in FORMS:
             raise ValueError(f"`draft_form` must be one of {list(FORMS)}, got {self.draft_form!r}.")
 
     def _check_optimizer(self) -> None:
         if not self.use_muon:
             return
-        if not hasattr(torch.optim, "Muon"):
-            raise ValueError(
-                f"torch {torch.__version__} has no Muon. Pass `use_muon=False`, or install torch 2.9 or later."
-            )
         if self.optim != type(self).optim:
             raise ValueError("`optim` has no effect where Muon and AdamW train. Pass `use_muon=False` with it.")
         if self.optim_args:

@@ -1,13 +1,14 @@
 """Finds checkpoints that training can go on from: those whose files are all as they were written."""
 
 import json
-import os
 import zlib
 from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import logging
+
+from ..files import UNFINISHED, write_atomically
 
 
 logger = logging.get_logger(__name__)
@@ -20,16 +21,13 @@ def list_files(folder: str | Path) -> None:
     """Writes the list of a checkpoint's files, with the size and CRC-32 of each."""
     folder = Path(folder)
     files = {name: list(size_and_checksum(folder / name)) for name in files_of(folder)}
-    unfinished = folder / f"{CHECKPOINT_FILES}.tmp"
-    unfinished.write_text(json.dumps(files, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, folder / CHECKPOINT_FILES)
+    write_atomically(folder / CHECKPOINT_FILES, json.dumps(files, indent=2) + "\n")
 
 
 def files_of(folder: Path) -> list[str]:
     """Returns the files that resuming may read: all but code and cards."""
-    paths = (
-        path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".md", ".py", ".pyc", ".tmp")
-    )
+    others = (".md", ".py", ".pyc", UNFINISHED)
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in others)
     names = sorted(path.relative_to(folder).as_posix() for path in paths)
     return [name for name in names if name not in (CHECKPOINT_FILES, TRAINER_STATE_NAME)]
 

@@ -1,8 +1,5 @@
 """Shows a few figures of a training on the console. Trackers get all that is logged."""
 
-import statistics
-import time
-from collections import deque
 from typing import Any
 
 from transformers import (
@@ -14,10 +11,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.utils import logging
 
-
-logger = logging.get_logger(__name__)
 
 # `loss_per_step` is comparable while the unroll grows. `loss`, a sum over its steps, is not.
 SHOWN = (
@@ -65,53 +59,11 @@ class EaglePrinterCallback(FewFigures, PrinterCallback):
     """Transformers' printer with few figures and the progress, for `disable_tqdm`."""
 
 
-class SlowStepsCallback(TrainerCallback):
-    """
-    Warns once if steps on a CPU become much slower, and says what helps.
-
-    OpenMP's threads spin at the end of each parallel part until all are done. If another process takes a core, all of
-    them wait for the thread on it.
-    """
-
-    FACTOR, NUM_KNOWN, NUM_SLOW = 10, 20, 3
-
-    def __init__(self) -> None:
-        self.start: float | None = None
-        self.usual: deque[float] = deque(maxlen=100)
-        self.last: deque[bool] = deque(maxlen=10)
-        self.has_warned = False
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.start = time.perf_counter()
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self.start is None or self.has_warned:
-            return
-        seconds, self.start = time.perf_counter() - self.start, None
-        is_slow = len(self.usual) >= self.NUM_KNOWN and seconds > self.FACTOR * statistics.median(self.usual)
-        self.last.append(is_slow)
-        if not is_slow:
-            self.usual.append(seconds)
-        elif sum(self.last) >= self.NUM_SLOW:
-            self.has_warned = True
-            logger.warning(
-                f"Step {state.global_step} took {seconds:.1f} s, and usual ones {statistics.median(self.usual):.1f} s. If other "
-                "processes use the same cores, stop and go on (`--resume_from_checkpoint true`) with OMP_WAIT_POLICY=passive, or "
-                "with one less in OMP_NUM_THREADS: see docs/cpus.md."
-            )
-
-
 CALLBACKS = {ProgressCallback: EagleProgressCallback, PrinterCallback: EaglePrinterCallback}
 
 
 def show_few(trainer: Trainer) -> None:
-    """Replaces transformers' callbacks by ours. On CPUs it also watches the time of steps."""
-    if trainer.accelerator.device.type == "cpu":
-        trainer.add_callback(SlowStepsCallback())
+    """Replaces transformers' callbacks by ours."""
     for theirs, ours in CALLBACKS.items():
         if any(type(callback) is theirs for callback in trainer.callback_handler.callbacks):
             trainer.remove_callback(theirs)

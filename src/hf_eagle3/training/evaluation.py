@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -13,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from ..data import ImageReader, documents_of_row, prompt_of
 from ..remote_code.modeling_eagle3 import DraftModel
 from ..remote_code.target_eagle3 import is_sharded
-from .features import in_dtype_of
+from ..tokenizer import padded_inputs
 from .metrics import sum_dtype
 from .models import default_generation
 
@@ -55,21 +53,18 @@ def continue_rows(trainer: Eagle3Trainer, dataset: Dataset | IterableDataset, dr
     process, num_processes = trainer.accelerator.process_index, trainer.accelerator.num_processes
     if is_sharded(trainer.target_model):  # all processes must run the target together
         process, num_processes = 0, 1
+    images = trainer.images if isinstance(trainer.images, ImageReader) else None
     sums = torch.zeros(4, dtype=sum_dtype(device), device=device)
     for row in islice(dataset, process, args.num_eval_prompts, num_processes):
         prompt = prompt_of(documents_of_row(row)[0], row.get("image_end", 0))
-        images = trainer.images.inputs([row], prompt.shape[1]) if isinstance(trainer.images, ImageReader) else {}
-        images = {name: value.to(trainer.target_model.device) for name, value in images.items()}
-        prompt = prompt.to(trainer.target_model.device)
         max_new_tokens = args.eval_max_new_tokens
         if trainer.num_positions is not None:
             max_new_tokens = min(max_new_tokens, trainer.num_positions - prompt.shape[-1])
         if max_new_tokens <= 0:
             continue
+        prompts = [{**row, "input_ids": prompt[0].tolist()}]
         sequences = trainer.target_model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            **in_dtype_of(trainer.target_model, images),
+            **padded_inputs(trainer.target_model, trainer.processing_class, prompts, images),
             assistant_model=draft,
             max_new_tokens=max_new_tokens,
             do_sample=False,
@@ -81,24 +76,3 @@ def continue_rows(trainer: Eagle3Trainer, dataset: Dataset | IterableDataset, dr
         num_known = torch.isin(new, draft.draft_token_ids.to(new.device)).sum().item()
         sums += torch.tensor([sum(lengths), len(lengths), num_known, len(new)], device=device)
     return sums
-
-
-@contextmanager
-def kept_precision(model: torch.nn.Module) -> Iterator[None]:
-    """
-    Restores a model's tensors at the end. `bf16_full_eval` and `fp16_full_eval` cast the model, and training would go on
-    in half precision.
-    """
-    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
-    buffers = [(module, dict(module._buffers)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for parameter, data in parameters:
-            if parameter.dtype != data.dtype:
-                parameter.data = data.to(parameter.device)
-        for module, own in buffers:
-            for name, buffer in own.items():
-                now = module._buffers[name]
-                if buffer is not None and now is not None and now.dtype != buffer.dtype:
-                    module._buffers[name] = buffer.to(now.device)

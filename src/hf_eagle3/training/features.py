@@ -16,11 +16,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, masking_utils
+from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerBase, masking_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..data.images import IMAGE_INPUT
 from ..environment import public_name
+from ..files import UNFINISHED, write_atomically
 from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
 from ..remote_code.loading_eagle3 import fingerprint
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
@@ -38,11 +39,6 @@ FORMAT_VERSION = 1
 FP8 = torch.float8_e4m3fn
 # Older transformers (5.17) counts attention chunks from the beginning of the row, not of the document.
 COUNTS_CHUNKS_BY_DOCUMENT = hasattr(masking_utils, "remap_positions_for_packed_sequence")
-
-
-def in_dtype_of(target: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns inputs with pixels and other floats in the target's dtype."""
-    return {name: value.to(target.dtype) if value.is_floating_point() else value for name, value in inputs.items()}
 
 
 class TargetStates:
@@ -94,9 +90,9 @@ class TargetStates:
 
     def _forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         model, device = self.target if self.is_fsdp else self.base_model, inputs["input_ids"].device
-        inputs = in_dtype_of(self.target, inputs)
+        in_dtype = BatchFeature(inputs).to(self.target.dtype)  # casts floats only, such as pixels
         with CUDNN_ATTENTION.off():  # it may fail at the masks of padded and packed batches
-            outputs = model(**inputs, output_hidden_states=select_hidden_states(self.aux_layer_ids), use_cache=False)
+            outputs = model(**in_dtype, output_hidden_states=select_hidden_states(self.aux_layer_ids), use_cache=False)
         last = outputs.logits if self.is_fsdp else outputs.last_hidden_state
         return aux_hidden_states(outputs, self.aux_layer_ids, self.num_layers).to(device), last.to(device)
 
@@ -327,7 +323,7 @@ class FeatureStore:
         Args:
             description (`dict`): The target, tokenizer and layers, as `hf_eagle3.training.features.describe` returns them.
             arguments (`dict`, *optional*):
-                The output of `hf_eagle3.training.features.fixed_arguments`. Stores that were written without them pass.
+                The output of `hf_eagle3.training.features.fixed_arguments`.
 
         Raises:
             ValueError: if they belong to others.
@@ -341,7 +337,7 @@ class FeatureStore:
                     f"another {name}{shown}. Extract them again for this target and tokenizer, into another folder."
                 )
         for name, value in (arguments or {}).items():
-            stored = self.index.get("arguments", {}).get(name, value)
+            stored = self.index["arguments"][name]
             if stored != value:
                 raise ValueError(
                     f"The features in {self.folder} were extracted with `{name}={stored!r}`, and this training has "
@@ -378,11 +374,6 @@ class FeatureCollator:
         return {**batch, "states": padded}
 
 
-def stacked(aux: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """Returns the output of [`TargetStates`] as `states` `(B, L, n_aux + 1, H)`. The last is the input of the head."""
-    return torch.cat([aux, last], dim=-1).unflatten(-1, (-1, last.shape[-1]))
-
-
 def start_store(
     folder: str | Path, rows: Dataset, description: dict, rows_per_shard: int, dtype: torch.dtype, arguments: dict
 ) -> None:
@@ -416,22 +407,19 @@ def start_store(
     if (folder / "index.json").exists():
         known = json.loads((folder / "index.json").read_text(encoding="utf-8"))
         ours, theirs = (each.with_format("arrow")[:] for each in (rows, load_from_disk(str(folder / "rows"))))
-        known.setdefault("arguments", arguments)  # of a run that did not write them
         if known != index or ours.column_names != theirs.column_names or not ours.equals(theirs):
             raise ValueError(
                 f"{folder} holds features of other rows or another target, or stored in another way. Choose another folder, or "
                 "the arguments of its first run."
             )
         return
-    unfinished = folder / "rows.unfinished"  # of a run that was killed
+    unfinished = folder / f"rows{UNFINISHED}"  # of a run that was killed
     if folder.exists() and any(path != unfinished for path in folder.iterdir()):
         raise ValueError(f"{folder} is not empty and holds no features. Choose another folder.")
     shutil.rmtree(unfinished, ignore_errors=True)
     rows.save_to_disk(str(unfinished))
     unfinished.rename(folder / "rows")
-    write_atomically(
-        folder / "index.json", lambda path: path.write_text(json.dumps(index, indent=2), encoding="utf-8")
-    )
+    write_atomically(folder / "index.json", json.dumps(index, indent=2))
 
 
 def images_digest(rows: Dataset) -> str | None:
@@ -467,7 +455,8 @@ def write_shard(
     """
     rows, lengths = [], [0]
     for batch, batch_lengths in batches:
-        states = stacked(*target_states(batch))
+        aux, last = target_states(batch)
+        states = torch.cat([aux, last], dim=-1).unflatten(-1, (-1, last.shape[-1]))  # (B, L, n_aux + 1, H)
         if len(states) != len(batch_lengths):  # without padding all rows are in one
             states = states[0].split(batch_lengths + [states.shape[1] - sum(batch_lengths)])
         rows += [each[:length].cpu() for each, length in zip(states, batch_lengths)]
@@ -490,13 +479,6 @@ def write_shard(
             "float8_e4m3fn (`dtype`)."
         )
     write_atomically(shard_path(folder, shard), lambda unfinished: save_file(tensors, unfinished))
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls `write` with another path, and renames the file when it is complete."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    write(unfinished)
-    unfinished.replace(path)
 
 
 def extract(
@@ -525,6 +507,7 @@ def extract(
     index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     rows_per_shard, device = index["rows_per_shard"], target_states.target.get_input_embeddings().weight.device
     missing = missing_shards(folder, index)
+    PartialState().wait_for_everyone()  # all have to list the same shards, so none may write before that
     writes, takes_part_in_all = True, is_sharded(target_states.target)
     if takes_part_in_all:
         writes = process_index == 0

@@ -44,17 +44,14 @@ def orthogonalized(
     return wide if matrix.shape[0] <= matrix.shape[1] else wide.T
 
 
-Muon: Any = getattr(torch.optim, "Muon", object)  # since torch 2.9
-
-
-class Float32Muon(Muon):
+class Float32Muon(torch.optim.Muon):
     """
     [`torch.optim.Muon`] in float32, with `adjust_lr_fn="match_rms_adamw"`. torch's own orthogonalizes in bfloat16, which
     is tens of times slower on processors that compute bfloat16 in software.
     """
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         for group in self.param_groups:
             for weight in (weight for weight in group["params"] if weight.grad is not None):
                 state = self.state[weight]

@@ -23,7 +23,7 @@ class Eagle3Parser(TrlParser):
 
     def __init__(self, dataclass_types: Iterable[type], without: tuple[str, ...] = (), **kwargs: Any):
         super().__init__(dataclass_types, **kwargs)  # type: ignore[arg-type]  # a `NewType` that no class has
-        for action in [action for action in self._actions if action.dest.startswith(without)] if without else ():
+        for action in [action for action in self._actions if action.dest.startswith(without)]:
             action.help = argparse.SUPPRESS  # the field keeps its default
             for option in action.option_strings:
                 del self._option_string_actions[option]

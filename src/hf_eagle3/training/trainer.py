@@ -36,7 +36,7 @@ from ..remote_code.target_eagle3 import is_sharded
 from .arguments import Eagle3TrainingArguments
 from .checkpoint import last_whole_checkpoint, what_is_broken
 from .console import show_few
-from .evaluation import decoding_metrics, kept_precision
+from .evaluation import decoding_metrics
 from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, fixed_arguments, start_store
 from .metrics import TTTMetrics
 from .models import draft_to_train, load_target
@@ -181,7 +181,12 @@ class Eagle3Trainer(DraftSavingTrainer):
     ) -> FeatureStore | None:
         """Encodes the data and calls `SFTTrainer.__init__`. Returns the feature store, if the data is one."""
         prepare_tokenizer(tokenizer, args)
-        self.assistant_only_loss = args.assistant_only_loss
+        self._encode = partial(
+            encode,
+            assistant_only_loss=args.assistant_only_loss,
+            target_vocab_size=self.target_vocab_size,
+            images=self.images,
+        )
         # `SFTTrainer` has no hook for these arguments, so it gets others. It would look for the assistant's turns in our
         # tokens, and warn that `model_init_kwargs` are ignored.
         hidden = {"assistant_only_loss": False, "model_init_kwargs": None}
@@ -196,7 +201,9 @@ class Eagle3Trainer(DraftSavingTrainer):
                 hidden["max_length"] = None  # rows were cut when they were extracted
         elif isinstance(train_dataset, Dataset | IterableDataset) and not skips:
             # `SFTTrainer` looks at the first row before it prepares the data.
-            train_dataset = self._encode(train_dataset, tokenizer, args, kwargs.get("formatting_func"), "train")
+            train_dataset = self._encode(
+                train_dataset, tokenizer, args, formatting_func=kwargs.get("formatting_func"), name="train"
+            )
         if isinstance(self.images, ImageReader):
             # Batches have other numbers of images than rows, and accelerate would split them like rows.
             args.accelerator_config = copy.copy(args.accelerator_config)
@@ -269,25 +276,6 @@ class Eagle3Trainer(DraftSavingTrainer):
             for module in ends if only_ends else [self.target_model]:
                 module.to(self.accelerator.device)
 
-    def _encode(
-        self,
-        dataset: Dataset | IterableDataset,
-        tokenizer: PreTrainedTokenizerBase,
-        args: Eagle3TrainingArguments,
-        formatting_func: Callable | None,
-        name: str,
-    ) -> Dataset | IterableDataset:
-        return encode(
-            dataset,
-            tokenizer,
-            args,
-            self.assistant_only_loss,
-            self.target_vocab_size,
-            formatting_func,
-            name,
-            self.images,
-        )
-
     def _prepare_dataset(
         self,
         dataset: Dataset | IterableDataset,
@@ -303,7 +291,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         if dataset is not self._encoded:
             if isinstance(dataset, Dataset) and "image_data" in dataset.column_names:
                 return dataset  # prepared before, as `eval_dataset` is
-            dataset = self._encode(dataset, processing_class, args, formatting_func, dataset_name)
+            dataset = self._encode(dataset, processing_class, args, formatting_func=formatting_func, name=dataset_name)
         # Only batches without padding keep packed documents apart, and `SFTTrainer` would pack rows as if each were one.
         if (packing or not self.padding_free) and "seq_lengths" in get_dataset_column_names(dataset):
             dataset = split_documents(dataset, dataset_name)
@@ -317,9 +305,12 @@ class Eagle3Trainer(DraftSavingTrainer):
         is_split = packing and args.packing_strategy != "bfd"
         fate = "split off" if is_split else "cut off (`packing=True` with `packing_strategy='bfd_split'` keeps them)"
         dataset = report_long_rows(dataset, args.max_length, fate, dataset_name)
-        if isinstance(dataset, Dataset) and "image_data" in dataset.column_names and not self._is_cut(dataset, args):
-            args = copy.copy(args)
-            args.max_length = None  # to cut rows is to write all images to the disk again
+        has_images = isinstance(dataset, Dataset) and "image_data" in dataset.column_names
+        if has_images and args.max_length is not None:
+            longest = max(int(lengths.max()) for lengths in row_lengths(dataset))
+            if longest <= args.max_length:
+                args = copy.copy(args)
+                args.max_length = None  # to cut rows is to write all images to the disk again
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
         if isinstance(prepared, Dataset) and not packing and len(prepared) < len(dataset):
             dropped = f"{len(dataset) - len(prepared)} of {len(dataset)} rows of the {dataset_name} data"
@@ -328,11 +319,6 @@ class Eagle3Trainer(DraftSavingTrainer):
                 raise ValueError(f"{dropped} {why}. Raise `max_length`.")
             logger.warning(f"{dropped} {why}, and are dropped.")
         return prepared
-
-    def _is_cut(self, dataset: Dataset, args: Eagle3TrainingArguments) -> bool:
-        """Whether `max_length` cuts any row."""
-        longest = max(int(lengths.max()) for lengths in row_lengths(dataset))
-        return args.max_length is not None and longest > args.max_length
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
@@ -548,11 +534,8 @@ class Eagle3Trainer(DraftSavingTrainer):
     ) -> EvalLoopOutput:
         """Adds the metrics of training-time test, and the acceptance length of decoding with the draft."""
         self._move_target()  # training from stored features moves only the ends
-        with kept_precision(self.draft):
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-            metrics = self.metrics.pop("eval") | decoding_metrics(self, dataloader.dataset)
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        metrics = self.metrics.pop("eval") | decoding_metrics(self, dataloader.dataset)
         if (loss := output.metrics.get(f"{metric_key_prefix}_loss")) is not None:
             metrics["loss_per_step"] = self.metrics.loss_per_step(loss, "eval")
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})

@@ -1,0 +1,264 @@
+"""
+Attention during training-time test: within a document it is causal to the keys of step 0, and diagonal to the keys of every
+later step. CUDA devices compute it by flex attention, others block by block.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from ..remote_code.modeling_eagle3 import Eagle3Attention
+from ..remote_code.text_eagle3 import flat_indices
+
+
+# Attention scores of this many queries are in memory at once.
+BLOCK_SIZE = 512
+
+try:
+    from torch.nn.attention.flex_attention import AuxRequest
+except ImportError:  # before torch 2.9, which reads drafts of other methods but does not train
+    AuxRequest = None  # type: ignore[assignment, misc]
+
+
+class TTTCache:
+    """
+    The draft's cache during an unroll. It keeps the keys of every step and computes the attention to them.
+
+    Args:
+        documents (`torch.LongTensor` of shape `(B, L)`): Tokens attend within their document.
+    """
+
+    def __init__(self, documents: torch.Tensor):
+        self.documents = documents
+        self.steps: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # layer: [(keys, values) (B, H_kv, L, D)]
+        self.block_mask = None
+        if documents.is_cuda:  # compiling takes longer than many steps, so few lengths are compiled
+            self.block_mask = causal_block_mask(documents, padded_length(documents.shape[1]))
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.steps.setdefault(layer_idx, []).append((keys, values))
+        return keys, values
+
+    def attention_forward(
+        self,
+        module: Eagle3Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        keys, values = zip(*self.steps[module.layer_idx])
+        if self.block_mask is None:
+            output = blockwise_attention(query, keys, values, self.documents, scaling)
+        else:
+            output = merged_attention(query, keys, values, self.block_mask, scaling, compiled_flex())
+        return output.transpose(1, 2), None
+
+
+class TreeTTTCache:
+    """
+    The [`TTTCache`] of nodes below a text.
+
+    Args:
+        of_text (`TTTCache`): The cache of the text.
+    """
+
+    # Of the last [`~TreeTTTCache.descend`].
+    parents: torch.Tensor
+    roots: torch.Tensor
+
+    def __init__(self, of_text: TTTCache):
+        self.of_text = of_text
+        # For each layer the keys and values of the nodes and their ancestors, (B, H_kv, M, depth, D).
+        self.paths: dict[int, list[torch.Tensor]] = {}
+
+    def descend(self, parents: torch.Tensor, roots: torch.Tensor) -> None:
+        """
+        Goes down one level.
+
+        Args:
+            parents (`torch.LongTensor` of shape `(B, M)`): The place of each node's parent in the level above.
+            roots (`torch.LongTensor` of shape `(B, M)`): The row of the text that each node hangs from.
+        """
+        self.parents, self.roots = parents, roots
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        paths = [keys.unsqueeze(3), values.unsqueeze(3)]
+        if (above := self.paths.get(layer_idx)) is not None:
+            index = flat_indices(self.parents, above[0].shape)
+            shape = (*keys.shape[:3], *above[0].shape[3:])
+            theirs = (each.flatten(0, 2).index_select(0, index).view(shape) for each in above)
+            paths = [torch.cat(each, dim=3) for each in zip(theirs, paths)]
+        self.paths[layer_idx] = paths
+        return keys, values
+
+    def attention_forward(
+        self,
+        module: Eagle3Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        keys, values = self.of_text.steps[module.layer_idx][0]
+        own = [each for states in self.paths[module.layer_idx] for each in states.unbind(3)]
+        outputs = []
+        for nodes in torch.arange(query.shape[2], device=query.device).split(BLOCK_SIZE):
+            nodes = slice(int(nodes[0]), int(nodes[-1]) + 1)
+            block = (query[:, :, nodes], keys, values, self.of_text.documents, self.roots[:, nodes], scaling)
+            own_block = (states[:, :, nodes] for states in own)
+            outputs.append(checkpoint(block_attention, *block, *own_block, use_reentrant=False))
+        return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def blockwise_attention(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    documents: torch.Tensor,
+    scaling: float,
+    block_size: int = BLOCK_SIZE,
+) -> torch.Tensor:
+    """
+    Computes the attention of one step. Within a document it is causal to the keys of step 0, and diagonal to the keys of
+    every later step. Scores of `block_size` queries are in memory at a time, and backward computes them again.
+
+    Args:
+        query (`torch.FloatTensor` of shape `(B, H, L, D)`): The queries.
+        keys, values (sequences of `torch.FloatTensor` of shape `(B, H_kv, L, D)`): One entry per step so far.
+        documents (`torch.LongTensor` of shape `(B, L)`): The number of each token's document.
+        scaling (`float`): The factor of the scores.
+        block_size (`int`, *optional*, defaults to 512): Queries per block.
+
+    Returns:
+        `torch.FloatTensor` of shape `(B, H, L, D)`.
+    """
+    outputs = []
+    for start in range(0, query.shape[2], block_size):
+        end = min(start + block_size, query.shape[2])
+        rows = torch.arange(start, end, device=query.device).expand(len(query), -1)
+        own = [states[:, :, start:end] for states in (*keys[1:], *values[1:])]
+        seen = (keys[0][:, :, :end], values[0][:, :, :end], documents[:, :end])
+        block = (query[:, :, start:end], *seen, rows, scaling)
+        if len(keys) > 1 and query.shape[2] > block_size:
+            outputs.append(checkpoint(block_attention, *block, *own, use_reentrant=False))
+        else:
+            outputs.append(block_attention(*block, *own))
+    return torch.cat(outputs, dim=2)
+
+
+def block_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    documents: torch.Tensor,
+    rows: torch.Tensor,
+    scaling: float,
+    *own: torch.Tensor,
+) -> torch.Tensor:
+    """
+    Computes [`blockwise_attention`] for some `rows` `(B, Q)`. `own` has their keys of the later steps, and then their
+    values, each `(B, H_kv, Q, D)`.
+    """
+    num_keys, groups = keys.shape[2], query.shape[1] // keys.shape[1]
+    allowed = documents.gather(1, rows)[..., None] == documents[:, None]
+    allowed &= rows[..., None] >= torch.arange(num_keys, device=query.device)  # (B, Q, K)
+    mask = torch.zeros(allowed.shape, dtype=query.dtype, device=query.device)
+    mask = mask.masked_fill_(~allowed, torch.finfo(query.dtype).min)[:, None]
+    if not own:
+        return F.scaled_dot_product_attention(query, keys, values, mask, scale=scaling, enable_gqa=True)
+    own_keys, own_values = (
+        torch.stack(half, dim=-2).unsqueeze(2) for half in (own[: len(own) // 2], own[len(own) // 2 :])
+    )
+    query = query.unflatten(1, (-1, groups)) * scaling  # (B, H_kv, G, Q, D)
+    scores = query @ keys.unsqueeze(2).transpose(-1, -2) + mask[:, None]  # (B, H_kv, G, Q, K)
+    own_scores = (query.unsqueeze(-2) * own_keys).sum(-1)  # (B, H_kv, G, Q, steps)
+    weights = torch.cat([scores, own_scores], dim=-1).softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    weights, own_weights = weights.split([num_keys, own_scores.shape[-1]], dim=-1)
+    output = weights @ values.unsqueeze(2) + (own_weights.unsqueeze(-1) * own_values).sum(-2)
+    return output.flatten(1, 2)
+
+
+def merged_attention(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    block_mask: BlockMask,
+    scaling: float,
+    attend: Callable,
+) -> torch.Tensor:
+    """
+    Computes [`blockwise_attention`] by flex attention. It merges a causal attention to the keys of step 0 with the
+    diagonal terms, each weighted by its share of the sum of exponentials.
+
+    Args:
+        block_mask (`BlockMask`): The mask of [`causal_block_mask`].
+        attend (`Callable`): [`attend_by_flex`], compiled or not.
+    """
+    length = query.shape[2]
+    padding = 0, 0, 0, block_mask.shape[-1] - length
+    padded = (F.pad(states, padding) for states in (query, keys[0], values[0]))
+    output, log_sum = (each[:, :, :length] for each in attend(*padded, block_mask, scaling))
+    if len(keys) == 1:
+        return output
+    grouped = query.unflatten(1, (keys[0].shape[1], -1)) * scaling  # (B, H_kv, G, L, D)
+    scores = torch.stack([(grouped * key.unsqueeze(2)).sum(-1) for key in keys[1:]], dim=-1).flatten(1, 2).float()
+    log_sums = torch.cat([log_sum.unsqueeze(-1), scores], dim=-1)  # (B, H, L, steps)
+    weights = log_sums.softmax(dim=-1).to(output.dtype)
+    output = output * weights[..., :1]
+    groups = query.shape[1] // keys[0].shape[1]
+    for step, value in enumerate(values[1:], start=1):
+        output = output + weights[..., step : step + 1] * value.repeat_interleave(groups, dim=1)
+    return output
+
+
+def causal_block_mask(documents: torch.Tensor, length: int | None = None) -> BlockMask:
+    """
+    Returns the `BlockMask` of causal attention within documents.
+
+    Args:
+        documents (`torch.LongTensor` of shape `(B, L)`): The number of each token's document.
+        length (`int`, *optional*, defaults to `L`): Pads queries and keys to this length.
+    """
+    documents = F.pad(documents, (0, (length or documents.shape[1]) - documents.shape[1]), value=-1)
+    batch_size, length = documents.shape
+
+    def is_allowed(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (query >= key) & (documents[batch, query] == documents[batch, key])
+
+    return create_block_mask(is_allowed, batch_size, None, length, length, device=documents.device)
+
+
+def padded_length(length: int) -> int:
+    """Returns the next power of two, at least one block of the kernel (128)."""
+    return max(1 << (length - 1).bit_length(), 128)
+
+
+def attend_by_flex(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_mask: BlockMask,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the attention `(B, H, L, D)` and the logarithms of its sums of exponentials `(B, H, L)`."""
+    arguments: dict[str, Any] = {"block_mask": block_mask, "scale": scaling, "enable_gqa": True}
+    if AuxRequest is None:
+        return flex_attention(query, key, value, **arguments, return_lse=True)
+    output, aux = flex_attention(query, key, value, **arguments, return_aux=AuxRequest(lse=True))
+    return output, aux.lse
+
+
+@functools.cache
+def compiled_flex() -> Callable:
+    """Returns [`attend_by_flex`], compiled once."""
+    return torch.compile(attend_by_flex, dynamic=False)

@@ -1,0 +1,23 @@
+import pytest
+
+from hf_eagle3.environment import is_path, run_script, without_paths
+
+
+def test_paths_are_not_published(tmp_path):
+    facts = {"target": str(tmp_path / "model"), "draft": "owner/draft", "tasks": [str(tmp_path)], "seed": 0}
+    assert without_paths(facts) == {"target": "model", "draft": "owner/draft", "tasks": [tmp_path.name], "seed": 0}
+
+
+def test_long_strings_are_no_paths():
+    """Such as the error of a method that a benchmark left out."""
+    facts = {"left_out": {"mtp": "x" * 300}}
+    assert without_paths(facts) == facts and not is_path("x" * 5000)
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError, FileNotFoundError, ValueError])
+def test_errors_of_scripts_are_shown_in_a_line(error):
+    def main():
+        raise error("what to do")
+
+    with pytest.raises(SystemExit, match=f"^{error.__name__}: what to do$"):
+        run_script(main)
