@@ -117,12 +117,12 @@ def padded_inputs(
         rows (`Sequence[list[int] | dict]`): Tokens, or `input_ids` and with images also `image_text` and `image_data`.
         images ([`ImageReader`], *optional*): Reads the images.
     """
-    rows = [row if isinstance(row, dict) else {"input_ids": row} for row in rows]
-    tokens = [{"input_ids": row["input_ids"]} for row in rows]
+    examples = [row if isinstance(row, dict) else {"input_ids": row} for row in rows]
+    tokens = [{"input_ids": example["input_ids"]} for example in examples]
     padded = pad_without_fast_tokenizer_warning(tokenizer, tokens, padding_side="left", return_tensors="pt")
     inputs = dict(padded)
     if images is not None:
-        inputs |= images.inputs(rows, inputs["input_ids"].shape[1], padding_side="left")
+        inputs |= images.inputs(examples, inputs["input_ids"].shape[1], padding_side="left")
     return BatchFeature(inputs).to(target.device, target.dtype)  # casts floats only
 
 
