@@ -579,8 +579,6 @@ def test_wrong_arguments(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, model=draft, target=target, draft_form="classic")
     with pytest.raises(ValueError, match="must be one of .*'classic'"):
         make_trainer(tmp_path, tokenizer, draft_form="eagle4")
-    with pytest.raises(ValueError, match="`bf16_full_eval` casts the draft.* Pass `bf16` instead"):
-        make_trainer(tmp_path, tokenizer, bf16_full_eval=True)
     with pytest.raises(ValueError, match="`optim` has no effect"):
         make_trainer(tmp_path, tokenizer, optim="adafactor")
     make_trainer(tmp_path, tokenizer, optim="adafactor", use_muon=False)
@@ -871,6 +869,19 @@ def test_predicting_is_evaluating(tmp_path, tokenizer):
     assert output.predictions is None
     for name in ("loss", "accuracy_0", "acceptance_length"):
         assert output.metrics[f"test_{name}"] == expected[f"eval_{name}"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_evaluation_in_half_precision_leaves_the_draft_as_it_is(tmp_path, tokenizer, dtype):
+    trainer = make_trainer(
+        tmp_path, tokenizer, num_eval_prompts=1, eval_max_new_tokens=4, **{f"{dtype}_full_eval": True}
+    )
+    before = {name: value.clone() for name, value in trainer.draft.state_dict().items()}
+    trainer.evaluate(TEXTS.select(range(2)))
+    after = trainer.draft.state_dict()
+    assert all(torch.equal(after[name], value) and after[name].dtype == value.dtype for name, value in before.items())
+    trainer.train()
+    assert trainer.draft.dtype == trainer.target_model.dtype == torch.float32
 
 
 def test_batches_that_are_not_filled_are_not_all(tmp_path, tokenizer):

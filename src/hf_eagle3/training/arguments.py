@@ -245,12 +245,6 @@ class Eagle3TrainingArguments(SFTConfig):
             raise ValueError(
                 "`eval_packing=True` needs `packing=True`: other batches are padded, and documents in a row would read each other."
             )
-        for name in ("bf16", "fp16"):
-            if getattr(self, f"{name}_full_eval"):
-                raise ValueError(
-                    f"`{name}_full_eval` casts the draft, and its training would go on in half precision. Pass `{name}` instead, "
-                    "which evaluates in half precision, too."
-                )
         if self.draft_form not in FORMS:
             raise ValueError(f"`draft_form` must be one of {list(FORMS)}, got {self.draft_form!r}.")
 

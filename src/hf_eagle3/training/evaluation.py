@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -76,3 +78,24 @@ def continue_rows(trainer: Eagle3Trainer, dataset: Dataset | IterableDataset, dr
         num_known = torch.isin(new, draft.draft_token_ids.to(new.device)).sum().item()
         sums += torch.tensor([sum(lengths), len(lengths), num_known, len(new)], device=device)
     return sums
+
+
+@contextmanager
+def kept_precision(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Restores a model's tensors at the end. `bf16_full_eval` and `fp16_full_eval` cast the model, and training would go on
+    in half precision.
+    """
+    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for parameter, data in parameters:
+            if parameter.dtype != data.dtype:
+                parameter.data = data.to(parameter.device)
+        for module, own in buffers:
+            for name, buffer in own.items():
+                now = module._buffers[name]
+                if buffer is not None and now is not None and now.dtype != buffer.dtype:
+                    module._buffers[name] = buffer.to(now.device)

@@ -36,7 +36,7 @@ from ..remote_code.target_eagle3 import is_sharded
 from .arguments import Eagle3TrainingArguments
 from .checkpoint import last_whole_checkpoint, what_is_broken
 from .console import show_few
-from .evaluation import decoding_metrics
+from .evaluation import decoding_metrics, kept_precision
 from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, fixed_arguments, start_store
 from .metrics import TTTMetrics
 from .models import draft_to_train, load_target
@@ -534,8 +534,11 @@ class Eagle3Trainer(DraftSavingTrainer):
     ) -> EvalLoopOutput:
         """Adds the metrics of training-time test, and the acceptance length of decoding with the draft."""
         self._move_target()  # training from stored features moves only the ends
-        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        metrics = self.metrics.pop("eval") | decoding_metrics(self, dataloader.dataset)
+        with kept_precision(self.draft):
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+            metrics = self.metrics.pop("eval") | decoding_metrics(self, dataloader.dataset)
         if (loss := output.metrics.get(f"{metric_key_prefix}_loss")) is not None:
             metrics["loss_per_step"] = self.metrics.loss_per_step(loss, "eval")
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
