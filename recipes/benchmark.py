@@ -310,8 +310,8 @@ def main():
     ):
         print(
             f"In {run['environment']['dtype']} a forward over several tokens rounds differently than one over a single token. So texts "
-            "may part where two tokens are nearly tied. experiments/low_precision.py checks that, and --dtype float32 compares "
-            "without rounding."
+            "may part where two tokens are nearly tied. experiments/low_precision.py checks that, and --dtype float32 "
+            "(--no-bf16 of quickstart.py) compares without rounding."
         )
     for row in rows:
         if row.accepted_lengths:

@@ -42,13 +42,13 @@ def main():
     args = parser.parse_args()
     license = {"license": args.license, "license_name": args.license_name, "license_link": args.license_link}
     check_license(**{key.removeprefix("license_"): value for key, value in license.items()})
+    benchmark = BenchmarkResults.read(args.benchmark) if args.benchmark else None
 
     draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=args.dtype)
     if args.target is not None:
         if draft.config.speculators_config is None:
             parser.error("this draft's format names no target: run recipes/export.py --to speculators --target first")
         draft.config.speculators_config.setdefault("verifier", {})["name_or_path"] = args.target
-    benchmark = BenchmarkResults.read(args.benchmark) if args.benchmark else None
     verifier = (draft.config.speculators_config or {}).get("verifier", {})
     if args.repo_id is None and not verifier.get("name_or_path"):
         parser.error("this draft names no target: pass --target, or the name of its repo as --repo_id")
