@@ -1,3 +1,6 @@
+import importlib
+import sys
+
 import pytest
 import torch
 
@@ -42,3 +45,10 @@ def test_float32_muon_is_torch_s_but_for_rounding():
         assert (mine - other).norm() < 0.02 * moved
     # Checkpoints of one are those of the other.
     optimizers[1].load_state_dict(optimizers[0].state_dict())
+
+
+def test_torch_without_muon_is_refused(monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    monkeypatch.delitem(sys.modules, "hf_eagle3.training.optimizer")
+    with pytest.raises(ImportError, match="torch 2.9.*pip install"):
+        importlib.import_module("hf_eagle3.training.optimizer")

@@ -12,6 +12,9 @@ import torch
 if TYPE_CHECKING:
     from .arguments import Eagle3TrainingArguments
 
+if not hasattr(torch.optim, "Muon"):
+    raise ImportError(f"Training needs torch 2.9, not {torch.__version__}: pip install 'hf-eagle3[train]'.")
+
 
 def orthogonalized(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
