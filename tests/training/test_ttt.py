@@ -210,7 +210,8 @@ def test_packed_documents_do_not_see_each_other():
     assert_same_training(draft, apart, together)
 
 
-def test_the_loss_in_pieces_is_the_loss():
+def test_the_loss_in_pieces_is_the_loss(monkeypatch):
+    monkeypatch.setattr(ttt, "ONE_IN", 3)
     target = make_target("llama")
     draft = make_draft(target)
     input_ids = make_prompt(17, batch_size=2)
@@ -226,6 +227,8 @@ def test_the_loss_in_pieces_is_the_loss():
     for outputs, grads in results[1:]:
         torch.testing.assert_close(outputs.loss_sums, results[0][0].loss_sums)
         assert torch.equal(outputs.num_correct, results[0][0].num_correct)
+        assert torch.equal(outputs.num_sampled, results[0][0].num_sampled)
+        torch.testing.assert_close(outputs.acceptance_sums, results[0][0].acceptance_sums)
         torch.testing.assert_close(grads, results[0][1], atol=1e-4, rtol=1e-4)
 
 

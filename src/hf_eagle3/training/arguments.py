@@ -99,6 +99,8 @@ class Eagle3TrainingArguments(SFTConfig):
             The schedule of the learning rate.
         adam_beta2 (`float`, *optional*, defaults to `0.95`), max_grad_norm (`float`, *optional*, defaults to `0.5`):
             The second beta of AdamW, and the norm that gradients are clipped to.
+        logging_nan_inf_filter (`bool`, *optional*, defaults to `False`):
+            It would wait for the device in each step. A loss that is not finite ends training anyway.
         gradient_checkpointing (`bool`, *optional*):
             Not supported, because the unroll keeps the keys of every step.
 
@@ -148,6 +150,11 @@ class Eagle3TrainingArguments(SFTConfig):
     max_grad_norm: float = field(default=0.5, metadata={"help": "The norm that gradients are clipped to."})
     gradient_checkpointing: bool | None = field(  # type: ignore[assignment]  # transformers' is optional, TRL's is not
         default=None, metadata={"help": "Not supported, because the unroll keeps the keys of every step."}
+    )
+
+    logging_nan_inf_filter: bool = field(
+        default=False,
+        metadata={"help": "Would wait for the device in each step. Losses that are not finite end training."},
     )
 
     # Parameters that control the target and the draft
@@ -220,7 +227,10 @@ class Eagle3TrainingArguments(SFTConfig):
             self.bf16 = False  # TRL's default is True, which such processors compute in software
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("loss_per_step"):
             self.greater_is_better: bool | None = False  # transformers recognizes losses by the end of their names
+        has_default = self.accelerator_config is None
         super().__post_init__()
+        if has_default and not isinstance(self.accelerator_config, str | dict | None):
+            self.accelerator_config.non_blocking = self.dataloader_pin_memory  # batches are copied beside the work
         if secrets := [name for name in self.target_model_init_kwargs or () if name.endswith("token")]:
             raise ValueError(
                 f"Arguments are saved beside the draft and published with it: leave {secrets} out of "

@@ -110,14 +110,18 @@ class TreeTTTCache:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         keys, values = self.of_text.steps[module.layer_idx][0]
-        own = [each for states in self.paths[module.layer_idx] for each in states.unbind(3)]
+        own_keys, own_values = self.paths[module.layer_idx]
         outputs = []
-        for nodes in torch.arange(query.shape[2], device=query.device).split(BLOCK_SIZE):
-            nodes = slice(int(nodes[0]), int(nodes[-1]) + 1)
+        for start in range(0, query.shape[2], BLOCK_SIZE):
+            nodes = slice(start, start + BLOCK_SIZE)
             block = (query[:, :, nodes], keys, values, self.of_text.documents, self.roots[:, nodes], scaling)
-            own_block = (states[:, :, nodes] for states in own)
-            outputs.append(checkpoint(block_attention, *block, *own_block, use_reentrant=False))
+            outputs.append(recomputed(block_attention, *block, own_keys[:, :, nodes], own_values[:, :, nodes]))
         return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def recomputed(function: Callable, *arguments: Any) -> torch.Tensor:
+    """Returns `function(*arguments)`, which backward computes again. It must not draw random numbers."""
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def blockwise_attention(
@@ -146,11 +150,11 @@ def blockwise_attention(
     for start in range(0, query.shape[2], block_size):
         end = min(start + block_size, query.shape[2])
         rows = torch.arange(start, end, device=query.device).expand(len(query), -1)
-        own = [states[:, :, start:end] for states in (*keys[1:], *values[1:])]
+        own = [torch.stack([*states[1:]], dim=3)[:, :, start:end] for states in (keys, values) if len(states) > 1]
         seen = (keys[0][:, :, :end], values[0][:, :, :end], documents[:, :end])
         block = (query[:, :, start:end], *seen, rows, scaling)
-        if len(keys) > 1 and query.shape[2] > block_size:
-            outputs.append(checkpoint(block_attention, *block, *own, use_reentrant=False))
+        if own and query.shape[2] > block_size:
+            outputs.append(recomputed(block_attention, *block, *own))
         else:
             outputs.append(block_attention(*block, *own))
     return torch.cat(outputs, dim=2)
@@ -163,28 +167,26 @@ def block_attention(
     documents: torch.Tensor,
     rows: torch.Tensor,
     scaling: float,
-    *own: torch.Tensor,
+    own_keys: torch.Tensor | None = None,
+    own_values: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    Computes [`blockwise_attention`] for some `rows` `(B, Q)`. `own` has their keys of the later steps, and then their
-    values, each `(B, H_kv, Q, D)`.
+    Computes [`blockwise_attention`] for some `rows` `(B, Q)`, which also attend to `own_keys` and `own_values` of the
+    later steps, `(B, H_kv, Q, steps, D)`.
     """
     num_keys, groups = keys.shape[2], query.shape[1] // keys.shape[1]
     allowed = documents.gather(1, rows)[..., None] == documents[:, None]
     allowed &= rows[..., None] >= torch.arange(num_keys, device=query.device)  # (B, Q, K)
     mask = torch.zeros(allowed.shape, dtype=query.dtype, device=query.device)
     mask = mask.masked_fill_(~allowed, torch.finfo(query.dtype).min)[:, None]
-    if not own:
+    if own_keys is None or own_values is None:
         return F.scaled_dot_product_attention(query, keys, values, mask, scale=scaling, enable_gqa=True)
-    own_keys, own_values = (
-        torch.stack(half, dim=-2).unsqueeze(2) for half in (own[: len(own) // 2], own[len(own) // 2 :])
-    )
     query = query.unflatten(1, (-1, groups)) * scaling  # (B, H_kv, G, Q, D)
     scores = query @ keys.unsqueeze(2).transpose(-1, -2) + mask[:, None]  # (B, H_kv, G, Q, K)
-    own_scores = (query.unsqueeze(-2) * own_keys).sum(-1)  # (B, H_kv, G, Q, steps)
+    own_scores = torch.einsum("bhgqd,bhqsd->bhgqs", query, own_keys)
     weights = torch.cat([scores, own_scores], dim=-1).softmax(dim=-1, dtype=torch.float32).to(query.dtype)
     weights, own_weights = weights.split([num_keys, own_scores.shape[-1]], dim=-1)
-    output = weights @ values.unsqueeze(2) + (own_weights.unsqueeze(-1) * own_values).sum(-2)
+    output = weights @ values.unsqueeze(2) + torch.einsum("bhgqs,bhqsd->bhgqd", own_weights, own_values)
     return output.flatten(1, 2)
 
 
@@ -211,14 +213,12 @@ def merged_attention(
     if len(keys) == 1:
         return output
     grouped = query.unflatten(1, (keys[0].shape[1], -1)) * scaling  # (B, H_kv, G, L, D)
-    scores = torch.stack([(grouped * key.unsqueeze(2)).sum(-1) for key in keys[1:]], dim=-1).flatten(1, 2).float()
+    own_keys, own_values = (torch.stack([*states[1:]], dim=3) for states in (keys, values))
+    scores = torch.einsum("bhgqd,bhqsd->bhgqs", grouped, own_keys).flatten(1, 2).float()
     log_sums = torch.cat([log_sum.unsqueeze(-1), scores], dim=-1)  # (B, H, L, steps)
-    weights = log_sums.softmax(dim=-1).to(output.dtype)
-    output = output * weights[..., :1]
-    groups = query.shape[1] // keys[0].shape[1]
-    for step, value in enumerate(values[1:], start=1):
-        output = output + weights[..., step : step + 1] * value.repeat_interleave(groups, dim=1)
-    return output
+    weights, own_weights = log_sums.softmax(dim=-1).to(output.dtype).split([1, len(keys) - 1], dim=-1)
+    own_weights = own_weights.unflatten(1, grouped.shape[1:3])  # (B, H_kv, G, L, steps - 1)
+    return output * weights + torch.einsum("bhgqs,bhqsd->bhgqd", own_weights, own_values).flatten(1, 2)
 
 
 def causal_block_mask(documents: torch.Tensor, length: int | None = None) -> BlockMask:

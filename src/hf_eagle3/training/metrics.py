@@ -48,7 +48,7 @@ class TTTMetrics:
         counts = self.counts.pop(mode, None)
         if counts is None:
             return {}
-        counts = self.accelerator.reduce(counts, "sum")
+        counts = self.accelerator.reduce(counts, "sum").cpu()  # one sync for all
         num_rows, num_correct, num_sampled, acceptance_sums, num_reached, num_accepted = counts
         conditional = num_accepted / num_reached.clamp(min=1)
         by_step = {

@@ -146,6 +146,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         self.is_resumed = False
         # The step of the weights that were loaded at the end, and the length of the log then.
         self.best: tuple[int, int] | None = None
+        # The latest loss, its step, and the beginning of its batch.
+        self._unchecked_loss: tuple[torch.Tensor, int, torch.Tensor] | None = None
 
         if isinstance(kwargs.get("train_dataset"), FeatureStore) and args.packing:
             raise ValueError("Rows of a feature store are packed when they are extracted. Leave `packing` out.")
@@ -368,7 +370,9 @@ class Eagle3Trainer(DraftSavingTrainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Drops the counts first: `auto_find_batch_size` may have begun with a larger batch."""
         self.metrics.clear()
-        return super()._inner_training_loop(*args, **kwargs)
+        output = super()._inner_training_loop(*args, **kwargs)
+        self._check_loss()
+        return output
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
@@ -445,6 +449,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self._check_loss()
         batch, steps, shares = self.target_features(inputs), self.args.ttt_steps, {}
         if model.training:
             steps = self.num_ttt_steps
@@ -458,15 +463,31 @@ class Eagle3Trainer(DraftSavingTrainer):
             # The rows are those of all processes, and DDP takes the mean of their gradients.
             loss = loss * self.accelerator.num_processes
 
-        if not torch.isfinite(loss):  # `Trainer` would log the mean of the others, and go on
-            texts = self.processing_class.batch_decode(batch.input_ids[:, :30])
-            raise FloatingPointError(
-                f"The loss is {loss.item()} at step {self.state.global_step + 1}, for a batch that begins with {texts}. The "
-                f"draft is not saved; earlier checkpoints are in {self.args.output_dir}. Try a lower learning rate, or `bf16` "
-                "instead of `fp16`."
-            )
+        self._unchecked_loss = loss.detach(), self.state.global_step + 1, batch.input_ids[:, :30]
         self.metrics.add("train" if model.training else "eval", outputs)
         return (loss, {"loss": loss}) if return_outputs else loss
+
+    def _check_loss(self) -> None:
+        """
+        Checks the latest loss. This is done when the next batch begins, and before anything is logged or saved: to look at
+        a loss at once would wait for the device.
+
+        Raises:
+            FloatingPointError: if the loss is not finite.
+        """
+        if self._unchecked_loss is None:
+            return
+        (loss, step, tokens), self._unchecked_loss = self._unchecked_loss, None
+        if not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"The loss is {loss.item()} at step {step}, for a batch that begins with "
+                f"{self.processing_class.batch_decode(tokens)}. The draft is not saved; earlier checkpoints are in "
+                f"{self.args.output_dir}. Try a lower learning rate, or `bf16` instead of `fp16`."
+            )
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._check_loss()
+        super()._save_checkpoint(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         if not self.args.use_muon or self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
@@ -479,13 +500,11 @@ class Eagle3Trainer(DraftSavingTrainer):
         Returns the number of rows that count at each drafting step, over all batches of an optimizer step and all
         processes, `(steps,)`.
         """
-        num_rows = torch.zeros(self.num_ttt_steps, dtype=torch.long)
+        num_rows = torch.zeros(self.num_ttt_steps, dtype=torch.long, device=device)
         for inputs in batch_samples:
             documents = documents_of(inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids"))
-            num_rows += torch.stack(
-                [counted_rows(inputs["labels"], documents, step).sum() for step in range(self.num_ttt_steps)]
-            ).cpu()
-        num_rows = num_rows.to(device)
+            counts = [counted_rows(inputs["labels"], documents, step).sum() for step in range(self.num_ttt_steps)]
+            num_rows += torch.stack(counts).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             num_rows = self.accelerator.reduce(num_rows, "sum")
         return num_rows
@@ -517,6 +536,7 @@ class Eagle3Trainer(DraftSavingTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics of training-time test to a log of the loss."""
+        self._check_loss()
         if "loss" in logs:
             metrics = self.metrics.pop("train")
             num_steps = sum(name.startswith("accuracy_") for name in metrics)

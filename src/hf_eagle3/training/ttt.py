@@ -32,8 +32,8 @@ from .losses import DraftLoss, acceptance_rates, log_sum_exp, pieces, probabilit
 ONE_IN = 64
 # A sampled softmax always has the tokens that reach this target probability anywhere in the batch.
 LEAST_PROBABILITY = 0.01
-# Logits of a draft that may be in memory at once.
-MAX_LOGITS = 2**25
+# Logits of a draft that may be in memory at once: on a CPU, and elsewhere, where each piece costs kernel launches.
+MAX_LOGITS_ON_CPU, MAX_LOGITS_ELSEWHERE = 2**25, 2**27
 
 
 @dataclass
@@ -250,17 +250,20 @@ class SampledVocabulary(NamedTuple):
         parts = pieces(batch.target_logits, total)
         best = torch.stack([(logits - each[..., None]).amax(dim=(0, 1)) for logits, each in parts]).amax(dim=0)
         is_likely = best >= math.log(LEAST_PROBABILITY)
-        others = (~is_likely).nonzero().flatten()
+        num_likely = int(is_likely.sum())  # the only sync of an unroll
+        num_others = len(best) - num_likely
+        num_sampled = min(num_sampled, num_others)
+        order = torch.rand(len(best), device=best.device) + is_likely
+        tokens = order.topk(num_likely + num_sampled).indices.sort().values
         log_weights = torch.zeros_like(best, dtype=torch.float32)
-        if len(others) > num_sampled:
-            others = others[torch.randperm(len(others), device=others.device)[:num_sampled]]
-            log_weights[others] = math.log((~is_likely).sum().item() / num_sampled)
-        tokens = torch.cat([is_likely.nonzero().flatten(), others]).sort().values
-        return cls(tokens, log_weights[tokens], draft.lm_head.weight[tokens], getattr(draft, "scale_logits", None))
+        if num_sampled < num_others:
+            log_weights = log_weights.masked_fill(~is_likely, math.log(num_others / num_sampled))
+        weight = draft.lm_head.weight.index_select(0, tokens)
+        return cls(tokens, log_weights[tokens], weight, getattr(draft, "scale_logits", None))
 
     def of_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns the sampled logits `(..., S)` of `logits` `(..., draft_vocab_size)`."""
-        return logits[..., self.tokens] + self.log_weights
+        return logits.index_select(-1, self.tokens) + self.log_weights
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """Applies the draft's head to states `(..., H)`, and returns the sampled logits `(..., S)`."""
@@ -287,7 +290,7 @@ def ttt_loss(
     steps: int,
     row_share: float = 1.0,
     num_sampled: int | None = None,
-    max_logits: int = MAX_LOGITS,
+    max_logits: int | None = None,
     unroll: Iterable[UnrollStep] | None = None,
 ) -> TTTOutput:
     """
@@ -316,7 +319,7 @@ def unroll_loss(
     batch: TTTBatch,
     unroll: Iterable[UnrollStep],
     row_loss: Callable[[torch.Tensor, RowTargets], torch.Tensor],
-    max_logits: int = MAX_LOGITS,
+    max_logits: int | None = None,
     vocabulary: SampledVocabulary | None = None,
 ) -> TTTOutput:
     """
@@ -329,8 +332,8 @@ def unroll_loss(
         row_loss (`Callable`):
             `row_loss(logits (B, R, draft_vocab_size), targets: RowTargets) -> losses (B, R)`.
         max_logits (`int`, *optional*):
-            The number of draft logits that may be in memory. A step with more computes them in pieces, and again in
-            backward.
+            The number of draft logits that may be in memory, by default as many as suit the device. A step with more
+            computes them in pieces, and again in backward.
         vocabulary (`SampledVocabulary`, *optional*):
             The tokens to compute logits of, for steps whose head is `draft.lm_head`. By default all.
     """
@@ -338,74 +341,85 @@ def unroll_loss(
     if vocabulary is not None:
         target_logits, token_ids = vocabulary.of_logits(target_logits), token_ids[vocabulary.tokens]
     target_probs, entropy = probabilities(target_logits)  # (B, L, V_draft), (B, L)
-    all_targets = (target_probs, batch.target_mass, entropy, batch.target_tokens)
+    next_tokens = F.pad(batch.input_ids[:, 1:], (0, 1))
+    all_targets = RowTargets(target_probs, batch.target_mass, entropy, batch.target_tokens, next_tokens)
 
-    def score(
-        head: Callable, states: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, *of_rows: torch.Tensor
-    ) -> tuple:
-        logits, targets = head(states), RowTargets(*of_rows)
-        loss, logits = (row_loss(logits, targets) * weights).sum(), logits.detach()
+    if max_logits is None:
+        max_logits = MAX_LOGITS_ON_CPU if target_probs.device.type == "cpu" else MAX_LOGITS_ELSEWHERE
+    # A multiple of `ONE_IN`, so that pieces do not change which rows are sampled.
+    rows_of_piece = max(max_logits // target_probs[:, 0].numel() // ONE_IN, 1) * ONE_IN
+
+    def score(head: Callable, states: torch.Tensor, weights: torch.Tensor, *of_rows: torch.Tensor) -> tuple:
+        logits = head(states)
+        loss, logits = (row_loss(logits, RowTargets(*of_rows)) * weights).sum(), logits.detach()
         unweighted = logits if vocabulary is None else logits - vocabulary.log_weights
-        best = token_ids[unweighted.max(dim=-1).indices]
-        some = slice(None, None, ONE_IN)
-        sampled = rows[:, some]
-        rates = acceptance_rates(logits[:, some], targets.probs[:, some], targets.mass[:, some])
-        return loss, sampled.sum(), (rates * sampled).sum(), best == targets.best
+        return loss, token_ids[unweighted.max(dim=-1).indices], logits[:, ::ONE_IN].clone()
 
-    outputs, reached = [], torch.ones_like(batch.input_ids, dtype=torch.bool)
+    losses, counts, sampled = [], [], []
+    reached = torch.ones_like(batch.input_ids, dtype=torch.bool)
     for number, step in enumerate(unroll):
         head = step.head if vocabulary is None else vocabulary.head
-        rows, kept, weight, targets = targets_of(batch, all_targets, number, step.rows)
-        num, weights = rows.shape[1], rows * (weight if step.row_weights is None else step.row_weights)
-        of_rows = step.states[:, :num], rows, weights, *targets
-        scores = in_pieces(score, max_logits, target_probs.shape[-1], head, *of_rows)
+        is_counted, kept, weight, targets = targets_of(batch, all_targets, number, step.rows)
+        weights = is_counted * (weight if step.row_weights is None else step.row_weights)
+        of_rows = step.states[:, : is_counted.shape[1]], weights, *targets
+        of_pieces, best, sampled_logits = zip(*in_pieces(score, rows_of_piece, head, *of_rows))
+        loss = sum(of_pieces)
         if step.row_losses is not None:
-            scores.append(((step.row_losses[:, :num] * rows).sum(), 0, 0, rows[:, :0]))
-        losses, num_sampled, acceptances, are_correct = zip(*scores)
-        correct = torch.cat(are_correct, dim=1)
-        now = rows & reached.gather(1, kept)
+            loss = loss + (step.row_losses[:, : is_counted.shape[1]] * is_counted).sum()
+        losses.append(loss)
+        shown = (each[:, ::ONE_IN] for each in (targets.probs, targets.mass, is_counted))
+        sampled.append((torch.cat(sampled_logits, dim=1), *shown))
+        correct = torch.cat(best, dim=1) == targets.best
+        now = is_counted & reached.gather(1, kept)
         accepted = now & correct
         reached = torch.zeros_like(reached).scatter(1, kept, accepted)
-        counts = (rows.sum(), (correct & rows).sum(), sum(num_sampled), sum(acceptances), now.sum(), accepted.sum())
-        outputs.append((sum(losses), *counts))
-    return TTTOutput(*map(torch.stack, zip(*outputs)))
+        counts.append([count.sum() for count in (is_counted, correct & is_counted, now, accepted)])
+    num_rows, num_correct, num_reached, num_accepted = map(torch.stack, zip(*counts))
+    # All steps at once, because the rates of a few rows take many kernels.
+    logits, probs, mass, is_sampled = (torch.cat(each, dim=1) for each in zip(*sampled))
+    rates = acceptance_rates(logits, probs, mass) * is_sampled
+    num_sampled, acceptance_sums = (
+        torch.stack([each.sum() for each in sums.split([step[0].shape[1] for step in sampled], dim=1)])
+        for sums in (is_sampled, rates)
+    )
+    return TTTOutput(
+        torch.stack(losses), num_rows, num_correct, num_sampled, acceptance_sums, num_reached, num_accepted
+    )
 
 
 def targets_of(
-    batch: TTTBatch, all_targets: tuple[torch.Tensor, ...], step: int, kept: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, float, list[torch.Tensor]]:
+    batch: TTTBatch, all_targets: RowTargets, step: int, kept: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, float, RowTargets]:
     """
     Returns which rows of a step count `(B, R)`, their numbers `(B, R)`, the number of rows that each one stands for, and
-    the fields of their [`RowTargets`].
+    what they predict.
 
     Args:
         batch (`TTTBatch`): The batch.
-        all_targets (`tuple`): `probs`, `mass`, `entropy` and `best` at each of the `L` positions.
+        all_targets (`RowTargets`): What the target predicts at each of the `L` positions, and the token after it.
         step (`int`): The number of the step.
         kept (`torch.LongTensor` of shape `(B, R)`, *optional*): The rows that the step has, if not all.
     """
-    rows, length = counted_rows(batch.labels, batch.documents, step), batch.input_ids.shape[1]
-    num = rows.shape[1]
+    is_counted, length = counted_rows(batch.labels, batch.documents, step), batch.input_ids.shape[1]
+    num = is_counted.shape[1]
     # The draft's row t predicts what the target predicts in its row t + 1 + step: the token after that row.
     if kept is None:
-        targets = [each[:, 1 + step : 1 + step + num] for each in all_targets]
-        targets.append(batch.input_ids[:, 2 + step : 2 + step + num])
-        return rows, torch.arange(num, device=rows.device).expand(len(rows), -1), 1, targets
-    rows = F.pad(rows, (0, length - num)).gather(1, kept)
+        targets = RowTargets._make(each[:, 1 + step : 1 + step + num] for each in all_targets)
+        return is_counted, torch.arange(num, device=is_counted.device).expand(len(is_counted), -1), 1, targets
+    is_counted = F.pad(is_counted, (0, length - num)).gather(1, kept)
     predicted = (kept + 1 + step).clamp(max=length - 1)  # rows beyond the text do not count
-    targets = [take_rows(each.view(*predicted.shape[:1], length, -1), predicted) for each in all_targets]
-    targets[1:] = (each.squeeze(-1) for each in targets[1:])
-    targets.append(batch.input_ids.gather(1, (kept + 2 + step).clamp(max=length - 1)))
-    return rows, kept, length / rows.shape[1], targets
+    probs, *others = all_targets
+    targets = RowTargets._make([take_rows(probs, predicted), *(each.gather(1, predicted) for each in others)])
+    return is_counted, kept, length / kept.shape[1], targets
 
 
-def in_pieces(score: Callable, max_logits: int, vocab_size: int, head: Callable, *tensors: torch.Tensor) -> list:
+def in_pieces(score: Callable, rows: int, head: Callable, *tensors: torch.Tensor) -> list:
     """
-    Returns `score(head, *tensors)` for each piece of tensors `(B, R, ...)`. A piece has at most `max_logits` logits. If
-    there are several, backward computes them again.
+    Returns `score(head, *tensors)` for each piece of tensors `(B, R, ...)`, with at most so many `rows`. If there are
+    several pieces, backward computes them again.
     """
-    rows = max(max_logits // (len(tensors[0]) * vocab_size), 1)
     if tensors[0].shape[1] <= rows:
         return [score(head, *tensors)]
     parts = zip(*(tensor.split(rows, dim=1) for tensor in tensors))
-    return [checkpoint(score, head, *each, use_reentrant=False) for each in parts]
+    # No head draws random numbers.
+    return [checkpoint(score, head, *each, use_reentrant=False, preserve_rng_state=False) for each in parts]
