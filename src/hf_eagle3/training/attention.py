@@ -19,11 +19,6 @@ from ..remote_code.text_eagle3 import flat_indices
 # Attention scores of this many queries are in memory at once.
 BLOCK_SIZE = 512
 
-try:
-    from torch.nn.attention.flex_attention import AuxRequest
-except ImportError:  # before torch 2.9, which reads drafts of other methods but does not train
-    AuxRequest = None  # type: ignore[assignment, misc]
-
 
 class TTTCache:
     """
@@ -251,10 +246,11 @@ def attend_by_flex(
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the attention `(B, H, L, D)` and the logarithms of its sums of exponentials `(B, H, L)`."""
-    arguments: dict[str, Any] = {"block_mask": block_mask, "scale": scaling, "enable_gqa": True}
-    if AuxRequest is None:
-        return flex_attention(query, key, value, **arguments, return_lse=True)
-    output, aux = flex_attention(query, key, value, **arguments, return_aux=AuxRequest(lse=True))
+    from torch.nn.attention.flex_attention import AuxRequest  # torch 2.9, which training needs
+
+    output, aux = flex_attention(
+        query, key, value, block_mask=block_mask, scale=scaling, enable_gqa=True, return_aux=AuxRequest(lse=True)
+    )
     return output, aux.lse
 
 
