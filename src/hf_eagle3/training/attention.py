@@ -251,6 +251,7 @@ def attend_by_flex(
     output, aux = flex_attention(
         query, key, value, block_mask=block_mask, scale=scaling, enable_gqa=True, return_aux=AuxRequest(lse=True)
     )
+    assert aux.lse is not None  # as asked for
     return output, aux.lse
 
 

@@ -151,7 +151,7 @@ class TargetStates:
 
     @torch.no_grad()
     def distributions(
-        self, last_hidden_state: torch.Tensor, draft_token_ids: torch.Tensor, rows_at_a_time: int = 256
+        self, last_hidden_state: torch.Tensor, draft_token_ids: torch.Tensor, rows_at_a_time: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Returns the target's distributions as a draft learns them.
@@ -159,8 +159,9 @@ class TargetStates:
         Args:
             last_hidden_state (`torch.Tensor` of shape `(B, L, H)`): The target's last states.
             draft_token_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`): The draft vocabulary.
-            rows_at_a_time (`int`, *optional*, defaults to 256):
-                Positions, of all sequences together, whose logits of the whole vocabulary are in memory at once.
+            rows_at_a_time (`int`, *optional*):
+                Positions, of all sequences together, whose logits of the whole vocabulary are in memory at once. By default
+                256 on a CPU, and 1,024 elsewhere, where each piece costs kernel launches.
 
         Returns:
             `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: The logits of the draft's tokens
@@ -170,6 +171,8 @@ class TargetStates:
         pieces, device, num_rows = [], last_hidden_state.device, last_hidden_state.shape[:2].numel()
         if is_sharded(self.target):  # all processes must run the head equally often
             rows_at_a_time = num_rows
+        elif rows_at_a_time is None:
+            rows_at_a_time = 256 if device.type == "cpu" else 1024
         for states in last_hidden_state.flatten(0, 1).split(rows_at_a_time):
             logits = self.logits(states[None]).to(device)  # a CPU would copy the head's weight for a slice's strides
             if len(draft_token_ids) == logits.shape[-1]:
