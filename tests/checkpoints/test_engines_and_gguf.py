@@ -110,7 +110,7 @@ def test_half_precision_gguf(target, target_gguf, tmp_path):
         ({**CLASSIC, "fc_norm": True}, "fc_norm"),
         ({**CLASSIC, "model_type": "qwen3"}, "q_norm"),
         ({**CLASSIC, "num_hidden_layers": 2}, "more than one layer"),
-        ({**CLASSIC, "eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]}, "4 states"),
+        ({**CLASSIC, "eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]}, "more or fewer than three states"),
         ({**CLASSIC, "attention_bias": True}, "biases"),
         ({**CLASSIC, "eagle_aux_hidden_state_layer_ids": [0, 2, 4], "norm_output": True}, "norm_output"),
     ],
