@@ -8,10 +8,10 @@ from accelerate import PartialState
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
-from trl.chat_template_utils import get_training_chat_template
-from trl.data_utils import get_dataset_column_names
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.data_utils import common_prefix_length, get_dataset_column_names
 
-from ..tokenizer import PromptEncoder, has_markers
+from ..tokenizer import PromptEncoder
 from .images import Expansion, ImageReader
 from .prompts import documents_of_row
 from .rows import IMAGES, Row, RowError, read_images, read_row, summary
@@ -21,6 +21,13 @@ logger = logging.getLogger(__name__)
 
 # If assistant turns cannot be found in at most this share of the rows, they are not learned. Above it training is refused.
 MAX_LOST_SHARE = 0.05
+
+
+def has_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template marks the assistant's turns with `{% generation %}`."""
+    template = tokenizer.chat_template
+    template = template.get("default") if isinstance(template, dict) else template
+    return template is not None and has_generation_markers(template)
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -146,7 +153,7 @@ class RowEncoder(PromptEncoder):
             tokens = [*tokens, self.tokenizer.eos_token_id]
         num_given = 0
         if completion is not None and self.completion_only_loss:
-            num_given = common_prefix(self.text(expansion.of(prompt)), tokens)
+            num_given = common_prefix_length(self.text(expansion.of(prompt)), tokens)
         encoded = {"input_ids": tokens, "labels": [-100] * num_given + tokens[num_given:]}
         return encoded | self._image_columns(before + text + after, expansion, tokens)
 
@@ -179,7 +186,7 @@ class RowEncoder(PromptEncoder):
         else:
             ranges = [(0, len(tokens))]
         if row.num_given is not None and self.completion_only_loss:
-            start = common_prefix(self._prompt(row, row.num_given, expansion), tokens)
+            start = common_prefix_length(self._prompt(row, row.num_given, expansion), tokens)
         labels = [-100] * len(tokens)
         for first, last in ranges:
             labels[max(first, start) : last] = tokens[max(first, start) : last]
@@ -236,7 +243,7 @@ class RowEncoder(PromptEncoder):
     def _num_tokens(self, beginning: str, tokens: list[int]) -> int | None:
         """Returns how many tokens of a text belong to its beginning, or `None` if the beginning alone has other tokens."""
         alone = self.rendered_tokens(beginning)
-        num_tokens = common_prefix(alone, tokens)
+        num_tokens = common_prefix_length(alone, tokens)
         # White space at the end may be another token than before more text, and some templates end a text with EOS.
         rest = self.tokenizer.decode(alone[num_tokens:], skip_special_tokens=True) if num_tokens < len(alone) else ""
         return None if rest.strip() else num_tokens
@@ -290,12 +297,6 @@ class RowEncoder(PromptEncoder):
                 "all tokens (`assistant_only_loss=False`)."
             )
         logger.warning(f"{message} These turns are not learned.")
-
-
-def common_prefix(tokens: list[int], others: list[int]) -> int:
-    """Returns how many tokens two texts share at their beginnings."""
-    pairs = zip(tokens, others)
-    return next((place for place, (token, other) in enumerate(pairs) if token != other), min(len(tokens), len(others)))
 
 
 def encode_rows(
