@@ -36,8 +36,7 @@ from trl import DatasetMixtureConfig, SFTConfig, SFTTrainer
 
 from hf_eagle3 import Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
-from hf_eagle3.environment import folder_or_hub_id, public_name
-from hf_eagle3.evaluation.results import what_differs
+from hf_eagle3.environment import folder_or_hub_id, public_name, what_differs
 from hf_eagle3.evaluation.tasks import standard_library
 from hf_eagle3.hub import write_records
 from hf_eagle3.making import FORMS

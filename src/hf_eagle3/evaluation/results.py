@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..environment import public_name
+from ..environment import public_name, what_differs
 from ..files import write_atomically
 
 
@@ -354,14 +354,6 @@ def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
         if difference := what_differs(before.run.get(name), after.run.get(name)):
             lines.append(f"\n{name}: {difference}.")
     return "\n".join(lines)
-
-
-def what_differs(before: Any, after: Any) -> str:
-    """Returns the entries of two dicts that differ, or two values that differ, in words. Empty if they are the same."""
-    if not (isinstance(before, dict) and isinstance(after, dict)):
-        return "" if before == after else f"{before} before, {after} after"
-    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    return ", ".join(f"{name} was {before.get(name)!r} before, {after.get(name)!r} after" for name in names)
 
 
 def plot_names(rows: Sequence[BenchmarkRow]) -> list[str]:
