@@ -39,7 +39,7 @@ from transformers import AutoModel, AutoModelForCausalLM, CompileConfig, Process
 
 from hf_eagle3.checkpoints import target_class
 from hf_eagle3.data import ImageReader, num_positions
-from hf_eagle3.environment import environment, folder_or_hub_id
+from hf_eagle3.environment import environment, folder_or_hub_id, what_differs
 from hf_eagle3.evaluation import (
     METHODS,
     BenchmarkResults,
@@ -53,7 +53,7 @@ from hf_eagle3.evaluation import (
 from hf_eagle3.evaluation.benchmark import IN_BATCHES
 from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft, method_of, sampled_digest
 from hf_eagle3.evaluation.profile import format_profile, profile_steps
-from hf_eagle3.evaluation.results import OTHER_DRAFTS, OURS, what_differs
+from hf_eagle3.evaluation.results import OTHER_DRAFTS, OURS
 from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
@@ -62,7 +62,7 @@ from hf_eagle3.training.models import load_processing_class
 
 
 # Rows of experiments/paper_table.py. As drafts of their own, these run as `eagle3`.
-FORMS = ("p-eagle", "eagle3-classic")
+PAPER_ROWS = ("p-eagle", "eagle3-classic")
 # Arguments that do not change a measurement.
 NOT_MEASURED = ("json", "plots", "markdown", "compare", "profile", "trust_remote_code")
 
@@ -83,7 +83,7 @@ def parse_arguments():
     parser.add_argument(
         "--methods",
         nargs="+",
-        choices=[method for method in METHODS if method not in FORMS],
+        choices=[method for method in METHODS if method not in PAPER_ROWS],
         help="By default plain, the methods that have a model, and prompt-lookup at batch size 1",
     )
     parser.add_argument("--batch_size", "--batch_sizes", type=int, nargs="+", default=[1], dest="batch_sizes")
@@ -155,7 +155,7 @@ def methods_of(args, draft) -> tuple[list[str], dict]:
     return methods, drafts
 
 
-def image_reader(args) -> ImageReader | None:
+def reader_of_images(args) -> ImageReader | None:
     """Returns what reads images, if a file has prompts with them and the target sees."""
     files = [name for name in expand(args.tasks) if Path(name).is_file()]
     if not any(row.images for file in files for row in read_prompts(file, args.num_prompts)):
@@ -245,7 +245,7 @@ def main():
     tokenizer = load_tokenizer(args.target, **trust)
     if args.chat_template_path is not None:
         tokenizer.chat_template = read_template(args.chat_template_path)
-    images = image_reader(args)
+    images = reader_of_images(args)
     auto_class = target_class(args.target, with_images=images is not None, **trust)
     target, draft, tree, weights = load(auto_class, args.target, **trust), None, {}, None
     facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}

@@ -31,7 +31,7 @@ from datetime import timedelta
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object, parse_flag_from_env
-from train import TargetConfig, TrainScriptArguments, load_data, load_target, rows_of
+from train import TargetConfig, TrainScriptArguments, load_configured_target, load_data, rows_of
 from transformers import ProcessorMixin
 from trl import DatasetMixtureConfig
 
@@ -120,7 +120,7 @@ class RegenerationArguments:
     private: bool = field(default=False, metadata={"help": "Make a new data set private."})
 
 
-def load_prompts(script_args, args, target_config, mixture):
+def prompts_to_answer(script_args, args, target_config, mixture):
     """
     Returns the data set of prompts, the tokenizer or processor (`None` with a server), and whether the prompts are pieces
     of texts.
@@ -176,7 +176,9 @@ def ask_target(script_args, args, target_config, device, processing_class, pendi
     images, tokenizer = None, processing_class
     if isinstance(processing_class, ProcessorMixin):
         images, tokenizer = ImageReader(processing_class), processing_class.tokenizer
-    target = load_target(target_config, trust_remote_code=args.trust_remote_code, with_images=images is not None)
+    target = load_configured_target(
+        target_config, trust_remote_code=args.trust_remote_code, with_images=images is not None
+    )
     if target_config.device_map is None:
         target = target.to(device)
     draft = None
@@ -208,7 +210,7 @@ def main():
             "`--tp_plan` and `--fsdp_size` share one batch between processes, but each process answers its own rows. Spread the "
             "target over GPUs with `--device_map auto` in one process, or use a server (`--base_url`)."
         )
-    dataset, processing_class, is_continued = load_prompts(script_args, args, target_config, mixture)
+    dataset, processing_class, is_continued = prompts_to_answer(script_args, args, target_config, mixture)
     sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
     settings = {
         "model": target_config.model_name_or_path,

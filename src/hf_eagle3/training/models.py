@@ -151,7 +151,7 @@ def draft_to_train(
             f"`draft_vocab_size` is {args.draft_vocab_size}, but the draft has a vocabulary of "
             f"{draft.config.draft_vocab_size}. Leave one of `model` and `draft_vocab_size` out."
         )
-    check_draft(draft, target_model, args)
+    check_trainable(draft, target_model, args)
     if not hasattr(draft, "peft_config"):  # PEFT has frozen the rest
         for name in draft.frozen_modules:
             if hasattr(draft, name):
@@ -159,7 +159,9 @@ def draft_to_train(
     return draft.float()
 
 
-def check_draft(model: DraftModel | PeftModel, target_model: PreTrainedModel, args: Eagle3TrainingArguments) -> None:
+def check_trainable(
+    model: DraftModel | PeftModel, target_model: PreTrainedModel, args: Eagle3TrainingArguments
+) -> None:
     """
     Raises:
         ValueError: if the draft is for another target, or training-time test cannot train it with these arguments.
