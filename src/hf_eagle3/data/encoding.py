@@ -342,14 +342,12 @@ def encode_rows(
             num_proc=num_proc,
             desc=f"Tokenizing {name} dataset",
         )
-    problems = [(number, problem) for number, problem in enumerate(encoded["problem"]) if problem]
-    if problems:
+    if problems := [(number, problem) for number, problem in enumerate(encoded["problem"]) if problem]:
         raise ValueError(
             f"{len(problems)} of {len(encoded)} rows of the {name} data cannot be learned from. {summary(problems)} Fix or remove "
             "them."
         )
-    lost = [number for number, num_lost in enumerate(encoded["lost"]) if num_lost]
-    if lost:
+    if lost := [number for number, num_lost in enumerate(encoded["lost"]) if num_lost]:
         encoder.report_lost(lost, len(encoded), name)
     taught = [number for number, teaches in enumerate(encoded["teaches"]) if teaches]
     encoded = encoded.remove_columns(["lost", "teaches", "problem"])
@@ -358,18 +356,28 @@ def encode_rows(
     elif image_column:  # added now, because `map` would store the images again
         images = dataset.select_columns(image_column).rename_column(image_column, "image_data")
         encoded = concatenate_datasets([encoded, images], axis=1)
+    return drop_untaught(encoded, taught, name)
+
+
+def drop_untaught(encoded: Dataset, taught: list[int], name: str) -> Dataset:
+    """
+    Returns the rows with something to learn. Warns of the others.
+
+    Raises:
+        ValueError: if there is no such row.
+    """
     if not taught:
         raise ValueError(
             f"{len(encoded)} of {len(encoded)} rows of the {name} data have nothing to learn: all their labels are -100."
         )
-    if len(taught) < len(encoded):
-        first = sorted(set(range(len(encoded))) - set(taught))[:3]
-        logger.warning(
-            f"{len(encoded) - len(taught)} of {len(encoded)} rows of the {name} data have nothing to learn and are dropped (the first "
-            f"are {first})."
-        )
-        encoded = encoded.select(taught)
-    return encoded
+    if len(taught) == len(encoded):
+        return encoded
+    first = sorted(set(range(len(encoded))) - set(taught))[:3]
+    logger.warning(
+        f"{len(encoded) - len(taught)} of {len(encoded)} rows of the {name} data have nothing to learn and are dropped (the first "
+        f"are {first})."
+    )
+    return encoded.select(taught)
 
 
 def encode_or_explain(row: dict[str, Any], encoder: RowEncoder, columns: list[str]) -> dict[str, Any]:

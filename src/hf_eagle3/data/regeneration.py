@@ -8,7 +8,8 @@ import copy
 import json
 import logging
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -416,35 +417,25 @@ def regenerate_locally(
         tokenizer = add_response_schema(tokenizer)  # separates reasoning from answers
     except ValueError:
         logger.info("TRL knows no response template for this chat template. Answers are kept as texts.")
-    encoder, room = PromptEncoder(tokenizer), generation_kwargs.get("max_new_tokens", 1)
-    positions = num_positions(target)
+    encode = partial(
+        encode_prompt,
+        encoder=PromptEncoder(tokenizer),
+        room=generation_kwargs.get("max_new_tokens", 1),
+        positions=num_positions(target),
+        images=images,
+    )
     at_once = batch_size * (BATCHES_SORTED if images is None else 1)  # images of many rows take much memory
     upcoming, active, num_failed, order = iter(pending), list[Conversation](), 0, random.Random(0)
     progress = tqdm(desc="Rows", initial=len(output.done), disable=None)
     while True:
-        prompts = {}
-        for conversation in chain(active, upcoming):
-            try:
-                prompts[conversation] = encode_prompt(conversation, encoder, room, positions, images)
-            except UnreachableError as error:
-                num_failed += 1
-                logger.warning(f"Row {conversation.row} failed: {error}")
-            except RowError as error:
-                output.leave_out(conversation.row, str(error))
-            if len(prompts) >= at_once:
-                break
+        prompts, num_unreachable = encode_prompts(chain(active, upcoming), at_once, encode, output)
+        num_failed += num_unreachable
         if not prompts:
             return num_failed
         active = []
         for batch in batches_by_length(prompts, batch_size, order):
-            answers = generate_answers(
-                target,
-                tokenizer,
-                [prompts[conversation] for conversation in batch],
-                images,
-                assistant_model=draft,
-                **generation_kwargs,
-            )
+            inputs = [prompts[conversation] for conversation in batch]
+            answers = generate_answers(target, tokenizer, inputs, images, assistant_model=draft, **generation_kwargs)
             for conversation, (tokens, stop) in zip(batch, answers, strict=True):
                 prompt = None if conversation.text is not None else prompts[conversation]["prompt"]
                 try:
@@ -456,6 +447,27 @@ def regenerate_locally(
                         active.append(conversation)
                 except RowError as error:
                     output.leave_out(conversation.row, str(error))
+
+
+def encode_prompts(
+    conversations: Iterable[Conversation], most: int, encode: Callable[[Conversation], dict[str, Any]], output: Output
+) -> tuple[dict[Conversation, dict[str, Any]], int]:
+    """
+    Returns at most so many prompts by conversation, and the number of rows with an image that could not be reached. Leaves
+    out rows that cannot be answered.
+    """
+    prompts, num_unreachable = {}, 0
+    for conversation in conversations:
+        try:
+            prompts[conversation] = encode(conversation)
+        except UnreachableError as error:
+            num_unreachable += 1
+            logger.warning(f"Row {conversation.row} failed: {error}")
+        except RowError as error:
+            output.leave_out(conversation.row, str(error))
+        if len(prompts) >= most:
+            break
+    return prompts, num_unreachable
 
 
 def batches_by_length(
