@@ -71,8 +71,7 @@ class TrainScriptArguments(ScriptArguments):
         metadata={"help": "The draft to train further: a folder or a Hub id. By default a fresh one is made."},
     )
     features_dir: str | None = field(
-        default=None,
-        metadata={"help": "A folder of `recipes/extract_features.py` to train on instead of a data set."},
+        default=None, metadata={"help": "A folder of `recipes/extract_features.py` to train on instead of a data set."}
     )
 
 
