@@ -240,12 +240,7 @@ def main():
         facts[name] = json.loads((folder / name / "facts.json").read_text())
 
     path = folder / "results.jsonl"
-    run = {
-        "arguments": arguments,
-        "environment": environment(device),
-        "facts": facts,
-        "missing_tasks": {},
-    }
+    run = {"arguments": arguments, "environment": environment(device), "facts": facts, "missing_tasks": {}}
     results = BenchmarkResults.read(path) if path.exists() else BenchmarkResults(run)
     if difference := what_differs(results.run["environment"], run["environment"]):
         raise SystemExit(f"{path} was measured elsewhere: {difference}. Choose another folder.")
