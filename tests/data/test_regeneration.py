@@ -1,9 +1,11 @@
 import asyncio
 import copy
+import errno
 import json
 import logging
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -101,6 +103,12 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path):
         assert (tmp_path / "rows-00000.jsonl").read_text() == written + '{"row": 1'
         other.communicate(b"\n")
     assert Output(tmp_path, {}).done == {0}
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "no locks")))
+    assert not Output(tmp_path, {}).lock.is_locked and not Output(tmp_path, {}).done
 
 
 def test_a_line_cut_off_by_a_crash_is_written_again(tmp_path):
