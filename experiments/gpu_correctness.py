@@ -58,7 +58,7 @@ LENGTHS = {1: [40], 4: [40, 3, 17, 29]}  # of prompts, by batch size
 NEW_TOKENS = 24
 
 
-def make_pairing(kind: str, changes: dict, device: str, dtype=torch.float32):
+def make_small_pairing(kind: str, changes: dict, device: str, dtype=torch.float32):
     """Returns a random target, and an untrained draft that proposes the target's most frequent tokens. Some are accepted."""
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **changes}), dtype=dtype)
@@ -109,7 +109,7 @@ def caches(kind: str) -> dict[str, dict]:
 
 def in_low_precision(device: str) -> dict:
     """In bfloat16 a text may part from the plain one only where two tokens are nearly tied."""
-    target, draft = make_pairing("llama", {}, device, torch.bfloat16)
+    target, draft = make_small_pairing("llama", {}, device, torch.bfloat16)
     rows = [compare(target, draft, make_batch([length], device)["input_ids"], 48) for length in (40, 17, 9)]
     noise, gaps = max(row["noise"] for row in rows), [abs(row["gap"]) for row in rows if "gap" in row]
     return {
@@ -231,7 +231,7 @@ def learning(device: str) -> dict:
     from hf_eagle3.training.optimizer import MuonWithAdamW
     from hf_eagle3.training.ttt import ttt_loss
 
-    target, draft = make_pairing("llama", {}, device)
+    target, draft = make_small_pairing("llama", {}, device)
     draft = draft.float().train()
     batch = random_batch(draft, SIZES["vocab_size"], 256, 64)
     matrices = [each for name, each in draft.named_parameters() if each.dim() == 2 and "lm_head" not in name]
@@ -266,7 +266,7 @@ def measure(args, sections) -> None:
 
         @functools.cache
         def pairing(name):
-            return make_pairing(*FAMILIES[name], device)
+            return make_small_pairing(*FAMILIES[name], device)
 
         def on_family(check, name, *args, **kwargs):
             target, draft = pairing(name)

@@ -38,10 +38,10 @@ from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.baselines import BASELINES, DFlashForSpeculation, best_static_tree, measure_accuracies
-from hf_eagle3.environment import environment, run_script
+from hf_eagle3.environment import environment, run_script, what_differs
 from hf_eagle3.evaluation import BenchmarkResults, load_prompts, plot_all, run_benchmark
 from hf_eagle3.evaluation.drafts import sampled_digest
-from hf_eagle3.evaluation.results import cells, what_differs
+from hf_eagle3.evaluation.results import cells
 from hf_eagle3.evaluation.tasks import expand, task_name
 from hf_eagle3.files import write_atomically
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
@@ -240,12 +240,7 @@ def main():
         facts[name] = json.loads((folder / name / "facts.json").read_text())
 
     path = folder / "results.jsonl"
-    run = {
-        "arguments": arguments,
-        "environment": environment(device),
-        "facts": facts,
-        "missing_tasks": {},
-    }
+    run = {"arguments": arguments, "environment": environment(device), "facts": facts, "missing_tasks": {}}
     results = BenchmarkResults.read(path) if path.exists() else BenchmarkResults(run)
     if difference := what_differs(results.run["environment"], run["environment"]):
         raise SystemExit(f"{path} was measured elsewhere: {difference}. Choose another folder.")

@@ -19,6 +19,7 @@ import itertools
 import json
 import statistics
 import time
+from functools import partial
 
 import torch
 from tqdm.auto import tqdm
@@ -76,6 +77,58 @@ def useless(draft):
     return draft
 
 
+def timed(target, inputs, args, temperature: float, seed: int, assistant=None, **tree):
+    """Returns tokens per second, and the text."""
+    mode = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    if assistant is not None:
+        tree = {"assistant_confidence_threshold": 0.0, **tree}
+        assistant.generation_config.update(prompt_lookup_num_tokens=args.prompt_lookup_num_tokens, **tree)
+        mode["assistant_model"] = assistant
+    set_seed(seed)
+    synchronize(target.device)
+    start = time.perf_counter()
+    text = target.generate(**inputs, max_new_tokens=args.max_new_tokens, pad_token_id=0, **mode)
+    synchronize(target.device)
+    return text.shape[0] * args.max_new_tokens / (time.perf_counter() - start), text
+
+
+def fastest_trees(time_call, draft, batches, trees: list[dict], number: int, name: str) -> list[dict]:
+    """Returns the fastest trees of a grid."""
+    rates = [
+        statistics.mean(
+            time_call(inputs, seed=0, assistant=draft, tree_policy="static", **tree)[0] for inputs in batches
+        )
+        for tree in tqdm(trees, desc=f"Grid, {name}")
+    ]
+    return [trees[index] for index in sorted(range(len(trees)), key=lambda index: -rates[index])[:number]]
+
+
+def compare_ways(time_call, ways: dict[str, dict], batches, repeats: int) -> list[dict]:
+    """Times the ways of decoding in turns. Returns the speed-ups of each, and how many of its texts differ."""
+    ratios = {name: [] for name in ways}
+    differing = dict.fromkeys(ways, 0)
+    for repeat in range(repeats):
+        seconds = dict.fromkeys(ways, 0.0)
+        for index, inputs in enumerate(batches):
+            for name, way in ways.items():
+                rate, text = time_call(inputs, seed=1 + repeat * len(batches) + index, **way)
+                seconds[name] += 1 / rate
+                if name == "plain":
+                    expected = text
+                differing[name] += int((text != expected).any(dim=1).sum())
+        for name in ways:
+            ratios[name].append(seconds["plain"] / seconds[name])
+    return [
+        {
+            "way": name,
+            "speedup": statistics.median(ratios[name]),
+            "repeats": ratios[name],
+            "differing_texts": differing[name],
+        }
+        for name in ways
+    ]
+
+
 def main():
     args = parse_arguments()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
@@ -93,61 +146,22 @@ def main():
     facts["draft_code"] = code_of(draft)
     results = []
 
-    def timed(inputs, temperature, seed, assistant=None, **tree):
-        """Returns tokens per second, and the text."""
-        mode = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-        if assistant is not None:
-            tree = {"assistant_confidence_threshold": 0.0, **tree}
-            assistant.generation_config.update(prompt_lookup_num_tokens=args.prompt_lookup_num_tokens, **tree)
-            mode["assistant_model"] = assistant
-        set_seed(seed)
-        synchronize(target.device)
-        start = time.perf_counter()
-        text = target.generate(**inputs, max_new_tokens=args.max_new_tokens, pad_token_id=0, **mode)
-        synchronize(target.device)
-        return text.shape[0] * args.max_new_tokens / (time.perf_counter() - start), text
-
     for batch_size, temperature in itertools.product(args.batch_sizes, args.temperatures):
         batches = [
             padded_inputs(target, tokenizer, prompts[i : i + batch_size]) for i in range(0, len(prompts), batch_size)
         ]
-        grid = []
-        for tree in tqdm(trees, desc=f"Grid, batch size {batch_size}, T={temperature:g}"):
-            rates = [
-                timed(inputs, temperature, 0, draft, tree_policy="static", **tree)[0]
-                for inputs in batches[: args.grid_batches]
-            ]
-            grid.append((statistics.mean(rates), tree))
-        grid.sort(key=lambda entry: -entry[0])
+        time_call = partial(timed, target, args=args, temperature=temperature)
+        setting = f"batch size {batch_size}, T={temperature:g}"
+        finalists = fastest_trees(time_call, draft, batches[: args.grid_batches], trees, args.finalists, setting)
         ways = {"plain": {}}
         for name, assistant in drafts.items():
             ways[name] = {"assistant": assistant, "tree_policy": "auto", **own}
-        for _, tree in grid[: args.finalists]:
+        for tree in finalists:
             ways["fixed " + "/".join(map(str, tree.values()))] = {"assistant": draft, "tree_policy": "static", **tree}
-        ratios = {name: [] for name in ways}
-        differing = dict.fromkeys(ways, 0)
-        for repeat in range(args.repeats):
-            seconds = dict.fromkeys(ways, 0.0)
-            for index, inputs in enumerate(batches):
-                for name, way in ways.items():
-                    rate, text = timed(inputs, temperature, 1 + repeat * len(batches) + index, **way)
-                    seconds[name] += 1 / rate
-                    if name == "plain":
-                        expected = text
-                    differing[name] += int((text != expected).any(dim=1).sum())
-            for name in ways:
-                ratios[name].append(seconds["plain"] / seconds[name])
-        for name in ways:
-            results.append(
-                {
-                    "batch_size": batch_size,
-                    "temperature": temperature,
-                    "way": name,
-                    "speedup": statistics.median(ratios[name]),
-                    "repeats": ratios[name],
-                    "differing_texts": differing[name],
-                }
-            )
+        results += [
+            {"batch_size": batch_size, "temperature": temperature, **row}
+            for row in compare_ways(time_call, ways, batches, args.repeats)
+        ]
         if args.json:
             with open(args.json, "w", encoding="utf-8") as file:
                 json.dump({"environment": facts, "arguments": vars(args), "results": results}, file, indent=2)

@@ -39,7 +39,7 @@ from transformers import AutoModel, AutoModelForCausalLM, CompileConfig, Process
 
 from hf_eagle3.checkpoints import target_class
 from hf_eagle3.data import ImageReader, num_positions
-from hf_eagle3.environment import environment, folder_or_hub_id
+from hf_eagle3.environment import environment, folder_or_hub_id, what_differs
 from hf_eagle3.evaluation import (
     METHODS,
     BenchmarkResults,
@@ -53,7 +53,7 @@ from hf_eagle3.evaluation import (
 from hf_eagle3.evaluation.benchmark import IN_BATCHES
 from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft, method_of, sampled_digest
 from hf_eagle3.evaluation.profile import format_profile, profile_steps
-from hf_eagle3.evaluation.results import OTHER_DRAFTS, OURS, what_differs
+from hf_eagle3.evaluation.results import OTHER_DRAFTS, OURS
 from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
@@ -62,7 +62,7 @@ from hf_eagle3.training.models import load_processing_class
 
 
 # Rows of experiments/paper_table.py. As drafts of their own, these run as `eagle3`.
-FORMS = ("p-eagle", "eagle3-classic")
+PAPER_ROWS = ("p-eagle", "eagle3-classic")
 # Arguments that do not change a measurement.
 NOT_MEASURED = ("json", "plots", "markdown", "compare", "profile", "trust_remote_code")
 
@@ -83,7 +83,7 @@ def parse_arguments():
     parser.add_argument(
         "--methods",
         nargs="+",
-        choices=[method for method in METHODS if method not in FORMS],
+        choices=[method for method in METHODS if method not in PAPER_ROWS],
         help="By default plain, the methods that have a model, and prompt-lookup at batch size 1",
     )
     parser.add_argument("--batch_size", "--batch_sizes", type=int, nargs="+", default=[1], dest="batch_sizes")
@@ -155,7 +155,7 @@ def methods_of(args, draft) -> tuple[list[str], dict]:
     return methods, drafts
 
 
-def image_reader(args) -> ImageReader | None:
+def reader_of_images(args) -> ImageReader | None:
     """Returns what reads images, if a file has prompts with them and the target sees."""
     files = [name for name in expand(args.tasks) if Path(name).is_file()]
     if not any(row.images for file in files for row in read_prompts(file, args.num_prompts)):
@@ -229,83 +229,43 @@ def open_results(args, run: dict, missing: dict[str, str]) -> BenchmarkResults:
     return results
 
 
-def main():
-    args = parse_arguments()
-    if args.compare:
-        try:
-            print(compare(*map(BenchmarkResults.read, args.compare)))
-        except (OSError, ValueError) as error:
-            raise SystemExit(str(error)) from None
-        return
+def load_models(args, with_images: bool) -> dict:
+    """Returns the models other than the draft, by their arguments: the target, and `None` for those that have no name."""
+    trust = {"trust_remote_code": args.trust_remote_code}
 
     def load(auto_class, name, **kwargs):
         return auto_class.from_pretrained(name, dtype=args.dtype, **kwargs).to(args.device).eval() if name else None
 
-    trust = {"trust_remote_code": args.trust_remote_code}
-    tokenizer = load_tokenizer(args.target, **trust)
-    if args.chat_template_path is not None:
-        tokenizer.chat_template = read_template(args.chat_template_path)
-    images = image_reader(args)
-    auto_class = target_class(args.target, with_images=images is not None, **trust)
-    target, draft, tree, weights = load(auto_class, args.target, **trust), None, {}, None
-    facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
+    target = load(target_class(args.target, with_images, **trust), args.target, **trust)
     if args.eos_token_id is not None:
         target.generation_config.eos_token_id = args.eos_token_id
-    if args.draft:
-        try:
-            draft = load_draft(args.draft, args.code, dtype="auto")
-        except ValueError as error:
-            raise SystemExit(str(error)) from None
-        facts["draft_code"] = code_of(draft)
-        weights = weights_digest(draft.state_dict())  # of the checkpoint, whatever the dtype it runs in
-        draft = draft.to(args.device, target.dtype if args.dtype != "auto" else draft.dtype)
-        for name in DEFAULT_TREE_SETTINGS:
-            if getattr(args, name) is not None:
-                setattr(draft.generation_config, name, getattr(args, name))
-        tree = tree_settings(draft.generation_config)
-    assistant, dflash = load(AutoModelForCausalLM, args.assistant), load(AutoModel, args.dflash)
-    loaded = {"target": target, "assistant": assistant, "dflash": dflash}
-    args.methods, drafts = methods_of(args, draft)
-    tasks, missing = collect_prompts(args, tokenizer, target, images)
-    run = {
-        "draft_weights": weights,
-        "models": {name: sampled_digest(model) for name, model in loaded.items() if model is not None},
-        "arguments": {name: value for name, value in vars(args).items() if name not in NOT_MEASURED},
-        "environment": facts,
-        "tree": tree,
-        "prompts": {name: hashlib.sha256(repr(prompts).encode()).hexdigest() for name, prompts in tasks.items()},
-        "missing_tasks": missing,
+    return {
+        "target": target,
+        "assistant": load(AutoModelForCausalLM, args.assistant),
+        "dflash": load(AutoModel, args.dflash),
     }
-    results = open_results(args, run, missing)
-    num_known = len(results.measurements)
-    sampling = {name: getattr(args, name) for name in ("top_k", "top_p") if getattr(args, name) is not None}
-    run_benchmark(
-        target,
-        tokenizer,
-        None,
-        tasks,
-        args.methods,
-        args.temperatures,
-        args.batch_sizes,
-        args.max_new_tokens,
-        args.repeats,
-        sampling=sampling,
-        call=call_arguments(args),
-        assistant=assistant,
-        dflash=dflash,
-        drafts=drafts,
-        results=results,
-        save=(lambda results: results.write(args.json)) if args.json else (lambda results: None),
-        images=images,
-    )
-    if num_known == len(results.measurements):
-        print(
-            f"Nothing was left to measure. These are the results in {args.json}. For new figures choose another file."
-        )
-    rows = results.rows
+
+
+def load_measured_draft(args, dtype: torch.dtype):
+    """Returns the draft with the settings of its trees, and the digest of its checkpoint's weights."""
+    try:
+        draft = load_draft(args.draft, args.code, dtype="auto")
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    weights = weights_digest(draft.state_dict())  # whatever the dtype it runs in
+    draft = draft.to(args.device, dtype if args.dtype != "auto" else draft.dtype)
+    for name in DEFAULT_TREE_SETTINGS:
+        if getattr(args, name) is not None:
+            setattr(draft.generation_config, name, getattr(args, name))
+    return draft, weights
+
+
+def print_report(args, results: BenchmarkResults, dtype: torch.dtype) -> None:
+    """Prints the table, and what explains its figures."""
+    rows, run = results.rows, results.run
     several = f"medians of {args.repeats} interleaved repeats (range in brackets)"
     print(f"{args.target}, {several if args.repeats > 1 else 'one repeat'}\n\n{format_table(rows)}\n")
-    if target.dtype != torch.float32 and any(
+    if dtype != torch.float32 and any(
         row.method in (*OTHER_DRAFTS, *OURS) and row.num_identical < row.num_prompts for row in rows
     ):
         print(
@@ -335,23 +295,86 @@ def main():
             "1, and looked-up tokens count. Training's eval_acceptance_length has a whole tree in every step, as with "
             "--tree_policy static."
         )
-    print(f"{args.max_new_tokens} new tokens; tree {tree}; {run['environment']}")
-    for name, reason in {**results.run["missing_tasks"], **results.run["left_out"]}.items():
+    print(f"{args.max_new_tokens} new tokens; tree {run['tree']}; {run['environment']}")
+    for name, reason in {**run["missing_tasks"], **run["left_out"]}.items():
         print(f"Left out: {name}. {reason}")
     if (alone := [name for name in args.methods if name not in IN_BATCHES]) and max(args.batch_sizes) > 1:
         print(f"Measured at batch size 1 only, because transformers takes one sequence at a time: {', '.join(alone)}.")
+
+
+def print_profiles(args, target, draft, task: str, prompts: list, sampling: dict) -> None:
+    """Prints where the time of a step goes, at each temperature."""
+    prompts = [prompt for prompt in prompts if not isinstance(prompt, dict)]  # texts alone
+    for temperature in args.temperatures if prompts else ():
+        mode = call_arguments(args) | (sampling if temperature else {})
+        print(f"\nA step with {task} at T={temperature:g}, one text at a time:\n")
+        print(format_profile(profile_steps(target, draft, prompts, args.max_new_tokens, temperature, **mode)))
+
+
+def main():
+    args = parse_arguments()
+    if args.compare:
+        try:
+            print(compare(*map(BenchmarkResults.read, args.compare)))
+        except (OSError, ValueError) as error:
+            raise SystemExit(str(error)) from None
+        return
+
+    tokenizer = load_tokenizer(args.target, trust_remote_code=args.trust_remote_code)
+    if args.chat_template_path is not None:
+        tokenizer.chat_template = read_template(args.chat_template_path)
+    images = reader_of_images(args)
+    loaded = load_models(args, with_images=images is not None)
+    target, draft, tree, weights = loaded["target"], None, {}, None
+    facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
+    if args.draft:
+        draft, weights = load_measured_draft(args, target.dtype)
+        facts["draft_code"], tree = code_of(draft), tree_settings(draft.generation_config)
+    args.methods, drafts = methods_of(args, draft)
+    tasks, missing = collect_prompts(args, tokenizer, target, images)
+    run = {
+        "draft_weights": weights,
+        "models": {name: sampled_digest(model) for name, model in loaded.items() if model is not None},
+        "arguments": {name: value for name, value in vars(args).items() if name not in NOT_MEASURED},
+        "environment": facts,
+        "tree": tree,
+        "prompts": {name: hashlib.sha256(repr(prompts).encode()).hexdigest() for name, prompts in tasks.items()},
+        "missing_tasks": missing,
+    }
+    results = open_results(args, run, missing)
+    num_known = len(results.measurements)
+    sampling = {name: getattr(args, name) for name in ("top_k", "top_p") if getattr(args, name) is not None}
+    run_benchmark(
+        target,
+        tokenizer,
+        None,
+        tasks,
+        args.methods,
+        args.temperatures,
+        args.batch_sizes,
+        args.max_new_tokens,
+        args.repeats,
+        sampling=sampling,
+        call=call_arguments(args),
+        assistant=loaded["assistant"],
+        dflash=loaded["dflash"],
+        drafts=drafts,
+        results=results,
+        save=(lambda results: results.write(args.json)) if args.json else (lambda results: None),
+        images=images,
+    )
+    if num_known == len(results.measurements):
+        print(
+            f"Nothing was left to measure. These are the results in {args.json}. For new figures choose another file."
+        )
+    print_report(args, results, target.dtype)
     if args.markdown:
-        Path(args.markdown).write_text(format_table(rows) + "\n", encoding="utf-8")
+        Path(args.markdown).write_text(format_table(results.rows) + "\n", encoding="utf-8")
         print(f"Wrote {args.markdown}")
     if args.plots:
         print(f"Wrote {', '.join(map(str, plot_all(results, args.plots)))}")
     if args.profile:
-        task, prompts = next(iter(tasks.items()))
-        prompts = [prompt for prompt in prompts if not isinstance(prompt, dict)]  # texts alone
-        for temperature in args.temperatures if prompts else ():
-            mode = call_arguments(args) | (sampling if temperature else {})
-            print(f"\nA step with {task} at T={temperature:g}, one text at a time:\n")
-            print(format_profile(profile_steps(target, draft, prompts, args.max_new_tokens, temperature, **mode)))
+        print_profiles(args, target, draft, *next(iter(tasks.items())), sampling)
 
 
 if __name__ == "__main__":

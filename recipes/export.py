@@ -34,9 +34,7 @@ def main():
     parser.add_argument("draft", type=folder_or_hub_id, help="Folder or Hub id, in any format that can be read")
     parser.add_argument("--to", required=True, choices=[*WRITABLE, "speculators"], help="Format to write")
     parser.add_argument(
-        "--target",
-        type=folder_or_hub_id,
-        help="The draft's target, if its format does not name it: folder or Hub id",
+        "--target", type=folder_or_hub_id, help="The draft's target, if its format does not name it: folder or Hub id"
     )
     parser.add_argument("--target_gguf", help="For gguf: the target's GGUF file")
     parser.add_argument(

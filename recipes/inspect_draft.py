@@ -24,6 +24,7 @@ from hf_eagle3.checkpoints import describe_engines, load_ends, target_class
 from hf_eagle3.drawing import describe_step, tree_text
 from hf_eagle3.environment import folder_or_hub_id, is_path, run_script
 from hf_eagle3.evaluation.drafts import load_draft, method_of
+from hf_eagle3.remote_code.configuration_eagle3 import FLAGS
 from hf_eagle3.remote_code.policy_eagle3 import tree_settings
 from hf_eagle3.tokenizer import PromptEncoder, load_tokenizer
 
@@ -95,13 +96,10 @@ def describe_form(config) -> list[tuple[str, str]]:
     if config.model_type != "eagle3":
         nodes = config.static_tree
         return [("tree", "by the draft's confidence" if nodes is None else f"static, {len(nodes)} nodes")]
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    flags = [flag for flag in FLAGS if flag != "has_own_embed_tokens" and getattr(config, flag)]
+    none = "none" if config.is_parallel else "none (the form of the EAGLE-3 paper)"
     return [
-        (
-            "flags",
-            ", ".join(flag for flag in flags if getattr(config, flag))
-            or ("none" if config.is_parallel else "none (the form of the EAGLE-3 paper)"),
-        ),
+        ("flags", ", ".join(flags) or none),
         (
             "drafting",
             f"all tokens in one pass (P-EAGLE), token {config.mask_token_id} for those not known yet"

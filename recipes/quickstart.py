@@ -36,8 +36,7 @@ from trl import DatasetMixtureConfig, SFTConfig, SFTTrainer
 
 from hf_eagle3 import Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
-from hf_eagle3.environment import folder_or_hub_id, public_name
-from hf_eagle3.evaluation.results import what_differs
+from hf_eagle3.environment import folder_or_hub_id, public_name, what_differs
 from hf_eagle3.evaluation.tasks import standard_library
 from hf_eagle3.hub import write_records
 from hf_eagle3.making import FORMS
@@ -211,7 +210,7 @@ def check_arguments(file: Path, now: dict) -> None:
         print(f"Reusing what {output_dir} has of target and draft, trained with the same settings.", flush=True)
 
 
-def main():
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--target", type=folder_or_hub_id, help="Folder or Hub id of a target; by default a small one is trained"
@@ -295,7 +294,61 @@ def main():
     args.layer_type = args.layer_type or ("llama" if args.draft_form == "classic" else "qwen3")
     if args.target is not None and args.dataset is None:
         parser.error("--target needs a --dataset to train its draft on")
+    return args
 
+
+def train_missing(args, dataset: Dataset, target_name: str, draft_dir: Path, dtype: str):
+    """Trains the small target and the draft, unless they are there. Returns the tokenizer."""
+    if args.target is None and not Path(target_name).exists():
+        print(f"Training a small target on {len(dataset)} pieces of the standard library ...", flush=True)
+        train_target(Path(target_name), dataset, args)
+        if draft_dir.exists():  # what was deleted is not what the draft was trained for
+            print(f"{draft_dir} is older than its target: it is trained anew.", flush=True)
+            shutil.rmtree(draft_dir)
+    tokenizer = load_tokenizer(target_name)
+    if not draft_dir.exists():
+        print(f"Training a draft for {target_name} ...", flush=True)
+        target = target_class(target_name).from_pretrained(target_name, dtype=dtype)
+        train_draft(draft_dir, target, tokenizer, dataset, args)
+    return tokenizer
+
+
+def compare_in_fresh_process(
+    args, target_name: str, draft_dir: Path, prompts: str, dtype: str, max_new_tokens: int
+) -> Path:
+    """Measures the draft in a fresh process. Returns the file of results."""
+    output_dir = Path(args.output_dir)
+    results = output_dir / "results.jsonl"
+    results.unlink(missing_ok=True)  # what another run measured
+    print(f"Generating in a fresh process, with {target_name} and {draft_dir} ...", flush=True)
+    command = [sys.executable, str(Path(__file__).with_name("benchmark.py"))]
+    command += ["--target", target_name, "--draft", str(draft_dir), "--prompts", prompts]
+    command += ["--dtype", dtype, "--max_new_tokens", str(max_new_tokens), "--repeats", str(args.repeats)]
+    command += ["--json", str(results), "--plots", str(output_dir / "plots")]
+    if (code := subprocess.run(command).returncode) != 0:
+        raise SystemExit(
+            f"The comparison ended with exit code {code}. Target and draft are complete; to compare again, run this script "
+            f"again, or {shlex.join(command)}"
+        )
+    return results
+
+
+def closing_message(output_dir: Path, results: Path, min_steps: int) -> str:
+    """Returns how to publish the draft, or that target or draft were trained too little."""
+    records = {name: output_dir / name / "training.json" for name in ("target", "draft")}
+    steps = {name: json.loads(file.read_text())["steps"] for name, file in records.items() if file.exists()}
+    for name, num in steps.items():  # a draft is trained anew after its target
+        if num < min_steps:
+            return (
+                f"The {name} was trained for {num} steps only, of {min_steps} (--min_steps), so that these figures mean little. "
+                f"When the cores are free, delete {output_dir / name} and run this again, with more --{name}_minutes if need be."
+            )
+    command = [sys.executable, "recipes/push.py", str(output_dir / "draft"), "--benchmark", str(results)]
+    return f"To publish the draft, with a card that has these figures: {shlex.join(command)}"
+
+
+def main():
+    args = parse_arguments()
     output_dir = Path(args.output_dir)
     arguments_file = output_dir / "arguments.json"
     arguments = {name: value for name, value in vars(args).items() if name not in NOT_TRAINED}
@@ -312,56 +365,23 @@ def main():
         dataset, held_out = local_or_hub_dataset(args.dataset)
     is_chat = "messages" in dataset.column_names
     if is_chat and args.target is None:
-        parser.error(
+        raise SystemExit(
             f"{args.dataset} has conversations, and the small target knows texts only. Pass a --target that can chat."
         )
     output_dir.mkdir(parents=True, exist_ok=True)
     # Not before there are data: a run beside this one may need the old ones.
     arguments_file.write_text(json.dumps(arguments))
     target_name, draft_dir = args.target or str(output_dir / "target"), output_dir / "draft"
-    if args.target is None and not Path(target_name).exists():
-        print(f"Training a small target on {len(dataset)} pieces of the standard library ...", flush=True)
-        train_target(Path(target_name), dataset, args)
-        if draft_dir.exists():  # what was deleted is not what the draft was trained for
-            print(f"{draft_dir} is older than its target: it is trained anew.", flush=True)
-            shutil.rmtree(draft_dir)
-    tokenizer = load_tokenizer(target_name)
     dtype = "auto" if args.bf16 else "float32"  # a target of others is stored in bfloat16 most often
-    if not draft_dir.exists():
-        print(f"Training a draft for {target_name} ...", flush=True)
-        target = target_class(target_name).from_pretrained(target_name, dtype=dtype)
-        train_draft(draft_dir, target, tokenizer, dataset, args)
-
+    tokenizer = train_missing(args, dataset, target_name, draft_dir, dtype)
     prompts = args.prompts
     if prompts is None:
         prompts = str(output_dir / "prompts.jsonl")
         write_prompts(Path(prompts), held_out, tokenizer)
-    results = output_dir / "results.jsonl"
-    results.unlink(missing_ok=True)  # what another run measured
-    print(f"Generating in a fresh process, with {target_name} and {draft_dir} ...", flush=True)
-    command = [sys.executable, str(Path(__file__).with_name("benchmark.py"))]
-    command += ["--target", target_name, "--draft", str(draft_dir), "--prompts", prompts]
-    max_new_tokens = args.max_new_tokens or (96 if is_chat else 48)
-    command += ["--dtype", dtype, "--max_new_tokens", str(max_new_tokens), "--repeats", str(args.repeats)]
-    command += ["--json", str(results), "--plots", str(output_dir / "plots")]
-    if (code := subprocess.run(command).returncode) != 0:
-        raise SystemExit(
-            f"The comparison ended with exit code {code}. Target and draft are complete; to compare again, run this script "
-            f"again, or {shlex.join(command)}"
-        )
-    records = {name: output_dir / name / "training.json" for name in ("target", "draft")}
-    steps = {name: json.loads(file.read_text())["steps"] for name, file in records.items() if file.exists()}
-    if few := {name: num for name, num in steps.items() if num < args.min_steps}:
-        name, num = next(iter(few.items()))  # a draft is trained anew after its target
-        print(
-            f"The {name} was trained for {num} steps only, of {args.min_steps} (--min_steps), so that these figures mean little. "
-            f"When the cores are free, delete {output_dir / name} and run this again, with more --{name}_minutes if need be."
-        )
-        return
-    print(
-        "To publish the draft, with a card that has these figures: "
-        + shlex.join([sys.executable, "recipes/push.py", str(draft_dir), "--benchmark", str(results)])
+    results = compare_in_fresh_process(
+        args, target_name, draft_dir, prompts, dtype, args.max_new_tokens or (96 if is_chat else 48)
     )
+    print(closing_message(output_dir, results, args.min_steps))
 
 
 if __name__ == "__main__":

@@ -31,18 +31,12 @@ from datetime import timedelta
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object, parse_flag_from_env
-from train import TargetConfig, TrainScriptArguments, load_data, load_target, rows_of
+from train import TargetConfig, TrainScriptArguments, load_configured_target, load_data, rows_of
 from transformers import ProcessorMixin
 from trl import DatasetMixtureConfig
 
 from hf_eagle3.data import ImageReader, check_chat_template, plain_rows, shows_images
-from hf_eagle3.data.regeneration import (
-    Output,
-    beginnings,
-    has_texts,
-    push_dataset,
-    regenerate_locally,
-)
+from hf_eagle3.data.regeneration import Output, beginnings, has_texts, push_dataset, regenerate_locally
 from hf_eagle3.data.rows import RowError, read_template_kwargs
 from hf_eagle3.data.server import regenerate_by_server
 from hf_eagle3.evaluation.drafts import load_draft
@@ -53,15 +47,7 @@ from hf_eagle3.training.parser import Eagle3Parser
 
 MOST_WAITED = timedelta(days=7)  # for the slowest process
 # Arguments that only training uses.
-WITHOUT = (
-    "features_dir",
-    "dataset_test_split",
-    "use_peft",
-    "lora_",
-    "use_rslora",
-    "use_dora",
-    "ignore_bias_buffers",
-)
+WITHOUT = ("features_dir", "dataset_test_split", "use_peft", "lora_", "use_rslora", "use_dora", "ignore_bias_buffers")
 
 
 @dataclass
@@ -113,14 +99,13 @@ class RegenerationArguments:
     max_retries: int = field(default=5, metadata={"help": "How often to send a failed request again."})
     timeout: float = field(default=600.0, metadata={"help": "Seconds to wait for an answer of the server."})
     push_to_hub: str | None = field(
-        default=None,
-        metadata={"help": "Data set on the Hub, `<owner>/<name>`, to push all rows to at the end."},
+        default=None, metadata={"help": "Data set on the Hub, `<owner>/<name>`, to push all rows to at the end."}
     )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code from the target's repo."})
     private: bool = field(default=False, metadata={"help": "Make a new data set private."})
 
 
-def load_prompts(script_args, args, target_config, mixture):
+def prompts_to_answer(script_args, args, target_config, mixture):
     """
     Returns the data set of prompts, the tokenizer or processor (`None` with a server), and whether the prompts are pieces
     of texts.
@@ -176,7 +161,9 @@ def ask_target(script_args, args, target_config, device, processing_class, pendi
     images, tokenizer = None, processing_class
     if isinstance(processing_class, ProcessorMixin):
         images, tokenizer = ImageReader(processing_class), processing_class.tokenizer
-    target = load_target(target_config, trust_remote_code=args.trust_remote_code, with_images=images is not None)
+    target = load_configured_target(
+        target_config, trust_remote_code=args.trust_remote_code, with_images=images is not None
+    )
     if target_config.device_map is None:
         target = target.to(device)
     draft = None
@@ -184,6 +171,23 @@ def ask_target(script_args, args, target_config, device, processing_class, pendi
         draft = load_draft(script_args.draft_name_or_path, dtype=target.dtype)
         draft = draft.to(target.device)
     return regenerate_locally(target.eval(), tokenizer, pending, output, args.batch_size, draft, images, **sampling)
+
+
+def check_who_answers(args, target_config) -> None:
+    """
+    Raises:
+        ValueError: if arguments do not fit the server, or the target in this process, that answers.
+    """
+    if args.base_url is not None and args.chat_template_path is not None:
+        raise ValueError(
+            "`--chat_template_path` would do nothing, because the server (`--base_url`) renders the conversations. Leave it out, and "
+            "start the server with the template (`--chat-template` of vLLM and SGLang)."
+        )
+    if args.base_url is None and (target_config.tp_plan is not None or target_config.fsdp_size is not None):
+        raise ValueError(
+            "`--tp_plan` and `--fsdp_size` share one batch between processes, but each process answers its own rows. Spread the "
+            "target over GPUs with `--device_map auto` in one process, or use a server (`--base_url`)."
+        )
 
 
 def main():
@@ -198,17 +202,8 @@ def main():
         template_kwargs = read_template_kwargs({"chat_template_kwargs": args.chat_template_kwargs})
     except RowError as error:
         raise ValueError(f"`--chat_template_kwargs`: {error}.") from None
-    if args.base_url is not None and args.chat_template_path is not None:
-        raise ValueError(
-            "`--chat_template_path` would do nothing, because the server (`--base_url`) renders the conversations. Leave it out, and "
-            "start the server with the template (`--chat-template` of vLLM and SGLang)."
-        )
-    if args.base_url is None and (target_config.tp_plan is not None or target_config.fsdp_size is not None):
-        raise ValueError(
-            "`--tp_plan` and `--fsdp_size` share one batch between processes, but each process answers its own rows. Spread the "
-            "target over GPUs with `--device_map auto` in one process, or use a server (`--base_url`)."
-        )
-    dataset, processing_class, is_continued = load_prompts(script_args, args, target_config, mixture)
+    check_who_answers(args, target_config)
+    dataset, processing_class, is_continued = prompts_to_answer(script_args, args, target_config, mixture)
     sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
     settings = {
         "model": target_config.model_name_or_path,

@@ -24,10 +24,7 @@ from hf_eagle3.evaluation.drafts import load_draft
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--target",
-        type=folder_or_hub_id,
-        required=True,
-        help="Folder or Hub id. Requests use it as the model's name",
+        "--target", type=folder_or_hub_id, required=True, help="Folder or Hub id. Requests use it as the model's name"
     )
     parser.add_argument("--draft", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     parser.add_argument("--dtype", default="auto", help="Dtype of both")

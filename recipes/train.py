@@ -71,8 +71,7 @@ class TrainScriptArguments(ScriptArguments):
         metadata={"help": "The draft to train further: a folder or a Hub id. By default a fresh one is made."},
     )
     features_dir: str | None = field(
-        default=None,
-        metadata={"help": "A folder of `recipes/extract_features.py` to train on instead of a data set."},
+        default=None, metadata={"help": "A folder of `recipes/extract_features.py` to train on instead of a data set."}
     )
 
 
@@ -186,7 +185,7 @@ def rows_of(dataset: DatasetDict, split: str) -> Dataset | IterableDataset:
     return concatenate_datasets([dataset[part.splitname].select(range(part.from_, part.to)) for part in parts])
 
 
-def load_target(
+def load_configured_target(
     config: TargetConfig, with_layers: bool = True, trust_remote_code: bool = False, with_images: bool = False
 ) -> PreTrainedModel:
     """Loads the target, or only its embeddings and head. Training from features needs no more."""
@@ -254,7 +253,7 @@ def make_trainer(
         draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path)
     trainer = Eagle3Trainer(
         model=draft,
-        target_model=load_target(
+        target_model=load_configured_target(
             target_config, script_args.features_dir is None or evaluates, with_images=with_images, **trust
         ),
         args=training_args,

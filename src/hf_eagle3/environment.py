@@ -1,4 +1,4 @@
-"""Versions and machine of a measurement, names that are safe to publish, and errors of scripts."""
+"""Versions and machine of a run, names that are safe to publish, what differs between runs, and errors of scripts."""
 
 import argparse
 import os
@@ -72,6 +72,14 @@ def without_paths(facts: Any) -> Any:
     if isinstance(facts, list):
         return [without_paths(value) for value in facts]
     return public_name(facts) if isinstance(facts, str) and len(facts) < 1000 else facts
+
+
+def what_differs(before: Any, after: Any) -> str:
+    """Returns the entries of two dicts that differ, or two values that differ, in words. Empty if they are the same."""
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return "" if before == after else f"{before} before, {after} after"
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return ", ".join(f"{name} was {before.get(name)!r} before, {after.get(name)!r} after" for name in names)
 
 
 def run_script(main: Callable[[], None]) -> None:

@@ -1,7 +1,6 @@
 """Loading the target's tokenizer, and turning texts and conversations into tokens."""
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,13 +123,6 @@ def padded_inputs(
     if images is not None:
         inputs |= images.inputs(examples, inputs["input_ids"].shape[1], padding_side="left")
     return BatchFeature(inputs).to(target.device, target.dtype)  # casts floats only
-
-
-def has_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template marks the assistant's turns with `{% generation %}`."""
-    template = tokenizer.chat_template
-    template = template.get("default", "") if isinstance(template, dict) else template or ""
-    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 
 class PromptEncoder:

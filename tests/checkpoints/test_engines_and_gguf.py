@@ -8,7 +8,7 @@ import torch
 from conftest import EXPERIMENTS, load_script, make_target, make_tokenizer
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.checkpoints import ENGINES, describe_engines, export
+from hf_eagle3.checkpoints import ENGINES, describe_engines, export, writing
 from hf_eagle3.making import FORMS, resize_head
 
 
@@ -110,7 +110,7 @@ def test_half_precision_gguf(target, target_gguf, tmp_path):
         ({**CLASSIC, "fc_norm": True}, "fc_norm"),
         ({**CLASSIC, "model_type": "qwen3"}, "q_norm"),
         ({**CLASSIC, "num_hidden_layers": 2}, "more than one layer"),
-        ({**CLASSIC, "eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]}, "4 states"),
+        ({**CLASSIC, "eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]}, "more or fewer than three states"),
         ({**CLASSIC, "attention_bias": True}, "biases"),
         ({**CLASSIC, "eagle_aux_hidden_state_layer_ids": [0, 2, 4], "norm_output": True}, "norm_output"),
     ],
@@ -130,6 +130,14 @@ def test_what_openvino_would_drop(target, tmp_path, flag):
     draft = Eagle3ForSpeculation.from_target(target, model_type="llama", **CLASSIC, **{flag: True})
     with pytest.raises(ValueError, match=flag):
         export(draft, tmp_path / "out", "openvino")
+
+
+def test_a_new_flag_is_refused_by_all_formats(target, monkeypatch):
+    draft = Eagle3ForSpeculation.from_target(target, model_type="llama", **CLASSIC)
+    monkeypatch.setattr(writing, "FLAGS", (*writing.FLAGS, "draft_vocab_size"))
+    for engine in ENGINES[1:]:  # vLLM reads our own format
+        with pytest.raises(writing.CannotExpress, match="has `draft_vocab_size`"):
+            engine.check(draft)
 
 
 def test_the_other_half_of_an_export(target, tmp_path, target_gguf, monkeypatch):

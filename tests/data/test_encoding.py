@@ -13,7 +13,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from hf_eagle3.data import RowEncoder, RowError, encode_rows
-from hf_eagle3.tokenizer import PromptEncoder, has_markers
+from hf_eagle3.data.encoding import has_markers
+from hf_eagle3.tokenizer import PromptEncoder
 
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
@@ -308,6 +309,7 @@ def test_markers_are_seen_in_all_ways_of_writing_them():
     for template, expected in (
         ("{%- generation -%}", True),
         ({"default": "{% generation %}"}, True),
+        ({"tool_use": "{% generation %}"}, False),
         ("generation", False),
         (None, False),
     ):

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from ..remote_code.modeling_eagle3 import DraftModel
-from .writing import beyond_classic, check_head, check_layer_ids, refuse
+from .writing import CONFIGURED, check_features, check_head, check_layer_ids
 
 
 NAME = "gguf"
 ARCHITECTURE = "eagle3"
+TAKES = {*CONFIGURED, "`norm_before_fc`", "`norm_before_residual`", "the target's embedding (id 0) among its states"}
 # Our names of tensors, and llama.cpp's (gguf-py's constants, `MODEL_ARCH.EAGLE3`).
 TENSORS = {
     "fc": "fc",
@@ -37,16 +38,7 @@ def check(draft: DraftModel) -> None:
     Raises:
         ValueError: naming what llama.cpp would refuse, or silently ignore.
     """
-    layer = draft.config.transformer_layer_config
-    rope_type = layer.rope_parameters["rope_type"]
-    refuse(
-        {
-            **beyond_classic(draft),
-            f"an MLP with {layer.hidden_act}": layer.hidden_act != "silu",
-            f"rotary embeddings of the type {rope_type}": rope_type not in ("default", "linear", "llama3"),
-        },
-        "GGUF",
-    )
+    check_features(draft, TAKES, "GGUF")
     check_layer_ids(draft)
     check_head(draft)
 
@@ -92,7 +84,7 @@ def write(draft: DraftModel, folder: str | Path, target_gguf: str | Path | None 
     writer.add_bool(f"{ARCHITECTURE}.norm_before_fc", config.norm_before_fc)
     for name, (value, types) in tokenizer.items():
         writer.add_key_value(name, value, types[0], sub_type=types[-1] if len(types) > 1 else None)
-    for name, tensor in tensors_of(draft).items():
+    for name, tensor in gguf_tensors(draft).items():
         add_tensor(gguf, writer, name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -135,7 +127,7 @@ def read_tokenizer(gguf: ModuleType, draft: DraftModel, target_gguf: str | Path)
     return {name: (field.contents(), field.types) for name, field in fields.items() if name.startswith("tokenizer.")}
 
 
-def tensors_of(draft: DraftModel) -> dict[str, torch.Tensor]:
+def gguf_tensors(draft: DraftModel) -> dict[str, torch.Tensor]:
     """Returns a draft's tensors by their names in GGUF."""
     layer, tensors = draft.config.transformer_layer_config, {}
     for name, tensor in draft.state_dict().items():

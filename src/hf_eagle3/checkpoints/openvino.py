@@ -14,10 +14,11 @@ import torch
 from ..remote_code.modeling_eagle3 import DraftModel
 from . import sglang
 from .files import save_checkpoint
-from .writing import beyond_classic, check_layer_ids, check_table, refuse
+from .writing import CONFIGURED, check_features, check_layer_ids, check_table
 
 
 NAME = "openvino"
+TAKES = {*CONFIGURED, "an activation other than silu", "rotary embeddings scaled other than by linear or llama3"}
 # GenAI looks for the layer ids in `rt_info`. Without them it silently reads other layers.
 WRITE_LAYER_IDS = """
 import sys
@@ -40,17 +41,8 @@ def check(draft: DraftModel) -> None:
     Raises:
         ValueError: naming what GenAI would refuse, or silently ignore.
     """
-    config = draft.config
-    refuse(
-        {
-            **beyond_classic(draft),
-            "`norm_before_fc`": config.norm_before_fc,
-            "`norm_before_residual`": config.norm_before_residual,
-            "the target's embedding (id 0) among its states": 0 in (config.eagle_aux_hidden_state_layer_ids or ()),
-        },
-        "OpenVINO",
-    )
-    if config.has_own_embed_tokens:
+    check_features(draft, TAKES, "OpenVINO")
+    if draft.config.has_own_embed_tokens:
         check_table(draft, "OpenVINO")
     check_layer_ids(draft)
 

@@ -5,12 +5,22 @@ from typing import Any
 import torch
 
 from ..remote_code.modeling_eagle3 import DraftModel
-from .writing import CannotExpress, flat_config, flat_tensors, layer_ids
+from .writing import CONFIGURED, CannotExpress, flat_config, flat_tensors, layer_ids
 
 
 NAME = "sglang"
 # This module follows the source of SGLang 0.5.23. That takes several layers, any number of states, and (since 0.5.17)
 # `norm_before_fc`.
+TAKES = {
+    *CONFIGURED,
+    "`fc_norm`",
+    "`norm_before_fc`",
+    "`norm_output`",
+    "an activation other than silu",
+    "more or fewer than three states",
+    "more than one layer",
+    "rotary embeddings scaled other than by linear or llama3",
+}
 # Most of its targets add one to each layer id. Those of deepseek_v2.py and glm4_moe_lite.py do so only if the first id
 # is 1 (since 0.5.13).
 READS_IDS_UNCHANGED = ("Deepseek", "Kimi", "GlmMoeDsa", "Glm4MoeLite", "MistralLarge3")
@@ -25,9 +35,7 @@ def write(draft: DraftModel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         ValueError: if the layer ids depend on the target, and the draft does not name it.
     """
     config = draft.config
-    ids = config.eagle_aux_hidden_state_layer_ids
-    refused = {"the state that is the embedding (id 0)": 0 in (ids or ()) and not config.aux_layer_ids_assumed}
-    flat = flat_config(draft, refused, NAME)
+    flat = flat_config(draft, TAKES, NAME)
     flat |= {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",

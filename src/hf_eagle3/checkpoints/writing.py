@@ -1,21 +1,32 @@
 """Writing drafts in formats with a flat Llama configuration, and checking what these formats can express."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
+from ..remote_code.configuration_eagle3 import FLAGS
 from ..remote_code.loading_eagle3 import fingerprint, similarity
 from ..remote_code.modeling_eagle3 import DraftModel
 from .flat import EXACT_IDS, LAYER_KEYS, TOKEN_KEYS
 
 
-def flat_config(draft: DraftModel, refused: dict[str, bool], to: str) -> dict[str, Any]:
+# Features that readers take from the configuration. EAGLE's own code does not.
+CONFIGURED = {
+    "a `head_dim` other than hidden_size / num_attention_heads",
+    "scaled rotary embeddings",
+    "states other than the default three",
+    "target states of another width than its own",
+}
+
+
+def flat_config(draft: DraftModel, takes: Collection[str], to: str) -> dict[str, Any]:
     """
     Returns a draft's configuration with the keys of its layers at the top level.
 
     Args:
         draft ([`Eagle3ForSpeculation`]): The draft.
-        refused (`dict[str, bool]`): Features that the format cannot express, and whether the draft has them.
+        takes (`Collection[str]`): What the format can express of [`draft_features`].
         to (`str`): The name of the format.
 
     Raises:
@@ -23,15 +34,7 @@ def flat_config(draft: DraftModel, refused: dict[str, bool], to: str) -> dict[st
     """
     config = draft.config
     layer_config = config.transformer_layer_config
-    refused = {
-        "Qwen3 layers, whose q_norm and k_norm readers would ignore": layer_config.model_type != "llama",
-        "`norm_before_residual`": config.norm_before_residual,
-        "layers with a window": set(layer_config.layer_types) != {"full_attention"},
-        "parallel drafting": config.is_parallel,
-        "biases": has_biases(draft),
-        **refused,
-    }
-    refuse(refused, to)
+    check_features(draft, takes, to)
     if config.has_own_embed_tokens:
         check_table(draft, to)
     rope = dict(layer_config.rope_parameters)
@@ -49,25 +52,32 @@ def flat_config(draft: DraftModel, refused: dict[str, bool], to: str) -> dict[st
     }
 
 
-def beyond_classic(draft: DraftModel) -> dict[str, bool]:
-    """Returns the features beyond the EAGLE-3 paper, and whether the draft has them."""
+def draft_features(draft: DraftModel) -> dict[str, bool]:
+    """
+    Returns the features that some format cannot express, and whether the draft has them. Each format names those that it
+    takes, so it refuses features that are added here.
+    """
     config, layer = draft.config, draft.config.transformer_layer_config
+    ids, rope_type = config.eagle_aux_hidden_state_layer_ids, layer.rope_parameters["rope_type"]
+    flags = [flag for flag in FLAGS if flag != "has_own_embed_tokens"]  # which `check_table` checks
+    heads_fill_width = layer.head_dim * layer.num_attention_heads == config.hidden_size
+    has_default_ids = ids is None or len(ids) != 3 or (ids[0] == 2 and ids[1] == (ids[2] + 3) // 2)
     return {
         "more than one layer": config.num_hidden_layers > 1,
         "Qwen3 layers, with q_norm and k_norm": layer.model_type != "llama",
-        "`fc_norm`": config.fc_norm,
-        "`norm_output`": config.norm_output,
+        **{f"`{flag}`": getattr(config, flag) for flag in flags},
         "layers with a window": set(layer.layer_types) != {"full_attention"},
-        "biases": has_biases(draft),
+        "biases": layer.attention_bias or getattr(layer, "mlp_bias", False),  # Qwen3 has no biases in its MLP
         "parallel drafting": config.is_parallel,
-        f"{config.num_aux_hidden_states} states in place of three": config.num_aux_hidden_states != 3,
+        "an activation other than silu": layer.hidden_act != "silu",
+        "a `head_dim` other than hidden_size / num_attention_heads": not heads_fill_width,
+        "scaled rotary embeddings": rope_type in ("linear", "llama3"),
+        "rotary embeddings scaled other than by linear or llama3": rope_type not in ("default", "linear", "llama3"),
+        "target states of another width than its own": config.target_hidden_size != config.hidden_size,
+        "more or fewer than three states": config.num_aux_hidden_states != 3,
+        "states other than the default three": not has_default_ids,
+        "the target's embedding (id 0) among its states": 0 in (ids or ()) and not config.aux_layer_ids_assumed,
     }
-
-
-def has_biases(draft: DraftModel) -> bool:
-    """Whether attention or MLP of the draft's layers have biases."""
-    layer_config = draft.config.transformer_layer_config
-    return layer_config.attention_bias or getattr(layer_config, "mlp_bias", False)  # Qwen3 has no biases in its MLP
 
 
 def check_layer_ids(draft: DraftModel) -> None:
@@ -91,12 +101,14 @@ class CannotExpress(ValueError):
         )
 
 
-def refuse(refused: dict[str, bool], to: str) -> None:
+def check_features(draft: DraftModel, takes: Collection[str], to: str) -> None:
     """
     Raises:
-        CannotExpress: if a draft has a feature that a format cannot express.
+        CannotExpress: if a draft has a feature that a format does not take.
     """
-    if reasons := [what for what, has in refused.items() if has]:
+    features = draft_features(draft)
+    assert features.keys() >= set(takes)
+    if reasons := [feature for feature, has in features.items() if has and feature not in takes]:
         raise CannotExpress(to, reasons)
 
 

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -149,7 +148,8 @@ def report_long_rows(
     if max_length is None:
         return dataset
     if isinstance(dataset, IterableDataset):
-        return dataset.map(LongRowWarning(max_length, fate, name))
+        message = f"longer than `max_length={max_length}`. The tokens beyond it are {fate}."
+        return dataset.filter(LongRows(max_length, name, message, are_kept=True), input_columns="input_ids")
     lengths = np.concatenate(list(row_lengths(dataset)))
     too_long = lengths > max_length
     if too_long.any():
@@ -177,7 +177,8 @@ def drop_cut_images(
     if max_length is None or "image_end" not in get_dataset_column_names(dataset):
         return dataset
     if isinstance(dataset, IterableDataset):
-        return dataset.filter(WholeImages(max_length, name))
+        message = f"dropped: `max_length={max_length}` would cut their images."
+        return dataset.filter(LongRows(max_length, name, message, are_kept=False), input_columns="image_end")
     ends = np.asarray(dataset["image_end"])
     kept = np.flatnonzero(ends <= max_length)
     if len(kept) == len(dataset):
@@ -190,42 +191,26 @@ def drop_cut_images(
     return dataset.select(kept)
 
 
-class WholeImages:
-    """Drops rows of a stream whose images would be cut, and warns whenever their number is a power of two."""
-
-    def __init__(self, max_length: int, name: str):
-        self.max_length, self.name, self.count = max_length, name, 0
-
-    def __call__(self, row: dict[str, Any]) -> bool:
-        if row["image_end"] <= self.max_length:
-            return True
-        self.count += 1
-        if self.count.bit_count() == 1:
-            logger.warning(
-                f"{self.count} rows of the {self.name} data so far are dropped: `max_length={self.max_length}` would cut their "
-                "images."
-            )
-        return False
-
-
 def row_lengths(dataset: Dataset) -> Iterator[np.ndarray]:
     """Yields the numbers of tokens of 1,000 rows at a time."""
     for table in dataset.select_columns("input_ids").with_format("arrow").iter(batch_size=1000):
         yield pc.list_value_length(table["input_ids"]).to_numpy()
 
 
-class LongRowWarning:
-    """Counts the long rows of a stream, and warns whenever their number is a power of two."""
+class LongRows:
+    """
+    Counts the rows of a stream that are longer than `max_length`, and warns at the first one, the second, the fourth, and so
+    on. As a filter it drops them, or keeps all rows.
+    """
 
-    def __init__(self, max_length: int, fate: str, name: str):
-        self.max_length, self.fate, self.name, self.count = max_length, fate, name, 0
+    def __init__(self, max_length: int, name: str, message: str, are_kept: bool):
+        self.max_length, self.name, self.message, self.are_kept, self.count = max_length, name, message, are_kept, 0
 
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        if len(row["input_ids"]) > self.max_length:
-            self.count += 1
-            if self.count.bit_count() == 1:
-                logger.warning(
-                    f"{self.count} rows of the {self.name} data so far are longer than `max_length={self.max_length}`. The "
-                    f"tokens beyond it are {self.fate}."
-                )
-        return row
+    def __call__(self, tokens: list[int] | int) -> bool:
+        length = tokens if isinstance(tokens, int) else len(tokens)
+        if length <= self.max_length:
+            return True
+        self.count += 1
+        if self.count.bit_count() == 1:
+            logger.warning(f"{self.count} rows of the {self.name} data so far are {self.message}")
+        return self.are_kept

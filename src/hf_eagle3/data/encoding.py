@@ -8,10 +8,10 @@ from accelerate import PartialState
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
-from trl.chat_template_utils import get_training_chat_template
-from trl.data_utils import get_dataset_column_names
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.data_utils import common_prefix_length, get_dataset_column_names
 
-from ..tokenizer import PromptEncoder, has_markers
+from ..tokenizer import PromptEncoder
 from .images import Expansion, ImageReader
 from .prompts import documents_of_row
 from .rows import IMAGES, Row, RowError, read_images, read_row, summary
@@ -21,6 +21,13 @@ logger = logging.getLogger(__name__)
 
 # If assistant turns cannot be found in at most this share of the rows, they are not learned. Above it training is refused.
 MAX_LOST_SHARE = 0.05
+
+
+def has_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template marks the assistant's turns with `{% generation %}`."""
+    template = tokenizer.chat_template
+    template = template.get("default") if isinstance(template, dict) else template
+    return template is not None and has_generation_markers(template)
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -146,7 +153,7 @@ class RowEncoder(PromptEncoder):
             tokens = [*tokens, self.tokenizer.eos_token_id]
         num_given = 0
         if completion is not None and self.completion_only_loss:
-            num_given = common_prefix(self.text(expansion.of(prompt)), tokens)
+            num_given = common_prefix_length(self.text(expansion.of(prompt)), tokens)
         encoded = {"input_ids": tokens, "labels": [-100] * num_given + tokens[num_given:]}
         return encoded | self._image_columns(before + text + after, expansion, tokens)
 
@@ -179,7 +186,7 @@ class RowEncoder(PromptEncoder):
         else:
             ranges = [(0, len(tokens))]
         if row.num_given is not None and self.completion_only_loss:
-            start = common_prefix(self._prompt(row, row.num_given, expansion), tokens)
+            start = common_prefix_length(self._prompt(row, row.num_given, expansion), tokens)
         labels = [-100] * len(tokens)
         for first, last in ranges:
             labels[max(first, start) : last] = tokens[max(first, start) : last]
@@ -236,7 +243,7 @@ class RowEncoder(PromptEncoder):
     def _num_tokens(self, beginning: str, tokens: list[int]) -> int | None:
         """Returns how many tokens of a text belong to its beginning, or `None` if the beginning alone has other tokens."""
         alone = self.rendered_tokens(beginning)
-        num_tokens = common_prefix(alone, tokens)
+        num_tokens = common_prefix_length(alone, tokens)
         # White space at the end may be another token than before more text, and some templates end a text with EOS.
         rest = self.tokenizer.decode(alone[num_tokens:], skip_special_tokens=True) if num_tokens < len(alone) else ""
         return None if rest.strip() else num_tokens
@@ -292,12 +299,6 @@ class RowEncoder(PromptEncoder):
         logger.warning(f"{message} These turns are not learned.")
 
 
-def common_prefix(tokens: list[int], others: list[int]) -> int:
-    """Returns how many tokens two texts share at their beginnings."""
-    pairs = zip(tokens, others)
-    return next((place for place, (token, other) in enumerate(pairs) if token != other), min(len(tokens), len(others)))
-
-
 def encode_rows(
     dataset: Dataset | IterableDataset, encoder: RowEncoder, name: str, num_proc: int | None = None
 ) -> Dataset | IterableDataset:
@@ -341,14 +342,12 @@ def encode_rows(
             num_proc=num_proc,
             desc=f"Tokenizing {name} dataset",
         )
-    problems = [(number, problem) for number, problem in enumerate(encoded["problem"]) if problem]
-    if problems:
+    if problems := [(number, problem) for number, problem in enumerate(encoded["problem"]) if problem]:
         raise ValueError(
             f"{len(problems)} of {len(encoded)} rows of the {name} data cannot be learned from. {summary(problems)} Fix or remove "
             "them."
         )
-    lost = [number for number, num_lost in enumerate(encoded["lost"]) if num_lost]
-    if lost:
+    if lost := [number for number, num_lost in enumerate(encoded["lost"]) if num_lost]:
         encoder.report_lost(lost, len(encoded), name)
     taught = [number for number, teaches in enumerate(encoded["teaches"]) if teaches]
     encoded = encoded.remove_columns(["lost", "teaches", "problem"])
@@ -357,18 +356,28 @@ def encode_rows(
     elif image_column:  # added now, because `map` would store the images again
         images = dataset.select_columns(image_column).rename_column(image_column, "image_data")
         encoded = concatenate_datasets([encoded, images], axis=1)
+    return drop_untaught(encoded, taught, name)
+
+
+def drop_untaught(encoded: Dataset, taught: list[int], name: str) -> Dataset:
+    """
+    Returns the rows with something to learn. Warns of the others.
+
+    Raises:
+        ValueError: if there is no such row.
+    """
     if not taught:
         raise ValueError(
             f"{len(encoded)} of {len(encoded)} rows of the {name} data have nothing to learn: all their labels are -100."
         )
-    if len(taught) < len(encoded):
-        first = sorted(set(range(len(encoded))) - set(taught))[:3]
-        logger.warning(
-            f"{len(encoded) - len(taught)} of {len(encoded)} rows of the {name} data have nothing to learn and are dropped (the first "
-            f"are {first})."
-        )
-        encoded = encoded.select(taught)
-    return encoded
+    if len(taught) == len(encoded):
+        return encoded
+    first = sorted(set(range(len(encoded))) - set(taught))[:3]
+    logger.warning(
+        f"{len(encoded) - len(taught)} of {len(encoded)} rows of the {name} data have nothing to learn and are dropped (the first "
+        f"are {first})."
+    )
+    return encoded.select(taught)
 
 
 def encode_or_explain(row: dict[str, Any], encoder: RowEncoder, columns: list[str]) -> dict[str, Any]:

@@ -8,21 +8,23 @@ import copy
 import json
 import logging
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow as pa
 import torch
 from datasets import Dataset, DatasetInfo, Features, IterableDataset
+from filelock import FileLock, Timeout
 from huggingface_hub import CommitInfo, CommitOperationAdd, DatasetCard, DatasetCardData, HfApi
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.chat_template_utils import add_response_schema
 from trl.data_utils import get_dataset_column_names
 
-from ..environment import without_paths
+from ..environment import what_differs, without_paths
 from ..files import write_atomically
 from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
 from ..tokenizer import PromptEncoder, padded_inputs, padding_token, with_text_part
@@ -31,14 +33,9 @@ from .prompts import num_positions
 from .rows import IMAGES, RowError, UnreachableError, read_prompt, summary
 
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 logger = logging.getLogger(__name__)
 
-ROLES = {"system", "developer", "user", "assistant"}
+KEPT_ROLES = {"system", "developer", "user", "assistant"}
 # How many batches of texts to sort by length at once. Padding to the longest of any length would take most of the time.
 BATCHES_SORTED = 8
 NUM_NAMED = 3  # rows to name at once when they are left out
@@ -94,12 +91,8 @@ class Output:
         known = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
         if known != settings:
             if any(part.stat().st_size for part in folder.glob("rows-*.jsonl")):
-                then = known or {}
-                changed = {key: (then.get(key), settings.get(key)) for key in then.keys() | settings.keys()}
-                changed = {key: values for key, values in changed.items() if values[0] != values[1]}
-                raise ValueError(
-                    f"{folder} was begun with other settings (then, now): {changed}. Choose another folder."
-                )
+                difference = what_differs(known or {}, settings)
+                raise ValueError(f"{folder} was begun with other settings: {difference}. Choose another folder.")
             for part in folder.glob(LEFT_OUT):  # of an earlier run that wrote no row
                 part.unlink()
             write_atomically(kept, json.dumps(settings))  # other processes read it
@@ -156,26 +149,25 @@ class Output:
         return " ".join(parts)
 
 
-def locked(path: Path) -> IO:
+def locked(path: Path) -> FileLock:
     """
-    Returns an open file that no other process can lock until it is closed.
+    Locks a file until the returned lock is gone. This process may lock it again.
 
     Raises:
         ValueError: if another process has locked it.
     """
-    file = path.open("a")
+    # A soft lock would outlive a killed process.
+    lock = FileLock(path, is_singleton=True, fallback_to_soft=False)
     try:
-        if fcntl is not None:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        file.close()
+        lock.acquire(timeout=0)
+    except Timeout:
         raise ValueError(
             f"Another run writes to {path.parent}, and both would answer the same rows. Wait until it has ended, or choose "
             "another folder."
         ) from None
-    except OSError as error:
+    except (NotImplementedError, OSError) as error:
         logger.debug(f"{path} is in a file system without locks: {error}")
-    return file
+    return lock
 
 
 def rows_in(paths: Iterable[Path]) -> Iterator[dict]:
@@ -325,7 +317,7 @@ class Conversation:
             return
         if any(message["role"] == "assistant" and image_parts(message) for message in content.messages):
             raise RowError("a message of the assistant has images, and its answers are replaced by texts")
-        if unknown := {message["role"] for message in content.messages} - ROLES:
+        if unknown := {message["role"] for message in content.messages} - KEPT_ROLES:
             raise RowError(f"it has messages of {sorted(unknown)}, which depend on the answers that are replaced")
         self.pending: list[list[dict]] = []
         before: list[dict] = []
@@ -425,35 +417,25 @@ def regenerate_locally(
         tokenizer = add_response_schema(tokenizer)  # separates reasoning from answers
     except ValueError:
         logger.info("TRL knows no response template for this chat template. Answers are kept as texts.")
-    encoder, room = PromptEncoder(tokenizer), generation_kwargs.get("max_new_tokens", 1)
-    positions = num_positions(target)
+    encode = partial(
+        encode_prompt,
+        encoder=PromptEncoder(tokenizer),
+        room=generation_kwargs.get("max_new_tokens", 1),
+        positions=num_positions(target),
+        images=images,
+    )
     at_once = batch_size * (BATCHES_SORTED if images is None else 1)  # images of many rows take much memory
     upcoming, active, num_failed, order = iter(pending), list[Conversation](), 0, random.Random(0)
     progress = tqdm(desc="Rows", initial=len(output.done), disable=None)
     while True:
-        prompts = {}
-        for conversation in chain(active, upcoming):
-            try:
-                prompts[conversation] = encode_prompt(conversation, encoder, room, positions, images)
-            except UnreachableError as error:
-                num_failed += 1
-                logger.warning(f"Row {conversation.row} failed: {error}")
-            except RowError as error:
-                output.leave_out(conversation.row, str(error))
-            if len(prompts) >= at_once:
-                break
+        prompts, num_unreachable = encode_prompts(chain(active, upcoming), at_once, encode, output)
+        num_failed += num_unreachable
         if not prompts:
             return num_failed
         active = []
         for batch in batches_by_length(prompts, batch_size, order):
-            answers = generate_answers(
-                target,
-                tokenizer,
-                [prompts[conversation] for conversation in batch],
-                images,
-                assistant_model=draft,
-                **generation_kwargs,
-            )
+            inputs = [prompts[conversation] for conversation in batch]
+            answers = generate_answers(target, tokenizer, inputs, images, assistant_model=draft, **generation_kwargs)
             for conversation, (tokens, stop) in zip(batch, answers, strict=True):
                 prompt = None if conversation.text is not None else prompts[conversation]["prompt"]
                 try:
@@ -465,6 +447,27 @@ def regenerate_locally(
                         active.append(conversation)
                 except RowError as error:
                     output.leave_out(conversation.row, str(error))
+
+
+def encode_prompts(
+    conversations: Iterable[Conversation], most: int, encode: Callable[[Conversation], dict[str, Any]], output: Output
+) -> tuple[dict[Conversation, dict[str, Any]], int]:
+    """
+    Returns at most so many prompts by conversation, and the number of rows with an image that could not be reached. Leaves
+    out rows that cannot be answered.
+    """
+    prompts, num_unreachable = {}, 0
+    for conversation in conversations:
+        try:
+            prompts[conversation] = encode(conversation)
+        except UnreachableError as error:
+            num_unreachable += 1
+            logger.warning(f"Row {conversation.row} failed: {error}")
+        except RowError as error:
+            output.leave_out(conversation.row, str(error))
+        if len(prompts) >= most:
+            break
+    return prompts, num_unreachable
 
 
 def batches_by_length(

@@ -95,20 +95,9 @@ def run_benchmark(
     left_out = results.run.setdefault("left_out", {})
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = padding_token(tokenizer)
-    assistance: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "prompt-lookup": {"prompt_lookup_num_tokens": 8},
-        "assistant": {"assistant_model": assistant},
-        "mtp": {"use_mtp": True},
-        "dflash": {"assistant_model": dflash, "speculation_type": "dflash"},
-    }
-    for method, each in drafts.items():
-        assistance[method] = {"assistant_model": each} | (
-            {} if method == "eagle3" else {"prompt_lookup_num_tokens": 0}
-        )
     settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id, **(call or {})}
     settings["return_dict_in_generate"] = False  # some targets' generation configs say True
-    generate = TimedGeneration(target, settings, sampling or {}, assistance)
+    generate = TimedGeneration(target, settings, sampling or {}, assistance_of(drafts, assistant, dflash))
     done = whole_repeats(results, methods)
     calls = sum(math.ceil(len(prompts) / size) for prompts in tasks.values() for size in batch_sizes)
     progress = tqdm(total=calls * len(temperatures) * len(methods) * repeats, desc="Benchmark")
@@ -118,9 +107,8 @@ def run_benchmark(
             padded_inputs(target, tokenizer, prompts[start : start + batch_size], images)
             for start in range(0, len(prompts), batch_size)
         ]
-        longest = max(
-            batches, key=lambda inputs: inputs["input_ids"].shape[1]
-        )  # a static cache keeps the length of its first call
+        # A static cache keeps the length of its first call.
+        longest = max(batches, key=lambda inputs: inputs["input_ids"].shape[1])
         suited = [method for method in methods if batch_size == 1 or method in IN_BATCHES]
         for temperature, repeat in product(temperatures, range(repeats)):
             if (task, batch_size, temperature, repeat) in done:
@@ -129,29 +117,35 @@ def run_benchmark(
             for method in suited:
                 # With a static cache, each task may compile anew.
                 kind = method, batch_size, temperature, task if settings.get("cache_implementation") else None
-                if kind in warm or method in left_out:
-                    continue
-                warm.add(kind)
-                try:
-                    generate(longest, method, temperature, seed)
-                except (ValueError, TypeError, NotImplementedError, AttributeError, OSError) as error:
-                    if method in IN_BATCHES:
-                        raise
-                    left_out[method] = f"{type(error).__name__}: {error}"
-                    logger.warning(f"{method} is left out: {error}")
+                if kind not in warm and method not in left_out:
+                    warm.add(kind)
+                    left_out |= warm_up(generate, longest, method, temperature, seed)
+            kept, first_seed = [method for method in suited if method not in left_out], seed + repeat * len(prompts)
             unit = {"task": task, "batch_size": batch_size, "temperature": temperature, "repeat": repeat}
-            measured = measure_repeat(
-                generate,
-                batches,
-                [method for method in suited if method not in left_out],
-                temperature,
-                seed + repeat * len(prompts),
-                progress,
-            )
+            measured = measure_repeat(generate, batches, kept, temperature, first_seed, progress)
             results.measurements += [unit | {"num_prompts": len(prompts)} | total for total in measured]
             save(results)
     progress.close()
     return results
+
+
+def assistance_of(
+    drafts: Mapping[str, PreTrainedModel], assistant: PreTrainedModel | None, dflash: PreTrainedModel | None
+) -> dict[str, dict[str, Any]]:
+    """Returns the arguments of `generate` that turn on each method."""
+    trees_only = {"prompt_lookup_num_tokens": 0}
+    ours = {
+        method: {"assistant_model": draft, **({} if method == "eagle3" else trees_only)}
+        for method, draft in drafts.items()
+    }
+    return {
+        "plain": {},
+        "prompt-lookup": {"prompt_lookup_num_tokens": 8},
+        "assistant": {"assistant_model": assistant},
+        "mtp": {"use_mtp": True},
+        "dflash": {"assistant_model": dflash, "speculation_type": "dflash"},
+        **ours,
+    }
 
 
 @dataclass
@@ -195,6 +189,20 @@ class TimedGeneration:
         ends = set(ends if isinstance(ends, list) else [ends])
         new_tokens = sequences[:, inputs["input_ids"].shape[1] :].tolist()
         return [without_padding(row, self.settings["pad_token_id"], ends) for row in new_tokens], facts
+
+
+def warm_up(
+    generate: TimedGeneration, inputs: BatchFeature, method: str, temperature: float, seed: int
+) -> dict[str, str]:
+    """Calls a method once. Returns the reason, by method, if the target does not take one of transformers' own."""
+    try:
+        generate(inputs, method, temperature, seed)
+    except (ValueError, TypeError, NotImplementedError, AttributeError, OSError) as error:
+        if method in IN_BATCHES:
+            raise
+        logger.warning(f"{method} is left out: {error}")
+        return {method: f"{type(error).__name__}: {error}"}
+    return {}
 
 
 def measure_repeat(

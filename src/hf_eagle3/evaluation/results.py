@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..environment import public_name
+from ..environment import public_name, what_differs
 from ..files import write_atomically
 
 
@@ -220,12 +220,12 @@ class BenchmarkResults:
             def total(name: str, repeats: list[dict] = repeats) -> Any:
                 return sum(repeat[name] for repeat in repeats)
 
+            def pooled(name: str, repeats: list[dict] = repeats) -> Counter[int]:
+                return sum(
+                    (Counter({int(key): count for key, count in each[name].items()}) for each in repeats), Counter()
+                )
+
             differing = {index for repeat in repeats for index in repeat["differing"]}
-            accepted: Counter[int] = Counter()
-            drafted: Counter[int] = Counter()
-            for repeat in repeats:
-                accepted.update({int(length): count for length, count in repeat["accepted_lengths"].items()})
-                drafted.update({int(length): count for length, count in repeat["drafted_lengths"].items()})
             memory = [repeat["peak_memory"] for repeat in repeats if repeat["peak_memory"] is not None]
             rows.append(
                 BenchmarkRow(
@@ -237,10 +237,10 @@ class BenchmarkResults:
                     speedups=[repeat["speedup"] for repeat in repeats],
                     target_forwards=total("target_forwards"),
                     new_tokens=total("new_tokens"),
-                    accepted_lengths=accepted,
+                    accepted_lengths=pooled("accepted_lengths"),
                     plain_steps=total("plain_steps"),
                     lookup_steps=total("lookup_steps"),
-                    drafted_lengths=drafted,
+                    drafted_lengths=pooled("drafted_lengths"),
                     draft_share=total("draft_seconds") / total("seconds"),
                     num_identical=repeats[0]["num_prompts"] - len(differing),
                     num_prompts=repeats[0]["num_prompts"],
@@ -354,14 +354,6 @@ def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
         if difference := what_differs(before.run.get(name), after.run.get(name)):
             lines.append(f"\n{name}: {difference}.")
     return "\n".join(lines)
-
-
-def what_differs(before: Any, after: Any) -> str:
-    """Returns the entries of two dicts that differ, or two values that differ, in words. Empty if they are the same."""
-    if not (isinstance(before, dict) and isinstance(after, dict)):
-        return "" if before == after else f"{before} before, {after} after"
-    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    return ", ".join(f"{name} was {before.get(name)!r} before, {after.get(name)!r} after" for name in names)
 
 
 def plot_names(rows: Sequence[BenchmarkRow]) -> list[str]:

@@ -128,47 +128,66 @@ def load_prompts(
         OSError: if the Hub cannot be reached.
         ValueError: if there are no prompts, or a row is malformed, or has images that nothing reads.
     """
-
-    encoder = PromptEncoder(tokenizer)
-    prompts: list[Any] = []
-
-    def chat(messages: list[dict], **kwargs: Any) -> list[int]:
-        if not encoder.has_template:
-            logger.warning_once(
-                "The tokenizer has no chat template, so the messages of a chat are joined as plain text."
-            )
-            return encoder.text("\n\n".join(message["content"] for message in messages))
-        return encoder.chat(messages, **{**(chat_template_kwargs or {}), **kwargs})
-
     if name == OFFLINE:
         _, texts = standard_library()
         return [tokenizer(text[:2000], add_special_tokens=False)["input_ids"][:48] for text in texts[:num_prompts]]
+    encoder, kwargs = PromptEncoder(tokenizer), chat_template_kwargs or {}
     if name in TASKS:
-        task = TASKS[name]
-        rows = load_dataset(task.path, **task.load)
-        if len(rows) < task.num_prompts:
-            raise ValueError(f"{task.path} has {len(rows)} rows, but {name} takes {task.num_prompts} of them.")
-        rows = rows.select(range(min(num_prompts or task.num_prompts, task.num_prompts)))
-        for row in rows:
-            messages: list[dict] = []
-            turns = task.turns_of(row)
-            for turn in turns if answer is not None else turns[:1]:
-                if answer is not None and messages:
-                    messages.append({"role": "assistant", "content": answer(prompts[-1])})
-                messages.append({"role": "user", "content": turn})
-                prompts.append(chat(messages))
-        return prompts
-    for number, content, row in _read_prompts(name, num_prompts):
+        return hub_prompts(name, encoder, num_prompts, kwargs, answer)
+    return file_prompts(name, encoder, num_prompts, kwargs, images)
+
+
+def encode_messages(encoder: PromptEncoder, messages: list[dict], **kwargs: Any) -> list[int]:
+    """Returns the tokens of messages, joined as plain text if there is no chat template."""
+    if encoder.has_template:
+        return encoder.chat(messages, **kwargs)
+    logger.warning_once("The tokenizer has no chat template, so the messages of a chat are joined as plain text.")
+    return encoder.text("\n\n".join(message["content"] for message in messages))
+
+
+def hub_prompts(
+    name: str,
+    encoder: PromptEncoder,
+    num_prompts: int | None,
+    chat_template_kwargs: dict,
+    answer: Callable[[list[int]], str] | None,
+) -> list[Prompt]:
+    """Returns the prompts of one of `TASKS`. For the arguments see [`load_prompts`]."""
+    task, prompts = TASKS[name], list[Any]()
+    rows = load_dataset(task.path, **task.load)
+    if len(rows) < task.num_prompts:
+        raise ValueError(f"{task.path} has {len(rows)} rows, but {name} takes {task.num_prompts} of them.")
+    for row in rows.select(range(min(num_prompts or task.num_prompts, task.num_prompts))):
+        messages: list[dict] = []
+        turns = task.turns_of(row)
+        for turn in turns if answer is not None else turns[:1]:
+            if answer is not None and messages:
+                messages.append({"role": "assistant", "content": answer(prompts[-1])})
+            messages.append({"role": "user", "content": turn})
+            prompts.append(encode_messages(encoder, messages, **chat_template_kwargs))
+    return prompts
+
+
+def file_prompts(
+    path: str, encoder: PromptEncoder, num_prompts: int | None, chat_template_kwargs: dict, images: ImageReader | None
+) -> list[Prompt]:
+    """Returns the prompts of a JSON Lines file. For the arguments see [`load_prompts`]."""
+    prompts = list[Any]()
+    for number, content, row in _read_prompts(path, num_prompts):
         try:
             if row.images:
                 conversation = Conversation(number, content, chat_template_kwargs)
                 prompts.append(encode_prompt(conversation, encoder, room=0, positions=None, images=images))
+            elif row.text:
+                prompts.append(encoder.text(row.text))
             else:
-                prompts.append(encoder.text(row.text) if row.text else chat(row.messages, **row.template_kwargs))
+                prompts.append(
+                    encode_messages(encoder, row.messages, **{**chat_template_kwargs, **row.template_kwargs})
+                )
         except RowError as error:
-            raise ValueError(f"{name}, line {number}: {error}.") from None
+            raise ValueError(f"{path}, line {number}: {error}.") from None
         except Exception as error:
-            raise ValueError(f"{name}, line {number}: the chat template refuses it: {error}") from error
+            raise ValueError(f"{path}, line {number}: the chat template refuses it: {error}") from error
     return prompts
 
 

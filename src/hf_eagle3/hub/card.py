@@ -22,6 +22,7 @@ from ..checkpoints.engines import check_vllm
 from ..environment import public_name
 from ..evaluation import BenchmarkResults, BenchmarkRow, format_table
 from ..evaluation.results import TITLES, plot_names
+from ..remote_code.configuration_eagle3 import FLAGS
 from ..remote_code.policy_eagle3 import tree_settings
 
 
@@ -79,11 +80,7 @@ def render_card(
     if verifier is None and draft is not None:
         verifier = draft.config.verifier
     is_on_hub = is_hub_id(verifier)
-    rows = benchmark.rows if benchmark else []
-    drafted = [row for row in rows if row.method == "eagle3"] or [row for row in rows if row.method == "eagle3-chain"]
-    # The draft's own acceptance. Lookup takes the easy tokens, so with lookup the draft accepts fewer.
-    alone = [row for row in rows if row.method == "eagle3-no-lookup"] or drafted
-    lookups = [row for row in rows if row.method == "prompt-lookup"]
+    measured = rows_by_use(benchmark.rows if benchmark else [])
     name, datasets = repo_id.split("/")[-1], (training or {}).get("datasets") or []
     base_model = adapter_of or verifier
     base_model = base_model if is_hub_id(base_model) else None
@@ -98,8 +95,8 @@ def render_card(
         license=license,
         license_name=license_name,
         license_link=license_link,
-        model_name=name if drafted else None,
-        eval_results=eval_results(drafted, alone, lookups) or None,
+        model_name=name if measured[0] else None,
+        eval_results=eval_results(*measured) or None,
     )
     verifier_link = (
         f"[{verifier}](https://huggingface.co/{verifier})" if is_on_hub else "a model that is not on the Hub"
@@ -137,22 +134,45 @@ def render_card(
         parallel=', "parallel_drafting": true' if draft.config.is_parallel else "",
         engines_run=", ".join(f"{each.name} {each.version}" for each in ENGINES if each.version is not None),
         training_arguments=arguments,
-        run=benchmark.run if benchmark else None,
-        table=format_table(rows) if rows else None,
-        speedups=speedup_lines(drafted, alone, lookups),
-        plots=plot_names(rows),
         image_folder=image_folder,
         note=note,
-        prompts={row.task: row.num_prompts for row in rows},
-        titles={} if benchmark is None or has_files(benchmark.run["arguments"].get("tasks") or ()) else TITLES,
-        parts=any(row.num_identical < row.num_prompts for row in rows if not (row in lookups and row.temperature > 0)),
-        lookups_part=any(row.num_identical < row.num_prompts for row in lookups if row.temperature > 0),
-        num_forwards=sum(row.target_forwards for row in drafted),
-        num_lookups=sum(row.lookup_steps for row in drafted),
-        alone=alone,
-        num_positions=max((len(row.acceptance_by_position) for row in alone), default=0),
         tree=tree_settings(draft.generation_config),
+        **({} if benchmark is None else benchmark_texts(benchmark, *measured)),
     )
+
+
+def rows_by_use(rows: Sequence[BenchmarkRow]) -> tuple[list[BenchmarkRow], list[BenchmarkRow], list[BenchmarkRow]]:
+    """Returns the rows of the draft as it is used, of the draft alone, and of prompt lookup without a draft."""
+    drafted = [row for row in rows if row.method == "eagle3"] or [row for row in rows if row.method == "eagle3-chain"]
+    # The draft's own acceptance. Lookup takes the easy tokens, so with lookup the draft accepts fewer.
+    alone = [row for row in rows if row.method == "eagle3-no-lookup"] or drafted
+    return drafted, alone, [row for row in rows if row.method == "prompt-lookup"]
+
+
+def benchmark_texts(
+    benchmark: BenchmarkResults,
+    drafted: Sequence[BenchmarkRow],
+    alone: Sequence[BenchmarkRow],
+    lookups: Sequence[BenchmarkRow],
+) -> dict[str, Any]:
+    """Returns what the template says about a benchmark."""
+    rows = benchmark.rows
+    return {
+        "run": benchmark.run,
+        "table": format_table(rows) if rows else None,
+        "speedups": speedup_lines(drafted, alone, lookups),
+        "plots": plot_names(rows),
+        "prompts": {row.task: row.num_prompts for row in rows},
+        "titles": {} if has_files(benchmark.run["arguments"].get("tasks") or ()) else TITLES,
+        "parts": any(
+            row.num_identical < row.num_prompts for row in rows if not (row in lookups and row.temperature > 0)
+        ),
+        "lookups_part": any(row.num_identical < row.num_prompts for row in lookups if row.temperature > 0),
+        "num_forwards": sum(row.target_forwards for row in drafted),
+        "num_lookups": sum(row.lookup_steps for row in drafted),
+        "alone": alone,
+        "num_positions": max((len(row.acceptance_by_position) for row in alone), default=0),
+    }
 
 
 def from_template(template: Path, data: ModelCardData, **texts: Any) -> ModelCard:
@@ -196,9 +216,7 @@ def is_hub_id(name: str | None) -> TypeGuard[str]:
 def form(draft: PreTrainedModel) -> str:
     """Returns what the draft is, in one line."""
     config, layer = draft.config, draft.config.transformer_layer_config
-    flags = [
-        flag for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(config, flag)
-    ]
+    flags = [flag for flag in FLAGS if flag != "has_own_embed_tokens" and getattr(config, flag)]
     num_parameters = sum(weight.numel() for name, weight in draft.named_parameters() if "lora_" not in name)
     kind = {"llama": "Llama", "qwen3": "Qwen3"}[layer.model_type]
     layers = f"{config.num_hidden_layers} {kind} layer" + "s" * (config.num_hidden_layers > 1)

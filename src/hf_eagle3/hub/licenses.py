@@ -52,7 +52,9 @@ def check_license(license: str | None, name: str | None = None, link: str | None
         )
 
 
-def license_of(card: ModelCard | None) -> dict[str, str | None]:
-    """Returns the licence in a card, as arguments of [`render_card`]. All are `None` without a card."""
-    keys = ("license", "license_name", "license_link")
-    return {key: None if card is None else card.data.get(key) for key in keys}
+def license_of(
+    card: ModelCard | None, license: str | None = None, name: str | None = None, link: str | None = None
+) -> dict[str, str | None]:
+    """Returns a licence, or else that in a card, as arguments of [`render_card`]. All are `None` without both."""
+    stated = {"license": license, "license_name": name, "license_link": link}
+    return stated if license or card is None else {key: card.data.get(key) for key in stated}

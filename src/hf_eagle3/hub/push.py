@@ -92,7 +92,6 @@ def push_draft(
     repo_id = repo_id if "/" in repo_id else f"{api.whoami(token)['name']}/{repo_id}"
     # A new branch begins as a copy of the main branch.
     existing = card_on_hub(repo_id, revision, token) or card_on_hub(repo_id, None, token)
-    stated = {"license": license, "license_name": license_name, "license_link": license_link}
     with tempfile.TemporaryDirectory() as folder:
         card = write_draft(
             draft,
@@ -101,7 +100,7 @@ def push_draft(
             training=training,
             benchmark=benchmark,
             published=published,
-            **(stated if license else license_of(existing)),
+            **license_of(existing, license, license_name, license_link),
             tags=tags or (),
             max_shard_size=max_shard_size,
         )
@@ -326,8 +325,8 @@ def refresh_card(
         snapshot_download(repo_id, revision=revision, token=token, allow_patterns=["*.json", BENCHMARK_RECORD])
     )
     if (folder / "config.json").exists():
-        stated = {"license": license, "license_name": license_name, "license_link": license_link}
-        card = card_of_records(repo_id, folder, published=published, **(stated if license else license_of(existing)))
+        stated = license_of(existing, license, license_name, license_link)
+        card = card_of_records(repo_id, folder, published=published, **stated)
     elif (folder / "adapter_config.json").exists():
         return "an adapter, kept"
     elif untrained is not None:

@@ -131,17 +131,7 @@ def draft_to_train(
             "(`--draft_name_or_path`), or leave `peft_config` out (`--use_peft`)."
         )
     if draft is None:
-        torch.manual_seed(args.seed)
-        assert not isinstance(args.model_init_kwargs, str)  # the arguments check it
-        form, kwargs = FORMS[args.draft_form], args.model_init_kwargs or {}
-        changed = {name: kwargs[name] for name in form if kwargs.get(name, form[name]) != form[name]}
-        if args.draft_form == "classic" and changed:
-            logger.warning(
-                f"`model_init_kwargs` has {changed}, so the draft is not quite of the form 'classic' ({form}). Engines that "
-                "take this form may refuse it. Leave these out for an exact one."
-            )
-        settings = form | kwargs
-        draft = Eagle3ForSpeculation.from_target(target_model, **settings)
+        draft = fresh_draft(target_model, args)
     elif args.model_init_kwargs or args.draft_form != type(args).draft_form:
         raise ValueError(
             "`model_init_kwargs` and `draft_form` are for a fresh draft (`model=None`). Leave them or `model` out."
@@ -151,7 +141,7 @@ def draft_to_train(
             f"`draft_vocab_size` is {args.draft_vocab_size}, but the draft has a vocabulary of "
             f"{draft.config.draft_vocab_size}. Leave one of `model` and `draft_vocab_size` out."
         )
-    check_draft(draft, target_model, args)
+    check_trainable(draft, target_model, args)
     if not hasattr(draft, "peft_config"):  # PEFT has frozen the rest
         for name in draft.frozen_modules:
             if hasattr(draft, name):
@@ -159,7 +149,23 @@ def draft_to_train(
     return draft.float()
 
 
-def check_draft(model: DraftModel | PeftModel, target_model: PreTrainedModel, args: Eagle3TrainingArguments) -> None:
+def fresh_draft(target_model: PreTrainedModel, args: Eagle3TrainingArguments) -> Eagle3ForSpeculation:
+    """Returns an untrained draft of the form that the arguments name."""
+    torch.manual_seed(args.seed)
+    assert not isinstance(args.model_init_kwargs, str)  # the arguments check it
+    form, kwargs = FORMS[args.draft_form], args.model_init_kwargs or {}
+    changed = {name: kwargs[name] for name in form if kwargs.get(name, form[name]) != form[name]}
+    if args.draft_form == "classic" and changed:
+        logger.warning(
+            f"`model_init_kwargs` has {changed}, so the draft is not quite of the form 'classic' ({form}). Engines that take this "
+            "form may refuse it. Leave these out for an exact one."
+        )
+    return Eagle3ForSpeculation.from_target(target_model, **(form | kwargs))
+
+
+def check_trainable(
+    model: DraftModel | PeftModel, target_model: PreTrainedModel, args: Eagle3TrainingArguments
+) -> None:
     """
     Raises:
         ValueError: if the draft is for another target, or training-time test cannot train it with these arguments.

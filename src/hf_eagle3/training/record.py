@@ -13,8 +13,7 @@ from transformers import PreTrainedConfig, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import CONFIG_NAME
 
-from ..environment import environment, public_name, without_paths
-from ..evaluation.results import what_differs
+from ..environment import environment, public_name, what_differs, without_paths
 from ..hub.card import TRAINING_RECORD
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.loading_eagle3 import weights_digest
