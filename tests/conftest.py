@@ -453,7 +453,7 @@ def tokenizer():
 @contextmanager
 def chat_server(reply):
     """An OpenAI-compatible server; `reply(payload, number)` gives a text, a message, with its `finish_reason` if that is not
-    "stop", or an HTTP status to fail with."""
+    "stop", the bytes of a whole body, or an HTTP status to fail with."""
     requests, lock = [], threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -479,7 +479,7 @@ def chat_server(reply):
                     "choices": [choice],
                     "usage": usage,
                 }
-            content = json.dumps(body).encode()
+            content = answer if isinstance(answer, bytes) else json.dumps(body).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))

@@ -149,8 +149,19 @@ def test_rows_that_cannot_be_answered(tmp_path, caplog):
     output = Output(tmp_path, {})
     with caplog.at_level(logging.WARNING):
         assert [conversation.row for conversation in output.pending(rows)] == [5]
-    assert "Row 0 is left out: it has messages of ['tool']" in caplog.text and caplog.text.count("is left out") == 3
+    assert "Row 0 is left out: it has messages of ['tool'], which may depend on" in caplog.text
+    assert caplog.text.count("is left out") == 3
     assert output.report().startswith("5 rows were left out. Row 0: it has messages of ['tool']")
+
+
+def test_an_answer_that_utf8_cannot_hold_is_left_out(tmp_path):
+    output = Output(tmp_path, {})
+    output.write(0, {"messages": [user("a"), assistant("cut \ud83d")], "finish_reasons": ["length"]})
+    output.leave_out(1, "the server refuses to answer: \ud83d")
+    output.write(2, {"messages": [user("a"), assistant("\U0001f600")], "finish_reasons": ["length"]})
+    assert list(read(tmp_path)) == [2] and output.report().startswith("1 rows have an answer that was cut")
+    again = Output(tmp_path, {})
+    assert again.done == {2} and again.left_out[0] == r"it has half a character, '\ud83d'" and 1 in again.left_out
 
 
 def test_answers_of_a_target_are_what_it_generates(tmp_path, tokenizer):

@@ -28,6 +28,14 @@ GOOD = {
     "names of other rows": ({"messages": [{**U, "tool_calls": None}, A]}, {"messages": CHAT}),
     "ShareGPT": ({"conversations": SHAREGPT}, {"messages": CHAT}),
     "ShareGPT under messages": ({"messages": SHAREGPT}, {"messages": CHAT}),
+    "ShareGPT's roles": (
+        {"messages": [{"role": "human", "content": "a"}, {"role": "Assistant", "content": "b"}]},
+        {"messages": CHAT},
+    ),
+    "a role of a template": (
+        {"messages": [U, {"role": "ipython", "content": "b"}]},
+        {"messages": [U, {"role": "ipython", "content": "b"}]},
+    ),
     "text in place of value": ({"conversations": [{"from": "human", "text": "a"}, SHAREGPT[1]]}, {"messages": CHAT}),
     "a structure of lists": (
         {"messages": {"role": ["user", "assistant"], "content": ["a", "b"]}},
@@ -45,6 +53,14 @@ GOOD = {
     "a call with arguments as text": ({"messages": [U, {"role": "assistant", "tool_calls": [CALL_AS_TEXT]}]}, "call"),
     "arguments of other rows": ({"messages": [U, {"role": "assistant", "tool_calls": [CALL_WITH_NULLS]}]}, "call"),
     "ShareGPT with a call": ({"conversations": [SHAREGPT[0], {"from": "gpt", "tool_calls": [CALL]}]}, "call"),
+    "OpenAI's older call": (
+        {"messages": [U, {"role": "assistant", "content": None, "function_call": CALL_AS_TEXT["function"]}]},
+        "call",
+    ),
+    "and its result": (
+        {"messages": [U, {"role": "function", "name": "f", "content": "r", "function_call": None}]},
+        {"messages": [U, {"role": "tool", "name": "f", "content": "r"}]},
+    ),
     "an unknown template argument": (
         {"messages": CHAT, "chat_template_kwargs": {"a": True, "b": None}},
         {"messages": CHAT, "template_kwargs": {"a": True}},
@@ -224,6 +240,11 @@ def test_rows_to_answer():
     ):
         with pytest.raises(RowError, match=told):
             read_prompt(row)
+
+
+def test_a_column_of_texts_that_was_asked_for_comes_first():
+    columns = {"content", "messages", "text"}
+    assert kind_of(columns, "content") == "content" and kind_of(columns) == "messages"
 
 
 def test_a_summary_names_the_first_few_of_each_kind():

@@ -1,6 +1,7 @@
 """Answers of a server that the test plays."""
 
 import asyncio
+import json
 import time
 from itertools import chain
 
@@ -149,6 +150,42 @@ def test_answers_that_are_given_up_are_none(tmp_path, reason, num_failed):
     assert sorted(read(tmp_path)) == [0, 2] and len(output.left_out) == 1 - num_failed
 
 
+@pytest.mark.parametrize(
+    "answer, reason",
+    [
+        (assistant(""), "the server's answer is empty"),
+        (assistant(None), "the server's answer is empty"),
+        ({**assistant(None), "refusal": "I cannot"}, "the server refuses to answer: I cannot"),
+    ],
+)
+def test_empty_answers_are_none(tmp_path, answer, reason):
+    with chat_server(lambda payload, number: answer if payload["messages"][0]["content"] == "1" else "x") as (url, _):
+        output = Output(tmp_path, {})
+        assert ask(url, [{"messages": [user(str(i))]} for i in range(3)], output) == 0
+    assert sorted(read(tmp_path)) == [0, 2] and output.left_out == {1: reason}
+
+
+@pytest.mark.parametrize("body", [b'{"error": "overloaded"}', b'{"choices": []}', b"<html>log in</html>", b"[\xff]"])
+def test_errors_with_the_status_of_success(tmp_path, caplog, body):
+    """Are tried again, and shown."""
+    with chat_server(lambda payload, number: body if number == 1 else "fine") as (url, requests):
+        assert ask(url, [{"messages": [user("a")]}], Output(tmp_path / "later", {})) == 0 and len(requests) == 2
+    with chat_server(lambda *args: body) as (url, requests):
+        assert ask(url, [{"messages": [user("a")]}], Output(tmp_path / "never", {}), max_retries=1) == 1
+    assert len(requests) == 2
+    assert (
+        f"Row 0 failed: ValueError: the response has no answer, but {body.decode(errors='replace')!r}" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("choice", [{}, {"finish_reason": None}])
+def test_answers_without_a_finish_reason(tmp_path, choice):
+    body = json.dumps({"choices": [{"message": assistant("yes"), **choice}]}).encode()
+    with chat_server(lambda *args: body) as (url, _):
+        assert ask(url, [{"messages": [user("a")]}], Output(tmp_path, {})) == 0
+    assert read(tmp_path)[0]["finish_reasons"] == ["stop"]
+
+
 @pytest.mark.parametrize("drops", [False, True])
 def test_answers_that_are_cut(tmp_path, drops):
     answer = {**assistant("cut in the midd"), "finish_reason": "length"}
@@ -164,8 +201,14 @@ def test_calls_of_tools_end_a_conversation(tmp_path):
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     with chat_server(lambda *args: message) as (url, _):
-        ask(url, [{"messages": [user("a"), assistant("old"), user("b")]}], Output(tmp_path, {}))
-    assert read(tmp_path)[0]["messages"] == [user("a"), {**message, "content": ""}]
+        ask(url, [{"messages": [user("a"), assistant("old"), user("b")]}], Output(tmp_path / "new", {}))
+    assert read(tmp_path / "new")[0]["messages"] == [user("a"), {**message, "content": ""}]
+    older = {**assistant(None), "function_call": call["function"], "finish_reason": "function_call"}
+    with chat_server(lambda *args: older) as (url, _):
+        ask(url, [{"messages": [user("a"), assistant("old"), user("b")]}], Output(tmp_path / "older", {}))
+    written = read(tmp_path / "older")[0]
+    assert written["messages"][1]["tool_calls"] == [{"type": "function", "function": call["function"]}]
+    assert len(written["messages"]) == 2 and written["finish_reasons"] == ["tool_calls"]
 
 
 def test_no_server(tmp_path, caplog):

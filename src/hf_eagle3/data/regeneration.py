@@ -107,11 +107,16 @@ class Output:
         self.left_out_file = folder / LEFT_OUT.replace("*", f"{process_index:05d}")
 
     def write(self, row: int, content: dict) -> None:
-        """Writes a finished row, or leaves it out if an answer was cut and such rows are dropped."""
+        """Writes a finished row. Leaves it out if UTF-8 cannot hold it, or if it was cut and such rows are dropped."""
+        line = json.dumps({"row": row, **content}, ensure_ascii=False) + "\n"
+        try:
+            line.encode()
+        except UnicodeEncodeError as error:  # an answer may end within a pair of surrogates
+            return self.leave_out(row, f"it has half a character, {line[error.start]!r}")
         self.num_cut += "length" in content.get("finish_reasons", ())
         if self.drops_cut_answers and "length" in content.get("finish_reasons", ()):
             return self.leave_out(row, "an answer was cut for its length")
-        self.file.write(json.dumps({"row": row, **content}, ensure_ascii=False) + "\n")
+        self.file.write(line)
         self.file.flush()
         self.done.add(row)
 
@@ -121,7 +126,7 @@ class Output:
             logger.warning(f"Row {row} is left out: {reason}.")
         self.left_out[row] = reason
         with self.left_out_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"row": row, "reason": reason}, ensure_ascii=False) + "\n")
+            file.write(json.dumps({"row": row, "reason": reason}) + "\n")  # in ASCII: it may quote a broken answer
 
     def pending(
         self,
@@ -318,7 +323,10 @@ class Conversation:
         if any(message["role"] == "assistant" and image_parts(message) for message in content.messages):
             raise RowError("a message of the assistant has images, and its answers are replaced by texts")
         if unknown := {message["role"] for message in content.messages} - KEPT_ROLES:
-            raise RowError(f"it has messages of {sorted(unknown)}, which depend on the answers that are replaced")
+            raise RowError(
+                f"it has messages of {sorted(unknown)}, which may depend on the answers that are replaced. Only messages of "
+                f"{sorted(KEPT_ROLES)} can be there"
+            )
         self.pending: list[list[dict]] = []
         before: list[dict] = []
         for message in [*content.messages, {"role": "assistant"}]:

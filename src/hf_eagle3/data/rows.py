@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 
-# ShareGPT's names of speakers, and the roles they stand for.
+# ShareGPT's and OpenAI's older names of speakers, and the roles they stand for.
 ROLES = {
     "human": "user",
     "user": "user",
@@ -25,6 +25,7 @@ ROLES = {
     "developer": "developer",
     "tool": "tool",
     "observation": "tool",
+    "function": "tool",
 }
 CONVERSATIONS = ("messages", "conversations")
 SYSTEM = ("system", "system_prompt")  # columns of system prompts beside a conversation
@@ -36,7 +37,9 @@ IMAGE_KEYS = ("image", "image_url", "url", "path")
 MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask")
 NUM_SHOWN = 3  # how many reasons, and rows for each, a message names
 # An assistant's message without content may have one of these.
-WITHOUT_CONTENT = {"tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"}
+WITHOUT_CONTENT = {"tool_calls", "reasoning_content", "reasoning", "thinking"}
+# Keys that are 0 or false in messages that are not to be learned: OpenAI's, and axolotl's.
+WEIGHTS = ("weight", "train", "training")
 
 
 class RowError(ValueError):
@@ -89,12 +92,15 @@ def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
 
     Returns:
         `str`: `"input_ids"`, `"prompt"` (with `"completion"`), `"messages"`, `"conversations"`, or `text_field`. A data set
-        with conversations and their first prompt in a column `prompt` (ultrachat_200k) is one of conversations.
+        with conversations and their first prompt in a column `prompt` (ultrachat_200k) is one of conversations. A
+        `text_field` other than `"text"` was asked for, and comes first.
 
     Raises:
         ValueError: if no column can be learned from.
     """
     columns = set(columns)
+    if text_field in columns - {"text", "input_ids", "prompt", *CONVERSATIONS}:
+        return text_field
     if "input_ids" in columns:
         return "input_ids"
     if {"prompt", "completion"} <= columns:
@@ -280,8 +286,10 @@ def _read_message(message: Any, where: str) -> dict:
             raise RowError(f"{where} is from {speaker!r}, but must be from one of {sorted(ROLES)}. Rename it")
     if not isinstance(role, str):
         raise RowError(f"{where} has no role: {_shown(message)}")
+    role = ROLES.get(role.lower(), role)  # templates may have more roles
     contents = [others.pop(key) for key in ("content", "value", "text") if key in others]
-    calls = others.get("tool_calls")
+    calls = calls_of(others)
+    others.pop("function_call", None)
     if calls is not None:
         others["tool_calls"] = [_read_call(call, where) for call in _as_list(calls, f"tool_calls of {where}")]
     if not contents and role == "assistant" and others.keys() & WITHOUT_CONTENT:
@@ -322,6 +330,18 @@ def _read_image_part(part: dict, where: str) -> dict:
     if part["type"] != "image":
         raise RowError(f"the content of {where} has {_shown(part)}, which has no image")
     return {"type": "image"}
+
+
+def calls_of(message: dict) -> Any:
+    """Returns the tool calls of a message, also one in OpenAI's older form (`function_call`)."""
+    calls, call = message.get("tool_calls"), message.get("function_call")
+    is_old = _is_something(call) and not _is_something(calls)
+    return [{"type": "function", "function": call}] if is_old else calls
+
+
+def is_learned(message: dict) -> bool:
+    """Whether a message has no `weight`, `train` or `training` that says not to learn it."""
+    return all(message.get(key) != 0 for key in WEIGHTS)
 
 
 def _read_call(call: Any, where: str) -> dict:
@@ -495,8 +515,9 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict]]:
             continue
         try:
             row = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not in UTF-8: {error}. Save the file in UTF-8.") from None
+            json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate, which tokenizers refuse
+        except UnicodeError as error:
+            raise ValueError(f"{path}, line {number} is not in UTF-8: {error}. Rewrite the line in UTF-8.") from None
         except ValueError as error:
             shown = line.decode("utf-8")[:80]
             raise ValueError(

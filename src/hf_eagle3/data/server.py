@@ -1,6 +1,7 @@
 """Regenerates answers by an OpenAI-compatible server (vLLM, SGLang)."""
 
 import asyncio
+import json
 import logging
 import random
 from collections.abc import Iterable, Iterator
@@ -12,7 +13,7 @@ from tqdm.auto import tqdm
 
 from .images import sendable
 from .regeneration import Conversation, Output, image_parts, with_arguments_as_text
-from .rows import RowError, UnreachableError, without_nulls
+from .rows import RowError, UnreachableError, calls_of, without_nulls
 
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ async def regenerate_by_server(
     Answers with an OpenAI-compatible server (vLLM, SGLang), `concurrency` conversations at a time.
 
     A request is sent again if its failure may pass (no connection, timeout, rate limit, 5xx), after waits that double. A
-    row is left out for good if the server refuses it for its content (400, 413, 422) or filters the answer.
+    row is left out for good if the server refuses it for its content (400, 413, 422) or filters the answer, or if the
+    answer is empty.
 
     Args:
         base_url (`str`): Address of the server, such as `http://localhost:8000/v1`.
@@ -128,7 +130,8 @@ class ServerClient:
             choice = await self.request(session, conversation)
             self.has_answered, self.num_unanswered = True, 0
             self.settle_refused()
-            reason = choice["finish_reason"]
+            reason = choice.get("finish_reason") or "stop"
+            reason = "tool_calls" if reason == "function_call" else reason
             if reason == "content_filter":
                 raise RowError("the server filters the answer (finish reason 'content_filter')")
             if reason in GIVEN_UP:
@@ -159,7 +162,7 @@ class ServerClient:
                     if not response.ok:
                         response.reason = (await response.text())[:500]
                     response.raise_for_status()
-                    return (await response.json())["choices"][0]
+                    return choice_in(await response.text(errors="replace"))
             except Exception as error:
                 if is_refusal(error) or attempt == self.max_retries:
                     raise
@@ -213,14 +216,39 @@ def is_refusal(error: Exception) -> TypeGuard[aiohttp.ClientResponseError]:
     return 400 <= error.status < 500 and error.status not in RETRIED_STATUS
 
 
+def choice_in(body: str) -> dict:
+    """
+    Returns the first choice in a server's response.
+
+    Raises:
+        ValueError: if there is none. Some servers and proxies report errors with the status 200.
+    """
+    try:
+        choice = json.loads(body)["choices"][0]
+        if isinstance(choice["message"], dict):
+            return choice
+    except (ValueError, LookupError, TypeError):
+        pass
+    raise ValueError(f"the response has no answer, but {body[:500]!r}")
+
+
 def message_of(choice: dict) -> dict:
-    """Returns the message of a server's choice: its content, reasoning and tool calls."""
+    """
+    Returns the message of a server's choice: its content, reasoning and tool calls.
+
+    Raises:
+        RowError: if it has none of them, or is a refusal.
+    """
     said = choice["message"]
+    if said.get("refusal"):
+        raise RowError(f"the server refuses to answer: {said['refusal']!s:.200}")
     message = {"role": "assistant", "content": said.get("content") or ""}
     if reasoning := said.get("reasoning_content") or said.get("reasoning"):
         message["reasoning_content"] = reasoning
-    if said.get("tool_calls"):
-        message["tool_calls"] = without_nulls(said["tool_calls"])
+    if calls := calls_of(said):
+        message["tool_calls"] = without_nulls(calls)
+    if not message["content"] and len(message) == 2:
+        raise RowError("the server's answer is empty")
     return message
 
 
