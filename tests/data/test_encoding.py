@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from hf_eagle3.data import RowEncoder, RowError, encode_rows
-from hf_eagle3.data.encoding import has_markers
+from hf_eagle3.data.encoding import has_markers, split_documents
 from hf_eagle3.tokenizer import PromptEncoder
 
 
@@ -294,6 +294,43 @@ def test_rows_that_teach_nothing_are_dropped_and_counted(caplog):
     assert "1 of 3 rows of the train data have nothing to learn and are dropped (the first are [1])" in caplog.text
     with pytest.raises(ValueError, match="1 of 1 rows of the train data have nothing to learn"):
         encode_rows(Dataset.from_dict(rows).select([1]), encoder, "train")
+
+
+def test_a_row_teaches_from_its_third_token_on(tokenizer):
+    """A draft reads the state at one token and the next token, and predicts the third. So does each packed document."""
+    rows = {"input_ids": [[5], [5, 6], [5, 6, 7], [5, 6, 7]], "labels": [[5], [5, 6], [5, 6, -100], [-100, -100, 7]]}
+    encoder = RowEncoder(tokenizer, "input_ids")
+    assert encode_rows(Dataset.from_dict(rows), encoder, "train")["input_ids"][:] == [[5, 6, 7]]
+    packed = Dataset.from_dict({"input_ids": [[5, 6, 7, 8]] * 2, "seq_lengths": [[2, 2], [1, 3]]})
+    encoded = encode_rows(packed, encoder, "train")
+    assert encoded["seq_lengths"][:] == [[1, 3]]
+    assert split_documents(encoded, "train")["input_ids"][:] == [[6, 7, 8]]
+
+
+@pytest.mark.parametrize("key, value", [("weight", 0), ("weight", 0.0), ("train", False), ("training", False)])
+@pytest.mark.parametrize("template", ["marked", "unmarked"])
+def test_turns_that_are_not_to_be_learned(template, key, value):
+    tokenizer = byte_tokenizer(TEMPLATES["qwen2_5_training"] if template == "marked" else UNMARKED["Zephyr"][0])
+    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
+    assert encoder.is_marked == (template == "marked")
+    first, second = learned(tokenizer, encoder({"messages": PLAIN}))
+    row = {"messages": [PLAIN[0], {**PLAIN[1], key: value}, PLAIN[2], {**PLAIN[3], key: None}]}
+    assert learned(tokenizer, encoder(row)) == [second]
+    row = {"messages": [{**PLAIN[0], key: value}, PLAIN[1], PLAIN[2], {**PLAIN[3], key: value}]}
+    assert learned(tokenizer, encoder(row)) == [first]
+    with pytest.raises(RowError, match=f"{key!r}.* all messages are learned. Pass `assistant_only_loss=True`"):
+        RowEncoder(tokenizer, "messages")(row)
+    pair = {"prompt": row["messages"][:1], "completion": row["messages"][1:2]}
+    assert "Yes." in learned(tokenizer, RowEncoder(tokenizer, "prompt")(pair))[0]  # prompts are not learned
+    none = {"messages": [PLAIN[0], {**PLAIN[1], key: value}]}
+    assert not learned(tokenizer, encoder(none))
+
+
+def test_turns_that_are_not_marked_one_by_one():
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    encoder = RowEncoder(byte_tokenizer(template), "messages", assistant_only_loss=True)
+    with pytest.raises(RowError, match="marks 2 of its 1 assistant turns, so those with 'weight'"):
+        encoder({"messages": [PLAIN[0], {**PLAIN[1], "weight": 0}]})
 
 
 def test_padding_without_a_mask(tokenizer):

@@ -165,22 +165,22 @@ def test_packed_documents_give_the_losses_of_separate_ones(tokenizer, tmp_path, 
 def test_rows_that_were_packed_before(tokenizer, tmp_path, stream):
     """They are the documents, whatever is made of them."""
     rows = [
-        {"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [2, 3]},
-        {"input_ids": [10, 11], "seq_lengths": None},
-        {"input_ids": [12, 13, 14, 15, 16], "labels": [-100, -100, 14, 15, 16], "seq_lengths": [2, 3]},
+        {"input_ids": [5, 6, 7, 8, 9, 10, 11], "seq_lengths": [3, 4]},
+        {"input_ids": [12, 13, 14], "seq_lengths": None},
+        {"input_ids": [15, 16, 17, 18, 19], "labels": [-100, -100, 17, 18, 19], "seq_lengths": [2, 3]},
     ]
     rows = Dataset.from_list([{"labels": row["input_ids"], **row} for row in rows])
-    documents = [[5, 6], [7, 8, 9], [10, 11], [14, 15, 16]]
+    documents = [[5, 6, 7], [8, 9, 10, 11], [12, 13, 14], [17, 18, 19]]
     trainer = make_trainer(tokenizer, rows, tmp_path, stream=stream)
     assert [row["input_ids"] for row in trainer.train_dataset] == documents
-    packed = make_trainer(tokenizer, rows, tmp_path, stream=stream, packing=True, max_length=6)
-    assert sorted(row["seq_lengths"] for row in packed.train_dataset) == [[2, 2], [3, 3]]
+    packed = make_trainer(tokenizer, rows, tmp_path, stream=stream, packing=True, max_length=7)
+    assert sorted(row["seq_lengths"] for row in packed.train_dataset) == [[3, 3], [4, 3]]
     packed.train()
     if not stream:
         kept = make_trainer(tokenizer, rows, tmp_path, padding_free=True, max_length=None)
-        assert kept.train_dataset["seq_lengths"] == [[2, 3], [2], [2, 3]]
+        assert kept.train_dataset["seq_lengths"] == [[3, 4], [3], [2, 3]]
         (batch,) = kept.get_train_dataloader()
-        assert sorted(batch["position_ids"][0].tolist()) == [0] * 5 + [1] * 5 + [2] * 2
+        assert sorted(batch["position_ids"][0].tolist()) == [0] * 5 + [1] * 5 + [2] * 4 + [3]
 
 
 def test_evaluating_data_that_is_prepared_already(tokenizer, tmp_path):
@@ -253,6 +253,11 @@ def test_bad_data(tokenizer, tmp_path):
     trainer = make_trainer(tokenizer, chat(), tmp_path, assistant_only_loss=True)
     with pytest.raises(ValueError, match="needs conversations, but the eval data has 'text'"):
         trainer.evaluate(Dataset.from_dict({"text": ["abc"]}))
+    for rows, kind in ((chat(), "messages"), ({"text": ["abc"]}, "text"), ({"input_ids": [[5, 6, 7]]}, "input_ids")):
+        with pytest.raises(ValueError, match=f"has {kind!r}. .* pass `assistant_only_loss=True`"):
+            make_trainer(tokenizer, rows, tmp_path, completion_only_loss=True)
+    masked = {"input_ids": [[5, 6, 7, 8]], "completion_mask": [[0, 0, 1, 1]]}
+    make_trainer(tokenizer, masked, tmp_path, completion_only_loss=True)
     masked = {"input_ids": [[5, 6, 7, 8]], "assistant_masks": [[0, 0, 1, 1]]}
     trainer = make_trainer(tokenizer, masked, tmp_path, assistant_only_loss=True)
     assert trainer.train_dataset[0]["labels"] == [-100, -100, 7, 8]

@@ -57,23 +57,6 @@ def kind_of_data(dataset: Dataset | IterableDataset, text_field: str, name: str)
         raise ValueError(f"The {name} data {error}") from None
 
 
-def check_lengths(dataset: Dataset | IterableDataset, name: str) -> None:
-    """
-    Checks that some tokenized row is long enough to learn from. Streams are not checked.
-
-    Args:
-        dataset (`Dataset` or `IterableDataset`): With `input_ids`.
-        name (`str`): `"train"` or `"eval"`, for messages.
-
-    Raises:
-        ValueError: if no row has three tokens. A draft reads the state at one and the next, and predicts the third.
-    """
-    if isinstance(dataset, Dataset) and max((int(lengths.max()) for lengths in row_lengths(dataset)), default=0) < 3:
-        raise ValueError(
-            f"No row of the {name} data has more than two tokens. A draft learns from rows of three or more."
-        )
-
-
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """
     Checks that there is a chat template for conversations.

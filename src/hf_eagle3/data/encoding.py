@@ -14,7 +14,7 @@ from trl.data_utils import common_prefix_length, get_dataset_column_names
 from ..tokenizer import PromptEncoder
 from .images import Expansion, ImageReader
 from .prompts import documents_of_row
-from .rows import IMAGES, Row, RowError, read_images, read_row, summary
+from .rows import IMAGES, Row, RowError, is_learned, read_images, read_row, summary
 
 
 logger = logging.getLogger(__name__)
@@ -175,16 +175,31 @@ class RowEncoder(PromptEncoder):
         spans = [(len(expansion.of(text[:start])), len(expansion.of(text[:end]))) for start, end in spans]
         rendered, text = text, expansion.of(text)
         tokens = self.rendered_tokens(text)
-        lost, start = 0, 0
+        ranges, lost, start = [(0, len(tokens))], 0, 0
         if self.assistant_only_loss:
-            if not any(message["role"] == "assistant" for message in row.messages):
+            turns = [is_learned(message) for message in row.messages if message["role"] == "assistant"]
+            if not turns:
                 roles = sorted({message["role"] for message in row.messages})
                 raise RowError(
                     f"it has no assistant turn, but {roles}. With `assistant_only_loss=True` it has nothing to learn"
                 )
-            ranges, lost = self._marked(text, tokens, spans) if self.is_marked else self._turns(row, tokens, expansion)
-        else:
-            ranges = [(0, len(tokens))]
+            if self.is_marked and not all(turns):
+                if len(spans) != len(turns):
+                    raise RowError(
+                        f"the chat template marks {len(spans)} of its {len(turns)} assistant turns, so those with 'weight', 'train' or "
+                        "'training' of 0 cannot be left out. Remove the row or the key"
+                    )
+                spans = [span for span, is_kept in zip(spans, turns) if is_kept]
+            ranges = []
+            if any(turns):
+                ranges, lost = (
+                    self._marked(text, tokens, spans) if self.is_marked else self._turns(row, tokens, expansion)
+                )
+        elif not all(map(is_learned, row.messages[row.num_given or 0 :])):
+            raise RowError(
+                "a message has 0 or false as 'weight', 'train' or 'training', but all messages are learned. Pass "
+                "`assistant_only_loss=True`, or remove the key"
+            )
         if row.num_given is not None and self.completion_only_loss:
             start = common_prefix_length(self._prompt(row, row.num_given, expansion), tokens)
         labels = [-100] * len(tokens)
@@ -254,6 +269,8 @@ class RowEncoder(PromptEncoder):
         for number, message in enumerate(row.messages):
             is_asked = any(each["role"] not in ("system", "developer") for each in row.messages[:number])
             if message["role"] != "assistant" or not is_asked:  # a target is never asked for a greeting
+                continue
+            if not is_learned(message):
                 continue
             try:
                 before = self.render(row.messages[:number], add_generation_prompt=True, **row.template_kwargs)
@@ -349,7 +366,7 @@ def encode_rows(
         )
     if lost := [number for number, num_lost in enumerate(encoded["lost"]) if num_lost]:
         encoder.report_lost(lost, len(encoded), name)
-    taught = [number for number, teaches in enumerate(encoded["teaches"]) if teaches]
+    taught = [number for number, is_taught in enumerate(encoded["teaches"]) if is_taught]
     encoded = encoded.remove_columns(["lost", "teaches", "problem"])
     if not any(encoded["image_text"] if "image_text" in encoded.column_names else []):
         encoded = encoded.remove_columns([column for column in encoded.column_names if column.startswith("image_")])
@@ -368,7 +385,8 @@ def drop_untaught(encoded: Dataset, taught: list[int], name: str) -> Dataset:
     """
     if not taught:
         raise ValueError(
-            f"{len(encoded)} of {len(encoded)} rows of the {name} data have nothing to learn: all their labels are -100."
+            f"{len(encoded)} of {len(encoded)} rows of the {name} data have nothing to learn: no more than two tokens, or only "
+            "labels of -100 after them."
         )
     if len(taught) == len(encoded):
         return encoded
@@ -390,9 +408,14 @@ def encode_or_explain(row: dict[str, Any], encoder: RowEncoder, columns: list[st
         encoded = {column: value for column, value in encoded.items() if column in columns}
         if "seq_lengths" in columns:  # of other rows
             encoded.setdefault("seq_lengths", [len(encoded["input_ids"])])
-        return empty | encoded | {"teaches": any(label != -100 for label in encoded["labels"])}
+        return empty | encoded | {"teaches": any(map(teaches, documents_of_row(encoded)))}
     except RowError as error:
         return empty | {"problem": str(error)}
+
+
+def teaches(document: dict[str, list[int]]) -> bool:
+    """Whether a token after the first two is learned. A draft reads the first two and predicts the third."""
+    return any(label != -100 for label in document["labels"][2:])
 
 
 def split_documents(dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
@@ -420,7 +443,7 @@ def documents_of_rows(rows: dict[str, list]) -> dict[str, list]:
     """Returns the documents that are packed in a batch of encoded rows, without those that have nothing to learn."""
     packed = (dict(zip(rows, values)) for values in zip(*rows.values()))
     documents = [document for row in packed for document in documents_of_row(row)]
-    taught = [document for document in documents if any(label != -100 for label in document["labels"])]
+    taught = list(filter(teaches, documents))
     return {column: [document[column] for document in taught] for column in ("input_ids", "labels")}
 
 

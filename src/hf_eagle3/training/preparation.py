@@ -114,6 +114,11 @@ def encode(
             f"`assistant_only_loss=True` needs conversations, but the {name} data has {kind!r}. Leave it out, or pass "
             "`messages`, or `input_ids` with `labels` or a mask of the assistant's tokens."
         )
+    if args.completion_only_loss and kind != "prompt" and not (kind == "input_ids" and says_what_to_learn):
+        raise ValueError(
+            f"`completion_only_loss=True` needs `prompt` and `completion`, but the {name} data has {kind!r}. Leave it out. To "
+            "learn only what the assistant says in `messages`, pass `assistant_only_loss=True`."
+        )
     if not is_chat and kind != "input_ids" and tokenizer.eos_token is None:
         logger.warning("The tokenizer has no EOS token: texts are learned without an end. Name one with `eos_token`.")
     completion_only_loss = args.completion_only_loss

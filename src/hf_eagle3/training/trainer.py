@@ -20,7 +20,6 @@ from trl.data_utils import get_dataset_column_names
 from ..data import (
     ImageCollator,
     ImageReader,
-    check_lengths,
     check_positions,
     drop_cut_images,
     num_positions,
@@ -300,7 +299,6 @@ class Eagle3Trainer(DraftSavingTrainer):
         if "max_length" in self._hidden:
             args = copy.copy(args)
             args.max_length = self._hidden["max_length"]
-        check_lengths(dataset, dataset_name)
         if self.num_positions is not None:
             check_positions(dataset, self.num_positions, args.max_length, dataset_name)
         dataset = drop_cut_images(dataset, args.max_length, dataset_name)
