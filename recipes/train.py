@@ -156,13 +156,16 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
         if files:
             return load(features=features)
         return load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
-    except DatasetGenerationError:
+    except DatasetGenerationError as error:
         for file in files or sorted(map(str, Path(name).glob("*.jsonl"))):
             if file.endswith((".json", ".jsonl")):
                 list(read_json_lines(file))  # says which line is broken
         if written and (features := features_of(written)) is not None:
             return load(features=features)
-        raise
+        if not Path(name).exists():  # it is on the Hub
+            raise
+        cause = error.__cause__ or error
+        raise ValueError(f"{name} cannot be read: {cause}. Correct the file (`--dataset_name`).") from error
 
 
 def rows_of(dataset: DatasetDict, split: str) -> Dataset | IterableDataset:

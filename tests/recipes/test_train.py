@@ -24,10 +24,11 @@ from seeing import gemma3, make, make_image, make_processor
 from transformers import AutoModel, AutoModelForCausalLM
 from trl import DatasetMixtureConfig
 
-from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
 from hf_eagle3.hub import write_draft
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.training.console import EaglePrinterCallback
+from hf_eagle3.training.parser import Eagle3Parser
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +239,13 @@ def test_files(files, tmp_path, run_recipe):
         ("none.jsonl", b"", "is empty"),
         ("numbers.jsonl", b'{"text": 5}\n', "Row 0: 'text' is 5, but must be a text"),
         ("cut.jsonl", b'{"text": "ab"}\n{"text": "cd', r"cut.jsonl, line 2 is not JSON"),
+        ("half.jsonl", b'{"text": "ab"}\n{"text": "\\ud83d"}\n', r"half.jsonl, line 2 .* surrogates"),
+        (
+            "cut.jsonl.gz",
+            gzip.compress(b'{"text": "ab"}\n{"text": ab}\n'),
+            "cut.jsonl.gz cannot be read: JSON parse error",
+        ),
+        ("latin.txt", b"\xe9t\xe9\n", "latin.txt cannot be read: .*utf-8"),
         ("texts.jsonl.gz", gzip.compress(texts.encode()), None),
     ):
         (tmp_path / file).write_bytes(content)
@@ -327,6 +335,28 @@ def test_misspelled_arguments(tmp_path, run_recipe, where):
     arguments = ("--tt_steps", 3) if where == "flag" else ("--config", tmp_path / "config.yaml")
     result = run_recipe("train.py", *arguments)
     assert result.returncode == 2 and "--tt_steps (did you mean --ttt_steps?)" in result.stderr
+
+
+@pytest.mark.parametrize("content", [None, "a: [", "\ttt_steps: 3"])
+def test_a_config_that_cannot_be_read(tmp_path, run_recipe, content):
+    path = tmp_path / "config.yaml"
+    if content is not None:
+        path.write_text(content)
+    for script in ("train.py", "regenerate.py"):
+        result = run_recipe(script, "--config", path)
+        assert result.returncode == 2
+        assert result.stderr.startswith(f"{script}: error: {path} cannot be read (`--config`): ")
+
+
+def test_strategies_of_a_file(tmp_path):
+    """YAML reads `no` as false."""
+    parser = Eagle3Parser((Eagle3TrainingArguments,))
+    (tmp_path / "config.yaml").write_text(
+        "output_dir: out\neval_strategy: no\nsave_strategy: no\nlogging_strategy: no\nbf16: no\nuse_cpu: yes\n"
+    )
+    (arguments,) = parser.parse_args_and_config(["--config", str(tmp_path / "config.yaml")])
+    strategies = (arguments.eval_strategy, arguments.save_strategy, arguments.logging_strategy)
+    assert strategies == ("no", "no", "no") and arguments.bf16 is False and arguments.use_cpu is True
 
 
 def test_help(run_recipe):

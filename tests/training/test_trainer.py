@@ -630,13 +630,15 @@ def test_wrong_arguments(tmp_path, tokenizer):
                 args=Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False),
                 **{name: len},
             )
-    with pytest.raises(ValueError, match="processing_class"):
-        Eagle3Trainer(
-            model=None,
-            target_model=target,
-            args=Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False),
-            train_dataset=TEXTS,
-        )
+    for error, named in ((ValueError, {}), (TypeError, {"processing_class": "gpt2"})):
+        with pytest.raises(error, match="`processing_class`"):
+            Eagle3Trainer(
+                model=None,
+                target_model=target,
+                args=Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False),
+                train_dataset=TEXTS,
+                **named,
+            )
 
 
 def test_resuming_what_was_begun_otherwise(tmp_path, tokenizer):

@@ -52,8 +52,14 @@ def load_target(
         with_images (`bool`, *optional*, defaults to `False`): Whether the target is to read images.
 
     Raises:
+        TypeError: if `processing_class` is something else.
         ValueError: if there is nothing to load the tokenizer from, `init_kwargs` has no effect, or the name is a draft's.
     """
+    if not isinstance(processing_class, PreTrainedTokenizerBase | ProcessorMixin | None):
+        raise TypeError(
+            f"`processing_class` is {processing_class!r:.80}, but must be the target's tokenizer or processor. Pass "
+            "`AutoTokenizer.from_pretrained(...)`, or leave it out to load it by the target's name."
+        )
     init_kwargs = init_kwargs or {}
     if not isinstance(target, str) and init_kwargs:
         raise ValueError("`target_model_init_kwargs` are for a target that is given by its name. Leave them out.")

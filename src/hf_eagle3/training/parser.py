@@ -42,19 +42,28 @@ class Eagle3Parser(TrlParser):
             where = f"inherited from {cls.__module__.split('.')[0]}'s " if is_inherited[cls] else ""
             self.add_argument_group(f"{where}{cls.__name__}")._group_actions += groups[cls]
 
+    def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
+        """Takes the values of the YAML file as defaults. YAML reads `eval_strategy: no` as false."""
+        strategies = {key: "no" for key, value in kwargs.items() if value is False and key.endswith("_strategy")}
+        return super().set_defaults_with_config(**kwargs | strategies)
+
     def parse_args_and_config(self, args: Iterable[str] | None = None, *others: Any, **kwargs: Any) -> tuple:
         """
         Returns an instance of each dataclass.
 
         Raises:
-            SystemExit: if a flag, or a key of the YAML file, does not exist.
+            SystemExit: if the YAML file cannot be read, or a flag or a key of it does not exist.
         """
         args = list(sys.argv[1:] if args is None else args)
         args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
         options = {*self._option_string_actions, "--config"}
         given = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
         if "--config" in args[:-1]:
-            content = yaml.safe_load(Path(args[args.index("--config") + 1]).read_text(encoding="utf-8"))
+            path = Path(args[args.index("--config") + 1])
+            try:
+                content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            except (OSError, UnicodeError, yaml.YAMLError) as error:
+                self.exit(2, f"{self.prog}: error: {path} cannot be read (`--config`): {error}\n")
             given += [f"--{key}" for key in content or () if key != "env"]
         hints = []
         for flag in given:
