@@ -287,8 +287,12 @@ def test_accumulation_gives_the_same_trajectory(tmp_path, tokenizer):
     assert runs[0] == pytest.approx(runs[1], rel=1e-3)
 
 
-def test_resumed_training_goes_on_as_if_uninterrupted(tmp_path, tokenizer):
-    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+@pytest.mark.parametrize(
+    "changes", [{}, {"dataset": TEXTS.select(range(8)), "train_sampling_strategy": "group_by_length"}]
+)
+def test_resumed_training_goes_on_as_if_uninterrupted(tmp_path, tokenizer, changes):
+    """The second data set has two steps in an epoch."""
+    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, **changes}
     expected = losses(make_trainer(tmp_path / "whole", tokenizer, **arguments))
     first = make_trainer(tmp_path / "parts", tokenizer, **arguments)
     first.train()
@@ -734,6 +738,11 @@ def test_the_tokenizer_is_of_the_same_revision(monkeypatch):
     assert (
         tokenizer_kwargs
         == config_kwargs
+        (
+            {"dataset_text_field": "other", "dataset": TEXTS.add_column("other", ["abc"] * 40)},
+            "dataset_text_field was 'text'",
+        ),
+        ({"dataloader_drop_last": True}, "dataloader_drop_last was False before, True after"),
         == {"revision": "v2", "trust_remote_code": True}
         == {name: value for name, value in model_kwargs.items() if name != "dtype"}
     )

@@ -14,6 +14,7 @@ from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 from trl.data_utils import get_dataset_column_names
 
@@ -41,7 +42,7 @@ from .features import FeatureCollator, FeatureStore, TargetStates, describe, ext
 from .metrics import TTTMetrics
 from .models import draft_to_train, load_target
 from .optimizer import muon_with_adamw
-from .preparation import encode, image_reader, prepare_tokenizer, prepare_vocabulary
+from .preparation import SeededLengthSampler, encode, image_reader, prepare_tokenizer, prepare_vocabulary
 from .record import check_resumption
 from .saving import DraftSavingTrainer
 from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, draft_loss
@@ -328,6 +329,10 @@ class Eagle3Trainer(DraftSavingTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         """
         Trains the draft; see [`~transformers.Trainer.train`].
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> torch.utils.data.Sampler | None:
+        sampler = super()._get_train_sampler(train_dataset)
+        return SeededLengthSampler(sampler, self) if isinstance(sampler, LengthGroupedSampler) else sampler
+
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
