@@ -1,3 +1,4 @@
+import ast
 import copy
 import json
 import logging
@@ -37,6 +38,7 @@ from hf_eagle3.training import models, ttt
 from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
 from hf_eagle3.training.console import shown
 from hf_eagle3.training.record import non_defaults, training_record
+from hf_eagle3.training.evaluation import check_best_metric
 
 
 @pytest.mark.parametrize("use_muon", [True, False])
@@ -458,6 +460,31 @@ def test_the_best_weights_are_recorded(tmp_path, tokenizer):
 
 def test_several_data_sets_to_evaluate(tmp_path, tokenizer):
     data = {"first": TEXTS.select(range(4)), "second": TEXTS.select(range(4, 8))}
+def test_what_the_best_draft_is_chosen_by(tmp_path, tokenizer):
+    """A name that no evaluation reports fails before training."""
+    rows = TEXTS.select(range(4))
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "ttt_steps": 2, "draft_vocab_size": 20}
+    for changes in (
+        {"metric_for_best_model": "acc_length"},
+        {"metric_for_best_model": "accuracy_2"},
+        {"metric_for_best_model": "acceptance_length", "num_eval_prompts": 0},
+        {"metric_for_best_model": "loss", "eval_dataset": {"first": rows}},
+    ):
+        with pytest.raises(ValueError, match=f"is '{changes['metric_for_best_model']}', which is not measured"):
+            make_trainer(tmp_path, tokenizer, **{"eval_dataset": rows, **settings, **changes})
+    make_trainer(
+        tmp_path, tokenizer, metric_for_best_model="eval_first_loss", eval_dataset={"first": rows}, **settings
+    )
+    trainer = make_trainer(tmp_path, tokenizer, metric_for_best_model="loss", eval_dataset=rows, **settings)
+    trainer.train()
+    trainer.args.metric_for_best_model = "none"
+    with pytest.raises(ValueError) as error:
+        check_best_metric(trainer)
+    reported = {f"eval_{name}" for name in ast.literal_eval(str(error.value).split("one of ")[1].rstrip("."))}
+    speed = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+    assert reported == {name for name in trainer.evaluate() if name.startswith("eval_")} - {*speed}
+
+
     trainer = make_trainer(tmp_path, tokenizer, eval_dataset=data, eval_strategy="steps", eval_steps=2)
     trainer.train()
     *_, entry = (entry for entry in trainer.state.log_history if "eval_first_acceptance_length" in entry)
@@ -593,6 +620,7 @@ def test_wrong_arguments(tmp_path, tokenizer):
         ("optim_args", "a=1"),
     ):
         with pytest.raises(ValueError, match=f"`{name}` has no effect"):
+        ("optim_target_modules", "all-linear"),
             make_trainer(tmp_path, tokenizer, **{name: value})
     with pytest.raises(ValueError, match="torch_compile"):
         make_trainer(tmp_path, tokenizer, model=torch.compile(draft), target=target)

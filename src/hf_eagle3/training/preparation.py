@@ -78,6 +78,11 @@ def image_reader(
             "and packed rows cannot have any: a target counts positions and images from the beginning of a row. Leave out "
             f"`{'packing' if args.packing else 'padding_free'}`"
         )
+    if args.truncation_mode == "keep_end" and args.max_length is not None:
+        return (
+            "and `truncation_mode='keep_end'` would cut them, because they come before most of the text. Leave it out, or pass "
+            "`max_length=None`"
+        )
     return ImageReader(processor)
 
 

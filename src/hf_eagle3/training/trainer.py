@@ -37,7 +37,7 @@ from ..remote_code.target_eagle3 import is_sharded
 from .arguments import Eagle3TrainingArguments
 from .checkpoint import last_whole_checkpoint, what_is_broken
 from .console import show_few
-from .evaluation import decoding_metrics, kept_precision
+from .evaluation import check_best_metric, decoding_metrics, kept_precision
 from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, fixed_arguments, start_store
 from .metrics import TTTMetrics
 from .models import draft_to_train, load_target
@@ -157,6 +157,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         self._check_batches()
         self.metrics = TTTMetrics(self.accelerator, args.ttt_steps, args.ttt_step_decay)
         show_few(self)
+        check_best_metric(self)
 
     def _own_arguments(self, args: Eagle3TrainingArguments | None, target_name: str) -> Eagle3TrainingArguments:
         """Returns a copy of the arguments, because the caller may use them for other trainers."""
