@@ -44,7 +44,7 @@ from .models import draft_to_train, load_target
 from .optimizer import muon_with_adamw
 from .preparation import SeededLengthSampler, encode, image_reader, prepare_tokenizer, prepare_vocabulary
 from .record import check_resumption
-from .saving import DraftSavingTrainer
+from .saving import DraftSavingTrainer, check_output_folder
 from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, draft_loss
 
 
@@ -98,7 +98,8 @@ class Eagle3Trainer(DraftSavingTrainer):
 
     Raises:
         TypeError: if `model` is not a draft, `target_model` not a target, or `args` of another class.
-        ValueError: if the draft cannot be trained for this target, with these arguments or on this data.
+        ValueError: if the draft cannot be trained for this target, with these arguments or on this data, or `output_dir` has
+            another model.
     """
 
     _tag_names = ["eagle3", "speculative-decoding"]
@@ -116,6 +117,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         check_call(target_model, kwargs)
         target_name = target_model if isinstance(target_model, str) else target_model.config._name_or_path
         args = self._own_arguments(args, target_name)
+        peft_config = kwargs.get("peft_config")
+        check_output_folder(args.output_dir, target_name, peft_config is not None or isinstance(model, PeftModel))
         assert not isinstance(args.target_model_init_kwargs, str)  # the arguments check it
         with_images = any(map(shows_images, all_datasets(kwargs)))
         target_model, tokenizer, processor = load_target(
@@ -126,7 +129,6 @@ class Eagle3Trainer(DraftSavingTrainer):
             with_images,
         )
         self.images = image_reader(target_model, processor, args)
-        peft_config = kwargs.get("peft_config")
         if peft_config is not None and getattr(peft_config, "target_modules", ()) is None:
             # PEFT would choose modules by the `model_type`, which a draft does not have.
             peft_config = kwargs["peft_config"] = copy.copy(peft_config)
@@ -155,9 +157,9 @@ class Eagle3Trainer(DraftSavingTrainer):
         prepare_vocabulary(self.draft, target_model, self.train_dataset, vocab_size_from_data)
         self._connect_models(store)
         self._check_batches()
+        check_best_metric(self)
         self.metrics = TTTMetrics(self.accelerator, args.ttt_steps, args.ttt_step_decay)
         show_few(self)
-        check_best_metric(self)
 
     def _own_arguments(self, args: Eagle3TrainingArguments | None, target_name: str) -> Eagle3TrainingArguments:
         """Returns a copy of the arguments, because the caller may use them for other trainers."""
@@ -327,13 +329,13 @@ class Eagle3Trainer(DraftSavingTrainer):
         if "feature_row" not in self._signature_columns:
             self._signature_columns += ["feature_row", "image_data", "image_text", "image_end"]
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
-        """
-        Trains the draft; see [`~transformers.Trainer.train`].
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> torch.utils.data.Sampler | None:
         sampler = super()._get_train_sampler(train_dataset)
         return SeededLengthSampler(sampler, self) if isinstance(sampler, LengthGroupedSampler) else sampler
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        """
+        Trains the draft; see [`~transformers.Trainer.train`].
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
