@@ -25,7 +25,7 @@ from huggingface_hub import HfApi
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import WRITABLE, export, load_ends
-from hf_eagle3.checkpoints.files import check_new_folder
+from hf_eagle3.checkpoints.files import check_new_folder, check_repo
 from hf_eagle3.environment import folder_or_hub_id, run_script
 
 
@@ -48,6 +48,8 @@ def main():
     for option, form in (("target_gguf", "gguf"), ("python", "openvino")):
         if getattr(args, option) is not None and args.to != form:
             parser.error(f"--{option} is for --to {form}")
+    if args.push_to:
+        check_repo(args.push_to, None, None)
     draft = Eagle3ForSpeculation.from_pretrained(args.draft, revision=args.draft_revision)
     if args.target is not None:
         draft.pair_with(load_ends(args.target))

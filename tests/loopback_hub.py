@@ -245,7 +245,12 @@ def model_info(self, body, repo, revision="main"):
 
 
 def tree(self, body, repo, revision):
-    files = self.hub.commits(repo, revision)[-1]
+    try:
+        files = self.hub.commits(repo, revision)[-1]
+    except KeyError:
+        return self.error(404, "RepoNotFound", f"{repo} not found")
+    except LookupError:
+        return self.error(404, "RevisionNotFound", f"{revision} not found")
     self.answer(
         [
             {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}

@@ -193,6 +193,32 @@ def test_rows_with_lost_turns_are_counted_and_more_than_a_few_refused(caplog):
         list(encode_rows(stream, encoder, "train"))
 
 
+def test_broken_rows_of_streams_are_counted_and_more_than_a_few_refused(caplog):
+    def encoded(texts):
+        rows = Dataset.from_dict({"text": texts}).to_iterable_dataset()
+        return encode_rows(rows, RowEncoder(byte_tokenizer(""), "text"), "train")
+
+    a_few = ["a", *[None] * 5, *["a"] * 113, None]
+    stream = encoded(a_few)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):  # each pass counts anew
+            assert len(list(stream)) == 114
+    assert [record.getMessage().split()[1] for record in caplog.records] == ["1", "2", "4"] * 3
+    with pytest.raises(ValueError, match=r"Row 118 .* 6 of 119 rows so far .*first are \[1, 2, 3\]"):
+        list(encoded(a_few[:-2] + [None]))
+    with pytest.raises(ValueError, match="Row 0 of the train data cannot be learned from: 'text' is missing or empty"):
+        next(iter(encoded([None, "a"])))
+    # Later passes may begin with a broken row.
+    rows = Dataset.from_dict({"text": ["a", None, None, "a"]}).to_iterable_dataset().shuffle(seed=1, buffer_size=4)
+    stream, first = encode_rows(rows, RowEncoder(byte_tokenizer(""), "text"), "train"), []
+    for epoch in range(4):
+        rows.set_epoch(epoch)
+        stream.set_epoch(epoch)
+        first.append(next(iter(rows))["text"])
+        assert len(list(stream)) == 2
+    assert first[0] == "a" and None in first
+
+
 class Characters(PreTrainedTokenizer):
     """A slow tokenizer, which does not say where its tokens are."""
 

@@ -111,6 +111,36 @@ def test_what_belongs_to_other_weights_goes(hub, draft):
     assert not files_of(hub).keys() & set(others) and "model.safetensors" in files_of(hub)
 
 
+@pytest.mark.parametrize("file", ["of a target", "adapter_model.safetensors", "unet/model.safetensors"])
+def test_a_repo_of_another_model_stays(hub, draft, tokenizer, tmp_path, file):
+    files = {file: b""}
+    if file == "of a target":
+        make_target("llama").save_pretrained(tmp_path / "target")
+        files = {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()}
+    hub.repos["me/other"] = {"main": [{}, files]}
+    for revision in (None, "new-branch"):
+        with pytest.raises(ValueError, match="me/other has .* of another model"):
+            push_draft(draft, "me/other", revision=revision)
+    with pytest.raises(ValueError, match="me/other has .* of another model"):
+        make_trainer(tmp_path, tokenizer, hub_model_id="me/other")
+    assert hub.repos["me/other"] == {"main": [{}, files]}
+
+
+def test_an_adapter_is_not_pushed_beside_a_whole_model(hub, draft, tokenizer, tmp_path):
+    def make_adapter(repo):
+        whole = Eagle3ForSpeculation.from_target(make_target("llama"))
+        lora = LoraConfig(target_modules=["q_proj"])
+        return make_trainer(tmp_path, tokenizer, whole, lora, hub_model_id=repo, max_steps=1)
+
+    push_draft(draft, REPO)
+    with pytest.raises(ValueError, match="has a whole model, into which .* the draft's adapter"):
+        make_adapter(REPO)
+    for _ in range(2):  # its own repo, new and not
+        trainer = make_adapter("me/adapter")
+        trainer.train()
+        trainer.push_to_hub()
+
+
 def test_a_licence_of_another_name(hub, draft):
     stated = {"license": "other", "license_name": "my-license", "license_link": "LICENSE"}
     with pytest.raises(ValueError, match="closest is 'apache-2.0'"):

@@ -308,6 +308,9 @@ def test_errors(tmp_path):
     for argument in ("packing", "padding_free"):
         with pytest.raises(ValueError, match=f"packed rows cannot have any: .* Leave out `{argument}`"):
             make_vision_trainer(tmp_path, **{argument: True})
+    with pytest.raises(ValueError, match="`truncation_mode='keep_end'` would cut them"):
+        make_vision_trainer(tmp_path, truncation_mode="keep_end")
+    make_vision_trainer(tmp_path, truncation_mode="keep_end", max_length=None)
     texts = Dataset.from_list([{"messages": turns("what is a", "it is b"), "images": []}] * 4)
     make_vision_trainer(tmp_path, dataset=texts, packing=True).train()  # no images, nothing to refuse
 

@@ -1,3 +1,4 @@
+import ast
 import copy
 import json
 import logging
@@ -30,13 +31,16 @@ from transformers.utils import PushInProgress
 from trl import SFTTrainer
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.baselines import BASELINES
 from hf_eagle3.checkpoints import load_ends
 from hf_eagle3.data import documents_of_row, prompt_of
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.training import models, ttt
 from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
 from hf_eagle3.training.console import shown
+from hf_eagle3.training.evaluation import check_best_metric
 from hf_eagle3.training.record import non_defaults, training_record
+from hf_eagle3.training.saving import check_output_folder
 
 
 @pytest.mark.parametrize("use_muon", [True, False])
@@ -287,8 +291,12 @@ def test_accumulation_gives_the_same_trajectory(tmp_path, tokenizer):
     assert runs[0] == pytest.approx(runs[1], rel=1e-3)
 
 
-def test_resumed_training_goes_on_as_if_uninterrupted(tmp_path, tokenizer):
-    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+@pytest.mark.parametrize(
+    "changes", [{}, {"dataset": TEXTS.select(range(8)), "train_sampling_strategy": "group_by_length"}]
+)
+def test_resumed_training_goes_on_as_if_uninterrupted(tmp_path, tokenizer, changes):
+    """The second data set has two steps in an epoch."""
+    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, **changes}
     expected = losses(make_trainer(tmp_path / "whole", tokenizer, **arguments))
     first = make_trainer(tmp_path / "parts", tokenizer, **arguments)
     first.train()
@@ -452,6 +460,31 @@ def test_the_best_weights_are_recorded(tmp_path, tokenizer):
     assert training_record(trainer)["steps"] in range(1, 5)
 
 
+def test_what_the_best_draft_is_chosen_by(tmp_path, tokenizer):
+    """A name that no evaluation reports fails before training."""
+    rows = TEXTS.select(range(4))
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "ttt_steps": 2, "draft_vocab_size": 20}
+    for changes in (
+        {"metric_for_best_model": "acc_length"},
+        {"metric_for_best_model": "accuracy_2"},
+        {"metric_for_best_model": "acceptance_length", "num_eval_prompts": 0},
+        {"metric_for_best_model": "loss", "eval_dataset": {"first": rows}},
+    ):
+        with pytest.raises(ValueError, match=f"is '{changes['metric_for_best_model']}', which is not measured"):
+            make_trainer(tmp_path, tokenizer, **{"eval_dataset": rows, **settings, **changes})
+    make_trainer(
+        tmp_path, tokenizer, metric_for_best_model="eval_first_loss", eval_dataset={"first": rows}, **settings
+    )
+    trainer = make_trainer(tmp_path, tokenizer, metric_for_best_model="loss", eval_dataset=rows, **settings)
+    trainer.train()
+    trainer.args.metric_for_best_model = "none"
+    with pytest.raises(ValueError) as error:
+        check_best_metric(trainer)
+    reported = {f"eval_{name}" for name in ast.literal_eval(str(error.value).split("one of ")[1].rstrip("."))}
+    speed = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+    assert reported == {name for name in trainer.evaluate() if name.startswith("eval_")} - {*speed}
+
+
 def test_several_data_sets_to_evaluate(tmp_path, tokenizer):
     data = {"first": TEXTS.select(range(4)), "second": TEXTS.select(range(4, 8))}
     trainer = make_trainer(tmp_path, tokenizer, eval_dataset=data, eval_strategy="steps", eval_steps=2)
@@ -587,6 +620,7 @@ def test_wrong_arguments(tmp_path, tokenizer):
         ("loss_type", "dft"),
         ("neftune_noise_alpha", 5.0),
         ("optim_args", "a=1"),
+        ("optim_target_modules", "all-linear"),
     ):
         with pytest.raises(ValueError, match=f"`{name}` has no effect"):
             make_trainer(tmp_path, tokenizer, **{name: value})
@@ -641,6 +675,60 @@ def test_wrong_arguments(tmp_path, tokenizer):
             )
 
 
+def files_in(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_no_other_model_is_overwritten(tmp_path, tokenizer):
+    """The output folder may be that of an earlier training, and of no other model."""
+    folder, other = tmp_path / "target", tmp_path / "other"
+    make_target("llama").save_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder / "checkpoint-7")
+    make_target("qwen3").save_pretrained(other)
+    before = files_in(tmp_path)
+    (tmp_path / "link").symlink_to(folder)
+    for output_dir, target in (
+        (tmp_path / "link", folder),
+        (folder / "checkpoint-7" / "..", folder / "checkpoint-7"),  # whose checkpoints would be rotated
+    ):
+        for given in (str(target), AutoModelForCausalLM.from_pretrained(target)):
+            with pytest.raises(ValueError, match="the target's folder"):
+                make_trainer(output_dir, tokenizer, target=given)
+    (folder / "config.json").rename(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="target has model.safetensors of another model"):
+        make_trainer(folder, tokenizer)
+    (tmp_path / "config.json").rename(folder / "config.json")
+    with pytest.raises(ValueError, match="other has config.json of another model, which the draft would damage"):
+        make_trainer(other, tokenizer)
+    assert files_in(tmp_path).items() >= before.items()
+
+    run = tmp_path / "run"
+    for _ in range(2):
+        trainer = make_trainer(run, tokenizer, target=str(folder), max_steps=1)
+        trainer.train()
+        trainer.save_model()
+    (run / "config.json").write_bytes(b"")  # cut off
+    make_trainer(run, tokenizer, target=str(folder))
+    trainer.save_model()
+    lora = LoraConfig(target_modules=["q_proj"])
+    with pytest.raises(ValueError, match="run has a whole model, into which .* the draft's adapter"):
+        make_trainer(run, tokenizer, model=str(run), target=str(folder), peft_config=lora)
+    for _ in range(2):
+        adapted = make_trainer(
+            tmp_path / "adapter", tokenizer, str(run), target=str(folder), peft_config=lora, max_steps=1
+        )
+        adapted.train()
+        adapted.save_model()
+    with pytest.raises(ValueError, match="adapter has adapter_model.safetensors of another model"):
+        make_trainer(tmp_path / "adapter", tokenizer, target=str(folder))
+
+
+@pytest.mark.parametrize("name", sorted(BASELINES))
+def test_drafts_of_other_methods_may_be_overwritten(tmp_path, name):
+    BASELINES[name].make_draft(make_target("llama")).save_pretrained(tmp_path)
+    check_output_folder(tmp_path, "big/Model-8B", False)
+
+
 def test_resuming_what_was_begun_otherwise(tmp_path, tokenizer):
     settings = {"num_train_epochs": 0.5, "max_steps": -1, "save_strategy": "steps", "save_steps": 2}
     make_trainer(tmp_path, tokenizer, **settings).train()
@@ -652,6 +740,11 @@ def test_resuming_what_was_begun_otherwise(tmp_path, tokenizer):
         ({"warmup_steps": 2}, "warmup_steps was 0 before, 2 after"),
         ({"max_grad_norm": 1.0}, "max_grad_norm was 0.5 before, 1.0 after"),
         ({"data_seed": 7}, "data_seed was None before, 7 after"),
+        (
+            {"dataset_text_field": "other", "dataset": TEXTS.add_column("other", ["abc"] * 40)},
+            "dataset_text_field was 'text'",
+        ),
+        ({"dataloader_drop_last": True}, "dataloader_drop_last was False before, True after"),
         ({"truncation_mode": "keep_end"}, "truncation_mode was 'keep_start' before"),
         ({"lr_scheduler_kwargs": {"num_cycles": 3}}, "lr_scheduler_kwargs was None before, {'num_cycles': 3} after"),
         (

@@ -1,15 +1,21 @@
 """Reading and writing the files of a checkpoint, in a folder or on the Hub."""
 
 import json
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from ..auto import kind_of_draft
 from ..file_checks import read_index
 from ..tensor_names import WEIGHT_FILES, find, with_variant
+from ..tokenizer import DRAFT_KEYS
 
 
 def read_tensors(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> dict[str, torch.Tensor]:
@@ -66,6 +72,57 @@ def check_new_folder(folder: str | Path) -> None:
     """
     if Path(folder).exists() and any(Path(folder).iterdir()):
         raise ValueError(f"{folder} is not empty. Choose another folder.")
+
+
+def check_no_other_model(
+    place: str | Path,
+    names: Collection[str],
+    fetch: Callable[[str], str | Path],
+    is_adapter: bool = False,
+    **hub_kwargs: Any,
+) -> None:
+    """
+    Checks that a draft may be saved to a folder or repo that has files with these `names`. It may overwrite a draft. The
+    adapter of a draft must not be beside a whole model, because transformers would load it into that model.
+
+    Raises:
+        ValueError: if there is another model.
+    """
+    weights = [name for name in names if name.endswith((".safetensors", ".bin")) and name != "training_args.bin"]
+    if is_adapter:
+        if "config.json" in names:
+            raise ValueError(
+                f"{place} has a whole model, into which transformers would load the draft's adapter. Choose another place."
+            )
+        return
+    other = min(weights, default=None)
+    if "config.json" in names:
+        try:
+            content = json.loads(Path(fetch("config.json")).read_text(encoding="utf-8"))
+            is_draft = DRAFT_KEYS & content.keys() or kind_of_draft(content, place, hub_kwargs) is not None
+        except (AttributeError, ValueError):  # cut off: no model can be loaded from there
+            is_draft = True
+        other = None if is_draft else "config.json"
+    if other is not None:
+        raise ValueError(f"{place} has {other} of another model, which the draft would damage. Choose another place.")
+
+
+def check_repo(repo_id: str, revision: str | None, token: bool | str | None, is_adapter: bool = False) -> None:
+    """
+    Checks that a draft, or its adapter, may be pushed to a repo, which need not exist.
+
+    Raises:
+        ValueError: if the repo has another model.
+    """
+    api = HfApi()
+    at: dict[str, Any] = {"revision": revision, "token": token}
+    try:
+        names = api.list_repo_files(repo_id, **at)
+    except RevisionNotFoundError:  # a new branch begins as a copy of the main branch
+        return check_repo(repo_id, None, token, is_adapter)
+    except RepositoryNotFoundError:
+        return
+    check_no_other_model(repo_id, names, partial(api.hf_hub_download, repo_id, **at), is_adapter, **at)
 
 
 def save_checkpoint(folder: str | Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:

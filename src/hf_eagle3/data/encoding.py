@@ -20,6 +20,7 @@ from .rows import IMAGES, Row, RowError, is_learned, read_images, read_row, summ
 logger = logging.getLogger(__name__)
 
 # If assistant turns cannot be found in at most this share of the rows, they are not learned. Above it training is refused.
+# The same holds for rows of a stream that cannot be learned from.
 MAX_LOST_SHARE = 0.05
 
 
@@ -320,7 +321,8 @@ def encode_rows(
     dataset: Dataset | IterableDataset, encoder: RowEncoder, name: str, num_proc: int | None = None
 ) -> Dataset | IterableDataset:
     """
-    Encodes a data set. The rows of a stream are encoded when they are read.
+    Encodes a data set. The rows of a stream are encoded when they are read. Those that cannot be learned from are left out,
+    with a warning.
 
     Args:
         dataset (`Dataset` or `IterableDataset`): The data.
@@ -334,14 +336,16 @@ def encode_rows(
 
     Raises:
         ValueError: if rows cannot be learned from (the message names them), assistant turns cannot be found in more than 5%
-            of the rows, or there is nothing to learn.
+            of the rows, or there is nothing to learn. Of a stream, if the first row or more than 5% of the rows cannot be
+            learned from.
     """
     columns = get_dataset_column_names(dataset)
     image_column = next((column for column in IMAGES if column in columns), None)
     if all(column in columns for column in IMAGES):
         raise ValueError(f"The {name} data has columns 'image' and 'images'. Remove one.")
     if isinstance(dataset, IterableDataset):
-        return dataset.map(EncodedStream(encoder, name), with_indices=True, remove_columns=columns)
+        encoded = dataset.map(EncodedStream(encoder, name), with_indices=True, remove_columns=columns)
+        return encoded.filter(bool, input_columns="input_ids")
     lists = {column: List(Value("int64")) for column in ("input_ids", "labels")}
     if "seq_lengths" in dataset.column_names:
         lists["seq_lengths"] = List(Value("int64"))
@@ -448,21 +452,44 @@ def documents_of_rows(rows: dict[str, list]) -> dict[str, list]:
 
 
 class EncodedStream:
-    """Encodes the rows of a stream, and counts the rows whose assistant turns were not found."""
+    """
+    Encodes the rows of a stream. Counts, in each pass, those that cannot be learned from, which it leaves empty, and those
+    whose assistant turns were not found.
+    """
 
     def __init__(self, encoder: RowEncoder, name: str):
-        self.encoder, self.name = encoder, name
+        self.encoder, self.name, self.has_encoded = encoder, name, False
+        self.broken: list[int] = []
         self.lost: list[int] = []
 
     def __call__(self, row: dict[str, Any], index: int) -> dict[str, Any]:
+        if index == 0:
+            self.broken, self.lost = [], []
         try:
             encoded = self.encoder(row)
         except RowError as error:
-            raise ValueError(
-                f"Row {index} of the {self.name} data cannot be learned from: {error}. Fix or remove it."
-            ) from error
+            self.report_broken(index, error)
+            return {"input_ids": [], "labels": []}
+        self.has_encoded = True
         if encoded.pop("lost"):
             self.lost.append(index)
             if len(self.lost).bit_count() == 1:
                 self.encoder.report_lost(self.lost, max(index + 1, 100), self.name)
         return encoded
+
+    def report_broken(self, index: int, error: RowError) -> None:
+        """
+        Counts a row that cannot be learned from, and warns whenever their number is a power of two.
+
+        Raises:
+            ValueError: if these are more than 5% of the rows, or of 100, or no row before could be learned from.
+        """
+        self.broken.append(index)
+        count, message = len(self.broken), f"Row {index} of the {self.name} data cannot be learned from: {error}."
+        if not self.has_encoded:
+            raise ValueError(f"{message} Fix or remove it.") from error
+        if count > MAX_LOST_SHARE * max(index + 1, 100):
+            numbers = f"{count} of {index + 1} rows so far are like this (the first are {self.broken[:3]})"
+            raise ValueError(f"{message} {numbers}. Fix or remove them.") from error
+        if count.bit_count() == 1:
+            logger.warning(f"{message} It is left out, with {count - 1} of the {index} rows before it.")

@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ..checkpoints.files import check_new_folder
+from ..checkpoints.files import check_new_folder, check_repo
 from ..environment import public_name, without_paths
 from ..evaluation import BenchmarkResults, plot_all
 from ..evaluation.results import PLOTS
@@ -83,13 +83,15 @@ def push_draft(
 
     Raises:
         PermissionError: if there is no token.
-        ValueError: if `training` or `benchmark` is about other weights, or the Hub does not know the licence.
+        ValueError: if `training` or `benchmark` is about other weights, the Hub does not know the licence, or the repo has
+            another model.
     """
     check_license(license, license_name, license_link)
     if token in (None, True) and get_token() is None:
         raise PermissionError("There is no token to push with. Log in with `hf auth login`, or set `HF_TOKEN`.")
     api = HfApi()
     repo_id = repo_id if "/" in repo_id else f"{api.whoami(token)['name']}/{repo_id}"
+    check_repo(repo_id, revision, token)
     # A new branch begins as a copy of the main branch.
     existing = card_on_hub(repo_id, revision, token) or card_on_hub(repo_id, None, token)
     with tempfile.TemporaryDirectory() as folder:

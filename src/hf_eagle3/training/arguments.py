@@ -118,6 +118,8 @@ class Eagle3TrainingArguments(SFTConfig):
         "chat_template_path",
         "completion_only_loss",
         "data_seed",
+        "dataloader_drop_last",
+        "dataset_text_field",
         "draft_form",
         "draft_vocab_size",
         "learning_rate",
@@ -127,6 +129,7 @@ class Eagle3TrainingArguments(SFTConfig):
         "max_length",
         "optim",
         "optim_args",
+        "optim_target_modules",
         "packing",
         "packing_strategy",
         "sampled_vocab_size",
@@ -261,10 +264,9 @@ class Eagle3TrainingArguments(SFTConfig):
     def _check_optimizer(self) -> None:
         if not self.use_muon:
             return
-        if self.optim != type(self).optim:
-            raise ValueError("`optim` has no effect where Muon and AdamW train. Pass `use_muon=False` with it.")
-        if self.optim_args:
-            raise ValueError("`optim_args` has no effect where Muon and AdamW train. Pass `use_muon=False` with it.")
+        for name in ("optim", "optim_args", "optim_target_modules"):
+            if getattr(self, name) not in (None, "", getattr(type(self), name)):
+                raise ValueError(f"`{name}` has no effect where Muon and AdamW train. Pass `use_muon=False` with it.")
 
     def _check_without_effect(self) -> None:
         for name, default in (("label_smoothing_factor", 0), ("loss_type", "nll"), ("neftune_noise_alpha", None)):

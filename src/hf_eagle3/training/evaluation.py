@@ -22,6 +22,28 @@ if TYPE_CHECKING:
     from .trainer import Eagle3Trainer
 
 
+def check_best_metric(trainer: Eagle3Trainer) -> None:
+    """
+    Raises:
+        ValueError: if training evaluates, and `metric_for_best_model` is not measured.
+    """
+    args, data = trainer.args, trainer.eval_dataset
+    if args.metric_for_best_model is None or args.eval_strategy == "no" or data is None:
+        return
+    names = ["loss", "loss_per_step", "simulated_acceptance_length"]
+    if args.num_eval_prompts > 0:
+        names += ["acceptance_length"] + ["vocabulary_coverage"] * (trainer.draft.d2t is not None)
+    by_step = ("accuracy", "acceptance_rate", "conditional_acceptance", "joint_acceptance")
+    names += [f"{name}_{step}" for name in by_step for step in range(args.ttt_steps)]
+    if isinstance(data, dict):
+        names = [f"{dataset}_{name}" for dataset in data for name in names]
+    if (name := args.metric_for_best_model.removeprefix("eval_")) not in names:
+        why = " with `num_eval_prompts=0`" * (args.num_eval_prompts == 0)
+        raise ValueError(
+            f"`metric_for_best_model` is {name!r}, which is not measured{why}. It must be one of {names}."
+        )
+
+
 @torch.no_grad()
 def decoding_metrics(trainer: Eagle3Trainer, dataset: Dataset | IterableDataset) -> dict[str, float]:
     """

@@ -1,10 +1,15 @@
 """Prepares tokenizer, data and draft vocabulary for training."""
 
-from collections.abc import Callable
+from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..data import (
     ImageReader,
@@ -24,6 +29,9 @@ from ..remote_code.modeling_eagle3 import DraftModel
 from ..tokenizer import padding_token, read_template
 from .arguments import Eagle3TrainingArguments
 
+
+if TYPE_CHECKING:
+    from .trainer import Eagle3Trainer
 
 logger = get_logger(__name__)
 
@@ -69,6 +77,11 @@ def image_reader(
         return (
             "and packed rows cannot have any: a target counts positions and images from the beginning of a row. Leave out "
             f"`{'packing' if args.packing else 'padding_free'}`"
+        )
+    if args.truncation_mode == "keep_end" and args.max_length is not None:
+        return (
+            "and `truncation_mode='keep_end'` would cut them, because they come before most of the text. Leave it out, or pass "
+            "`max_length=None`"
         )
     return ImageReader(processor)
 
@@ -165,3 +178,18 @@ def prepare_vocabulary(
             "fresh draft with a vocabulary of this data (`model=None` and `draft_vocab_size`)."
         )
     logger.info(message)
+
+
+class SeededLengthSampler(LengthGroupedSampler):
+    """A sampler whose order follows from the seed and the epoch, so that a resumed training has it, too."""
+
+    def __init__(self, sampler: LengthGroupedSampler, trainer: Eagle3Trainer):
+        super().__init__(sampler.batch_size, lengths=sampler.lengths)
+        self.trainer = trainer
+
+    def __iter__(self) -> Iterator[int]:
+        args, epoch = self.trainer.args, int(self.trainer.state.epoch or 0)
+        self.generator = torch.Generator().manual_seed(
+            (args.seed if args.data_seed is None else args.data_seed) + epoch
+        )
+        return super().__iter__()

@@ -18,18 +18,40 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from trl import SFTTrainer
 
+from ..checkpoints.files import check_no_other_model, check_repo
 from ..hub import card_on_hub, is_edited, render_card, write_records
 from ..hub.push import verifier_without_path
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.modeling_eagle3 import DraftModel
+from ..tensor_names import WEIGHT_FILES
 from .checkpoint import CHECKPOINT_FILES, list_files
 from .models import without_adapter
 from .record import training_record
 
 
 logger = get_logger(__name__)
+
+
+def check_output_folder(folder: str | Path, target_name: str | None, is_adapter: bool) -> None:
+    """
+    Checks that the output folder of a training may hold its draft. It may be that of an earlier training.
+
+    Raises:
+        ValueError: if the folder is the target's, or has another model.
+    """
+    folder, taken = Path(folder), [Path(target_name).resolve()] if target_name else []
+    taken += [
+        path.parent for path in taken if path.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
+    ]  # old ones are deleted
+    if folder.resolve() in taken:
+        raise ValueError(
+            f"`output_dir` is {folder}, the target's folder, which the draft would damage. Choose another."
+        )
+    names = [name for name in ("config.json", ADAPTER_SAFE_WEIGHTS_NAME, *WEIGHT_FILES) if (folder / name).exists()]
+    check_no_other_model(folder, names, folder.joinpath, is_adapter)
 
 
 class DraftSavingTrainer(SFTTrainer):
@@ -205,6 +227,12 @@ class DraftSavingTrainer(SFTTrainer):
                     f"push it from there: {self.push_command}"
                 )
             raise
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Refuses a repo that has another model."""
+        super().init_hf_repo(token, private)
+        if self.is_world_process_zero():
+            check_repo(self.hub_model_id, self.args.hub_revision, token or self.args.hub_token, self._is_adapter)
 
     def _name_datasets(self, names: str | list[str] | None) -> None:
         if names:

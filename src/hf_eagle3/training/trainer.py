@@ -14,6 +14,7 @@ from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 from trl.data_utils import get_dataset_column_names
 
@@ -35,14 +36,14 @@ from ..remote_code.target_eagle3 import is_sharded
 from .arguments import Eagle3TrainingArguments
 from .checkpoint import last_whole_checkpoint, what_is_broken
 from .console import show_few
-from .evaluation import decoding_metrics, kept_precision
+from .evaluation import check_best_metric, decoding_metrics, kept_precision
 from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, fixed_arguments, start_store
 from .metrics import TTTMetrics
 from .models import draft_to_train, load_target
 from .optimizer import muon_with_adamw
-from .preparation import encode, image_reader, prepare_tokenizer, prepare_vocabulary
+from .preparation import SeededLengthSampler, encode, image_reader, prepare_tokenizer, prepare_vocabulary
 from .record import check_resumption
-from .saving import DraftSavingTrainer
+from .saving import DraftSavingTrainer, check_output_folder
 from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, draft_loss
 
 
@@ -96,7 +97,8 @@ class Eagle3Trainer(DraftSavingTrainer):
 
     Raises:
         TypeError: if `model` is not a draft, `target_model` not a target, or `args` of another class.
-        ValueError: if the draft cannot be trained for this target, with these arguments or on this data.
+        ValueError: if the draft cannot be trained for this target, with these arguments or on this data, or `output_dir` has
+            another model.
     """
 
     _tag_names = ["eagle3", "speculative-decoding"]
@@ -114,6 +116,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         check_call(target_model, kwargs)
         target_name = target_model if isinstance(target_model, str) else target_model.config._name_or_path
         args = self._own_arguments(args, target_name)
+        peft_config = kwargs.get("peft_config")
+        check_output_folder(args.output_dir, target_name, peft_config is not None or isinstance(model, PeftModel))
         assert not isinstance(args.target_model_init_kwargs, str)  # the arguments check it
         with_images = any(map(shows_images, all_datasets(kwargs)))
         target_model, tokenizer, processor = load_target(
@@ -124,7 +128,6 @@ class Eagle3Trainer(DraftSavingTrainer):
             with_images,
         )
         self.images = image_reader(target_model, processor, args)
-        peft_config = kwargs.get("peft_config")
         if peft_config is not None and getattr(peft_config, "target_modules", ()) is None:
             # PEFT would choose modules by the `model_type`, which a draft does not have.
             peft_config = kwargs["peft_config"] = copy.copy(peft_config)
@@ -155,6 +158,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         prepare_vocabulary(self.draft, target_model, self.train_dataset, vocab_size_from_data)
         self._connect_models(store)
         self._check_batches()
+        check_best_metric(self)
         self.metrics = TTTMetrics(self.accelerator, args.ttt_steps, args.ttt_step_decay)
         show_few(self)
 
@@ -324,6 +328,10 @@ class Eagle3Trainer(DraftSavingTrainer):
         super()._set_signature_columns_if_needed()
         if "feature_row" not in self._signature_columns:
             self._signature_columns += ["feature_row", "image_data", "image_text", "image_end"]
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> torch.utils.data.Sampler | None:
+        sampler = super()._get_train_sampler(train_dataset)
+        return SeededLengthSampler(sampler, self) if isinstance(sampler, LengthGroupedSampler) else sampler
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         """
