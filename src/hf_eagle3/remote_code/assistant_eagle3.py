@@ -174,7 +174,9 @@ def validate_with_assistant(
         raise ValueError(f"`assistant_model` is the class {assistant.__name__}, not a draft. Load a draft with it.")
     if hasattr(assistant, "assisted_decoding"):
         assistant.validate_target(target)
-        if not hasattr(assistant, "config"):  # transformers would compare vocabularies
+        # Transformers would compare vocabularies, but a target may have more tokens than its assistant knows.
+        vocab_size = target.config.get_text_config().vocab_size
+        if not hasattr(assistant, "config") or assistant.config.get_text_config().vocab_size != vocab_size:
             generation_mode_kwargs = {**generation_mode_kwargs, "assistant_model": None}
         # Several sequences a prompt are a batch, which transformers' own assistants do not take.
         generation_config = copy.copy(generation_config)
