@@ -5,8 +5,21 @@ import threading
 
 import pytest
 import torch
-from conftest import FAMILIES, VOCAB_SIZE, each_once, make_batch, make_draft, make_oracle, make_prompt, make_target
+from conftest import (
+    BASE,
+    FAMILIES,
+    MOE,
+    MORE_FAMILIES,
+    VOCAB_SIZE,
+    each_once,
+    make_batch,
+    make_draft,
+    make_oracle,
+    make_prompt,
+    make_target,
+)
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -59,7 +72,7 @@ def assert_same_text(target, draft, prompt, **kwargs):
 # The text is the target's ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "settings"), each_once(FAMILIES, GREEDY))
+@pytest.mark.parametrize(("family", "settings"), each_once(FAMILIES | MORE_FAMILIES, GREEDY))
 @pytest.mark.parametrize("prompt_length", [5, 40])
 def test_greedy_text_of_every_family(family, prompt_length, settings):
     target = make_target(family)
@@ -659,12 +672,23 @@ def test_targets_that_cannot_be_verified_in_a_tree(draft):
     with pytest.raises(ValueError, match="decoder-only"):
         Eagle3ForSpeculation.from_target(seq2seq)
 
-    config = AutoConfig.for_model("bloom", vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=3, n_head=4)
-    without_positions = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(ValueError, match="takes no `position_ids`"):
-        generate(
-            without_positions, make_prompt(5), assistant_model=Eagle3ForSpeculation.from_target(without_positions)
-        )
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("bloom", {"n_layer": 3, "n_head": 4}, "takes no `position_ids`"),
+        ("cpmant", {"dim_head": 8, "dim_ff": 48}, "takes no `position_ids`"),
+        ("deepseek_v4", {**MOE, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2}, "stateful"),
+    ],
+)
+def test_targets_that_take_no_positions_or_cannot_roll_back(model_type, changes, message):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    config = AutoConfig.for_model(model_type, **{**BASE, **changes})
+    target = AutoModelForCausalLM.from_config(config).eval()
+    draft = Eagle3ForSpeculation.from_target(target)
+    with pytest.raises(ValueError, match=message):
+        generate(target, make_prompt(5), assistant_model=draft)
 
 
 @pytest.mark.parametrize(("family", "bad"), [("llama", math.inf), ("qwen3_5", math.nan)])
