@@ -152,6 +152,19 @@ FAMILIES = {
     "cohere2": ("cohere2", {**ALTERNATING, "sliding_window": WINDOW}),
 }
 
+# Of these only the text is compared with that of plain `generate`.
+MORE_FAMILIES = {
+    "afmoe": ("afmoe", {**MOE, **ALTERNATING, "sliding_window": WINDOW, "num_dense_layers": 1}),
+    "apertus": ("apertus", {}),
+    "ernie4_5": ("ernie4_5", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "granite": ("granite", {}),
+    "olmo2": ("olmo2", {}),
+    "phi": ("phi", {}),
+    "smollm3": ("smollm3", {}),
+    "starcoder2": ("starcoder2", {"sliding_window": WINDOW}),
+}
+
 # Smaller weights: these amplify what is rounded otherwise.
 DELTA_RULE = {
     "initializer_range": 0.1,
@@ -186,7 +199,7 @@ RECURRENT = {name: (kind, changes) for name, (kind, changes) in RECURRENT.items(
 
 def make_target(family: str, seed: int = 0, **changes):
     """A random target in fp32. Weights are large, so that its text is neither constant nor full of near ties."""
-    model_type, family_changes = (FAMILIES | CONVOLUTIONAL | RECURRENT)[family]
+    model_type, family_changes = (FAMILIES | MORE_FAMILIES | CONVOLUTIONAL | RECURRENT)[family]
     config = AutoConfig.for_model(model_type, **{**BASE, **family_changes, **changes})
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

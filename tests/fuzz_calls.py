@@ -7,6 +7,7 @@ import math
 import random
 import re
 import threading
+import weakref
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,6 +16,7 @@ from conftest import (
     BLOCK_DRAFTS,
     CONVOLUTIONAL,
     FAMILIES,
+    MORE_FAMILIES,
     RECURRENT,
     VOCAB_SIZE,
     lookups_of,
@@ -41,7 +43,9 @@ from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 
 
-EVERY_FAMILY = sorted(FAMILIES | CONVOLUTIONAL | RECURRENT)
+# Targets to which tokens were added, and what they were before.
+BEFORE_RESIZING: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+EVERY_FAMILY = sorted(FAMILIES | MORE_FAMILIES | CONVOLUTIONAL | RECURRENT)
 cached_target = functools.cache(make_target)
 tokenizer = functools.cache(make_tokenizer)
 
@@ -338,11 +342,12 @@ def draw_draft(rng, target, text, padding, folder):
     if kind == "oracle" and text is not None:
         return make_oracle(target, text, rng.randrange(1000), padding, method)
     torch.manual_seed(rng.randrange(1000))
-    token_ids = range(rng.randrange(90), VOCAB_SIZE)
+    token_ids, target = range(rng.randrange(90), VOCAB_SIZE), BEFORE_RESIZING.get(target, target)
     if method in BLOCK_DRAFTS:
         draft = make_block_draft(method, target, draft_token_ids=token_ids)
     else:
-        draft = Eagle3ForSpeculation.from_target(target, token_ids).eval()
+        own_table = {"has_own_embed_tokens": rng.random() < 0.3}
+        draft = Eagle3ForSpeculation.from_target(target, token_ids, **own_table).eval()
     if kind == "broken":
         weight = rng.choice([each for each in draft.parameters() if each.dim() == 2])
         weight.data.view(-1)[rng.randrange(weight.numel())] = rng.choice([math.nan, math.inf, 1e30])
@@ -359,6 +364,17 @@ def poisoned(rng, target):
     for row in tokens(rng, 10):
         weight.data[row] = rng.choice([math.nan, math.inf, -math.inf, 3e38])
     return target
+
+
+def with_more_tokens(rng, target):
+    """The same target with tokens of which drafts made before know nothing."""
+    larger = copy.deepcopy(target)
+    torch.manual_seed(rng.randrange(1000))
+    larger.resize_token_embeddings(VOCAB_SIZE + rng.randint(1, 8), mean_resizing=False)
+    head = larger.get_output_embeddings().weight
+    head.data[VOCAB_SIZE:] = 1.5 * head.data[torch.randint(VOCAB_SIZE, (len(head) - VOCAB_SIZE,))]  # often picked
+    BEFORE_RESIZING[larger] = target
+    return larger
 
 
 def generate(target, kwargs, seed, draft=None):
@@ -471,6 +487,8 @@ def run(rng: random.Random, folder) -> tuple[int, str | None]:
         target.set_attn_implementation("causal_only")
     if is_poisoned := rng.random() < 0.06:
         target = poisoned(rng, target)
+    elif rng.random() < 0.1 and not family.startswith("gemma4"):  # which has another table of all tokens
+        target = with_more_tokens(rng, target)
     lengths = [rng.randint(1, 40) for _ in range(rng.choice([1, 1, 1, 2, 3, 4, 5]))]
     seed = rng.randrange(10**6)
     kind = rng.choices(["call", "interrupted", "threads"], [20, 2, 1])[0]

@@ -13,11 +13,23 @@ from transformers import (
     Gemma4Config,
     Gemma4ForConditionalGeneration,
     Gemma4Processor,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
     Llama4Config,
     Llama4ForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MllamaConfig,
     MllamaForConditionalGeneration,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
@@ -124,6 +136,75 @@ def qwen3_5():
     )
     image = {"pixel_values": torch.rand(16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
     return Qwen3_5ForConditionalGeneration(config), image, "mm_token_type_ids"
+
+
+def llava():
+    vision = {**VISION, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    config = LlavaConfig(
+        text_config={**TEXT, "model_type": "llama"},
+        vision_config={**vision, "model_type": "clip_vision_model"},
+        image_token_index=IMAGE,
+        image_seq_length=NUM_PIECES,
+    )
+    return LlavaForConditionalGeneration(config), {"pixel_values": torch.rand(1, 3, 16, 16)}, None
+
+
+def qwen2_vl(config_class=Qwen2VLConfig, model_class=Qwen2VLForConditionalGeneration, **vision):
+    vision = vision or {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+    config = config_class(
+        text_config={
+            **TEXT,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+        },
+        vision_config={**vision, "depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=VIDEO - 1,
+        vision_end_token_id=VIDEO - 2,
+    )
+    image = {"pixel_values": torch.rand(16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    return model_class(config), image, "mm_token_type_ids"
+
+
+def qwen2_5_vl():
+    vision = {**VISION, "out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1]}
+    return qwen2_vl(Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, **vision)
+
+
+def idefics3():
+    config = Idefics3Config(
+        text_config={**TEXT, "model_type": "llama"},
+        vision_config={**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4},
+        image_token_id=IMAGE,
+        scale_factor=2,
+        pad_token_id=0,
+    )
+    return Idefics3ForConditionalGeneration(config), {"pixel_values": torch.rand(1, 1, 3, 16, 16)}, None
+
+
+def mistral3():
+    vision = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+    config = Mistral3Config(
+        text_config={**TEXT, "model_type": "mistral", "sliding_window": None},
+        vision_config={**vision, "model_type": "pixtral", "head_dim": 8},
+        image_token_index=IMAGE,
+        spatial_merge_size=2,
+    )
+    image = {"pixel_values": torch.rand(1, 3, 16, 16), "image_sizes": torch.tensor([[16, 16]])}
+    return Mistral3ForConditionalGeneration(config), image, None
+
+
+def paligemma():
+    """It passes on neither the positions nor the mask of a tree."""
+    vision = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    config = PaliGemmaConfig(
+        text_config={**TEXT, "model_type": "gemma"},
+        vision_config={**vision, "model_type": "siglip_vision_model", "projection_dim": 32, "vision_use_head": False},
+        image_token_index=IMAGE,
+        projection_dim=32,
+        hidden_size=32,
+    )
+    return PaliGemmaForConditionalGeneration(config), {"pixel_values": torch.rand(1, 3, 16, 16)}, "token_type_ids"
 
 
 def mllama():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import make_draft, make_prompt, make_target, make_tokenizer
 from peft import LoraConfig, get_peft_model
-from transformers import GenerationConfig, GenerationMixin, pipeline
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, StaticCache, pipeline
 
 from hf_eagle3 import assist
 from hf_eagle3.assisting import needs_other_decoding
@@ -151,9 +151,35 @@ def test_other_ways_are_left_as_they_are(pair, settings, is_model_s):
 @pytest.mark.parametrize("implementation", ["quantized", "offloaded_static"])
 def test_caches_that_cannot_forget_are_left_to_plain_decoding(pair, implementation):
     """They need other packages or a GPU, so nothing is decoded here."""
-    target, _, _ = pair
-    assert needs_other_decoding(target, cache_implementation=implementation)
-    assert needs_other_decoding(target, generation_config=GenerationConfig(cache_implementation=implementation))
+    target, draft, _ = pair
+    assert needs_other_decoding(target, draft, cache_implementation=implementation)
+    assert needs_other_decoding(target, draft, generation_config=GenerationConfig(cache_implementation=implementation))
+
+
+class Uncroppable(DynamicCache):
+    def crop(self, *args):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("family", "make_cache", "is_assisted"),
+    [
+        ("llama", lambda config: DynamicCache(config=config), True),
+        ("llama", lambda config: StaticCache(config=config, max_cache_len=64), True),
+        ("llama", lambda config: Uncroppable(config=config), False),
+        ("gemma3", lambda config: StaticCache(config=config, max_cache_len=64), False),
+        ("qwen3_5", lambda config: DynamicCache(config=config), True),
+    ],
+)
+def test_caches_that_the_caller_passes(family, make_cache, is_assisted):
+    """Those in which tokens cannot be rolled back are left to plain decoding."""
+    target, prompt = make_target(family), make_prompt(9)
+    draft = make_draft(target, [prompt])
+    expected = target.generate(prompt, **SETTINGS)
+    with assist(target, draft):
+        text = target.generate(prompt, past_key_values=make_cache(target.config), **SETTINGS)
+    assert torch.equal(text, expected)
+    assert (draft.last_generation is not None) == is_assisted
 
 
 def test_attentions_are_left_to_plain_decoding(pair):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import FAMILIES, VOCAB_SIZE, each_once, make_batch, make_oracle, make_prompt, make_target
+from conftest import FAMILIES, MORE_FAMILIES, VOCAB_SIZE, each_once, make_batch, make_oracle, make_prompt, make_target
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -57,7 +57,8 @@ def assert_same_texts(target, batch, seed=0, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("family", "settings"), each_once(FAMILIES, [{}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}])
+    ("family", "settings"),
+    each_once(FAMILIES | MORE_FAMILIES, [{}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}]),
 )
 def test_greedy_text_of_every_family(family, settings):
     stats = assert_same_texts(make_target(family), make_batch(LENGTHS), **settings)

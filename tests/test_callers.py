@@ -58,6 +58,21 @@ def test_pipeline(target, draft, tokenizer, prompt, batch_size):
     assert draft.last_generation.new_tokens > 0
 
 
+@pytest.mark.parametrize("pad_token", [None, 2])
+def test_pipelines_of_targets_whose_configurations_name_other_tokens(pad_token, tokenizer):
+    """As Qwen's do, or because the caller set a pad token after the draft was made."""
+    target = make_target("qwen3", eos_token_id=2, pad_token_id=None)
+    target.generation_config.eos_token_id, target.generation_config.pad_token_id = [2, 90], 90
+    draft = make_draft(target, [make_prompt(5)])
+    target.config.pad_token_id = pad_token
+    texts = []
+    for assistant in ({}, {"assistant_model": draft}, {"assistant_model": draft, "assistant_tokenizer": tokenizer}):
+        generate = pipeline("text-generation", target, tokenizer=tokenizer, **assistant)
+        texts.append(generate("hello world", **SETTINGS))
+    assert texts[0] == texts[1] == texts[2]
+    assert draft.last_generation.new_tokens > 0
+
+
 def test_a_draft_that_was_left_on_the_host(target, draft, monkeypatch):
     """Warns once: it is slow, and nothing else would tell why."""
     warnings = []

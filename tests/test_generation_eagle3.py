@@ -5,8 +5,21 @@ import threading
 
 import pytest
 import torch
-from conftest import FAMILIES, VOCAB_SIZE, each_once, make_batch, make_draft, make_oracle, make_prompt, make_target
+from conftest import (
+    BASE,
+    FAMILIES,
+    MOE,
+    MORE_FAMILIES,
+    VOCAB_SIZE,
+    each_once,
+    make_batch,
+    make_draft,
+    make_oracle,
+    make_prompt,
+    make_target,
+)
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -42,7 +55,7 @@ SAMPLING = [
 ]
 
 
-def generate(target, prompt, seed=0, **kwargs):
+def generate(target, prompt=None, seed=0, **kwargs):
     torch.manual_seed(seed)
     kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **kwargs}
     return target.generate(prompt, **kwargs)
@@ -59,7 +72,7 @@ def assert_same_text(target, draft, prompt, **kwargs):
 # The text is the target's ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "settings"), each_once(FAMILIES, GREEDY))
+@pytest.mark.parametrize(("family", "settings"), each_once(FAMILIES | MORE_FAMILIES, GREEDY))
 @pytest.mark.parametrize("prompt_length", [5, 40])
 def test_greedy_text_of_every_family(family, prompt_length, settings):
     target = make_target(family)
@@ -558,10 +571,11 @@ def save_and_rename(draft, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 64}, "vocabulary of 96, but .* vocabulary of 64"),
+        ({"vocab_size": 64}, "vocabulary of 96, but .* vocabulary of 64.* resized its embeddings"),
         ({"hidden_size": 64}, "hidden states of size 32, but .* size 64"),
         ({"num_hidden_layers": 2}, r"layers \[2, 3, 3\], but .* layers 0 to 1"),
         ({"seed": 1}, "trained for another model"),
+        ({"seed": 1, "vocab_size": 100}, "trained for another model"),
     ],
 )
 def test_wrong_pairings_name_both_sides(tmp_path, target, changes, message):
@@ -583,6 +597,52 @@ def test_the_right_target_in_another_precision_is_recognised(tmp_path, target):
     weight = tuned.get_input_embeddings().weight
     weight.data += 0.1 * weight.std() * torch.randn_like(weight)
     draft.validate_target(tuned)
+
+
+@pytest.mark.parametrize(
+    ("num_known", "overrides", "settings"),
+    each_once(
+        [8, VOCAB_SIZE],
+        [{}, {}, {"has_own_embed_tokens": True}],
+        [
+            {},
+            {"do_sample": True, "top_k": 20},
+            {"cache_implementation": "static"},
+            {"cache_implementation": "static", "do_sample": True},
+            {"do_sample": True, "num_return_sequences": 3},
+            {},
+        ],
+    ),
+)
+def test_tokens_that_were_added_to_the_target(num_known, overrides, settings):
+    """In prompts and texts. The draft does not know them, but the others are still what they were."""
+    target, prompt, batch = make_target("llama"), make_prompt(12), make_batch([12, 7])
+    draft = make_draft(target, [prompt], num_known, **overrides)
+    if num_known == VOCAB_SIZE:
+        draft.set_draft_vocabulary(None, target)
+    target.resize_token_embeddings(VOCAB_SIZE + 4, mean_resizing=False)
+    said = generate(target, prompt)[0, 12:].unique()[:4]
+    with torch.no_grad():  # the target writes them in the place of others
+        target.get_output_embeddings().weight[VOCAB_SIZE:] = 1.2 * target.get_output_embeddings().weight[said]
+    prompt[0, 3], batch["input_ids"][:, -3:] = VOCAB_SIZE + 2, VOCAB_SIZE + 3
+    for policy, inputs in (("static", {"prompt": prompt}), ("auto", batch)):
+        draft.generation_config.tree_policy = policy
+        text = generate(target, **inputs, **settings)
+        assert generate(target, **inputs, assistant_model=draft, **settings).tolist() == text.tolist()
+        assert (text[:, 12:] >= VOCAB_SIZE).any()
+
+
+def test_tokens_that_were_added_and_drafts_that_cannot_tell(target):
+    """Without a fingerprint nothing shows that the other tokens are what they were."""
+    draft, larger = Eagle3ForSpeculation.from_target(target), copy.deepcopy(target)
+    fingerprint = draft.config.verifier_fingerprint
+    larger.resize_token_embeddings(VOCAB_SIZE + 1)
+    draft.pair_with(larger)
+    assert draft.config.verifier_fingerprint == fingerprint
+    draft.validate_target(target)
+    draft.config.verifier_fingerprint = None
+    with pytest.raises(ValueError, match="vocabulary of 97. Pair .* make a draft for it after that"):
+        generate(larger, make_prompt(5), assistant_model=draft)
 
 
 def test_calls_a_tree_cannot_serve(target, draft):
@@ -612,12 +672,23 @@ def test_targets_that_cannot_be_verified_in_a_tree(draft):
     with pytest.raises(ValueError, match="decoder-only"):
         Eagle3ForSpeculation.from_target(seq2seq)
 
-    config = AutoConfig.for_model("bloom", vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=3, n_head=4)
-    without_positions = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(ValueError, match="takes no `position_ids`"):
-        generate(
-            without_positions, make_prompt(5), assistant_model=Eagle3ForSpeculation.from_target(without_positions)
-        )
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("bloom", {"n_layer": 3, "n_head": 4}, "takes no `position_ids`"),
+        ("cpmant", {"dim_head": 8, "dim_ff": 48}, "takes no `position_ids`"),
+        ("deepseek_v4", {**MOE, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2}, "stateful"),
+    ],
+)
+def test_targets_that_take_no_positions_or_cannot_roll_back(model_type, changes, message):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    config = AutoConfig.for_model(model_type, **{**BASE, **changes})
+    target = AutoModelForCausalLM.from_config(config).eval()
+    draft = Eagle3ForSpeculation.from_target(target)
+    with pytest.raises(ValueError, match=message):
+        generate(target, make_prompt(5), assistant_model=draft)
 
 
 @pytest.mark.parametrize(("family", "bad"), [("llama", math.inf), ("qwen3_5", math.nan)])

@@ -1,15 +1,41 @@
 """Multimodal targets, with text and with images in the prompt."""
 
+import itertools
+
 import pytest
 import torch
 from conftest import lookups_of, make_draft, make_oracle, make_prompt
-from seeing import IMAGE, gemma3, gemma4, llama4, make, qwen3_5, qwen3_vl
+from seeing import (
+    IMAGE,
+    gemma3,
+    gemma4,
+    idefics3,
+    llama4,
+    llava,
+    make,
+    mistral3,
+    paligemma,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_5,
+    qwen3_vl,
+)
 
+from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 
 
-@pytest.mark.parametrize("num_images", [0, 1, 2])
-@pytest.mark.parametrize("family", [gemma3, gemma4, llama4, qwen3_vl, qwen3_5])
+# Of these only the text is compared with that of plain `generate`.
+MORE_FAMILIES = [llava, qwen2_vl, qwen2_5_vl, idefics3, mistral3]
+
+
+@pytest.mark.parametrize(
+    ("family", "num_images"),
+    [
+        *itertools.product([gemma3, gemma4, llama4, qwen3_vl, qwen3_5], [0, 1, 2]),
+        *((family, 1) for family in MORE_FAMILIES),
+    ],
+)
 def test_text_and_images(family, num_images):
     target, inputs = make(family, num_images)
     for settings in ({}, {"repetition_penalty": 1.3}, {"do_sample": True}):
@@ -53,7 +79,7 @@ def test_static_caches(family):
     assert max(oracle.last_generation.accepted_lengths) >= 4
 
 
-@pytest.mark.parametrize("family", [gemma3, gemma4, llama4, qwen3_vl, qwen3_5])
+@pytest.mark.parametrize("family", [gemma3, gemma4, llama4, qwen3_vl, qwen3_5, *MORE_FAMILIES])
 def test_the_image_matters(family):
     """Or the tests above would not be about images."""
     target, inputs = make(family, 1)
@@ -63,7 +89,7 @@ def test_the_image_matters(family):
         assert (target(**inputs).logits[:, -1] - logits).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("family", [gemma3, gemma4, llama4, qwen3_vl, qwen3_5])
+@pytest.mark.parametrize("family", [gemma3, gemma4, llama4, qwen3_vl, qwen3_5, *MORE_FAMILIES])
 def test_batches(family):
     target, inputs = make(family, 1)
     batch = {name: torch.cat([value] * 2) for name, value in inputs.items()}
@@ -73,6 +99,14 @@ def test_batches(family):
     draft = make_oracle(target, expected)
     actual = target.generate(**batch, max_new_tokens=20, do_sample=False, assistant_model=draft)
     assert actual.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("num_images", [0, 1])
+def test_a_target_that_passes_on_no_tree_is_refused(num_images):
+    target, inputs = make(paligemma, num_images)
+    draft = Eagle3ForSpeculation.from_target(target).eval()
+    with pytest.raises(ValueError, match="does not pass on the positions and the mask"):
+        target.generate(**inputs, max_new_tokens=24, do_sample=False, assistant_model=draft)
 
 
 def test_an_untrained_draft_has_tokens_accepted():

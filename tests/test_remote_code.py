@@ -61,6 +61,10 @@ for auto_class, folder in ((AutoModel, draft_dir), (AutoModelForCausalLM, draft_
     assert torch.equal(actual, expected) and max(draft.last_generation.accepted_lengths) > 1
     if folder == draft_dir:
         draft.save_pretrained(second_dir)
+from transformers.pipelines.base import load_assistant_model
+
+target.config.pad_token_id = 7  # not what the draft was saved with
+assert load_assistant_model(target, draft, None) == (draft, None)
 print(json.dumps(sorted(name for name in BLOCKED if name in sys.modules)))
 """
 

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
+from .remote_code.cache_eagle3 import check_cache
+from .remote_code.target_eagle3 import check_given_cache
+
 
 if TYPE_CHECKING:
     from .remote_code.assistant_eagle3 import AssistantMixin
@@ -41,8 +44,8 @@ def assist(target: PreTrainedModel, draft: "AssistantMixin") -> Iterator[None]:
         results = lm_eval.simple_evaluate(HFLM(pretrained=target), tasks=["gsm8k"])
     ```
 
-    Calls that ask for attentions or another way of decoding (beams, no cache, another assistant) are left alone. Contexts
-    of one target may be nested: the innermost draft is used. The target is unchanged, except that transformers' hooks for
+    Calls that ask for attentions or another way of decoding (beams, no cache, another assistant), or pass a cache in which
+    tokens cannot be rolled back, are left alone. Contexts of one target may be nested: the innermost draft is used. The target is unchanged, except that transformers' hooks for
     hidden states stay on it.
 
     Args:
@@ -82,7 +85,7 @@ def draft_for(model: PreTrainedModel) -> "AssistantMixin | None":
 
 
 def needs_other_decoding(
-    model: PreTrainedModel, generation_config: GenerationConfig | None = None, **kwargs: Any
+    model: PreTrainedModel, draft: "AssistantMixin", generation_config: GenerationConfig | None = None, **kwargs: Any
 ) -> bool:
     """Whether a call of `generate` with these arguments asks for something that a draft cannot do."""
     # In the order of `generate`: the call's arguments, then its configuration, then the model's.
@@ -95,6 +98,13 @@ def needs_other_decoding(
     keeps_cache = kwargs.get("use_cache", True) and asked("use_cache") is not False
     # Continuous batching, and caches that cannot forget a token.
     other_cache = asked("cache_implementation") in ("paged", "quantized", "offloaded_static")
+    given = (kwargs[name] for name in ("cache", "past_key_values") if kwargs.get(name) is not None)  # newer, older
+    if (cache := next(given, None)) is not None:
+        try:
+            check_cache(cache, draft.may_replay(model))
+            check_given_cache(model, cache, kwargs.get("attention_mask"), draft.may_replay(model))
+        except ValueError:
+            other_cache = True
     is_other = (asked("num_beams") or 1) > 1 or any(map(asked, OTHER_DECODING))
     return bool(wants_attentions or not keeps_cache or other_cache or is_other)
 
@@ -115,7 +125,7 @@ def _install() -> None:
             return generate(self, *args, **kwargs)
         signature.bind(self, *args, **kwargs)  # raises like `generate` if an argument is passed twice
         kwargs |= zip(names, args)
-        if not needs_other_decoding(self, **kwargs):
+        if not needs_other_decoding(self, draft, **kwargs):
             kwargs["assistant_model"] = draft
         return generate(self, **kwargs)
 

@@ -602,6 +602,10 @@ def test_wrong_arguments(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, target=str(tmp_path / "draft"))
     with pytest.raises(ValueError, match="trained for another model"):
         make_trainer(tmp_path, tokenizer, model=draft, target=other)
+    larger = copy.deepcopy(target)
+    larger.resize_token_embeddings(100)
+    with pytest.raises(ValueError, match="a target with 96 tokens, and this one has 100"):
+        make_trainer(tmp_path, tokenizer, model=draft, target=larger)
     with pytest.raises(ValueError, match="vocabulary of 10"):
         make_trainer(tmp_path, tokenizer, model=draft, target=target, draft_vocab_size=20)
     with pytest.raises(ValueError, match="model_init_kwargs"):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.pipelines import base as pipelines
 
 from .auto_eagle3 import logger
 from .decoding_eagle3 import TreeDecoding
@@ -125,24 +126,34 @@ def generate(*args, model, assistant_model=None, **kwargs):
 def install_generation_hook() -> None:
     """
     Lets an assistant bring its own decoding. `generate` calls `assistant_model.validate_target(target)` before anything
-    else and then `assistant_model.assisted_decoding(target, ...)`, and warns if it decoded without that. Other assistants
-    are untouched. Installing twice, or from several copies of this file, changes nothing.
+    else and then `assistant_model.assisted_decoding(target, ...)`, and warns if it decoded without that. Pipelines take
+    the assistant as it is. Other assistants are untouched. Installing twice, or from several copies of this file, changes
+    nothing.
     """
-    for name, mark, hook in (  # an older copy of this file may have installed only some of them
-        ("_validate_generation_mode", "_validates_with_assistant", validate_with_assistant),
-        ("_assisted_decoding", "_decodes_with_assistant", decode_or_assist),
-        ("generate", "_warns_of_unused_assistant", generate_or_warn),
+    for owner, name, mark, hook in (  # an older copy of this file may have installed only some of them
+        (GenerationMixin, "_validate_generation_mode", "_validates_with_assistant", validate_with_assistant),
+        (GenerationMixin, "_assisted_decoding", "_decodes_with_assistant", decode_or_assist),
+        (GenerationMixin, "generate", "_warns_of_unused_assistant", generate_or_warn),
+        (pipelines, "load_assistant_model", "_takes_assistants", load_or_take),
     ):
-        method = getattr(GenerationMixin, name)
-        if not hasattr(method, mark):
+        method = getattr(owner, name, None)
+        if method is not None and not hasattr(method, mark):
             hooked = functools.wraps(method)(hooked_method(method, hook))
             setattr(hooked, mark, True)
-            setattr(GenerationMixin, name, hooked)
+            setattr(owner, name, hooked)
 
 
 def hooked_method(method: Callable, hook: Callable) -> Callable:
     """A method that calls `hook(method, self, ...)`."""
     return lambda self, *args, **kwargs: hook(method, self, *args, **kwargs)
+
+
+def load_or_take(load_model: Callable, target: Any, assistant: Any, *args: Any) -> Any:
+    """
+    `load_assistant_model` of pipelines without its comparison of special tokens, which needs those of the target's
+    `config` to be those that a draft was saved with. `generate` checks the pair.
+    """
+    return (assistant, None) if hasattr(assistant, "assisted_decoding") else load_model(target, assistant, *args)
 
 
 def validate_with_assistant(
@@ -163,7 +174,9 @@ def validate_with_assistant(
         raise ValueError(f"`assistant_model` is the class {assistant.__name__}, not a draft. Load a draft with it.")
     if hasattr(assistant, "assisted_decoding"):
         assistant.validate_target(target)
-        if not hasattr(assistant, "config"):  # transformers would compare vocabularies
+        # Transformers would compare vocabularies, but a target may have more tokens than its assistant knows.
+        vocab_size = target.config.get_text_config().vocab_size
+        if not hasattr(assistant, "config") or assistant.config.get_text_config().vocab_size != vocab_size:
             generation_mode_kwargs = {**generation_mode_kwargs, "assistant_model": None}
         # Several sequences a prompt are a batch, which transformers' own assistants do not take.
         generation_config = copy.copy(generation_config)

@@ -108,28 +108,33 @@ def check_pairing(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     for name, reason in UNREADABLE_TARGETS.items():
         if getattr(text_config, name, None):
             raise ValueError(f"{target_name} {reason} (`{name}`), which EAGLE-3 drafts cannot read.")
-    for label, expected, actual in (
-        ("a vocabulary of", config.vocab_size, text_config.vocab_size),
-        ("hidden states of size", config.target_hidden_size, text_config.hidden_size),
+    weight = target.get_input_embeddings().weight
+    known_rows = config.verifier_fingerprint if weight.device.type != "meta" else None
+    # Added tokens (`resize_token_embeddings`) leave the ids and rows of the others, as the fingerprint shows.
+    has_more_tokens = known_rows is not None and text_config.vocab_size > config.vocab_size
+    num_tokens = config.vocab_size if has_more_tokens else text_config.vocab_size
+    resized = " If you resized its embeddings (`resize_token_embeddings`), make a draft for it after that."
+    for label, expected, actual, hint in (
+        ("a vocabulary of", config.vocab_size, num_tokens, resized),
+        ("hidden states of size", config.target_hidden_size, text_config.hidden_size, ""),
     ):
         if expected != actual:
             raise ValueError(
-                f"{draft_name} needs a target with {label} {expected}, but {target_name} has {label} {actual}. {advice}"
+                f"{draft_name} needs a target with {label} {expected}, but {target_name} has {label} {actual}. {advice}{hint}"
             )
     layer_ids, depth = draft.resolve_aux_layer_ids(target), text_config.num_hidden_layers
     if not all(0 <= layer_id <= depth for layer_id in layer_ids):
         raise ValueError(
             f"{draft_name} reads the states entering layers {layer_ids}, but {target_name} has layers 0 to {depth - 1}. {advice}"
         )
-    weight = target.get_input_embeddings().weight
     if not config.has_own_embed_tokens and weight.shape[-1] != config.hidden_size:
         raise ValueError(
             f"{draft_name} stores no embedding table and needs the target's with rows of {config.hidden_size}, but those of "
             f"{target_name} have {weight.shape[-1]}. {advice}"
         )
     # Fine-tuning and quantization hardly change the table, but those of two models are unrelated.
-    expected = config.verifier_fingerprint if weight.device.type != "meta" else None
-    if expected is not None and similarity(expected, fingerprint(weight)) < 0.9:
+    num_rows = config.vocab_size if has_more_tokens else None
+    if known_rows is not None and similarity(known_rows, fingerprint(weight, num_rows)) < 0.9:
         raise ValueError(
             f"{draft_name} was trained for another model than {target_name}: the sizes agree, but the embedding tables are "
             f"unrelated. {advice}"
@@ -163,8 +168,11 @@ def similarity(fingerprint: str, other: str) -> float:
     return torch.cosine_similarity(ours, theirs, dim=0).item()
 
 
-def fingerprint(embedding: torch.Tensor) -> str:
-    """The first four entries of 16 evenly spaced rows of an embedding table `(vocab_size, hidden_size)`, in base64."""
-    rows = torch.linspace(0, embedding.shape[0] - 1, 16).long().to(embedding.device)
+def fingerprint(embedding: torch.Tensor, num_rows: int | None = None) -> str:
+    """
+    The first four entries, in base64, of 16 evenly spaced rows of an embedding table `(vocab_size, hidden_size)`, or of
+    its first `num_rows`.
+    """
+    rows = torch.linspace(0, (num_rows or embedding.shape[0]) - 1, 16).long().to(embedding.device)
     entries = gathered(embedding.detach())[rows, :4].flatten().half().cpu()
     return base64.b64encode(entries.numpy().tobytes()).decode()

@@ -380,7 +380,9 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         because the factor of some targets' embeddings (Gemma) is not part of the draft's input.
         """
         if self.config.has_own_embed_tokens:
-            embeds = self.embed_tokens(input_ids.to(self.embed_tokens.weight.device))
+            # Tokens that were added to the target later have no row: the last one stands for them.
+            known_ids = input_ids.to(self.embed_tokens.weight.device).clamp(max=self.config.vocab_size - 1)
+            embeds = self.embed_tokens(known_ids)
         elif embedding is None and not self._borrowed_embedding:
             raise ValueError(
                 "This draft stores no embedding table. Call `draft.borrow_embeddings(target)` before `draft(...)`; "

@@ -183,6 +183,7 @@ def check_trainable(
             "Train a draft that reads states entering layers."
         )
     check_layers(model)
+    check_vocabulary(model, target_model)
     plain: dict[str, Any] = {"ttt_row_share": 1.0} if hasattr(model, "unroll") else {}
     if hasattr(model, "training_loss"):
         plain["sampled_vocab_size"] = None
@@ -202,6 +203,19 @@ def check_layers(model: DraftModel | PeftModel) -> None:
         raise ValueError(
             "Only drafts with full attention can be trained; this one has layers "
             f"{model.config.transformer_layer_config.layer_types}, and training-time test would ignore their window."
+        )
+
+
+def check_vocabulary(model: DraftModel | PeftModel, target_model: PreTrainedModel) -> None:
+    """
+    Raises:
+        ValueError: if the target has more tokens than the draft knows. Such a pair decodes, but labels need both alike.
+    """
+    num_tokens = target_model.config.get_text_config(decoder=True).vocab_size
+    if num_tokens != model.config.vocab_size:
+        raise ValueError(
+            f"The draft was made for a target with {model.config.vocab_size} tokens, and this one has {num_tokens}: its "
+            "embeddings were resized. Train with the target as it was, or make a draft for this one with `from_target`."
         )
 
 

@@ -12,7 +12,7 @@ from ..assisting import assist
 from ..remote_code.modeling_eagle3 import DraftModel
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
 from .features import TargetStates
-from .models import check_layers, without_adapter
+from .models import check_layers, check_vocabulary, without_adapter
 from .ttt import TTTBatch, counted_rows, draft_loss
 
 
@@ -129,6 +129,7 @@ class DraftLearner:
     ):
         self.draft, self.ttt_steps, self.ttt_step_decay = draft, ttt_steps, ttt_step_decay
         check_layers(draft)
+        check_vocabulary(draft, target)
         draft.borrow_embeddings(target)
         self.layer_ids = draft.resolve_aux_layer_ids(target)
         self.target_states = TargetStates(target, self.layer_ids)
