@@ -45,8 +45,8 @@ def assist(target: PreTrainedModel, draft: "AssistantMixin") -> Iterator[None]:
     ```
 
     Calls that ask for attentions or another way of decoding (beams, no cache, another assistant), or pass a cache in which
-    tokens cannot be rolled back, are left alone. Contexts of one target may be nested: the innermost draft is used. The target is unchanged, except that transformers' hooks for
-    hidden states stay on it.
+    tokens cannot be rolled back, are left alone. Contexts of one target may be nested: the innermost draft is used. The
+    target is unchanged, except that transformers' hooks for hidden states stay on it.
 
     Args:
         target (`PreTrainedModel`): The target. It may be compiled, or adapted (`PeftModel`).

@@ -207,9 +207,8 @@ def pair_with(draft: "DraftModel", target: PreTrainedModel) -> None:
     draft.validate_target(target)
     draft.config.eagle_aux_hidden_state_layer_ids = draft.resolve_aux_layer_ids(target)
     draft.config.aux_layer_ids_assumed = False
-    if (
-        target.config.get_text_config(decoder=True).vocab_size == draft.config.vocab_size
-    ):  # else it has one, which fits
+    num_tokens = target.config.get_text_config(decoder=True).vocab_size
+    if num_tokens == draft.config.vocab_size:  # if tokens were added, the draft has a fingerprint that fits
         draft.config.verifier_fingerprint = fingerprint(target.get_input_embeddings().weight)
     draft.config.speculators_config = speculators_config_for(target, draft.config.speculators_model_type)
 

@@ -42,10 +42,11 @@ def check_output_folder(folder: str | Path, target_name: str | None, is_adapter:
     Raises:
         ValueError: if the folder is the target's, or has another model.
     """
-    folder, taken = Path(folder), [Path(target_name).resolve()] if target_name else []
-    taken += [
-        path.parent for path in taken if path.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
-    ]  # old ones are deleted
+    folder, taken = Path(folder), []
+    if target_name:
+        path = Path(target_name).resolve()
+        is_checkpoint = path.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
+        taken = [path, path.parent] if is_checkpoint else [path]  # training deletes old checkpoints
     if folder.resolve() in taken:
         raise ValueError(
             f"`output_dir` is {folder}, the target's folder, which the draft would damage. Choose another."
