@@ -33,6 +33,7 @@ from transformers import (  # noqa: E402
 )
 from transformers.integrations.sdpa_attention import repeat_kv  # noqa: E402
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask  # noqa: E402
+from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from hf_eagle3 import Eagle3ForSpeculation  # noqa: E402
 from hf_eagle3.baselines import DFlashForSpeculation  # noqa: E402
@@ -276,6 +277,21 @@ def make_batch(lengths, seed: int = 0) -> dict[str, torch.LongTensor]:
     padded = [torch.nn.functional.pad(prompt, (max(lengths) - prompt.shape[1], 0)) for prompt in prompts]
     mask = [torch.arange(max(lengths))[None] >= max(lengths) - length for length in lengths]
     return {"input_ids": torch.cat(padded), "attention_mask": torch.cat(mask).long()}
+
+
+@pytest.fixture
+def said():
+    """What was said by transformers' loggers."""
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            texts.append(record.getMessage())
+
+    texts, handler = [], Handler()
+    type(transformers_logging.get_logger()).warning_once.cache_clear()
+    transformers_logging.add_handler(handler)
+    yield texts
+    transformers_logging.remove_handler(handler)
 
 
 @pytest.fixture(scope="session")

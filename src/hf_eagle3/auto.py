@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
-from .tensor_names import HUB_ARGUMENTS, is_block_draft, is_draft, tensor_names, tensor_names_on_hub
+from .tensor_names import (
+    HUB_ARGUMENTS,
+    is_block_draft,
+    is_draft,
+    tensor_names,
+    tensor_names_on_hub,
+    unlike_qwen3,
+    weights_file,
+)
 
 
 if TYPE_CHECKING:
@@ -57,7 +65,7 @@ def may_be_draft(content: dict) -> tuple[bool, bool]:
     the Hub. Checkpoints in folders are always read.
     """
     architectures = [str(name) for name in content.get("architectures") or []]
-    words = ("eagle", "draft", "speculat")
+    words = ("dflash", "draft", "eagle", "speculat")
     is_certain = any(word in name.lower() for name in [*content, *architectures] for word in words)
     is_known = bool(architectures) and names_of_transformers().issuperset(architectures)
     return is_certain or not is_known or content.get("num_hidden_layers") == 1, is_certain
@@ -88,32 +96,38 @@ def draft_config(
     Returns:
         [`Eagle3Config`], or [`DFlashConfig`] for a block draft whose own code is not trusted. With
         `return_unused_kwargs=True` a tuple of it and those arguments.
+
+    Raises:
+        ValueError: if the draft is of an unsupported kind, has no `config.json`, or is broken.
     """
     if gguf_file is not None:
         return None
     hub_kwargs = {name: kwargs[name] for name in (*HUB_ARGUMENTS, "variant") if name in kwargs}
-    kind = None if content is None else kind_of_draft(content, name_or_path, hub_kwargs)
+    kind, names = (None, []) if content is None else kind_of_draft(content, name_or_path, hub_kwargs)
     if content is not None and kind is None:
         return None
     content, kwargs = PreTrainedConfig.get_config_dict(name_or_path, **kwargs)
     auto_map = content.get("auto_map") or {}
     if trust_remote_code and "AutoConfig" in auto_map:  # its own code has failed, and said why
         return None
-    if (algorithm := content.get("speculators_model_type")) is not None:
-        if algorithm not in ("eagle3", "peagle", "dflash"):
-            raise ValueError(
-                f"{name_or_path} is a draft of speculators of the kind {algorithm!r}, which hf-eagle3 does not read. An "
-                "engine such as vLLM may."
-            )
-    elif (kind := kind or kind_of_draft(content, name_or_path, hub_kwargs)) is None:
-        return None
-    if algorithm == "dflash" or kind is is_block_draft:
-        if algorithm is None and content.get("model_type") not in ("qwen3", None):  # layers of another kind (Laguna)
+    if (algorithm := content.get("speculators_model_type")) is None and kind is None:
+        kind, names = kind_of_draft(content, name_or_path, hub_kwargs)
+        if kind is None:
             return None
+    if not content:
+        raise ValueError(f"{name_or_path} has the weights of a draft, but no config.json. Download it again.")
+    if algorithm == "dflash" or kind is is_block_draft:
         from .baselines.dflash import DFlashConfig
 
         if trust_remote_code and "AutoModel" in auto_map:  # the caller wants the code that it brings
             return None
+        model_type = content.get("model_type")
+        # Some take the target's configuration for the draft's. Their layers are Qwen3's all the same.
+        if algorithm is None and model_type not in ("qwen3", None) and (others := unlike_qwen3(names)):
+            raise ValueError(
+                f"{name_or_path} is a block draft (DFlash) with layers of {model_type!r}, but only Qwen3's are supported. They "
+                f"differ in {others[:6]}. vLLM or SGLang run it."
+            )
         return DFlashConfig.from_dict(content, name_or_path=str(name_or_path), **kwargs)
 
     # Here, so that `import hf_eagle3` is quick.
@@ -130,10 +144,21 @@ def draft_config(
 
 def kind_of_draft(
     content: dict, name_or_path: str | Path, hub_kwargs: dict[str, Any]
-) -> Callable[[Iterable[str]], bool] | None:
-    """Which of [`is_draft`] and [`is_block_draft`] holds for the names of a checkpoint's tensors, or `None`."""
+) -> tuple[Callable[[Iterable[str]], bool] | None, list[str]]:
+    """
+    Which of [`is_draft`] and [`is_block_draft`] holds for the names of a checkpoint's tensors, or `None`. And those names.
+
+    Raises:
+        ValueError: if it is certainly a draft, in a pickle that is broken.
+    """
     names = tensor_names(name_or_path, **hub_kwargs)
     if names is None and not Path(name_or_path).exists() and not hub_kwargs.get("local_files_only"):
         may_be, is_certain = may_be_draft(content)
         names = tensor_names_on_hub(name_or_path, is_certain, **hub_kwargs) if may_be else None
-    return next((kind for kind in (is_draft, is_block_draft) if kind(names or [])), None)
+    names = names or []
+    path = None if names or not may_be_draft(content)[1] else weights_file(name_or_path, **hub_kwargs)
+    if path is not None and path.suffix == ".bin":  # transformers would not say that it is broken
+        from .checkpoints.files import read_file
+
+        read_file(path)
+    return next((kind for kind in (is_draft, is_block_draft) if kind(names)), None), names

@@ -33,6 +33,15 @@ NEUTRAL_LAYER_KEYS = {
     "unsloth_fixed",
 }
 
+# Values that are the same as leaving the key out. With others a draft would compute something else.
+DEFAULTS = {
+    "is_causal": True,
+    "norm_type": "rms",
+    "partial_rotary_factor": 1.0,
+    "use_rope": True,
+    "use_rotary_pos_emb": True,
+}
+
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -43,6 +52,11 @@ SIZES = (
 )
 # These may be null, which stands for a default.
 OPTIONAL_SIZES = ("draft_vocab_size", "head_dim", "num_key_value_heads", "target_hidden_size")
+
+
+def changed_defaults(config_dict: dict[str, Any]) -> list[str]:
+    """Returns the keys whose values are not their [`DEFAULTS`]."""
+    return sorted(key for key, default in DEFAULTS.items() if config_dict.get(key) not in (None, default))
 
 
 def check_sizes(config_dict: dict[str, Any]) -> None:
@@ -76,7 +90,8 @@ def check_layer_config(layer_config: dict[str, Any]) -> None:
     check_positive(layer_config, "rope_theta", "rms_norm_eps")
     if (model_type := layer_config.get("model_type", "llama")) in ("llama", "qwen3"):
         known = AutoConfig.for_model(model_type).to_dict().keys() | NEUTRAL_LAYER_KEYS
-        check_keys("`transformer_layer_config`", layer_config, known)
+        changed = {*changed_defaults(layer_config)} - {"partial_rotary_factor"}  # that is checked later
+        check_keys("`transformer_layer_config`", {**layer_config, **dict.fromkeys(changed, True)}, known - changed)
 
 
 def check_positive(config_dict: dict[str, Any], *names: str) -> None:
@@ -175,8 +190,15 @@ def check_verifier(config: Eagle3Config) -> None:
 def check_config_dict(config_dict: dict[str, Any]) -> None:
     """
     Raises:
-        ValueError: if a `config.json` does not describe its layers, or has a dtype that is unknown.
+        ValueError: if there is no `config.json`, or it does not describe its layers, or is of another kind of draft, or has
+            a dtype that is unknown.
     """
+    if not config_dict:
+        raise ValueError("There is no config.json, or it is empty. Download the draft again.")
+    if (algorithm := config_dict.get("speculators_model_type")) not in ("eagle3", "peagle", None):
+        raise ValueError(
+            f"This is a draft of speculators of the kind {algorithm!r}, which hf-eagle3 does not read. An engine such as vLLM may."
+        )
     if config_dict.get("transformer_layer_config") is None:
         raise ValueError("This config.json has no `transformer_layer_config`, which describes the draft's layers.")
     for name in ("dtype", "torch_dtype"):

@@ -12,8 +12,12 @@ from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from .remote_code.auto_eagle3 import logger
+from .remote_code.configuration_eagle3 import default_aux_layer_ids
 from .tensor_names import find, with_variant
 
 
@@ -60,7 +64,7 @@ def read_index(path: str | Path) -> dict[str, str]:
 def check_safetensors(path: str | Path) -> None:
     """
     Raises:
-        ValueError: if a safetensors file is shorter or longer than its header says.
+        ValueError: if a safetensors file is shorter or longer than its header says, or has a rounded `d2t`.
     """
     size = Path(path).stat().st_size
     with open(path, "rb") as file:
@@ -75,6 +79,23 @@ def check_safetensors(path: str | Path) -> None:
             ) from None
     if size != expected:
         raise ValueError(f"{path} has {size} bytes, but must have {expected}. Download it again.")
+    if "d2t" in header and "F" in header["d2t"]["dtype"]:  # transformers would round it to integers
+        with safe_open(path, "pt") as tensors:
+            check_mapping(tensors.get_tensor("d2t"), f"{path}: ")
+
+
+def check_mapping(d2t: torch.Tensor, place: str = "") -> None:
+    """
+    Raises:
+        ValueError: if a `d2t` of floating-point numbers is so large that its dtype may have rounded it.
+    """
+    # From this number on, odd ones are rounded to even ones.
+    limit = 2 / torch.finfo(d2t.dtype).eps if d2t.is_floating_point() else None
+    if limit is not None and not (d2t.double().abs() < limit).all():
+        raise ValueError(
+            f"{place}`d2t` is stored in {d2t.dtype}, which is exact only below {limit:.0f}, and has larger offsets. They map to wrong "
+            "tokens. Download the draft again, or convert it from the original with `d2t` in int64."
+        )
 
 
 def check_token_ids(generation_config: dict[str, Any]) -> None:
@@ -121,7 +142,8 @@ def read_and_mend(
     **hub_kwargs: Any,
 ) -> tuple["DraftModel", dict[str, Any]]:
     """
-    Reads a draft by transformers' means, and mends what others leave out: a head, a `t2d`, and whether a table is stored.
+    Reads a draft by transformers' means, and mends what others leave out: a head, a `t2d`, the order of the tokens, and
+    whether a table is stored.
 
     Args:
         read (`Callable`): `from_pretrained` of transformers, which also returns its report of missing and unexpected tensors.
@@ -146,9 +168,54 @@ def read_and_mend(
 
         info["missing_keys"].remove("lm_head.weight")
         resize_head(draft.get_output_embeddings(), 0)
-    if source is not None:
+    path = None if source is None else find(source, "config.json", **hub_kwargs)
+    if source is not None and path is not None:
+        content = read_json(path)
+        is_ours = "weights_digest" in content or "_eagle3.Eagle3Config" in str(content.get("auto_map"))
+        if not is_ours:
+            sort_tokens(draft, info)
         mend_mapping(draft, info, source, variant=kwargs.get("variant"), **hub_kwargs)
+        if not is_ours and content.get("speculators_model_type") in ("eagle3", "peagle"):
+            draft.is_of_speculators = True  # for `check_layer_ids`
+            name, flag = "norm_before_residual", draft.config.norm_before_residual
+            if content.get(name) is None and not flag and name not in kwargs:
+                logger.warning_once(
+                    f"The config.json of {source} has no `{name}`. We take false, as the class of speculators does, but vLLM takes "
+                    f"true. If few tokens are accepted, load it with `{name}=True`."
+                )
     return draft, info
+
+
+def sort_tokens(draft: "DraftModel", info: dict[str, Any]) -> None:
+    """
+    Sorts a loaded draft's tokens by their ids, with the rows of its head. Model-Optimizer writes them in order of
+    frequency, and converters copy that. A mapping with doubles or unknown ids is left to [`check_draft_vocabulary`].
+    """
+    if draft.d2t is None or draft.d2t.is_meta or "d2t" in info["missing_keys"]:
+        return
+    token_ids, head = draft.draft_token_ids, draft.get_output_embeddings().weight
+    is_valid = token_ids.min() >= 0 and token_ids.max() < draft.config.vocab_size
+    is_valid = is_valid and len(token_ids.unique()) == len(token_ids)
+    if (
+        not is_valid or (token_ids.diff() > 0).all() or not head.is_floating_point()
+    ):  # a quantized head has scales, too
+        return
+    order = token_ids.argsort()
+    draft.d2t = token_ids[order] - torch.arange(len(order), device=order.device)
+    if len(head) > 0:  # else it will be the target's, for the sorted tokens
+        head.data = head.data[order]
+
+
+def check_layer_ids(draft: "DraftModel", target: PreTrainedModel) -> None:
+    """Warns if a draft of the speculators format has the usual ids of outputs of layers, which a converter may have kept."""
+    depth = target.config.get_text_config(decoder=True).num_hidden_layers
+    ids, usual = draft.config.eagle_aux_hidden_state_layer_ids, default_aux_layer_ids(depth)
+    if vars(draft).get("is_of_speculators") and ids == [layer_id - 1 for layer_id in usual]:
+        logger.warning_once(
+            f"The draft {draft.config.name_or_path or '(unnamed)'} reads the states that enter layers {ids} of the target's {depth}, "
+            "as its format says. But these look like the ids of layers whose outputs it was trained on, kept by a converter. "
+            f"If few tokens are accepted, load it with `eagle_aux_hidden_state_layer_ids={usual}`."
+        )
 
 
 @contextmanager

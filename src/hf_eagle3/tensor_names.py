@@ -18,6 +18,13 @@ WEIGHT_FILES = (
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 # Every draft has one of these in its names. Without them the long headers and indices of other models need no parsing.
 TRACES = (b"fc.weight", b"midlayer.", b"hidden_norm.weight", b"d2t")
+# The tensors of a layer of transformers' Qwen3.
+QWEN3_LAYER = {
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    *(f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+}
 # Arguments of `cached_file` that make it return `None` for a missing file.
 LENIENT = {
     "_raise_exceptions_for_missing_entries": False,
@@ -42,20 +49,30 @@ def with_variant(name: str, variant: str | None) -> str:
 def is_draft(names: Iterable[str]) -> bool:
     """
     Whether tensors with these names make up an EAGLE draft. A draft has a first layer that reads the token beside the
-    state, or a vocabulary mapping, or (EAGLE 1 and 2) a single layer behind an `fc`.
+    state, or a vocabulary mapping, or (EAGLE 1 and 2) layers behind an `fc`.
     """
-    names = without_prefix(names).values()
+    shorter = without_prefix(names)
+    names = shorter.values()
     if "hidden_norm.weight" in names:  # a block draft has it outside of its layers
         return False
     if any(name.startswith(("midlayer.", "layers.0.hidden_norm.")) or name == "d2t" for name in names):
         return True
-    layers = {name.split(".")[1] for name in names if name.startswith("layers.")}
-    return "fc.weight" in names and layers == {"0"}
+    # No model of transformers has an `fc` beside its `layers`, except the decoders of some audio codecs (Xcodec2, NeuCodec).
+    # Those have other tensors outside of the decoder.
+    outside = {name for name, short in shorter.items() if name == short} - {"lm_head.weight"}
+    has_layers = any(name.startswith("layers.") for name in names)
+    return "fc.weight" in names and has_layers and ("fc.weight" in shorter or not outside)
 
 
 def is_block_draft(names: Iterable[str]) -> bool:
     """Whether tensors with these names make up a draft like DFlash's, which fuses the target's states before its layers."""
-    return {"fc.weight", "hidden_norm.weight"} <= set(names)
+    return {"fc.weight", "hidden_norm.weight"} <= set(without_prefix(names).values())
+
+
+def unlike_qwen3(names: Iterable[str]) -> list[str]:
+    """Returns the parts of layers that only these tensors have, or only Qwen3's layers (`self_attn.q_norm.weight`)."""
+    parts = (name.split(".", 2) for name in without_prefix(names).values())
+    return sorted({rest[-1] for layers, *rest in parts if layers == "layers"} ^ QWEN3_LAYER)
 
 
 def without_prefix(names: Iterable[str]) -> dict[str, str]:
@@ -90,10 +107,15 @@ def tensor_names(source: str | Path, variant: str | None = None, **hub_kwargs: A
         `list[str]`, *optional*: `None` if there are no weights on this machine. The list is empty if the file cannot be
         read, or cannot be a draft's.
     """
+    path = weights_file(source, variant, **hub_kwargs)
+    return None if path is None else names_in(path)
+
+
+def weights_file(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> Path | None:
+    """Returns the path of a checkpoint's weights, or of their index, or `None` if they are not on this machine."""
     local = {**hub_kwargs, **LENIENT, "local_files_only": True, "force_download": False}
     paths = (find(source, with_variant(name, variant), **local) for name in WEIGHT_FILES)
-    path = next((path for path in paths if path is not None), None)
-    return None if path is None else names_in(path)
+    return next((path for path in paths if path is not None), None)
 
 
 def tensor_names_on_hub(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import BLOCK_DRAFTS, make_baseline, make_batch, make_oracle, make_prompt, make_target
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, Qwen3Config
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3Config
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.baselines import DFlashConfig, DFlashForSpeculation
@@ -681,11 +681,70 @@ def test_a_draft_vocabulary_is_saved(tmp_path):
     assert torch.equal(loaded.lm_head.weight, target.lm_head.weight[5:50])
 
 
-def test_layers_of_another_kind_are_left_alone(tmp_path):
-    folder = write_checkpoint(tmp_path / "draft", {**ZLAB_CONFIG, "model_type": "llama"})
-    assert type(AutoConfig.from_pretrained(folder)).__name__ == "LlamaConfig"
-    with pytest.raises(ValueError, match="is (no|not a) dflash draft: its config.json is of 'llama'"):
-        DFlashForSpeculation.from_pretrained(folder)
+OF_TARGETS = {
+    "llama": {},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 16},
+    "qwen3_vl_text": {"rope_scaling": {"mrope_section": [2, 1, 1], "rope_type": "default"}},
+}
+
+
+@pytest.mark.parametrize("model_type", OF_TARGETS)
+def test_the_configuration_of_a_target(tmp_path, model_type):
+    """SpecForge makes the draft's of it. The tensors show Qwen3's layers, whatever it says."""
+    expected = DFlashForSpeculation.from_pretrained(write_checkpoint(tmp_path / "qwen3", ZLAB_CONFIG))
+    config = {**ZLAB_CONFIG, **OF_TARGETS[model_type], "model_type": model_type}
+    folder = write_checkpoint(tmp_path / "draft", config)
+    for loader in (AutoModel, DFlashForSpeculation):
+        draft = loader.from_pretrained(folder)
+        assert type(draft) is DFlashForSpeculation and draft.config.eagle_aux_hidden_state_layer_ids == [1, 3]
+        tensors = draft.state_dict()
+        assert all(tensors[name].equal(tensor) for name, tensor in expected.state_dict().items())
+        assert draft.rotary_emb.inv_freq.equal(expected.rotary_emb.inv_freq)
+    for changes, message in (
+        ({"head_dim": None, "rope_theta": None}, r"lacks \['head_dim', 'rope_theta'\]"),
+        ({"attn_output_gate": True}, "attn_output_gate"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"use_rope": False}, "use_rope"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            AutoModel.from_pretrained(write_checkpoint(tmp_path / "broken", {**config, **changes}))
+
+
+@pytest.mark.parametrize("loader", [AutoModel, AutoModelForCausalLM])
+def test_layers_of_another_kind_are_no_random_model(tmp_path, loader):
+    config = {**ZLAB_CONFIG, "model_type": "llama"}
+    for name, shape in (
+        ("self_attn.g_proj.weight", (4, 32)),
+        ("self_attn.q_proj.bias", (32,)),
+        ("mlp.experts.w", (1,)),
+    ):
+        folder = write_checkpoint(tmp_path / "draft", config, **{f"layers.0.{name}": torch.zeros(shape)})
+        with pytest.raises(ValueError, match=f"layers of 'llama', .* differ in .'{name}'.*vLLM or SGLang"):
+            loader.from_pretrained(folder)
+    tensors = load_file(write_checkpoint(tmp_path / "draft", ZLAB_CONFIG) / "model.safetensors")
+    prefixed = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(prefixed, tmp_path / "draft" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="Unexpected: .'model.fc.weight'|for this kind of AutoModel"):
+        loader.from_pretrained(tmp_path / "draft")
+    code = "from transformers import LlamaConfig, PreTrainedModel\n\n\nclass DFlashDraftModel(PreTrainedModel):\n"
+    code += "    config_class = LlamaConfig\n\n    def __init__(self, config):\n        super().__init__(config)\n        self.post_init()\n"
+    auto_map = {loader.__name__: "dflash.DFlashDraftModel", "AutoModel": "dflash.DFlashDraftModel"}
+    folder = write_checkpoint(tmp_path / "own", {**config, "auto_map": auto_map}, **{"layers.0.g": torch.zeros(1)})
+    (folder / "dflash.py").write_text(code)
+    theirs = loader.from_pretrained(folder, trust_remote_code=True)
+    assert type(theirs).__module__.startswith("transformers_modules.")
+
+
+@pytest.mark.parametrize(
+    "key, value", [("attention_mode", "gqa"), ("projector_type", "dflash"), ("num_target_layers", 4)]
+)
+def test_defaults_that_are_written_out(tmp_path, key, value):
+    config = {**ZLAB_CONFIG, "dflash_config": {**ZLAB_CONFIG["dflash_config"], key: value}}
+    assert type(AutoModel.from_pretrained(write_checkpoint(tmp_path / "draft", config))) is DFlashForSpeculation
+    if isinstance(value, str):
+        config["dflash_config"][key] = "other"
+        with pytest.raises(ValueError, match=f"keys that DFlash does not have: .'{key}'"):
+            AutoModel.from_pretrained(write_checkpoint(tmp_path / "draft", config))
 
 
 def test_code_that_is_trusted_is_theirs(tmp_path):

@@ -153,6 +153,27 @@ def test_our_own_drafts_run_the_code_that_is_saved_with_them(tmp_path, target):
         AutoModel.from_pretrained(tmp_path, trust_remote_code=False)
 
 
+@pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel])
+def test_what_is_said_of_broken_files(tmp_path, loader):
+    shutil.copytree(FIXTURES / "classic", tmp_path / "draft")
+    content = json.loads((tmp_path / "draft" / "config.json").read_text())
+    for kind in ("eagle", "eagle3_lc"):
+        (tmp_path / "draft" / "config.json").write_text(json.dumps({**content, "speculators_model_type": kind}))
+        with pytest.raises(ValueError, match=f"is a draft of speculators of the kind '{kind}'"):
+            loader.from_pretrained(tmp_path / "draft")
+    (tmp_path / "draft" / "config.json").unlink()
+    with pytest.raises(ValueError, match="no config.json"):
+        loader.from_pretrained(tmp_path / "draft")
+    draft = Eagle3ForSpeculation.from_target(make_target("llama"), fc_norm=False, norm_output=False)
+    export(draft, tmp_path / "bin", "sglang")
+    torch.save(draft.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
+    (tmp_path / "bin" / "model.safetensors").unlink()
+    weights = (tmp_path / "bin" / "pytorch_model.bin").read_bytes()
+    (tmp_path / "bin" / "pytorch_model.bin").write_bytes(weights[:-900])
+    with pytest.raises(ValueError, match="pytorch_model.bin cannot be read. Check that it is complete"):
+        loader.from_pretrained(tmp_path / "bin")
+
+
 def test_a_broken_draft_of_others(tmp_path):
     shutil.copytree(FIXTURES / "classic", tmp_path / "draft")
     content = json.loads((tmp_path / "draft" / "config.json").read_text())

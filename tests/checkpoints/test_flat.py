@@ -2,7 +2,6 @@
 
 import copy
 import json
-from logging import Handler as StandardHandler
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from checkpoints.test_formats import assert_same, export, make_reference, midlay
 from conftest import make_prompt, make_target
 from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM
-from transformers.utils import logging
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.tensor_names import is_draft, without_prefix
@@ -25,21 +23,6 @@ def target():
 @pytest.fixture(scope="module")
 def reference(target):
     return make_reference(target, eagle_aux_hidden_state_layer_ids=[2, 6, 9])
-
-
-@pytest.fixture
-def said():
-    """What was said by transformers' loggers."""
-
-    class Handler(StandardHandler):
-        def emit(self, record):
-            texts.append(record.getMessage())
-
-    texts, handler = [], Handler()
-    type(logging.get_logger()).warning_once.cache_clear()
-    logging.add_handler(handler)
-    yield texts
-    logging.remove_handler(handler)
 
 
 def load(folder, config, tensors, loader=Eagle3ForSpeculation, **kwargs):
@@ -57,6 +40,8 @@ def load(folder, config, tensors, loader=Eagle3ForSpeculation, **kwargs):
         {"truncated_vocab_size": 32, "partial_rotary_factor": 1.0, "layer_types": ["full_attention"] * 32},
         {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "parallel_drafting": False},
         {"quantization_config": None, "speculator_config": None, "full_attention_interval": 4, "norm_type": "rms"},
+        {"use_rotary_pos_emb": True, "is_causal": True, "use_rope": True},
+        {"model_type": "gpt_oss", "num_local_experts": 16, "experts_per_token": 4},
         {"sliding_window": 512, "id2label": {"0": "LABEL_0"}, "return_dict": True, "is_encoder_decoder": False},
         {"eagle_config": {"use_mtp_layernorm": False, "something_new": None, "other": 0, "use_last_layernorm": True}},
         {"rope_scaling": {"rope_type": "default", "mrope_section": None, "alpha": 0}},
@@ -78,6 +63,8 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"norm_type": "layer"}, "norm_type"),
+        *(({key: False}, f"does not know: .'{key}'") for key in ("use_rotary_pos_emb", "is_causal", "use_rope")),
+        ({"eagle_config": {"use_rope": False}}, r"does not know: \['eagle_config.use_rope'\]"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": False}, "sliding_window"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "three positions .*SGLang"),
         ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, "three positions"),
@@ -87,7 +74,6 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"eagle_config": {"use_aux_hidden_state": False}}, "EAGLE-1 and 2"),
         ({"use_aux_hidden_state": False}, "EAGLE-1 and 2"),
         ({"kv_lora_rank": 8}, "MLA.*SGLang and vLLM"),
-        ({"model_type": "gpt_oss", "num_local_experts": 16}, "draft of experts"),
         ({"parallel_drafting": True}, "several tokens in one pass .*vLLM"),
         ({"fc_norm": True, "eagle_config": {"fc_norm": False}}, "`fc_norm` is True in config.json, but False"),
         ({"eagle_aux_hidden_state_layer_ids": [1, "5", 8]}, "must be a list of layer numbers"),
@@ -112,7 +98,12 @@ def test_what_is_refused(tmp_path, reference, changes, reason):
 def test_kinds_are_told_by_tensors(tmp_path, reference):
     config, tensors = sglang(reference), midlayer(reference)
     without_norm = {name: tensor for name, tensor in tensors.items() if "hidden_norm" not in name}
+    experts = {name.replace("down_proj", "experts.down_proj"): tensor for name, tensor in tensors.items()}
+    unnamed = {name: tensor for name, tensor in tensors.items() if ".mlp." not in name}
+    config["num_local_experts"] = 16
     for held, reason in (
+        (experts, "draft of experts .MoE, 16"),
+        (unnamed, "draft of experts .MoE, 16"),
         ({**tensors, "midlayer.mlp.experts.0.up_proj.weight": torch.ones(3)}, "draft of experts"),
         ({**tensors, "midlayer.self_attn.kv_a_proj_with_mqa.weight": torch.ones(3)}, "MLA"),
         ({**tensors, "mask_hidden": torch.ones(3)}, "several tokens in one pass"),
@@ -147,7 +138,12 @@ def test_prefixes(tmp_path, target, prefix):
         (["model.layers.0.self_attn.o_proj.weight", "lm_head.weight"], False),
         (["fc.weight", "conv1.weight"], False),
         (["fc.weight", "model.layers.0.self_attn.o_proj.weight"], False),  # a model with a head of its own
-        (["fc.weight", "layers.0.self_attn.o_proj.weight", "layers.1.self_attn.o_proj.weight"], False),
+        (["fc.weight", "layers.0.self_attn.o_proj.weight", "layers.1.self_attn.o_proj.weight"], True),
+        (["model.fc.weight", "model.layers.1.self_attn.o_proj.weight", "lm_head.weight"], True),
+        (
+            ["decoder.fc.weight", "decoder.layers.0.self_attn.o_proj.weight", "encoder.conv.weight"],
+            False,
+        ),  # Xcodec2's form
         (["fc.weight", "hidden_norm.weight", "layers.0.self_attn.o_proj.weight"], False),  # DFlash
         ([], False),
     ],
@@ -177,7 +173,9 @@ def test_no_draft_is_taken_for_a_random_model(tmp_path, reference, loader, kind,
     assert all(tensor.equal(reference.state_dict()[name]) for name, tensor in draft.state_dict().items())
 
 
-def test_eagle_1_is_taken_for_no_random_model(tmp_path, reference):
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_eagle_1_is_taken_for_no_random_model(tmp_path, target, num_layers):
+    reference = make_reference(target, num_hidden_layers=num_layers)
     tensors = {name: tensor for name, tensor in reference.state_dict().items() if "hidden_norm" not in name}
     config = sglang(reference, architectures=["LlamaForCausalLM"])
     del tensors["d2t"], tensors["t2d"], config["draft_vocab_size"]
@@ -208,15 +206,18 @@ def test_layer_ids(tmp_path, target, reference, said, ids, depth, expected, is_s
     config |= {"eagle_config": held} if place != "top" else {}
     draft = load(tmp_path / "draft", config, tensors)
     draft.save_pretrained(tmp_path / "saved")
-    assert not said
+    (text,) = said
+    assert "vLLM does not load such drafts" in text and "pair_with" in text
     target.config.num_hidden_layers, num_layers = depth, target.config.num_hidden_layers
     try:
         for each in (draft, Eagle3ForSpeculation.from_pretrained(tmp_path / "saved")):
             assert each.resolve_aux_layer_ids(target) == expected
         assert len([text for text in said if str(expected) in text]) == (2 if is_said else 0), said
         draft.pair_with(target)
+        draft.save_pretrained(tmp_path / "paired")
     finally:
         target.config.num_hidden_layers = num_layers
+    assert not [text for text in said if "such drafts" in text and "paired" in text]
     assert draft.config.eagle_aux_hidden_state_layer_ids == expected and not draft.config.aux_layer_ids_assumed
     assert draft.resolve_aux_layer_ids(target) == expected
 

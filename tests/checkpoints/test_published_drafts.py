@@ -72,7 +72,7 @@ def tensors_for(config, holds):
             width = sizes["q"] if part == "o" else 2 * WIDTH if index == 0 else WIDTH
             shapes[f"{name}.self_attn.{part}_proj"] = (size, width)
         for part, shape in {"gate": (48, WIDTH), "up": (48, WIDTH), "down": (WIDTH, 48)}.items():
-            shapes[f"{name}.mlp.{part}_proj"] = shape
+            shapes[f"{name}.mlp.{'experts.0.' * ('experts' in holds)}{part}_proj"] = shape
         for norm in ("input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if index == 0 else [])):
             shapes[f"{name}.{norm}"] = (WIDTH,)
     if eagle.get("norm_before_fc"):

@@ -8,10 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints.make_fixtures import LENGTH, STEPS, VARIANTS, make, run
+from conftest import make_target
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
+from transformers.utils import logging
 
 from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.checkpoints import export
 from hf_eagle3.training.ttt import TTTBatch, ttt_unroll
 
 
@@ -121,6 +124,113 @@ def test_mappings_as_others_write_them(tmp_path):
         folder = copy_of(tmp_path / "draft", "full_vocabulary", **neutral | {name: 1 - neutral[name].long()})
         with pytest.raises(ValueError, match=rf"Unexpected: \['{name}'\]"):
             Eagle3ForSpeculation.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+@pytest.mark.parametrize("has_t2d", [False, True])
+def test_tokens_in_order_of_frequency(tmp_path, has_head, has_t2d):
+    """As converters copy them from Model-Optimizer's drafts."""
+    expected = load_file(FIXTURES / "classic" / "model.safetensors")
+    token_ids, order = (
+        expected["d2t"] + torch.arange(12),
+        torch.randperm(12, generator=torch.Generator().manual_seed(0)),
+    )
+    mapping = {"d2t": token_ids[order] - torch.arange(12), "lm_head.weight": expected["lm_head.weight"][order].clone()}
+    drop = [*([] if has_head else ["lm_head.weight"]), *([] if has_t2d else ["t2d"])]
+    folder = copy_of(tmp_path / "draft", "classic", drop, **mapping)
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        draft = loader.from_pretrained(folder)
+        assert draft.t2d.equal(expected["t2d"]) and draft.draft_token_ids.equal(token_ids)
+        assert draft.lm_head.weight.equal(expected["lm_head.weight"][: len(draft.lm_head.weight)])
+    folder = copy_of(tmp_path / "draft", "classic", d2t=expected["d2t"].where(torch.arange(12) > 0, token_ids[1]))
+    with pytest.raises(ValueError, match="`d2t` does not map to ascending ids"):  # one token twice
+        Eagle3ForSpeculation.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("form", ["speculators", "flat", "flat bin"])
+@pytest.mark.parametrize(
+    "dtype, offset, is_exact",
+    [
+        (torch.float16, 2047, True),
+        (torch.float16, 2049, False),
+        (torch.bfloat16, 255, True),
+        (torch.bfloat16, 257, False),
+        (torch.float32, 4001, True),
+    ],
+)
+def test_a_mapping_of_floating_point_numbers(tmp_path, form, dtype, offset, is_exact):
+    """2049 in float16 is 2048."""
+    token_ids = torch.tensor([1, 5, offset + 2])
+    target = make_target("llama", vocab_size=4096)
+    draft = Eagle3ForSpeculation.from_target(target, token_ids, fc_norm=False, norm_output=False)
+    if form == "speculators":
+        draft.save_pretrained(tmp_path / "draft")
+        config = json.loads((tmp_path / "draft" / "config.json").read_text())
+        del config["weights_digest"], config["auto_map"]
+        (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    else:
+        export(draft, tmp_path / "draft", "sglang")
+    path = tmp_path / "draft" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["d2t"] = tensors["d2t"].to(dtype)
+    save_file(tensors, path, {"format": "pt"})
+    if form == "flat bin":
+        path.unlink()
+        torch.save(tensors, path.with_name("pytorch_model.bin"))
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        if is_exact:
+            assert loader.from_pretrained(tmp_path / "draft").draft_token_ids.equal(token_ids)
+        else:
+            with pytest.raises(ValueError, match=f"`d2t` is stored in {dtype}.*convert it from the original"):
+                loader.from_pretrained(tmp_path / "draft")
+
+
+def test_ids_that_a_converter_kept(tmp_path, said):
+    """Of outputs, where the format counts inputs."""
+    target = make_target("llama", num_hidden_layers=12)
+    draft = Eagle3ForSpeculation.from_target(target, eagle_aux_hidden_state_layer_ids=[1, 5, 8])
+    draft.save_pretrained(tmp_path)
+    for is_theirs in (False, True):
+        config = json.loads((tmp_path / "config.json").read_text())
+        if is_theirs:
+            del config["weights_digest"], config["auto_map"], config["config_digest"]
+            (tmp_path / "config.json").write_text(json.dumps(config))
+        for loader in (Eagle3ForSpeculation, AutoModel):
+            draft = loader.from_pretrained(tmp_path, **({} if is_theirs else {"trust_remote_code": True}))
+            assert not said
+            draft.validate_target(target)
+            assert draft.resolve_aux_layer_ids(target) == [1, 5, 8]
+            assert len(said) == is_theirs and all(
+                "eagle_aux_hidden_state_layer_ids=[2, 6, 9]" in text for text in said
+            )
+            type(logging.get_logger()).warning_once.cache_clear()
+            said.clear()
+    draft = Eagle3ForSpeculation.from_pretrained(tmp_path, eagle_aux_hidden_state_layer_ids=[2, 6, 9])
+    draft.validate_target(target)
+    assert not said
+
+
+@pytest.mark.parametrize("is_theirs", [False, True])
+def test_a_flag_whose_default_readers_disagree_on(tmp_path, said, is_theirs):
+    folder = copy_of(tmp_path / "draft", "classic")
+    config = json.loads((folder / "config.json").read_text())
+    if is_theirs:
+        del config["norm_before_residual"]
+    (folder / "config.json").write_text(json.dumps(config))
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        assert loader.from_pretrained(folder).config.norm_before_residual is False
+    assert len(said) == is_theirs and all("no `norm_before_residual`" in text for text in said)
+    assert loader.from_pretrained(folder, norm_before_residual=True).config.norm_before_residual
+    assert len(said) == is_theirs
+
+
+def test_false_flags_of_layers(tmp_path):
+    folder = copy_of(tmp_path / "draft", "classic")
+    config = json.loads((folder / "config.json").read_text())
+    config["transformer_layer_config"]["use_rope"] = False
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="keys that this version does not know: .'use_rope'"):
+        Eagle3ForSpeculation.from_pretrained(folder)
 
 
 def test_old_names_and_missing_flags(tmp_path):

@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig, Qwen3Config
 
-from ..config_checks import NEUTRAL_LAYER_KEYS
+from ..checkpoints.flat import is_neutral
+from ..config_checks import NEUTRAL_LAYER_KEYS, changed_defaults
 from ..remote_code.configuration_eagle3 import NEUTRAL_KEYS, unknown_keys
 
 
@@ -33,7 +34,7 @@ OUR_KEYS = (
     "verifier_fingerprint",
     "weights_digest",
 )
-DFLASH_KEYS = {*BLOCK_KEYS, *CAUSAL_KEYS, "target_layer_ids", "target_hidden_size"}
+DFLASH_KEYS = {*BLOCK_KEYS, *CAUSAL_KEYS, "num_target_layers", "target_layer_ids", "target_hidden_size"}
 # They name the draft and its target, and do not change what it computes.
 NAMING_KEYS = (
     "dflash_config",
@@ -41,9 +42,12 @@ NAMING_KEYS = (
     "config_digest",
     "dtype",
     "model_type",
-    "num_target_layers",
     "verifier",
 )
+# Values that are the same as leaving the key out. Other values are of other kinds of block drafts.
+BLOCK_DEFAULTS = {"attention_mode": "gqa", "projector_type": "dflash"}
+# Their defaults differ between kinds of models.
+NEEDED_KEYS = ("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_theta")
 # The keys of `speculators` that every draft needs, and the others that change what it computes.
 REQUIRED_KEYS = (
     "aux_hidden_state_layer_ids",
@@ -84,7 +88,9 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
     """
     if content.get("speculators_model_type") == "dflash":
         return speculators_form(content)
-    if "transformer_layer_config" in content or content.get("model_type") not in ("qwen3", None):
+    is_qwen3 = content.get("model_type") in ("qwen3", None)
+    has_block_keys = not content.keys().isdisjoint(("dflash_config", "target_layer_ids"))
+    if "transformer_layer_config" in content or not (is_qwen3 or has_block_keys):
         return content
     dflash = content.get("dflash_config") or {}
     if not isinstance(dflash, dict):
@@ -93,9 +99,16 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
         content = {key: value for key, value in content.items() if key != "aux_hidden_states_layer_ids"}
     known = {*DFLASH_KEYS, *LAYER_KEYS, *TOKEN_KEYS, *OUR_KEYS, *NAMING_KEYS, *NEUTRAL_LAYER_KEYS}
     known |= PreTrainedConfig().to_dict().keys()
-    if unknown := sorted({*unknown_keys(dflash, DFLASH_KEYS), *unknown_keys(content, known)}):
+    unknown = set(unknown_keys(without_defaults(content), known))
+    if not is_qwen3:  # the target's configuration became the draft's, with the target's experts and tokens
+        said = {**content, **(content.get("rope_parameters") or {})}
+        if absent := [key for key in NEEDED_KEYS if said.get(key) is None]:
+            raise ValueError(f"This config.json lacks {absent}. Add what the draft was trained with.")
+        unknown = {key for key in unknown if not is_neutral(key)}
+    unknown |= {*unknown_keys(without_defaults(dflash), DFLASH_KEYS), *changed_defaults(content)} - {*CAUSAL_KEYS}
+    if unknown:
         raise ValueError(
-            f"This config.json has keys that DFlash does not have: {unknown}. It may be of a later kind of block draft "
+            f"This config.json has keys that DFlash does not have: {sorted(unknown)}. It may be of a later kind of block draft "
             "(DFlash 2, DSpark), which hf-eagle3 does not read."
         )
     if content.get("config_digest") not in (None, digest_of(content)):
@@ -105,8 +118,8 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
         )
     placed = {**content, **dflash}
     layer_ids = checked_layer_ids("target_layer_ids", placed)
-    said = {bool(placed[key]) for key in CAUSAL_KEYS if placed.get(key) is not None}
-    if len(said) > 1:
+    is_causal = {bool(placed[key]) for key in CAUSAL_KEYS if placed.get(key) is not None}
+    if len(is_causal) > 1:
         raise ValueError(f"{', '.join(CAUSAL_KEYS)} contradict each other in this config.json.")
     fields = {key: placed[key] for key in BLOCK_KEYS if placed.get(key) is not None}
     for key in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"):
@@ -122,13 +135,18 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
             "model_type": "qwen3",
         },
         "eagle_aux_hidden_state_layer_ids": [id_ + 1 for id_ in layer_ids],
-        "is_causal": said.pop() if said else None,
+        "is_causal": is_causal.pop() if is_causal else None,
         "speculators_config": {"verifier": {"name_or_path": verifier}}
         if (verifier := content.get("verifier"))
         else None,
         **fields,
         **{key: placed[key] for key in others if placed.get(key) is not None},
     }
+
+
+def without_defaults(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns a configuration without the keys that have their [`BLOCK_DEFAULTS`]."""
+    return {key: value for key, value in content.items() if key not in BLOCK_DEFAULTS or value != BLOCK_DEFAULTS[key]}
 
 
 def speculators_form(content: dict[str, Any]) -> dict[str, Any]:
@@ -142,9 +160,7 @@ def speculators_form(content: dict[str, Any]) -> dict[str, Any]:
     if missing := [key for key in REQUIRED_KEYS if content.get(key) is None]:
         raise ValueError(f"This config.json of a DFlash draft of speculators lacks {missing}. Download it again.")
     known = {*SPECULATORS_KEYS, *NEUTRAL_SPECULATORS_KEYS, *PreTrainedConfig().to_dict()}
-    if content.get("projector_type") == "dflash":
-        known.add("projector_type")
-    if unknown := unknown_keys(content, known):
+    if unknown := unknown_keys(without_defaults(content), known):
         raise ValueError(
             f"This config.json of speculators has keys that DFlash does not have: {unknown}. It may be of another kind of block "
             "draft (Domino, or one with `sample_from_anchor`), which hf-eagle3 does not read. An engine such as vLLM may."

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-from ..config_checks import check_sizes
+from ..config_checks import DEFAULTS, changed_defaults, check_sizes
+from ..file_checks import check_mapping
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..tensor_names import without_prefix
 
@@ -99,12 +100,6 @@ NEUTRAL_BEGINNINGS = ("target_", "image_", "video_", "audio_", "vision_", "linea
 NEUTRAL_ENDS = ("_id", "_ids", "_token", "_token_index")
 # Keys about experts and their routers, which drafts do not have.
 NEUTRAL_PARTS = ("expert", "router", "moe_", "topk", "n_group", "routed_scaling")
-# Values that are the same as leaving the key out.
-DEFAULTS = {
-    "norm_type": "rms",
-    "partial_rotary_factor": 1.0,
-    "use_rotary_pos_emb": True,
-}
 ROPE_KEYS = {
     "attention_factor",
     "beta_fast",
@@ -225,7 +220,9 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
             "run it."
         )
     num_experts = max([config.get(key) or 0 for key in NUM_EXPERTS], default=0)
-    if any(".experts." in name for name in names) or (num_experts > 1 and config.get("model_type") != "llama"):
+    # A draft may have its target's configuration, but one MLP a layer.
+    is_of_experts = num_experts > 1 and not any(name.endswith(".mlp.down_proj.weight") for name in names)
+    if any(".experts." in name for name in names) or is_of_experts:
         raise ValueError(
             f"it is a draft of experts (MoE, {num_experts or 'some'} of them), but only one MLP per layer is supported. The version "
             "of SpecForge that trained it runs it."
@@ -260,27 +257,29 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
             raise ValueError(f"`{flag}` is {flags[flag]}, but only drafts with {expected} are supported.")
 
 
+def is_neutral(key: str) -> bool:
+    """Whether a key does not change what a draft computes, or is checked elsewhere."""
+    return (
+        key in NEUTRAL_KEYS
+        or key.startswith("_")
+        or ("layer" not in key and (key.startswith(NEUTRAL_BEGINNINGS) or key.endswith(NEUTRAL_ENDS)))
+        or any(part in key for part in NEUTRAL_PARTS)
+    )
+
+
 def check_keys(config: dict, flags: dict) -> None:
     """
     Raises:
-        ValueError: naming the unknown keys that are not false, zero or empty.
+        ValueError: naming the unknown keys that are not false, zero, empty or their default.
     """
 
-    def has_effect(key: str, value: Any) -> bool:
-        return not (
-            not value  # false, null, zero, empty
-            or key in NEUTRAL_KEYS
-            or key in flags
-            or key.startswith("_")
-            or ("layer" not in key and (key.startswith(NEUTRAL_BEGINNINGS) or key.endswith(NEUTRAL_ENDS)))
-            or any(part in key for part in NEUTRAL_PARTS)
-            or (key in DEFAULTS and DEFAULTS[key] == value)
-        )
+    def unknown_keys(place: dict, known: set[str]) -> list[str]:
+        keys = place.keys() - known - flags.keys() - DEFAULTS.keys()
+        return sorted([key for key in keys if place[key] and not is_neutral(key)] + changed_defaults(place))
 
-    known = {*LAYER_KEYS, *TOKEN_KEYS, EXACT_IDS, "layer_types"}
-    unknown = sorted(key for key in config.keys() - known if has_effect(key, config[key]))
     eagle_config = config.get("eagle_config") or {}
-    unknown += sorted(f"eagle_config.{key}" for key, value in eagle_config.items() if has_effect(key, value))
+    unknown = unknown_keys(config, {*LAYER_KEYS, *TOKEN_KEYS, EXACT_IDS, "layer_types"})
+    unknown += [f"eagle_config.{key}" for key in unknown_keys(eagle_config, set())]
     rope = rope_of(config)
     unknown += sorted(f"rope_scaling.{key}" for key in rope.keys() - ROPE_KEYS if rope[key])
     if unknown:
@@ -380,7 +379,7 @@ def layer_ids_of(config: dict, flags: dict) -> tuple[list[int] | None, bool]:
 
 def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str, torch.Tensor], dict]:
     """
-    Returns the tensors by our names, and a report of what was `renamed` and `ignored`. The draft's tokens are sorted by id.
+    Returns the tensors by our names, and a report of what was `renamed` and `ignored`.
 
     Raises:
         ValueError: if two tensors have one name, or the vocabulary mapping contradicts the configuration.
@@ -413,16 +412,8 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
     elif held != draft_vocab_size:
         raise ValueError(f"`draft_vocab_size` is {draft_vocab_size}, but d2t maps {held} tokens.")
     else:
+        check_mapping(ours["d2t"])
         ours["d2t"] = ours["d2t"].long()
-        token_ids = torch.arange(held) + ours["d2t"]
-        is_valid = token_ids.min() >= 0 and token_ids.max() < vocab_size and len(token_ids.unique()) == held
-        if is_valid and (token_ids.diff() < 0).any():  # Model-Optimizer's ids are in order of frequency
-            order = token_ids.argsort()
-            ours["d2t"] = token_ids[order] - torch.arange(held)
-            if len(head := ours.get("lm_head.weight", ())) == held:
-                ours["lm_head.weight"] = head[order]
         if "t2d" in ours:
             ours["t2d"] = ours["t2d"].bool()
-        elif is_valid:
-            ours["t2d"] = torch.isin(torch.arange(vocab_size), token_ids)
     return ours, {"renamed": renamed, "ignored": ignored}

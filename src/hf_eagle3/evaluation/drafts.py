@@ -71,7 +71,7 @@ def class_of(name: str, **kwargs: Any) -> Any:
             baseline.draft_class.config_class.model_type: baseline.draft_class for baseline in BASELINES.values()
         }
         return of_type.get(content.get("model_type"), Eagle3ForSpeculation)
-    is_block = kind_of_draft(content, name, hub_kwargs) is is_block_draft
+    is_block = kind_of_draft(content, name, hub_kwargs)[0] is is_block_draft
     return DFlashForSpeculation if is_block else Eagle3ForSpeculation
 
 

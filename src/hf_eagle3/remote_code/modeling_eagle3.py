@@ -351,6 +351,11 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         finally:
             self.config.weights_digest = self.config.code_digest = None
         if self._auto_class is not None:  # transformers saved the code
+            if self.config.speculators_config is None:
+                logger.warning_once(
+                    f"The draft saved in {save_directory} does not name its target, and vLLM does not load such drafts. Call "
+                    "`draft.pair_with(target)` before you save it."
+                )
             folder = Path(save_directory) / "custom_generate"
             folder.mkdir(exist_ok=True)
             (folder / "generate.py").write_text(CUSTOM_GENERATE, encoding="utf-8")
@@ -399,6 +404,8 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         target of another kind, size or vocabulary, or for another model of the same sizes.
         """
         check_pairing(self, target)
+        if IS_INSTALLED:
+            installed_module("file_checks", "Pairing").check_layer_ids(self, target)
         self._borrow_head(target)
 
     def resolve_aux_layer_ids(self, target: PreTrainedModel) -> list[int]:
