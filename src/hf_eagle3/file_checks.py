@@ -196,9 +196,8 @@ def sort_tokens(draft: "DraftModel", info: dict[str, Any]) -> None:
     token_ids, head = draft.draft_token_ids, draft.get_output_embeddings().weight
     is_valid = token_ids.min() >= 0 and token_ids.max() < draft.config.vocab_size
     is_valid = is_valid and len(token_ids.unique()) == len(token_ids)
-    if (
-        not is_valid or (token_ids.diff() > 0).all() or not head.is_floating_point()
-    ):  # a quantized head has scales, too
+    is_sorted, is_quantized = bool((token_ids.diff() > 0).all()), not head.is_floating_point()
+    if not is_valid or is_sorted or is_quantized:  # a quantized head has scales, too
         return
     order = token_ids.argsort()
     draft.d2t = token_ids[order] - torch.arange(len(order), device=order.device)

@@ -99,7 +99,7 @@ def check_no_other_model(
     if "config.json" in names:
         try:
             content = json.loads(Path(fetch("config.json")).read_text(encoding="utf-8"))
-            is_draft = DRAFT_KEYS & content.keys() or kind_of_draft(content, place, hub_kwargs) is not None
+            is_draft = DRAFT_KEYS & content.keys() or kind_of_draft(content, place, hub_kwargs)[0] is not None
         except (AttributeError, ValueError):  # cut off: no model can be loaded from there
             is_draft = True
         other = None if is_draft else "config.json"
