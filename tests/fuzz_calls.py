@@ -346,8 +346,9 @@ def draw_draft(rng, target, text, padding, folder):
     if method in BLOCK_DRAFTS:
         draft = make_block_draft(method, target, draft_token_ids=token_ids)
     else:
-        own_table = {"has_own_embed_tokens": rng.random() < 0.3}
-        draft = Eagle3ForSpeculation.from_target(target, token_ids, **own_table).eval()
+        is_finite = bool(target.get_input_embeddings().weight.isfinite().all())  # else its copy would not load
+        has_own = {"has_own_embed_tokens": rng.random() < 0.3 and is_finite}
+        draft = Eagle3ForSpeculation.from_target(target, token_ids, **has_own).eval()
     if kind == "broken":
         weight = rng.choice([each for each in draft.parameters() if each.dim() == 2])
         weight.data.view(-1)[rng.randrange(weight.numel())] = rng.choice([math.nan, math.inf, 1e30])
