@@ -122,11 +122,12 @@ class Output:
 
     def leave_out(self, row: int, reason: str) -> None:
         """Records that a row cannot be answered. Warns at once of the first few."""
+        reason = reason.encode("utf-8", "backslashreplace").decode()  # it may quote a broken answer
         if len(self.left_out) - self.num_before < NUM_NAMED:
             logger.warning(f"Row {row} is left out: {reason}.")
         self.left_out[row] = reason
         with self.left_out_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"row": row, "reason": reason}) + "\n")  # in ASCII: it may quote a broken answer
+            file.write(json.dumps({"row": row, "reason": reason}, ensure_ascii=False) + "\n")
 
     def pending(
         self,
