@@ -86,6 +86,25 @@ def test_packed_documents_are_read_apart(family):
     assert states.keeps_documents_apart == (family not in others)
 
 
+@pytest.mark.parametrize("is_flash", [False, True])
+def test_packed_rows_are_one_row_for_flash_attention_only(monkeypatch, is_flash):
+    states = TargetStates(make_target("llama"), [0, 2])
+    monkeypatch.setattr(features, "is_flash_attention_requested", lambda config: is_flash)
+    input_ids = make_prompt(12, batch_size=2)
+    position_ids = torch.tensor([[*range(7), *range(5)], [*range(9), 0, 0, 0]])  # the last two tokens are padding
+    batch = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": torch.ones(2, 12).long()}
+    batch["attention_mask"][1, 10:] = 0
+    forward, shapes = states._forward, []
+    monkeypatch.setattr(
+        states, "_forward", lambda **inputs: shapes.append(inputs["input_ids"].shape) or forward(**inputs)
+    )
+    found = states(batch)
+    assert shapes[-1] == ((1, 24) if is_flash else (2, 12))
+    for row, document in ((0, slice(0, 7)), (0, slice(7, 12)), (1, slice(0, 9)), (1, slice(9, 10))):
+        for ours, theirs in zip(found, states({"input_ids": input_ids[row : row + 1, document]})):
+            torch.testing.assert_close(ours[row : row + 1, document], theirs, atol=1e-5, rtol=1e-5)
+
+
 def test_states_of_an_adapted_target():
     target = make_target("llama")
     adapted = get_peft_model(target, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()

@@ -29,6 +29,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 from transformers.utils import PushInProgress
 from trl import SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.baselines import BASELINES
@@ -393,7 +394,18 @@ def test_half_precision_drafts_are_trained_in_float32(tmp_path, tokenizer):
 
 
 def test_packing(tmp_path, tokenizer):
-    trainer = make_trainer(tmp_path, tokenizer, packing=True, max_length=64)
+    trainer = make_trainer(tmp_path, tokenizer, packing=True, max_length=128, per_device_train_batch_size=3)
+    examples = [trainer.train_dataset[index] for index in range(3)]
+    joined = DataCollatorForLanguageModeling(trainer.processing_class.pad_token_id, padding_free=True)(examples)
+    apart = trainer.data_collator(examples)
+    assert len(apart["input_ids"]) == 3 and len(joined["input_ids"]) == 1
+    assert any(len(example["seq_lengths"]) > 1 for example in examples)
+    trainer.model.eval()
+    losses = [trainer.compute_loss(trainer.model, each) for each in (apart, joined)]
+    torch.testing.assert_close(*losses)
+    counts = [trainer._get_num_items_in_batch([each], "cpu") for each in (apart, joined)]
+    assert torch.equal(*counts) and counts[0][0] > 0
+
     trainer.train()
     assert all(torch.isfinite(torch.tensor(entry["loss"])) for entry in trainer.state.log_history if "loss" in entry)
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from tqdm.auto import tqdm
 from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerBase, masking_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.generic import is_flash_attention_requested
 
 from ..data.images import IMAGE_INPUT
 from ..environment import public_name
@@ -52,7 +53,7 @@ class TargetStates:
 
     Packed documents (`position_ids` that begin again at 0) do not see each other. Some targets do not keep them apart:
     they pass no `position_ids` to their masks, or have convolutional or recurrent states. These get each document in a
-    row of its own.
+    row of its own. Flash attention keeps the documents of one row apart, so it gets all rows as one.
 
     Args:
         target (`PreTrainedModel`): The target.
@@ -84,9 +85,17 @@ class TargetStates:
                 )
             if not self.keeps_documents_apart and documents.max() > 1:
                 return self._document_by_document(batch["input_ids"], documents)
+            return self._packed(batch["input_ids"], batch["position_ids"])
         images = {key.removeprefix(IMAGE_INPUT): value for key, value in batch.items() if key.startswith(IMAGE_INPUT)}
-        texts = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
+        texts = {key: batch[key] for key in ("input_ids", "attention_mask") if key in batch}
         return self._forward(**texts, **images)
+
+    def _packed(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs packed rows without an attention mask: only then transformers finds documents by their positions."""
+        if not is_flash_attention_requested(self.target.config.get_text_config(decoder=True)):
+            return self._forward(input_ids=input_ids, position_ids=position_ids)
+        aux, last = self._forward(input_ids=input_ids.reshape(1, -1), position_ids=position_ids.reshape(1, -1))
+        return aux.view(*input_ids.shape, -1), last.view(*input_ids.shape, -1)
 
     def _forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         model, device = self.target if self.is_fsdp else self.base_model, inputs["input_ids"].device

@@ -17,6 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 from trl.data_utils import get_dataset_column_names
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..data import (
     ImageCollator,
@@ -41,7 +42,14 @@ from .features import FeatureCollator, FeatureStore, TargetStates, describe, ext
 from .metrics import TTTMetrics
 from .models import draft_to_train, load_target
 from .optimizer import muon_with_adamw
-from .preparation import SeededLengthSampler, encode, image_reader, prepare_tokenizer, prepare_vocabulary
+from .preparation import (
+    PackingCollator,
+    SeededLengthSampler,
+    encode,
+    image_reader,
+    prepare_tokenizer,
+    prepare_vocabulary,
+)
 from .record import check_resumption
 from .saving import DraftSavingTrainer, check_output_folder
 from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, draft_loss
@@ -219,6 +227,9 @@ class Eagle3Trainer(DraftSavingTrainer):
         kwargs |= {"train_dataset": train_dataset, "processing_class": tokenizer}
         super().__init__(model=draft, args=args, **kwargs)
         args.__dict__.update(self._hidden)
+        if type(self.data_collator) is DataCollatorForLanguageModeling and self.padding_free:
+            joins_rows = args.padding_free and store is None  # as asked for, and not because of packed rows
+            self.data_collator = PackingCollator(**(vars(self.data_collator) | {"padding_free": joins_rows}))
         return store
 
     def _check_parallelism(self) -> None:
@@ -531,7 +542,7 @@ class Eagle3Trainer(DraftSavingTrainer):
     def _without_repeated_rows(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """
         Masks the labels of rows that accelerate repeats, so that all processes have as many. `Trainer` drops their losses, but
-        our counts have no rows. Without padding a batch is one row, which counts if any of it is new.
+        our counts have no rows. With `padding_free` a batch is one row, which counts if any of it is new.
         """
         state, process = self.accelerator.gradient_state, self.accelerator.process_index
         if self.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
