@@ -229,7 +229,10 @@ class Eagle3Trainer(DraftSavingTrainer):
         args.__dict__.update(self._hidden)
         if type(self.data_collator) is DataCollatorForLanguageModeling and self.padding_free:
             joins_rows = args.padding_free and store is None  # as asked for, and not because of packed rows
-            self.data_collator = PackingCollator(**(vars(self.data_collator) | {"padding_free": joins_rows}))
+            theirs = self.data_collator
+            self.data_collator = PackingCollator(
+                theirs.pad_token_id, padding_free=joins_rows, pad_to_multiple_of=theirs.pad_to_multiple_of
+            )
         return store
 
     def _check_parallelism(self) -> None:
