@@ -575,9 +575,11 @@ def parse_answer(
         prompt (`str`, *optional*): The rendered conversation. `None` if the answer continues a text.
 
     Raises:
-        RowError: if it cannot be parsed.
+        RowError: if it is empty, or cannot be parsed.
     """
-    if prompt is not None and tokens:
+    if not tokens:
+        raise RowError("its answer is empty")
+    if prompt is not None:
         if getattr(tokenizer, "response_template", None) is not None:
             return parse_by_template(tokenizer, tokens, stop, prompt)
         if special := set(tokenizer.all_special_ids) & set(tokens):
