@@ -51,7 +51,7 @@ from trl import (
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import load_ends, target_class
 from hf_eagle3.data import read_json_lines, shows_images
-from hf_eagle3.data.regeneration import features_of
+from hf_eagle3.data.answers import features_of
 from hf_eagle3.environment import folder_or_hub_id
 from hf_eagle3.training import FeatureStore
 from hf_eagle3.training.models import load_processing_class
