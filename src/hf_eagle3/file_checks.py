@@ -24,6 +24,7 @@ from .tensor_names import find, with_variant
 if TYPE_CHECKING:
     from .remote_code.modeling_eagle3 import DraftModel
 
+LFS_POINTER = b"version https://git-lfs"
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -61,11 +62,23 @@ def read_index(path: str | Path) -> dict[str, str]:
     return index
 
 
+def check_is_fetched(path: str | Path) -> None:
+    """
+    Raises:
+        ValueError: if a file is a pointer of Git LFS, as a clone without LFS has in the place of large files.
+    """
+    with open(path, "rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ValueError(f"{path} is a Git LFS pointer, not the file itself. Run `git lfs pull` in its folder.")
+
+
 def check_safetensors(path: str | Path) -> None:
     """
     Raises:
-        ValueError: if a safetensors file is shorter or longer than its header says, or has a rounded `d2t`.
+        ValueError: if a safetensors file is a pointer of Git LFS, is shorter or longer than its header says, or has a rounded
+            `d2t`.
     """
+    check_is_fetched(path)
     size = Path(path).stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
