@@ -44,12 +44,12 @@ class TreeDecoding:
         check_call(target, input_ids, generation_config, arguments.model_kwargs, may_replay)
         self.returned = ReturnedOutputs(generation_config, batch_size=len(input_ids))
         layer_ids, num_nodes = assistant.resolve_aux_layer_ids(target), self.max_plan.num_nodes
-        self.verifier = Verifier(target, self.arguments, layer_ids, self.returned, num_nodes, may_replay)
+        self.verifier = Verifier(target, arguments, layer_ids, self.returned, num_nodes, may_replay)
         self.stats = Eagle3GenerationStats()
 
     def decode(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decodes until all rows are finished. Returns what `generate` returns."""
-        verifier, streamer = self.verifier, self.arguments.streamer
+        verifier = self.verifier
         prompt = verifier.prefill(self.arguments.input_ids)
         self.embedding = gathered_embedding(self.target)
         self.text = text = self._make_text()
@@ -57,40 +57,38 @@ class TreeDecoding:
         self.policy = StaticPolicy(self.max_plan, self.sampler.do_sample)
         self.lookup: PromptLookup | None = None
         self.proposers = self._make_proposers(compile_config=self._compile())
-        policy = self.policy
+        policy, cache = self.policy, verifier.cache
         try:
             self.accept_prompt(prompt)
-            verifier.cache.record()
+            cache.record()
             with CUDNN_ATTENTION.off(), self.target._optimize_model_for_decode():
                 while not text.is_complete:
                     self.retire()
                     bottlenecks = text.bottlenecks(reach=1 + self.max_plan.depth)
                     plan = verifier.limit(policy.plan(bottlenecks, self.lookup), text)
-                    start, num_replayed = time.perf_counter(), verifier.cache.num_replayed
+                    start, num_replayed = time.perf_counter(), cache.num_replayed
                     tree = self.propose(plan)
                     proposed = time.perf_counter()
                     tree, accepted = self.verify(tree)
                     seconds = proposed - start, time.perf_counter() - proposed
                     policy.record(plan, tree, accepted, bottlenecks, *seconds, num_replayed)
-                    if plan.proposer == "draft":
-                        self.stats.draft_seconds += seconds[0]
-                    self.count(plan, tree, accepted)
+                    self.count(plan, tree, accepted, draft_seconds=seconds[0])
                     for proposer in self.proposers.values():
                         proposer.observe(accepted)
         except BaseException:
-            verifier.cache.roll_back()  # the caller may go on with its cache
+            cache.roll_back()  # the caller may go on with its cache
             raise
         else:
-            cache = verifier.finish(self.returned, self.last_outputs.target_outputs)
+            returned_cache = verifier.finish(self.returned, self.last_outputs.target_outputs)
         finally:
-            verifier.cache.release()
+            cache.release()
             self.sampler.noise.rewind(text.longest_of_call)
         if isinstance(policy, Policy):
             policies_of(self.target, self.assistant)[policy.kind] = policy
         self.stats.target_forwards = verifier.num_forwards
-        if streamer is not None:
-            streamer.end()
-        return self.returned.finish(text.sequences(), cache)
+        if self.arguments.streamer is not None:
+            self.arguments.streamer.end()
+        return self.returned.finish(text.sequences(), returned_cache)
 
     def _make_text(self) -> Text:
         arguments, cache, inputs = self.arguments, self.verifier.cache, self.verifier.inputs
@@ -225,20 +223,23 @@ class TreeDecoding:
         self.last_outputs = outputs
         return tree, accepted
 
-    def count(self, plan: Plan, tree: DraftTree, accepted: Accepted) -> None:
+    def count(self, plan: Plan, tree: DraftTree, accepted: Accepted, draft_seconds: float) -> None:
         """Updates the statistics."""
+        stats, source = self.stats, plan.proposer if plan.proposer and tree.num_nodes > 1 else "target"
         written = [count for count, done in zip(accepted.counts, accepted.was_finished) if count and not done]
-        self.stats.new_tokens += sum(written)
-        self.stats.accepted_lengths += written
-        self.stats.target_forwards = self.verifier.num_forwards
-        if self.outputs_steps:
-            self.note(plan.proposer if plan.proposer and tree.num_nodes > 1 else "target", tree, accepted)
-        if tree.num_nodes == 1:
-            self.stats.plain_steps += 1
-        elif plan.proposer == "lookup":
-            self.stats.lookup_steps += 1
+        stats.new_tokens += sum(written)
+        stats.accepted_lengths += written
+        stats.target_forwards = self.verifier.num_forwards
+        if plan.proposer == "draft":
+            stats.draft_seconds += draft_seconds
+        if source == "target":
+            stats.plain_steps += 1
+        elif source == "lookup":
+            stats.lookup_steps += 1
         else:
-            self.stats.drafted_lengths += written
+            stats.drafted_lengths += written
+        if self.outputs_steps:
+            self.note(source, tree, accepted)
 
     def note(self, source: str, tree: DraftTree, accepted: Accepted) -> None:
         """Appends a step to the statistics."""
