@@ -40,6 +40,7 @@ class TreeDecoding:
         self.max_plan = Plan(
             "draft", settings["tree_depth"], settings["num_assistant_tokens"], settings["branching_factor"]
         )
+        self.num_looked_up = min(settings["prompt_lookup_num_tokens"], self.max_plan.num_nodes)
         may_replay = assistant.may_replay(target)
         check_call(target, input_ids, generation_config, arguments.model_kwargs, may_replay)
         self.returned = ReturnedOutputs(generation_config, batch_size=len(input_ids))
@@ -54,10 +55,9 @@ class TreeDecoding:
         self.embedding = gathered_embedding(self.target)
         self.text = text = self._make_text()
         self.sampler = Sampler(text, self.arguments, self.returned)
-        self.policy = StaticPolicy(self.max_plan, self.sampler.do_sample)
-        self.lookup: PromptLookup | None = None
-        self.proposers = self._make_proposers(compile_config=self._compile())
-        policy, cache = self.policy, verifier.cache
+        policy, cache = self._make_policy(), verifier.cache
+        self.proposers = self._make_proposers(policy, compile_config=self._compile())
+        lookup: Any = self.proposers.get("lookup")
         try:
             self.accept_prompt(prompt)
             cache.record()
@@ -65,7 +65,7 @@ class TreeDecoding:
                 while not text.is_complete:
                     self.retire()
                     bottlenecks = text.bottlenecks(reach=1 + self.max_plan.depth)
-                    plan = verifier.limit(policy.plan(bottlenecks, self.lookup), text)
+                    plan = verifier.limit(policy.plan(bottlenecks, lookup), text)
                     start, num_replayed = time.perf_counter(), cache.num_replayed
                     tree = self.propose(plan)
                     proposed = time.perf_counter()
@@ -79,7 +79,7 @@ class TreeDecoding:
             cache.roll_back()  # the caller may go on with its cache
             raise
         else:
-            returned_cache = verifier.finish(self.returned, self.last_outputs.target_outputs)
+            returned_cache = verifier.finish(self.returned)
         finally:
             cache.release()
             self.sampler.noise.rewind(text.longest_of_call)
@@ -121,39 +121,40 @@ class TreeDecoding:
             verifier.cache.keep_path = compiled(keep_path, self.assistant, compile_config)
         return compile_config
 
-    def _make_proposers(self, compile_config: Any | None) -> dict[str, Proposer]:
-        """Makes the proposers, and the policy for `"auto"`."""
-        cache, device, settings = self.verifier.cache, self.target.device, self.settings
-        num_looked_up = min(settings["prompt_lookup_num_tokens"], self.max_plan.num_nodes)
+    def _make_policy(self) -> StaticPolicy:
+        cache, device, max_plan = self.verifier.cache, self.target.device, self.max_plan
         # Processes that run one forward together must agree on its size, but would measure different times.
-        if settings["tree_policy"] == "auto" and not is_sharded(self.target):
-            kind = CallKind(
-                self.max_plan,
-                num_rows=self.text.num_rows,
-                do_sample=self.sampler.do_sample,
-                # A static cache takes trees of one shape: lookup must fill it.
-                looks_up=num_looked_up >= (self.max_plan.num_nodes if cache.is_static else 1),
-                reads_draft=reads_without_sync(device) and not cache.is_static,
-                has_one_shape=cache.is_static,
-                may_retire=self.text.may_retire,
-                drafts_whole_trees=captures_graphs(device) and not cache.is_chain,
-                drafts_in_one_pass=self.assistant.drafts_in_one_pass,
-            )
-            known = policies_of(self.target, self.assistant).get(kind)
-            self.policy = Policy(kind) if known is None else copy.deepcopy(known)
+        if self.settings["tree_policy"] == "static" or is_sharded(self.target):
+            return StaticPolicy(max_plan, self.sampler.do_sample)
+        kind = CallKind(
+            max_plan,
+            num_rows=self.text.num_rows,
+            do_sample=self.sampler.do_sample,
+            # A static cache takes trees of one shape: lookup must fill it.
+            looks_up=self.num_looked_up >= (max_plan.num_nodes if cache.is_static else 1),
+            reads_draft=reads_without_sync(device) and not cache.is_static,
+            has_one_shape=cache.is_static,
+            may_retire=self.text.may_retire,
+            drafts_whole_trees=captures_graphs(device) and not cache.is_chain,
+            drafts_in_one_pass=self.assistant.drafts_in_one_pass,
+        )
+        known = policies_of(self.target, self.assistant).get(kind)
+        return Policy(kind) if known is None else copy.deepcopy(known)
+
+    def _make_proposers(self, policy: StaticPolicy, compile_config: Any | None) -> dict[str, Proposer]:
+        cache = self.verifier.cache
         call = GenerationCall(
             target=self.target,
             embedding=self.embedding,
             max_plan=self.max_plan,
-            threshold=settings["assistant_confidence_threshold"],
-            calibration=self.policy.calibration,
+            threshold=self.settings["assistant_confidence_threshold"],
+            calibration=policy.calibration,
             capacity=cache.capacity if cache.is_static else None,
             compile_config=compile_config,
         )
         proposers: dict[str, Proposer] = {"draft": self.assistant.proposer(call)}
-        if isinstance(self.policy, Policy) and self.policy.kind.looks_up:
-            self.lookup = PromptLookup(num_looked_up, self.policy.matches, len(self.embedding.weight))
-            proposers["lookup"] = self.lookup
+        if isinstance(policy, Policy) and policy.kind.looks_up:
+            proposers["lookup"] = PromptLookup(self.num_looked_up, policy.matches, len(self.embedding.weight))
         return proposers
 
     def accept_prompt(self, prompt: TreeOutputs) -> None:
@@ -161,8 +162,7 @@ class TreeDecoding:
         text, verifier = self.text, self.verifier
         mask = verifier.inputs.get("attention_mask")
         root = DraftTree.chain(text.ids.new_zeros(text.batch_size, 1))
-        self.last_outputs = prompt._replace(positions=prompt.positions[:, -1:], states=None)
-        first = accept(text, self.sampler, root, self.last_outputs)
+        first = accept(text, self.sampler, root, prompt._replace(positions=prompt.positions[:, -1:], states=None))
         assert first is not None
         verifier.extend(prompt, first.counts, first.batch_growth)
         # Token healing leaves more positions than tokens. Padding is not read.
@@ -220,7 +220,6 @@ class TreeDecoding:
             return self.verify(DraftTree.chain(text.newest(1)), may_discard=False)
         verifier.cache.keep(accepted.nodes, accepted.batch_growth)
         verifier.extend(outputs, accepted.counts, accepted.batch_growth)
-        self.last_outputs = outputs
         return tree, accepted
 
     def count(self, plan: Plan, tree: DraftTree, accepted: Accepted, draft_seconds: float) -> None:
