@@ -74,7 +74,7 @@ class Unread(NamedTuple):
     lengths: torch.Tensor  # (B,): how many tokens each row has read before
 
 
-def read(state: DraftState, unread: Unread, num_masks: int = 0) -> Any:
+def read_unread(state: DraftState, unread: Unread, num_masks: int = 0) -> Any:
     """
     Reads tokens, and `num_masks` masks after them if the draft is parallel. Returns the [`Eagle3Output`] of each
     row's last token and of the masks.
@@ -116,7 +116,7 @@ def read_and_grow(state: DraftState, unread: Unread, plan: Plan, *settings: Any)
     draft, embedding, keys, values, longest = state
     tokens, positions = unread.tokens, unread.positions
     num_masks = plan.depth - 1 if draft.config.is_parallel else 0
-    newest = read(state, unread, num_masks)
+    newest = read_unread(state, unread, num_masks)
     logits, hidden_states = newest.logits[:, -1 - num_masks], newest.last_hidden_state[:, -1 - num_masks]
     lengths = (unread.lengths + unread.counts)[:, None]  # (B, 1)
     depths, all_slots = tokens[:, :0], torch.arange(keys[0].shape[2], device=tokens.device).expand(len(tokens), -1)
@@ -217,7 +217,6 @@ class Drafter(Proposer):
             else:  # the prompt: all later tokens attend to its first ones
                 with self.inference_mode():
                     *blocks, counts = self.read_all_but_newest(self.has_fixed_shapes)
-                self.unread = []
                 self._add(blocks, counts)
 
     def _add(self, blocks: Iterable[Any], counts: list[int]) -> None:
@@ -259,20 +258,21 @@ class Drafter(Proposer):
 
         inputs, graph = (*unread, power, noise, temperature), self.graphed_tree
         grown: Any = grow(*inputs) if graph is None else graph(grow, self.keys, *inputs)
-        tokens, *others = grown
+        tokens, parents, depths, ancestors, confidences = grown
         # The next CUDA graph overwrites what this one returned. Tokens may be needed longer (see `ReplayCache`).
-        return DraftTree(tokens.clone(), *others, self.max_plan.depth)
+        return DraftTree(tokens.clone(), parents, depths, ancestors, confidences, self.max_plan.depth)
 
     def _prepare(self, has_fixed_shape: bool) -> tuple[DraftState, Unread]:
         """The inputs of a tree: the newest tokens. Reads all others."""
         *blocks, counts = self.read_all_but_newest(has_fixed_shape)
         if has_fixed_shape:
             blocks = [_padded(block, self.most_new - block.shape[1]) for block in blocks]
-        return self._inputs((*blocks, counts), self.num_spare, has_fixed_shape)
+        return self._inputs(blocks, counts, self.num_spare, has_fixed_shape)
 
-    def _inputs(self, rows: Rows, num_spare: int, has_fixed_shape: bool) -> tuple[DraftState, Unread]:
+    def _inputs(
+        self, blocks: list[torch.Tensor], counts: list[int], num_spare: int, has_fixed_shape: bool
+    ) -> tuple[DraftState, Unread]:
         """The inputs of a forward over some tokens, with room for them and for `num_spare` more. They count as read."""
-        *blocks, counts = rows
         past = self.lengths or [0] * len(counts)
         self.lengths = [length + count for length, count in zip(past, counts)]
         self.reserve(max(past) + blocks[0].shape[1] + num_spare)
@@ -313,10 +313,11 @@ class Drafter(Proposer):
 
     def read(self, rows: Rows) -> None:
         """Reads tokens only to fill the cache."""
+        *blocks, counts = rows
         is_prompt = not any(self.lengths)
-        state, unread = self._inputs(rows, 0, self.has_fixed_shapes)
+        state, unread = self._inputs(blocks, counts, 0, self.has_fixed_shapes)
         if not is_prompt:
-            read(state, unread)
+            read_unread(state, unread)
             return
         # A prompt may be long. Attention needs no mask over all pairs of its tokens.
         num_rows, cache = unread.tokens.shape[1], DynamicCache()
@@ -342,10 +343,9 @@ class Drafter(Proposer):
         if not self.keys:
             shape = len(self.lengths), config.num_key_value_heads, 0, config.head_dim
             self.keys, self.values = ([self.weight.new_zeros(shape) for _ in self.draft.layers] for _ in range(2))
-        if (missing := num_slots - self.keys[0].shape[2]) > 0:
-            missing = missing if self.has_fixed_shapes else max(missing, num_slots)  # doubles each time
+        if num_slots > self.keys[0].shape[2]:  # at least doubles each time
             self.keys, self.values = (
-                [F.pad(states, (0, 0, 0, missing)) for states in each] for each in (self.keys, self.values)
+                [F.pad(states, (0, 0, 0, num_slots)) for states in each] for each in (self.keys, self.values)
             )
 
 
