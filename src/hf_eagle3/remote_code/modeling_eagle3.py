@@ -411,8 +411,6 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         target of another kind, size or vocabulary, or for another model of the same sizes.
         """
         check_pairing(self, target)
-        if IS_INSTALLED:
-            installed_module("file_checks", "Pairing").check_layer_ids(self, target)
         self._borrow_head(target)
 
     def resolve_aux_layer_ids(self, target: PreTrainedModel) -> list[int]:

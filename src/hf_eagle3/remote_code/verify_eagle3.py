@@ -232,9 +232,10 @@ class Verifier:
                     entries = entries.index_select(-2, on_device(rows, entries.device))
                 self.inputs[name] = entries[..., excess:]
 
-    def finish(self, returned: ReturnedOutputs, target_outputs: ModelOutput) -> Cache:
+    def finish(self, returned: ReturnedOutputs) -> Cache:
         """Returns the cache. If the caller can see it, it is as plain `generate` leaves it."""
-        if self.cache.num_replayed > 0 and (returned.wants_dict or is_user_defined(self.cache.cache)):
+        cache = self.cache.cache
+        if self.cache.num_replayed > 0 and (returned.wants_dict or is_user_defined(cache)):
             inputs = {**self.inputs, **self.cache.replayed}
             if inputs.get("attention_mask") is not None:
                 inputs["attention_mask"] = inputs["attention_mask"][..., : self.cache.length]
@@ -242,8 +243,7 @@ class Verifier:
             self.forward(**self.target.prepare_inputs_for_generation(tokens, **inputs), return_dict=True)
             self.num_forwards += 1
             self.cache.crop(0)
-        cache = target_outputs[CACHE]
-        if returned.wants_dict and self.unused_cache is not None:  # as large as plain `generate`'s
-            copy_into(self.unused_cache, cache, self.prompt_length, self.cache.length)
-            cache = self.unused_cache
-        return cache
+        if not returned.wants_dict or self.unused_cache is None:
+            return cache
+        copy_into(self.unused_cache, cache, self.prompt_length, self.cache.length)
+        return self.unused_cache  # as large as plain `generate`'s
