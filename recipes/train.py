@@ -88,6 +88,10 @@ class TargetConfig(ModelConfig):
         },
     )
 
+    # Parameters whose help is for a model that is trained
+    load_in_8bit: bool = field(default=False, metadata={"help": "Quantizes the target to 8 bits (bitsandbytes)."})
+    load_in_4bit: bool = field(default=False, metadata={"help": "Quantizes the target to 4 bits (bitsandbytes)."})
+
     # Parameters that control where the target is
     device_map: str | None = field(
         default=None,
