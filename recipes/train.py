@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["hf-eagle3[train]"]
 # ///
-"""
+r"""
 Trains an EAGLE-3 draft for a frozen target.
 
 On one machine, with one process per GPU:
