@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["hf-eagle3[train]"]
 # ///
-"""
+r"""
 Replaces the answers of a data set with the target's own, because these are what its draft has to predict.
 
 With the target in this process, or in one process per GPU:

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["hf-eagle3[train]"]
 # ///
-"""
+r"""
 Trains an EAGLE-3 draft for a frozen target.
 
 On one machine, with one process per GPU:
@@ -87,6 +87,10 @@ class TargetConfig(ModelConfig):
             "choices": ["auto", "bfloat16", "float16", "float32"],
         },
     )
+
+    # Parameters whose help is for a model that is trained
+    load_in_8bit: bool = field(default=False, metadata={"help": "Quantizes the target to 8 bits (bitsandbytes)."})
+    load_in_4bit: bool = field(default=False, metadata={"help": "Quantizes the target to 4 bits (bitsandbytes)."})
 
     # Parameters that control where the target is
     device_map: str | None = field(
