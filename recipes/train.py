@@ -34,7 +34,15 @@ from functools import partial
 from pathlib import Path
 
 from accelerate import PartialState
-from datasets import Dataset, DatasetDict, IterableDataset, ReadInstruction, concatenate_datasets, load_dataset
+from datasets import (
+    Dataset,
+    DatasetDict,
+    IterableDataset,
+    ReadInstruction,
+    concatenate_datasets,
+    load_dataset,
+    load_from_disk,
+)
 from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
@@ -136,6 +144,10 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
             "train on" if script_args.features_dir is None else "evaluate on, or leave it out (`--eval_strategy no`)"
         )
         raise ValueError(f"There is no data. Say what to {what}: `--dataset_name`, or `datasets` in the YAML file.")
+    split = script_args.dataset_train_split.partition("[")[0]  # files are the only one, whatever its name
+    if Path(name, "state.json").is_file():  # by `Dataset.save_to_disk`
+        rows = load_from_disk(name)
+        return DatasetDict({split: rows.to_iterable_dataset() if script_args.dataset_streaming else rows})
     suffix = Path(name.removesuffix(".gz")).suffix
     if suffix in FILE_FORMATS and not Path(name).is_file():
         raise FileNotFoundError(f"There is no file {name} (`--dataset_name`).")
@@ -149,7 +161,6 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
         if Path(name).stat().st_size == 0:
             raise ValueError(f"{name} is empty. Pass a file with rows (`--dataset_name`).")
         files = [name]
-    split = script_args.dataset_train_split.partition("[")[0]  # files are the only one, whatever its name
     load = partial(
         load_dataset,
         FILE_FORMATS.get(suffix, "json"),

@@ -93,6 +93,8 @@ def set_draft_vocabulary(
         ValueError: if there are no ids, or the target's head has no row for one of them.
     """
     device, vocab_size = draft.get_output_embeddings().weight.device, draft.config.vocab_size
+    if device.type != "meta":
+        check_not_offloaded(target)
     target_head = gathered(target.get_output_embeddings().weight.detach())
     num_ids = min(vocab_size, len(target_head))  # a head may have fewer rows than the vocabulary, or more
     ids = range(num_ids) if draft_token_ids is None else draft_token_ids
@@ -213,6 +215,19 @@ def pair_with(draft: "DraftModel", target: PreTrainedModel) -> None:
     draft.config.speculators_config = speculators_config_for(target, draft.config.speculators_model_type)
 
 
+def check_not_offloaded(target: PreTrainedModel) -> None:
+    """
+    Raises:
+        ValueError: if the target's embeddings or head are offloaded, so that their weights cannot be read.
+    """
+    for name, module in (("embeddings", target.get_input_embeddings()), ("head", target.get_output_embeddings())):
+        if module.weight.is_meta:
+            raise ValueError(
+                f"The weights of the {name} of {type(target).__name__} are offloaded. Keep embeddings and head on a device in the "
+                "`device_map`. The layers between may be offloaded."
+            )
+
+
 def config_for_target(
     target: PreTrainedModel, num_hidden_layers: int, config_class: type[Eagle3Config] = Eagle3Config, **overrides: Any
 ) -> Eagle3Config:
@@ -223,7 +238,7 @@ def config_for_target(
         ValueError: if no draft can be made for the target, or an override does not exist.
     """
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
-    if target.config.is_encoder_decoder or embedding is None or head is None:
+    if target.config.is_encoder_decoder or embedding is None or head is None or not target.can_generate():
         raise ValueError(
             f"{type(target).__name__} cannot be an EAGLE-3 target: it must be a decoder-only causal language model "
             "with input and output embeddings."

@@ -29,7 +29,7 @@ def check_is_target(name: str | Path, **kwargs: Any) -> None:
         kwargs (*optional*): For `PreTrainedConfig.get_config_dict`.
 
     Raises:
-        ValueError: if it is a draft.
+        ValueError: if it is a draft, or an adapter.
     """
     try:
         content, _ = PreTrainedConfig.get_config_dict(name, **kwargs)
@@ -37,6 +37,11 @@ def check_is_target(name: str | Path, **kwargs: Any) -> None:
         return
     if DRAFT_KEYS & content.keys():
         raise ValueError(f"{name} is a draft, not a target. Pass the model that it was made for as the target.")
+    if not content and (adapter := _json_file(name, "adapter_config.json", **kwargs)) is not None:
+        raise ValueError(
+            f"{name} is an adapter of {adapter.get('base_model_name_or_path')}, not a whole model. Merge it into that model "
+            "(`merge_and_unload` of peft), save the result with its tokenizer, and pass that as the target."
+        )
 
 
 def load_tokenizer(name: str | Path, **kwargs: Any) -> PreTrainedTokenizerBase:
@@ -65,15 +70,17 @@ def load_tokenizer(name: str | Path, **kwargs: Any) -> PreTrainedTokenizerBase:
 
 
 def _processor_template(name: str | Path, **kwargs: Any) -> str | None:
+    contents = (_json_file(name, file, **kwargs) or {} for file in PROCESSOR_FILES)
+    return next((content["chat_template"] for content in contents if content.get("chat_template")), None)
+
+
+def _json_file(name: str | Path, file: str, **kwargs: Any) -> dict | None:
+    """Returns the content of a model's file, or `None` if there is no such file."""
     hub_kwargs = {key: value for key, value in kwargs.items() if key not in ("trust_remote_code", "code_revision")}
-    for file in PROCESSOR_FILES:
-        try:
-            content = json.loads(Path(cached_file(name, file, **hub_kwargs)).read_text(encoding="utf-8"))
-        except OSError:
-            continue
-        if content.get("chat_template"):
-            return content["chat_template"]
-    return None
+    try:
+        return json.loads(Path(cached_file(name, file, **hub_kwargs)).read_text(encoding="utf-8"))
+    except OSError:
+        return None
 
 
 def read_template(path: str | Path) -> str:

@@ -191,6 +191,17 @@ def test_evaluating_data_that_is_prepared_already(tokenizer, tmp_path):
     assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == pytest.approx(trainer.evaluate()["eval_loss"])
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "is_warned"),
+    [("", "", False), ("</s>{% endgeneration %}", "{% endgeneration %}</s>", True)],
+)
+def test_ends_of_turns_that_are_not_learned(tokenizer, tmp_path, caplog, before, after, is_warned):
+    template = CHAT_TEMPLATE.replace(before, after)
+    assert (template != CHAT_TEMPLATE) == is_warned
+    make_trainer(tokenizer, chat(), tmp_path, template, assistant_only_loss=True)
+    assert ("ends the assistant's turns with '</s>' outside of `{% generation %}`" in caplog.text) == is_warned
+
+
 def test_streams(tokenizer, tmp_path, caplog):
     rows = {"text": ["abc" * (5 + i) for i in range(12)]}
     with caplog.at_level(logging.WARNING, logger="hf_eagle3"):

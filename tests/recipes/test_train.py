@@ -19,7 +19,7 @@ from conftest import RECIPES, accelerate_launch, load_script, make_prompt, make_
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 from forked import run_forked
 from huggingface_hub import ModelCard
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from seeing import gemma3, make, make_image, make_processor
 from transformers import AutoModel, AutoModelForCausalLM
 from trl import DatasetMixtureConfig
@@ -253,6 +253,12 @@ def test_files(files, tmp_path, run_recipe):
         with nullcontext() if error is None else pytest.raises(ValueError, match=error):
             run_recipe("train.py", *arguments)
     assert (tmp_path / "out" / "model.safetensors").exists()
+    rows = Dataset.from_list([{"text": "what is up"}] * 20)
+    for number, saved in enumerate((rows, DatasetDict(train=rows))):
+        saved.save_to_disk(tmp_path / f"saved-{number}")
+        arguments[name] = tmp_path / f"saved-{number}"
+        run_recipe("train.py", *arguments, "--output_dir", tmp_path / f"out-{number}")
+        assert json.loads((tmp_path / f"out-{number}" / "training.json").read_text())["rows"] == 20
 
 
 def test_a_split_that_is_not_there(files, tmp_path, run_recipe):
@@ -359,6 +365,20 @@ def test_strategies_of_a_file(tmp_path):
     assert strategies == ("no", "no", "no") and arguments.bf16 is False and arguments.use_cpu is True
 
 
+def test_numbers_of_a_file(tmp_path):
+    """YAML reads `1e-5` as a text. The parser mends only flags, not what is in dictionaries."""
+    (tmp_path / "config.yaml").write_text(
+        "output_dir: out\nuse_cpu: true\nbf16: false\nlearning_rate: 1e-4\nmodel_init_kwargs: {rms_norm_eps: 1e-6, name: e5}\n"
+        "lr_scheduler_kwargs:\n  min_lr: 1E-5\n  list: [-2.5e+3]\n"
+    )
+    (arguments,) = Eagle3Parser((Eagle3TrainingArguments,)).parse_args_and_config(
+        ["--config", str(tmp_path / "config.yaml")]
+    )
+    assert arguments.learning_rate == 1e-4
+    assert arguments.model_init_kwargs == {"rms_norm_eps": 1e-6, "name": "e5"}
+    assert arguments.lr_scheduler_kwargs == {"min_lr": 1e-5, "list": [-2500.0]}
+
+
 def test_help(run_recipe):
     help_ = run_recipe("train.py", "--help").stdout
     titles = re.findall(r"^(\S.*):$", help_, re.M)
@@ -383,6 +403,11 @@ def test_what_fails_before_the_work(files, tmp_path, run_recipe):
         others = arguments if swapped[0] == "train.py" else ()
         with pytest.raises(ValueError, match="draft is a draft, not a target"):
             run_recipe(swapped[0], *others, swapped[1], tmp_path / "draft")
+    adapted = get_peft_model(make_target("llama"), LoraConfig(target_modules=["q_proj"]))
+    adapted.peft_config["default"].base_model_name_or_path = "me/base"
+    adapted.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="adapter is an adapter of me/base, not a whole model. Merge it"):
+        run_recipe("train.py", *arguments, "--model_name_or_path", tmp_path / "adapter")
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot be written to.*Choose another `--output_dir`"):
         run_recipe("train.py", *arguments, "--output_dir", tmp_path / "file" / "out")

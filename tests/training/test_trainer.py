@@ -15,12 +15,13 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from conftest import make_prompt, make_target
 from datasets import Dataset, DatasetDict
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from trainers import CHATS, TEXTS, make_trainer
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoTokenizer,
     BitsAndBytesConfig,
     ProcessorMixin,
@@ -338,13 +339,15 @@ def test_checkpoints_that_are_not_whole_are_passed_over(tmp_path, tokenizer):
         broken = tmp_path / "checkpoint-6"
         break_it(broken / name)
         resumed = make_trainer(tmp_path, tokenizer, **arguments)
-        if name != "trainer_state.json" or break_it is cut:
-            with pytest.raises(ValueError, match=f"{name}.*last checkpoint that is whole"):
-                resumed.train(resume_from_checkpoint=str(broken))
+        with pytest.raises(ValueError, match=f"{name}.*last checkpoint that is whole"):
+            resumed.train(resume_from_checkpoint=str(broken))
         assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
         resumed.train(resume_from_checkpoint=True)
         history = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
         assert history == pytest.approx(expected, rel=1e-5) and what_is_broken(broken) is None
+    for no_checkpoint in (tmp_path, tmp_path / "none"):  # the folder of all checkpoints
+        with pytest.raises(ValueError, match="has no trainer_state.json.*last checkpoint that is whole"):
+            resumed.train(resume_from_checkpoint=str(no_checkpoint))
     for step in (2, 4, 6):
         (tmp_path / f"checkpoint-{step}" / "optimizer.pt").unlink()
     with pytest.raises(ValueError, match="no checkpoint to go on from"):
@@ -508,7 +511,8 @@ def test_several_data_sets_to_evaluate(tmp_path, tokenizer):
     assert evaluation["acceptance_length"] == entry["eval_first_acceptance_length"]
 
 
-def test_an_optimizer_of_the_caller_s(tmp_path, tokenizer):
+@pytest.mark.parametrize("is_class", [False, True])
+def test_an_optimizer_of_the_caller_s(tmp_path, tokenizer, is_class):
     draft = Eagle3ForSpeculation.from_target(target := make_target("llama"))
     trainer = Eagle3Trainer(
         model=draft,
@@ -516,7 +520,11 @@ def test_an_optimizer_of_the_caller_s(tmp_path, tokenizer):
         args=make_trainer(tmp_path, tokenizer).args,
         train_dataset=TEXTS,
         processing_class=tokenizer,
-        optimizers=(torch.optim.SGD(draft.parameters(), lr=0.3), None),
+        **(
+            {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.3})}
+            if is_class
+            else {"optimizers": (torch.optim.SGD(draft.parameters(), lr=0.3), None)}
+        ),
     )
     trainer.train()
     arguments = training_record(trainer)["arguments"]
@@ -657,6 +665,9 @@ def test_wrong_arguments(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, peft_config=LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(TypeError, match="`target_model` is Eagle3ForSpeculation"):
         make_trainer(tmp_path, tokenizer, model=target, target=draft)
+    bert = AutoConfig.for_model("bert", vocab_size=96, hidden_size=32, num_hidden_layers=4, num_attention_heads=4)
+    with pytest.raises(ValueError, match="BertForMaskedLM cannot be an EAGLE-3 target"):
+        make_trainer(tmp_path, tokenizer, target=AutoModelForMaskedLM.from_config(bert))
     with pytest.raises(TypeError, match="`target_model` is NoneType"):
         Eagle3Trainer(model=None, target_model=None, train_dataset=TEXTS)
     with pytest.raises(ValueError, match=r"dataset\['train'\]"):
@@ -672,14 +683,29 @@ def test_wrong_arguments(tmp_path, tokenizer):
         make_trainer(tmp_path, without_template, dataset=chats)
     with pytest.raises(ValueError, match="where they are already"):
         make_trainer(tmp_path, tokenizer, activation_offloading=True)
-    for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
-        with pytest.raises(ValueError, match=f"`{name}` would never be called"):
+    store = make_trainer(tmp_path, tokenizer).extract_features(tmp_path / "features")
+    for kwargs, error, message in (
+        ({"compute_metrics": len}, ValueError, "`compute_metrics` would have no effect"),
+        ({"compute_loss_func": len}, ValueError, "`compute_loss_func` would have no effect"),
+        ({"preprocess_logits_for_metrics": len}, ValueError, "`preprocess_logits_for_metrics` would have no effect"),
+        ({"quantization_config": object()}, ValueError, "Quantize the target when it is loaded"),
+        ({"tokenizer": tokenizer}, TypeError, r"no arguments \['tokenizer'\].*the others are .*'processing_class'"),
+        ({"max_seq_length": 64}, TypeError, "no arguments .*Pass those of `Eagle3TrainingArguments` in `args`"),
+        ({"train_dataset": list(TEXTS)}, TypeError, "The train data is list.*`Dataset.from_list` makes one"),
+        ({"train_dataset": None}, TypeError, "The train data is NoneType"),
+        ({"eval_dataset": {"one": "texts.jsonl"}}, TypeError, "The eval data is str"),
+        ({"eval_dataset": store}, ValueError, "`eval_dataset` is a feature store"),
+        ({"eval_dataset": {"one": store}}, ValueError, "`eval_dataset` is a feature store"),
+    ):
+        with pytest.raises(error, match=message):
             Eagle3Trainer(
                 model=None,
                 target_model=target,
                 args=Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False),
-                **{name: len},
+                **{"train_dataset": TEXTS, **kwargs},
             )
+    with pytest.raises(TypeError, match="The eval data is list"):
+        make_trainer(tmp_path, tokenizer).evaluate(list(TEXTS))
     for error, named in ((ValueError, {}), (TypeError, {"processing_class": "gpt2"})):
         with pytest.raises(error, match="`processing_class`"):
             Eagle3Trainer(
@@ -689,6 +715,43 @@ def test_wrong_arguments(tmp_path, tokenizer):
                 train_dataset=TEXTS,
                 **named,
             )
+
+
+def test_a_draft_that_is_frozen(tmp_path, tokenizer):
+    """Also an adapter as `PeftModel.from_pretrained` loads it."""
+    draft = Eagle3ForSpeculation.from_target(target := make_target("llama"))
+    draft.save_pretrained(tmp_path / "draft")
+    adapted = get_peft_model(copy.deepcopy(draft), LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(copy.deepcopy(draft), tmp_path / "adapter")
+    for frozen in (loaded, copy.deepcopy(draft).requires_grad_(False)):
+        with pytest.raises(ValueError, match="parameters of the draft are frozen.*is_trainable=True"):
+            make_trainer(tmp_path / "out", tokenizer, model=frozen, target=target)
+    loaded = PeftModel.from_pretrained(draft, tmp_path / "adapter", is_trainable=True)
+    make_trainer(tmp_path / "out", tokenizer, model=loaded, target=target).train()
+
+
+@pytest.mark.parametrize(
+    ("offloaded", "message"),
+    [
+        ("model.embed_tokens", "The weights of the embeddings of LlamaForCausalLM are offloaded"),
+        ("lm_head", "The weights of the head of LlamaForCausalLM are offloaded"),
+        ("model.layers.1", None),
+    ],
+)
+def test_offloaded_targets(tmp_path, tokenizer, offloaded, message):
+    """As `device_map="auto"` leaves them where memory is short."""
+    make_target("llama").save_pretrained(tmp_path / "target")
+    layers = [f"model.layers.{number}" for number in range(4)]
+    names = ["model.embed_tokens", *layers, "model.norm", "model.rotary_emb", "lm_head"]
+    device_map = {name: "disk" if name == offloaded else "cpu" for name in names}
+    target = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "target", device_map=device_map, offload_folder=tmp_path / "offloaded"
+    )
+    draft = Eagle3ForSpeculation.from_target(make_target("llama"))
+    for model in (None, draft):
+        with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+            make_trainer(tmp_path / "out", tokenizer, model=model, target=target).train()
 
 
 def files_in(folder):

@@ -2,6 +2,7 @@
 
 from .checks import (
     check_chat_template,
+    check_is_dataset,
     check_positions,
     drop_cut_images,
     kind_of_data,
@@ -22,6 +23,7 @@ __all__ = [
     "RowEncoder",
     "RowError",
     "check_chat_template",
+    "check_is_dataset",
     "check_positions",
     "count_tokens",
     "coverage",

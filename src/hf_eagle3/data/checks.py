@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -17,6 +18,24 @@ logger = logging.getLogger(__name__)
 VERY_LONG = 16_384  # tokens in a row, above which `max_length=None` gives a warning
 
 
+def check_is_dataset(dataset: Any, name: str) -> None:
+    """
+    Checks that a data set is of the library `datasets`.
+
+    Args:
+        dataset: The data.
+        name (`str`): `"train"` or `"eval"`, for messages.
+
+    Raises:
+        TypeError: if it is something else.
+    """
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise TypeError(
+            f"The {name} data is {type(dataset).__name__}, but must be a `Dataset` or `IterableDataset` of the library `datasets`. "
+            "`Dataset.from_list` makes one of a list of rows, and `load_dataset` of files."
+        )
+
+
 def plain_rows(dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
     """
     Returns the data set with rows of Python objects, whatever its format (NumPy, torch, ...).
@@ -26,8 +45,10 @@ def plain_rows(dataset: Dataset | IterableDataset, name: str) -> Dataset | Itera
         name (`str`): `"train"` or `"eval"`, for messages.
 
     Raises:
+        TypeError: if it is not of the library `datasets`.
         ValueError: if it computes its rows each time they are read (`with_transform`).
     """
+    check_is_dataset(dataset, name)
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
             f"The {name} data computes its rows each time they are read (`with_transform`). Compute them once, with "

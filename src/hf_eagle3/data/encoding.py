@@ -256,6 +256,19 @@ class RowEncoder(PromptEncoder):
                 ranges.append((inside[0], inside[-1] + 1))
         return ranges, 0
 
+    def unlearned_end(self, row: dict[str, Any]) -> str | None:
+        """Returns the special token that ends the first of a row's learned turns and is not learned, or `None`."""
+        try:
+            encoded = self(row)
+        except RowError:  # reported when all rows are encoded
+            return None
+        tokens, learned = encoded["input_ids"], [label != -100 for label in encoded["labels"]]
+        ends = (place for place in range(1, len(tokens)) if learned[place - 1] and not learned[place])
+        special = self.tokenizer.get_added_vocab().values()
+        if (end := next(ends, None)) is None or tokens[end - 1] in special or tokens[end] not in special:
+            return None
+        return self.tokenizer.decode(tokens[end])
+
     def _num_tokens(self, beginning: str, tokens: list[int]) -> int | None:
         """Returns how many tokens of a text belong to its beginning, or `None` if the beginning alone has other tokens."""
         alone = self.rendered_tokens(beginning)

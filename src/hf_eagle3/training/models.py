@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from ..checkpoints import target_class
 from ..data import sees_images
-from ..making import FORMS
+from ..making import FORMS, check_not_offloaded
 from ..remote_code.modeling_eagle3 import DraftModel, Eagle3ForSpeculation
 from ..tensor_names import HUB_ARGUMENTS
 from ..tokenizer import check_is_target, load_tokenizer
@@ -148,10 +148,17 @@ def draft_to_train(
             f"{draft.config.draft_vocab_size}. Leave one of `model` and `draft_vocab_size` out."
         )
     check_trainable(draft, target_model, args)
+    check_not_offloaded(target_model)
     if not hasattr(draft, "peft_config"):  # PEFT has frozen the rest
         for name in draft.frozen_modules:
             if hasattr(draft, name):
                 getattr(draft, name).requires_grad_(False)
+    if peft_config is None and not any(parameter.requires_grad for parameter in draft.parameters()):
+        raise ValueError(
+            "All parameters of the draft are frozen, so it would learn nothing. Load an adapter by "
+            "`PeftModel.from_pretrained(..., is_trainable=True)`, or merge it into its draft. Unfreeze a whole draft by "
+            "`requires_grad_(True)`."
+        )
     return draft.float()
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +10,16 @@ from typing import Any
 
 import yaml
 from trl import TrlParser
+
+
+def with_numbers(value: Any) -> Any:
+    """Returns a value of a YAML file with the numbers of its dictionaries and lists that YAML takes for texts (`1e-5`)."""
+    if isinstance(value, dict):
+        return {key: with_numbers(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [with_numbers(each) for each in value]
+    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+    return float(value) if is_number else value
 
 
 class Eagle3Parser(TrlParser):
@@ -43,9 +54,10 @@ class Eagle3Parser(TrlParser):
             self.add_argument_group(f"{where}{cls.__name__}")._group_actions += groups[cls]
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
-        """Takes the values of the YAML file as defaults. YAML reads `eval_strategy: no` as false."""
+        """Takes the values of the YAML file as defaults. YAML reads `eval_strategy: no` as false, and `1e-5` as a text."""
         strategies = {key: "no" for key, value in kwargs.items() if value is False and key.endswith("_strategy")}
-        return super().set_defaults_with_config(**kwargs | strategies)
+        nested = {key: with_numbers(value) for key, value in kwargs.items() if isinstance(value, dict | list)}
+        return super().set_defaults_with_config(**kwargs | nested | strategies)
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *others: Any, **kwargs: Any) -> tuple:
         """

@@ -157,6 +157,11 @@ def encode(
     encoder = RowEncoder(
         tokenizer, kind, target_vocab_size, assistant_only_loss, completion_only_loss, formatting_func, images
     )
+    if is_chat and assistant_only_loss and (end := encoder.unlearned_end(next(iter(texts)))) is not None:
+        logger.warning(
+            f"The chat template ends the assistant's turns with {end!r} outside of `{{% generation %}}`, so the draft does not learn "
+            "where the target stops. Pass a template with it inside (`chat_template_path`)."
+        )
     return encode_rows(dataset, encoder, name, args.dataset_num_proc)
 
 

@@ -79,10 +79,7 @@ def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
     Raises:
         ValueError: if the training of a checkpoint is finished, or was begun with other data or settings.
     """
-    args, state_file = trainer.args, Path(checkpoint, TRAINER_STATE_NAME)
-    if not state_file.exists():  # weights alone
-        return
-    state = TrainerState.load_from_json(str(state_file))
+    args, state = trainer.args, TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
     path, ours = Path(checkpoint, TRAINING_RECORD), trainer.draft.config
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     defaults = {field.name: field.default for field in fields(trainer.args)}
@@ -183,7 +180,7 @@ def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] 
     }
     if (optimizer := trainer.callers_optimizer) is not None:  # it has its own learning rates
         arguments = {key: value for key, value in arguments.items() if "learning_rate" not in key}
-        arguments["optimizers"] = type(optimizer).__name__
+        arguments["optimizers"] = optimizer
     step, epoch, log = trainer.state.global_step, trainer.state.epoch or 0.0, trainer.state.log_history
     logged = {key: value for entry in log for key, value in entry.items()}  # the last value of each
     if trainer.best is not None:

@@ -1,6 +1,7 @@
 """[`Eagle3Trainer`]: TRL's `SFTTrainer`, training a draft by training-time test."""
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,15 +14,16 @@ from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
+from trl import SFTTrainer
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..data import (
     ImageCollator,
     ImageReader,
+    check_is_dataset,
     check_positions,
     drop_cut_images,
     num_positions,
@@ -65,6 +67,7 @@ UNUSED = {
     "acceptance length",
     "preprocess_logits_for_metrics": "no logits are kept",
     "compute_loss_func": "the loss is that of training-time test",
+    "quantization_config": "the draft is trained in float32. Quantize the target when it is loaded (`target_model_init_kwargs`)",
 }
 
 
@@ -151,7 +154,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         self.target_model = target_model
         self.target_vocab_size = target_model.config.get_text_config(decoder=True).vocab_size
         self.num_positions = num_positions(target_model)
-        self.callers_optimizer = (kwargs.get("optimizers") or (None, None))[0]
+        self.callers_optimizer = optimizer_name(kwargs)
         self.dataset_names, self.script_settings = [], {}
         self.is_resumed = False
         # The step of the weights that were loaded at the end, and the length of the log then.
@@ -363,13 +366,15 @@ class Eagle3Trainer(DraftSavingTrainer):
         """
         if str(resume_from_checkpoint).lower() == "true":  # the command line gives a text
             resume_from_checkpoint = self._last_whole_checkpoint()
-        elif resume_from_checkpoint and not isinstance(resume_from_checkpoint, bool):
-            is_checkpoint = Path(resume_from_checkpoint, TRAINER_STATE_NAME).exists()  # not weights alone
-            if is_checkpoint and (reason := what_is_broken(resume_from_checkpoint)) is not None:
-                raise ValueError(
-                    f"Training cannot go on from {resume_from_checkpoint}: {reason}. Pass `resume_from_checkpoint=True` to go on "
-                    "from the last checkpoint that is whole, or begin a new training with its draft (`model`)."
-                )
+        elif (
+            resume_from_checkpoint
+            and not isinstance(resume_from_checkpoint, bool)
+            and (reason := what_is_broken(resume_from_checkpoint)) is not None
+        ):
+            raise ValueError(
+                f"Training cannot go on from {resume_from_checkpoint}: {reason}. Pass `resume_from_checkpoint=True` to go on "
+                "from the last checkpoint that is whole, or begin a new training with its draft (`model`)."
+            )
         self.is_resumed, self.best = bool(resume_from_checkpoint), None
         if self.is_resumed:
             check_resumption(self, str(resume_from_checkpoint))
@@ -611,7 +616,7 @@ def check_call(target_model: str | PreTrainedModel, kwargs: dict[str, Any]) -> N
     Checks what does not depend on the models.
 
     Raises:
-        TypeError: if `target_model` is not a target.
+        TypeError: if `target_model` is not a target, an argument does not exist, or a data set is something else.
         ValueError: if an argument of `SFTTrainer` would do nothing, or a data set is of a kind that cannot be used.
     """
     if isinstance(target_model, DraftModel) or not (isinstance(target_model, str) or hasattr(target_model, "config")):
@@ -619,14 +624,32 @@ def check_call(target_model: str | PreTrainedModel, kwargs: dict[str, Any]) -> N
             "`target_model` must be the target, a causal language model or the name of one, and `model` the draft; "
             f"`target_model` is {type(target_model).__name__}."
         )
+    known = list(inspect.signature(SFTTrainer.__init__).parameters)[3:]  # after `self`, `model` and `args`
+    if unknown := [name for name in kwargs if name not in known]:
+        raise TypeError(
+            f"Eagle3Trainer has no arguments {unknown}. Pass those of `Eagle3TrainingArguments` in `args`; the others are {known}."
+        )
     for name, reason in UNUSED.items():
         if kwargs.get(name) is not None:
-            raise ValueError(f"`{name}` would never be called: {reason}.")
+            raise ValueError(f"`{name}` would have no effect: {reason}.")
     if isinstance(kwargs.get("train_dataset"), dict):
         splits = sorted(kwargs["train_dataset"])
         raise ValueError(f"`train_dataset` has splits {splits}: pass one of them, such as dataset[{splits[0]!r}].")
-    if isinstance(kwargs.get("eval_dataset"), FeatureStore):
+    train_dataset, *evaluated = all_datasets(kwargs)
+    if any(isinstance(dataset, FeatureStore) for dataset in evaluated):
         raise ValueError("`eval_dataset` is a feature store, but evaluation decodes: pass a data set.")
+    if not isinstance(train_dataset, FeatureStore):
+        check_is_dataset(train_dataset, "train")
+    for dataset in evaluated:
+        if dataset is not None:
+            check_is_dataset(dataset, "eval")
+
+
+def optimizer_name(kwargs: dict[str, Any]) -> str | None:
+    """Returns the name of the class of an optimizer among the arguments of a trainer, or `None`."""
+    optimizer = (kwargs.get("optimizers") or (None, None))[0]
+    chosen = kwargs.get("optimizer_cls_and_kwargs") or (None if optimizer is None else type(optimizer),)
+    return None if chosen[0] is None else chosen[0].__name__
 
 
 def all_datasets(kwargs: dict[str, Any]) -> list[Any]:
