@@ -278,6 +278,6 @@ class Eagle3TrainingArguments(SFTConfig):
             )
         if self.gradient_checkpointing:
             raise ValueError(
-                "`gradient_checkpointing=True` is not supported: training-time test keeps the keys of every step, and a "
+                "`gradient_checkpointing=True` (or `activation_checkpointing`) is not supported: training-time test keeps the keys of every step, and a "
                 "recomputed forward would add them twice. A draft is one layer: lower `max_length` or the batch size instead."
             )
