@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["hf-eagle3[train]"]
 # ///
-"""
+r"""
 Compares settings of training on conversations, at equal tokens, by what drafts predict of held-out answers.
 
     python experiments/chat_draft.py --target HuggingFaceTB/SmolLM2-135M-Instruct --dataset chats.jsonl \

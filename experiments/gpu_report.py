@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["hf-eagle3[train]"]
 # ///
-"""
+r"""
 Writes one report on a CUDA device: is decoding right there, what does a step cost, what does a draft bring, how fast is
 training?
 

@@ -15,7 +15,8 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
-from hf_eagle3.data.regeneration import Output, complete_lines, regenerate_locally
+from hf_eagle3.data.answers import Output, complete_lines
+from hf_eagle3.data.regeneration import regenerate_locally
 from hf_eagle3.environment import environment
 from hf_eagle3.evaluation import BenchmarkResults, format_table, load_prompts, plot_all, run_benchmark
 from hf_eagle3.tokenizer import load_tokenizer

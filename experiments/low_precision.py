@@ -1,4 +1,4 @@
-"""
+r"""
 Counts how often greedy text differs from plain `generate` in low precision, and checks that each difference is a near tie.
 
     python experiments/low_precision.py --target Qwen/Qwen3-8B --draft me/Qwen3-8B-speculator.eagle3 \

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["hf-eagle3[train]"]
 # ///
-"""
+r"""
 Makes the table of the EAGLE-3 paper on your own model. One trainer trains a draft of each method, for the same time on the
 same data. One loop verifies them on the same prompts, in turns.
 

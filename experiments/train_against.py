@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["hf-eagle3[train]", "speculators"]
 # ///
-"""
+r"""
 Trains drafts as this library and others train them, for the same time on the same data, and verifies them in one loop.
 
     pip install speculators

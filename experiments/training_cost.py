@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["hf-eagle3[train]"]
 # ///
-"""
+r"""
 Computes what training a draft will take, from the sizes of the models. Nothing is measured.
 
     python experiments/training_cost.py --target Qwen/Qwen3-8B --draft_vocab_size 32000 --tokens 5e8 \

@@ -1,4 +1,4 @@
-"""
+r"""
 Measures time and memory of a step of training-time test, for sequences of several lengths.
 
     python experiments/training_step.py --target Qwen/Qwen3-0.6B --draft_vocab_size 8192 \

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["hf-eagle3[train]"]
 # ///
-"""
+r"""
 Checks that the tree policy `auto` keeps its promises on a pairing: it is as fast as the best fixed tree, and never slower
 than plain generation, even with a useless draft.
 

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["hf-eagle3[train]"]
 # ///
-"""
+r"""
 Computes which share of tokens a draft vocabulary covers, in texts and in the target's own writing. It helps to choose
 `draft_vocab_size`: a draft vocabulary has the most frequent tokens of the texts.
 

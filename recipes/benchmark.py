@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["hf-eagle3[train]"]
 # ///
-"""
+r"""
 Compares plain generation, a draft, and transformers' other ways to speed up generation, on the same prompts.
 
     python recipes/benchmark.py --target Qwen/Qwen3-8B --draft me/Qwen3-8B-speculator.eagle3 \
@@ -270,7 +270,7 @@ def print_report(args, results: BenchmarkResults, dtype: torch.dtype) -> None:
     ):
         print(
             f"In {run['environment']['dtype']} a forward over several tokens rounds differently than one over a single token. So texts "
-            "may part where two tokens are nearly tied. experiments/low_precision.py checks that, and --dtype float32 "
+            "may differ once two tokens are nearly tied. experiments/low_precision.py checks that, and --dtype float32 "
             "(--no-bf16 of quickstart.py) compares without rounding."
         )
     for row in rows:
@@ -291,7 +291,7 @@ def print_report(args, results: BenchmarkResults, dtype: torch.dtype) -> None:
             )
     if any(row.accepted_lengths for row in rows):
         print(
-            "The acceptance length in the table is of all verification forwards. Under the tree policy `auto`, plain steps count as "
+            "The acceptance length in the table is of all decoding steps. Under the tree policy `auto`, plain steps count as "
             "1, and looked-up tokens count. Training's eval_acceptance_length has a whole tree in every step, as with "
             "--tree_policy static."
         )

@@ -256,7 +256,7 @@ class Comparison:
             "In float32 that must not happen: please report it."
             if self.target.dtype == torch.float32
             else f"In {dtype} a forward pass over several tokens rounds differently than one over a single token. So texts may "
-            "part where two tokens are nearly tied. In float32 they are identical."
+            "differ once two tokens are nearly tied. In float32 they are identical."
         )
         return f"The two texts differ from token {place + 1} on. {why} {took}"
 

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["hf-eagle3"]
 # ///
-"""
+r"""
 Writes a draft in the format of an engine.
 
     python recipes/export.py me/Qwen3-8B-speculator.eagle3 --to sglang --output_dir Qwen3-8B-eagle3-sglang

@@ -113,7 +113,7 @@ def train_target(folder: Path, dataset: Dataset, args) -> None:
     trainer = SFTTrainer(
         model=target,
         args=SFTConfig(
-            str(folder) + "-run", gradient_checkpointing=False, **common_arguments(args, MAX_LENGTH, batch_size=4)
+            str(folder) + "-run", gradient_checkpointing=None, **common_arguments(args, MAX_LENGTH, batch_size=4)
         ),
         train_dataset=dataset,
         processing_class=tokenizer,

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["hf-eagle3[train]"]
 # ///
-"""
+r"""
 Replaces the answers of a data set with the target's own, because these are what its draft has to predict.
 
 With the target in this process, or in one process per GPU:
@@ -37,7 +37,8 @@ from transformers import ProcessorMixin
 from trl import DatasetMixtureConfig
 
 from hf_eagle3.data import ImageReader, check_chat_template, plain_rows, shows_images
-from hf_eagle3.data.regeneration import Output, beginnings, has_texts, push_dataset, regenerate_locally
+from hf_eagle3.data.answers import Output, push_dataset
+from hf_eagle3.data.regeneration import beginnings, has_texts, regenerate_locally
 from hf_eagle3.data.rows import RowError, read_template_kwargs
 from hf_eagle3.data.server import regenerate_by_server
 from hf_eagle3.evaluation.drafts import load_draft

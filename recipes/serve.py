@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["hf-eagle3", "transformers[serving]"]
 # ///
-"""
+r"""
 Runs `transformers serve` with a draft: chat completions, completions and responses in OpenAI's format.
 
     python recipes/serve.py --target Qwen/Qwen3-8B --draft RedHatAI/Qwen3-8B-speculator.eagle3 --port 8000

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["hf-eagle3[train]"]
 # ///
-"""
+r"""
 Trains an EAGLE-3 draft for a frozen target.
 
 On one machine, with one process per GPU:
@@ -59,7 +59,7 @@ from trl import (
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import load_ends, target_class
 from hf_eagle3.data import read_json_lines, shows_images
-from hf_eagle3.data.regeneration import features_of
+from hf_eagle3.data.answers import features_of
 from hf_eagle3.environment import folder_or_hub_id
 from hf_eagle3.training import FeatureStore
 from hf_eagle3.training.models import load_processing_class
@@ -95,6 +95,10 @@ class TargetConfig(ModelConfig):
             "choices": ["auto", "bfloat16", "float16", "float32"],
         },
     )
+
+    # Parameters whose help is for a model that is trained
+    load_in_8bit: bool = field(default=False, metadata={"help": "Quantizes the target to 8 bits (bitsandbytes)."})
+    load_in_4bit: bool = field(default=False, metadata={"help": "Quantizes the target to 4 bits (bitsandbytes)."})
 
     # Parameters that control where the target is
     device_map: str | None = field(

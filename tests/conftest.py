@@ -67,6 +67,8 @@ BASE = {
     "initializer_range": 0.3,
 }
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
 # Name: (model type, changes to BASE). Windows and chunks of 16 tokens, shorter than the longest prompts of the tests.
@@ -133,21 +135,14 @@ FAMILIES = {
         "deepseek_v3",
         {
             **MOE,
-            "kv_lora_rank": 16,
+            **LATENT,
+            **ROUTED,
             "q_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_key_value_heads": 4,
-            "first_k_dense_replace": 1,
         },
     ),
     "glm4_moe": (
         "glm4_moe",
-        {**MOE, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        {**MOE, **ROUTED},
     ),
     "olmo3": ("olmo3", {**ALTERNATING, "sliding_window": WINDOW}),
     "cohere2": ("cohere2", {**ALTERNATING, "sliding_window": WINDOW}),
@@ -157,14 +152,37 @@ FAMILIES = {
 MORE_FAMILIES = {
     "afmoe": ("afmoe", {**MOE, **ALTERNATING, "sliding_window": WINDOW, "num_dense_layers": 1}),
     "apertus": ("apertus", {}),
+    "cohere": ("cohere", {}),
+    "deepseek_v2": ("deepseek_v2", {**MOE, **LATENT, **ROUTED, "q_lora_rank": 16}),
     "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5_moe": ("ernie4_5_moe", MOE),
+    "exaone4": ("exaone4", {**ALTERNATING, "sliding_window": WINDOW}),
+    "gemma": ("gemma", {}),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
+    "glm4_moe_lite": ("glm4_moe_lite", {**MOE, **LATENT, **ROUTED, "q_lora_rank": 16}),
     "gpt_neox": ("gpt_neox", {}),
     "granite": ("granite", {}),
+    "granitemoe": ("granitemoe", MOE),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {**MOE, "moe_topk": 2}),
+    "minimax_m2": ("minimax_m2", MOE),
+    "ministral": ("ministral", {**ALTERNATING, "sliding_window": WINDOW}),
+    "nemotron": ("nemotron", {}),
     "olmo2": ("olmo2", {}),
+    "olmoe": ("olmoe", MOE),
+    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "phi": ("phi", {}),
+    "phimoe": ("phimoe", {**MOE, "sliding_window": WINDOW}),
+    "qwen2_moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 16}),
+    "seed_oss": ("seed_oss", {}),
     "smollm3": ("smollm3", {}),
+    "solar_open": ("solar_open", {**MOE, **ROUTED}),
+    "stablelm": ("stablelm", {}),
     "starcoder2": ("starcoder2", {"sliding_window": WINDOW}),
 }
+# Older transformers (5.17) know fewer.
+MORE_FAMILIES = {name: (kind, changes) for name, (kind, changes) in MORE_FAMILIES.items() if kind in CONFIG_MAPPING}
 
 # Smaller weights: these amplify what is rounded otherwise.
 DELTA_RULE = {
@@ -175,7 +193,6 @@ DELTA_RULE = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
 MAMBA = {"initializer_range": 0.1, "mamba_d_state": 8, "mamba_d_head": 8, "mamba_n_heads": 8, "mamba_chunk_size": 8}
 
 # With states that are not keys and values: those of convolutions, which can be cropped, and recurrent ones, which

@@ -36,7 +36,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.assistant_eagle3 import install_generation_hook
+from hf_eagle3.remote_code.auto_eagle3 import logger
 from hf_eagle3.remote_code.outputs_eagle3 import (
+    CACHE,
     CAN_SELECT_HIDDEN_STATES,
     aux_hidden_states,
     keep_state_after_last_layer,
@@ -630,6 +632,8 @@ def test_tokens_that_were_added_to_the_target(num_known, overrides, settings):
         text = generate(target, **inputs, **settings)
         assert generate(target, **inputs, assistant_model=draft, **settings).tolist() == text.tolist()
         assert (text[:, 12:] >= VOCAB_SIZE).any()
+    with pytest.raises(NotImplementedError, match="A draft is not resized"):
+        draft.resize_token_embeddings(VOCAB_SIZE + 4)
 
 
 def test_tokens_that_were_added_and_drafts_that_cannot_tell(target):
@@ -643,6 +647,51 @@ def test_tokens_that_were_added_and_drafts_that_cannot_tell(target):
     draft.config.verifier_fingerprint = None
     with pytest.raises(ValueError, match="vocabulary of 97. Pair .* make a draft for it after that"):
         generate(larger, make_prompt(5), assistant_model=draft)
+
+
+def targets_that(family, treats_trees):
+    """The same target with code of its own, as one that came with its checkpoint."""
+    target = make_target(family)
+
+    class Careless(type(target)):
+        def forward(self, *args, attention_mask=None, position_ids=None, **kwargs):
+            if not isinstance(attention_mask, torch.Tensor | None) or (
+                attention_mask is not None and attention_mask.dim() == 4
+            ):
+                if treats_trees == "refuses masks":
+                    raise ValueError("the mask must have two dimensions")
+                attention_mask = None if treats_trees == "ignores masks" else attention_mask
+            position_ids = None if treats_trees == "ignores positions" else position_ids
+            return super().forward(*args, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+
+    target.__class__ = Careless
+    return target
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("treats_trees", ["well", "ignores masks", "ignores positions", "refuses masks"])
+def test_targets_with_code_of_their_own(family, treats_trees, warned):
+    target = targets_that(family, treats_trees)
+    type(logger).warning_once.cache_clear()
+    for batch in ({"input_ids": make_prompt(24)}, make_batch([9, 24])):
+        settings = {**batch, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+        expected = target.generate(**settings, return_dict_in_generate=True)
+        padding = (1 - batch.get("attention_mask", torch.ones_like(batch["input_ids"]))).sum(dim=1, keepdim=True)
+        draft = make_oracle(target, expected.sequences, padding=padding)
+        draft.generation_config.output_steps = True
+        caches = [DynamicCache(config=target.config) for _ in range(2)]
+        for cache in (None, caches[0]):
+            text = target.generate(**settings, **{CACHE: cache}, assistant_model=draft)
+            assert text.tolist() == expected.sequences.tolist()
+            trees = [
+                max(map(parents.count, parents)) for step in draft.last_generation.steps for parents in step.parents
+            ]
+            assert (max(trees) > 2) == (treats_trees == "well")  # the root is its own parent
+        assert draft.last_generation.new_tokens > draft.last_generation.target_forwards
+        target.generate(**settings, **{CACHE: caches[1]})
+        for layer, other in zip(*(each.layers for each in caches)):
+            torch.testing.assert_close(layer.keys, other.keys, rtol=1e-3, atol=1e-3)
+    assert bool([text for text in warned if "cannot read a tree" in text]) == (treats_trees != "well")
 
 
 def test_calls_a_tree_cannot_serve(target, draft):

@@ -574,6 +574,14 @@ def test_a_draft_without_weights_is_refused(target, draft):
         target.generate(make_prompt(5), assistant_model=copy.deepcopy(draft).to("meta"), max_new_tokens=3)
 
 
+def test_a_draft_that_is_offloaded_is_refused(target, draft, tmp_path):
+    """Where `device_map="auto"` finds no room for its head. The mapping of tokens stays on the device."""
+    draft.save_pretrained(tmp_path)
+    offloaded = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "offloaded"}
+    with pytest.raises(ValueError, match="are offloaded.* whole on one device"):
+        target.generate(make_prompt(5), assistant_model=Eagle3ForSpeculation.from_pretrained(tmp_path, **offloaded))
+
+
 def test_a_draft_is_loaded_without_its_weights(draft, tmp_path):
     draft.save_pretrained(tmp_path)
     loaded = Eagle3ForSpeculation.from_pretrained(tmp_path, device_map="meta")

@@ -1,5 +1,6 @@
 """The API reference: what is public is in it, with all its arguments, and nothing that does not exist."""
 
+import ast
 import dataclasses
 import importlib
 import importlib.util
@@ -68,6 +69,15 @@ def test_everything_public_is_in_the_reference():
 def test_every_recipe_is_in_the_reference():
     commands = {name for name in DOCUMENTED if name.startswith("recipes/")}
     assert commands == {f"recipes/{path.name}" for path in (ROOT / "recipes").glob("*.py")}
+
+
+@pytest.mark.parametrize(
+    "path", [*(ROOT / "recipes").glob("*.py"), *(ROOT / "experiments").rglob("*.py")], ids=lambda path: path.name
+)
+def test_long_commands_keep_their_lines(path):
+    """In a docstring that is not raw, a backslash joins two lines, and `--help` shows the gap between them."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    assert not re.search(r"\S {4,}-", docstring)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["hf-eagle3[train]", "gguf"]
 # ///
-"""
+r"""
 Runs the same draft and prompts in transformers, vLLM, llama.cpp and OpenVINO GenAI, on the CPU: greedily, one prompt at a
 time. Each engine is compared with itself without a draft.
 

@@ -149,7 +149,7 @@ def kind_of_draft(
     Which of [`is_draft`] and [`is_block_draft`] holds for the names of a checkpoint's tensors, or `None`. And those names.
 
     Raises:
-        ValueError: if it is certainly a draft, in a pickle that is broken.
+        ValueError: if it is certainly a draft, in a file that is broken.
     """
     names = tensor_names(name_or_path, **hub_kwargs)
     if names is None and not Path(name_or_path).exists() and not hub_kwargs.get("local_files_only"):
@@ -157,7 +157,7 @@ def kind_of_draft(
         names = tensor_names_on_hub(name_or_path, is_certain, **hub_kwargs) if may_be else None
     names = names or []
     path = None if names or not may_be_draft(content)[1] else weights_file(name_or_path, **hub_kwargs)
-    if path is not None and path.suffix == ".bin":  # transformers would not say that it is broken
+    if path is not None and path.suffix != ".json":  # transformers would not say what is broken
         from .checkpoints.files import read_file
 
         read_file(path)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .remote_code.auto_eagle3 import logger
@@ -24,6 +23,7 @@ from .tensor_names import find, with_variant
 if TYPE_CHECKING:
     from .remote_code.modeling_eagle3 import DraftModel
 
+LFS_POINTER = b"version https://git-lfs"
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -61,11 +61,23 @@ def read_index(path: str | Path) -> dict[str, str]:
     return index
 
 
+def check_is_fetched(path: str | Path) -> None:
+    """
+    Raises:
+        ValueError: if a file is a pointer of Git LFS, as a clone without LFS has in the place of large files.
+    """
+    with open(path, "rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ValueError(f"{path} is a Git LFS pointer, not the file itself. Run `git lfs pull` in its folder.")
+
+
 def check_safetensors(path: str | Path) -> None:
     """
     Raises:
-        ValueError: if a safetensors file is shorter or longer than its header says, or has a rounded `d2t`.
+        ValueError: if a safetensors file is a pointer of Git LFS, is shorter or longer than its header says, or has a rounded
+            `d2t`.
     """
+    check_is_fetched(path)
     size = Path(path).stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -176,7 +188,7 @@ def read_and_mend(
             sort_tokens(draft, info)
         mend_mapping(draft, info, source, variant=kwargs.get("variant"), **hub_kwargs)
         if not is_ours and content.get("speculators_model_type") in ("eagle3", "peagle"):
-            draft.is_of_speculators = True  # for `check_layer_ids`
+            check_layer_ids(draft)
             name, flag = "norm_before_residual", draft.config.norm_before_residual
             if content.get(name) is None and not flag and name not in kwargs:
                 logger.warning_once(
@@ -205,15 +217,16 @@ def sort_tokens(draft: "DraftModel", info: dict[str, Any]) -> None:
         head.data = head.data[order]
 
 
-def check_layer_ids(draft: "DraftModel", target: PreTrainedModel) -> None:
+def check_layer_ids(draft: "DraftModel") -> None:
     """Warns if a draft of the speculators format has the usual ids of outputs of layers, which a converter may have kept."""
-    depth = target.config.get_text_config(decoder=True).num_hidden_layers
-    ids, usual = draft.config.eagle_aux_hidden_state_layer_ids, default_aux_layer_ids(depth)
-    if vars(draft).get("is_of_speculators") and ids == [layer_id - 1 for layer_id in usual]:
+    ids = draft.config.eagle_aux_hidden_state_layer_ids or [0]
+    depth = ids[-1] + 4  # of a target for which they would be the usual ones
+    usual = default_aux_layer_ids(depth)
+    if ids == [layer_id - 1 for layer_id in usual]:
         logger.warning_once(
-            f"The draft {draft.config.name_or_path or '(unnamed)'} reads the states that enter layers {ids} of the target's {depth}, "
-            "as its format says. But these look like the ids of layers whose outputs it was trained on, kept by a converter. "
-            f"If few tokens are accepted, load it with `eagle_aux_hidden_state_layer_ids={usual}`."
+            f"The draft {draft.config.name_or_path or '(unnamed)'} reads the states that enter layers {ids} of its target, as its "
+            f"format says. But for a target of {depth} layers these look like the ids of layers whose outputs it was trained on, "
+            f"kept by a converter. If few tokens are accepted, load it with `eagle_aux_hidden_state_layer_ids={usual}`."
         )
 
 

@@ -172,6 +172,11 @@ def test_what_is_said_of_broken_files(tmp_path, loader):
     (tmp_path / "bin" / "pytorch_model.bin").write_bytes(weights[:-900])
     with pytest.raises(ValueError, match="pytorch_model.bin cannot be read. Check that it is complete"):
         loader.from_pretrained(tmp_path / "bin")
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{64 * 'a'}\nsize 848000000\n"
+    for name in ("pytorch_model.bin", "model.safetensors"):  # which goes first
+        (tmp_path / "bin" / name).write_text(pointer)
+        with pytest.raises(ValueError, match=f"{name} is a Git LFS pointer, not the file itself. Run `git lfs pull`"):
+            loader.from_pretrained(tmp_path / "bin")
 
 
 def test_a_broken_draft_of_others(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import trl
 from datasets import Dataset
+from messages import assistant, user
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
@@ -23,14 +24,6 @@ TOOL = {
     "description": "d",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text, **others):
-    return {"role": "assistant", "content": text, **others}
 
 
 PLAIN = [user("Is it raining?"), assistant("Yes."), user("Thanks"), assistant("Bye.")]

@@ -153,7 +153,7 @@ def test_packed_documents_give_the_losses_of_separate_ones(tokenizer, tmp_path, 
             processing_class=copy.deepcopy(tokenizer),
         )
         batch = next(iter(trainer.get_train_dataloader()))
-        assert batch["input_ids"].shape[0] == (1 if packing else 7)
+        assert batch["input_ids"].shape[0] == (3 if packing else 7)
         trainer.train()
         results.append([entry for entry in trainer.state.log_history if "loss" in entry][0])
     apart, packed = results
@@ -180,7 +180,8 @@ def test_rows_that_were_packed_before(tokenizer, tmp_path, stream):
         kept = make_trainer(tokenizer, rows, tmp_path, padding_free=True, max_length=None)
         assert kept.train_dataset["seq_lengths"] == [[3, 4], [3], [2, 3]]
         (batch,) = kept.get_train_dataloader()
-        assert sorted(batch["position_ids"][0].tolist()) == [0] * 5 + [1] * 5 + [2] * 4 + [3]
+        positions = batch["position_ids"][batch["attention_mask"].bool()]
+        assert sorted(positions.tolist()) == [0] * 5 + [1] * 5 + [2] * 4 + [3]
 
 
 def test_evaluating_data_that_is_prepared_already(tokenizer, tmp_path):

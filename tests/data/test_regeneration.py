@@ -1,48 +1,26 @@
 import asyncio
 import copy
-import errno
 import json
-import logging
-import subprocess
-import sys
-from unittest.mock import Mock
 
 import datasets
 import pytest
 import torch
 from conftest import chat_server, make_gpt2, make_target
 from datasets import Dataset, IterableDataset, load_dataset
+from messages import assistant, read_answers, user
 from seeing import gemma3, make, make_image, make_processor, qwen3_vl, vision_rows
 from tokenizers.processors import TemplateProcessing
 from trl.chat_template_utils import add_response_schema, llama3_1_chat_template, qwen3_chat_template
 
 from hf_eagle3.data import ImageReader, RowEncoder, RowError, read_row
+from hf_eagle3.data.answers import Output, rows_in
+from hf_eagle3.data.conversation import Conversation
 from hf_eagle3.data.images import load
-from hf_eagle3.data.regeneration import (
-    Conversation,
-    Output,
-    beginnings,
-    has_texts,
-    parse_answer,
-    regenerate_locally,
-    rows_in,
-)
+from hf_eagle3.data.regeneration import beginnings, has_texts, parse_answer, regenerate_locally
 from hf_eagle3.data.server import regenerate_by_server
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
-
-
-def read(folder):
-    return {row["row"]: row for row in load_dataset("json", data_files=str(folder / "*.jsonl"), split="train")}
 
 
 def test_what_a_row_says_goes_into_prompt_request_and_new_row(tmp_path, tokenizer):
@@ -83,86 +61,9 @@ def test_rows_that_a_target_cannot_answer_are_left_out(tmp_path, tokenizer):
     rows = [{"messages": [user(text)]} for text in ("ab", "no", "abcdefghijklm", "c")]
     settings = {"batch_size": 2, "max_new_tokens": 4, "do_sample": False}
     regenerate_locally(target, tokenizer, output.pending(rows), output, **settings)
-    assert sorted(read(tmp_path)) == [0, 3]
+    assert sorted(read_answers(tmp_path)) == [0, 3]
     assert "the chat template refuses it: never" in output.left_out[1]
     assert "more than the target's table of 16 positions" in output.left_out[2]
-
-
-def test_two_runs_do_not_write_into_one_folder(tmp_path):
-    Output(tmp_path, {}).write(0, {"messages": [user("a")]})
-    written = (tmp_path / "rows-00000.jsonl").read_text()
-    run = "from hf_eagle3.data.regeneration import Output; import sys; output = Output(sys.argv[1], {}); print(1, flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", run, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
-        other.stdout.readline()
-        with (tmp_path / "rows-00000.jsonl").open("a") as file:
-            file.write('{"row": 1')  # the other run is writing
-        with pytest.raises(ValueError, match="Another run writes to"):
-            Output(tmp_path, {})
-        assert (tmp_path / "rows-00000.jsonl").read_text() == written + '{"row": 1'
-        other.communicate(b"\n")
-    assert Output(tmp_path, {}).done == {0}
-
-
-def test_a_file_system_without_locks(tmp_path, monkeypatch):
-    fcntl = pytest.importorskip("fcntl")
-    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "no locks")))
-    assert not Output(tmp_path, {}).lock.is_locked and not Output(tmp_path, {}).done
-
-
-def test_a_line_cut_off_by_a_crash_is_written_again(tmp_path):
-    output = Output(tmp_path, {"model": "m"})
-    output.write(0, {"messages": [user("a")]})
-    output.write(1, {"messages": [user("b")]})
-    path = tmp_path / "rows-00000.jsonl"
-    path.write_text(path.read_text()[:-9])
-    assert Output(tmp_path, {"model": "m"}).done == {0}
-    other = Output(tmp_path, {"model": "m"}, process_index=1)  # another number of processes
-    assert other.done == {0}
-    other.write(3, {"messages": [user("c")]})
-    with (tmp_path / "rows-00001.jsonl").open("a") as file:
-        file.write('{"row": 5, "mess')
-    assert Output(tmp_path, {"model": "m"}).done == {0, 3}  # and one process again
-    assert len(read(tmp_path)) == 2
-    with pytest.raises(ValueError, match="model was 'm' before, 'n' after"):
-        Output(tmp_path, {"model": "n"})
-    # But with nothing written there is nothing to disagree with.
-    Output(tmp_path / "fresh", {"model": "m"}).leave_out(0, "too long for m")
-    Output(tmp_path / "fresh", {"model": "m"}, process_index=12).leave_out(12, "too long for m")
-    assert Output(tmp_path / "fresh", {"model": "m"}).left_out.keys() == {0, 12}
-    fresh = Output(tmp_path / "fresh", {"model": "n"})
-    assert not fresh.left_out
-    fresh.write(0, {"messages": [user("a")]})
-    with pytest.raises(ValueError, match="model was 'n' before, 'm' after"):
-        Output(tmp_path / "fresh", {"model": "m"})
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "diary.txt").write_text("dear diary")
-    with pytest.raises(ValueError, match="not begun by this script"):
-        Output(tmp_path / "other", {})
-
-
-def test_rows_that_cannot_be_answered(tmp_path, caplog):
-    tool = {"messages": [user("a"), assistant("call"), {"role": "tool", "content": "r"}, assistant("b")]}
-    rows = [tool, {"messages": [assistant("a")]}, {"text": "abc"}, {"messages": [{"content": "a"}]}]
-    rows += [{"messages": [None]}, {"messages": [user("a")]}]
-    output = Output(tmp_path, {})
-    with caplog.at_level(logging.WARNING):
-        assert [conversation.row for conversation in output.pending(rows)] == [5]
-    assert "Row 0 is left out: it has messages of ['tool'], which may depend on" in caplog.text
-    assert caplog.text.count("is left out") == 3
-    assert output.report().startswith("5 rows were left out. Row 0: it has messages of ['tool']")
-
-
-def test_an_answer_that_utf8_cannot_hold_is_left_out(tmp_path):
-    output = Output(tmp_path, {})
-    output.write(0, {"messages": [user("a"), assistant("cut \ud83d")], "finish_reasons": ["length"]})
-    output.leave_out(1, "the server refuses to answer: \ud83d")
-    output.write(2, {"messages": [user("a"), assistant("\U0001f600")], "finish_reasons": ["length"]})
-    assert list(read(tmp_path)) == [2] and output.report().startswith("1 rows have an answer that was cut")
-    again = Output(tmp_path, {})
-    assert again.done == {2} and again.left_out[0] == r"it has half a character, '\ud83d'"
-    assert again.left_out[1] == r"the server refuses to answer: \ud83d"
 
 
 def test_answers_of_a_target_are_what_it_generates(tmp_path, tokenizer):
@@ -173,7 +74,7 @@ def test_answers_of_a_target_are_what_it_generates(tmp_path, tokenizer):
     output = Output(tmp_path, {})
     settings = {"max_new_tokens": 6, "do_sample": False}
     regenerate_locally(target, copy.deepcopy(tokenizer), output.pending(rows), output, batch_size=3, **settings)
-    written = read(tmp_path)
+    written = read_answers(tmp_path)
     assert sorted(written) == list(range(8))
     reasons = []
     for row, content in written.items():
@@ -194,7 +95,7 @@ def test_a_target_that_returns_dictionaries(tmp_path, tokenizer):
     target, output = make_target("llama"), Output(tmp_path, {})
     target.generation_config.return_dict_in_generate = True
     regenerate_locally(target, tokenizer, output.pending([{"prompt": "a"}]), output, batch_size=1, max_new_tokens=2)
-    assert list(read(tmp_path)) == [0]
+    assert list(read_answers(tmp_path)) == [0]
 
 
 def test_prompts_of_similar_length_are_answered_together(tmp_path, tokenizer, monkeypatch):
@@ -211,7 +112,7 @@ def test_prompts_of_similar_length_are_answered_together(tmp_path, tokenizer, mo
     regenerate_locally(
         target, tokenizer, output.pending(rows), output, batch_size=4, max_new_tokens=2, do_sample=False
     )
-    assert sorted(read(tmp_path)) == list(range(8))
+    assert sorted(read_answers(tmp_path)) == list(range(8))
     assert len(shapes) == 2
     assert all(lengths == [width] * 4 for width, lengths in shapes), "a batch is padded"
 
@@ -231,7 +132,7 @@ def test_texts_are_continued(tmp_path, tokenizer):
     )
     prompt = tokenizer("abc", return_tensors="pt")["input_ids"]
     expected = tokenizer.decode(target.generate(prompt, max_new_tokens=5, do_sample=False)[0, 3:])
-    assert (read(tmp_path)[0]["prompt"], read(tmp_path)[0]["completion"]) == ("abc", expected)
+    assert (read_answers(tmp_path)[0]["prompt"], read_answers(tmp_path)[0]["completion"]) == ("abc", expected)
 
 
 def test_special_tokens_of_a_batch_of_texts_and_chats(tmp_path, tokenizer):
@@ -266,7 +167,7 @@ def test_known_templates_tell_reasoning_from_answers(tmp_path, tokenizer, monkey
     output = Output(tmp_path, {})
     rows = output.pending([{"messages": [user("a")]}])
     regenerate_locally(make_target("llama"), tokenizer, rows, output, batch_size=1, max_new_tokens=3, do_sample=False)
-    answer = read(tmp_path)[0]["messages"][-1]
+    answer = read_answers(tmp_path)[0]["messages"][-1]
     assert answer["content"] == "yes" and answer["reasoning_content"] == "hm"
 
 
@@ -293,7 +194,7 @@ def test_answers_that_are_hard_to_parse(tmp_path, tokenizer, monkeypatch, caplog
     output = Output(tmp_path, {})
     rows = output.pending([{"messages": [user(str(i))]} for i in range(2)])
     regenerate_locally(target, tokenizer, rows, output, batch_size=1)
-    messages = [row["messages"][-1] for row in read(tmp_path).values()]
+    messages = [row["messages"][-1] for row in read_answers(tmp_path).values()]
     assert [(message["content"], message.get("reasoning_content")) for message in messages] == written
     assert warning in caplog.text
 

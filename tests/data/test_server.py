@@ -8,29 +8,17 @@ from itertools import chain
 import numpy as np
 import pytest
 from conftest import chat_server
-from datasets import load_dataset
+from messages import assistant, read_answers, user
 from seeing import make_image, vision_rows
 
+from hf_eagle3.data.answers import Output, rows_in
 from hf_eagle3.data.images import load
-from hf_eagle3.data.regeneration import Output, rows_in
 from hf_eagle3.data.server import NUM_REFUSED, regenerate_by_server
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
 
 
 def ask(url, rows, output, **arguments):
     settings = {"concurrency": 3, "first_wait": 0.01, **arguments}
     return asyncio.run(regenerate_by_server(url, "m", output.pending(rows), output, **settings))
-
-
-def read(folder):
-    return {row["row"]: row for row in load_dataset("json", data_files=str(folder / "*.jsonl"), split="train")}
 
 
 def test_every_turn_of_the_assistant_is_replaced(tmp_path):
@@ -40,7 +28,7 @@ def test_every_turn_of_the_assistant_is_replaced(tmp_path):
     ]
     with chat_server(lambda payload, number: f"new {len(payload['messages'])}") as (url, requests):
         assert ask(url, rows, Output(tmp_path, {}), temperature=0.5, max_tokens=7) == 0
-    written = read(tmp_path)
+    written = read_answers(tmp_path)
     contents = [[message["content"] for message in written[row]["messages"]] for row in range(2)]
     assert contents == [["s", "a", "new 2", "b", "new 4"], ["a", "b", "new 2"]]
     assert written[0]["finish_reasons"] == ["stop", "stop"]
@@ -53,21 +41,21 @@ def test_conversations_with_their_first_prompt_in_a_column_of_its_own(tmp_path):
     rows = [{"prompt": "a", "prompt_id": "x", "messages": [user("a"), assistant("old"), user("b"), assistant("old")]}]
     with chat_server(lambda payload, number: f"new {number}") as (url, _):
         assert ask(url, rows, Output(tmp_path, {})) == 0
-    assert [message["content"] for message in read(tmp_path)[0]["messages"]] == ["a", "new 1", "b", "new 2"]
+    assert [message["content"] for message in read_answers(tmp_path)[0]["messages"]] == ["a", "new 1", "b", "new 2"]
 
 
 def test_reasoning_is_kept(tmp_path):
     message = {**assistant("yes"), "reasoning_content": "hm"}
     with chat_server(lambda *args: message) as (url, _):
         ask(url, [{"messages": [user("a")]}], Output(tmp_path, {}))
-    assert read(tmp_path)[0]["messages"][-1] == message
+    assert read_answers(tmp_path)[0]["messages"][-1] == message
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_what_may_pass_is_tried_again(tmp_path, status):
     with chat_server(lambda payload, number: status if number % 3 else "fine") as (url, requests):
         assert ask(url, [{"messages": [user(str(i))]} for i in range(4)], Output(tmp_path, {}), max_retries=9) == 0
-    assert len(read(tmp_path)) == 4 and len(requests) > 4
+    assert len(read_answers(tmp_path)) == 4 and len(requests) > 4
 
 
 def test_failed_rows_are_reported_and_tried_again_by_the_next_run(tmp_path, caplog):
@@ -82,7 +70,7 @@ def test_failed_rows_are_reported_and_tried_again_by_the_next_run(tmp_path, capl
     with chat_server(lambda *args: "later") as (url, requests):
         assert ask(url, rows, Output(tmp_path, {})) == 0
         assert len(requests) == 1
-    assert read(tmp_path)[3]["messages"][-1]["content"] == "later" and len(read(tmp_path)) == 5
+    assert read_answers(tmp_path)[3]["messages"][-1]["content"] == "later" and len(read_answers(tmp_path)) == 5
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
@@ -98,7 +86,7 @@ def test_rows_that_a_server_refuses_are_left_out_for_good(tmp_path, caplog, stat
             assert ask(url, rows, output) == 0
             assert len(requests) == num_requests
         assert list(output.left_out) == [3] and f"Row 3: the server refuses it: {status}" in output.report()
-    assert sorted(read(tmp_path)) == [0, 1, 2, 4]
+    assert sorted(read_answers(tmp_path)) == [0, 1, 2, 4]
 
 
 @pytest.mark.parametrize("status, num_rows", [(404, 100), (400, 100), (401, 2)])
@@ -147,7 +135,7 @@ def test_answers_that_are_given_up_are_none(tmp_path, reason, num_failed):
     with chat_server(lambda payload, number: answer if payload["messages"][0]["content"] == "1" else "x") as (url, _):
         output = Output(tmp_path, {})
         assert ask(url, [{"messages": [user(str(i))]} for i in range(3)], output) == num_failed
-    assert sorted(read(tmp_path)) == [0, 2] and len(output.left_out) == 1 - num_failed
+    assert sorted(read_answers(tmp_path)) == [0, 2] and len(output.left_out) == 1 - num_failed
 
 
 @pytest.mark.parametrize(
@@ -162,7 +150,7 @@ def test_empty_answers_are_none(tmp_path, answer, reason):
     with chat_server(lambda payload, number: answer if payload["messages"][0]["content"] == "1" else "x") as (url, _):
         output = Output(tmp_path, {})
         assert ask(url, [{"messages": [user(str(i))]} for i in range(3)], output) == 0
-    assert sorted(read(tmp_path)) == [0, 2] and output.left_out == {1: reason}
+    assert sorted(read_answers(tmp_path)) == [0, 2] and output.left_out == {1: reason}
 
 
 @pytest.mark.parametrize("body", [b'{"error": "overloaded"}', b'{"choices": []}', b"<html>log in</html>", b"[\xff]"])
@@ -183,7 +171,7 @@ def test_answers_without_a_finish_reason(tmp_path, choice):
     body = json.dumps({"choices": [{"message": assistant("yes"), **choice}]}).encode()
     with chat_server(lambda *args: body) as (url, _):
         assert ask(url, [{"messages": [user("a")]}], Output(tmp_path, {})) == 0
-    assert read(tmp_path)[0]["finish_reasons"] == ["stop"]
+    assert read_answers(tmp_path)[0]["finish_reasons"] == ["stop"]
 
 
 @pytest.mark.parametrize("drops", [False, True])
@@ -192,7 +180,7 @@ def test_answers_that_are_cut(tmp_path, drops):
     with chat_server(lambda payload, number: answer if payload["messages"][0]["content"] == "1" else "x") as (url, _):
         output = Output(tmp_path, {}, drops_cut_answers=drops)
         assert ask(url, [{"messages": [user(str(i))]} for i in range(3)], output) == 0
-    assert sorted(read(tmp_path)) == ([0, 2] if drops else [0, 1, 2])
+    assert sorted(read_answers(tmp_path)) == ([0, 2] if drops else [0, 1, 2])
     assert "1 rows have an answer that was cut for its length" in output.report()
 
 
@@ -202,11 +190,11 @@ def test_calls_of_tools_end_a_conversation(tmp_path):
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     with chat_server(lambda *args: message) as (url, _):
         ask(url, [{"messages": [user("a"), assistant("old"), user("b")]}], Output(tmp_path / "new", {}))
-    assert read(tmp_path / "new")[0]["messages"] == [user("a"), {**message, "content": ""}]
+    assert read_answers(tmp_path / "new")[0]["messages"] == [user("a"), {**message, "content": ""}]
     older = {**assistant(None), "function_call": call["function"], "finish_reason": "function_call"}
     with chat_server(lambda *args: older) as (url, _):
         ask(url, [{"messages": [user("a"), assistant("old"), user("b")]}], Output(tmp_path / "older", {}))
-    written = read(tmp_path / "older")[0]
+    written = read_answers(tmp_path / "older")[0]
     assert written["messages"][1]["tool_calls"] == [{"type": "function", "function": call["function"]}]
     assert len(written["messages"]) == 2 and written["finish_reasons"] == ["tool_calls"]
 

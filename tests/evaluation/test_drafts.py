@@ -131,7 +131,7 @@ def test_drafts_of_all_methods_are_loaded(tmp_path, method, name):
 
 
 def test_what_is_no_draft_is_refused(pairing, tmp_path):
-    with pytest.raises(ValueError, match="in no known EAGLE-3 format"):
+    with pytest.raises(ValueError, match="in no known EAGLE-3 format.*Pass the name of a draft"):
         load_draft(str(pairing / "target"))
     with pytest.raises(OSError):
         load_draft(str(tmp_path / "nothing"))

@@ -28,6 +28,7 @@ def offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
+@pytest.mark.filterwarnings("error:`gradient_checkpointing` is deprecated")
 def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe, monkeypatch):
     """Barely trained, but everything that `make quickstart` does; the text must be identical however bad the draft."""
     documents, held_out = tasks.standard_library()

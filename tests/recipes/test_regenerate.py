@@ -19,7 +19,7 @@ from huggingface_hub import DatasetCard, DatasetCardData, constants
 from loopback_hub import serve_hub
 from trl import DatasetMixtureConfig
 
-from hf_eagle3.data.regeneration import Output, features_of, push_dataset
+from hf_eagle3.data.answers import Output, features_of, push_dataset
 from hf_eagle3.data.rows import without_nulls
 
 

@@ -385,6 +385,8 @@ def test_help(run_recipe):
     ours = ["TrainScriptArguments", "Eagle3TrainingArguments", "TargetConfig"]
     assert [title for title in titles if title in ours] == ours and "inherited from trl's SFTConfig" in titles
     assert all(titles.index(title) < titles.index("inherited from trl's SFTConfig") for title in ours)
+    # TRL's help of --load_in_4bit is about a model that is trained.
+    assert "Works only with LoRA" not in " ".join(help_.split())
     offered = run_recipe("regenerate.py", "--help").stdout
     assert "--base_url" in offered and "--lora_r" not in offered and "--features_dir" not in offered
     assert "answer faster" in " ".join(offered.split())

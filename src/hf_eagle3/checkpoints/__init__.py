@@ -86,7 +86,7 @@ def read(
     if not is_draft(tensors):
         raise ValueError(
             f"{source} is in no known EAGLE-3 format. A draft has `fc.weight` and one layer (`midlayer` or `layers.0`) with a "
-            f"`hidden_norm`, but this checkpoint holds {sorted(tensors)[:6]} ..."
+            f"`hidden_norm`, but this checkpoint holds {sorted(tensors)[:6]} ... Pass the name of a draft."
         )
     if find(source, "adapter_config.json", **{**hub_kwargs, **LENIENT}) is not None:
         logger.warning_once(

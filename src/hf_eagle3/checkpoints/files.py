@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ..auto import kind_of_draft
-from ..file_checks import read_index
+from ..file_checks import check_is_fetched, read_index
 from ..tensor_names import WEIGHT_FILES, find, with_variant
 from ..tokenizer import DRAFT_KEYS
 
@@ -51,6 +51,7 @@ def read_tensors(source: str | Path, variant: str | None = None, **hub_kwargs: A
 
 def read_file(path: Path) -> dict[str, torch.Tensor]:
     """Returns the tensors in a safetensors file or a pickle."""
+    check_is_fetched(path)
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

@@ -11,8 +11,9 @@ from typing import Any, TypeGuard
 import aiohttp
 from tqdm.auto import tqdm
 
+from .answers import Output
+from .conversation import Conversation, image_parts, with_arguments_as_text
 from .images import sendable
-from .regeneration import Conversation, Output, image_parts, with_arguments_as_text
 from .rows import RowError, UnreachableError, calls_of, without_nulls
 
 

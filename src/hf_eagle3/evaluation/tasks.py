@@ -10,8 +10,9 @@ from datasets import load_dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..data.conversation import Conversation
 from ..data.images import ImageReader
-from ..data.regeneration import Conversation, encode_prompt
+from ..data.regeneration import encode_prompt
 from ..data.rows import Row, RowError, read_json_lines, read_prompt
 from ..tokenizer import PromptEncoder
 from .benchmark import Prompt

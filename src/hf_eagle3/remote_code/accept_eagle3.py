@@ -3,7 +3,6 @@
 
 import copy
 from collections.abc import Callable
-from typing import NoReturn
 
 import torch
 from transformers import EosTokenCriteria, LogitsProcessorList, TemperatureLogitsWarper
@@ -120,19 +119,11 @@ class Sampler:
             return None
 
         def pick(rows: list[int], nodes: list[int]) -> list[int]:
-            picked = []
-            for row, node in zip(rows, nodes):
-                token = tokens_of[row][node]
-                if self.text.is_finished[row] and self.text.pads_finished_rows:
-                    token = self.text.pad_token
-                if broken_of[row][node]:
-                    self._raise_broken([row])
-                self.text.append(row, token)
-                picked.append(token)
+            at = list(zip(rows, nodes))
+            self._check_probabilities(rows, [broken_of[row][node] for row, node in at])
+            picked = [self.text.append(row, tokens_of[row][node]) for row, node in at]
             self._end(rows, picked)
-            if self.streamer is not None:
-                self.streamer.put(torch.tensor(picked, device="cpu"))
-            return picked
+            return self._stream(picked)
 
         return pick
 
@@ -198,48 +189,47 @@ class Sampler:
             logits = outputs.logits[rows, nodes].float().to(device)
         ids = text.read(rows, 1 if self.ignores_prefix else length)
         scores = self._processor_of(rows)(ids, logits)
-        next_tokens = self._sample(rows, scores)
-        tokens = next_tokens.tolist()
-        for i, (row, node, token) in enumerate(zip(rows, nodes, tokens)):
-            text.append(row, token)
+        picked = [text.append(row, token) for row, token in zip(rows, self._sample(rows, scores))]
+        for i, (row, node) in enumerate(zip(rows, nodes)):
             self.returned.add(row, outputs, logits[i : i + 1], scores[i : i + 1], node)
         if self.ignores_prefix:
-            self._end(rows, tokens)
-        else:
-            all_scores = self.returned.all_scores() if text.in_lockstep else None  # only unknown criteria read them
-            is_done = self.stopping_criteria(text.read(rows, length + 1), all_scores).tolist()
-            tokens = text.ids[rows, [length] * len(rows)].tolist() if text.exposes_ids else tokens
-            for row, is_row_done in zip(rows, is_done):
-                text.is_finished[row] |= is_row_done
-        if self.streamer is not None:  # rows are in lockstep then
-            self.streamer.put(next_tokens.cpu())  # the picked tokens, even if criteria edited the text
-        return tokens
+            self._end(rows, picked)
+            return self._stream(picked)
+        all_scores = self.returned.all_scores() if text.in_lockstep else None  # only unknown criteria read them
+        is_done = self.stopping_criteria(text.read(rows, length + 1), all_scores).tolist()
+        tokens = text.ids[rows, [length] * len(rows)].tolist() if text.exposes_ids else picked
+        for row, is_row_done in zip(rows, is_done):
+            text.is_finished[row] |= is_row_done
+        self._stream(picked)
+        return tokens  # criteria may have edited them
 
     def _end(self, rows: list[int], tokens: list[int]) -> None:
         """Finishes rows by their newest tokens and lengths, if criteria read nothing else."""
         for row, token in zip(rows, tokens):
             self.text.is_finished[row] |= token in self.eos_tokens or self.text.lengths[row] >= self.text.max_length
 
-    def _sample(self, rows: list[int], scores: torch.Tensor) -> torch.Tensor:
-        """The next tokens of rows, as `_sample` picks them from processed scores."""
-        text, self.vocab_size = self.text, scores.shape[-1]
-        if not self.do_sample:
-            next_tokens = torch.argmax(scores, dim=-1)
-        elif not self.draws_ahead:
-            next_tokens = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
-        else:
-            next_tokens, is_broken = _sample_with(scores, self._noise_of_rows(0, rows))
-            if is_broken.any():
-                self._raise_broken([row for row, broken in zip(rows, is_broken.tolist()) if broken])
-        if text.pads_finished_rows and any(text.is_finished):
-            finished = torch.tensor([text.is_finished[row] for row in rows], device=next_tokens.device)
-            next_tokens = next_tokens.masked_fill(finished, text.pad_token)
-        return next_tokens
+    def _stream(self, picked: list[int]) -> list[int]:
+        """Returns the tokens after the streamer, if any, got them. Rows are in lockstep then."""
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor(picked, device="cpu"))
+        return picked
 
-    def _raise_broken(self, rows: list[int]) -> NoReturn:
-        """Raises what `torch.multinomial` raises, before anything is drawn for the next tokens of these rows."""
-        self.noise.rewind(min(self.text.lengths[row] for row in rows))
-        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+    def _sample(self, rows: list[int], scores: torch.Tensor) -> list[int]:
+        """The next tokens of rows, as `_sample` picks them from processed scores."""
+        self.vocab_size = scores.shape[-1]
+        if not self.do_sample:
+            return torch.argmax(scores, dim=-1).tolist()
+        if not self.draws_ahead:
+            return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1).tolist()
+        next_tokens, is_broken = _sample_with(scores, self._noise_of_rows(0, rows))
+        self._check_probabilities(rows, is_broken.tolist())
+        return next_tokens.tolist()
+
+    def _check_probabilities(self, rows: list[int], is_broken: list) -> None:
+        """Raises what `torch.multinomial` raises, as if nothing was drawn for the next tokens of broken rows."""
+        if any(is_broken):
+            self.noise.rewind(min(self.text.lengths[row] for row, broken in zip(rows, is_broken) if broken))
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
 
     def _processor_of(self, rows: list[int]) -> LogitsProcessorList:
         """The logits processors for some rows. The repetition penalty may have an entry for each row of the batch."""

@@ -197,10 +197,8 @@ def decode_or_assist(decode: Callable, target: Any, /, *args: Any, assistant_mod
 
 def generate_or_warn(generate: Callable, target: Any, /, *args: Any, **kwargs: Any) -> Any:
     """`generate` that warns if an assistant with its own decoding never decoded."""
-    arguments = kwargs
-    if args:
-        _, *names = inspect.signature(generate).parameters
-        arguments = {**dict(zip(names, args)), **kwargs}
+    _, *names = inspect.signature(generate).parameters
+    arguments = {**dict(zip(names, args)), **kwargs}
     assistant: Any = arguments.get("assistant_model")
     if not hasattr(assistant, "assisted_decoding"):
         return generate(target, *args, **kwargs)

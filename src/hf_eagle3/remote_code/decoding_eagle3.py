@@ -40,57 +40,55 @@ class TreeDecoding:
         self.max_plan = Plan(
             "draft", settings["tree_depth"], settings["num_assistant_tokens"], settings["branching_factor"]
         )
+        self.num_looked_up = min(settings["prompt_lookup_num_tokens"], self.max_plan.num_nodes)
         may_replay = assistant.may_replay(target)
         check_call(target, input_ids, generation_config, arguments.model_kwargs, may_replay)
         self.returned = ReturnedOutputs(generation_config, batch_size=len(input_ids))
         layer_ids, num_nodes = assistant.resolve_aux_layer_ids(target), self.max_plan.num_nodes
-        self.verifier = Verifier(target, self.arguments, layer_ids, self.returned, num_nodes, may_replay)
+        self.verifier = Verifier(target, arguments, layer_ids, self.returned, num_nodes, may_replay)
         self.stats = Eagle3GenerationStats()
 
     def decode(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decodes until all rows are finished. Returns what `generate` returns."""
-        verifier, streamer = self.verifier, self.arguments.streamer
+        verifier = self.verifier
         prompt = verifier.prefill(self.arguments.input_ids)
         self.embedding = gathered_embedding(self.target)
         self.text = text = self._make_text()
         self.sampler = Sampler(text, self.arguments, self.returned)
-        self.policy = StaticPolicy(self.max_plan, self.sampler.do_sample)
-        self.lookup: PromptLookup | None = None
-        self.proposers = self._make_proposers(compile_config=self._compile())
-        policy = self.policy
+        policy, cache = self._make_policy(), verifier.cache
+        self.proposers = self._make_proposers(policy, compile_config=self._compile())
+        lookup: Any = self.proposers.get("lookup")
         try:
             self.accept_prompt(prompt)
-            verifier.cache.record()
+            cache.record()
             with CUDNN_ATTENTION.off(), self.target._optimize_model_for_decode():
                 while not text.is_complete:
                     self.retire()
                     bottlenecks = text.bottlenecks(reach=1 + self.max_plan.depth)
-                    plan = verifier.limit(policy.plan(bottlenecks, self.lookup), text)
-                    start, num_replayed = time.perf_counter(), verifier.cache.num_replayed
+                    plan = verifier.limit(policy.plan(bottlenecks, lookup), text)
+                    start, num_replayed = time.perf_counter(), cache.num_replayed
                     tree = self.propose(plan)
                     proposed = time.perf_counter()
                     tree, accepted = self.verify(tree)
                     seconds = proposed - start, time.perf_counter() - proposed
                     policy.record(plan, tree, accepted, bottlenecks, *seconds, num_replayed)
-                    if plan.proposer == "draft":
-                        self.stats.draft_seconds += seconds[0]
-                    self.count(plan, tree, accepted)
+                    self.count(plan, tree, accepted, draft_seconds=seconds[0])
                     for proposer in self.proposers.values():
                         proposer.observe(accepted)
         except BaseException:
-            verifier.cache.roll_back()  # the caller may go on with its cache
+            cache.roll_back()  # the caller may go on with its cache
             raise
         else:
-            cache = verifier.finish(self.returned, self.last_outputs.target_outputs)
+            returned_cache = verifier.finish(self.returned)
         finally:
-            verifier.cache.release()
+            cache.release()
             self.sampler.noise.rewind(text.longest_of_call)
         if isinstance(policy, Policy):
             policies_of(self.target, self.assistant)[policy.kind] = policy
         self.stats.target_forwards = verifier.num_forwards
-        if streamer is not None:
-            streamer.end()
-        return self.returned.finish(text.sequences(), cache)
+        if self.arguments.streamer is not None:
+            self.arguments.streamer.end()
+        return self.returned.finish(text.sequences(), returned_cache)
 
     def _make_text(self) -> Text:
         arguments, cache, inputs = self.arguments, self.verifier.cache, self.verifier.inputs
@@ -123,39 +121,40 @@ class TreeDecoding:
             verifier.cache.keep_path = compiled(keep_path, self.assistant, compile_config)
         return compile_config
 
-    def _make_proposers(self, compile_config: Any | None) -> dict[str, Proposer]:
-        """Makes the proposers, and the policy for `"auto"`."""
-        cache, device, settings = self.verifier.cache, self.target.device, self.settings
-        num_looked_up = min(settings["prompt_lookup_num_tokens"], self.max_plan.num_nodes)
+    def _make_policy(self) -> StaticPolicy:
+        cache, device, max_plan = self.verifier.cache, self.target.device, self.max_plan
         # Processes that run one forward together must agree on its size, but would measure different times.
-        if settings["tree_policy"] == "auto" and not is_sharded(self.target):
-            kind = CallKind(
-                self.max_plan,
-                num_rows=self.text.num_rows,
-                do_sample=self.sampler.do_sample,
-                # A static cache takes trees of one shape: lookup must fill it.
-                looks_up=num_looked_up >= (self.max_plan.num_nodes if cache.is_static else 1),
-                reads_draft=reads_without_sync(device) and not cache.is_static,
-                has_one_shape=cache.is_static,
-                may_retire=self.text.may_retire,
-                drafts_whole_trees=captures_graphs(device) and not cache.is_chain,
-                drafts_in_one_pass=self.assistant.drafts_in_one_pass,
-            )
-            known = policies_of(self.target, self.assistant).get(kind)
-            self.policy = Policy(kind) if known is None else copy.deepcopy(known)
+        if self.settings["tree_policy"] == "static" or is_sharded(self.target):
+            return StaticPolicy(max_plan, self.sampler.do_sample)
+        kind = CallKind(
+            max_plan,
+            num_rows=self.text.num_rows,
+            do_sample=self.sampler.do_sample,
+            # A static cache takes trees of one shape: lookup must fill it.
+            looks_up=self.num_looked_up >= (max_plan.num_nodes if cache.is_static else 1),
+            reads_draft=reads_without_sync(device) and not cache.is_static,
+            has_one_shape=cache.is_static,
+            may_retire=self.text.may_retire,
+            drafts_whole_trees=captures_graphs(device) and not cache.is_chain,
+            drafts_in_one_pass=self.assistant.drafts_in_one_pass,
+        )
+        known = policies_of(self.target, self.assistant).get(kind)
+        return Policy(kind) if known is None else copy.deepcopy(known)
+
+    def _make_proposers(self, policy: StaticPolicy, compile_config: Any | None) -> dict[str, Proposer]:
+        cache = self.verifier.cache
         call = GenerationCall(
             target=self.target,
             embedding=self.embedding,
             max_plan=self.max_plan,
-            threshold=settings["assistant_confidence_threshold"],
-            calibration=self.policy.calibration,
+            threshold=self.settings["assistant_confidence_threshold"],
+            calibration=policy.calibration,
             capacity=cache.capacity if cache.is_static else None,
             compile_config=compile_config,
         )
         proposers: dict[str, Proposer] = {"draft": self.assistant.proposer(call)}
-        if isinstance(self.policy, Policy) and self.policy.kind.looks_up:
-            self.lookup = PromptLookup(num_looked_up, self.policy.matches, len(self.embedding.weight))
-            proposers["lookup"] = self.lookup
+        if isinstance(policy, Policy) and policy.kind.looks_up:
+            proposers["lookup"] = PromptLookup(self.num_looked_up, policy.matches, len(self.embedding.weight))
         return proposers
 
     def accept_prompt(self, prompt: TreeOutputs) -> None:
@@ -163,8 +162,7 @@ class TreeDecoding:
         text, verifier = self.text, self.verifier
         mask = verifier.inputs.get("attention_mask")
         root = DraftTree.chain(text.ids.new_zeros(text.batch_size, 1))
-        self.last_outputs = prompt._replace(positions=prompt.positions[:, -1:], states=None)
-        first = accept(text, self.sampler, root, self.last_outputs)
+        first = accept(text, self.sampler, root, prompt._replace(positions=prompt.positions[:, -1:], states=None))
         assert first is not None
         verifier.extend(prompt, first.counts, first.batch_growth)
         # Token healing leaves more positions than tokens. Padding is not read.
@@ -222,23 +220,25 @@ class TreeDecoding:
             return self.verify(DraftTree.chain(text.newest(1)), may_discard=False)
         verifier.cache.keep(accepted.nodes, accepted.batch_growth)
         verifier.extend(outputs, accepted.counts, accepted.batch_growth)
-        self.last_outputs = outputs
         return tree, accepted
 
-    def count(self, plan: Plan, tree: DraftTree, accepted: Accepted) -> None:
+    def count(self, plan: Plan, tree: DraftTree, accepted: Accepted, draft_seconds: float) -> None:
         """Updates the statistics."""
+        stats, source = self.stats, plan.proposer if plan.proposer and tree.num_nodes > 1 else "target"
         written = [count for count, done in zip(accepted.counts, accepted.was_finished) if count and not done]
-        self.stats.new_tokens += sum(written)
-        self.stats.accepted_lengths += written
-        self.stats.target_forwards = self.verifier.num_forwards
-        if self.outputs_steps:
-            self.note(plan.proposer if plan.proposer and tree.num_nodes > 1 else "target", tree, accepted)
-        if tree.num_nodes == 1:
-            self.stats.plain_steps += 1
-        elif plan.proposer == "lookup":
-            self.stats.lookup_steps += 1
+        stats.new_tokens += sum(written)
+        stats.accepted_lengths += written
+        stats.target_forwards = self.verifier.num_forwards
+        if plan.proposer == "draft":
+            stats.draft_seconds += draft_seconds
+        if source == "target":
+            stats.plain_steps += 1
+        elif source == "lookup":
+            stats.lookup_steps += 1
         else:
-            self.stats.drafted_lengths += written
+            stats.drafted_lengths += written
+        if self.outputs_steps:
+            self.note(source, tree, accepted)
 
     def note(self, source: str, tree: DraftTree, accepted: Accepted) -> None:
         """Appends a step to the statistics."""

@@ -74,7 +74,7 @@ class Unread(NamedTuple):
     lengths: torch.Tensor  # (B,): how many tokens each row has read before
 
 
-def read(state: DraftState, unread: Unread, num_masks: int = 0) -> Any:
+def read_unread(state: DraftState, unread: Unread, num_masks: int = 0) -> Any:
     """
     Reads tokens, and `num_masks` masks after them if the draft is parallel. Returns the [`Eagle3Output`] of each
     row's last token and of the masks.
@@ -88,8 +88,8 @@ def read(state: DraftState, unread: Unread, num_masks: int = 0) -> Any:
         index = torch.cat([index, counts[:, None] + ahead], dim=1)
         positions = torch.cat([positions, positions[:, -1:] + 1 + ahead], dim=1)
         inputs_embeds, hidden_states = (
-            torch.cat([read, mask.expand(len(tokens), -1, -1)], dim=1)
-            for read, mask in zip((inputs_embeds, hidden_states), draft.mask_inputs(num_masks, embedding))
+            torch.cat([known, mask.expand(len(tokens), -1, -1)], dim=1)
+            for known, mask in zip((inputs_embeds, hidden_states), draft.mask_inputs(num_masks, embedding))
         )
     num_slots = keys[0].shape[2]
     num_visible = num_slots if longest is None else longest + index.shape[1]
@@ -116,7 +116,7 @@ def read_and_grow(state: DraftState, unread: Unread, plan: Plan, *settings: Any)
     draft, embedding, keys, values, longest = state
     tokens, positions = unread.tokens, unread.positions
     num_masks = plan.depth - 1 if draft.config.is_parallel else 0
-    newest = read(state, unread, num_masks)
+    newest = read_unread(state, unread, num_masks)
     logits, hidden_states = newest.logits[:, -1 - num_masks], newest.last_hidden_state[:, -1 - num_masks]
     lengths = (unread.lengths + unread.counts)[:, None]  # (B, 1)
     depths, all_slots = tokens[:, :0], torch.arange(keys[0].shape[2], device=tokens.device).expand(len(tokens), -1)
@@ -217,7 +217,6 @@ class Drafter(Proposer):
             else:  # the prompt: all later tokens attend to its first ones
                 with self.inference_mode():
                     *blocks, counts = self.read_all_but_newest(self.has_fixed_shapes)
-                self.unread = []
                 self._add(blocks, counts)
 
     def _add(self, blocks: Iterable[Any], counts: list[int]) -> None:
@@ -258,25 +257,28 @@ class Drafter(Proposer):
             return self.fixed_tree(state, Unread(*inputs[:5]), self.max_plan, *inputs[5:])
 
         inputs, graph = (*unread, power, noise, temperature), self.graphed_tree
-        grown = grow(*inputs) if graph is None else graph(grow, self.keys, *inputs)
-        fields: list[Any] = [*grown]
-        tokens, parents, depths, ancestors, confidences = fields
+        grown: Any = grow(*inputs) if graph is None else graph(grow, self.keys, *inputs)
+        tokens, parents, depths, ancestors, confidences = grown
         # The next CUDA graph overwrites what this one returned. Tokens may be needed longer (see `ReplayCache`).
         return DraftTree(tokens.clone(), parents, depths, ancestors, confidences, self.max_plan.depth)
 
     def _prepare(self, has_fixed_shape: bool) -> tuple[DraftState, Unread]:
-        """The inputs of a tree. Reads all but the newest tokens, and makes room for the rest."""
+        """The inputs of a tree: the newest tokens. Reads all others."""
         *blocks, counts = self.read_all_but_newest(has_fixed_shape)
-        past, num_rows = self.lengths, blocks[0].shape[1]
-        self.reserve(max(past) + max(num_rows, self.most_new * has_fixed_shape) + self.num_spare)
-        self.lengths = [length + count for length, count in zip(past, counts)]
-        numbers = on_device([counts, past], blocks[0].device)
         if has_fixed_shape:
-            blocks = [_padded(block, self.most_new - num_rows) for block in blocks]
-        return self._state(None if has_fixed_shape else max(past)), Unread(*blocks, *numbers)
+            blocks = [_padded(block, self.most_new - block.shape[1]) for block in blocks]
+        return self._inputs(blocks, counts, self.num_spare, has_fixed_shape)
 
-    def _state(self, longest: int | None) -> DraftState:
-        return DraftState(self.draft, self.call.embedding, self.keys, self.values, longest)
+    def _inputs(
+        self, blocks: list[torch.Tensor], counts: list[int], num_spare: int, has_fixed_shape: bool
+    ) -> tuple[DraftState, Unread]:
+        """The inputs of a forward over some tokens, with room for them and for `num_spare` more. They count as read."""
+        past = self.lengths or [0] * len(counts)
+        self.lengths = [length + count for length, count in zip(past, counts)]
+        self.reserve(max(past) + blocks[0].shape[1] + num_spare)
+        longest = None if has_fixed_shape else max(past)
+        state = DraftState(self.draft, self.call.embedding, self.keys, self.values, longest)
+        return state, Unread(*blocks, *on_device([counts, past], blocks[0].device))
 
     def take_unread(self) -> Rows:
         """All unread steps, joined."""
@@ -307,27 +309,24 @@ class Drafter(Proposer):
             before = [max(count - most, 0) for count in counts]
             self.read((tokens[:, :excess], states[:, :excess], positions[:, :excess], before))
             tokens, states, positions = tokens[:, excess:], states[:, excess:], positions[:, excess:]
-        self.lengths = self.lengths or [0] * len(counts)
         return tokens, states, positions, [min(count, most) for count in counts]
 
     def read(self, rows: Rows) -> None:
         """Reads tokens only to fill the cache."""
-        tokens, states, positions, counts = rows
-        past, num_rows = self.lengths or [0] * len(counts), tokens.shape[1]
-        self.lengths = [length + count for length, count in zip(past, counts)]
-        self.reserve(max(past) + num_rows)
-        numbers = on_device([counts, past], tokens.device)
-        if any(past):
-            state = self._state(None if self.has_fixed_shapes else max(past))
-            read(state, Unread(tokens, states, positions, *numbers))
+        *blocks, counts = rows
+        is_prompt = not any(self.lengths)
+        state, unread = self._inputs(blocks, counts, 0, self.has_fixed_shapes)
+        if not is_prompt:
+            read_unread(state, unread)
             return
         # A prompt may be long. Attention needs no mask over all pairs of its tokens.
-        index, cache = right_index(numbers[0], num_rows), DynamicCache()
+        num_rows, cache = unread.tokens.shape[1], DynamicCache()
+        index = right_index(unread.counts, num_rows)
         self.draft.step(
-            inputs_embeds=self.draft.embed(tokens, self.call.embedding),
-            hidden_states=self.draft.combine_hidden_states(states),
-            position_ids=positions,
-            attention_mask=(index >= 0).long() if len(counts) > 1 else None,
+            inputs_embeds=self.draft.embed(unread.tokens, self.call.embedding),
+            hidden_states=self.draft.combine_hidden_states(unread.states),
+            position_ids=unread.positions,
+            attention_mask=(index >= 0).long() if len(index) > 1 else None,
             cache=cache,
             only_last=True,
         )
@@ -344,10 +343,9 @@ class Drafter(Proposer):
         if not self.keys:
             shape = len(self.lengths), config.num_key_value_heads, 0, config.head_dim
             self.keys, self.values = ([self.weight.new_zeros(shape) for _ in self.draft.layers] for _ in range(2))
-        if (missing := num_slots - self.keys[0].shape[2]) > 0:
-            missing = missing if self.has_fixed_shapes else max(missing, num_slots)  # doubles each time
+        if num_slots > self.keys[0].shape[2]:  # at least doubles each time
             self.keys, self.values = (
-                [F.pad(states, (0, 0, 0, missing)) for states in each] for each in (self.keys, self.values)
+                [F.pad(states, (0, 0, 0, num_slots)) for states in each] for each in (self.keys, self.values)
             )
 
 

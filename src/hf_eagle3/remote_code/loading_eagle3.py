@@ -145,7 +145,10 @@ def check_draft(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     """Raises `ValueError` if the draft or the target is not ready: on the meta device, in training mode or offloaded."""
     device, target_device = draft.get_output_embeddings().weight.device, target.device
     if device.type == "meta":
-        raise ValueError("The draft has no weights: it is on the meta device. Load it with `from_pretrained`.")
+        raise ValueError(
+            "The draft's weights are not loaded or are offloaded: it is on the meta device. Load it with `from_pretrained`, "
+            "whole on one device (without `device_map='auto'`)."
+        )
     if target_device.type not in ("meta", device.type):
         logger.warning_once(
             f"The target is on {target_device} and the draft on {device}, which may make drafting too slow to pay. Call "

@@ -363,12 +363,19 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
     @property
     def draft_token_ids(self) -> torch.Tensor:
         """Target token ids of the draft vocabulary, of shape `(draft_vocab_size,)`."""
-        draft_ids = torch.arange(self.config.draft_vocab_size, device=self.get_output_embeddings().weight.device)
+        like = self.get_output_embeddings().weight if self.d2t is None else self.d2t  # the head may be offloaded
+        draft_ids = torch.arange(self.config.draft_vocab_size, device=like.device)
         return draft_ids if self.d2t is None else draft_ids + self.d2t
 
     def get_input_embeddings(self) -> nn.Embedding | None:
         """The draft's own table, if it has one. The target's is not the draft's to resize or to shard."""
         return self.embed_tokens if self.config.has_own_embed_tokens else None
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "A draft is not resized. It goes on with a target to which tokens were added, and never proposes these. To propose "
+            "them, it must be made and trained for the larger target."
+        )
 
     def borrow_embeddings(self, target: PreTrainedModel) -> None:
         """Lets `forward` use the target's table and head if the draft stores none of its own."""
@@ -404,8 +411,6 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         target of another kind, size or vocabulary, or for another model of the same sizes.
         """
         check_pairing(self, target)
-        if IS_INSTALLED:
-            installed_module("file_checks", "Pairing").check_layer_ids(self, target)
         self._borrow_head(target)
 
     def resolve_aux_layer_ids(self, target: PreTrainedModel) -> list[int]:

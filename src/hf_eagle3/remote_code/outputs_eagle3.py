@@ -99,14 +99,13 @@ class ReturnedOutputs:
 
     def __init__(self, config: GenerationConfig, batch_size: int):
         self.wants_dict, self.wants_hidden_states = config.return_dict_in_generate, config.output_hidden_states
-        wanted = {"scores": config.output_scores, "logits": config.output_logits}
-        wanted["hidden_states"] = self.wants_hidden_states
-        names = [name for name, is_wanted in wanted.items() if self.wants_dict and is_wanted]
+        optional = ("scores", "logits", "hidden_states") if self.wants_dict else ()
+        names = [name for name in optional if getattr(config, f"output_{name}")]
         # A list of entries for each row.
         self.collected: dict[str, list[list]] = {name: [[] for _ in range(batch_size)] for name in names}
         self.scores_of_batch: list[torch.Tensor] = []  # the scores of all rows together
 
-        if isinstance(self.wants_hidden_states, int) and not isinstance(self.wants_hidden_states, bool):
+        if type(self.wants_hidden_states) is int:
             self.wants_hidden_states = [self.wants_hidden_states]
         if isinstance(self.wants_hidden_states, list) and not CAN_SELECT_HIDDEN_STATES:
             raise ValueError(

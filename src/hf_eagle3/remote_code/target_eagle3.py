@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from .auto_eagle3 import logger
-from .cache_eagle3 import check_cache, is_static, is_unused_static
+from .cache_eagle3 import check_cache, is_static, is_unused_static, is_user_defined
 from .outputs_eagle3 import CACHE, INPUTS_BY_TOKEN
 from .text_eagle3 import max_length_of
 
@@ -213,7 +213,7 @@ def may_select_rows(target: PreTrainedModel, cache: Any, model_kwargs: dict[str,
     that was not compiled (perhaps for this batch size), and modules and arguments without an entry for each row, except
     those with an entry for each token, whose rows are selected, too.
     """
-    if cache.is_static or cache.is_chain or getattr(cache.cache, "_is_user_defined", False):
+    if cache.is_static or cache.is_chain or is_user_defined(cache.cache):
         return False
     if target.config.get_text_config(decoder=True) is not target.config:  # has images, and positions kept on the model
         return False

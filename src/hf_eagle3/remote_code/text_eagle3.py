@@ -95,10 +95,12 @@ class Text:
         ends = [finished_end if is_finished else unfinished_end for is_finished in self.is_finished]
         return [row for row in rows if self.lengths[row] < ends[row]]
 
-    def append(self, row: int, token: int) -> None:
-        """Appends a token to a row. It is copied to the device with the tokens after it."""
+    def append(self, row: int, token: int) -> int:
+        """Appends a token, or padding if the row is finished, and returns it. It is copied to the device with later ones."""
+        token = self.pad_token if self.is_finished[row] and self.pads_finished_rows else token
         self.unwritten[row].append(token)
         self.lengths[row] += 1
+        return token
 
     @property
     def ids(self) -> torch.Tensor:

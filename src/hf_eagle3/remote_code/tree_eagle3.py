@@ -27,8 +27,9 @@ class Prices(NamedTuple):
         """The mean probability over the rows that count that each node is accepted, given its log `(B, N)`."""
         return (values if all(self.rows) else values[self.rows]).exp().mean(dim=0).tolist()
 
-    def num_to_expand(self, worth: list[float], share: float) -> int:
-        """How many nodes to expand if children keep this share of their worth. 0 if it does not pay."""
+    def num_to_expand(self, worth: list[float], worth_above: list[float]) -> int:
+        """How many nodes to expand if children keep the share of worth that these keep of the level above. 0 if it does not pay."""
+        share = min(max(sum(worth), 1e-9) / max(sum(worth_above), 1e-9), 1.0)
         node_price = self.nodes[-1] / (len(self.nodes) - 1)
         gains = [share * each - node_price for each in worth if share * each > node_price]
         return max(len(gains), 1) if sum(gains) > self.level else 0
@@ -309,18 +310,15 @@ def grow_tree(
     expanded: list[torch.Tensor] = []
     hidden_states = hidden_states[:, None].expand(-1, width, -1)  # (B, K, H)
     above = torch.ones(batch_size, width, 0, dtype=torch.bool, device=device)  # (B, K, T): the ancestors' rows
-    mass_before = 1.0
+    worth = [1.0]
     for level in range(1, plan.depth):
         if prices is not None:
             # No child is worth more than its parent. Stop if none could be among the best.
             num_better = (pool_values >= values[:, :1]).sum(dim=1)
             if not ((values[:, 0] > lowest) & (num_better < plan.num_nodes)).any():
                 break
-            # Assume that the next level keeps the same share of probability as this one.
-            worth = prices.worth(values)
-            mass = max(sum(worth), 1e-9)
-            num_expanded = prices.num_to_expand(worth, share=min(mass / mass_before, 1.0))
-            mass_before = mass
+            worth_above, worth = worth, prices.worth(values)
+            num_expanded = prices.num_to_expand(worth, worth_above)
             if num_expanded == 0:
                 break
             values, ids, frontier, hidden_states, above = (

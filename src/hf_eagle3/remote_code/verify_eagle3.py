@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from transformers import Cache, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from .auto_eagle3 import logger
 from .cache_eagle3 import (
     ReplayCache,
     TreeCache,
@@ -67,8 +68,36 @@ class Verifier:
             self.inputs["attention_mask"] = input_ids.new_ones(len(input_ids), self.cache.length)
         if not self.cache.is_chain:  # a target that cannot take a tree is refused before anything is written
             self._inputs_for(DraftTree.chain(input_ids.new_zeros(len(input_ids), 2)))
+            if not type(self.target).__module__.startswith("transformers."):
+                self._try_siblings(input_ids)
         positions = text_positions(self.inputs)
         return TreeOutputs(target_outputs.logits[:, -1:], positions, self._states_of(target_outputs), target_outputs)
+
+    def _try_siblings(self, input_ids: torch.Tensor) -> None:
+        """
+        Goes on with chains if the target's code refuses or ignores the mask or the positions of a tree: siblings that carry the
+        same token must predict the same.
+        """
+        cache, target, num_rows, reason = self.cache, self.target, len(input_ids), None
+        if cache.is_static and cache.capacity - cache.length < 3:  # no tree will fit
+            return
+        token = input_ids[:, -1:].clamp(min=0) if input_ids.shape[1] > 0 else input_ids.new_ones(num_rows, 1)
+        cache.record()
+        try:
+            inputs, _ = self._inputs_for(DraftTree.from_parents(token.expand(-1, 3), token.new_zeros(num_rows, 3)))
+            siblings = target(**inputs, return_dict=True).logits[:, -2:].float()
+            rounding = siblings.abs().max() * torch.finfo(target.dtype).eps ** 0.5
+            if (siblings[:, 0] - siblings[:, -1]).abs().max() > rounding:
+                reason = "it ignores its mask or its positions"
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            reason = str(error)
+        finally:
+            cache.roll_back()
+            cache.release()
+        self.num_forwards += 1
+        if reason is not None:
+            logger.warning_once(f"{type(target).__name__} cannot read a tree, so the draft proposes chains: {reason}")
+            cache.takes_trees, cache.is_chain = False, True
 
     def _states_of(self, target_outputs: ModelOutput) -> torch.Tensor | None:
         if not self.layer_ids:
@@ -203,9 +232,10 @@ class Verifier:
                     entries = entries.index_select(-2, on_device(rows, entries.device))
                 self.inputs[name] = entries[..., excess:]
 
-    def finish(self, returned: ReturnedOutputs, target_outputs: ModelOutput) -> Cache:
+    def finish(self, returned: ReturnedOutputs) -> Cache:
         """Returns the cache. If the caller can see it, it is as plain `generate` leaves it."""
-        if self.cache.num_replayed > 0 and (returned.wants_dict or is_user_defined(self.cache.cache)):
+        cache = self.cache.cache
+        if self.cache.num_replayed > 0 and (returned.wants_dict or is_user_defined(cache)):
             inputs = {**self.inputs, **self.cache.replayed}
             if inputs.get("attention_mask") is not None:
                 inputs["attention_mask"] = inputs["attention_mask"][..., : self.cache.length]
@@ -213,8 +243,7 @@ class Verifier:
             self.forward(**self.target.prepare_inputs_for_generation(tokens, **inputs), return_dict=True)
             self.num_forwards += 1
             self.cache.crop(0)
-        cache = target_outputs[CACHE]
-        if returned.wants_dict and self.unused_cache is not None:  # as large as plain `generate`'s
-            copy_into(self.unused_cache, cache, self.prompt_length, self.cache.length)
-            cache = self.unused_cache
-        return cache
+        if not returned.wants_dict or self.unused_cache is None:
+            return cache
+        copy_into(self.unused_cache, cache, self.prompt_length, self.cache.length)
+        return self.unused_cache  # as large as plain `generate`'s

@@ -1,0 +1,247 @@
+"""The folder that a target's answers are written to, and the data set on the Hub that it becomes."""
+
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import pyarrow as pa
+from datasets import DatasetInfo, Features
+from filelock import FileLock, Timeout
+from huggingface_hub import CommitInfo, CommitOperationAdd, DatasetCard, DatasetCardData, HfApi
+
+from ..environment import what_differs, without_paths
+from ..files import write_atomically
+from .conversation import Conversation
+from .images import with_unread_images
+from .rows import RowError, summary
+
+
+logger = logging.getLogger(__name__)
+
+NUM_NAMED = 3  # rows to name at once when they are left out
+
+# Hidden, so that `load_dataset` does not read them as data.
+SETTINGS, LEFT_OUT, LOCK = ".settings.json", ".left_out-*.jsonl", ".lock-*"
+CARD = """---
+{metadata}
+---
+
+# {title}
+
+{num_rows} rows of {dataset}, with answers that {model} wrote. An [EAGLE-3](https://huggingface.co/papers/2503.01840)
+draft of {model} trains on them, because it has to predict what {model} says. Made by `recipes/regenerate.py` of
+hf-eagle3 with
+
+```json
+{settings}
+```
+
+`row` is the number of the row in the source. `finish_reasons` has `stop`, `length` or `tool_calls` for each answer.
+
+```bash
+accelerate launch recipes/train.py --model_name_or_path {model} --dataset_name {repo_id} --eval_strategy no
+```
+"""
+
+
+class Output:
+    """
+    A folder of JSON Lines files, one for each process, with one finished row a line. `load_dataset(folder)` reads it. Rows
+    that cannot be answered are listed in hidden files, so that no later run tries them again.
+
+    Args:
+        folder (`str` or `Path`): The folder. It is made, or belongs to an earlier run with the same settings.
+        settings (`dict`): What the rows are made with.
+        process_index (`int`, *optional*, defaults to 0):
+            The process that writes. The first process must open the folder before the others.
+        drops_cut_answers (`bool`, *optional*, defaults to `False`):
+            Whether to leave out rows with an answer that was cut for its length.
+
+    Raises:
+        ValueError: if the folder was made with other settings, or holds something else, or another run writes there.
+    """
+
+    def __init__(self, folder: str | Path, settings: dict, process_index: int = 0, drops_cut_answers: bool = False):
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = folder / SETTINGS
+        if not kept.exists() and any(not part.match(LOCK) for part in folder.iterdir()):
+            raise ValueError(f"{folder} is not empty, and was not begun by this script. Choose another folder.")
+        self.lock = locked(folder / LOCK.replace("*", f"{process_index:05d}"))  # until this process ends
+        known = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
+        if known != settings:
+            if any(part.stat().st_size for part in folder.glob("rows-*.jsonl")):
+                difference = what_differs(known or {}, settings)
+                raise ValueError(f"{folder} was begun with other settings: {difference}. Choose another folder.")
+            for part in folder.glob(LEFT_OUT):  # of an earlier run that wrote no row
+                part.unlink()
+            write_atomically(kept, json.dumps(settings))  # other processes read it
+        path = folder / f"rows-{process_index:05d}.jsonl"
+        if process_index == 0:  # before the others start; an earlier run may have had more processes
+            for part in (*folder.glob("rows-*.jsonl"), *folder.glob(LEFT_OUT)):
+                drop_unfinished_line(part)
+        self.done = {row["row"] for row in rows_in(folder.glob("rows-*.jsonl"))}
+        self.left_out = {row["row"]: row["reason"] for row in rows_in(folder.glob(LEFT_OUT))}
+        self.num_before, self.num_cut, self.drops_cut_answers = len(self.left_out), 0, drops_cut_answers
+        self.file = path.open("a", encoding="utf-8")
+        self.left_out_file = folder / LEFT_OUT.replace("*", f"{process_index:05d}")
+
+    def write(self, row: int, content: dict) -> None:
+        """Writes a finished row. Leaves it out if UTF-8 cannot hold it, or if it was cut and such rows are dropped."""
+        line = json.dumps({"row": row, **content}, ensure_ascii=False) + "\n"
+        try:
+            line.encode()
+        except UnicodeEncodeError as error:  # an answer may end within a pair of surrogates
+            return self.leave_out(row, f"it has half a character, {line[error.start]!r}")
+        self.num_cut += "length" in content.get("finish_reasons", ())
+        if self.drops_cut_answers and "length" in content.get("finish_reasons", ()):
+            return self.leave_out(row, "an answer was cut for its length")
+        self.file.write(line)
+        self.file.flush()
+        self.done.add(row)
+
+    def leave_out(self, row: int, reason: str) -> None:
+        """Records that a row cannot be answered. Warns at once of the first few."""
+        reason = reason.encode("utf-8", "backslashreplace").decode()  # it may quote a broken answer
+        if len(self.left_out) - self.num_before < NUM_NAMED:
+            logger.warning(f"Row {row} is left out: {reason}.")
+        self.left_out[row] = reason
+        with self.left_out_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"row": row, "reason": reason}, ensure_ascii=False) + "\n")
+
+    def pending(
+        self,
+        dataset: Iterable[dict],
+        process_index: int = 0,
+        num_processes: int = 1,
+        template_kwargs: dict | None = None,
+    ) -> Iterator[Conversation]:
+        """Yields this process's rows that are neither written nor left out. Leaves out those that cannot be answered."""
+        for row, example in enumerate(with_unread_images(dataset)):
+            if row % num_processes != process_index or row in self.done or row in self.left_out:
+                continue
+            try:
+                yield Conversation(row, example, template_kwargs)
+            except RowError as error:
+                self.leave_out(row, str(error))
+
+    def report(self) -> str:
+        """Returns a message about rows that were left out or have cut answers. Empty if there are none."""
+        parts = [f"{self.num_cut} rows have an answer that was cut for its length (finish reason 'length')."] * (
+            self.num_cut > 0
+        )
+        if self.left_out:
+            parts.append(f"{len(self.left_out)} rows were left out. {summary(sorted(self.left_out.items()))}")
+        return " ".join(parts)
+
+
+def locked(path: Path) -> FileLock:
+    """
+    Locks a file until the returned lock is gone. This process may lock it again.
+
+    Raises:
+        ValueError: if another process has locked it.
+    """
+    # A soft lock would outlive a killed process.
+    lock = FileLock(path, is_singleton=True, fallback_to_soft=False)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(
+            f"Another run writes to {path.parent}, and both would answer the same rows. Wait until it has ended, or choose "
+            "another folder."
+        ) from None
+    except (NotImplementedError, OSError) as error:
+        logger.debug(f"{path} is in a file system without locks: {error}")
+    return lock
+
+
+def rows_in(paths: Iterable[Path]) -> Iterator[dict]:
+    """Yields the rows of JSON Lines files."""
+    return (json.loads(line) for path in paths for line in complete_lines(path))
+
+
+def features_of(paths: Iterable[Path]) -> Features | None:
+    """
+    Returns the columns, and the keys of messages, of all rows. `load_dataset` takes them from the first 10 MB of a file, and
+    fails at the first tool call after that. `None` if one column has values of several types.
+    """
+    rows, schemas = rows_in(paths), []
+    try:
+        while batch := list(islice(rows, 1000)):
+            schemas.append(pa.schema(pa.array(batch).type))
+        return Features.from_arrow_schema(pa.unify_schemas(schemas, promote_options="permissive"))
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        return None
+
+
+def complete_lines(path: Path) -> Iterator[str]:
+    """Yields the lines of a file. Skips a last line that was cut off."""
+    with path.open(encoding="utf-8") as file:
+        yield from (line for line in file if line.endswith("\n"))
+
+
+def drop_unfinished_line(path: Path) -> None:
+    """Removes a line that was being written when the process was killed."""
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.truncate(content.rfind(b"\n") + 1)
+
+
+def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) -> CommitInfo:
+    """
+    Pushes the rows of an [`Output`] to a data set on the Hub, in one commit, with a card. An existing card stays, but learns of
+    new columns.
+
+    Args:
+        folder (`str` or `Path`): The folder of the [`Output`].
+        repo_id (`str`): `<owner>/<name>`. It is made if it does not exist.
+        private (`bool`, *optional*): Whether a new data set is private.
+
+    Raises:
+        ValueError: if there are no rows, or the data set has rows that were made with other settings.
+    """
+    folder, api = Path(folder), HfApi()
+    settings = without_paths(json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
+    files = [path for path in sorted(folder.glob("rows-*.jsonl")) if path.stat().st_size > 0]
+    if not files:
+        raise ValueError(f"{folder} has no rows to push. Run recipes/regenerate.py until some are written.")
+    operations = [CommitOperationAdd(path.name, path) for path in files]
+    repo_id = api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True).repo_id
+    there = set(api.list_repo_files(repo_id, repo_type="dataset"))
+    others = sorted(there - {path.name for path in files} - {"README.md", ".gitattributes", SETTINGS})
+    if not others and there & {path.name for path in files}:  # an earlier push of this folder?
+        known = None
+        if SETTINGS in there:
+            path = api.hf_hub_download(repo_id, SETTINGS, repo_type="dataset")
+            known = json.loads(Path(path).read_text(encoding="utf-8"))
+        others = [] if known == settings else [files[0].name]
+    if others:
+        raise ValueError(
+            f"{repo_id} has {others[0]}, which does not come from {folder}. Push to another data set, or delete it."
+        )
+    operations.append(CommitOperationAdd(SETTINGS, json.dumps(settings, indent=2).encode()))
+    features = features_of(files)
+    info = None if features is None else DatasetInfo(features=features)._to_yaml_dict()
+    if "README.md" in there:
+        card = DatasetCard.load(api.hf_hub_download(repo_id, "README.md", repo_type="dataset"))
+        if card.data.get("dataset_info") not in (None, info):  # rows may have new columns
+            card.data.dataset_info = info
+            operations.append(CommitOperationAdd("README.md", str(card).encode()))
+    else:
+        source = settings["dataset"] or ", ".join(str(each["path"]) for each in settings["mixture"])
+        metadata = DatasetCardData(
+            task_categories=["text-generation"],
+            tags=["eagle3", "speculative-decoding"],
+            configs=[{"config_name": "default", "data_files": [{"split": "train", "path": "rows-*.jsonl"}]}],
+            dataset_info=info,
+        )
+        facts = {"title": repo_id.split("/")[-1], "repo_id": repo_id, "model": settings["model"], "dataset": source}
+        num_rows = sum(1 for path in files for _ in complete_lines(path))
+        shown = json.dumps({name: value for name, value in settings.items() if value not in (None, [])}, indent=2)
+        card = DatasetCard(CARD.format(metadata=metadata.to_yaml(), num_rows=num_rows, settings=shown, **facts))
+        operations.append(CommitOperationAdd("README.md", str(card).encode()))
+    message = "Add the target's own answers"
+    return api.create_commit(repo_id, operations, commit_message=message, repo_type="dataset")

@@ -1,0 +1,87 @@
+import errno
+import logging
+import subprocess
+import sys
+from unittest.mock import Mock
+
+import pytest
+from messages import assistant, read_answers, user
+
+from hf_eagle3.data.answers import Output
+
+
+def test_two_runs_do_not_write_into_one_folder(tmp_path):
+    Output(tmp_path, {}).write(0, {"messages": [user("a")]})
+    written = (tmp_path / "rows-00000.jsonl").read_text()
+    run = "from hf_eagle3.data.answers import Output; import sys; output = Output(sys.argv[1], {}); print(1, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", run, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        other.stdout.readline()
+        with (tmp_path / "rows-00000.jsonl").open("a") as file:
+            file.write('{"row": 1')  # the other run is writing
+        with pytest.raises(ValueError, match="Another run writes to"):
+            Output(tmp_path, {})
+        assert (tmp_path / "rows-00000.jsonl").read_text() == written + '{"row": 1'
+        other.communicate(b"\n")
+    assert Output(tmp_path, {}).done == {0}
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "no locks")))
+    assert not Output(tmp_path, {}).lock.is_locked and not Output(tmp_path, {}).done
+
+
+def test_a_line_cut_off_by_a_crash_is_written_again(tmp_path):
+    output = Output(tmp_path, {"model": "m"})
+    output.write(0, {"messages": [user("a")]})
+    output.write(1, {"messages": [user("b")]})
+    path = tmp_path / "rows-00000.jsonl"
+    path.write_text(path.read_text()[:-9])
+    assert Output(tmp_path, {"model": "m"}).done == {0}
+    other = Output(tmp_path, {"model": "m"}, process_index=1)  # another number of processes
+    assert other.done == {0}
+    other.write(3, {"messages": [user("c")]})
+    with (tmp_path / "rows-00001.jsonl").open("a") as file:
+        file.write('{"row": 5, "mess')
+    assert Output(tmp_path, {"model": "m"}).done == {0, 3}  # and one process again
+    assert len(read_answers(tmp_path)) == 2
+    with pytest.raises(ValueError, match="model was 'm' before, 'n' after"):
+        Output(tmp_path, {"model": "n"})
+    # But with nothing written there is nothing to disagree with.
+    Output(tmp_path / "fresh", {"model": "m"}).leave_out(0, "too long for m")
+    Output(tmp_path / "fresh", {"model": "m"}, process_index=12).leave_out(12, "too long for m")
+    assert Output(tmp_path / "fresh", {"model": "m"}).left_out.keys() == {0, 12}
+    fresh = Output(tmp_path / "fresh", {"model": "n"})
+    assert not fresh.left_out
+    fresh.write(0, {"messages": [user("a")]})
+    with pytest.raises(ValueError, match="model was 'n' before, 'm' after"):
+        Output(tmp_path / "fresh", {"model": "m"})
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "diary.txt").write_text("dear diary")
+    with pytest.raises(ValueError, match="not begun by this script"):
+        Output(tmp_path / "other", {})
+
+
+def test_rows_that_cannot_be_answered(tmp_path, caplog):
+    tool = {"messages": [user("a"), assistant("call"), {"role": "tool", "content": "r"}, assistant("b")]}
+    rows = [tool, {"messages": [assistant("a")]}, {"text": "abc"}, {"messages": [{"content": "a"}]}]
+    rows += [{"messages": [None]}, {"messages": [user("a")]}]
+    output = Output(tmp_path, {})
+    with caplog.at_level(logging.WARNING):
+        assert [conversation.row for conversation in output.pending(rows)] == [5]
+    assert "Row 0 is left out: it has messages of ['tool'], which may depend on" in caplog.text
+    assert caplog.text.count("is left out") == 3
+    assert output.report().startswith("5 rows were left out. Row 0: it has messages of ['tool']")
+
+
+def test_an_answer_that_utf8_cannot_hold_is_left_out(tmp_path):
+    output = Output(tmp_path, {})
+    output.write(0, {"messages": [user("a"), assistant("cut \ud83d")], "finish_reasons": ["length"]})
+    output.leave_out(1, "the server refuses to answer: \ud83d")
+    output.write(2, {"messages": [user("a"), assistant("\U0001f600")], "finish_reasons": ["length"]})
+    assert list(read_answers(tmp_path)) == [2] and output.report().startswith("1 rows have an answer that was cut")
+    again = Output(tmp_path, {})
+    assert again.done == {2} and again.left_out[0] == r"it has half a character, '\ud83d'"
+    assert again.left_out[1] == r"the server refuses to answer: \ud83d"
