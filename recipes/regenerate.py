@@ -31,6 +31,7 @@ from datetime import timedelta
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object, parse_flag_from_env
+from huggingface_hub.utils import validate_repo_id
 from train import TargetConfig, TrainScriptArguments, load_configured_target, load_data, rows_of
 from transformers import ProcessorMixin
 from trl import DatasetMixtureConfig
@@ -204,6 +205,8 @@ def main():
     except RowError as error:
         raise ValueError(f"`--chat_template_kwargs`: {error}.") from None
     check_who_answers(args, target_config)
+    if args.push_to_hub is not None:
+        validate_repo_id(args.push_to_hub)
     dataset, processing_class, is_continued = prompts_to_answer(script_args, args, target_config, mixture)
     sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
     settings = {
@@ -249,7 +252,13 @@ def main():
     if not any(num_done for _, num_done in everywhere):
         raise SystemExit("No row could be answered, for the reasons above, so there is nothing to train on.")
     if args.push_to_hub is not None and state.is_main_process:
-        print(f"Pushed to {push_dataset(args.output_dir, args.push_to_hub, args.private or None).commit_url}.")
+        try:
+            print(f"Pushed to {push_dataset(args.output_dir, args.push_to_hub, args.private or None).commit_url}.")
+        except Exception as error:  # of many types: of the Hub, and of its HTTP client
+            raise SystemExit(
+                f"The rows are in {args.output_dir}, but were not pushed ({type(error).__name__}: {error}). The same command pushes "
+                "them."
+            ) from error
 
 
 if __name__ == "__main__":

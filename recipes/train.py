@@ -308,7 +308,7 @@ def train(trainer: Eagle3Trainer) -> None:
         return
     try:
         trainer.push_to_hub()  # saves, too
-    except OSError as error:  # also errors of the Hub
+    except Exception as error:  # of many types: of the Hub, and of its HTTP client
         raise SystemExit(
             f"The draft is in {folder}, but was not pushed ({type(error).__name__}: {error}). To push it:\n\n    "
             f"{trainer.push_command}"

@@ -1,6 +1,7 @@
 """Pushing to, and refreshing on, a Hub on this machine, by the real client."""
 
 import json
+import re
 from concurrent.futures import Future
 
 import huggingface_hub.constants
@@ -290,6 +291,52 @@ def test_training_goes_on_without_the_hub(hub, tokenizer, tmp_path, monkeypatch)
     assert not (tmp_path / "run" / "README.md").exists()  # which might replace one that was edited
 
 
+def test_training_goes_on_if_the_hub_hangs_up(hub, tokenizer, tmp_path):
+    trainer = make_trainer(tmp_path, tokenizer, save_strategy="steps", save_steps=1, hub_strategy="end")
+    hub.cut = ["resolve"] * 20
+    trainer.train()
+    assert trainer.state.global_step == 2 and len(hub.cut) < 20
+
+
+def test_recipes_say_what_was_not_pushed(hub, tokenizer, tmp_path, run_recipe):
+    make_target("llama").save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    (tmp_path / "texts.jsonl").write_text('{"text": "what is up with that"}\n' * 4)
+    names = ("--model_name_or_path", tmp_path / "target", "--dataset_name", tmp_path / "texts.jsonl", "--output_dir")
+    settings = (
+        "--use_cpu",
+        "--max_steps",
+        1,
+        "--report_to",
+        "none",
+        "--save_strategy",
+        "no",
+        "--hub_model_id",
+        "me/run",
+    )
+    hub.cut = ["commit"]
+    result = run_recipe("train.py", *names, tmp_path / "draft", *settings, "--push_to_hub")
+    assert result.returncode == 1 and re.search(r"was not pushed .*recipes/push.py", result.stderr, re.S)
+    assert (tmp_path / "draft" / "model.safetensors").exists() and hub.cut == []
+    regenerate = (
+        "regenerate.py",
+        *names,
+        tmp_path / "rows",
+        "--prompt_tokens",
+        4,
+        "--max_new_tokens",
+        3,
+        "--push_to_hub",
+    )
+    with pytest.raises(ValueError, match="Repo id"):
+        run_recipe(*regenerate, "my rows")
+    assert not (tmp_path / "rows").exists()
+    hub.cut = ["commit"]
+    result = run_recipe(*regenerate, "me/rows")
+    assert result.returncode == 1 and "were not pushed" in result.stderr and hub.cut == []
+    assert run_recipe(*regenerate, "me/rows").returncode == 0
+
+
 def test_notes_in_the_folder_stay(hub, tokenizer, tmp_path):
     (tmp_path / "run").mkdir()
     notes = tmp_path / "run" / "README.md"
@@ -316,6 +363,18 @@ def test_a_trainer_keeps_paths_of_this_machine_to_itself(hub, tokenizer, tmp_pat
     assert len(ours) > 5 and not any(b"secret-folder" in content for content in ours.values())
     assert Eagle3ForSpeculation.from_pretrained(repo).config.verifier == "target"
     assert trainer.draft.config.verifier == name
+
+
+def test_an_adapter_keeps_paths_of_this_machine_to_itself(hub, tokenizer, tmp_path):
+    folder = tmp_path / "secret-folder" / "base"
+    Eagle3ForSpeculation.from_target(make_target("llama")).save_pretrained(folder)
+    draft = Eagle3ForSpeculation.from_pretrained(folder)
+    trainer = make_trainer(tmp_path, tokenizer, model=draft, peft_config=LoraConfig(target_modules=["q_proj"]))
+    trainer.train()
+    trainer.push_to_hub()
+    ours = {name: content for name, content in files_of(hub, "me/run").items() if name != "training_args.bin"}
+    assert not any(b"secret-folder" in content for content in ours.values())
+    assert json.loads(ours["adapter_config.json"])["base_model_name_or_path"] == "base"
 
 
 def test_checkpoints_that_are_pushed_are_whole(hub, tokenizer, tmp_path):

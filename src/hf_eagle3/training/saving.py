@@ -1,6 +1,7 @@
 """What a trainer saves and publishes: drafts with their code, record and card."""
 
 import copy
+import json
 import shlex
 import shutil
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from trl import SFTTrainer
 
 from ..checkpoints.files import check_no_other_model, check_repo
+from ..environment import public_name
+from ..files import write_atomically
 from ..hub import card_on_hub, is_edited, render_card, write_records
 from ..hub.push import verifier_without_path
 from ..remote_code.configuration_eagle3 import Eagle3Config
@@ -111,6 +114,11 @@ class DraftSavingTrainer(SFTTrainer):
         folder = Path(output_dir or self.args.output_dir)
         if self._is_adapter:
             super()._save(output_dir, state_dict)
+            if self.hub_model_id is not None:  # a published adapter does not name its draft's folder on this machine
+                path = folder / "adapter_config.json"
+                config = json.loads(path.read_text(encoding="utf-8"))
+                config["base_model_name_or_path"] = public_name(config["base_model_name_or_path"])
+                write_atomically(path, json.dumps(config, indent=2))
             write_records(folder, training_record(self), None)
             return
         trained, dtype = self.model, self.target_model.dtype
@@ -201,7 +209,7 @@ class DraftSavingTrainer(SFTTrainer):
         try:
             there = card_on_hub(self.hub_model_id, self.args.hub_revision, self.args.hub_token)
             reason = "was edited" if there is not None and is_edited(there) else None
-        except OSError as error:  # no reason to stop training
+        except Exception as error:  # no reason to stop training. Those of the HTTP client are no `OSError`
             reason = f"cannot be read now ({error})"
         if reason is not None:
             logger.warning(f"The card of {self.hub_model_id} {reason}, and stays as it is.")
