@@ -26,6 +26,7 @@ from transformers import (
     BitsAndBytesConfig,
     ProcessorMixin,
     Trainer,
+    TrainerCallback,
 )
 from transformers.distributed import DistributedConfig
 from transformers.utils import PushInProgress
@@ -308,6 +309,47 @@ def test_resumed_training_goes_on_as_if_uninterrupted(tmp_path, tokenizer, chang
     assert history == pytest.approx(expected, rel=1e-5)
     # Nobody knows how long the part took that was cut off.
     assert training_record(first)["seconds"] > 0 and training_record(resumed)["seconds"] is None
+
+
+def test_a_stream_that_is_shorter_than_training_goes_on_where_it_was(tmp_path, tokenizer):
+    """Its ten rows are three batches, and the fifth step is the second one of the second pass."""
+
+    def train(folder, max_steps, resume=None):
+        stream = TEXTS.select(range(10)).to_iterable_dataset(num_shards=2).shuffle(seed=0, buffer_size=4)
+        arguments = {"max_steps": max_steps, "save_strategy": "steps", "save_steps": 1, "ttt_warmup": 0}
+        trainer = make_trainer(folder, tokenizer, dataset=stream, **arguments, lr_scheduler_type="constant")
+        trainer.train(resume_from_checkpoint=resume)
+        history = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return history, [entry["epoch"] for entry in trainer.state.log_history]
+
+    expected = train(tmp_path / "whole", 8)
+    for step in (2, 3, 4, 7):
+        assert train(tmp_path / "resumed", 8, str(tmp_path / "whole" / f"checkpoint-{step}")) == expected
+    # More steps than at first. In the state of the shorter training they are other shares of it.
+    for step in (2, 3, 5):
+        train(tmp_path / f"short-{step}", step)
+        history, _ = train(tmp_path / f"short-{step}", 8, True)
+        assert history == expected[0]
+
+
+def test_a_checkpoint_of_a_terminated_process_is_whole(tmp_path, tokenizer):
+    """`enable_jit_checkpoint` saves on SIGTERM, as of a cluster that takes the machine away."""
+    arguments = {"max_steps": 5, "enable_jit_checkpoint": True}
+    expected = losses(make_trainer(tmp_path / "whole", tokenizer, **arguments))
+    trainer = make_trainer(tmp_path / "parts", tokenizer, **arguments)
+    manager = next(each.jit_manager for each in trainer.callback_handler.callbacks if hasattr(each, "jit_manager"))
+
+    class Terminated(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            manager.is_checkpoint_requested = state.global_step == 2
+
+    trainer.add_callback(Terminated())
+    trainer.train()
+    assert trainer.state.global_step < 5
+    resumed = make_trainer(tmp_path / "parts", tokenizer, **arguments)
+    resumed.train(resume_from_checkpoint=True)
+    history = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
+    assert history[-1] == pytest.approx(expected[-1], rel=1e-5)
 
 
 def cut(path):

@@ -15,6 +15,8 @@ logger = logging.get_logger(__name__)
 
 # The list of a checkpoint's files. It is written after them, and before `Trainer` writes its state.
 CHECKPOINT_FILES = "checkpoint_files.json"
+# `enable_jit_checkpoint` has this file while it saves, and removes it after.
+JIT_MARKER = "checkpoint-is-incomplete.txt"
 
 
 def list_files(folder: str | Path) -> None:
@@ -29,7 +31,7 @@ def files_of(folder: Path) -> list[str]:
     others = (".md", ".py", ".pyc", UNFINISHED)
     paths = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in others)
     names = sorted(path.relative_to(folder).as_posix() for path in paths)
-    return [name for name in names if name not in (CHECKPOINT_FILES, TRAINER_STATE_NAME)]
+    return [name for name in names if name not in (CHECKPOINT_FILES, JIT_MARKER, TRAINER_STATE_NAME)]
 
 
 def size_and_checksum(path: Path) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,8 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 from trl import SFTTrainer
@@ -391,6 +393,21 @@ class Eagle3Trainer(DraftSavingTrainer):
         if isinstance(checkpoint, Exception):
             raise checkpoint
         return checkpoint
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """
+        Returns the pass over the data, and how many of its batches come before the next one. `Trainer` does not know how
+        long a stream is, takes all steps for one pass, and would begin a later pass anew. The state says where in which
+        pass training was: `epoch` is the number of passes, and a share of all steps for the steps of the last one.
+        """
+        place = super()._init_training_state(*args, **kwargs)
+        if isinstance(self.train_dataset, Dataset) or not self.state.epoch or self.args.ignore_data_skip:
+            return place
+        checkpoint = kwargs.get("resume_from_checkpoint") or args[3]
+        max_steps = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME))).max_steps
+        passes = math.ceil(self.state.epoch) - 1  # a whole number is the end of a pass
+        steps = round((self.state.epoch - passes) * max_steps)
+        return passes, steps * self.args.gradient_accumulation_steps
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Drops the counts first: `auto_find_batch_size` may have begun with a larger batch."""
