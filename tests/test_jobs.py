@@ -106,8 +106,8 @@ def scripts_run_by(path: Path) -> list[list[str]]:
     if path.suffix == ".py":
         text = ast.get_docstring(ast.parse(text)) or ""
     else:
-        text = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).replace("\\\n", "")
-    return [shlex.split(command, comments=True) for command in RUNS.findall(text)]
+        text = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    return [shlex.split(command, comments=True) for command in RUNS.findall(text.replace("\\\n", ""))]
 
 
 @pytest.mark.parametrize(
@@ -183,3 +183,13 @@ def test_heads_ask_for_what_is_imported(script):
     for other in others:
         module = other.partition("[")[0]
         assert re.search(rf"^ *(import|from) {module}\b", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in RECIPES.glob("*.py")))
+def test_help_needs_no_package_of_one_recipe(script, monkeypatch, run_recipe):
+    for package in ("gguf", "gradio", "lm_eval"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert run_recipe(script, "--help").returncode == 0
+    if script == "from_gguf.py":
+        result = run_recipe(script, "model.gguf", "folder")
+        assert result.returncode == 2 and "pip install gguf" in result.stderr
