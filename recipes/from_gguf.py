@@ -12,7 +12,6 @@ The weights are dequantized. The model of a 4-bit file writes a little different
 import argparse
 from pathlib import Path
 
-import gguf  # noqa: F401  transformers needs it, and reports too late that it is missing
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -22,6 +21,10 @@ def main():
     parser.add_argument("file", type=Path, help="The GGUF file")
     parser.add_argument("output_dir")
     args = parser.parse_args()
+    try:
+        import gguf  # noqa: F401  transformers needs it, and reports too late that it is missing
+    except ImportError:
+        parser.error("this needs gguf: pip install gguf")
     if not args.file.is_file():
         parser.error(f"there is no file {args.file}")
     source = {"pretrained_model_name_or_path": args.file.parent, "gguf_file": args.file.name}

@@ -10,7 +10,7 @@ On one machine, with one process per GPU:
         --model_name_or_path Qwen/Qwen3-8B --dtype bfloat16 \
         --dataset_name HuggingFaceH4/ultrachat_200k --dataset_train_split train_sft --assistant_only_loss \
         --draft_vocab_size 32000 --max_length 4096 --packing \
-        --per_device_train_batch_size 1 --gradient_accumulation_steps 8 --bf16 \
+        --per_device_train_batch_size 1 --gradient_accumulation_steps 8 \
         --output_dir Qwen3-8B-speculator.eagle3
 
 A YAML file (`--config`) can have the arguments, and flags override it. This folder has files for known targets, such as

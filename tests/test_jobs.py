@@ -1,4 +1,7 @@
-"""The commands of docs/jobs.md, by the parsers of `hf` and of the recipes; and what the heads of recipes ask for."""
+"""
+The commands of docs/jobs.md, by the parsers of `hf` and of the recipes; those of other pages and of the scripts' help; and
+what the heads of recipes ask for.
+"""
 
 import argparse
 import ast
@@ -55,7 +58,7 @@ def check_recipe(script: str, arguments: list[str], monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_and_stop)
     monkeypatch.setattr(sys, "argv", [script, *arguments])
-    monkeypatch.syspath_prepend(RECIPES)
+    monkeypatch.syspath_prepend((ROOT / script).parent)
     with pytest.raises(Parsed) as parsed:
         runpy.run_path(script, run_name="__main__")
     assert parsed.value.args == ([], set())
@@ -87,7 +90,41 @@ def test_commands(words, monkeypatch):
     check_recipe(script, arguments, monkeypatch)
 
 
+PLACES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "jobs.md"),
+    *(path for folder in ("recipes", "experiments") for path in sorted((ROOT / folder).rglob("*.py"))),
+]
+RUNS = re.compile(
+    r"^ *(?:\w+=\S+ )*(?:\S*python|accelerate launch(?: --\w+ \S+)*) ((?:recipes|experiments)/.*)$", re.M
+)
+
+
+def scripts_run_by(path: Path) -> list[list[str]]:
+    """The scripts that a page or the docstring of a script runs, each with its arguments."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        text = ast.get_docstring(ast.parse(text)) or ""
+    else:
+        text = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    return [shlex.split(command, comments=True) for command in RUNS.findall(text.replace("\\\n", ""))]
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [(path, words) for path in PLACES for words in scripts_run_by(path)],
+    ids=lambda each: each.name if isinstance(each, Path) else " ".join(each[:3]),
+)
+def test_commands_of_pages_and_help(place, words, monkeypatch):
+    monkeypatch.setattr("hf_eagle3.environment.folder_or_hub_id", str)  # such as outputs/quickstart/draft
+    script, *arguments = (word for word in words if word != "...")
+    if "chat.yaml" in arguments:  # which the page itself has
+        arguments = []
+    check_recipe(script, arguments, monkeypatch)
+
+
 def test_there_are_commands():
+    assert {path.name for path in PLACES if scripts_run_by(path)} >= {"README.md", "training.md", "train.py"}
     assert len(HF) == 6 and sum(words[:4] == ["hf", "jobs", "uv", "run"] for words in HF) == 3
 
 
@@ -146,3 +183,13 @@ def test_heads_ask_for_what_is_imported(script):
     for other in others:
         module = other.partition("[")[0]
         assert re.search(rf"^ *(import|from) {module}\b", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in RECIPES.glob("*.py")))
+def test_help_needs_no_package_of_one_recipe(script, monkeypatch, run_recipe):
+    for package in ("gguf", "gradio", "lm_eval"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert run_recipe(script, "--help").returncode == 0
+    if script == "from_gguf.py":
+        result = run_recipe(script, "model.gguf", "folder")
+        assert result.returncode == 2 and "pip install gguf" in result.stderr
