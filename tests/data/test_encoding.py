@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from hf_eagle3.data import RowEncoder, RowError, encode_rows
 from hf_eagle3.data.encoding import has_markers, split_documents
+from hf_eagle3.data.rows import WEIGHTS
 from hf_eagle3.tokenizer import PromptEncoder
 
 
@@ -326,7 +327,7 @@ def test_a_row_teaches_from_its_third_token_on(tokenizer):
     assert split_documents(encoded, "train")["input_ids"][:] == [[6, 7, 8]]
 
 
-@pytest.mark.parametrize("key, value", [("weight", 0), ("weight", 0.0), ("train", False), ("training", False)])
+@pytest.mark.parametrize("key, value", [("weight", 0), ("weight", 0.0), *((key, False) for key in WEIGHTS[1:])])
 @pytest.mark.parametrize("template", ["marked", "unmarked"])
 def test_turns_that_are_not_to_be_learned(template, key, value):
     tokenizer = byte_tokenizer(TEMPLATES["qwen2_5_training"] if template == "marked" else UNMARKED["Zephyr"][0])
@@ -348,7 +349,7 @@ def test_turns_that_are_not_to_be_learned(template, key, value):
 def test_turns_that_are_not_marked_one_by_one():
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     encoder = RowEncoder(byte_tokenizer(template), "messages", assistant_only_loss=True)
-    with pytest.raises(RowError, match="marks 2 of its 1 assistant turns, so those with 'weight'"):
+    with pytest.raises(RowError, match="marks 2 of its 1 assistant turns, so those with one of"):
         encoder({"messages": [PLAIN[0], {**PLAIN[1], "weight": 0}]})
 
 

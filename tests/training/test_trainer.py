@@ -1103,6 +1103,53 @@ def test_evaluation_in_half_precision_leaves_the_draft_as_it_is(tmp_path, tokeni
 def test_batches_that_are_not_filled_are_not_all(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="has 3 rows, which `dataloader_drop_last=True` drops"):
         make_trainer(tmp_path, tokenizer, dataset=TEXTS.select(range(3)), dataloader_drop_last=True)
+    for evaluated in (TEXTS.select(range(3)), {"long": TEXTS, "short": TEXTS.select(range(3))}):
+        with pytest.raises(ValueError, match="eval data has 3 rows, .*`per_device_eval_batch_size`"):
+            make_trainer(tmp_path, tokenizer, eval_dataset=evaluated, dataloader_drop_last=True)
+
+
+LONG_PROMPT = [{"role": "user", "content": "ab" * 40}, {"role": "assistant", "content": "cd"}]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("packing", [False, True])
+def test_answers_that_are_cut_off(tmp_path, tokenizer, caplog, packing, is_stream):
+    """Rows of prompts alone teach nothing, packed or not."""
+
+    def trainer_of(rows):
+        data = Dataset.from_dict({"messages": rows})
+        arguments = {"max_length": 32, "assistant_only_loss": True, "packing": packing}
+        return make_trainer(
+            tmp_path, tokenizer, dataset=data.to_iterable_dataset() if is_stream else data, **arguments
+        )
+
+    message = (
+        "before the first step|No row of the train data"
+        if is_stream
+        else "6 of 6 rows of the train data have nothing to learn within"
+    )
+    with pytest.raises(ValueError, match=message):
+        trainer_of([LONG_PROMPT] * 6).train()
+    trainer = trainer_of([LONG_PROMPT] * 6 + CHATS["messages"][:2])
+    assert is_stream or "6 of 8 rows of the train data have nothing to learn" in caplog.text
+    kept = list(trainer.train_dataset)
+    assert sum(len(row.get("seq_lengths", [0])) for row in kept) == 2
+    assert all(any(label != -100 for label in row["labels"]) for row in kept)
+
+
+def test_a_stream_that_does_not_fill_a_step(tmp_path, tokenizer):
+    """`Trainer` would begin it again and again."""
+    stream = TEXTS.select(range(6)).to_iterable_dataset()
+    arguments = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    with pytest.raises(ValueError, match="before the first step, which takes 8 rows"):
+        make_trainer(tmp_path, tokenizer, dataset=stream, **arguments).train()
+
+
+def test_a_target_that_returns_tuples(tmp_path, tokenizer):
+    target = make_target("llama")
+    expected = losses(make_trainer(tmp_path, tokenizer, target=target))
+    target.config.return_dict = False
+    assert losses(make_trainer(tmp_path, tokenizer, target=target)) == expected
 
 
 @pytest.mark.parametrize("depth, expected", [(1, [0]), (2, [0, 1]), (3, [0, 1, 2])])

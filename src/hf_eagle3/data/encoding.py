@@ -14,7 +14,7 @@ from trl.data_utils import common_prefix_length, get_dataset_column_names
 from ..tokenizer import PromptEncoder
 from .images import Expansion, ImageReader
 from .prompts import documents_of_row
-from .rows import IMAGES, Row, RowError, is_learned, read_images, read_row, summary
+from .rows import IMAGES, WEIGHTS, Row, RowError, is_learned, read_images, read_row, summary
 
 
 logger = logging.getLogger(__name__)
@@ -187,8 +187,8 @@ class RowEncoder(PromptEncoder):
             if self.is_marked and not all(turns):
                 if len(spans) != len(turns):
                     raise RowError(
-                        f"the chat template marks {len(spans)} of its {len(turns)} assistant turns, so those with 'weight', 'train' or "
-                        "'training' of 0 cannot be left out. Remove the row or the key"
+                        f"the chat template marks {len(spans)} of its {len(turns)} assistant turns, so those with one of {WEIGHTS} of 0 "
+                        "cannot be left out. Remove the row or the key"
                     )
                 spans = [span for span, is_kept in zip(spans, turns) if is_kept]
             ranges = []
@@ -198,8 +198,8 @@ class RowEncoder(PromptEncoder):
                 )
         elif not all(map(is_learned, row.messages[row.num_given or 0 :])):
             raise RowError(
-                "a message has 0 or false as 'weight', 'train' or 'training', but all messages are learned. Pass "
-                "`assistant_only_loss=True`, or remove the key"
+                f"a message has 0 or false as one of {WEIGHTS}, but all messages are learned. Pass `assistant_only_loss=True`, or "
+                "remove the key"
             )
         if row.num_given is not None and self.completion_only_loss:
             start = common_prefix_length(self._prompt(row, row.num_given, expansion), tokens)
@@ -462,6 +462,27 @@ def documents_of_rows(rows: dict[str, list]) -> dict[str, list]:
     documents = [document for row in packed for document in documents_of_row(row)]
     taught = list(filter(teaches, documents))
     return {column: [document[column] for document in taught] for column in ("input_ids", "labels")}
+
+
+def taught_within(dataset: Dataset | IterableDataset, max_length: int) -> Dataset | IterableDataset:
+    """
+    Returns the rows with something to learn within their first `max_length` tokens.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): The encoded data.
+        max_length (`int`): Rows are cut beyond it.
+    """
+    kwargs = {"fn_kwargs": {"max_length": max_length}, "input_columns": "labels"}
+    if isinstance(dataset, IterableDataset):
+        return dataset.filter(is_taught_within, **kwargs)
+    state = PartialState()
+    with state.main_process_first(), state.local_main_process_first():  # the other processes read their cache
+        return dataset.filter(is_taught_within, **kwargs, desc="Dropping rows with nothing to learn")
+
+
+def is_taught_within(labels: list[int], max_length: int) -> bool:
+    """Whether a row has something to learn within its first `max_length` tokens."""
+    return teaches({"labels": labels[:max_length]})
 
 
 class EncodedStream:

@@ -38,8 +38,8 @@ MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "a
 NUM_SHOWN = 3  # how many reasons, and rows for each, a message names
 # An assistant's message without content may have one of these.
 WITHOUT_CONTENT = {"tool_calls", "reasoning_content", "reasoning", "thinking"}
-# Keys that are 0 or false in messages that are not to be learned: OpenAI's, and axolotl's.
-WEIGHTS = ("weight", "train", "training")
+# Keys that are 0 or false in messages that are not to be learned: those of OpenAI, axolotl, verl and ms-swift.
+WEIGHTS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
 
 
 class RowError(ValueError):
@@ -340,7 +340,7 @@ def calls_of(message: dict) -> Any:
 
 
 def is_learned(message: dict) -> bool:
-    """Whether a message has no `weight`, `train` or `training` that says not to learn it."""
+    """Whether a message has none of `WEIGHTS` that says not to learn it."""
     return all(message.get(key) != 0 for key in WEIGHTS)
 
 

@@ -101,7 +101,8 @@ class TargetStates:
         model, device = self.target if self.is_fsdp else self.base_model, inputs["input_ids"].device
         in_dtype = BatchFeature(inputs).to(self.target.dtype)  # casts floats only, such as pixels
         with CUDNN_ATTENTION.off():  # it may fail at the masks of padded and packed batches
-            outputs = model(**in_dtype, output_hidden_states=select_hidden_states(self.aux_layer_ids), use_cache=False)
+            states = select_hidden_states(self.aux_layer_ids)
+            outputs = model(**in_dtype, output_hidden_states=states, use_cache=False, return_dict=True)
         last = outputs.logits if self.is_fsdp else outputs.last_hidden_state
         return aux_hidden_states(outputs, self.aux_layer_ids, self.num_layers).to(device), last.to(device)
 
@@ -156,7 +157,7 @@ class TargetStates:
         last_hidden_state = last_hidden_state.to(self.target.get_output_embeddings().weight.device)
         with replaced_forward(self.base_model, StoredOutput(last_hidden_state=last_hidden_state)):
             # Only the shape and device of `inputs_embeds` are read.
-            return self.target(inputs_embeds=last_hidden_state, use_cache=False).logits
+            return self.target(inputs_embeds=last_hidden_state, use_cache=False, return_dict=True).logits
 
     @torch.no_grad()
     def distributions(

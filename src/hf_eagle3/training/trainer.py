@@ -33,7 +33,7 @@ from ..data import (
     shows_images,
 )
 from ..data.checks import row_lengths
-from ..data.encoding import split_documents
+from ..data.encoding import split_documents, taught_within
 from ..hub import repo_name
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.modeling_eagle3 import DraftModel
@@ -284,14 +284,14 @@ class Eagle3Trainer(DraftSavingTrainer):
 
     def _check_batches(self) -> None:
         """Checks that `dataloader_drop_last` does not drop all data."""
-        rows_of_step = self.args.per_device_train_batch_size * self.args.world_size
-        if not self.args.dataloader_drop_last or not isinstance(self.train_dataset, Dataset):
-            return
-        if len(self.train_dataset) < rows_of_step:
-            raise ValueError(
-                f"The train data has {len(self.train_dataset)} rows, which `dataloader_drop_last=True` drops: they do not fill a batch "
-                f"of {rows_of_step}. Leave it out, or pass a smaller `per_device_train_batch_size`."
-            )
+        train, *evals = all_datasets({"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset})
+        for dataset, name in [(train, "train"), *((each, "eval") for each in evals)]:
+            rows_of_step = getattr(self.args, f"per_device_{name}_batch_size") * self.args.world_size
+            if self.args.dataloader_drop_last and isinstance(dataset, Dataset) and len(dataset) < rows_of_step:
+                raise ValueError(
+                    f"The {name} data has {len(dataset)} rows, which `dataloader_drop_last=True` drops: they do not fill a batch of "
+                    f"{rows_of_step}. Leave it out, or pass a smaller `per_device_{name}_batch_size`."
+                )
 
     def _move_target(self, only_ends: bool = False) -> None:
         """Moves the target, or only its embeddings and head, to the device, unless it is spread over several."""
@@ -334,14 +334,31 @@ class Eagle3Trainer(DraftSavingTrainer):
             if longest <= args.max_length:
                 args = copy.copy(args)
                 args.max_length = None  # to cut rows is to write all images to the disk again
-        prepared = super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
-        if isinstance(prepared, Dataset) and not packing and len(prepared) < len(dataset):
-            dropped = f"{len(dataset) - len(prepared)} of {len(dataset)} rows of the {dataset_name} data"
-            why = f"have nothing to learn within `max_length={args.max_length}`"
-            if len(prepared) == 0:
-                raise ValueError(f"{dropped} {why}. Raise `max_length`.")
-            logger.warning(f"{dropped} {why}, and are dropped.")
+        if packing and not is_split and args.max_length is not None:
+            taught = taught_within(dataset, args.max_length)  # `SFTTrainer` drops the others only without packing
+            self._report_dropped(dataset, taught, args.max_length, dataset_name)
+            dataset = taught
+        try:
+            prepared = super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
+        except StopIteration:  # it looks at the first row of a stream
+            raise ValueError(
+                f"No row of the {dataset_name} data has something to learn within `max_length={args.max_length}`. Raise `max_length`."
+            ) from None
+        if not packing:
+            self._report_dropped(dataset, prepared, args.max_length, dataset_name)
         return prepared
+
+    def _report_dropped(
+        self, dataset: Dataset | IterableDataset, kept: Dataset | IterableDataset, max_length: int | None, name: str
+    ) -> None:
+        """Warns of rows that were dropped, because `max_length` cuts what they teach, or raises an error if all were."""
+        if not isinstance(dataset, Dataset) or len(kept) == len(dataset):
+            return
+        dropped = f"{len(dataset) - len(kept)} of {len(dataset)} rows of the {name} data"
+        why = f"have nothing to learn within `max_length={max_length}`"
+        if len(kept) == 0:
+            raise ValueError(f"{dropped} {why}. Raise `max_length`.")
+        logger.warning(f"{dropped} {why}, and are dropped.")
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
@@ -536,6 +553,22 @@ class Eagle3Trainer(DraftSavingTrainer):
             return super().create_optimizer(*args, **kwargs)
         self.optimizer = muon_with_adamw(self.model, self.get_decay_parameter_names(self.model), self.args)
         return self.optimizer
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, torch.Tensor | None]:
+        """
+        Raises:
+            ValueError: if the data is a stream that ends before the first step. `Trainer` would end without training, or
+                begin the stream again and again.
+        """
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        if not batches and self.state.global_step == 0:
+            per_device, accumulation = self._train_batch_size, self.args.gradient_accumulation_steps
+            raise ValueError(
+                f"The train data ended before the first step, which takes {per_device * accumulation * self.args.world_size} rows "
+                f"(`per_device_train_batch_size={per_device}`, `gradient_accumulation_steps={accumulation}`). Too few of its rows have "
+                f"something to learn within `max_length={self.args.max_length}`."
+            )
+        return batches, num_items
 
     def _get_num_items_in_batch(self, batch_samples: list[dict], device: torch.device) -> torch.Tensor:
         """
