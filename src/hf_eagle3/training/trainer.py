@@ -1,7 +1,6 @@
 """[`Eagle3Trainer`]: TRL's `SFTTrainer`, training a draft by training-time test."""
 
 import copy
-import inspect
 import math
 from collections.abc import Callable
 from functools import partial
@@ -18,14 +17,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
-from trl import SFTTrainer
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..data import (
     ImageCollator,
     ImageReader,
-    check_is_dataset,
     check_positions,
     drop_cut_images,
     num_positions,
@@ -40,6 +37,7 @@ from ..remote_code.modeling_eagle3 import DraftModel
 from ..remote_code.target_eagle3 import is_sharded
 from .arguments import Eagle3TrainingArguments
 from .checkpoint import last_whole_checkpoint, what_is_broken
+from .checks import all_datasets, check_batches, check_call, check_parallelism, optimizer_name
 from .console import show_few
 from .evaluation import check_best_metric, decoding_metrics, kept_precision
 from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, fixed_arguments, start_store
@@ -63,14 +61,6 @@ logger = get_logger(__name__)
 
 # A fresh draft has no threshold, because only the probabilities of a trained one say which nodes to verify.
 CONFIDENCE_THRESHOLD = 0.02
-# Arguments of `SFTTrainer` that would do nothing here.
-UNUSED = {
-    "compute_metrics": "there are no predictions to pass. `evaluate` reports the loss, the accuracy of each drafting step and the "
-    "acceptance length",
-    "preprocess_logits_for_metrics": "no logits are kept",
-    "compute_loss_func": "the loss is that of training-time test",
-    "quantization_config": "the draft is trained in float32. Quantize the target when it is loaded (`target_model_init_kwargs`)",
-}
 
 
 class Eagle3Trainer(DraftSavingTrainer):
@@ -167,10 +157,10 @@ class Eagle3Trainer(DraftSavingTrainer):
         if isinstance(kwargs.get("train_dataset"), FeatureStore) and args.packing:
             raise ValueError("Rows of a feature store are packed when they are extracted. Leave `packing` out.")
         store = self._init_sft_trainer(draft, args, tokenizer, kwargs)
-        self._check_parallelism()
+        check_parallelism(self)
         prepare_vocabulary(self.draft, target_model, self.train_dataset, vocab_size_from_data)
         self._connect_models(store)
-        self._check_batches()
+        check_batches(self)
         check_best_metric(self)
         self.metrics = TTTMetrics(self.accelerator, args.ttt_steps, args.ttt_step_decay)
         show_few(self)
@@ -240,29 +230,6 @@ class Eagle3Trainer(DraftSavingTrainer):
             )
         return store
 
-    def _check_parallelism(self) -> None:
-        """Checks whether FSDP and DeepSpeed can do what the arguments ask for."""
-        if self.is_deepspeed_enabled and self.args.use_muon:
-            raise ValueError(
-                "DeepSpeed splits parameters into flat pieces, and Muon needs whole matrices. Pass `use_muon=False`, or use "
-                "FSDP2 instead."
-            )
-        if self.is_fsdp_enabled and "FULL_STATE_DICT" not in str(self.accelerator.state.fsdp_plugin.state_dict_type):
-            raise ValueError(
-                "`Trainer` cannot save a model that FSDP keeps in parts. Set `fsdp_state_dict_type: FULL_STATE_DICT` in "
-                "accelerate's configuration, as in recipes/accelerate_configs/fsdp2.yaml."
-            )
-        if self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.activation_checkpointing:
-            raise ValueError(
-                "`fsdp_activation_checkpointing: true` is not supported: training-time test keeps the keys of every step, and a "
-                "recomputed forward would add them again. Leave it out of accelerate's configuration."
-            )
-        if self.args.sampled_vocab_size is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            raise ValueError(
-                "`sampled_vocab_size` takes rows of the draft's head, which FSDP and DeepSpeed keep in parts. Leave it out, or "
-                "use DDP: a draft is small."
-            )
-
     def _connect_models(self, store: FeatureStore | None) -> None:
         """Lets the draft read the target, or its stored features."""
         draft = self.draft
@@ -281,17 +248,6 @@ class Eagle3Trainer(DraftSavingTrainer):
         # One forward of the wrapped model is one unroll, so DDP, FSDP and autocast work as around any forward. This
         # replaces the fused loss that `SFTTrainer` puts there.
         draft.forward = MethodType(_forward_or_unroll, draft)
-
-    def _check_batches(self) -> None:
-        """Checks that `dataloader_drop_last` does not drop all data."""
-        train, *evals = all_datasets({"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset})
-        for dataset, name in [(train, "train"), *((each, "eval") for each in evals)]:
-            rows_of_step = getattr(self.args, f"per_device_{name}_batch_size") * self.args.world_size
-            if self.args.dataloader_drop_last and isinstance(dataset, Dataset) and len(dataset) < rows_of_step:
-                raise ValueError(
-                    f"The {name} data has {len(dataset)} rows, which `dataloader_drop_last=True` drops: they do not fill a batch of "
-                    f"{rows_of_step}. Leave it out, or pass a smaller `per_device_{name}_batch_size`."
-                )
 
     def _move_target(self, only_ends: bool = False) -> None:
         """Moves the target, or only its embeddings and head, to the device, unless it is spread over several."""
@@ -659,53 +615,6 @@ class Eagle3Trainer(DraftSavingTrainer):
                 test_dataset, self.processing_class, self.args, packing, self._formatting_func, metric_key_prefix
             )
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
-
-
-def check_call(target_model: str | PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """
-    Checks what does not depend on the models.
-
-    Raises:
-        TypeError: if `target_model` is not a target, an argument does not exist, or a data set is something else.
-        ValueError: if an argument of `SFTTrainer` would do nothing, or a data set is of a kind that cannot be used.
-    """
-    if isinstance(target_model, DraftModel) or not (isinstance(target_model, str) or hasattr(target_model, "config")):
-        raise TypeError(
-            "`target_model` must be the target, a causal language model or the name of one, and `model` the draft; "
-            f"`target_model` is {type(target_model).__name__}."
-        )
-    known = list(inspect.signature(SFTTrainer.__init__).parameters)[3:]  # after `self`, `model` and `args`
-    if unknown := [name for name in kwargs if name not in known]:
-        raise TypeError(
-            f"Eagle3Trainer has no arguments {unknown}. Pass those of `Eagle3TrainingArguments` in `args`; the others are {known}."
-        )
-    for name, reason in UNUSED.items():
-        if kwargs.get(name) is not None:
-            raise ValueError(f"`{name}` would have no effect: {reason}.")
-    if isinstance(kwargs.get("train_dataset"), dict):
-        splits = sorted(kwargs["train_dataset"])
-        raise ValueError(f"`train_dataset` has splits {splits}: pass one of them, such as dataset[{splits[0]!r}].")
-    train_dataset, *evaluated = all_datasets(kwargs)
-    if any(isinstance(dataset, FeatureStore) for dataset in evaluated):
-        raise ValueError("`eval_dataset` is a feature store, but evaluation decodes: pass a data set.")
-    if not isinstance(train_dataset, FeatureStore):
-        check_is_dataset(train_dataset, "train")
-    for dataset in evaluated:
-        if dataset is not None:
-            check_is_dataset(dataset, "eval")
-
-
-def optimizer_name(kwargs: dict[str, Any]) -> str | None:
-    """Returns the name of the class of an optimizer among the arguments of a trainer, or `None`."""
-    optimizer = (kwargs.get("optimizers") or (None, None))[0]
-    chosen = kwargs.get("optimizer_cls_and_kwargs") or (None if optimizer is None else type(optimizer),)
-    return None if chosen[0] is None else chosen[0].__name__
-
-
-def all_datasets(kwargs: dict[str, Any]) -> list[Any]:
-    """Returns the data sets among the arguments of a trainer."""
-    evaluated = kwargs.get("eval_dataset")
-    return [kwargs.get("train_dataset"), *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
 
 
 def _forward_or_unroll(self: DraftModel, *args: Any, unroll: Callable | None = None, **kwargs: Any) -> Any:

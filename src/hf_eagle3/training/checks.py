@@ -1,0 +1,116 @@
+"""Checks of what a trainer is called with."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset
+from transformers import PreTrainedModel
+from trl import SFTTrainer
+
+from ..data import check_is_dataset
+from ..remote_code.modeling_eagle3 import DraftModel
+from .features import FeatureStore
+
+
+if TYPE_CHECKING:
+    from .trainer import Eagle3Trainer
+
+# Arguments of `SFTTrainer` that would do nothing here.
+UNUSED = {
+    "compute_metrics": "there are no predictions to pass. `evaluate` reports the loss, the accuracy of each drafting step and the "
+    "acceptance length",
+    "preprocess_logits_for_metrics": "no logits are kept",
+    "compute_loss_func": "the loss is that of training-time test",
+    "quantization_config": "the draft is trained in float32. Quantize the target when it is loaded (`target_model_init_kwargs`)",
+}
+
+
+def check_call(target_model: str | PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """
+    Checks what does not depend on the models.
+
+    Raises:
+        TypeError: if `target_model` is not a target, an argument does not exist, or a data set is something else.
+        ValueError: if an argument of `SFTTrainer` would do nothing, or a data set is of a kind that cannot be used.
+    """
+    if isinstance(target_model, DraftModel) or not (isinstance(target_model, str) or hasattr(target_model, "config")):
+        raise TypeError(
+            "`target_model` must be the target, a causal language model or the name of one, and `model` the draft; "
+            f"`target_model` is {type(target_model).__name__}."
+        )
+    known = list(inspect.signature(SFTTrainer.__init__).parameters)[3:]  # after `self`, `model` and `args`
+    if unknown := [name for name in kwargs if name not in known]:
+        raise TypeError(
+            f"Eagle3Trainer has no arguments {unknown}. Pass those of `Eagle3TrainingArguments` in `args`; the others are {known}."
+        )
+    for name, reason in UNUSED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"`{name}` would have no effect: {reason}.")
+    if isinstance(kwargs.get("train_dataset"), dict):
+        splits = sorted(kwargs["train_dataset"])
+        raise ValueError(f"`train_dataset` has splits {splits}: pass one of them, such as dataset[{splits[0]!r}].")
+    train_dataset, *evaluated = all_datasets(kwargs)
+    if any(isinstance(dataset, FeatureStore) for dataset in evaluated):
+        raise ValueError("`eval_dataset` is a feature store, but evaluation decodes: pass a data set.")
+    if not isinstance(train_dataset, FeatureStore):
+        check_is_dataset(train_dataset, "train")
+    for dataset in evaluated:
+        if dataset is not None:
+            check_is_dataset(dataset, "eval")
+
+
+def optimizer_name(kwargs: dict[str, Any]) -> str | None:
+    """Returns the name of the class of an optimizer among the arguments of a trainer, or `None`."""
+    optimizer = (kwargs.get("optimizers") or (None, None))[0]
+    chosen = kwargs.get("optimizer_cls_and_kwargs") or (None if optimizer is None else type(optimizer),)
+    return None if chosen[0] is None else chosen[0].__name__
+
+
+def all_datasets(kwargs: dict[str, Any]) -> list[Any]:
+    """Returns the data sets among the arguments of a trainer."""
+    evaluated = kwargs.get("eval_dataset")
+    return [kwargs.get("train_dataset"), *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
+
+
+def check_parallelism(trainer: Eagle3Trainer) -> None:
+    """
+    Raises:
+        ValueError: if FSDP or DeepSpeed cannot do what the arguments ask for.
+    """
+    if trainer.is_deepspeed_enabled and trainer.args.use_muon:
+        raise ValueError(
+            "DeepSpeed splits parameters into flat pieces, and Muon needs whole matrices. Pass `use_muon=False`, or use "
+            "FSDP2 instead."
+        )
+    if trainer.is_fsdp_enabled and "FULL_STATE_DICT" not in str(trainer.accelerator.state.fsdp_plugin.state_dict_type):
+        raise ValueError(
+            "`Trainer` cannot save a model that FSDP keeps in parts. Set `fsdp_state_dict_type: FULL_STATE_DICT` in "
+            "accelerate's configuration, as in recipes/accelerate_configs/fsdp2.yaml."
+        )
+    if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.activation_checkpointing:
+        raise ValueError(
+            "`fsdp_activation_checkpointing: true` is not supported: training-time test keeps the keys of every step, and a "
+            "recomputed forward would add them again. Leave it out of accelerate's configuration."
+        )
+    if trainer.args.sampled_vocab_size is not None and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        raise ValueError(
+            "`sampled_vocab_size` takes rows of the draft's head, which FSDP and DeepSpeed keep in parts. Leave it out, or "
+            "use DDP: a draft is small."
+        )
+
+
+def check_batches(trainer: Eagle3Trainer) -> None:
+    """
+    Raises:
+        ValueError: if `dataloader_drop_last` drops all data.
+    """
+    train, *evals = all_datasets({"train_dataset": trainer.train_dataset, "eval_dataset": trainer.eval_dataset})
+    for dataset, name in [(train, "train"), *((each, "eval") for each in evals)]:
+        rows_of_step = getattr(trainer.args, f"per_device_{name}_batch_size") * trainer.args.world_size
+        if trainer.args.dataloader_drop_last and isinstance(dataset, Dataset) and len(dataset) < rows_of_step:
+            raise ValueError(
+                f"The {name} data has {len(dataset)} rows, which `dataloader_drop_last=True` drops: they do not fill a batch of "
+                f"{rows_of_step}. Leave it out, or pass a smaller `per_device_{name}_batch_size`."
+            )
