@@ -51,6 +51,8 @@ PROMPT_TOKENS = 48
 EOS = "<|endoftext|>"
 # Tokens of a row of texts, and of one of conversations.
 MAX_LENGTH, MAX_LENGTH_OF_CONVERSATIONS = 256, 512
+# For a small target and its texts, and for a chat model (experiments/LOG.md#learning-rates-for-a-chat-model).
+LEARNING_RATE, LEARNING_RATE_OF_CONVERSATIONS = 1e-2, 5e-3
 # Conversations are packed whole. Prompts are learned, too, because a short training has little text.
 OF_CONVERSATIONS = {"packing_strategy": "bfd"}
 # Arguments that target and draft do not depend on, and those that only the draft does.
@@ -129,15 +131,17 @@ def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None
     budget = TimeBudget(args.draft_minutes, "Draft", args.min_steps)
     batch_size = args.batch_size or (8 if torch.cuda.is_available() else 4)
     settings = common_arguments(args, MAX_LENGTH, batch_size)
+    learning_rate = args.learning_rate or LEARNING_RATE
     if "messages" in dataset.column_names:  # longer rows, and fewer: as many tokens a step
         batch_size = args.batch_size or batch_size * MAX_LENGTH // MAX_LENGTH_OF_CONVERSATIONS
         settings = common_arguments(args, MAX_LENGTH_OF_CONVERSATIONS, batch_size) | OF_CONVERSATIONS
+        learning_rate = args.learning_rate or LEARNING_RATE_OF_CONVERSATIONS
     trainer = TimedEagle3Trainer(
         model=None,
         target_model=target,
         args=Eagle3TrainingArguments(
             str(folder) + "-run",
-            learning_rate=args.learning_rate,
+            learning_rate=learning_rate,
             ttt_steps=args.ttt_steps,
             ttt_warmup=args.ttt_warmup,
             ttt_row_share=args.ttt_row_share,
@@ -254,7 +258,11 @@ def parse_arguments() -> argparse.Namespace:
         help="Number of improbable tokens sampled for the loss. Pass the size of the draft vocabulary to use all tokens",
     )
     # In minutes on a CPU new tokens teach more than later TTT steps: those come when the first one is learned.
-    parser.add_argument("--learning_rate", type=float, default=1e-2, help="Tried with small targets only")
+    parser.add_argument(
+        "--learning_rate",
+        type=float,
+        help=f"By default {LEARNING_RATE}, and {LEARNING_RATE_OF_CONVERSATIONS} for conversations. Tried with small targets only",
+    )
     parser.add_argument("--ttt_steps", type=int, default=5, help="Drafting steps unrolled in training")
     parser.add_argument(
         "--ttt_warmup",
