@@ -50,10 +50,15 @@ def is_path(name: str | None) -> TypeGuard[str]:
     return Path(name).is_absolute() or name.startswith((".", "~")) or os.path.exists(name)
 
 
+def is_missing_folder(name: str) -> bool:
+    """Whether the name of a model can only be that of a folder, which does not exist."""
+    return not Path(name).is_dir() and (is_path(name) or name.count("/") > 1)
+
+
 def folder_or_hub_id(name: str) -> str:
     """Returns the name of a model on a command line (argparse `type`), and refuses a path that does not exist."""
     if not Path(name).is_dir():
-        if is_path(name) or name.count("/") > 1:
+        if is_missing_folder(name):
             raise argparse.ArgumentTypeError(f"there is no folder {name}")
         if Path(name).parent.is_dir():
             print(f"There is no folder {name}. Looking for it on the Hub.", file=sys.stderr)

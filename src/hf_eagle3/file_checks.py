@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from transformers.utils import logging
 
+from .environment import is_missing_folder
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import default_aux_layer_ids
 from .tensor_names import find, with_variant
@@ -132,8 +133,11 @@ def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: An
         hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
 
     Raises:
+        FileNotFoundError: if the folder does not exist.
         ValueError: if a file is broken, or names files outside of its folder.
     """
+    if is_missing_folder(str(source)):
+        raise FileNotFoundError(f"There is no folder {source}. Pass the folder of a draft, or a Hub id (owner/name).")
     weights = {with_variant("model.safetensors", variant)}
     for name in INDEX_FILES:
         if (path := find(source, with_variant(name, variant), **hub_kwargs)) is not None:

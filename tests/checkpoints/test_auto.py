@@ -153,6 +153,13 @@ def test_our_own_drafts_run_the_code_that_is_saved_with_them(tmp_path, target):
         AutoModel.from_pretrained(tmp_path, trust_remote_code=False)
 
 
+@pytest.mark.parametrize("name", ["/drafts/mine", "./mine", "outputs/quickstart/draft"])
+def test_folders_that_do_not_exist(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"There is no folder {name}"):
+        Eagle3ForSpeculation.from_pretrained(name)
+
+
 @pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel])
 def test_what_is_said_of_broken_files(tmp_path, loader):
     shutil.copytree(FIXTURES / "classic", tmp_path / "draft")
