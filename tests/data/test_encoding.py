@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from hf_eagle3.data import RowEncoder, RowError, encode_rows
 from hf_eagle3.data.encoding import has_markers, split_documents
-from hf_eagle3.data.rows import WEIGHTS
 from hf_eagle3.tokenizer import PromptEncoder
 
 
@@ -327,7 +326,10 @@ def test_a_row_teaches_from_its_third_token_on(tokenizer):
     assert split_documents(encoded, "train")["input_ids"][:] == [[6, 7, 8]]
 
 
-@pytest.mark.parametrize("key, value", [("weight", 0), ("weight", 0.0), *((key, False) for key in WEIGHTS[1:])])
+LOSS_MARKS = ("train", "training", "trainable", "loss_mask", "loss")
+
+
+@pytest.mark.parametrize("key, value", [("weight", 0), ("weight", 0.0), *((key, False) for key in LOSS_MARKS)])
 @pytest.mark.parametrize("template", ["marked", "unmarked"])
 def test_turns_that_are_not_to_be_learned(template, key, value):
     tokenizer = byte_tokenizer(TEMPLATES["qwen2_5_training"] if template == "marked" else UNMARKED["Zephyr"][0])

@@ -134,6 +134,15 @@ def test_training_from_features_gives_the_losses_of_training_from_the_target(tmp
     assert losses(workers) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["int8", torch.int64, "float8_e5m2", "fp8"])
+def test_dtypes_that_would_not_keep_the_states(tmp_path, tokenizer, dtype):
+    with pytest.raises(ValueError, match="can only be stored in one of"):
+        make_trainer(tmp_path / "run", tokenizer, make_target("llama")).extract_features(
+            tmp_path / "features", dtype=dtype
+        )
+    assert not (tmp_path / "features").exists()
+
+
 @pytest.mark.parametrize("dtype, tolerance", [("float8_e4m3fn", 0.05), ("bfloat16", 0.005)])
 def test_small_dtypes(tmp_path, tokenizer, dtype, tolerance):
     target = make_target("llama")

@@ -38,6 +38,7 @@ Features = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 FORMAT_VERSION = 1
 FP8 = torch.float8_e4m3fn
+STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, FP8)  # integers would keep no fractions
 # Older transformers (5.17) counts attention chunks from the beginning of the row, not of the document.
 COUNTS_CHUNKS_BY_DOCUMENT = hasattr(masking_utils, "remap_positions_for_packed_sequence")
 
@@ -402,8 +403,11 @@ def start_store(
         arguments (`dict`): The output of [`fixed_arguments`].
 
     Raises:
-        ValueError: if the folder holds something else.
+        ValueError: if the folder holds something else, or states cannot be stored in the dtype.
     """
+    if dtype not in STATE_DTYPES:
+        names = [str(each).removeprefix("torch.") for each in STATE_DTYPES]
+        raise ValueError(f"`dtype` is {dtype}, but states can only be stored in one of {names}.")
     folder = Path(folder)
     images = images_digest(rows)
     rows = rows.remove_columns([column for column in rows.column_names if column.startswith("image_")])

@@ -428,7 +428,8 @@ class Eagle3Trainer(DraftSavingTrainer):
                 a scale of its own.
 
         Raises:
-            ValueError: if the data is a stream, the target is sharded by FSDP, or the folder holds something else.
+            ValueError: if the data is a stream, the target is sharded by FSDP, the folder holds something else, or states cannot
+                be stored in the dtype.
         """
         if not isinstance(self.train_dataset, Dataset):
             raise ValueError(
@@ -438,7 +439,7 @@ class Eagle3Trainer(DraftSavingTrainer):
             raise ValueError(
                 "A target sharded by FSDP gives no last states to store. Spread it by `device_map` or tensor parallelism."
             )
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or self.target_model.dtype
+        dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype or self.target_model.dtype
         description = describe(self.target_model, self.processing_class, self.aux_layer_ids)
         if self.accelerator.is_main_process:
             arguments = fixed_arguments(self.args)
