@@ -388,6 +388,19 @@ class FeatureCollator:
         return {**batch, "states": padded}
 
 
+def state_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """
+    Returns a dtype to store states in, given itself or its name.
+
+    Raises:
+        ValueError: if it would not keep them.
+    """
+    by_name = {str(each).removeprefix("torch."): each for each in STATE_DTYPES}
+    if (name := str(dtype).removeprefix("torch.")) not in by_name:
+        raise ValueError(f"`dtype` is {dtype}, but states can only be stored in one of {list(by_name)}.")
+    return by_name[name]
+
+
 def start_store(
     folder: str | Path, rows: Dataset, description: dict, rows_per_shard: int, dtype: torch.dtype, arguments: dict
 ) -> None:
@@ -403,11 +416,8 @@ def start_store(
         arguments (`dict`): The output of [`fixed_arguments`].
 
     Raises:
-        ValueError: if the folder holds something else, or states cannot be stored in the dtype.
+        ValueError: if the folder holds something else.
     """
-    if dtype not in STATE_DTYPES:
-        names = [str(each).removeprefix("torch.") for each in STATE_DTYPES]
-        raise ValueError(f"`dtype` is {dtype}, but states can only be stored in one of {names}.")
     folder = Path(folder)
     images = images_digest(rows)
     rows = rows.remove_columns([column for column in rows.column_names if column.startswith("image_")])

@@ -40,7 +40,16 @@ from .checkpoint import last_whole_checkpoint, what_is_broken
 from .checks import all_datasets, check_batches, check_call, check_parallelism, optimizer_name
 from .console import show_few
 from .evaluation import check_best_metric, decoding_metrics, kept_precision
-from .features import FeatureCollator, FeatureStore, TargetStates, describe, extract, fixed_arguments, start_store
+from .features import (
+    FeatureCollator,
+    FeatureStore,
+    TargetStates,
+    describe,
+    extract,
+    fixed_arguments,
+    start_store,
+    state_dtype,
+)
 from .metrics import TTTMetrics
 from .models import draft_to_train, load_target
 from .optimizer import muon_with_adamw
@@ -439,7 +448,7 @@ class Eagle3Trainer(DraftSavingTrainer):
             raise ValueError(
                 "A target sharded by FSDP gives no last states to store. Spread it by `device_map` or tensor parallelism."
             )
-        dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype or self.target_model.dtype
+        dtype = state_dtype(dtype or self.target_model.dtype)
         description = describe(self.target_model, self.processing_class, self.aux_layer_ids)
         if self.accelerator.is_main_process:
             arguments = fixed_arguments(self.args)
