@@ -19,7 +19,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_eagle3.environment import environment
+from hf_eagle3.environment import environment, folder_or_hub_id, run_script
 from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft
 
 
@@ -62,8 +62,8 @@ def main():
     from hf_eagle3.evaluation import load_prompts  # needs more than `compare` does
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--draft", required=True)
+    parser.add_argument("--target", type=folder_or_hub_id, required=True, help="Folder or Hub id")
+    parser.add_argument("--draft", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     parser.add_argument("--code", choices=CODES, default="installed", help=CODE_HELP)
     parser.add_argument("--prompts", required=True, help='JSON Lines file, one {"prompt": "..."} a line')
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
@@ -114,4 +114,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.baselines import BASELINES, DFlashForSpeculation, best_static_tree, measure_accuracies
-from hf_eagle3.environment import environment, run_script, what_differs
+from hf_eagle3.environment import environment, folder_or_hub_id, run_script, what_differs
 from hf_eagle3.evaluation import BenchmarkResults, load_prompts, plot_all, run_benchmark
 from hf_eagle3.evaluation.drafts import sampled_digest
 from hf_eagle3.evaluation.results import cells
@@ -196,7 +196,7 @@ def tables(results: BenchmarkResults, facts: dict[str, dict]) -> str:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="Folder or Hub id")
+    parser.add_argument("--target", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     parser.add_argument("--dataset", required=True, help='JSON Lines file of {"text": "..."}, or Hub id, to train on')
     parser.add_argument("--prompts", "--tasks", nargs="+", required=True, help="See recipes/benchmark.py")
     parser.add_argument("--output_dir", default="outputs/paper_table")

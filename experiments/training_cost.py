@@ -18,6 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
+from hf_eagle3.environment import folder_or_hub_id, run_script
 
 
 def matrices(module) -> int:
@@ -33,7 +34,12 @@ def mean_steps(steps: int, warmup: float) -> float:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="Folder or Hub id, of which only the configuration is read")
+    parser.add_argument(
+        "--target",
+        type=folder_or_hub_id,
+        required=True,
+        help="Folder or Hub id. Only the configuration is read",
+    )
     parser.add_argument("--draft_vocab_size", type=int, default=32000)
     parser.add_argument("--layer_type", choices=["llama", "qwen3"], default="llama")
     parser.add_argument(
@@ -80,4 +86,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

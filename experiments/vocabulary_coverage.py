@@ -17,6 +17,7 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from hf_eagle3.data import count_tokens, coverage, most_frequent_tokens
+from hf_eagle3.environment import folder_or_hub_id, run_script
 from hf_eagle3.evaluation import load_prompts
 
 
@@ -35,7 +36,7 @@ def count_written(target, prompts: list[list[int]], max_new_tokens: int, **sampl
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="Folder or Hub id")
+    parser.add_argument("--target", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     parser.add_argument("--dataset", required=True, help='JSON Lines file of {"text": "..."} to train on')
     parser.add_argument("--prompts", required=True, help='Held-out prompts, one {"prompt": "..."} a line')
     parser.add_argument("--sizes", type=int, nargs="+", required=True, help="Draft vocabularies")
@@ -62,4 +63,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -196,8 +196,8 @@ def rows_of(dataset: DatasetDict, split: str) -> Dataset | IterableDataset:
         parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in dataset.items()})
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(
-            f"There is no split {split!r}, but {sorted(dataset)}, and parts of them (`train[:1000]`) if they are not streamed. Choose "
-            "by `--dataset_train_split` and, for evaluation, `--dataset_test_split`. Local data has a test split if it is a folder "
+            f"There is no split {split!r}. Choose one of {sorted(dataset)}, or a part of one (`train[:1000]`) if it is not streamed, by "
+            "`--dataset_train_split` and, for evaluation, `--dataset_test_split`. Local data has a test split if it is a folder "
             "with `train.jsonl` and `test.jsonl`. `--eval_strategy no` needs none."
         ) from error
     return concatenate_datasets([dataset[part.splitname].select(range(part.from_, part.to)) for part in parts])
@@ -348,8 +348,8 @@ def main() -> None:
     folder = Path(training_args.output_dir)
     if not training_args.resume_from_checkpoint and folder.is_dir() and get_last_checkpoint(folder) is not None:
         raise ValueError(
-            f"{folder} has checkpoints of another run, which would be overwritten. Go on from them by `--resume_from_checkpoint "
-            "true`, or choose another `--output_dir`."
+            f"{folder} has checkpoints of another run, which would be overwritten. To continue it, pass `--resume_from_checkpoint "
+            "true`. Otherwise choose another `--output_dir`."
         )
     check_writable(folder)
     for name in filter(None, (target_config.model_name_or_path, script_args.draft_name_or_path)):

@@ -876,7 +876,7 @@ def test_resuming_what_was_begun_otherwise(tmp_path, tokenizer):
             {"model_init_kwargs": {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}},
             "another draft: rope_parameters was",
         ),
-        ({"target": make_target("llama", seed=1)}, "of a draft for another target"),
+        ({"target": make_target("llama", seed=1)}, "has a draft for another target"),
         ({"num_train_epochs": 0.5}, "the end of a finished training"),
     ):
         arguments = {**settings, "num_train_epochs": 1.0, **changed}

@@ -99,12 +99,11 @@ def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
         fingerprint = theirs.verifier_fingerprint
         if fingerprint is not None and fingerprint != ours.verifier_fingerprint:
             raise ValueError(
-                f"{checkpoint} is of a draft for another target than {ours.verifier}. Go on with the target that it was begun "
-                "with."
+                f"{checkpoint} has a draft for another target than {ours.verifier}. Pass the target that this training began with."
             )
         if difference := what_differs(of_draft(theirs), of_draft(ours)):
             raise ValueError(
-                f"{checkpoint} is of another draft: {difference}. Go on with the draft that it was begun with."
+                f"{checkpoint} has another draft: {difference}. Pass the draft that this training began with."
             )
     if not record:
         return
@@ -117,8 +116,8 @@ def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
     then, now = ({name: each.get(name, defaults.get(name)) for name in {**then, **now}} for each in (then, now))
     if difference := what_differs(then | {name: record[name] for name in facts}, now | facts):
         raise ValueError(
-            f"{checkpoint} is of a training with other settings: {difference}. Go on with the settings that it was begun with, "
-            "or begin a new training with its draft (`model`, or `--draft_name_or_path`)."
+            f"{checkpoint} was trained with other settings: {difference}. Pass the settings that this training began with, or begin "
+            "a new training with its draft (`model`, or `--draft_name_or_path`)."
         )
 
 
