@@ -2,7 +2,6 @@
 
 from .checks import (
     check_chat_template,
-    check_is_dataset,
     check_positions,
     drop_cut_images,
     kind_of_data,
@@ -23,7 +22,6 @@ __all__ = [
     "RowEncoder",
     "RowError",
     "check_chat_template",
-    "check_is_dataset",
     "check_positions",
     "count_tokens",
     "coverage",

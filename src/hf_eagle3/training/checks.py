@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 from trl import SFTTrainer
 
-from ..data import check_is_dataset
+from ..data.checks import check_is_dataset
 from ..remote_code.modeling_eagle3 import DraftModel
 from .features import FeatureStore
 
