@@ -92,7 +92,7 @@ class TargetStates:
         return self._forward(**texts, **images)
 
     def _packed(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs packed rows without an attention mask: only then transformers finds documents by their positions."""
+        """Runs packed rows without an attention mask. With one, transformers would not look for documents."""
         if not is_flash_attention_requested(self.target.config.get_text_config(decoder=True)):
             return self._forward(input_ids=input_ids, position_ids=position_ids)
         aux, last = self._forward(input_ids=input_ids.reshape(1, -1), position_ids=position_ids.reshape(1, -1))

@@ -62,9 +62,9 @@ def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, args: Eagle3TrainingAr
 
 class PackingCollator(DataCollatorForLanguageModeling):
     """
-    Keeps packed rows apart, with `position_ids` that begin again at each document. TRL joins them to one row, where the
-    target's attention without flash attention, and the draft's below its first step, take time and memory by the square
-    of its length.
+    Keeps packed rows apart, with `position_ids` that begin again at each document. TRL joins them to one row, for flash
+    attention. Any other attention of the target, and the draft's after its first step, would then compute each row against
+    all the others.
     """
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
