@@ -104,8 +104,11 @@ class Phases(TrainerCallback):
             self.results["device"] = kernels(self.profile, self.steps)
 
 
-def trainer_steps(args, lengths: tuple[int, int], max_length: int, steps: int) -> dict:
-    """Returns seconds of a step of `Eagle3Trainer` and of its parts, for a random target of SmolLM2-135M's size."""
+def trainer_steps(args, batch_size: int, lengths: tuple[int, int], max_length: int, steps: int) -> dict:
+    """
+    Returns seconds of a step of `Eagle3Trainer` over `batch_size` packed rows, and of its parts, for a random target of
+    SmolLM2-135M's size.
+    """
     sizes = TINY if args.tiny else SMOLLM2_135M
     words = {f"t{i}": i for i in range(sizes["vocab_size"])}
     tokenizer = PreTrainedTokenizerFast(
@@ -115,7 +118,7 @@ def trainer_steps(args, lengths: tuple[int, int], max_length: int, steps: int) -
         target = AutoModelForCausalLM.from_config(
             AutoConfig.for_model("llama", **sizes), dtype=torch.float32 if args.tiny else torch.bfloat16
         )
-    rng, batch_size = random.Random(0), 8
+    rng = random.Random(0)
     rows = [
         [rng.randrange(2, sizes["vocab_size"]) for _ in range(rng.randint(*lengths))] for _ in range(40 * batch_size)
     ]
@@ -150,7 +153,10 @@ def trainer_steps(args, lengths: tuple[int, int], max_length: int, steps: int) -
 def measure(args, sections) -> None:
     device, tiny = torch.device(args.device), args.tiny
     sizes = ((20, 60), 64, 1) if tiny else ((200, 900), 1024, 4)
-    sections.measure("a step of the trainer", trainer_steps, args, *sizes, seconds=0 if tiny else 30)
+    for rows in (2,) if tiny else (8, 32):
+        sections.measure(
+            f"a step of the trainer, {rows} rows", trainer_steps, args, rows, *sizes, seconds=0 if tiny else 20
+        )
     sizes = TINY if tiny else QWEN3_8B
     # Of the target, only the embedding and the head run. Its layers are only counted.
     config = AutoConfig.for_model("qwen3", **{**sizes, "num_hidden_layers": 8})
@@ -213,7 +219,8 @@ def measure(args, sections) -> None:
 
 def render(results: dict) -> str:
     lines = []
-    if step := results.get("a step of the trainer"):
+    for name in (name for name in results if name.startswith("a step of the trainer")):
+        step = results[name]
         lines += [
             f"A step of the trainer over {step['tokens']} tokens takes {step['seconds']:.3f} s (a random target of "
             "SmolLM2-135M's size, 60% of the rows, 4,096 sampled tokens). With a synchronization after each part: "
