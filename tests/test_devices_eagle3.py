@@ -1,6 +1,7 @@
 """What decoding on CUDA devices needs, as far as a CPU can tell."""
 
 import threading
+import time
 from unittest import mock
 
 import pytest
@@ -70,6 +71,7 @@ def cuda(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, getattr(calls, name))
     monkeypatch.setattr(torch.cuda, "default_generators", [calls.generator])
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", calls.clear, raising=False)
+    calls.stream_of_device.device.index = 0
     return calls
 
 
@@ -85,12 +87,12 @@ def test_a_capture_that_is_left_early_is_ended(cuda, error):
         CudaGraph(function, [torch.ones(1)], stream)
     assert raised.value is error  # not what the end of the capture says
     graph.capture_end.assert_called_once()
-    cuda.generator.graphsafe_set_state.assert_called_once_with(cuda.generator.clone_state.return_value)
+    assert not CudaGraph.lock.locked()
     cuda.current_stream.return_value.wait_stream.assert_called_once_with(stream)
 
 
 def test_a_graph_has_workspaces_of_its_own(cuda):
-    graph = CudaGraph(lambda tensor: [tensor], [torch.ones(1)], mock.MagicMock())
+    graph = CudaGraph(lambda tensor: [tensor], [torch.ones(1)], cuda.stream_of_device)
     begin, end = (
         cuda.mock_calls.index(getattr(mock.call.CUDAGraph(), f"capture_{name}")(**arguments))
         for name, arguments in (("begin", {"capture_error_mode": "thread_local"}), ("end", {}))
@@ -99,6 +101,36 @@ def test_a_graph_has_workspaces_of_its_own(cuda):
     assert clears[0] < begin < end < clears[1]
     graph(torch.zeros(1))
     assert graph.outputs[0].item() == 0
+
+
+def test_other_threads_draw_from_a_state_that_no_capture_blocks(cuda):
+    generator = cuda.generator
+    own, states = generator.graphsafe_get_state.return_value, []
+    cuda.CUDAGraph.return_value.capture_begin.side_effect = lambda **_: states.extend(generator.mock_calls)
+    CudaGraph(lambda tensor: [tensor], [torch.ones(1)], cuda.stream_of_device)
+    set_state = mock.call.graphsafe_set_state
+    assert states[-1] == set_state(generator.clone_state.return_value)  # what the capture blocks
+    assert generator.mock_calls[-1] == set_state(own)
+
+
+def test_captures_wait_for_each_other(cuda):
+    seen, entered, other = [], threading.Event(), []
+
+    def slow(tensor):
+        entered.set()
+        time.sleep(0.05)  # the other thread would begin now
+        seen.append("slow ends")
+        return [tensor]
+
+    def begin_another():
+        entered.wait()
+        CudaGraph(lambda tensor: other.append(list(seen)) or [tensor], [torch.ones(1)], cuda.stream_of_device)
+
+    thread = threading.Thread(target=begin_another)
+    thread.start()
+    CudaGraph(slow, [torch.ones(1)], cuda.stream_of_device)
+    thread.join()
+    assert other == [["slow ends"]]
 
 
 def test_it_is_off_while_a_draft_decodes_wherever_the_prompt_is(target, draft):

@@ -428,6 +428,19 @@ def test_profile(tmp_path):
     assert not hasattr(module.Verifier.verify, "__wrapped__")
 
 
+def test_a_profile_leaves_captures_of_cuda_graphs_alone(monkeypatch):
+    target = make_target("llama")
+    draft = make_draft(target, [make_prompt(5)])
+    waits, times = [], OwnTimes()
+    monkeypatch.setattr("hf_eagle3.evaluation.profile.synchronize", waits.append)
+    inputs = torch.zeros(1, 1, draft.fc.in_features)
+    for is_capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda is_capturing=is_capturing: is_capturing)
+        with timed_parts(draft, torch.device("cuda"), times):
+            draft.combine_hidden_states(inputs)
+        assert bool(waits) == bool(times.seconds) == (not is_capturing)
+
+
 def test_the_head_counts_as_the_draft():
     target, seconds = make_target("llama"), 0.0
     draft = make_draft(target, [make_prompt(5)])

@@ -16,6 +16,7 @@ from .benchmark import synchronize
 
 
 PROMPT, REST = "prompt", "Python and the rest"
+IN_A_GRAPH = ("draft forwards", "tree building")  # on CUDA devices a graph drafts the whole tree, so they are one part
 # A part, and a function of it: in the draft's code (module, and class if it is a method), or in transformers. Where a
 # function of another part runs inside, its time counts for the other part.
 PARTS = (
@@ -94,6 +95,9 @@ def profile_steps(
     own, total = times.seconds, sum(times.seconds.values())
     prompt_seconds = own.pop(PROMPT, 0.0)
     order = [*dict.fromkeys(part for part, *_ in PARTS), REST]
+    if target.device.type == "cuda":
+        own["drafting"] = sum(own.pop(part, 0.0) for part in IN_A_GRAPH)
+        order.insert(0, "drafting")
     seconds = {part: own[part] / max(steps, 1) for part in order if own[part]}
     return {"steps": steps, "seconds": seconds, "seconds_of_calls": total, "seconds_of_prompts": prompt_seconds}
 
@@ -112,7 +116,9 @@ def timed_parts(draft: PreTrainedModel, device: torch.device, times: OwnTimes) -
     def timed(function: Callable, part: str) -> Callable:
         @functools.wraps(function)
         def timed_function(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # a compiled step has no separate parts
+            # What is compiled or captured has no separate parts, and a capture must not synchronize.
+            is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if torch.compiler.is_compiling() or is_captured:
                 return function(*args, **kwargs)
             with times.spent_on(part):
                 result = function(*args, **kwargs)

@@ -107,24 +107,29 @@ class CudaGraph:
     """
 
     has_failed = False  # in this process
+    lock = threading.Lock()  # one capture at a time: what another one begins with would break it
 
     def __init__(self, function: Callable, inputs: Sequence[torch.Tensor | None], stream: Any):
         self.inputs = [None if each is None else each.clone() for each in inputs]
         self.graph = torch.cuda.CUDAGraph()
-        with on_stream(stream):
+        generator = torch.cuda.default_generators[stream.device.index]
+        with on_stream(stream), CudaGraph.lock:
             torch.cuda.synchronize()
             # A graph must not use a workspace of cuBLAS that others may free. Without one it allocates its own.
             torch._C._cuda_clearCublasWorkspaces()
-            with torch.inference_mode(False):  # the generator's state, which it makes, must serve other captures, too
-                self.graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on
+            # A capture blocks the generator's state, with which other threads may draw. So it gets another one.
+            state = generator.graphsafe_get_state()
+            with torch.inference_mode(False):  # the states must serve other captures, too
+                generator.graphsafe_set_state(generator.clone_state())
+                try:
+                    self.graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on
+                finally:
+                    generator.graphsafe_set_state(state)
             try:
                 self.outputs = function(*self.inputs)
             except BaseException:
                 with contextlib.suppress(RuntimeError):
                     self.graph.capture_end()
-                # It still takes itself for captured, and would refuse to draw.
-                generator = torch.cuda.default_generators[stream.device.index]
-                generator.graphsafe_set_state(generator.clone_state())
                 raise
             self.graph.capture_end()
             torch._C._cuda_clearCublasWorkspaces()
