@@ -2,11 +2,13 @@
 
 import copy
 import functools
+from unittest import mock
 
 import pytest
 import torch
 from conftest import FAMILIES, each_once, make_batch, make_draft, make_oracle, make_prompt, make_target
 from simulated_graph import SimulatedGraph
+from test_retired_rows import end_token
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
@@ -389,6 +391,73 @@ def test_a_draft_that_is_captured(graphs, family, cache, sampling, lengths, poli
         assert len(graphs) <= 3  # one more where the draft's slots are moved to make room
         if cache and len(lengths) == 1:  # the draft, and what the cache keeps
             assert len(graphs) == 2 and min(graph.num_replays for graph in graphs) > 5
+
+
+def test_the_next_call_takes_the_graph_of_the_last_one(graphs, target):
+    draft, prompts = (
+        make_draft(target, PROMPTS),
+        [make_prompt(9), make_prompt(11, seed=1), make_prompt(9).repeat(2, 1)],
+    )
+    draft.generation_config.tree_policy = "static"
+    settings, numbers = {"max_new_tokens": 24, "do_sample": False}, []
+    for prompt in (*prompts, prompts[1], prompts[2]):
+        expected = target.generate(prompt, **settings)
+        assert torch.equal(target.generate(prompt, assistant_model=draft, **settings), expected)
+        numbers.append(len(graphs))
+    assert numbers == [1, 1, 2, 2, 2]  # one for each number of rows
+    torch.manual_seed(0)
+    target.generate(prompts[0], assistant_model=draft, max_new_tokens=24, do_sample=True, top_k=20)
+    assert len(graphs) == 3  # this one takes noise, too
+    draft.set_output_embeddings(copy.deepcopy(draft.get_output_embeddings()))
+    target.generate(prompts[0], assistant_model=draft, **settings)
+    assert len(graphs) == 4
+    handle = draft.layers[0].register_forward_hook(lambda *_: None)
+    for number in (5, 6):
+        target.generate(prompts[0], assistant_model=draft, **settings)
+        assert len(graphs) == number  # a hook may do anything, and is no part of a graph
+    handle.remove()
+
+
+def test_calls_at_the_same_time_do_not_share_a_graph(graphs, target):
+    draft, prompt = make_draft(target, PROMPTS), make_prompt(9)
+    draft.generation_config.tree_policy = "static"
+    expected = target.generate(prompt, max_new_tokens=24, do_sample=False)
+
+    def generate():
+        return target.generate(prompt, assistant_model=draft, max_new_tokens=24, do_sample=False)
+
+    generate()
+    propose, texts, proposed = Drafter.propose, [], []
+
+    def propose_beside_another_call(self, *args):
+        proposed.append(self)
+        if len(proposed) == 3:
+            texts.append(generate())
+        return propose(self, *args)
+
+    with mock.patch.object(Drafter, "propose", propose_beside_another_call):
+        texts.append(generate())
+    assert len(texts) == 2 and all(torch.equal(text, expected) for text in texts)
+    assert len(graphs) == 2  # one of them found none
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampling"])
+def test_rows_that_leave_do_not_make_new_graphs(graphs, target, sampling):
+    batch = make_batch([5, 40, 17, 9, 25, 13, 8, 30], seed=3)
+    settings = {"do_sample": False, "pad_token_id": 0, **sampling, "max_new_tokens": 48}
+    torch.manual_seed(1)
+    text = target.generate(**batch, **settings)
+    settings["eos_token_id"] = end_token(batch, text)
+    draft = make_draft(target, [batch["input_ids"]])
+    draft.generation_config.tree_policy, draft.generation_config.output_steps = "static", True
+    for _ in range(2):
+        torch.manual_seed(1)
+        expected = target.generate(**batch, **settings)
+        torch.manual_seed(1)
+        assert torch.equal(target.generate(**batch, assistant_model=draft, **settings), expected)
+        assert len({len(step.rows) for step in draft.last_generation.steps}) > 3
+    # For 8 rows, 4, 2 and 1; each once more where the slots were moved to make room.
+    assert len(graphs) <= 8
 
 
 def test_a_captured_draft_beside_short_lookups(graphs, target):

@@ -518,6 +518,7 @@ class BlockProposer(Drafter):
     def __init__(self, draft: DFlashForSpeculation, call: GenerationCall):
         super().__init__(draft, call)
         self.num_spare = draft.config.block_size  # slots beside the text
+        self.graphed_tree = None  # it grows no tree level by level
 
     def read(self, rows: Rows) -> None:
         """Adds the target's states to the context. The tokens are not read: the states know them, but for the newest."""

@@ -2,12 +2,12 @@
 """The acceptance rule, and picking tokens as `_sample` does, with the noise that it would draw."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import EosTokenCriteria, LogitsProcessorList, TemperatureLogitsWarper
 
-from .devices_eagle3 import random_state, reads_without_sync, set_random_state
+from .devices_eagle3 import on_device, random_state, reads_without_sync, set_random_state
 from .outputs_eagle3 import ReturnedOutputs, TreeOutputs
 from .text_eagle3 import SampleArguments, Text, stack_right, take_rows
 from .tree_eagle3 import Accepted, DraftTree
@@ -137,18 +137,15 @@ class Sampler:
             choices = scores.argmax(dim=-1)
             return choices, torch.zeros_like(choices, dtype=torch.bool)
         self.vocab_size = scores.shape[-1]
-        noise = torch.stack([self._noise_of_rows(level) for level in range(1 + tree.max_depth)], dim=1)
+        noise = self._noise_of_rows(range(1 + tree.max_depth))
         return _sample_with(scores, noise if num_nodes == 1 else take_rows(noise, tree.depths))
 
-    def _noise_of_rows(self, level: int, rows: list[int] | None = None) -> torch.Tensor:
-        """The noise `(rows, V)` of the token `level` after the next one, in these rows or all."""
-        text, first = self.text, self.text.shortest
+    def _noise_of_rows(self, levels: Sequence[int], rows: list[int] | None = None) -> torch.Tensor:
+        """The noise `(rows, levels, V)` of the tokens `levels` after the next one, in these rows or all."""
+        text = self.text
         rows = list(range(text.batch_size)) if rows is None else rows
-        positions = {text.lengths[row] + level for row in rows}
-        if len(positions) == 1 and len(rows) == text.num_rows:
-            return self.noise.at(positions.pop(), first, self.vocab_size)
-        noise = [self.noise.at(text.lengths[row] + level, first, self.vocab_size)[text.rows[row]] for row in rows]
-        return torch.stack(noise)
+        positions = [[text.lengths[row] + level for level in levels] for row in rows]
+        return self.noise.of([text.rows[row] for row in rows], positions, text.shortest, self.vocab_size)
 
     def guess(self, logits: torch.Tensor, level: int, token_ids: torch.Tensor | None) -> torch.Tensor:
         """
@@ -159,16 +156,16 @@ class Sampler:
         scores = logits.float().flatten(0, -2)
         for warper in self.warpers:
             scores = warper(None, scores)
-        return sample_scores(scores.view_as(logits), self.noise_ahead(level, token_ids, logits))
+        return sample_scores(scores.view_as(logits), self.noise_ahead([level], token_ids, logits)[:, 0])
 
-    def noise_ahead(self, level: int, token_ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """The noise `(B, V)` with which the target will draw, for logits of the width and device of `like`."""
-        noise = self._noise_of_rows(level).to(like.device)
+    def noise_ahead(self, levels: Sequence[int], token_ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """The noise `(B, levels, V)` with which the target will draw, for logits of the width and device of `like`."""
+        noise = self._noise_of_rows(levels).to(like.device)
         if token_ids is None and noise.shape[-1] == like.shape[-1]:
             return noise
         # A target may have fewer logits than tokens, or more. Tokens without a logit get any noise.
         token_ids = torch.arange(like.shape[-1], device=like.device) if token_ids is None else token_ids
-        return noise[:, token_ids.clamp(max=noise.shape[-1] - 1)]
+        return noise[..., token_ids.clamp(max=noise.shape[-1] - 1)]
 
     def _pick(self, rows: list[int], nodes: list[int], outputs: TreeOutputs) -> list[int]:
         """Picks at visited nodes, for all rows at once if nothing reads their text, else by row length."""
@@ -221,7 +218,7 @@ class Sampler:
             return torch.argmax(scores, dim=-1).tolist()
         if not self.draws_ahead:
             return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1).tolist()
-        next_tokens, is_broken = _sample_with(scores, self._noise_of_rows(0, rows))
+        next_tokens, is_broken = _sample_with(scores, self._noise_of_rows([0], rows)[:, 0])
         self._check_probabilities(rows, is_broken.tolist())
         return next_tokens.tolist()
 
@@ -303,44 +300,69 @@ class NoiseStream:
     def __init__(self, num_rows: int, device: torch.device, draws_ahead: bool):
         self.num_rows, self.device, self.draws_ahead = num_rows, device, draws_ahead
         self.generator = None if draws_ahead else torch.Generator(device)
-        # By position: the noise, and the generator's state before it was drawn.
-        self.drawn: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        # The noise of position `p` is in slot `p % num_slots`, `(num_slots, num_rows, V)`. So one kernel reads any rows.
+        self.noise = torch.empty(0, num_rows, 0, device=device)
+        self.drawn: dict[int, torch.Tensor | None] = {}  # positions, and the generator's state before each draw
         self.last_state: torch.Tensor | None = None  # of the device's generator, after the last draw
         self.next = 0  # the next position to draw for
 
-    def at(self, position: int, first: int, vocab_size: int) -> torch.Tensor:
-        """The noise of a position, `(num_rows, vocab_size)`. Noise before `first`, sampled in all rows, is dropped."""
+    def of(self, rows: list[int], positions: list[list[int]], first: int, vocab_size: int) -> torch.Tensor:
+        """
+        The noise `(B, K, vocab_size)` of `K` positions of each of `B` rows of the call. Noise before `first`, sampled in
+        all rows, is dropped.
+        """
+        self._draw_up_to(max(map(max, positions)), first, vocab_size)
+        num_slots, num_rows = self.noise.shape[:2]
+        if len(rows) == num_rows and len(set(map(tuple, positions))) == len(positions[0]) == 1:
+            return self.noise[positions[0][0] % num_slots, :, None]
+        places = [position % num_slots * num_rows + row for row, of_row in zip(rows, positions) for position in of_row]
+        noise = self.noise.flatten(0, 1).index_select(0, on_device(places, self.device))
+        return noise.view(len(rows), -1, vocab_size)
+
+    def _draw_up_to(self, last: int, first: int, vocab_size: int) -> None:
+        """Draws for the positions from `first` to `last` that are not drawn yet."""
         for old in [old for old in self.drawn if old < first]:
             del self.drawn[old]
         self.next = max(self.next, first)
         if self.generator is not None:
             state = random_state(self.device)
-            _, before = self.drawn.get(first, (None, None))
+            before = self.drawn.get(first)
             if before is None or not torch.equal(before, state):
                 self.drawn.clear()
                 self.generator.set_state(state)
                 self.next = first
-        while self.next <= position:
-            self.drawn[self.next] = self._draw(vocab_size)
+        self._reserve(last + 1 - first, vocab_size)
+        while self.next <= last:
+            self.drawn[self.next] = self._draw(self.noise[self.next % len(self.noise)])
             self.next += 1
-        return self.drawn[position][0]
 
-    def _draw(self, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        noise = torch.empty(self.num_rows, vocab_size, dtype=torch.float32, device=self.device)
+    def _reserve(self, num_positions: int, vocab_size: int) -> None:
+        """Makes room for so many positions."""
+        if num_positions <= len(self.noise):
+            return
+        num_slots = num_positions + num_positions // 2
+        with torch.inference_mode(False):  # it is written in and outside of this mode
+            noise = torch.empty(num_slots, self.num_rows, vocab_size, dtype=torch.float32, device=self.device)
+        for position in self.drawn:
+            noise[position % num_slots] = self.noise[position % len(self.noise)]
+        self.noise = noise
+
+    def _draw(self, noise: torch.Tensor) -> torch.Tensor:
+        """Draws noise in place. Returns the generator's state before."""
         if self.generator is not None:
             before = self.generator.get_state()
-            return noise.exponential_(generator=self.generator), before
+            noise.exponential_(generator=self.generator)
+            return before
         before = random_state(self.device)
         if self.last_state is not None and not torch.equal(before, self.last_state):
-            # Another thread has drawn: no state before that can be restored.
-            self.drawn = {position: (drawn, None) for position, (drawn, _) in self.drawn.items()}
+            self.drawn = dict.fromkeys(self.drawn)  # another thread has drawn: no state before that can be restored
         noise.exponential_()
         self.last_state = random_state(self.device)
-        return noise, before
+        return before
 
     def rewind(self, position: int) -> None:
         """Rewinds the device's generator to before `position`, unless others have drawn since."""
-        _, state = self.drawn.get(position, (None, None))
+        state = self.drawn.get(position)
         if state is None or self.last_state is None:  # also if nothing was drawn ahead
             return
         if torch.equal(random_state(self.device), self.last_state):

@@ -80,6 +80,8 @@ class TreeDecoding:
             raise
         else:
             returned_cache = verifier.finish(self.returned)
+            for proposer in self.proposers.values():
+                proposer.finish()
         finally:
             cache.release()
             self.sampler.noise.rewind(text.longest_of_call)

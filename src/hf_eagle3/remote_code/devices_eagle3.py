@@ -167,17 +167,19 @@ class GraphedFunction:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.num_calls = 0
         self.state: object = None
+        self.shapes: list[Any] = []  # of the inputs
         self.graph: CudaGraph | None = None
 
     def __call__(
         self, function: Callable, state: object, *inputs: torch.Tensor | None
     ) -> Sequence[torch.Tensor | None]:
         """
-        Calls `function(*inputs)`. Another `state`, which the function reads and writes, means a new capture. The next
-        call may overwrite what this one returns.
+        Calls `function(*inputs)`. Another `state`, which the function reads and writes, or inputs of other shapes mean a
+        new capture. The next call may overwrite what this one returns.
         """
-        if state is not self.state:
-            self.state, self.num_calls, self.graph = state, 0, None
+        shapes = [None if each is None else (each.shape, each.dtype) for each in inputs]
+        if state is not self.state or shapes != self.shapes:
+            self.state, self.shapes, self.num_calls, self.graph = state, shapes, 0, None
         self.num_calls += 1
         if self.graph is None and self.num_calls > self.CALLS_BEFORE and not CudaGraph.has_failed:
             try:

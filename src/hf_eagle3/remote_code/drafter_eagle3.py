@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draft as a proposer: its keys and values in one call, its unread tokens, and growing its tree."""
 
+import threading
+import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -195,6 +197,7 @@ class Drafter(Proposer):
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.lengths: list[int] = []  # how many tokens each row has read
+        self.places: list[int] = []  # where each row's slots are in keys and values
         # Accepted and not yet read: tokens, states and positions (B, R, ...), and how many are each row's.
         self.unread: list[tuple[tuple[torch.Tensor, ...], list[int]]] = []
         self.token_ids = None if draft.d2t is None else draft.draft_token_ids
@@ -229,13 +232,22 @@ class Drafter(Proposer):
             for blocks, counts in unread:
                 self._add([block[index.to(block.device)] for block in blocks], [counts[row] for row in rows])
             if self.lengths:
-                self.lengths = [self.lengths[row] for row in rows]
-                self.keys, self.values = ([states[index] for states in each] for each in (self.keys, self.values))
+                self.lengths, self.places = ([of_row[row] for row in rows] for of_row in (self.lengths, self.places))
+                # Another capture takes longer than drafting for rows that have left.
+                if self.graphed_tree is None or 2 * len(rows) <= len(self.keys[0]):
+                    self.compact()
+
+    def compact(self) -> None:
+        """Removes the slots of rows that have left the batch."""
+        if self.keys and len(self.places) < len(self.keys[0]):
+            self._move(self.places, self.keys[0].shape[2])
+            self.places = list(range(len(self.places)))
 
     def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Sampler | None = None) -> DraftTree:
         with self.inference_mode():
             if self.has_fixed_shapes or (self.graphed_tree is not None and plan == self.max_plan):
                 return self._fixed_tree(sampler)
+            self.compact()
             state, unread = self._prepare(has_fixed_shape=False)
             # Counting the nodes above a threshold forces a sync. Verifying more costs little.
             threshold = self.call.threshold if reads_without_sync(unread.tokens.device) else 0.0
@@ -247,10 +259,11 @@ class Drafter(Proposer):
         device = unread.tokens.device
         noise = temperature = None
         if sampler is not None:
-            like = self.weight.T  # as wide as logits
-            levels = range(self.max_plan.depth)
-            noise = torch.stack([sampler.noise_ahead(level, self.token_ids, like) for level in levels], dim=1)
+            noise = sampler.noise_ahead(
+                range(self.max_plan.depth), self.token_ids, like=self.weight.T
+            )  # as wide as logits
             temperature = on_device(sampler.temperature, device)
+            noise = self._for_places(noise)
         power = on_device(self.call.calibration.power, device, torch.float32)
 
         def grow(*inputs: Any) -> tuple[torch.Tensor | None, ...]:
@@ -258,9 +271,24 @@ class Drafter(Proposer):
 
         inputs, graph = (*unread, power, noise, temperature), self.graphed_tree
         grown: Any = grow(*inputs) if graph is None else graph(grow, self.keys, *inputs)
+        if len(self.places) < len(self.keys[0]):
+            index = on_device(self.places, device)
+            grown = [None if each is None else each.index_select(0, index) for each in grown]
         tokens, parents, depths, ancestors, confidences = grown
         # The next CUDA graph overwrites what this one returned. Tokens may be needed longer (see `ReplayCache`).
         return DraftTree(tokens.clone(), parents, depths, ancestors, confidences, self.max_plan.depth)
+
+    def _for_places(self, entries: Any) -> Any:
+        """Entries of each row (a tensor or a list), as an entry for each place. Places without a row repeat the first's."""
+        num_places = len(self.keys[0])
+        if len(self.places) == num_places:
+            return entries
+        rows = [0] * num_places
+        for row, place in enumerate(self.places):
+            rows[place] = row
+        if isinstance(entries, list):
+            return [entries[row] for row in rows]
+        return entries.index_select(0, on_device(rows, entries.device))
 
     def _prepare(self, has_fixed_shape: bool) -> tuple[DraftState, Unread]:
         """The inputs of a tree: the newest tokens. Reads all others."""
@@ -278,7 +306,8 @@ class Drafter(Proposer):
         self.reserve(max(past) + blocks[0].shape[1] + num_spare)
         longest = None if has_fixed_shape else max(past)
         state = DraftState(self.draft, self.call.embedding, self.keys, self.values, longest)
-        return state, Unread(*blocks, *on_device([counts, past], blocks[0].device))
+        tokens, states, positions, counts, past = map(self._for_places, (*blocks, counts, past))
+        return state, Unread(tokens, states, positions, *on_device([counts, past], tokens.device))
 
     def take_unread(self) -> Rows:
         """All unread steps, joined."""
@@ -337,16 +366,89 @@ class Drafter(Proposer):
 
     def reserve(self, num_slots: int) -> None:
         """Makes room for `num_slots` in each row."""
-        config = self.draft.config.transformer_layer_config
         if self.call.capacity is not None:
             num_slots = self.call.capacity + self.num_spare
+        if self.graphed_tree is not None:  # few sizes, so that calls can share graphs
+            num_slots = max(1 << (num_slots - 1).bit_length(), 256)
         if not self.keys:
-            shape = len(self.lengths), config.num_key_value_heads, 0, config.head_dim
-            self.keys, self.values = ([self.weight.new_zeros(shape) for _ in self.draft.layers] for _ in range(2))
-        if num_slots > self.keys[0].shape[2]:  # at least doubles each time
-            self.keys, self.values = (
-                [F.pad(states, (0, 0, 0, num_slots)) for states in each] for each in (self.keys, self.values)
-            )
+            self.places = list(range(len(self.lengths)))
+            self._move(self.places, num_slots)
+        elif num_slots > (num_present := self.keys[0].shape[2]):  # at least doubles each time
+            self._move(list(range(len(self.keys[0]))), max(num_slots, 2 * num_present))
+
+    def _move(self, places: list[int], num_slots: int) -> None:
+        """Moves the slots of these places to others with zeros: those of an earlier graph, or new ones."""
+        old, graph = (*self.keys, *self.values), self.graphed_tree
+        self.finish()
+        kept = None if graph is None else KeptGraph.take(self.draft, len(places), num_slots, self._conditions())
+        if kept is None:
+            config = self.draft.config.transformer_layer_config
+            shape = len(places), config.num_key_value_heads, num_slots, config.head_dim
+            with torch.inference_mode(False):  # calls in and outside of this mode write to them
+                keys, values = ([self.weight.new_zeros(shape) for _ in self.draft.layers] for _ in range(2))
+            kept = KeptGraph(keys, values, None if graph is None else GraphedFunction(self.weight.device), None)
+        self.keys, self.values, self.graphed_tree, _ = kept
+        for new_states, states in zip((*self.keys, *self.values), old):
+            new_states[:, :, : states.shape[2]] = states[on_device(places, states.device)]
+
+    def finish(self) -> None:
+        """Keeps the graph for the next call. The slots of its text are not needed any more."""
+        graph = self.graphed_tree
+        if graph is not None and graph.graph is not None and graph.state is self.keys:
+            KeptGraph(self.keys, self.values, graph, self._conditions()).keep(self.draft)
+
+    def _conditions(self) -> tuple | None:
+        """What a graph of this call depends on, beside its inputs and slots; `None` if that may change unnoticed."""
+        embedding = self.call.embedding
+        for module in (*self.draft.modules(), embedding):
+            hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+            if hooks or "forward" in vars(module) or not type(module).__module__.startswith(PLAIN_MODULES):
+                return None
+        tensors = (*self.draft.parameters(), *self.draft.buffers(), embedding.weight)
+        addresses = tuple((each.data_ptr(), each.shape, each.dtype) for each in tensors)
+        autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        return self.max_plan, self.has_fixed_shapes, addresses, autocast
+
+
+# Modules whose computation nothing but their tensors and hooks can change. Adapters can be switched off, and others.
+PLAIN_MODULES = ("torch.nn.", "transformers.", "hf_eagle3.", f"{__package__}.")
+
+
+class KeptGraph(NamedTuple):
+    """A draft's graph between two calls, with the slots that it reads and writes."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    graph: GraphedFunction | None
+    conditions: tuple | None  # of the call that captured it
+
+    def keep(self, draft: PreTrainedModel) -> None:
+        """Keeps it for as long as the draft lives, or until there are `MOST_KEPT` newer ones."""
+        if self.conditions is None:
+            return
+        with _LOCK:
+            kept = _KEPT.setdefault(draft, {})
+            kept.pop(len(self.keys[0]), None)
+            kept[len(self.keys[0])] = self
+            for num_rows in list(kept)[:-MOST_KEPT]:
+                del kept[num_rows]
+
+    @staticmethod
+    def take(draft: PreTrainedModel, num_rows: int, num_slots: int, conditions: tuple | None) -> "KeptGraph | None":
+        """Takes a graph for these rows, under the same conditions, so that no other thread uses it. Its slots are zeros."""
+        with _LOCK:
+            kept = _KEPT.get(draft, {}).pop(num_rows, None)
+        # Many more slots would make each step longer.
+        if kept is None or kept.conditions != conditions or not num_slots <= kept.keys[0].shape[2] <= 4 * num_slots:
+            return None
+        for states in (*kept.keys, *kept.values):
+            states.zero_()
+        return kept
+
+
+# The graphs of each draft, by the number of rows.
+_KEPT: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_LOCK, MOST_KEPT = threading.Lock(), 4
 
 
 def can_be_captured(draft: PreTrainedModel, embedding: torch.nn.Embedding) -> bool:

@@ -261,6 +261,9 @@ class Proposer:
     def select(self, rows: list[int]) -> None:
         """Called when finished rows leave the batch, with the indices `rows` of those that stay."""
 
+    def finish(self) -> None:
+        """Called at the end of the call."""
+
 
 def grow_tree(
     root_tokens: torch.Tensor,  # (B, 1)
