@@ -85,3 +85,16 @@ def test_acceptance_rates_are_those_of_sampling_by_the_same_noise():
     p, q = torch.cat([p, 1 - p.sum(-1, keepdim=True)], dim=-1), F.pad(q, (0, 1))
     same = (noise / p).argmin(-1) == (noise / q).argmin(-1)
     torch.testing.assert_close(same.float().mean(0), rates, atol=0.01, rtol=0)
+
+
+def test_tokens_that_the_target_rules_out():
+    """Some targets give tokens of their vocabulary a logit of -inf."""
+    target_logits, logits = torch.randn(2, 3, 8), torch.randn(2, 3, 8, requires_grad=True)
+    target_logits[..., 5] = -torch.inf
+    probs, entropy = probabilities(target_logits)
+    losses = DraftLoss.apply(logits, probs, entropy)
+    losses.sum().backward()
+    kept = [0, 1, 2, 3, 4, 6, 7]
+    p, q = target_logits[..., kept].log_softmax(dim=-1), logits.detach().log_softmax(dim=-1)[..., kept]
+    torch.testing.assert_close(losses, (p.exp() * (p - q)).sum(dim=-1))
+    assert logits.grad.isfinite().all()

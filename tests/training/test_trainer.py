@@ -977,7 +977,10 @@ def test_arguments_stay_the_caller_s(tmp_path, tokenizer):
     assert trainer.args.hub_token == args.hub_token == "hf_mine" and pickle.loads(pickle.dumps(args)).hub_token is None
 
 
-def test_a_loss_that_is_not_a_number_ends_training(tmp_path, tokenizer):
+@pytest.mark.parametrize(
+    "field, advice", [("target_logits", "a lower learning rate"), ("aux_hidden_states", "load the target in bfloat16")]
+)
+def test_a_loss_that_is_not_a_number_ends_training(tmp_path, tokenizer, field, advice):
     trainer = make_trainer(tmp_path, tokenizer, max_steps=6, save_strategy="steps", save_steps=2)
     compute_loss, calls = trainer.target_features, []
 
@@ -985,11 +988,12 @@ def test_a_loss_that_is_not_a_number_ends_training(tmp_path, tokenizer):
         batch = compute_loss(inputs)
         calls.append(batch)
         if len(calls) == 4:
-            batch.target_logits[0, 5] = torch.nan
+            getattr(batch, field)[0, 5] = torch.nan
         return batch
 
     trainer.target_features = broken
-    with pytest.raises(FloatingPointError, match=r"loss is nan at step 4, for a batch that begins with \['the "):
+    beginning = r"loss is nan at step 4, for a batch that begins with \['the "
+    with pytest.raises(FloatingPointError, match=f"{beginning}.*{advice}"):
         trainer.train()
     Eagle3ForSpeculation.from_pretrained(tmp_path / "checkpoint-2")
     assert not (tmp_path / "checkpoint-4").exists()

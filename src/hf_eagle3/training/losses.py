@@ -33,7 +33,8 @@ def probabilities(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for piece, piece_probs in pieces(logits, probs):
         log_probs = piece.float().log_softmax(dim=-1)
         torch.exp(log_probs, out=piece_probs)
-        entropies.append(-dot(piece_probs, log_probs))
+        # A target may rule tokens out by a logit of -inf. Zero times that would be NaN.
+        entropies.append(-dot(piece_probs, log_probs.clamp_(min=torch.finfo(torch.float32).min)))
     return probs, torch.cat(entropies, dim=-1)
 
 

@@ -488,7 +488,8 @@ class Eagle3Trainer(DraftSavingTrainer):
             # The rows are those of all processes, and DDP takes the mean of their gradients.
             loss = loss * self.accelerator.num_processes
 
-        self._unchecked_loss = loss.detach(), self.state.global_step + 1, batch.input_ids[:, :30]
+        has_states = batch.aux_hidden_states.isfinite().all()
+        self._unchecked_loss = loss.detach(), has_states, self.state.global_step + 1, batch.input_ids[:, :30]
         self.metrics.add("train" if model.training else "eval", outputs)
         return (loss, {"loss": loss}) if return_outputs else loss
 
@@ -502,12 +503,15 @@ class Eagle3Trainer(DraftSavingTrainer):
         """
         if self._unchecked_loss is None:
             return
-        (loss, step, tokens), self._unchecked_loss = self._unchecked_loss, None
+        (loss, has_states, step, tokens), self._unchecked_loss = self._unchecked_loss, None
         if not torch.isfinite(loss):
+            advice = "Try a lower learning rate, or `bf16` instead of `fp16`."
+            if not has_states:
+                advice = "The target's states are not finite there: load the target in bfloat16 or float32 (`dtype`)."
             raise FloatingPointError(
                 f"The loss is {loss.item()} at step {step}, for a batch that begins with "
                 f"{self.processing_class.batch_decode(tokens)}. The draft is not saved; earlier checkpoints are in "
-                f"{self.args.output_dir}. Try a lower learning rate, or `bf16` instead of `fp16`."
+                f"{self.args.output_dir}. {advice}"
             )
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
