@@ -198,6 +198,13 @@ MAMBA = {"initializer_range": 0.1, "mamba_d_state": 8, "mamba_d_head": 8, "mamba
 # With states that are not keys and values: those of convolutions, which can be cropped, and recurrent ones, which
 # cannot.
 CONVOLUTIONAL = {"lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2})}
+# With few heads many scores of the index are exactly 0: which of them are chosen would be chance.
+SPARSE = {"q_lora_rank": 16, "index_topk": 16, "index_n_heads": 16, "index_head_dim": 16}
+INDEXED = {
+    kind: (kind, {**MOE, **LATENT, **ROUTED, **SPARSE})
+    for kind in ("deepseek_v32", "glm_moe_dsa")
+    if kind in CONFIG_MAPPING
+}
 RECURRENT = {
     "qwen3_next": ("qwen3_next", {**MOE, **DELTA_RULE, "shared_expert_intermediate_size": 16}),
     "qwen3_5": ("qwen3_5_text", DELTA_RULE),
@@ -217,7 +224,7 @@ RECURRENT = {name: (kind, changes) for name, (kind, changes) in RECURRENT.items(
 
 def make_target(family: str, seed: int = 0, **changes):
     """A random target in fp32. Weights are large, so that its text is neither constant nor full of near ties."""
-    model_type, family_changes = (FAMILIES | MORE_FAMILIES | CONVOLUTIONAL | RECURRENT)[family]
+    model_type, family_changes = (FAMILIES | MORE_FAMILIES | CONVOLUTIONAL | INDEXED | RECURRENT)[family]
     config = AutoConfig.for_model(model_type, **{**BASE, **family_changes, **changes})
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -16,6 +16,7 @@ from conftest import (
     BLOCK_DRAFTS,
     CONVOLUTIONAL,
     FAMILIES,
+    INDEXED,
     MORE_FAMILIES,
     RECURRENT,
     VOCAB_SIZE,
@@ -45,7 +46,7 @@ from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 
 # Targets to which tokens were added, and what they were before.
 BEFORE_RESIZING: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-EVERY_FAMILY = sorted(FAMILIES | MORE_FAMILIES | CONVOLUTIONAL | RECURRENT)
+EVERY_FAMILY = sorted(FAMILIES | MORE_FAMILIES | CONVOLUTIONAL | INDEXED | RECURRENT)
 cached_target = functools.cache(make_target)
 tokenizer = functools.cache(make_tokenizer)
 

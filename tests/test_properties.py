@@ -14,6 +14,7 @@ import torch
 from conftest import (
     CONVOLUTIONAL,
     FAMILIES,
+    INDEXED,
     RECURRENT,
     VOCAB_SIZE,
     lookups_of,
@@ -94,7 +95,7 @@ def calls(draw):
     database=None,
 )
 @given(
-    family=st.sampled_from(sorted(FAMILIES | CONVOLUTIONAL | RECURRENT)),
+    family=st.sampled_from(sorted(FAMILIES | CONVOLUTIONAL | INDEXED | RECURRENT)),
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     kwargs=calls(),
     tree=st.fixed_dictionaries(

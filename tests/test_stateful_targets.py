@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import (
     CONVOLUTIONAL,
+    INDEXED,
     RECURRENT,
     each_once,
     lookups_of,
@@ -21,7 +22,7 @@ from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 
 
 SETTINGS = {"max_new_tokens": 24, "do_sample": False}
-FAMILIES = [*CONVOLUTIONAL, *RECURRENT]
+FAMILIES = [*CONVOLUTIONAL, *INDEXED, *RECURRENT]
 
 
 def assert_same_cache(actual, expected):

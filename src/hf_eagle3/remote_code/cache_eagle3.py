@@ -23,8 +23,9 @@ from .devices_eagle3 import GraphedFunction, captures_graphs, on_device
 from .text_eagle3 import align_right, flat_indices
 
 
-# Layers that share another layer's keys. Older transformers have no such class.
-SHARING = ("DummyLayer",)
+# Classes that older transformers do not have: layers that share another layer's keys, and layers with keys of an index
+# beside them, which only `crop` keeps in step.
+SHARING, INDEXED = ("DummyLayer",), ("DynamicIndexedLayer",)
 
 
 def additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -117,7 +118,8 @@ class TreeCache:
         self.length = int(cache.get_seq_length()) - num_new  # kept in Python: a static cache counts on its device
         # States updated by every token can follow one path only.
         is_linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
-        self.is_chain = is_linear or not self.takes_trees
+        is_indexed = any(type(layer).__name__ in INDEXED for layer in cache.layers)
+        self.is_chain = is_linear or is_indexed or not self.takes_trees
         self.is_static, self.graphed_keep = is_static(cache), None
         devices = {layer.keys.device for layer in filter(has_keys, cache.layers)}
         if self.is_static and len(devices) == 1 and captures_graphs(*devices):
@@ -392,7 +394,9 @@ def check_cache(cache: Cache | None, may_replay: bool) -> Cache:
     if cache.offloading and is_static(cache):
         raise ValueError("EAGLE-3 decoding does not offload a static cache. Use `cache_implementation='static'`.")
     for layer in cache.layers:
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer) or type(layer).__name__ in SHARING:
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer):
+            continue
+        if type(layer).__name__ in (*SHARING, *INDEXED):
             continue
         if not is_static(cache):
             if may_replay and type(layer) in (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer):
