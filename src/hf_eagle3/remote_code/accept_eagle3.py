@@ -340,7 +340,7 @@ class NoiseStream:
         """Makes room for so many positions."""
         if num_positions <= len(self.noise):
             return
-        num_slots = num_positions + num_positions // 2
+        num_slots = num_positions + 16
         with torch.inference_mode(False):  # it is written in and outside of this mode
             noise = torch.empty(num_slots, self.num_rows, vocab_size, dtype=torch.float32, device=self.device)
         for position in self.drawn:

@@ -110,14 +110,16 @@ class CudaGraph:
     lock = threading.Lock()  # one capture at a time: what another one begins with would break it
 
     def __init__(self, function: Callable, inputs: Sequence[torch.Tensor | None], stream: Any):
-        self.inputs = [None if each is None else each.clone() for each in inputs]
+        with torch.inference_mode(False):  # calls in and outside of this mode write to them
+            self.inputs = [None if each is None else torch.empty_like(each).copy_(each) for each in inputs]
         self.graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[stream.device.index]
         with on_stream(stream), CudaGraph.lock:
             torch.cuda.synchronize()
             # A graph must not use a workspace of cuBLAS that others may free. Without one it allocates its own.
             torch._C._cuda_clearCublasWorkspaces()
-            # A capture blocks the generator's state, with which other threads may draw. So it gets another one.
+            # A capture blocks the generator's state, with which other threads may draw. So it gets another one. (What they
+            # draw in the few microseconds until the state is back is drawn again.)
             state = generator.graphsafe_get_state()
             with torch.inference_mode(False):  # the states must serve other captures, too
                 generator.graphsafe_set_state(generator.clone_state())

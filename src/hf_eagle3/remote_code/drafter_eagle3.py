@@ -233,21 +233,25 @@ class Drafter(Proposer):
                 self._add([block[index.to(block.device)] for block in blocks], [counts[row] for row in rows])
             if self.lengths:
                 self.lengths, self.places = ([of_row[row] for row in rows] for of_row in (self.lengths, self.places))
-                # Another capture takes longer than drafting for rows that have left.
-                if self.graphed_tree is None or 2 * len(rows) <= len(self.keys[0]):
-                    self.compact()
+                if self.graphed_tree is None:
+                    self.compact(len(rows))
+                elif 2 * len(rows) <= len(
+                    self.keys[0]
+                ):  # another capture takes longer than drafting for rows that left
+                    self.compact(1 << (len(rows) - 1).bit_length())  # few sizes, so that calls can share graphs
 
-    def compact(self) -> None:
-        """Removes the slots of rows that have left the batch."""
-        if self.keys and len(self.places) < len(self.keys[0]):
-            self._move(self.places, self.keys[0].shape[2])
+    def compact(self, num_places: int) -> None:
+        """Moves to fewer places. Those without a row get the slots of the first row."""
+        if self.keys and num_places < len(self.keys[0]):
+            unused = num_places - len(self.places)
+            self._move([*self.places, *self.places[:1] * unused], self.keys[0].shape[2])
             self.places = list(range(len(self.places)))
 
     def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Sampler | None = None) -> DraftTree:
         with self.inference_mode():
             if self.has_fixed_shapes or (self.graphed_tree is not None and plan == self.max_plan):
                 return self._fixed_tree(sampler)
-            self.compact()
+            self.compact(len(self.places))
             state, unread = self._prepare(has_fixed_shape=False)
             # Counting the nodes above a threshold forces a sync. Verifying more costs little.
             threshold = self.call.threshold if reads_without_sync(unread.tokens.device) else 0.0
@@ -378,8 +382,7 @@ class Drafter(Proposer):
 
     def _move(self, places: list[int], num_slots: int) -> None:
         """Moves the slots of these places to others with zeros: those of an earlier graph, or new ones."""
-        old, graph = (*self.keys, *self.values), self.graphed_tree
-        self.finish()
+        old, graph = (self.keys, self.values), self.graphed_tree
         kept = None if graph is None else KeptGraph.take(self.draft, len(places), num_slots, self._conditions())
         if kept is None:
             config = self.draft.config.transformer_layer_config
@@ -387,9 +390,11 @@ class Drafter(Proposer):
             with torch.inference_mode(False):  # calls in and outside of this mode write to them
                 keys, values = ([self.weight.new_zeros(shape) for _ in self.draft.layers] for _ in range(2))
             kept = KeptGraph(keys, values, None if graph is None else GraphedFunction(self.weight.device), None)
+        for new, states in zip((*kept.keys, *kept.values), (*old[0], *old[1])):
+            new[:, :, : states.shape[2]] = states[on_device(places, states.device)]
+        if self.keys and len(self.keys[0]) != len(places):  # one that has become too small is not kept
+            self.finish()
         self.keys, self.values, self.graphed_tree, _ = kept
-        for new_states, states in zip((*self.keys, *self.values), old):
-            new_states[:, :, : states.shape[2]] = states[on_device(places, states.device)]
 
     def finish(self) -> None:
         """Keeps the graph for the next call. The slots of its text are not needed any more."""
@@ -399,15 +404,19 @@ class Drafter(Proposer):
 
     def _conditions(self) -> tuple | None:
         """What a graph of this call depends on, beside its inputs and slots; `None` if that may change unnoticed."""
-        embedding = self.call.embedding
-        for module in (*self.draft.modules(), embedding):
+        # The weights that autocast has cast are freed at its end.
+        if torch.is_autocast_enabled("cuda"):
+            return None
+        for module in self.draft.modules():
             hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-            if hooks or "forward" in vars(module) or not type(module).__module__.startswith(PLAIN_MODULES):
+            is_changed = hooks > 0 or "forward" in vars(module) or module._compiled_call_impl is not None
+            if is_changed or not type(module).__module__.startswith(PLAIN_MODULES):
                 return None
-        tensors = (*self.draft.parameters(), *self.draft.buffers(), embedding.weight)
+        tensors = (*self.draft.parameters(), *self.draft.buffers(), self.call.embedding.weight)
+        if any(type(each) not in (torch.Tensor, torch.nn.Parameter) for each in tensors):  # quantized, or sharded
+            return None
         addresses = tuple((each.data_ptr(), each.shape, each.dtype) for each in tensors)
-        autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        return self.max_plan, self.has_fixed_shapes, addresses, autocast
+        return self.max_plan, self.has_fixed_shapes, addresses
 
 
 # Modules whose computation nothing but their tensors and hooks can change. Adapters can be switched off, and others.
@@ -423,15 +432,14 @@ class KeptGraph(NamedTuple):
     conditions: tuple | None  # of the call that captured it
 
     def keep(self, draft: PreTrainedModel) -> None:
-        """Keeps it for as long as the draft lives, or until there are `MOST_KEPT` newer ones."""
-        if self.conditions is None:
+        """Keeps it for as long as the draft lives, unless it is large, or `MOST_KEPT` others have more rows."""
+        if self.conditions is None or sum(each.nbytes for each in (*self.keys, *self.values)) > MOST_BYTES:
             return
         with _LOCK:
             kept = _KEPT.setdefault(draft, {})
-            kept.pop(len(self.keys[0]), None)
             kept[len(self.keys[0])] = self
-            for num_rows in list(kept)[:-MOST_KEPT]:
-                del kept[num_rows]
+            if len(kept) > MOST_KEPT:
+                del kept[min(kept)]
 
     @staticmethod
     def take(draft: PreTrainedModel, num_rows: int, num_slots: int, conditions: tuple | None) -> "KeptGraph | None":
@@ -448,13 +456,15 @@ class KeptGraph(NamedTuple):
 
 # The graphs of each draft, by the number of rows.
 _KEPT: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-_LOCK, MOST_KEPT = threading.Lock(), 4
+_LOCK, MOST_KEPT, MOST_BYTES = threading.Lock(), 8, 2**28
 
 
 def can_be_captured(draft: PreTrainedModel, embedding: torch.nn.Embedding) -> bool:
     """Whether a draft's tree can be captured as a CUDA graph: it must not sync."""
     device, config = draft.device, draft.config
     is_on_device = config.has_own_embed_tokens or embedding.weight.device == device
+    if getattr(config, "static_tree", None) is not None:  # EAGLE's reads lists
+        return False
     # Frequencies that switch depend on the largest position.
     return captures_graphs(device) and is_on_device and not position_limits(config.transformer_layer_config)
 

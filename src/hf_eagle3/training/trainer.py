@@ -161,7 +161,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         # The step of the weights that were loaded at the end, and the length of the log then.
         self.best: tuple[int, int] | None = None
         # The latest loss, its step, and the beginning of its batch.
-        self._unchecked_loss: tuple[torch.Tensor, int, torch.Tensor] | None = None
+        self._unchecked_loss: tuple[torch.Tensor, torch.Tensor, int, torch.Tensor] | None = None
 
         if isinstance(kwargs.get("train_dataset"), FeatureStore) and args.packing:
             raise ValueError("Rows of a feature store are packed when they are extracted. Leave `packing` out.")
