@@ -229,7 +229,9 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS, grace
     parser.add_argument(
         "--draft_seconds", type=float, help="Time for training the draft. By default 33%% of the part's"
     )
-    parser.add_argument("--train_batch_size", type=int, default=16, help="Sequences of 1,024 tokens in a training step")
+    parser.add_argument(
+        "--train_batch_size", type=int, default=16, help="Sequences of 1,024 tokens in a training step"
+    )
     parser.add_argument("--config", help="Folder or Hub id of a model. Its size replaces Qwen3-8B's")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="Rehearse with tiny models. The figures mean nothing")
