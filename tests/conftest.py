@@ -198,11 +198,12 @@ MAMBA = {"initializer_range": 0.1, "mamba_d_state": 8, "mamba_d_head": 8, "mamba
 # With states that are not keys and values: those of convolutions, which can be cropped, and recurrent ones, which
 # cannot.
 CONVOLUTIONAL = {"lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2})}
-# With few heads many scores of the index are exactly 0: which of them are chosen would be chance.
-SPARSE = {"q_lora_rank": 16, "index_topk": 16, "index_n_heads": 16, "index_head_dim": 16}
+# Which of equal scores of the index are chosen depends on the shape. With few heads many are exactly 0. So are all of a
+# padding token's, whose embedding is 0.
+SPARSE = {"q_lora_rank": 16, "index_topk": 16, "index_n_heads": 16, "index_head_dim": 16, "pad_token_id": None}
 INDEXED = {
     kind: (kind, {**MOE, **LATENT, **ROUTED, **SPARSE})
-    for kind in ("deepseek_v32", "glm_moe_dsa")
+    for kind in ("deepseek_v32", "glm_moe_dsa", "axk2")
     if kind in CONFIG_MAPPING
 }
 RECURRENT = {

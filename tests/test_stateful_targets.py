@@ -298,3 +298,27 @@ def test_what_is_read_again_is_what_was_read(family):
         batch["input_ids"].clone(), attention_mask=batch["attention_mask"], assistant_model=draft, **settings
     )
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("breaks", ["before", "after"])
+@pytest.mark.parametrize("family", INDEXED)
+def test_a_forward_that_breaks_off_at_an_index(family, breaks, monkeypatch):
+    """The keys of a layer are longer than its index, or the other way round."""
+    target, prompt = make_target(family), make_prompt(9)
+    cache, draft, calls = DynamicCache(config=target.config), make_draft(target, [prompt]), []
+    update = cache.layers[1].update_indexer
+
+    def break_off(states):
+        calls.append(states.shape[1])
+        if len(calls) == 3 and breaks == "before":
+            raise MemoryError
+        result = update(states)
+        if len(calls) == 3:
+            raise MemoryError
+        return result
+
+    monkeypatch.setattr(cache.layers[1], "update_indexer", break_off)
+    with pytest.raises(MemoryError):
+        target.generate(prompt, assistant_model=draft, past_key_values=cache, max_new_tokens=20, do_sample=False)
+    assert len(calls) == 3 and calls[-1] > 1
+    assert {each.indexer_keys.shape[1] for each in cache.layers} == {cache.get_seq_length()}

@@ -12,7 +12,8 @@ from test_retired_rows import end_token
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
-from hf_eagle3.remote_code.drafter_eagle3 import Drafter
+from hf_eagle3.baselines import BASELINES
+from hf_eagle3.remote_code.drafter_eagle3 import Drafter, can_be_captured
 from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 from hf_eagle3.remote_code.policy_eagle3 import StaticPolicy
 from hf_eagle3.remote_code.tree_eagle3 import Plan
@@ -416,6 +417,37 @@ def test_the_next_call_takes_the_graph_of_the_last_one(graphs, target):
         target.generate(prompts[0], assistant_model=draft, **settings)
         assert len(graphs) == number  # a hook may do anything, and is no part of a graph
     handle.remove()
+
+
+@pytest.mark.parametrize("what", ["autocast", "large", "quantized"])
+def test_graphs_that_are_not_kept(graphs, target, monkeypatch, what):
+    draft, prompt = make_draft(target, PROMPTS), make_prompt(9)
+    draft.generation_config.tree_policy = "static"
+    if what == "autocast":  # it frees the weights that it has cast
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cpu": device == "cuda")
+    elif what == "large":
+        monkeypatch.setattr("hf_eagle3.remote_code.drafter_eagle3.MOST_BYTES", 2**10)
+    else:
+        weight = draft.norm.weight.detach().as_subclass(type("Quantized", (torch.Tensor,), {}))
+        draft.norm.weight = torch.nn.Parameter(weight, requires_grad=False)
+    for number in (1, 2):
+        target.generate(prompt, assistant_model=draft, max_new_tokens=24, do_sample=False)
+        assert len(graphs) == number
+
+
+def test_the_smallest_of_many_graphs_is_dropped(graphs, target, monkeypatch):
+    monkeypatch.setattr("hf_eagle3.remote_code.drafter_eagle3.MOST_KEPT", 2)
+    draft, numbers = make_draft(target, PROMPTS), []
+    draft.generation_config.tree_policy = "static"
+    for num_rows in (2, 3, 1, 4, 3, 4):
+        target.generate(make_prompt(9).repeat(num_rows, 1), assistant_model=draft, max_new_tokens=24, do_sample=False)
+        numbers.append(len(graphs))
+    assert numbers == [1, 2, 3, 4, 4, 4]
+
+
+def test_static_trees_of_eagle_are_not_captured(graphs, target):
+    draft = BASELINES["eagle"].make_draft(target)
+    assert draft.config.static_tree is not None and not can_be_captured(draft, target.get_input_embeddings())
 
 
 def test_calls_at_the_same_time_do_not_share_a_graph(graphs, target):

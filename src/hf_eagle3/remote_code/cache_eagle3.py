@@ -207,10 +207,13 @@ class TreeCache:
                 num_new = layer.conv_states[0].shape[-1] - layer.conv_kernel_size[0]
             else:
                 continue
+            index = getattr(layer, "indexer_keys", None)
             if num_new > 0 and self.is_static:
                 layer.cumulative_length.fill_(self.length)
             elif num_new > 0:
                 self.crop(-num_new, layer)
+            if index is not None:  # a forward that broke off may have left it shorter than the keys, or longer
+                layer.indexer_keys = index[:, : self.length]
 
     def select(self, rows: list[int], excess: int) -> None:
         """Keeps only these rows, and drops the `excess` leftmost positions, which only other rows used."""

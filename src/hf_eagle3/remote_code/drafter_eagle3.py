@@ -235,10 +235,9 @@ class Drafter(Proposer):
                 self.lengths, self.places = ([of_row[row] for row in rows] for of_row in (self.lengths, self.places))
                 if self.graphed_tree is None:
                     self.compact(len(rows))
-                elif 2 * len(rows) <= len(
-                    self.keys[0]
-                ):  # another capture takes longer than drafting for rows that left
-                    self.compact(1 << (len(rows) - 1).bit_length())  # few sizes, so that calls can share graphs
+                # Another capture takes longer than drafting for rows that left. Few sizes let calls share graphs.
+                elif 2 * len(rows) <= len(self.keys[0]):
+                    self.compact(1 << (len(rows) - 1).bit_length())
 
     def compact(self, num_places: int) -> None:
         """Moves to fewer places. Those without a row get the slots of the first row."""
