@@ -409,11 +409,14 @@ def test_the_next_call_takes_the_graph_of_the_last_one(graphs, target):
     torch.manual_seed(0)
     target.generate(prompts[0], assistant_model=draft, max_new_tokens=24, do_sample=True, top_k=20)
     assert len(graphs) == 3  # this one takes noise, too
+    for number in (4, 4):
+        target.generate(prompts[0], assistant_model=draft, **settings)
+        assert len(graphs) == number
     draft.set_output_embeddings(copy.deepcopy(draft.get_output_embeddings()))
     target.generate(prompts[0], assistant_model=draft, **settings)
-    assert len(graphs) == 4
+    assert len(graphs) == 5  # the weights are elsewhere
     handle = draft.layers[0].register_forward_hook(lambda *_: None)
-    for number in (5, 6):
+    for number in (6, 7):
         target.generate(prompts[0], assistant_model=draft, **settings)
         assert len(graphs) == number  # a hook may do anything, and is no part of a graph
     handle.remove()
@@ -488,8 +491,8 @@ def test_rows_that_leave_do_not_make_new_graphs(graphs, target, sampling):
         torch.manual_seed(1)
         assert torch.equal(target.generate(**batch, assistant_model=draft, **settings), expected)
         assert len({len(step.rows) for step in draft.last_generation.steps}) > 3
-    # For 8 rows, 4, 2 and 1; each once more where the slots were moved to make room.
-    assert len(graphs) <= 8
+    assert {len(graph.inputs[0]) for graph in graphs} <= {8, 4, 2, 1}
+    assert len(graphs) <= 4
 
 
 def test_a_captured_draft_beside_short_lookups(graphs, target):

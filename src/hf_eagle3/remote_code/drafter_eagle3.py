@@ -233,11 +233,8 @@ class Drafter(Proposer):
                 self._add([block[index.to(block.device)] for block in blocks], [counts[row] for row in rows])
             if self.lengths:
                 self.lengths, self.places = ([of_row[row] for row in rows] for of_row in (self.lengths, self.places))
-                if self.graphed_tree is None:
-                    self.compact(len(rows))
-                # Another capture takes longer than drafting for rows that left. Few sizes let calls share graphs.
-                elif 2 * len(rows) <= len(self.keys[0]):
-                    self.compact(1 << (len(rows) - 1).bit_length())
+                # Another capture takes longer than drafting for rows that left. A power of two lets calls share graphs.
+                self.compact(len(rows) if self.graphed_tree is None else 1 << (len(rows) - 1).bit_length())
 
     def compact(self, num_places: int) -> None:
         """Moves to fewer places. Those without a row get the slots of the first row."""
