@@ -80,8 +80,8 @@ def set_draft_vocabulary(
     draft: "DraftModel", draft_token_ids: Sequence[int] | torch.Tensor | None, target: PreTrainedModel
 ) -> None:
     """
-    Replaces a draft's vocabulary, and its `lm_head` with the target's rows for these tokens. If the target's head has
-    another width, the new `lm_head` is random.
+    Replaces a draft's vocabulary, and its `lm_head` with the target's rows for these tokens, times the factor of the target's
+    logits. If the target's head has another width, the new `lm_head` is random.
 
     Args:
         draft (`Eagle3ForSpeculation`): The draft.
@@ -114,10 +114,18 @@ def set_draft_vocabulary(
     if target_head.shape[-1] == draft.config.hidden_size:
         with torch.no_grad():
             head.weight.copy_(target_head[token_ids.to(target_head.device)])
+            if not hasattr(draft.config, "output_multiplier"):  # DFlash multiplies its logits
+                head.weight *= logit_factor(target)
     else:
         draft._init_weights(head)
     draft.set_output_embeddings(head)
     store_draft_vocabulary(draft, token_ids.to(device))
+
+
+def logit_factor(target: PreTrainedModel) -> float:
+    """Returns by what a target multiplies its head's output (Cohere's `logit_scale`, Granite's `logits_scaling`)."""
+    config = target.config.get_text_config(decoder=True)
+    return float(getattr(config, "logit_scale", None) or 1) / float(getattr(config, "logits_scaling", None) or 1)
 
 
 def trim_draft_vocabulary(draft: "DraftModel", draft_token_ids: Sequence[int] | torch.Tensor) -> None:
@@ -134,7 +142,7 @@ def trim_draft_vocabulary(draft: "DraftModel", draft_token_ids: Sequence[int] | 
         ValueError: if there are no ids, or the draft's vocabulary lacks one of them.
     """
     token_ids = torch.as_tensor(draft_token_ids, dtype=torch.long).flatten().unique()  # ascending
-    head, known = draft.get_output_embeddings(), draft.draft_token_ids
+    known = draft.draft_token_ids
     token_ids = token_ids.to(known.device)
     kept = torch.isin(known, token_ids).nonzero().flatten()
     if len(token_ids) == 0 or len(kept) < len(token_ids):
@@ -143,11 +151,13 @@ def trim_draft_vocabulary(draft: "DraftModel", draft_token_ids: Sequence[int] | 
             f"`draft_token_ids` must be tokens of the draft's vocabulary, and at least one. It has {len(token_ids)} ids, and the "
             f"vocabulary of {len(known)} tokens lacks {len(unknown)} of them (the first are {unknown[:3]})."
         )
-    if head.out_features > 0:  # else the target's head serves
-        rows = head.weight.detach()[kept]
-        resize_head(head, len(kept))
-        with torch.no_grad():
-            head.weight.copy_(rows)
+    heads = [module for name, module in draft.named_modules() if name.endswith("lm_head")]  # Medusa has several
+    for head in heads:
+        if head.out_features > 0:  # else the target's head serves
+            rows = head.weight.detach()[kept]
+            resize_head(head, len(kept))
+            with torch.no_grad():
+                head.weight.copy_(rows)
     store_draft_vocabulary(draft, token_ids)
 
 

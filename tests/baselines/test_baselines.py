@@ -362,9 +362,22 @@ def test_fresh_drafts_say_what_the_target_says(family):
     medusa = BASELINES["hydra"].draft_class.from_target(target)
     batch = features_of(target, medusa, tokens)
     for states, head, *_ in medusa.unroll(batch, 5):
-        torch.testing.assert_close(head(states) * getattr(target.config, "logit_scale", 1.0), expected)
-    eagle = BASELINES["eagle"].draft_class.from_target(target)
-    torch.testing.assert_close(eagle.lm_head(batch.aux_hidden_states), expected)
+        torch.testing.assert_close(head(states), expected)
+    for draft_class in (BASELINES["eagle"].draft_class, Eagle3ForSpeculation):
+        draft = draft_class.from_target(target)
+        draft.set_draft_vocabulary(range(10, 40), target)  # as the trainer does with that of its data
+        torch.testing.assert_close(draft.lm_head(batch.aux_hidden_states), expected[..., 10:40])
+
+
+@pytest.mark.parametrize("method", ["hydra", "eagle"])
+def test_every_head_loses_tokens(method):
+    target, prompt = make_target("llama"), make_prompt(6)
+    draft = BASELINES[method].draft_class.from_target(target)
+    draft.trim_draft_vocabulary(range(3, 50))
+    text = target.generate(prompt, assistant_model=draft, max_new_tokens=20, do_sample=False)
+    assert torch.equal(text, target.generate(prompt, max_new_tokens=20, do_sample=False))
+    heads = [module for name, module in draft.named_modules() if name.endswith("lm_head")]
+    assert {head.out_features for head in heads} == {47} == {len(head.weight) for head in heads}
 
 
 def test_what_other_methods_have_not():

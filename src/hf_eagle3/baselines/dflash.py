@@ -16,6 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
 from transformers.utils import logging
 
 from ..file_checks import read_json
+from ..making import logit_factor
 from ..remote_code.accept_eagle3 import Sampler
 from ..remote_code.cache_eagle3 import additive_mask
 from ..remote_code.devices_eagle3 import on_device, reads_without_sync
@@ -239,11 +240,10 @@ class DFlashForSpeculation(BaselineDraft):
     def default_overrides(cls, target: PreTrainedModel, overrides: dict[str, Any]) -> dict[str, Any]:
         """Factors and soft cap of the target's logits become the draft's."""
         config = target.config.get_text_config(decoder=True)
-        factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         return {
             "model_type": "qwen3",
             "mask_token_id": "pad",
-            "output_multiplier": float(factor),
+            "output_multiplier": logit_factor(target),
             "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
         } | overrides
 

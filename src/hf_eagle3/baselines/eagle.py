@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ..remote_code.modeling_eagle3 import (
@@ -84,14 +83,6 @@ class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
         self.rotary_emb = Eagle3RotaryEmbedding(layer_config)
         self.set_output_embeddings(nn.Linear(layer_config.hidden_size, config.draft_vocab_size, bias=False))
         self.post_init()
-
-    @classmethod
-    def from_target(cls, target: PreTrainedModel, *args: Any, **kwargs: Any) -> DraftModel:
-        """See [`~modeling_eagle3.DraftModel.from_target`]. The copied head includes factors of the target's logits."""
-        draft, config = super().from_target(target, *args, **kwargs), target.config.get_text_config(decoder=True)
-        factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-        draft.lm_head.weight.data *= factor
-        return draft
 
     def set_output_embeddings(self, head: nn.Linear) -> None:
         self.lm_head = head.requires_grad_(False)
