@@ -563,9 +563,9 @@ def test_a_file_of_weights_that_was_cut_off_is_named(draft, tmp_path):
     draft.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     content = file.read_bytes()
-    for cut, message in ((content[:-10], "has .* bytes, but must have"), (content[:40], "its beginning is broken")):
+    for cut in (content[:-10], content[:40], content + b" ", b"", b"x" * 100):
         file.write_bytes(cut)
-        with pytest.raises(ValueError, match=f"model.safetensors .*{message}"):
+        with pytest.raises(ValueError, match=r"model.safetensors is no whole safetensors file .*Download it again"):
             Eagle3ForSpeculation.from_pretrained(tmp_path)
 
 

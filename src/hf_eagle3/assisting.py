@@ -1,15 +1,15 @@
 """Using a draft in calls of `generate` that other code makes."""
 
-import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
+from .remote_code.assistant_eagle3 import hook_method
 from .remote_code.cache_eagle3 import check_cache
 from .remote_code.target_eagle3 import check_given_cache
 
@@ -66,7 +66,7 @@ def assist(target: PreTrainedModel, draft: "AssistantMixin") -> Iterator[None]:
     if not isinstance(model, GenerationMixin):
         raise TypeError(f"`assist(target, draft)` takes a model that generates, not {type(target).__name__}.")
     draft.validate_target(model)
-    _install()
+    hook_method(GenerationMixin, "generate", "_looks_for_drafts", generate_with_drafts)
     entry = object()
     with _LOCK:
         _DRAFTS.setdefault(model, {})[entry] = draft
@@ -109,25 +109,14 @@ def needs_other_decoding(
     return bool(wants_attentions or not keeps_cache or other_cache or is_other)
 
 
-def _install() -> None:
-    """Makes `generate` look for a draft. Installing twice changes nothing."""
-    generate = GenerationMixin.generate
-    if getattr(generate, "_looks_for_drafts", False):
-        return
-
+def generate_with_drafts(generate: Callable, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """`generate` with the draft that assists the target now, if there is one."""
+    draft = draft_for(target)
+    if draft is None:
+        return generate(target, *args, **kwargs)
     signature = inspect.signature(generate)
-    _, *names = signature.parameters
-
-    @functools.wraps(generate)
-    def generate_with_drafts(self: Any, *args: Any, **kwargs: Any) -> Any:
-        draft = draft_for(self)
-        if draft is None:
-            return generate(self, *args, **kwargs)
-        signature.bind(self, *args, **kwargs)  # raises like `generate` if an argument is passed twice
-        kwargs |= zip(names, args)
-        if not needs_other_decoding(self, draft, **kwargs):
-            kwargs["assistant_model"] = draft
-        return generate(self, **kwargs)
-
-    setattr(generate_with_drafts, "_looks_for_drafts", True)  # noqa: B010  for type checkers
-    GenerationMixin.generate = generate_with_drafts
+    signature.bind(target, *args, **kwargs)  # raises like `generate` if an argument is passed twice
+    kwargs |= zip(list(signature.parameters)[1:], args)
+    if not needs_other_decoding(target, draft, **kwargs):
+        kwargs["assistant_model"] = draft
+    return generate(target, **kwargs)

@@ -5,7 +5,7 @@ from html import escape
 
 from transformers import PreTrainedTokenizerBase
 
-from .remote_code.decoding_eagle3 import Eagle3Step
+from .remote_code.outputs_eagle3 import Eagle3Step
 
 
 TARGET_COLOR, LOOKUP_COLOR = "#e5e7eb", "hsl(40 95% 75%)"

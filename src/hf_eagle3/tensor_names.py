@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from transformers.utils.hub import cached_file
 
 
@@ -16,8 +17,6 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-# Every draft has one of these in its names. Without them the long headers and indices of other models need no parsing.
-TRACES = (b"fc.weight", b"midlayer.", b"hidden_norm.weight", b"d2t")
 # The tensors of a layer of transformers' Qwen3.
 QWEN3_LAYER = {
     "input_layernorm.weight",
@@ -146,23 +145,17 @@ def tensor_names_on_hub(
 
 
 def names_in(path: Path) -> list[str]:
-    """Returns the names of the tensors in a file or index. Empty if it cannot be read, or cannot be a draft's."""
+    """Returns the names of the tensors in a file or index. Empty if it cannot be read."""
     try:
         if path.suffix == ".bin":
             import torch  # here, so that `import hf_eagle3` is quick
 
             can_map = zipfile.is_zipfile(path)  # the format of torch 1.6 and later
             return list(torch.load(path, map_location="meta", weights_only=True, mmap=can_map))
-        with open(path, "rb") as file:
-            if path.suffix == ".safetensors":
-                size = int.from_bytes(file.read(8), "little")
-                content = file.read(min(size, path.stat().st_size))
-            else:
-                content = file.read()
-        if not any(trace in content for trace in TRACES):
-            return []
-        names = json.loads(content)
-        return list(names["weight_map"] if path.suffix == ".json" else names)
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as tensors:
+                return list(tensors.keys())
+        return list(json.loads(path.read_bytes())["weight_map"])
     except Exception:  # the code that loads the weights reports a broken file
         return []
 

@@ -1,13 +1,14 @@
 """Loading the target's tokenizer, and turning texts and conversations into tokens."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer, BatchFeature, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
-from transformers.utils import cached_file
+
+from .file_checks import read_json
+from .tensor_names import LENIENT, find
 
 
 if TYPE_CHECKING:
@@ -77,10 +78,8 @@ def _processor_template(name: str | Path, **kwargs: Any) -> str | None:
 def _json_file(name: str | Path, file: str, **kwargs: Any) -> dict | None:
     """Returns the content of a model's file, or `None` if there is no such file."""
     hub_kwargs = {key: value for key, value in kwargs.items() if key not in ("trust_remote_code", "code_revision")}
-    try:
-        return json.loads(Path(cached_file(name, file, **hub_kwargs)).read_text(encoding="utf-8"))
-    except OSError:
-        return None
+    path = find(name, file, **hub_kwargs, **LENIENT)
+    return None if path is None else read_json(path)
 
 
 def read_template(path: str | Path) -> str:

@@ -1,11 +1,9 @@
 """Grows trees from the distributions of one pass. These are independent: no token of a path conditions the next one."""
 
-import math
-
 import torch
 
 from ..remote_code.devices_eagle3 import on_device
-from ..remote_code.tree_eagle3 import DraftTree, Plan, best_nodes
+from ..remote_code.tree_eagle3 import Candidates, DraftTree, Plan, best_tokens, best_tree
 
 
 def grow_block_tree(
@@ -31,33 +29,22 @@ def grow_block_tree(
     """
     batch_size, depth, vocab_size = scores.shape
     width, most = min(plan.branching_factor, vocab_size), plan.num_nodes
-    confidences, ids = scores.log_softmax(dim=-1).topk(width)  # (B, D, W)
-    # A broken draft may return NaN, and floats round. No child may outrank its parent all the same.
-    confidences = confidences.nan_to_num(nan=-torch.inf).clamp(max=0)
+    confidences, ids = best_tokens(scores, width)  # (B, D, W)
     # The child of rank `j` below the node of rank `i` has `(i + 1) * (j + 1) - 1` nodes of its level before it.
     num_children = [min(width, most // (i + 1)) for i in range(most)]
     pairs = [(i, j) for i, num in enumerate(num_children) for j in range(num)]
     all_above, all_ranks = on_device(pairs, scores.device).T
     values, nodes = scores.new_zeros(batch_size, 1), root_tokens.new_full((batch_size, 1), -1)
-    pool: list[tuple[torch.Tensor, ...]] = []  # by level: values, parents (-1 is the root), ids, confidences
+    pool: list[Candidates] = []
     num_candidates = 0
     for level in range(depth):
         num_pairs = sum(num_children[: values.shape[1]])
         above, ranks = all_above[:num_pairs], all_ranks[:num_pairs]
         values, best = (values[:, above] + confidences[:, level, ranks]).topk(min(most, num_pairs))  # (B, N)
         parents, ranks = nodes.gather(1, above[best]), ranks[best]
-        pool.append((values, parents, ids[:, level].gather(1, ranks), confidences[:, level].gather(1, ranks)))
+        pool.append(
+            Candidates(values, parents, ids[:, level].gather(1, ranks), confidences[:, level].gather(1, ranks))
+        )
         nodes = num_candidates + torch.arange(values.shape[1], device=scores.device).expand(batch_size, -1)
         num_candidates += values.shape[1]
-    values, parents, ids, confidences = (torch.cat(levels, dim=1) for levels in zip(*pool))
-
-    kept = best_nodes(values, plan, math.log(threshold) if threshold > 0 else -math.inf)
-    parents = parents.gather(1, kept)
-    parents = torch.where(parents < 0, 0, torch.searchsorted(kept, parents) + 1)
-    tokens = ids.gather(1, kept)
-    return DraftTree.from_parents(
-        torch.cat([root_tokens, tokens if token_ids is None else token_ids.take(tokens)], dim=1),
-        torch.cat([torch.zeros_like(root_tokens), parents], dim=1),
-        confidences.gather(1, kept),
-        depth=depth,
-    )
+    return best_tree(root_tokens, pool, plan, threshold, token_ids)

@@ -140,9 +140,8 @@ class DFlashAttention(Eagle3Attention):
     def read_context(self, context: torch.Tensor, position_embeddings: Rotary, cache: Any) -> None:
         """Adds the keys and values of fused states `(B, C, H)` to the cache. No query is asked for them."""
         cos, sin = (each.unsqueeze(1) for each in position_embeddings)  # (B, 1, C, head_dim)
-        shape = (*context.shape[:-1], -1, self.head_dim)
-        key = self.k_norm(self.k_proj(context).view(shape)).transpose(1, 2)
-        value = self.v_proj(context).view(shape).transpose(1, 2)
+        key = self.k_norm(self._split_heads(self.k_proj(context))).transpose(1, 2)
+        value = self._split_heads(self.v_proj(context)).transpose(1, 2)
         cache.update(key * cos + rotate_half(key) * sin, value, self.layer_idx)
 
 
@@ -522,11 +521,9 @@ class BlockProposer(Drafter):
 
     def read(self, rows: Rows) -> None:
         """Adds the target's states to the context. The tokens are not read: the states know them, but for the newest."""
-        tokens, states, positions, counts = rows
-        num_rows, past = tokens.shape[1], self.lengths or [0] * len(counts)
-        self.lengths = [length + count for length, count in zip(past, counts)]
-        self.reserve(max(past) + num_rows)
-        counts, past = on_device([counts, past], tokens.device)
+        *blocks, num_unread = rows
+        _, (tokens, states, positions, counts, past) = self._inputs(blocks, num_unread, 0, has_fixed_shape=True)
+        num_rows = tokens.shape[1]
         index = right_index(counts, num_rows)
         # Padding goes to free slots behind the row's text, as zeros: NaNs pass through any mask.
         context = self.draft.combine_hidden_states(states).where((index >= 0)[..., None], 0)
@@ -562,6 +559,6 @@ class BlockProposer(Drafter):
                 guesses = [sampler.guess(logits[:, i], i, self.token_ids) for i in range(logits.shape[1])]
                 scores = torch.stack(guesses, dim=1)
             # Counting the nodes above a threshold forces a sync, or changes a shape that is compiled.
-            may_count = reads_without_sync(device) and not self.has_fixed_shapes
+            may_count = reads_without_sync(device) and not self.is_static
             threshold, power = self.call.threshold if may_count else 0.0, self.call.calibration.power
             return grow_block_tree(root_tokens, power * scores, self.token_ids, plan, threshold)

@@ -102,7 +102,7 @@ class Sampler:
 
     def start_walk(self, tree: DraftTree, outputs: TreeOutputs, may_discard: bool) -> Pick | None:
         """How to pick tokens in this tree; `None` if it is discarded."""
-        if self.ignores_prefix and (not self.prefers_visits or tree.num_nodes == 1 < self.text.batch_size):
+        if self.ignores_prefix and not self.prefers_visits:
             return self._pick_at_all_nodes(tree, outputs, may_discard)
         if may_discard and outputs.logits[:, 0].isnan().any():
             return None

@@ -130,22 +130,20 @@ def install_generation_hook() -> None:
     the assistant as it is. Other assistants are untouched. Installing twice, or from several copies of this file, changes
     nothing.
     """
-    for owner, name, mark, hook in (  # an older copy of this file may have installed only some of them
-        (GenerationMixin, "_validate_generation_mode", "_validates_with_assistant", validate_with_assistant),
-        (GenerationMixin, "_assisted_decoding", "_decodes_with_assistant", decode_or_assist),
-        (GenerationMixin, "generate", "_warns_of_unused_assistant", generate_or_warn),
-        (pipelines, "load_assistant_model", "_takes_assistants", load_or_take),
-    ):
-        method = getattr(owner, name, None)
-        if method is not None and not hasattr(method, mark):
-            hooked = functools.wraps(method)(hooked_method(method, hook))
-            setattr(hooked, mark, True)
-            setattr(owner, name, hooked)
+    # An older copy of this file may have installed only some of them.
+    hook_method(GenerationMixin, "_validate_generation_mode", "_validates_with_assistant", validate_with_assistant)
+    hook_method(GenerationMixin, "_assisted_decoding", "_decodes_with_assistant", decode_or_assist)
+    hook_method(GenerationMixin, "generate", "_warns_of_unused_assistant", generate_or_warn)
+    hook_method(pipelines, "load_assistant_model", "_takes_assistants", load_or_take)
 
 
-def hooked_method(method: Callable, hook: Callable) -> Callable:
-    """A method that calls `hook(method, self, ...)`."""
-    return lambda self, *args, **kwargs: hook(method, self, *args, **kwargs)
+def hook_method(owner: Any, name: str, mark: str, hook: Callable) -> None:
+    """Replaces a method by one that calls `hook(method, self, ...)`, unless it carries the `mark` of such a one."""
+    method = getattr(owner, name, None)
+    if method is not None and not hasattr(method, mark):
+        hooked = functools.wraps(method)(lambda self, *args, **kwargs: hook(method, self, *args, **kwargs))
+        setattr(hooked, mark, True)
+        setattr(owner, name, hooked)
 
 
 def load_or_take(load_model: Callable, target: Any, assistant: Any, *args: Any) -> Any:

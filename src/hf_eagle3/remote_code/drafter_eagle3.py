@@ -57,7 +57,7 @@ class Slots:
 
 
 class DraftState(NamedTuple):
-    """A draft during a call, the embedding that it may borrow from the target, and its [`Slots`]."""
+    """A draft during a call, the embedding that it may borrow from the target, and its keys and values (see [`Slots`])."""
 
     draft: PreTrainedModel
     embedding: torch.nn.Embedding
@@ -189,7 +189,7 @@ class Drafter(Proposer):
     MAX_UNREAD = 256
 
     def __init__(self, draft: PreTrainedModel, call: GenerationCall):
-        self.draft, self.call, self.has_fixed_shapes = draft, call, call.capacity is not None
+        self.draft, self.call, self.is_static = draft, call, call.capacity is not None
         self.max_plan = call.max_plan._replace(depth=min(call.max_plan.depth, call.max_plan.num_nodes))
         self.most_new = self.max_plan.depth + 1  # tokens that a step with a tree may accept
         # Slots beside the text: for accepted tokens, or a tree.
@@ -210,7 +210,7 @@ class Drafter(Proposer):
 
     def inference_mode(self) -> AbstractContextManager:
         """Inference mode, which is faster, unless functions may be compiled."""
-        return torch.no_grad() if self.has_fixed_shapes else torch.inference_mode()
+        return torch.no_grad() if self.is_static else torch.inference_mode()
 
     def observe(self, accepted: Accepted) -> None:
         self._add((accepted.tokens, accepted.states, accepted.positions), accepted.counts)
@@ -219,7 +219,7 @@ class Drafter(Proposer):
                 del self.unread[0]
             else:  # the prompt: all later tokens attend to its first ones
                 with self.inference_mode():
-                    *blocks, counts = self.read_all_but_newest(self.has_fixed_shapes)
+                    *blocks, counts = self.read_all_but_newest(self.is_static)
                 self._add(blocks, counts)
 
     def _add(self, blocks: Iterable[Any], counts: list[int]) -> None:
@@ -245,7 +245,7 @@ class Drafter(Proposer):
 
     def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Sampler | None = None) -> DraftTree:
         with self.inference_mode():
-            if self.has_fixed_shapes or (self.graphed_tree is not None and plan == self.max_plan):
+            if self.is_static or (self.graphed_tree is not None and plan == self.max_plan):
                 return self._fixed_tree(sampler)
             self.compact(len(self.places))
             state, unread = self._prepare(has_fixed_shape=False)
@@ -344,7 +344,7 @@ class Drafter(Proposer):
         """Reads tokens only to fill the cache."""
         *blocks, counts = rows
         is_prompt = not any(self.lengths)
-        state, unread = self._inputs(blocks, counts, 0, self.has_fixed_shapes)
+        state, unread = self._inputs(blocks, counts, 0, self.is_static)
         if not is_prompt:
             read_unread(state, unread)
             return
@@ -412,7 +412,7 @@ class Drafter(Proposer):
         if any(type(each) not in (torch.Tensor, torch.nn.Parameter) for each in tensors):  # quantized, or sharded
             return None
         addresses = tuple((each.data_ptr(), each.shape, each.dtype) for each in tensors)
-        return self.max_plan, self.has_fixed_shapes, addresses
+        return self.max_plan, self.is_static, addresses
 
 
 # Modules whose computation nothing but their tensors and hooks can change. Adapters can be switched off, and others.

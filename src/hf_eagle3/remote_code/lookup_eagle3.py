@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from .accept_eagle3 import Sampler
+from .devices_eagle3 import on_device
 from .tree_eagle3 import Accepted, DraftTree, Plan, Proposer
 
 
@@ -114,7 +115,7 @@ class PromptLookup(Proposer):
             [token if 0 <= token < self.vocab_size else 0 for token in row.next_tokens(plan.depth)]
             for row in self.rows
         ]  # prompts of embeddings may have placeholders as tokens
-        return DraftTree.chain(torch.cat([root_tokens, root_tokens.new_tensor(guesses)], dim=1))
+        return DraftTree.chain(torch.cat([root_tokens, on_device(guesses, root_tokens.device)], dim=1))
 
     def select(self, rows: list[int]) -> None:
         self.rows, self.is_finished = [self.rows[row] for row in rows], [self.is_finished[row] for row in rows]

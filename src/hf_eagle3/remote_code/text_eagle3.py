@@ -109,11 +109,9 @@ class Text:
             if self.longest > self._ids.shape[1]:
                 # If others may edit or keep these ids, there is no room to spare: the next token makes another tensor.
                 self._ids = F.pad(self._ids, (0, 1 if self.exposes_ids else max(self.longest, 256)))
-            starts = [length - len(tokens) for length, tokens in zip(self.lengths, self.unwritten)]
-            rows = [row for row, tokens in enumerate(self.unwritten) for _ in tokens]
-            columns = [start + i for start, tokens in zip(starts, self.unwritten) for i in range(len(tokens))]
-            tokens = [token for tokens in self.unwritten for token in tokens]
-            rows, columns, tokens = on_device([rows, columns, tokens], self._ids.device)
+            of_rows = enumerate(zip(self.lengths, self.unwritten))
+            new = [(row, end - len(each) + i, token) for row, (end, each) in of_rows for i, token in enumerate(each)]
+            rows, columns, tokens = on_device(new, self._ids.device).T
             self._ids[rows, columns] = tokens
             self.unwritten = [[] for _ in self.rows]
         return self._ids

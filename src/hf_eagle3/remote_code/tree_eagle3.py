@@ -297,27 +297,18 @@ def grow_tree(
     lowest = math.log(threshold) if threshold > 0 else -math.inf
 
     def best_children(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and ids, both `(..., K)`, of logits `(..., V)`."""
-        scores = logits.float() if guess is None else guess(logits, level)
-        confidences, ids = (power * scores).log_softmax(dim=-1).topk(width)
-        # No child may outrank its parent, even if a broken draft returns NaN, or floats round.
-        return confidences.nan_to_num(nan=-torch.inf).clamp(max=0), ids
+        return best_tokens(power * (logits.float() if guess is None else guess(logits, level)), width)
 
-    def target_ids(ids: torch.Tensor) -> torch.Tensor:
-        return ids if draft_token_ids is None else draft_token_ids.take(ids)
-
-    # All candidates are in the pool; the K in the frontier may be expanded next.
     values, ids = best_children(logits, 0)  # (B, K)
-    pool_values, pool_ids, pool_confidences = values, ids, [values]
-    frontier = torch.arange(width, device=device).expand(batch_size, width)  # indices into the pool
-    expanded: list[torch.Tensor] = []
+    pool = [Candidates(values, torch.full_like(ids, -1), ids, confidences=values)]
+    frontier = torch.arange(width, device=device).expand(batch_size, width)  # where in the pool the next to expand are
     hidden_states = hidden_states[:, None].expand(-1, width, -1)  # (B, K, H)
     above = torch.ones(batch_size, width, 0, dtype=torch.bool, device=device)  # (B, K, T): the ancestors' rows
     worth = [1.0]
     for level in range(1, plan.depth):
         if prices is not None:
             # No child is worth more than its parent. Stop if none could be among the best.
-            num_better = (pool_values >= values[:, :1]).sum(dim=1)
+            num_better = (torch.cat([each.values for each in pool], dim=1) >= values[:, :1]).sum(dim=1)
             if not ((values[:, 0] > lowest) & (num_better < plan.num_nodes)).any():
                 break
             worth_above, worth = worth, prices.worth(values)
@@ -327,42 +318,63 @@ def grow_tree(
             values, ids, frontier, hidden_states, above = (
                 entries[:, :num_expanded] for entries in (values, ids, frontier, hidden_states, above)
             )
-        expanded.append(frontier)
         itself = torch.eye(ids.shape[1], dtype=torch.bool, device=device).expand(batch_size, -1, -1)
         visible = torch.cat([above, itself], dim=-1)
-        logits, hidden_states = advance(target_ids(ids), hidden_states, level, visible)
+        tokens = ids if draft_token_ids is None else draft_token_ids.take(ids)
+        logits, hidden_states = advance(tokens, hidden_states, level, visible)
         confidences, child_ids = best_children(logits, level)  # (B, K, K)
-        child_values, child_ids = (values[..., None] + confidences).flatten(1), child_ids.flatten(1)
-        pool_confidences.append(confidences.flatten(1))
-        values, best = child_values.topk(width)  # (B, K)
-        ids, parent = child_ids.gather(1, best), best // width
-        frontier = best + pool_values.shape[1]
-        pool_values = torch.cat([pool_values, child_values], dim=1)
-        pool_ids = torch.cat([pool_ids, child_ids], dim=1)
+        parents = frontier[..., None].expand_as(child_ids)
+        children = values[..., None] + confidences, parents, child_ids, confidences
+        num_candidates = sum(each.values.shape[1] for each in pool)
+        pool.append(Candidates(*(entries.flatten(1) for entries in children)))
+        values, best = pool[-1].values.topk(width)  # (B, K)
+        ids, parent, frontier = pool[-1].ids.gather(1, best), best // width, num_candidates + best
         hidden_states = take_rows(hidden_states, parent)
         above = visible.gather(1, parent[..., None].expand(-1, -1, visible.shape[-1]))
-
-    kept = best_nodes(pool_values, plan, lowest)
-    # The pool holds the root's K children, then the K children of each expanded node, in the order of expansion.
-    parents = torch.cat(expanded or [frontier], dim=1).gather(1, (kept // width - 1).clamp(min=0))
-    parents = torch.where(kept < width, 0, torch.searchsorted(kept, parents) + 1)
-    return DraftTree.from_parents(
-        torch.cat([root_tokens, target_ids(pool_ids.gather(1, kept))], dim=1),
-        torch.cat([torch.zeros_like(root_tokens), parents], dim=1),
-        torch.cat(pool_confidences, dim=1).gather(1, kept),
-        depth=1 + len(expanded),
-    )
+    return best_tree(root_tokens, pool, plan, threshold, draft_token_ids)
 
 
-def best_nodes(pool_values: torch.Tensor, plan: Plan, lowest: float) -> torch.Tensor:
+class Candidates(NamedTuple):
+    """Nodes of one level, of which a tree takes the best. Each field is `(B, N)`."""
+
+    values: torch.Tensor  # log-probabilities of their paths
+    parents: torch.Tensor  # their places among the candidates of all levels; -1 is the root
+    ids: torch.Tensor  # of the draft vocabulary
+    confidences: torch.Tensor  # log-probabilities that they are accepted if their parents are
+
+
+def best_tokens(logits: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-probabilities and ids `(..., num_tokens)` of the most probable tokens, given their logits `(..., V)`."""
+    confidences, ids = logits.log_softmax(dim=-1).topk(num_tokens)
+    # No child may outrank its parent, even if a broken draft returns NaN, or floats round.
+    return confidences.nan_to_num(nan=-torch.inf).clamp(max=0), ids
+
+
+def best_tree(
+    root_tokens: torch.Tensor,
+    pool: list[Candidates],
+    plan: Plan,
+    threshold: float,
+    draft_token_ids: torch.Tensor | None,
+) -> DraftTree:
     """
-    The nodes to verify, `(B, N)`, as ascending indices into the pool: parents precede children. The pool is ordered by
-    level, and the sort is stable, so a parent comes before a child of equal value. Every node is kept with its parent.
+    The tree of the best candidates. `pool` has those of each level. The sort is stable, so a parent comes before a child of
+    equal value, and every node is kept with its parent. See [`grow_tree`] for the other arguments.
     """
-    ranked_values, ranking = pool_values.sort(dim=1, descending=True, stable=True)
-    num_kept = min(plan.num_nodes, pool_values.shape[1])
-    if lowest > -math.inf:
-        num_kept = min(num_kept, int((ranked_values >= lowest).sum(dim=1).max()))
+    values, parents, ids, confidences = (torch.cat(levels, dim=1) for levels in zip(*pool))
+    ranked_values, ranking = values.sort(dim=1, descending=True, stable=True)
+    num_kept = min(plan.num_nodes, values.shape[1])
+    if threshold > 0:
+        num_kept = min(num_kept, int((ranked_values >= math.log(threshold)).sum(dim=1).max()))
     if plan.prices is not None:
         num_kept = plan.prices.num_to_keep(ranked_values[:, :num_kept])
-    return ranking[:, :num_kept].sort(dim=1).values
+    kept = ranking[:, :num_kept].sort(dim=1).values  # parents precede children
+    parents = parents.gather(1, kept)
+    parents = torch.where(parents < 0, 0, torch.searchsorted(kept, parents) + 1)
+    ids = ids.gather(1, kept)
+    return DraftTree.from_parents(
+        torch.cat([root_tokens, ids if draft_token_ids is None else draft_token_ids.take(ids)], dim=1),
+        torch.cat([torch.zeros_like(root_tokens), parents], dim=1),
+        confidences.gather(1, kept),
+        depth=len(pool),
+    )
