@@ -728,6 +728,11 @@ def test_targets_that_cannot_be_verified_in_a_tree(draft):
         ("bloom", {"n_layer": 3, "n_head": 4}, "takes no `position_ids`"),
         ("cpmant", {"dim_head": 8, "dim_ff": 48}, "takes no `position_ids`"),
         ("deepseek_v4", {**MOE, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2}, "stateful"),
+        (
+            "hy_v4",
+            {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            "several for each token",
+        ),
     ],
 )
 def test_targets_that_take_no_positions_or_cannot_roll_back(model_type, changes, message):

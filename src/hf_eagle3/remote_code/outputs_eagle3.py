@@ -42,7 +42,7 @@ def select_hidden_states(layer_ids: Sequence[int]) -> bool | list[int]:
 def aux_hidden_states(outputs: ModelOutput, layer_ids: Sequence[int], num_layers: int) -> torch.Tensor:
     """
     The states that a draft reads, concatenated: `(B, S, n_aux * target_hidden_size)`. Id `k` is the state entering
-    decoder layer `k`, `hidden_states[k]`. Raises `ValueError` if the target did not return `num_layers + 1` states.
+    decoder layer `k`, `hidden_states[k]`. Raises `ValueError` if the target did not return `num_layers + 1` states, with one for each token.
     """
     states = outputs.hidden_states
     if states is None or len(states) != num_layers + 1:
@@ -52,6 +52,11 @@ def aux_hidden_states(outputs: ModelOutput, layer_ids: Sequence[int], num_layers
         )
     if (last := getattr(outputs, "state_after_last_layer", None)) is not None:
         states = (*states[:num_layers], last)
+    if (shape := states[layer_ids[0]].shape) != (*shape[:2], shape[-1]):
+        raise ValueError(
+            f"The target's hidden states have shape {tuple(shape)}: several for each token. A draft reads "
+            "one, so this target cannot have a draft."
+        )
     return torch.cat([states[layer_id].to(states[layer_ids[0]].device) for layer_id in layer_ids], dim=-1)
 
 
