@@ -11,9 +11,8 @@ an EAGLE-3 draft, a block draft, or another draft of `hf_eagle3.baselines`.
 
 `--target` also checks the draft against that model. Only the model's configuration and embedding are read.
 
-`--prompt` loads the whole model and decodes greedily from the prompt, with the tree policy `static`. It prints the trees of
-the first steps, with a tick at each accepted token. A step has no tree if the draft was not sure enough of any token
-(`assistant_confidence_threshold`).
+`--prompt` loads the whole model and decodes greedily from the prompt. It prints the whole trees of the first steps (tree policy
+`static`, no confidence threshold), with a tick at each accepted token.
 """
 
 import argparse
@@ -154,8 +153,9 @@ def print_trees(draft, name: str, prompt: str, num_steps: int) -> None:
         raise ValueError("--prompt is empty. Write a prompt.")
     inputs = torch.tensor([tokens])
     target = target_class(name).from_pretrained(name, dtype="auto").eval()
-    draft.generation_config.tree_policy, draft.generation_config.output_steps = "static", True
-    most = 1 + tree_settings(draft.generation_config)["tree_depth"]  # tokens that a step writes
+    config = draft.generation_config
+    config.tree_policy, config.assistant_confidence_threshold, config.output_steps = "static", 0.0, True
+    most = 1 + tree_settings(config)["tree_depth"]  # tokens that a step writes
     # Trees get shorter where the text ends, so it ends after the steps that are shown.
     target.generate(
         inputs,

@@ -341,8 +341,8 @@ def compare_in_fresh_process(
     return results
 
 
-def closing_message(output_dir: Path, results: Path, min_steps: int) -> str:
-    """Returns how to publish the draft, or that target or draft were trained too little."""
+def closing_message(output_dir: Path, results: Path, min_steps: int, is_small_target: bool) -> str:
+    """Returns how to publish the draft, or why the figures mean little."""
     records = {name: output_dir / name / "training.json" for name in ("target", "draft")}
     steps = {name: json.loads(file.read_text())["steps"] for name, file in records.items() if file.exists()}
     for name, num in steps.items():  # a draft is trained anew after its target
@@ -351,6 +351,11 @@ def closing_message(output_dir: Path, results: Path, min_steps: int) -> str:
                 f"The {name} was trained for {num} steps only, of {min_steps} (--min_steps), so that these figures mean little. "
                 f"When the cores are free, delete {output_dir / name} and run this again, with more --{name}_minutes if need be."
             )
+    if is_small_target:
+        return (
+            "A target this small repeats itself at T=0, so lookup and drafts look better there than with a larger model. To train "
+            "a draft for your own model, pass --target and --dataset."
+        )
     command = [sys.executable, "recipes/push.py", str(output_dir / "draft"), "--benchmark", str(results)]
     return f"To publish the draft, with a card that has these figures: {shlex.join(command)}"
 
@@ -389,7 +394,7 @@ def main():
     results = compare_in_fresh_process(
         args, target_name, draft_dir, prompts, dtype, args.max_new_tokens or (96 if is_chat else 48)
     )
-    print(closing_message(output_dir, results, args.min_steps))
+    print(closing_message(output_dir, results, args.min_steps, is_small_target=args.target is None))
 
 
 if __name__ == "__main__":

@@ -179,5 +179,5 @@ def test_a_classic_draft_is_for_all():
     draft = Eagle3ForSpeculation.from_target(target, **FORMS["classic"])
     described = dict(describe_engines(draft))
     assert not [text for text in described.values() if "cannot" in text]
-    assert described["vLLM"].startswith("takes it as it is (the tests run others in")
+    assert described["vLLM"].startswith("takes it as it is (tests run similar drafts in")
     assert "--to gguf --target_gguf" in described["llama.cpp"] and "the tests do not run it" in described["SGLang"]

@@ -79,7 +79,11 @@ def describe(engine: Engine, draft: DraftModel, format: str) -> str:
         return f"cannot take it: {'; '.join(error.reasons)}"
     except ValueError as error:
         return f"cannot take it: {error}"
-    run = "the tests do not run it" if engine.version is None else f"the tests run others in {engine.version}"
+    run = (
+        "the tests do not run it"
+        if engine.version is None
+        else f"tests run similar drafts in version {engine.version}"
+    )
     is_complete = format != "speculators" or draft.config.speculators_config is not None
     if engine.format == format and is_complete:
         return f"takes it as it is ({run})"
