@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from .config_checks import ROPE_KEYS
 from .remote_code.configuration_eagle3 import Eagle3Config, default_aux_layer_ids
 from .remote_code.loading_eagle3 import fingerprint
 from .remote_code.target_eagle3 import gathered
@@ -346,7 +347,7 @@ def layer_config_for(text_config: PreTrainedConfig, num_hidden_layers: int) -> d
     rope = rope.get("full_attention", rope) or {}  # one set per layer type (Gemma 3), or none (BEAM)
     if rope.get("rope_type", "default") in PORTABLE_ROPE_TYPES:
         # Drafts rotate whole heads, by one position a token.
-        rope = {key: value for key, value in rope.items() if key not in ("partial_rotary_factor", "mrope_section")}
+        rope = {key: value for key, value in rope.items() if key in ROPE_KEYS - {"partial_rotary_factor"}}
     else:
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
     return {

@@ -221,13 +221,29 @@ def test_a_flag_whose_default_readers_disagree_on(tmp_path, said, is_theirs):
     assert len(said) == is_theirs
 
 
-def test_false_flags_of_layers(tmp_path):
+THETA = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"use_rope": False}, "keys that this version does not know: .'use_rope'"),
+        ({"rope_parameters": {**THETA, "mrope_section": [1, 1, 2]}}, "rotary embedding .*'mrope_section'"),
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, "rotary embedding .*'mrope_section'"),
+        ({"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}, "rotary embedding .*'alpha'"),
+        ({"rope_parameters": {"full_attention": THETA, "sliding_attention": THETA}}, "'full_attention', 'sliding"),
+        ({"rope_scaling": {"type": "yarn"}}, "cannot be read.*factor"),
+    ],
+    ids=str,
+)
+def test_layers_that_would_compute_something_else(tmp_path, changes, reason):
     folder = copy_of(tmp_path / "draft", "classic")
     config = json.loads((folder / "config.json").read_text())
-    config["transformer_layer_config"]["use_rope"] = False
+    config["transformer_layer_config"] |= changes
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="keys that this version does not know: .'use_rope'"):
-        Eagle3ForSpeculation.from_pretrained(folder)
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        with pytest.raises(ValueError, match=reason):
+            loader.from_pretrained(folder)
 
 
 def test_old_names_and_missing_flags(tmp_path):

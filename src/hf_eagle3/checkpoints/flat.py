@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-from ..config_checks import DEFAULTS, changed_defaults, check_sizes
+from ..config_checks import DEFAULTS, ROPE_KEYS, changed_defaults, check_sizes
 from ..file_checks import check_mapping
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..tensor_names import without_prefix
@@ -100,23 +100,6 @@ NEUTRAL_BEGINNINGS = ("target_", "image_", "video_", "audio_", "vision_", "linea
 NEUTRAL_ENDS = ("_id", "_ids", "_token", "_token_index")
 # Keys about experts and their routers, which drafts do not have.
 NEUTRAL_PARTS = ("expert", "router", "moe_", "topk", "n_group", "routed_scaling")
-ROPE_KEYS = {
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "factor",
-    "high_freq_factor",
-    "long_factor",
-    "low_freq_factor",
-    "mscale",
-    "mscale_all_dim",
-    "original_max_position_embeddings",
-    "partial_rotary_factor",
-    "rope_theta",
-    "rope_type",
-    "short_factor",
-    "truncate",
-}
 # Tables that are computed, not trained.
 COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
@@ -280,8 +263,6 @@ def check_keys(config: dict, flags: dict) -> None:
     eagle_config = config.get("eagle_config") or {}
     unknown = unknown_keys(config, {*LAYER_KEYS, *TOKEN_KEYS, EXACT_IDS, "layer_types"})
     unknown += [f"eagle_config.{key}" for key in unknown_keys(eagle_config, set())]
-    rope = rope_of(config)
-    unknown += sorted(f"rope_scaling.{key}" for key in rope.keys() - ROPE_KEYS if rope[key])
     if unknown:
         raise ValueError(f"config.json has flags that this reader does not know: {unknown}.")
     window, layer_types = config.get("sliding_window"), config.get("layer_types") or ["full_attention"]
@@ -319,7 +300,8 @@ def layer_config_of(config: dict, tensors: dict[str, torch.Tensor], assumed: dic
                 name.replace("q_proj", "o_proj"), torch.zeros(layer_config["hidden_size"], dtype=weight.dtype)
             )
     layer_config["tie_word_embeddings"] = False
-    layer_config["rope_parameters"] = {key: value for key, value in rope_of(config).items() if key in ROPE_KEYS}
+    rope = rope_of(config)  # unknown keys are refused later
+    layer_config["rope_parameters"] = {key: value for key, value in rope.items() if key in ROPE_KEYS or value}
     return layer_config
 
 
