@@ -9,9 +9,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
 from ..config_checks import DEFAULTS, ROPE_KEYS, changed_defaults, check_sizes
-from ..file_checks import check_mapping
+from ..file_checks import check_mapping, is_neutral_mapping
 from ..remote_code.configuration_eagle3 import Eagle3Config
-from ..tensor_names import without_prefix
+from ..tensor_names import our_names, without_prefix
 
 
 LAYER_KEYS = (
@@ -367,12 +367,10 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
         ValueError: if two tensors have one name, or the vocabulary mapping contradicts the configuration.
     """
     renamed, ignored, ours = {}, [], {}
-    for name, new_name in without_prefix(tensors).items():
+    for name, new_name in our_names(tensors).items():
         if name.endswith(COMPUTED):
             ignored.append(name)
             continue
-        if new_name.startswith("midlayer."):
-            new_name = "layers.0." + new_name.removeprefix("midlayer.")
         if new_name != name:
             renamed[name] = new_name
         if new_name in ours:
@@ -385,8 +383,8 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
     held = len(ours["d2t"]) if "d2t" in ours else None
     draft_vocab_size = config.get("draft_vocab_size") or held or vocab_size
     if draft_vocab_size == vocab_size and held in (None, vocab_size):
-        for name, neutral in (("d2t", 0), ("t2d", True)):  # some old files have a mapping without effect
-            if name in ours and (ours[name] == neutral).all():
+        for name in ("d2t", "t2d"):  # some old files have a mapping without effect
+            if name in ours and is_neutral_mapping(name, ours[name]):
                 del ours[name]
                 ignored.append(name)
     elif held is None:
