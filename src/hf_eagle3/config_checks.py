@@ -216,7 +216,10 @@ def check_config_dict(config_dict: dict[str, Any]) -> None:
             a dtype that is unknown.
     """
     if not config_dict:
-        raise ValueError("There is no config.json, or it is empty. Download the draft again.")
+        raise ValueError(
+            "There is no config.json, or it is empty. Download the draft again. If it is a GGUF file, which only llama.cpp reads, "
+            "load the draft that it was converted from."
+        )
     if (algorithm := config_dict.get("speculators_model_type")) not in ("eagle3", "peagle", None):
         raise ValueError(
             f"This is a draft of speculators of the kind {algorithm!r}, which hf-eagle3 does not read. An engine such as vLLM may."

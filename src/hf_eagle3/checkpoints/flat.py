@@ -190,7 +190,7 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
     Raises:
         ValueError: if the draft is of an unsupported kind. The message says which, and what can run it.
     """
-    if quantization := config.get("quantization_config"):
+    if quantization := config.get("quantization_config") or config.get("quantization"):  # MLX writes the latter
         method = quantization.get("quant_method") or quantization.get("quant_algo") or "an unnamed method"
         raise ValueError(
             f"its weights are quantized by {method} (`quantization_config`), which is not supported. Load the draft that is not "
