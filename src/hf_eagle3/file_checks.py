@@ -182,7 +182,8 @@ def read_and_mend(
             draft.config.has_own_embed_tokens |= has_table
             is_read = vars(draft.config).keys() - {"dtype", "quantization_config"}
             kwargs = {name: value for name, value in kwargs.items() if name not in is_read}
-            draft, info = read(**{**kwargs, "config": draft.config, "key_mapping": renamed or kwargs.get("key_mapping")})
+            key_mapping = renamed or kwargs.get("key_mapping")
+            draft, info = read(**{**kwargs, "config": draft.config, "key_mapping": key_mapping})
     if "lm_head.weight" in info["missing_keys"]:  # the draft gets its target's when it meets it
         from .making import resize_head
 
@@ -292,8 +293,9 @@ def mend_mapping(draft: "DraftModel", info: dict[str, Any], source: str | Path, 
 
 def is_neutral_mapping(name: str, mapping: torch.Tensor) -> bool:
     """Whether a `d2t` (of offsets, or of ids) or a `t2d` maps each token to itself."""
-    neutral = [1] if name == "t2d" else [0, torch.arange(len(mapping), device=mapping.device)]
-    return any(bool((mapping == each).all()) for each in neutral)
+    if name == "t2d":
+        return bool(mapping.all())
+    return not mapping.any() or torch.equal(mapping.long(), torch.arange(len(mapping), device=mapping.device))
 
 
 def check_draft_vocabulary(draft: "DraftModel", source: str | Path) -> None:
