@@ -42,6 +42,26 @@ DEFAULTS = {
     "use_rotary_pos_emb": True,
 }
 
+ROPE_KEYS = {
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "high_freq_factor",
+    "long_factor",
+    "low_freq_factor",
+    "mrope_interleaved",  # without effect if there is no `mrope_section`
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_type",
+    "short_factor",
+    "truncate",
+    "type",  # the old name of `rope_type`
+}
+
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -108,8 +128,10 @@ def check_positive(config_dict: dict[str, Any], *names: str) -> None:
 def check_rope(rope: dict[str, Any]) -> None:
     """
     Raises:
-        ValueError: if transformers does not know a kind of rotary embedding, or a number is missing or out of range.
+        ValueError: if transformers does not know a kind of rotary embedding, a number is missing or out of range, or there
+            are unknown keys.
     """
+    check_keys("The rotary embedding (`rope_parameters`, `rope_scaling`)", rope, ROPE_KEYS)
     check_positive(rope, "factor", "rope_theta")
     if rope.get("rope_theta", 1) is None:
         raise ValueError("`rope_theta` is None, but must be a positive number.")
@@ -194,7 +216,10 @@ def check_config_dict(config_dict: dict[str, Any]) -> None:
             a dtype that is unknown.
     """
     if not config_dict:
-        raise ValueError("There is no config.json, or it is empty. Download the draft again.")
+        raise ValueError(
+            "There is no config.json, or it is empty. Download the draft again. If it is a GGUF file, which only llama.cpp reads, "
+            "load the draft that it was converted from."
+        )
     if (algorithm := config_dict.get("speculators_model_type")) not in ("eagle3", "peagle", None):
         raise ValueError(
             f"This is a draft of speculators of the kind {algorithm!r}, which hf-eagle3 does not read. An engine such as vLLM may."

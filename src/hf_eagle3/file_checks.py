@@ -5,6 +5,7 @@ checkpoint is as we saved it.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from logging import LogRecord
@@ -18,7 +19,7 @@ from transformers.utils import logging
 from .environment import is_missing_folder
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import default_aux_layer_ids
-from .tensor_names import find, with_variant
+from .tensor_names import find, our_names, with_variant
 
 
 if TYPE_CHECKING:
@@ -148,8 +149,8 @@ def read_and_mend(
     **hub_kwargs: Any,
 ) -> tuple["DraftModel", dict[str, Any]]:
     """
-    Reads a draft by transformers' means, and mends what others leave out: a head, a `t2d`, the order of the tokens, and
-    whether a table is stored.
+    Reads a draft by transformers' means, and mends what others leave out: a head, a `t2d`, the order of the tokens, our
+    names of tensors, and whether a table is stored.
 
     Args:
         read (`Callable`): `from_pretrained` of transformers, which also returns its report of missing and unexpected tensors.
@@ -162,13 +163,17 @@ def read_and_mend(
     """
     with without_load_report():
         draft, info = read(**kwargs)
-        unexpected = info["unexpected_keys"] - {"d2t", "t2d"}
-        if unexpected == {"embed_tokens.weight"} and not draft.config.has_own_embed_tokens:
-            # The schema of speculators does not say whether a table is stored.
-            draft.config.has_own_embed_tokens = True
+        names = our_names(info["unexpected_keys"])
+        # The schema of speculators does not say whether a table is stored.
+        has_table = "embed_tokens.weight" in names.values()
+        wanted = info["missing_keys"] | {"embed_tokens.weight"}
+        renamed = {f"^{re.escape(name)}$": new for name, new in names.items() if name != new and new in wanted}
+        if has_table or renamed:
+            draft.config.has_own_embed_tokens |= has_table
             is_read = vars(draft.config).keys() - {"dtype", "quantization_config"}
             kwargs = {name: value for name, value in kwargs.items() if name not in is_read}
-            draft, info = read(**{**kwargs, "config": draft.config})
+            key_mapping = renamed or kwargs.get("key_mapping")
+            draft, info = read(**{**kwargs, "config": draft.config, "key_mapping": key_mapping})
     if "lm_head.weight" in info["missing_keys"]:  # the draft gets its target's when it meets it
         from .making import resize_head
 
@@ -195,19 +200,31 @@ def read_and_mend(
 def sort_tokens(draft: "DraftModel", info: dict[str, Any]) -> None:
     """
     Sorts a loaded draft's tokens by their ids, with the rows of its head. Model-Optimizer writes them in order of
-    frequency, and converters copy that. A mapping with doubles or unknown ids is left to [`check_draft_vocabulary`].
+    frequency, and converters copy that. Some write ids into `d2t` instead of offsets. A mapping with doubles or unknown
+    ids is left to [`check_draft_vocabulary`].
     """
     if draft.d2t is None or draft.d2t.is_meta or "d2t" in info["missing_keys"]:
         return
-    token_ids, head = draft.draft_token_ids, draft.get_output_embeddings().weight
-    is_valid = token_ids.min() >= 0 and token_ids.max() < draft.config.vocab_size
-    is_valid = is_valid and len(token_ids.unique()) == len(token_ids)
-    is_sorted, is_quantized = bool((token_ids.diff() > 0).all()), not head.is_floating_point()
-    if not is_valid or is_sorted or is_quantized:  # a quantized head has scales, too
+    head, known = draft.get_output_embeddings().weight, torch.arange(draft.config.vocab_size, device=draft.d2t.device)
+    as_offsets, as_ids, is_marked = draft.draft_token_ids, draft.d2t, "t2d" not in info["missing_keys"]
+    marked = known[draft.t2d] if is_marked else known
+
+    def are_valid(token_ids: torch.Tensor, among: torch.Tensor) -> bool:
+        return len(token_ids.unique()) == len(token_ids) and bool(torch.isin(token_ids, among).all())
+
+    may_be_ids = is_marked or bool(as_offsets.max() > known[-1] and (as_ids.diff() > 0).all())
+    if may_be_ids and not are_valid(as_offsets, marked) and are_valid(as_ids, marked):
+        token_ids = as_ids
+    elif are_valid(as_offsets, known):
+        token_ids = as_offsets
+    else:
         return
-    order = token_ids.argsort()
-    draft.d2t = token_ids[order] - torch.arange(len(order), device=order.device)
-    if len(head) > 0:  # else it will be the target's, for the sorted tokens
+    order, places = token_ids.argsort(), torch.arange(len(token_ids), device=token_ids.device)
+    is_sorted, is_quantized = order.equal(places), not head.is_floating_point()
+    if is_quantized and not is_sorted:  # a quantized head has scales, too
+        return
+    draft.d2t = token_ids[order] - places
+    if len(head) > 0 and not is_sorted:  # an empty one will be the target's, for the sorted tokens
         head.data = head.data[order]
 
 
@@ -260,8 +277,15 @@ def mend_mapping(draft: "DraftModel", info: dict[str, Any], source: str | Path, 
 
         tensors = read_tensors(source, **kwargs)
         for name in held:
-            if name in tensors and (tensors[name] == (name == "t2d")).all():
+            if name in tensors and is_neutral_mapping(name, tensors[name]):
                 info["unexpected_keys"].remove(name)
+
+
+def is_neutral_mapping(name: str, mapping: torch.Tensor) -> bool:
+    """Whether a `d2t` (of offsets, or of ids) or a `t2d` maps each token to itself."""
+    if name == "t2d":
+        return bool(mapping.all())
+    return not mapping.any() or torch.equal(mapping.long(), torch.arange(len(mapping), device=mapping.device))
 
 
 def check_draft_vocabulary(draft: "DraftModel", source: str | Path) -> None:

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from .config_checks import ROPE_KEYS
+from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import Eagle3Config, default_aux_layer_ids
-from .remote_code.loading_eagle3 import fingerprint
+from .remote_code.loading_eagle3 import fingerprint, similarity
 from .remote_code.target_eagle3 import gathered
 
 
@@ -180,6 +182,30 @@ def store_draft_vocabulary(draft: "DraftModel", token_ids: torch.Tensor) -> None
         draft.register_buffer("t2d", torch.isin(ids, token_ids))
     else:
         draft.d2t = draft.t2d = None
+
+
+def meet_target(draft: "DraftModel", target: PreTrainedModel) -> None:
+    """Checks the table of a draft of another format, and gives it a head if it stores none."""
+    check_table(draft, target)
+    if draft.get_output_embeddings().out_features == 0 or draft._borrowed_head:
+        borrow_head(draft, target)
+
+
+def check_table(draft: "DraftModel", target: PreTrainedModel) -> None:
+    """Warns if a draft that does not know its target stores an embedding table that is unrelated to the target's."""
+    if not draft.config.has_own_embed_tokens or draft.config.verifier_fingerprint is not None:
+        return
+    own, weight = draft.embed_tokens.weight, target.get_input_embeddings().weight
+    is_comparable = own.shape[-1] == weight.shape[-1] and weight.is_floating_point()
+    if not is_comparable or own.is_meta or weight.is_meta:
+        return
+    if similarity(fingerprint(own), fingerprint(weight, len(own))) < 0.9:
+        logger.warning_once(
+            f"The draft {draft.config.name_or_path or '(unnamed)'} stores an embedding table that is unrelated to that of "
+            f"{type(target).__name__} {target.config.name_or_path or '(unnamed)'}. It was made for another model, or saved with "
+            "random numbers, as some exporters did. If few tokens are accepted, use the target's table: `del draft.embed_tokens; "
+            "draft.config.has_own_embed_tokens = False`."
+        )
 
 
 def borrow_head(draft: "DraftModel", target: PreTrainedModel) -> None:
@@ -356,7 +382,7 @@ def layer_config_for(text_config: PreTrainedConfig, num_hidden_layers: int) -> d
     rope = rope.get("full_attention", rope) or {}  # one set per layer type (Gemma 3), or none (BEAM)
     if rope.get("rope_type", "default") in PORTABLE_ROPE_TYPES:
         # Drafts rotate whole heads, by one position a token.
-        rope = {key: value for key, value in rope.items() if key not in ("partial_rotary_factor", "mrope_section")}
+        rope = {key: value for key, value in rope.items() if key in ROPE_KEYS - {"partial_rotary_factor"}}
     else:
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
     return {

@@ -1,6 +1,7 @@
 """The names of a checkpoint's tensors, read without any of the tensors, and whether they are a draft's."""
 
 import json
+import re
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -79,18 +80,22 @@ def without_prefix(names: Iterable[str]) -> dict[str, str]:
     Maps names of tensors to the names without the prefix that wrappers added (`model.`, `module.model.`).
 
     The prefix is what stands before `fc` or the first layer. A name that has only a part of it loses that part.
+    `torch.compile` may add its own also within names.
     """
-    names = list(names)
+    shorter = {name: name.replace("_orig_mod.", "") for name in names}
     marks = ("fc.weight", "midlayer.self_attn.o_proj.weight", "layers.0.self_attn.o_proj.weight")
-    prefixes = [name[: -len(mark)] for name in names for mark in marks if name.endswith(mark)]
+    prefixes = [name[: -len(mark)] for name in shorter.values() for mark in marks if name.endswith(mark)]
     prefixes = [prefix for prefix in prefixes if not prefix or prefix.endswith(".")]
     parts = min(prefixes, key=len, default="").split(".")[:-1]
-    shorter = {}
-    for name in names:
-        shorter[name] = name
+    for name in shorter:
         for part in parts:
             shorter[name] = shorter[name].removeprefix(part + ".")
     return shorter
+
+
+def our_names(names: Iterable[str]) -> dict[str, str]:
+    """Maps names of a draft's tensors to ours: without a prefix, and `layers.0` for SafeAILab's `midlayer`."""
+    return {name: re.sub(r"^midlayer\.", "layers.0.", short) for name, short in without_prefix(names).items()}
 
 
 def tensor_names(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> list[str] | None:

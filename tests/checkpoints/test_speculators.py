@@ -116,8 +116,8 @@ def test_mappings_as_others_write_them(tmp_path):
         draft = loader.from_pretrained(folder)
         assert draft.t2d.equal(expected["t2d"]) and draft.d2t.equal(expected["d2t"])
     neutral = {"d2t": torch.zeros(24, dtype=torch.long), "t2d": torch.ones(24, dtype=torch.bool)}
-    for absent in ((), ("embed_tokens.weight",)):
-        folder = copy_of(tmp_path / "draft", "full_vocabulary", absent, **neutral)
+    for absent, ids in (((), {}), (("embed_tokens.weight",), {}), ((), {"d2t": torch.arange(24)})):
+        folder = copy_of(tmp_path / "draft", "full_vocabulary", absent, **neutral | ids)
         draft = Eagle3ForSpeculation.from_pretrained(folder)
         assert draft.d2t is None and draft.config.has_own_embed_tokens != bool(absent)
     for name in neutral:
@@ -145,6 +145,21 @@ def test_tokens_in_order_of_frequency(tmp_path, has_head, has_t2d):
     folder = copy_of(tmp_path / "draft", "classic", d2t=expected["d2t"].where(torch.arange(12) > 0, token_ids[1]))
     with pytest.raises(ValueError, match="`d2t` does not map to ascending ids"):  # one token twice
         Eagle3ForSpeculation.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("is_sorted, has_t2d", [(True, True), (False, True), (True, False)])
+def test_ids_instead_of_offsets(tmp_path, is_sorted, has_t2d):
+    """As some converters write `d2t`."""
+    expected = load_file(FIXTURES / "classic" / "model.safetensors")
+    order = torch.arange(12) if is_sorted else torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    mapping = {
+        "d2t": (expected["d2t"] + torch.arange(12))[order].int(),
+        "lm_head.weight": expected["lm_head.weight"][order].clone(),
+    }
+    folder = copy_of(tmp_path / "draft", "classic", () if has_t2d else ("t2d",), **mapping)
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        held = loader.from_pretrained(folder).state_dict()
+        assert all(held[name].equal(expected[name]) for name in ("d2t", "t2d", "lm_head.weight"))
 
 
 @pytest.mark.parametrize("form", ["speculators", "flat", "flat bin"])
@@ -221,13 +236,29 @@ def test_a_flag_whose_default_readers_disagree_on(tmp_path, said, is_theirs):
     assert len(said) == is_theirs
 
 
-def test_false_flags_of_layers(tmp_path):
+THETA = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"use_rope": False}, "keys that this version does not know: .'use_rope'"),
+        ({"rope_parameters": {**THETA, "mrope_section": [1, 1, 2]}}, "rotary embedding .*'mrope_section'"),
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, "rotary embedding .*'mrope_section'"),
+        ({"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}, "rotary embedding .*'alpha'"),
+        ({"rope_parameters": {"full_attention": THETA, "sliding_attention": THETA}}, "'full_attention', 'sliding"),
+        ({"rope_scaling": {"type": "yarn"}}, "cannot be read.*factor"),
+    ],
+    ids=str,
+)
+def test_layers_that_would_compute_something_else(tmp_path, changes, reason):
     folder = copy_of(tmp_path / "draft", "classic")
     config = json.loads((folder / "config.json").read_text())
-    config["transformer_layer_config"]["use_rope"] = False
+    config["transformer_layer_config"] |= changes
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="keys that this version does not know: .'use_rope'"):
-        Eagle3ForSpeculation.from_pretrained(folder)
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        with pytest.raises(ValueError, match=reason):
+            loader.from_pretrained(folder)
 
 
 def test_old_names_and_missing_flags(tmp_path):
@@ -277,3 +308,24 @@ def test_what_vllm_checks_of_what_we_save(tmp_path):
     assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
     token_ids = torch.arange(12) + tensors["d2t"]
     assert torch.equal(tensors["t2d"].nonzero().flatten(), token_ids)
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "_orig_mod.", "module."])
+@pytest.mark.parametrize("table", [(), ("embed_tokens.weight",)])
+def test_names_of_tensors_that_wrappers_and_converters_change(tmp_path, prefix, table):
+    """vLLM takes `midlayer`, too."""
+    expected = load_file(FIXTURES / "classic" / "model.safetensors")
+    outside = () if prefix == "_orig_mod." else ("lm_head.weight", "d2t", "t2d")
+    names = {name: name.replace("layers.0.", "midlayer.") for name in expected}
+    names |= {name: prefix + names[name] for name in expected if name not in outside}
+    folder = copy_of(
+        tmp_path / "draft",
+        "classic",
+        drop=[name for name in expected if names[name] != name or name in table],
+        **{names[name]: tensor for name, tensor in expected.items() if name not in table},
+    )
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        draft = loader.from_pretrained(folder, dtype=torch.float32)
+        held = draft.state_dict()
+        assert held.keys() == expected.keys() - set(table)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in held.items())

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-from ..config_checks import DEFAULTS, changed_defaults, check_sizes
-from ..file_checks import check_mapping
+from ..config_checks import DEFAULTS, ROPE_KEYS, changed_defaults, check_sizes
+from ..file_checks import check_mapping, is_neutral_mapping
 from ..remote_code.configuration_eagle3 import Eagle3Config
-from ..tensor_names import without_prefix
+from ..tensor_names import our_names, without_prefix
 
 
 LAYER_KEYS = (
@@ -100,23 +100,6 @@ NEUTRAL_BEGINNINGS = ("target_", "image_", "video_", "audio_", "vision_", "linea
 NEUTRAL_ENDS = ("_id", "_ids", "_token", "_token_index")
 # Keys about experts and their routers, which drafts do not have.
 NEUTRAL_PARTS = ("expert", "router", "moe_", "topk", "n_group", "routed_scaling")
-ROPE_KEYS = {
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "factor",
-    "high_freq_factor",
-    "long_factor",
-    "low_freq_factor",
-    "mscale",
-    "mscale_all_dim",
-    "original_max_position_embeddings",
-    "partial_rotary_factor",
-    "rope_theta",
-    "rope_type",
-    "short_factor",
-    "truncate",
-}
 # Tables that are computed, not trained.
 COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
@@ -207,7 +190,7 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
     Raises:
         ValueError: if the draft is of an unsupported kind. The message says which, and what can run it.
     """
-    if quantization := config.get("quantization_config"):
+    if quantization := config.get("quantization_config") or config.get("quantization"):  # MLX writes the latter
         method = quantization.get("quant_method") or quantization.get("quant_algo") or "an unnamed method"
         raise ValueError(
             f"its weights are quantized by {method} (`quantization_config`), which is not supported. Load the draft that is not "
@@ -280,8 +263,6 @@ def check_keys(config: dict, flags: dict) -> None:
     eagle_config = config.get("eagle_config") or {}
     unknown = unknown_keys(config, {*LAYER_KEYS, *TOKEN_KEYS, EXACT_IDS, "layer_types"})
     unknown += [f"eagle_config.{key}" for key in unknown_keys(eagle_config, set())]
-    rope = rope_of(config)
-    unknown += sorted(f"rope_scaling.{key}" for key in rope.keys() - ROPE_KEYS if rope[key])
     if unknown:
         raise ValueError(f"config.json has flags that this reader does not know: {unknown}.")
     window, layer_types = config.get("sliding_window"), config.get("layer_types") or ["full_attention"]
@@ -319,7 +300,8 @@ def layer_config_of(config: dict, tensors: dict[str, torch.Tensor], assumed: dic
                 name.replace("q_proj", "o_proj"), torch.zeros(layer_config["hidden_size"], dtype=weight.dtype)
             )
     layer_config["tie_word_embeddings"] = False
-    layer_config["rope_parameters"] = {key: value for key, value in rope_of(config).items() if key in ROPE_KEYS}
+    rope = rope_of(config)  # unknown keys are refused later
+    layer_config["rope_parameters"] = {key: value for key, value in rope.items() if key in ROPE_KEYS or value}
     return layer_config
 
 
@@ -385,12 +367,10 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
         ValueError: if two tensors have one name, or the vocabulary mapping contradicts the configuration.
     """
     renamed, ignored, ours = {}, [], {}
-    for name, new_name in without_prefix(tensors).items():
+    for name, new_name in our_names(tensors).items():
         if name.endswith(COMPUTED):
             ignored.append(name)
             continue
-        if new_name.startswith("midlayer."):
-            new_name = "layers.0." + new_name.removeprefix("midlayer.")
         if new_name != name:
             renamed[name] = new_name
         if new_name in ours:
@@ -403,8 +383,8 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
     held = len(ours["d2t"]) if "d2t" in ours else None
     draft_vocab_size = config.get("draft_vocab_size") or held or vocab_size
     if draft_vocab_size == vocab_size and held in (None, vocab_size):
-        for name, neutral in (("d2t", 0), ("t2d", True)):  # some old files have a mapping without effect
-            if name in ours and (ours[name] == neutral).all():
+        for name in ("d2t", "t2d"):  # some old files have a mapping without effect
+            if name in ours and is_neutral_mapping(name, ours[name]):
                 del ours[name]
                 ignored.append(name)
     elif held is None:

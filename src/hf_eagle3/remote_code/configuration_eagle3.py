@@ -180,7 +180,7 @@ class Eagle3Config(PreTrainedConfig):
             kwargs = {"aux_layer_ids_assumed": False, **kwargs}
         try:
             return super().from_dict(config_dict, **kwargs)
-        except StrictDataclassError as error:
+        except (KeyError, StrictDataclassError) as error:
             raise ValueError(f"This config.json cannot be read. {error}") from error
 
     @property

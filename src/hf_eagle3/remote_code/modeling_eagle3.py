@@ -383,8 +383,8 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         self._borrow_head(target)
 
     def _borrow_head(self, target: PreTrainedModel) -> None:
-        if self.get_output_embeddings().out_features == 0 or self._borrowed_head:  # only drafts of other formats
-            installed_module("making", "A draft without a head").borrow_head(self, target)
+        if IS_INSTALLED:
+            installed_module("making", "A draft of another format").meet_target(self, target)
 
     def embed(self, input_ids: torch.Tensor, embedding: nn.Embedding | None = None) -> torch.Tensor:
         """
