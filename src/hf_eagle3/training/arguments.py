@@ -95,8 +95,6 @@ class Eagle3TrainingArguments(SFTConfig):
             head begins as the target's, and large steps would undo that. `False` trains everything by `optim`.
         learning_rate (`float`, *optional*, defaults to `1e-3`):
             The peak learning rate.
-        lr_scheduler_type (`str`, *optional*, defaults to `"cosine"`):
-            The schedule of the learning rate.
         adam_beta2 (`float`, *optional*, defaults to `0.95`), max_grad_norm (`float`, *optional*, defaults to `0.5`):
             The second beta of AdamW, and the norm that gradients are clipped to.
         logging_nan_inf_filter (`bool`, *optional*, defaults to `False`):
@@ -149,7 +147,6 @@ class Eagle3TrainingArguments(SFTConfig):
     # Parameters whose default values are overridden from SFTConfig
     learning_rate: float = field(default=1e-3, metadata={"help": "The peak learning rate."})
     adam_beta2: float = field(default=0.95, metadata={"help": "The second beta of AdamW."})
-    lr_scheduler_type: str = field(default="cosine", metadata={"help": "The schedule of the learning rate."})
     max_grad_norm: float = field(default=0.5, metadata={"help": "The norm that gradients are clipped to."})
     gradient_checkpointing: bool | None = field(  # type: ignore[assignment]  # transformers' is optional, TRL's is not
         default=None, metadata={"help": "Not supported, because the unroll keeps the keys of every step."}

@@ -1,6 +1,5 @@
 """Training by time instead of the number of steps."""
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -76,7 +75,7 @@ class TimeBudget(TrainerCallback):
     ) -> None:
         elapsed = min((self.clock() - self.start) / self.seconds, 1.0)
         for group in optimizer.param_groups:
-            group["lr"] *= 0.5 * (1 + math.cos(math.pi * elapsed))
+            group["lr"] *= 1 - elapsed
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
