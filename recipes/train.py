@@ -67,7 +67,7 @@ from hf_eagle3.training.parser import Eagle3Parser
 from hf_eagle3.training.record import non_defaults
 
 
-FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 
 
 @dataclass

@@ -165,6 +165,19 @@ def test_a_template_is_not_for_a_server(tmp_path, data, run_recipe):
     assert not (tmp_path / "out").exists()
 
 
+def test_numbers_out_of_range(tmp_path, data, run_recipe):
+    command = ("--model_name_or_path", "m", "--dataset_name", data, "--output_dir", tmp_path / "out")
+    for name, number in (
+        ("batch_size", -1),
+        ("concurrency", 0),
+        ("max_retries", -1),
+        ("temperature", -1),
+        ("top_p", 2),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}` must"):
+            run_recipe("regenerate.py", *command, f"--{name}", number)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_what_only_later_rows_have(tmp_path, monkeypatch, streaming):
     """`datasets` takes the columns from the first rows that it reads."""

@@ -235,7 +235,7 @@ def test_files(files, tmp_path, run_recipe):
     arguments = arguments_of(files, tmp_path / "out", data="data", max_steps=1)
     name, texts = arguments.index("--dataset_name") + 1, '{"text": "what is up"}\n' * 20
     for file, content, error in (
-        ("texts.csv", texts.encode(), "is not one of"),
+        ("texts.xlsx", texts.encode(), "is not one of"),
         ("none.jsonl", b"", "is empty"),
         ("numbers.jsonl", b'{"text": 5}\n', "Row 0: 'text' is 5, but must be a text"),
         ("cut.jsonl", b'{"text": "ab"}\n{"text": "cd', r"cut.jsonl, line 2 is not JSON"),
@@ -247,12 +247,13 @@ def test_files(files, tmp_path, run_recipe):
         ),
         ("latin.txt", b"\xe9t\xe9\n", "latin.txt cannot be read: .*utf-8"),
         ("texts.jsonl.gz", gzip.compress(texts.encode()), None),
+        ("texts.csv", b'text,id\n"what is, up",1\n' * 20, None),
     ):
         (tmp_path / file).write_bytes(content)
         arguments[name] = tmp_path / file
         with nullcontext() if error is None else pytest.raises(ValueError, match=error):
-            run_recipe("train.py", *arguments)
-    assert (tmp_path / "out" / "model.safetensors").exists()
+            run_recipe("train.py", *arguments, "--output_dir", tmp_path / f"of-{file}")
+        assert (tmp_path / f"of-{file}" / "model.safetensors").exists() == (error is None)
     rows = Dataset.from_list([{"text": "what is up"}] * 20)
     for number, saved in enumerate((rows, DatasetDict(train=rows))):
         saved.save_to_disk(tmp_path / f"saved-{number}")
