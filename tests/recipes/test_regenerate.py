@@ -19,7 +19,7 @@ from huggingface_hub import DatasetCard, DatasetCardData, constants
 from loopback_hub import serve_hub
 from trl import DatasetMixtureConfig
 
-from hf_eagle3.data.answers import Output, features_of, push_dataset
+from hf_eagle3.data.answers import Output, features_of, push_dataset, rows_in
 from hf_eagle3.data.rows import without_nulls
 
 
@@ -194,7 +194,7 @@ def test_what_only_later_rows_have(tmp_path, monkeypatch, streaming):
     assert without_nulls(rows[3])["messages"] == later
     assert rows[3]["tools"] == "[{}]" and rows[3]["chat_template_kwargs"] == {"think": True}
     # As on the Hub, where the card says it.
-    info = DatasetInfo(features=features_of([tmp_path / "out" / "rows-00000.jsonl"]))._to_yaml_dict()
+    info = DatasetInfo(features=features_of(rows_in([tmp_path / "out" / "rows-00000.jsonl"])))._to_yaml_dict()
     files = [{"split": "train", "path": "rows-*.jsonl"}]
     configs = [{"config_name": "default", "data_files": files}]
     metadata = DatasetCardData(configs=configs, dataset_info=info)

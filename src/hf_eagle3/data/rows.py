@@ -520,26 +520,26 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict]]:
     Raises:
         ValueError: if a line is not a JSON object. The message names the file and the line.
     """
-    content = Path(path).read_bytes()
-    if content.startswith(b"\xef\xbb\xbf"):
-        raise ValueError(f"{path}, line 1 begins with a byte order mark (BOM). Save the file in UTF-8 without one.")
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8"))
-            json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate, which tokenizers refuse
-        except UnicodeError as error:
-            raise ValueError(f"{path}, line {number} is not in UTF-8: {error}. Rewrite the line in UTF-8.") from None
-        except ValueError as error:
-            shown = line.decode("utf-8")[:80]
-            raise ValueError(
-                f"{path}, line {number} is not JSON ({error}): {shown!r}. Expected one object a line, such as "
-                '{"messages": [...]}. Rewrite a file that holds one array, or objects over several lines.'
-            ) from None
-        if not isinstance(row, dict):
-            raise ValueError(
-                f'{path}, line {number} is {_shown(row)}, but must be an object, such as {{"messages": [...]}}. Write the '
-                "objects of an array one a line."
-            )
-        yield number, row
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig"))  # Windows begins files with a byte order mark
+                json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate, which tokenizers refuse
+            except UnicodeError as error:
+                raise ValueError(
+                    f"{path}, line {number} is not in UTF-8: {error}. Rewrite the line in UTF-8."
+                ) from None
+            except ValueError as error:
+                shown = line.decode("utf-8").rstrip()[:80]
+                raise ValueError(
+                    f"{path}, line {number} is not JSON ({error}): {shown!r}. Expected one object a line, such as "
+                    '{"messages": [...]}. Rewrite a file that holds one array, or objects over several lines.'
+                ) from None
+            if not isinstance(row, dict):
+                raise ValueError(
+                    f'{path}, line {number} is {_shown(row)}, but must be an object, such as {{"messages": [...]}}. Write the '
+                    "objects of an array one a line."
+                )
+            yield number, row
