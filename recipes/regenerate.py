@@ -43,6 +43,7 @@ from hf_eagle3.data.rows import RowError, read_template_kwargs
 from hf_eagle3.data.server import regenerate_by_server
 from hf_eagle3.evaluation.drafts import load_draft
 from hf_eagle3.tokenizer import read_template
+from hf_eagle3.training.arguments import check_integers, check_shares
 from hf_eagle3.training.models import load_processing_class
 from hf_eagle3.training.parser import Eagle3Parser
 
@@ -105,6 +106,13 @@ class RegenerationArguments:
     )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code from the target's repo."})
     private: bool = field(default=False, metadata={"help": "Make a new data set private."})
+
+    def __post_init__(self):
+        check_integers(self, max_new_tokens=1, prompt_tokens=1, batch_size=1, concurrency=1, max_retries=0)
+        if self.temperature is not None and self.temperature < 0:
+            raise ValueError(f"`temperature` must not be negative, got {self.temperature}.")
+        if self.top_p is not None:
+            check_shares(self, "top_p", above_zero=True)
 
 
 def prompts_to_answer(script_args, args, target_config, mixture):

@@ -30,13 +30,13 @@ import shlex
 import sys
 import tempfile
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from accelerate import PartialState
 from datasets import (
     Dataset,
     DatasetDict,
+    Features,
     IterableDataset,
     ReadInstruction,
     concatenate_datasets,
@@ -67,7 +67,7 @@ from hf_eagle3.training.parser import Eagle3Parser
 from hf_eagle3.training.record import non_defaults
 
 
-FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 
 
 @dataclass
@@ -152,31 +152,31 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
     if suffix in FILE_FORMATS and not Path(name).is_file():
         raise FileNotFoundError(f"There is no file {name} (`--dataset_name`).")
     written = sorted(Path(name).glob("rows-*.jsonl"))  # by `recipes/regenerate.py`
-    files, features = list(map(str, written)), None
-    if written and script_args.dataset_streaming:
-        features = features_of(written)
+    files, streaming = list(map(str, written)), script_args.dataset_streaming
     if not files and Path(name).is_file():
         if suffix not in FILE_FORMATS:
             raise ValueError(f"The ending of {name} is not one of {sorted(FILE_FORMATS)} (`--dataset_name`).")
         if Path(name).stat().st_size == 0:
             raise ValueError(f"{name} is empty. Pass a file with rows (`--dataset_name`).")
         files = [name]
-    load = partial(
-        load_dataset,
-        FILE_FORMATS.get(suffix, "json"),
-        data_files={split: files},
-        streaming=script_args.dataset_streaming,
-    )
-    try:
+    lines = files or sorted(map(str, Path(name).glob("*.jsonl")))
+    lines = [file for file in lines if file.endswith((".json", ".jsonl"))]
+
+    def load(features: Features | None = None) -> DatasetDict:
+        kwargs = {"streaming": streaming, "features": features}
         if files:
-            return load(features=features)
-        return load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
+            return load_dataset(FILE_FORMATS.get(suffix, "json"), data_files={split: files}, **kwargs)
+        return load_dataset(name, name=script_args.dataset_config, **kwargs)
+
+    def features_of_lines() -> Features | None:  # or the error says which line is broken
+        return features_of(row for file in lines for _, row in read_json_lines(file))
+
+    try:
+        # A stream would fail in the middle of training, at the first row with other columns.
+        return load(features_of_lines() if streaming and suffix != ".json" else None)
     except DatasetGenerationError as error:
-        for file in files or sorted(map(str, Path(name).glob("*.jsonl"))):
-            if file.endswith((".json", ".jsonl")):
-                list(read_json_lines(file))  # says which line is broken
-        if written and (features := features_of(written)) is not None:
-            return load(features=features)
+        if (features := features_of_lines()) is not None:
+            return load(features)
         if not Path(name).exists():  # it is on the Hub
             raise
         cause = error.__cause__ or error

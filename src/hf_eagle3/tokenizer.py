@@ -1,5 +1,7 @@
 """Loading the target's tokenizer, and turning texts and conversations into tokens."""
 
+import copy
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,7 +151,12 @@ class PromptEncoder:
         starts = range(len(with_special) - len(plain) + 1)
         start = next((start for start in starts if with_special[start : start + len(plain)] == plain), 0)
         self.special_tokens = with_special[:start]
+        self.takes_parts = self.takes_text_arguments = False
         self.takes_parts = self.has_template and self._drops_texts()
+        self.takes_text_arguments = (
+            self.has_template and self._takes_call('{"a": 1}') and not self._takes_call({"a": 1})
+        )
+        self.written: set[str] = set()  # what the template is known to write
 
     @property
     def has_template(self) -> bool:
@@ -166,6 +173,48 @@ class PromptEncoder:
         except Exception:  # the template refuses the probe; rows themselves will show what it takes
             return False
 
+    def _takes_call(self, arguments: Any) -> bool:
+        """Whether the template takes a tool call with these arguments. Some take only JSON (DeepSeek)."""
+        calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+        try:
+            self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": calls}])
+        except Exception:
+            return False
+        return True
+
+    def check_written(self, messages: list[dict], text: str, **kwargs: Any) -> None:
+        """
+        Checks that the chat template writes messages of all roles, and tool calls. Many templates leave out, without an error,
+        what they do not know.
+
+        Args:
+            messages (`list[dict]`): The conversation.
+            text (`str`): What [`~PromptEncoder.render`] makes of it.
+            kwargs (*optional*): As for [`~PromptEncoder.render`].
+
+        Raises:
+            ValueError: if the template leaves something out.
+        """
+        for number, message in enumerate(messages):
+            role, content = message["role"], message["content"]
+            if message.get("tool_calls") and not content:  # a content may have them, too
+                what, instead = "tool calls", [{**message, "tool_calls": []}]
+            elif content and role not in ("user", "assistant"):
+                what, instead = f"messages of {role!r}", []
+            else:
+                continue
+            if what in self.written:
+                continue
+            try:
+                makes_difference = text != self.render(
+                    [*messages[:number], *instead, *messages[number + 1 :]], **kwargs
+                )
+            except Exception:
+                makes_difference = True
+            if not makes_difference and not (content and str(content) in text):  # it may be the template's own prompt
+                raise ValueError(f"it leaves out {what}. Remove or rename them, or pass another template")
+            self.written.add(what)
+
     def render(self, messages: list[dict], with_parts: bool | None = None, **kwargs: Any) -> str:
         """
         Returns the text that the chat template makes of a conversation.
@@ -181,6 +230,8 @@ class PromptEncoder:
 
     def as_expected(self, messages: list[dict], with_parts: bool | None = None) -> list[dict]:
         """Returns messages in the form that the chat template expects."""
+        if self.takes_text_arguments:
+            messages = [with_arguments_as_text(message) for message in messages]
         if self.takes_parts if with_parts is None else with_parts:
             return [with_text_part(message) for message in messages]
         return messages
@@ -199,6 +250,18 @@ class PromptEncoder:
     def chat(self, messages: list[dict], **kwargs: Any) -> list[int]:
         """Returns the tokens of a conversation, up to where the answer begins."""
         return self.rendered_tokens(self.render(messages, add_generation_prompt=True, **kwargs))
+
+
+def with_arguments_as_text(message: dict) -> dict:
+    """Returns a message with JSON as arguments of tool calls."""
+    if not message.get("tool_calls"):
+        return message
+    calls = copy.deepcopy(message["tool_calls"])
+    for call in calls:
+        function = call.get("function", call)
+        if not isinstance(function.get("arguments"), str):
+            function["arguments"] = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+    return {**message, "tool_calls": calls}
 
 
 def with_text_part(message: dict) -> dict:

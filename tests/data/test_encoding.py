@@ -28,6 +28,7 @@ TOOL = {
 
 PLAIN = [user("Is it raining?"), assistant("Yes."), user("Thanks"), assistant("Bye.")]
 THOUGHTS = [user("Is it?"), assistant("Yes.", reasoning_content="It is."), user("Thanks"), assistant("Bye.")]
+QWEN_PROMPT = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 CALLS = [
     PLAIN[0],
     assistant("", tool_calls=[CALL]),
@@ -284,6 +285,31 @@ def test_texts_begin_and_end_once(puts, text):
     assert tokenizer.decode(PromptEncoder(tokenizer).text(text)) == bos + text.removeprefix("<s>")
     pair = RowEncoder(tokenizer, "prompt")({"prompt": "ab", "completion": "c"})
     assert learned(tokenizer, pair) == ["c</s>"]
+
+
+@pytest.mark.parametrize("assistant_only_loss", [False, True])
+def test_what_a_template_leaves_out_is_refused(assistant_only_loss):
+    prompt = "Be brief."
+    for name, row, left_out in (
+        ("phi3", {"messages": CALLS, "tools": [TOOL]}, "tool calls"),
+        ("phi3", {"messages": [{"role": "tool", "content": prompt}, *PLAIN]}, "messages of 'tool'"),
+        ("qwen3", {"messages": [{"role": "critic", "content": prompt}, *PLAIN]}, "messages of 'critic'"),
+        ("qwen3", {"messages": CALLS, "tools": [TOOL]}, None),
+        ("qwen2_5", {"messages": [{"role": "system", "content": QWEN_PROMPT}, *PLAIN]}, None),  # the default one
+        ("llama3", {"messages": [{"role": "critic", "content": prompt}, *PLAIN]}, None),
+        ("llama3", {"messages": [{"role": "system", "content": ""}, *PLAIN]}, None),
+    ):
+        encoder = RowEncoder(byte_tokenizer(TEMPLATES[name]), "messages", assistant_only_loss=assistant_only_loss)
+        if left_out is None:
+            assert encoder(row)["lost"] == 0
+            continue
+        with pytest.raises(RowError, match=f"the chat template refuses it: it leaves out {left_out}"):
+            encoder(row)
+
+
+def test_templates_that_take_arguments_as_text():
+    encoder = RowEncoder(byte_tokenizer(TEMPLATES["deepseekv3"]), "messages")
+    assert '{"city": "Ulm"}' in encoder.tokenizer.decode(encoder({"messages": CALLS})["input_ids"])
 
 
 def test_what_cannot_be_encoded():

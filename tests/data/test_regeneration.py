@@ -56,14 +56,17 @@ def test_rows_that_a_target_cannot_answer_are_left_out(tmp_path, tokenizer):
     tokenizer, output = copy.deepcopy(tokenizer), Output(tmp_path, {})
     tokenizer.pad_token = tokenizer.eos_token = None
     refusing = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('never') }}{% endif %}"
-    tokenizer.chat_template = refusing + tokenizer.chat_template
+    without_system = "{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}"
+    tokenizer.chat_template = refusing + without_system + tokenizer.chat_template
     target = make_gpt2(num_positions=16)
     rows = [{"messages": [user(text)]} for text in ("ab", "no", "abcdefghijklm", "c")]
+    rows.append({"messages": [{"role": "system", "content": "s"}, user("a")]})
     settings = {"batch_size": 2, "max_new_tokens": 4, "do_sample": False}
     regenerate_locally(target, tokenizer, output.pending(rows), output, **settings)
     assert sorted(read_answers(tmp_path)) == [0, 3]
     assert "the chat template refuses it: never" in output.left_out[1]
     assert "more than the target's table of 16 positions" in output.left_out[2]
+    assert "the chat template refuses it: it leaves out messages of 'system'" in output.left_out[4]
 
 
 def test_answers_of_a_target_are_what_it_generates(tmp_path, tokenizer):

@@ -36,6 +36,10 @@ GOOD = {
         {"messages": [U, {"role": "ipython", "content": "b"}]},
         {"messages": [U, {"role": "ipython", "content": "b"}]},
     ),
+    "OpenAI's newer name of a system prompt": (
+        {"messages": [{"role": "developer", "content": "s"}, *CHAT]},
+        {"messages": [{"role": "system", "content": "s"}, *CHAT]},
+    ),
     "text in place of value": ({"conversations": [{"from": "human", "text": "a"}, SHAREGPT[1]]}, {"messages": CHAT}),
     "a structure of lists": (
         {"messages": {"role": ["user", "assistant"], "content": ["a", "b"]}},
@@ -56,6 +60,14 @@ GOOD = {
     "OpenAI's older call": (
         {"messages": [U, {"role": "assistant", "content": None, "function_call": CALL_AS_TEXT["function"]}]},
         "call",
+    ),
+    "OpenAI's older tools": (
+        {"messages": CHAT, "functions": json.dumps([TOOL])},
+        {"messages": CHAT, "template_kwargs": {"tools": [{"type": "function", "function": TOOL}]}},
+    ),
+    "a call without arguments": (
+        {"messages": [U, {**A, "tool_calls": [{"function": {"name": "now", "arguments": " "}}]}]},
+        {"messages": [U, {**A, "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}]},
     ),
     "and its result": (
         {"messages": [U, {"role": "function", "name": "f", "content": "r", "function_call": None}]},

@@ -144,9 +144,22 @@ def test_answers_that_are_given_up_are_none(tmp_path, reason, num_failed):
         (assistant(""), "the server's answer is empty"),
         (assistant(None), "the server's answer is empty"),
         ({**assistant(None), "refusal": "I cannot"}, "the server refuses to answer: I cannot"),
+        (assistant(5), "the content of the server's answer is 5, but must be a text"),
+        (
+            assistant(None, tool_calls=["f"]),
+            "the server's answer has 'f' among its tool_calls, but they must be dictionaries",
+        ),
+        (
+            assistant(None, tool_calls=[{"function": {"arguments": "{}"}}]),
+            "its answer has a tool call without the name of a function: {'function': {'arguments': {}}}",
+        ),
+        (
+            assistant(None, tool_calls=[{"function": {"name": "f", "arguments": '{"a": '}}], finish_reason="length"),
+            "its answer has a tool call whose arguments are no JSON object: {'function': {'name': 'f', 'arguments': '{\"a\": '}}",
+        ),
     ],
 )
-def test_empty_answers_are_none(tmp_path, answer, reason):
+def test_answers_that_nothing_can_be_learned_from_are_none(tmp_path, answer, reason):
     with chat_server(lambda payload, number: answer if payload["messages"][0]["content"] == "1" else "x") as (url, _):
         output = Output(tmp_path, {})
         assert ask(url, [{"messages": [user(str(i))]} for i in range(3)], output) == 0
@@ -164,6 +177,17 @@ def test_errors_with_the_status_of_success(tmp_path, caplog, body):
     assert (
         f"Row 0 failed: ValueError: the response has no answer, but {body.decode(errors='replace')!r}" in caplog.text
     )
+
+
+def test_answers_in_other_forms(tmp_path):
+    answers = {
+        "parts": assistant([{"type": "text", "text": "ye"}, {"type": "text", "text": "s"}]),
+        "call": assistant(None, tool_calls=[{"function": {"name": "now", "arguments": None}}]),
+    }
+    with chat_server(lambda payload, number: answers[payload["messages"][0]["content"]]) as (url, _):
+        assert ask(url, [{"messages": [user(name)]} for name in answers], Output(tmp_path, {})) == 0
+    parts, call = (read_answers(tmp_path)[row]["messages"][1] for row in range(2))
+    assert parts["content"] == "yes" and call["tool_calls"] == [{"function": {"name": "now", "arguments": "{}"}}]
 
 
 @pytest.mark.parametrize("choice", [{}, {"finish_reason": None}])

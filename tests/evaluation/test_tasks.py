@@ -104,7 +104,7 @@ def test_offline(tokenizer):
 def test_files(tmp_path, tokenizer, monkeypatch, caplog):
     path = tmp_path / "prompts.jsonl"
     chat = [{"role": "user", "content": "b"}]
-    path.write_text('{"prompt": "a"}\n\n' + json.dumps({"messages": chat}) + "\n")
+    path.write_text('\ufeff{"prompt": "a"}\n\n' + json.dumps({"messages": chat}) + "\n", encoding="utf-8")
     assert [row.text or row.messages for row in read_prompts(path)] == ["a", chat] and len(read_prompts(path, 1)) == 1
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     chatted = tokenizer("<user>b>", add_special_tokens=False)["input_ids"]
@@ -125,7 +125,6 @@ def test_files(tmp_path, tokenizer, monkeypatch, caplog):
         (['{"prompt": "a"}', "", '{"messages": [{"role": "us'], "line 3 is not JSON"),
         (['[{"prompt": "a"}]'], "line 1 is .* but must be an object"),
         (["[", '{"prompt": "a"},', "]"], "line 1 is not JSON"),
-        (['\ufeff{"prompt": "a"}'], "line 1 begins with a byte order mark"),
         (['{"messages": [{"role": "user"}]}'], "line 1: message 0 of 'messages' has no content"),
         (['{"messages": [{"role": "system", "content": "s"}]}'], "line 1: the chat template refuses it: no"),
     ],

@@ -19,7 +19,7 @@ from huggingface_hub import DatasetCard, DatasetCardData, constants
 from loopback_hub import serve_hub
 from trl import DatasetMixtureConfig
 
-from hf_eagle3.data.answers import Output, features_of, push_dataset
+from hf_eagle3.data.answers import Output, features_of, push_dataset, rows_in
 from hf_eagle3.data.rows import without_nulls
 
 
@@ -165,6 +165,19 @@ def test_a_template_is_not_for_a_server(tmp_path, data, run_recipe):
     assert not (tmp_path / "out").exists()
 
 
+def test_numbers_out_of_range(tmp_path, data, run_recipe):
+    command = ("--model_name_or_path", "m", "--dataset_name", data, "--output_dir", tmp_path / "out")
+    for name, number in (
+        ("batch_size", -1),
+        ("concurrency", 0),
+        ("max_retries", -1),
+        ("temperature", -1),
+        ("top_p", 2),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}` must"):
+            run_recipe("regenerate.py", *command, f"--{name}", number)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_what_only_later_rows_have(tmp_path, monkeypatch, streaming):
     """`datasets` takes the columns from the first rows that it reads."""
@@ -181,7 +194,7 @@ def test_what_only_later_rows_have(tmp_path, monkeypatch, streaming):
     assert without_nulls(rows[3])["messages"] == later
     assert rows[3]["tools"] == "[{}]" and rows[3]["chat_template_kwargs"] == {"think": True}
     # As on the Hub, where the card says it.
-    info = DatasetInfo(features=features_of([tmp_path / "out" / "rows-00000.jsonl"]))._to_yaml_dict()
+    info = DatasetInfo(features=features_of(rows_in([tmp_path / "out" / "rows-00000.jsonl"])))._to_yaml_dict()
     files = [{"split": "train", "path": "rows-*.jsonl"}]
     configs = [{"config_name": "default", "data_files": files}]
     metadata = DatasetCardData(configs=configs, dataset_info=info)

@@ -11,8 +11,10 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from conftest import RECIPES, accelerate_launch, load_script, make_prompt, make_target, run_in_two_processes
@@ -25,6 +27,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from trl import DatasetMixtureConfig
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
+from hf_eagle3.data.rows import without_nulls
 from hf_eagle3.hub import write_draft
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.training.console import EaglePrinterCallback
@@ -235,7 +238,7 @@ def test_files(files, tmp_path, run_recipe):
     arguments = arguments_of(files, tmp_path / "out", data="data", max_steps=1)
     name, texts = arguments.index("--dataset_name") + 1, '{"text": "what is up"}\n' * 20
     for file, content, error in (
-        ("texts.csv", texts.encode(), "is not one of"),
+        ("texts.xlsx", texts.encode(), "is not one of"),
         ("none.jsonl", b"", "is empty"),
         ("numbers.jsonl", b'{"text": 5}\n', "Row 0: 'text' is 5, but must be a text"),
         ("cut.jsonl", b'{"text": "ab"}\n{"text": "cd', r"cut.jsonl, line 2 is not JSON"),
@@ -247,18 +250,37 @@ def test_files(files, tmp_path, run_recipe):
         ),
         ("latin.txt", b"\xe9t\xe9\n", "latin.txt cannot be read: .*utf-8"),
         ("texts.jsonl.gz", gzip.compress(texts.encode()), None),
+        ("texts.csv", b'text,id\n"what is, up",1\n' * 20, None),
     ):
         (tmp_path / file).write_bytes(content)
         arguments[name] = tmp_path / file
         with nullcontext() if error is None else pytest.raises(ValueError, match=error):
-            run_recipe("train.py", *arguments)
-    assert (tmp_path / "out" / "model.safetensors").exists()
+            run_recipe("train.py", *arguments, "--output_dir", tmp_path / f"of-{file}")
+        assert (tmp_path / f"of-{file}" / "model.safetensors").exists() == (error is None)
     rows = Dataset.from_list([{"text": "what is up"}] * 20)
     for number, saved in enumerate((rows, DatasetDict(train=rows))):
         saved.save_to_disk(tmp_path / f"saved-{number}")
         arguments[name] = tmp_path / f"saved-{number}"
         run_recipe("train.py", *arguments, "--output_dir", tmp_path / f"out-{number}")
         assert json.loads((tmp_path / f"out-{number}" / "training.json").read_text())["rows"] == 20
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("place", ["file", "folder"])
+def test_columns_of_later_rows(tmp_path, monkeypatch, place, streaming):
+    """`datasets` takes the columns from the first rows that it reads, and would fail at the others."""
+    script, chat = load_script("recipes/train.py"), [{"role": "user", "content": "a" * 100}]
+    monkeypatch.setattr(script, "load_dataset", partial(datasets.load_dataset, chunksize=100))
+    later = [*chat, {"role": "assistant", "content": "b", "tool_calls": [{"function": {"name": "f"}}]}]
+    rows = [{"messages": chat}, {"messages": chat}, {"messages": later, "tools": "[]"}]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    name = str(tmp_path / "train.jsonl" if place == "file" else tmp_path)
+    args = script.TrainScriptArguments(dataset_name=name, dataset_streaming=streaming)
+    read = script.load_data(args, DatasetMixtureConfig())["train"]
+    assert [without_nulls(row) for row in read] == rows
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n' * 9 + "{")
+    with pytest.raises(ValueError, match="train.jsonl, line 10 is not JSON"):  # before training
+        script.load_data(args, DatasetMixtureConfig())
 
 
 def test_a_split_that_is_not_there(files, tmp_path, run_recipe):

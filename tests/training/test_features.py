@@ -210,6 +210,8 @@ def test_an_interrupted_extraction_goes_on(tmp_path, tokenizer):
     store = trainer.extract_features(tmp_path / "parts", rows_per_shard=4)
     assert all(path.stat().st_mtime_ns == time for path, time in written.items())
     assert all(torch.equal(store[row], expected[row]) for row in range(20))
+    with pytest.raises(ValueError, match="`rows_per_shard` must be at least 1, got 0"):
+        trainer.extract_features(tmp_path / "none", rows_per_shard=0)
 
 
 @pytest.mark.parametrize("place, name", [(Dataset, "save_to_disk"), (features, "save_file")])

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from conftest import make_prompt, make_target
@@ -24,9 +25,12 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
     ProcessorMixin,
     Trainer,
     TrainerCallback,
+    default_data_collator,
 )
 from transformers.distributed import DistributedConfig
 from transformers.utils import PushInProgress
@@ -229,6 +233,49 @@ def test_packed_rows_of_padded_batches(tmp_path, tokenizer):
 def test_where_a_vocabulary_is_not_sampled(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="`sampled_vocab_size` must be an integer of at least 1, got 0"):
         make_trainer(tmp_path, tokenizer, sampled_vocab_size=0)
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 0}, {"max_steps": -1, "num_train_epochs": 0}])
+def test_a_training_without_steps_is_refused(tmp_path, length):
+    with pytest.raises(ValueError, match="so nothing would be trained"):
+        Eagle3TrainingArguments(str(tmp_path), use_cpu=True, **length)
+
+
+def test_resuming_as_the_command_line_says_it(tmp_path):
+    said = {
+        text: Eagle3TrainingArguments(str(tmp_path), use_cpu=True, resume_from_checkpoint=text)
+        for text in ("false", "True", "a")
+    }
+    assert [args.resume_from_checkpoint for args in said.values()] == [False, True, "a"]
+
+
+def test_collators_of_callers(tmp_path, tokenizer):
+    """Are used if they learn what the rows say."""
+    arguments = {"use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 1, "assistant_only_loss": True}
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+
+    def shifting(examples):
+        batch = default_data_collator(examples)
+        return {**batch, "labels": batch["labels"].roll(-1, 1)}
+
+    def without_labels(examples):
+        return {"input_ids": torch.tensor([example["input_ids"] for example in examples])}
+
+    for collator, problem in (
+        (DataCollatorForSeq2Seq(tokenizer), None),
+        (DataCollatorWithFlattening(), None),
+        (transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False), "labels to tokens that the rows exclude"),
+        (shifting, r"`data_collator` \(shifting\) gives labels that are neither the tokens"),
+        (without_labels, "gives no `labels`"),
+    ):
+        batch_size = 1 if problem else 2
+        args = Eagle3TrainingArguments(str(tmp_path), per_device_train_batch_size=batch_size, **arguments)
+        trainer = Eagle3Trainer(
+            None, make_target("llama"), args, train_dataset=CHATS, processing_class=tokenizer, data_collator=collator
+        )
+        with nullcontext() if problem is None else pytest.raises(ValueError, match=problem):
+            trainer.train()
 
 
 def test_training_learns(tmp_path, tokenizer):

@@ -163,16 +163,17 @@ def rows_in(paths: Iterable[Path]) -> Iterator[dict]:
     return (json.loads(line) for path in paths for line in complete_lines(path))
 
 
-def features_of(paths: Iterable[Path]) -> Features | None:
+def features_of(rows: Iterator[dict]) -> Features | None:
     """
     Returns the columns, and the keys of messages, of all rows. `load_dataset` takes them from the first 10 MB of a file, and
-    fails at the first tool call after that. `None` if one column has values of several types.
+    fails at the first tool call after that. `None` if one column has values of several types, or there are no rows.
     """
-    rows, schemas = rows_in(paths), []
+    schemas = []
     try:
         while batch := list(islice(rows, 1000)):
             schemas.append(pa.schema(pa.array(batch).type))
-        return Features.from_arrow_schema(pa.unify_schemas(schemas, promote_options="permissive"))
+        schema = pa.unify_schemas(schemas, promote_options="permissive") if schemas else None
+        return None if schema is None else Features.from_arrow_schema(schema)
     except (pa.ArrowInvalid, pa.ArrowTypeError):
         return None
 
@@ -223,7 +224,7 @@ def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) 
             f"{repo_id} has {others[0]}, which does not come from {folder}. Push to another data set, or delete it."
         )
     operations.append(CommitOperationAdd(SETTINGS, json.dumps(settings, indent=2).encode()))
-    features = features_of(files)
+    features = features_of(rows_in(files))
     info = None if features is None else DatasetInfo(features=features)._to_yaml_dict()
     if "README.md" in there:
         card = DatasetCard.load(api.hf_hub_download(repo_id, "README.md", repo_type="dataset"))

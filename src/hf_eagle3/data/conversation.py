@@ -1,15 +1,14 @@
 """A conversation that a target answers turn by turn."""
 
-import copy
 import json
 from typing import Any
 
-from ..tokenizer import with_text_part
+from ..tokenizer import with_arguments_as_text, with_text_part
 from .images import storable
 from .rows import IMAGES, RowError, read_prompt
 
 
-KEPT_ROLES = {"system", "developer", "user", "assistant"}
+KEPT_ROLES = {"system", "user", "assistant"}
 
 
 class Conversation:
@@ -84,6 +83,7 @@ class Conversation:
         kwargs = dict(self.template_kwargs)
         tools = kwargs.pop("tools", None)
         turns = [with_text_part(turn) for turn in self.turns] if self.may_see else self.turns
+        # A column of a data set has one type in all rows, so arguments are JSON.
         content: dict[str, Any] = {**images, "messages": [with_arguments_as_text(message) for message in turns]}
         content |= {"tools": json.dumps(tools, ensure_ascii=False)} if tools else {}
         content |= {"chat_template_kwargs": kwargs} if kwargs else {}
@@ -94,15 +94,3 @@ def image_parts(message: dict) -> list[dict]:
     """Returns the parts of a message that stand for images."""
     content = message.get("content")
     return [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
-
-
-def with_arguments_as_text(message: dict) -> dict:
-    """Returns a message with JSON as arguments of tool calls, because a column of a data set has one type in all rows."""
-    if not message.get("tool_calls"):
-        return message
-    calls = copy.deepcopy(message["tool_calls"])
-    for call in calls:
-        function = call.get("function", call)
-        if not isinstance(function.get("arguments"), str):
-            function["arguments"] = json.dumps(function.get("arguments"), ensure_ascii=False)
-    return {**message, "tool_calls": calls}

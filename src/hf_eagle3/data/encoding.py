@@ -213,7 +213,9 @@ class RowEncoder(PromptEncoder):
         """Renders a conversation, and returns its text and the spans `(start, end)` between markers."""
         try:
             if not (self.assistant_only_loss and self.is_marked):
-                return self.render(row.messages, **row.template_kwargs), []
+                text = self.render(row.messages, **row.template_kwargs)
+                self.check_written(row.messages, text, **row.template_kwargs)
+                return text, []
             # `apply_chat_template` gives the spans only as a mask of tokens, and only for fast tokenizers.
             kwargs = {**self.tokenizer.special_tokens_map, **row.template_kwargs}
             tools = kwargs.pop("tools", None)
@@ -224,6 +226,7 @@ class RowEncoder(PromptEncoder):
                 return_assistant_tokens_mask=True,
                 **kwargs,
             )
+            self.check_written(row.messages, texts[0], **row.template_kwargs)
             return texts[0], spans[0]
         except Exception as error:
             raise RowError(f"the chat template refuses it: {error or type(error).__name__}") from error
@@ -281,7 +284,7 @@ class RowEncoder(PromptEncoder):
         """Returns the ranges of tokens of the assistant's turns, and how many turns could not be found."""
         ranges, lost = [], 0
         for number, message in enumerate(row.messages):
-            is_asked = any(each["role"] not in ("system", "developer") for each in row.messages[:number])
+            is_asked = any(each["role"] != "system" for each in row.messages[:number])
             if message["role"] != "assistant" or not is_asked:  # a target is never asked for a greeting
                 continue
             if not is_learned(message):

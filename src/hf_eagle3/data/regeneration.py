@@ -24,7 +24,7 @@ from .answers import Output
 from .conversation import Conversation
 from .images import ImageReader
 from .prompts import num_positions
-from .rows import RowError, UnreachableError
+from .rows import RowError, UnreachableError, check_calls
 
 
 logger = logging.getLogger(__name__)
@@ -190,6 +190,7 @@ def encode_prompt(
             text, tokens = conversation.text, encoder.text(conversation.text)
         else:
             text = encoder.render(conversation.turns, add_generation_prompt=True, **conversation.template_kwargs)
+            encoder.check_written(conversation.turns, text, add_generation_prompt=True, **conversation.template_kwargs)
             tokens = encoder.rendered_tokens(text)
         if images is not None and conversation.images:
             special = encoder.special_tokens if conversation.text is not None else []
@@ -275,8 +276,5 @@ def parse_by_template(
     message = next((each for each in reversed(parsed) if each.get("tool_calls")), parsed[0] if parsed else None)
     if message is None:
         raise RowError(f"its answer cannot be parsed: {failure}") from failure
-    for call in message.get("tool_calls") or []:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RowError(f"its answer has a tool call without the name of a function: {call!r:.80}")
+    check_calls(message)
     return message

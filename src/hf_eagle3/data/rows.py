@@ -22,7 +22,7 @@ ROLES = {
     "model": "assistant",
     "assistant": "assistant",
     "system": "system",
-    "developer": "developer",
+    "developer": "system",  # OpenAI's newer name, which many templates leave out or refuse
     "tool": "tool",
     "observation": "tool",
     "function": "tool",
@@ -271,10 +271,11 @@ def read_messages(value: Any, name: str) -> list[dict]:
             f"it: dataset.map(lambda row: {{{name!r}: json.loads(row[{name!r}])}})"
         )
     value = _as_list(value, f"{name!r}", "of messages with role and content")
-    return [_read_message(message, f"message {number} of {name!r}") for number, message in enumerate(value)]
+    return [read_message(message, f"message {number} of {name!r}") for number, message in enumerate(value)]
 
 
-def _read_message(message: Any, where: str) -> dict:
+def read_message(message: Any, where: str) -> dict:
+    """Returns a message of [`read_messages`]. `where` names it in errors."""
     if not isinstance(message, dict):
         raise RowError(f"{where} is {_shown(message)}, but must have role and content")
     others = {key: value for key, value in message.items() if value is not None}
@@ -339,6 +340,16 @@ def calls_of(message: dict) -> Any:
     return [{"type": "function", "function": call}] if is_old else calls
 
 
+def check_calls(message: dict) -> None:
+    """Checks that the tool calls of an answer have the name of a function, and JSON as its arguments."""
+    for call in message.get("tool_calls") or []:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError(f"its answer has a tool call without the name of a function: {_shown(call)}")
+        if not isinstance(function.get("arguments", {}), dict):
+            raise RowError(f"its answer has a tool call whose arguments are no JSON object: {_shown(call)}")
+
+
 def is_learned(message: dict) -> bool:
     """Whether a message has none of `WEIGHTS` that says not to learn it."""
     return all(message.get(key) != 0 for key in WEIGHTS)
@@ -352,7 +363,7 @@ def _read_call(call: Any, where: str) -> dict:
     function = call.get("function", call)
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         try:
-            arguments = json.loads(function["arguments"])
+            arguments = json.loads(function["arguments"].strip() or "{}")  # of a function without parameters
         except ValueError:
             return call  # any other text goes to the template as it is
         if isinstance(arguments, dict):
@@ -362,14 +373,16 @@ def _read_call(call: Any, where: str) -> dict:
 
 def read_template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
     """
-    Returns what a row gives its chat template besides the messages: `tools` (a list or JSON) and the contents of
-    `chat_template_kwargs` (a dictionary or JSON).
+    Returns what a row gives its chat template besides the messages: `tools` (a list or JSON, also in OpenAI's older form,
+    `functions`) and the contents of `chat_template_kwargs` (a dictionary or JSON).
     """
     kwargs = _from_json(row.get("chat_template_kwargs"), "chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise RowError(f"'chat_template_kwargs' is {_shown(kwargs)}, but must be a dictionary or JSON of one")
     kwargs = without_nulls(kwargs or {})
     tools = _from_json(row.get("tools"), "tools")
+    if not tools and (functions := _from_json(row.get("functions"), "functions")):  # OpenAI's older form
+        tools = [{"type": "function", "function": each} for each in _as_list(functions, "'functions'")]
     if tools:
         tools = [_from_json(tool, "tools") for tool in _as_list(tools, "'tools'")]
         if not all(isinstance(tool, dict) for tool in tools):
@@ -507,26 +520,26 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict]]:
     Raises:
         ValueError: if a line is not a JSON object. The message names the file and the line.
     """
-    content = Path(path).read_bytes()
-    if content.startswith(b"\xef\xbb\xbf"):
-        raise ValueError(f"{path}, line 1 begins with a byte order mark (BOM). Save the file in UTF-8 without one.")
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8"))
-            json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate, which tokenizers refuse
-        except UnicodeError as error:
-            raise ValueError(f"{path}, line {number} is not in UTF-8: {error}. Rewrite the line in UTF-8.") from None
-        except ValueError as error:
-            shown = line.decode("utf-8")[:80]
-            raise ValueError(
-                f"{path}, line {number} is not JSON ({error}): {shown!r}. Expected one object a line, such as "
-                '{"messages": [...]}. Rewrite a file that holds one array, or objects over several lines.'
-            ) from None
-        if not isinstance(row, dict):
-            raise ValueError(
-                f'{path}, line {number} is {_shown(row)}, but must be an object, such as {{"messages": [...]}}. Write the '
-                "objects of an array one a line."
-            )
-        yield number, row
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig"))  # Windows begins files with a byte order mark
+                json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate, which tokenizers refuse
+            except UnicodeError as error:
+                raise ValueError(
+                    f"{path}, line {number} is not in UTF-8: {error}. Rewrite the line in UTF-8."
+                ) from None
+            except ValueError as error:
+                shown = line.decode("utf-8").rstrip()[:80]
+                raise ValueError(
+                    f"{path}, line {number} is not JSON ({error}): {shown!r}. Expected one object a line, such as "
+                    '{"messages": [...]}. Rewrite a file that holds one array, or objects over several lines.'
+                ) from None
+            if not isinstance(row, dict):
+                raise ValueError(
+                    f'{path}, line {number} is {_shown(row)}, but must be an object, such as {{"messages": [...]}}. Write the '
+                    "objects of an array one a line."
+                )
+            yield number, row

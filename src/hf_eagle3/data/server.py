@@ -11,10 +11,11 @@ from typing import Any, TypeGuard
 import aiohttp
 from tqdm.auto import tqdm
 
+from ..tokenizer import with_arguments_as_text
 from .answers import Output
-from .conversation import Conversation, image_parts, with_arguments_as_text
+from .conversation import Conversation, image_parts
 from .images import sendable
-from .rows import RowError, UnreachableError, calls_of, without_nulls
+from .rows import RowError, UnreachableError, calls_of, check_calls, read_message
 
 
 logger = logging.getLogger(__name__)
@@ -205,7 +206,7 @@ class ServerClient:
             row, error = self.refused[0]
             raise ConnectionRefusedError(
                 f"{self.base_url} refuses {len(self.refused)} requests in a row. Row {row}: {error.status} {error.message}. "
-                "Check the name of the model (`--served_model_name`), the key (`--api_key`) and the sampling arguments. "
+                "Check the address (`--base_url`; most end with /v1), the name of the model (`--served_model_name`), the key (`--api_key`) and the sampling arguments. "
                 "No row was left out."
             )
 
@@ -238,18 +239,17 @@ def message_of(choice: dict) -> dict:
     Returns the message of a server's choice: its content, reasoning and tool calls.
 
     Raises:
-        RowError: if it has none of them, or is a refusal.
+        RowError: if it has none of them, is a refusal, or cannot be read.
     """
     said = choice["message"]
     if said.get("refusal"):
         raise RowError(f"the server refuses to answer: {said['refusal']!s:.200}")
-    message = {"role": "assistant", "content": said.get("content") or ""}
-    if reasoning := said.get("reasoning_content") or said.get("reasoning"):
-        message["reasoning_content"] = reasoning
-    if calls := calls_of(said):
-        message["tool_calls"] = without_nulls(calls)
+    read = {"role": "assistant", "content": said.get("content") or "", "tool_calls": calls_of(said) or None}
+    read["reasoning_content"] = said.get("reasoning_content") or said.get("reasoning") or None
+    message = read_message(read, "the server's answer")  # what cannot be read could not be learned from
     if not message["content"] and len(message) == 2:
         raise RowError("the server's answer is empty")
+    check_calls(message)
     return message
 
 

@@ -227,6 +227,10 @@ class Eagle3TrainingArguments(SFTConfig):
             self.bf16 = False  # TRL's default is True, which such processors compute in software
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("loss_per_step"):
             self.greater_is_better: bool | None = False  # transformers recognizes losses by the end of their names
+        if isinstance(self.resume_from_checkpoint, str) and self.resume_from_checkpoint.lower() in ("true", "false"):
+            self.resume_from_checkpoint: Any = (
+                self.resume_from_checkpoint.lower() == "true"
+            )  # the command line gives a text
         has_default = self.accelerator_config is None
         super().__post_init__()
         if has_default and not isinstance(self.accelerator_config, str | dict | None):
@@ -249,6 +253,11 @@ class Eagle3TrainingArguments(SFTConfig):
         for name, least in {"draft_vocab_size": 1, "sampled_vocab_size": 1, "max_length": 3}.items():
             if getattr(self, name) is not None:
                 check_integers(self, **{name: least})
+        if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
+            raise ValueError(
+                f"`max_steps` is {self.max_steps} and `num_train_epochs` {self.num_train_epochs}, so nothing would be trained. Pass one "
+                "above 0."
+            )
         check_shares(self, "ttt_warmup")
         check_shares(self, "ttt_step_decay", "ttt_row_share", above_zero=True)
         if self.eval_packing and not (self.packing or self.padding_free):

@@ -78,6 +78,35 @@ class PackingCollator(DataCollatorForLanguageModeling):
         return batch
 
 
+class CheckedCollator:
+    """
+    Another collator (of a caller), with a check that its batches learn what the rows say. Those of transformers replace
+    labels.
+
+    Args:
+        collator (`Callable`): The other collator.
+    """
+
+    def __init__(self, collator: Callable):
+        self.collator = collator
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch, problem = self.collator(examples), None
+        tokens, labels = batch["input_ids"], batch.get("labels")
+        if labels is None:
+            problem = "gives no `labels`"
+        elif not ((labels == tokens) | (labels == -100)).all():
+            problem = "gives labels that are neither the tokens themselves, not shifted, nor -100"
+        elif all("labels" in example for example in examples):
+            num_learned = sum(label != -100 for example in examples for label in example["labels"])
+            if (labels != -100).sum() > num_learned:
+                problem = "gives labels to tokens that the rows exclude"
+        if problem is not None:
+            name = getattr(self.collator, "__name__", type(self.collator).__name__)
+            raise ValueError(f"`data_collator` ({name}) {problem}. Leave it out, or correct it.")
+        return batch
+
+
 def image_reader(
     target: PreTrainedModel, processor: ProcessorMixin | None, args: Eagle3TrainingArguments
 ) -> ImageReader | str:

@@ -54,6 +54,7 @@ from .metrics import TTTMetrics
 from .models import draft_to_train, load_target
 from .optimizer import muon_with_adamw
 from .preparation import (
+    CheckedCollator,
     PackingCollator,
     SeededLengthSampler,
     encode,
@@ -231,6 +232,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         kwargs |= {"train_dataset": train_dataset, "processing_class": tokenizer}
         super().__init__(model=draft, args=args, **kwargs)
         args.__dict__.update(self._hidden)
+        if kwargs.get("data_collator") is not None:
+            self.data_collator = CheckedCollator(self.data_collator)
         if type(self.data_collator) is DataCollatorForLanguageModeling and self.padding_free:
             joins_rows = args.padding_free and store is None  # as asked for, and not because of packed rows
             theirs = self.data_collator
@@ -348,7 +351,7 @@ class Eagle3Trainer(DraftSavingTrainer):
             ValueError: if there is no whole checkpoint, its training is finished, or it was begun with other data or
                 settings.
         """
-        if str(resume_from_checkpoint).lower() == "true":  # the command line gives a text
+        if resume_from_checkpoint is True:
             resume_from_checkpoint = self._last_whole_checkpoint()
         elif (
             resume_from_checkpoint
@@ -448,6 +451,8 @@ class Eagle3Trainer(DraftSavingTrainer):
             raise ValueError(
                 "A target sharded by FSDP gives no last states to store. Spread it by `device_map` or tensor parallelism."
             )
+        if rows_per_shard < 1:
+            raise ValueError(f"`rows_per_shard` must be at least 1, got {rows_per_shard}.")
         dtype = state_dtype(dtype or self.target_model.dtype)
         description = describe(self.target_model, self.processing_class, self.aux_layer_ids)
         if self.accelerator.is_main_process:
