@@ -11,11 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import FullyShardedDataParallelPlugin, skip_first_batches
+from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState
 from conftest import make_prompt, make_target
 from datasets import Dataset, DatasetDict
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.utils.data import DataLoader
 from trainers import CHATS, TEXTS, make_trainer
 from transformers import (
     AutoConfig,
@@ -309,6 +311,19 @@ def test_resumed_training_goes_on_as_if_uninterrupted(tmp_path, tokenizer, chang
     assert history == pytest.approx(expected, rel=1e-5)
     # Nobody knows how long the part took that was cut off.
     assert training_record(first)["seconds"] > 0 and training_record(resumed)["seconds"] is None
+
+
+def test_the_rest_of_an_epoch_in_several_processes_has_its_order(tmp_path, tokenizer):
+    trainer = make_trainer(
+        tmp_path, tokenizer, dataset=TEXTS.select(range(16)), train_sampling_strategy="group_by_length"
+    )
+    trainer.state.epoch = 1.5
+    loader = DataLoader(list(range(16)), batch_size=2, sampler=trainer._get_train_sampler())
+    loader = prepare_data_loader(loader, num_processes=2, process_index=0)
+    whole = [batch.tolist() for batch in loader]
+    rest = skip_first_batches(loader, 2)
+    rest.set_epoch(1)
+    assert [batch.tolist() for batch in rest] == whole[2:] and sorted(sum(whole, [])) != sum(whole, [])
 
 
 def test_a_stream_that_is_shorter_than_training_goes_on_where_it_was(tmp_path, tokenizer):

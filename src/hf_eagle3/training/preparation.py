@@ -205,7 +205,10 @@ def prepare_vocabulary(
 
 
 class SeededLengthSampler(LengthGroupedSampler):
-    """A sampler whose order follows from the seed and the epoch, so that a resumed training has it, too."""
+    """
+    A sampler whose order follows from the seed and the epoch, so that a resumed training has it, too. It reads the epoch
+    itself, because accelerate does not pass `set_epoch` on to the rest of an epoch in several processes.
+    """
 
     def __init__(self, sampler: LengthGroupedSampler, trainer: Eagle3Trainer):
         super().__init__(sampler.batch_size, lengths=sampler.lengths)
