@@ -461,8 +461,6 @@ class Eagle3Trainer(DraftSavingTrainer):
             self.data_collator,
             self.args.per_device_train_batch_size,
             dtype,
-            self.accelerator.process_index,
-            self.accelerator.num_processes,
         )
         self.accelerator.wait_for_everyone()
         return FeatureStore(folder)
