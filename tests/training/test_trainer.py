@@ -470,6 +470,27 @@ def test_packing(tmp_path, tokenizer):
     assert all(torch.isfinite(torch.tensor(entry["loss"])) for entry in trainer.state.log_history if "loss" in entry)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "lfm2"])
+def test_rows_that_are_not_packed(tmp_path, tokenizer, model_type):
+    """Evaluation pads them, and `padding_free=True` joins them, with the losses of a plain padded batch."""
+    target = make_target(model_type)
+    arguments = {"target": target, "eval_dataset": TEXTS.select(range(7, 12)), "eval_packing": False}
+    packed = make_trainer(tmp_path, tokenizer, packing=True, **arguments)
+    examples = list(packed.eval_dataset)
+    assert len({len(example["input_ids"]) for example in examples}) > 1
+    joining = make_trainer(tmp_path, tokenizer, padding_free=True, max_length=None, **arguments)
+    plain = DataCollatorForLanguageModeling(packed.processing_class.pad_token_id)(examples)
+    joining.draft.load_state_dict(packed.draft.state_dict())
+    for trainer, num_rows in ((packed, 5), (joining, 1)):
+        trainer.model.eval()
+        batch = trainer.data_collator(examples)
+        losses = [trainer.compute_loss(trainer.model, each) for each in (batch, plain)]
+        assert len(batch["input_ids"]) == num_rows and batch.keys() > {"position_ids"}
+        torch.testing.assert_close(*losses)
+        counts = [trainer._get_num_items_in_batch([each], "cpu") for each in (batch, plain)]
+        assert torch.equal(*counts)
+
+
 def test_an_adapter_of_whatever_is_linear(tmp_path, tokenizer):
     """PEFT's own choice of modules goes by the `model_type`, which a draft's config.json must not have."""
     target, lora = make_target("llama"), LoraConfig(r=2)

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -54,7 +55,6 @@ from .metrics import TTTMetrics
 from .models import draft_to_train, load_target
 from .optimizer import muon_with_adamw
 from .preparation import (
-    PackingCollator,
     SeededLengthSampler,
     encode,
     image_reader,
@@ -232,10 +232,10 @@ class Eagle3Trainer(DraftSavingTrainer):
         super().__init__(model=draft, args=args, **kwargs)
         args.__dict__.update(self._hidden)
         if type(self.data_collator) is DataCollatorForLanguageModeling and self.padding_free:
-            joins_rows = args.padding_free and store is None  # as asked for, and not because of packed rows
-            theirs = self.data_collator
-            self.data_collator = PackingCollator(
-                theirs.pad_token_id, padding_free=joins_rows, pad_to_multiple_of=theirs.pad_to_multiple_of
+            # TRL joins packed rows to one. Most kinds of attention would then compute each row against all the others.
+            is_packed = "seq_lengths" in get_dataset_column_names(self.train_dataset)
+            self.data_collator = replace(
+                self.data_collator, padding_free=args.padding_free and not is_packed, return_position_ids=True
             )
         return store
 
