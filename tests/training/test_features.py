@@ -208,8 +208,11 @@ def test_an_interrupted_extraction_goes_on(tmp_path, tokenizer):
         FeatureStore(tmp_path / "parts")
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "parts").glob("*.safetensors")}
     assert len(written) == 3
+    index = (tmp_path / "parts" / "index.json").read_text()
+    trainer.target_model.config._name_or_path = "moved/target"
     store = trainer.extract_features(tmp_path / "parts", rows_per_shard=4)
     assert all(path.stat().st_mtime_ns == time for path, time in written.items())
+    assert (tmp_path / "parts" / "index.json").read_text() == index
     assert all(torch.equal(store[row], expected[row]) for row in range(20))
 
 

@@ -434,7 +434,12 @@ def start_store(
     if (folder / "index.json").exists():
         known = json.loads((folder / "index.json").read_text(encoding="utf-8"))
         ours, theirs = (each.with_format("arrow")[:] for each in (rows, load_from_disk(str(folder / "rows"))))
-        if known != index or ours.column_names != theirs.column_names or not ours.equals(theirs):
+        description = {**description, "target": known["description"]["target"]}  # it may have moved to another folder
+        if (
+            known != {**index, "description": description}
+            or ours.column_names != theirs.column_names
+            or not ours.equals(theirs)
+        ):
             raise ValueError(
                 f"{folder} holds features of other rows or another target, or stored in another way. Choose another folder, or "
                 "the arguments of its first run."
