@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedConfig, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import CONFIG_NAME
@@ -151,9 +151,8 @@ def evaluation_of(trainer: Eagle3Trainer, log: list[dict], step: int) -> dict | 
     return None
 
 
-def rows_with_images(trainer: Eagle3Trainer) -> int:
-    """Returns how many rows of the prepared data have images. Rows of a stream are not counted."""
-    rows = trainer.train_dataset
+def rows_with_images(rows: Dataset | IterableDataset) -> int:
+    """Returns how many rows of prepared data have images. Rows of a stream are not counted."""
     has_images = isinstance(rows, Dataset) and "image_text" in rows.column_names
     return sum(map(bool, rows["image_text"])) if has_images else 0
 
@@ -190,7 +189,7 @@ def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] 
         "draft_weights": None if state_dict is None else weights_digest(state_dict),
         "datasets": datasets,
         "rows": len(trainer.train_dataset) if isinstance(trainer.train_dataset, Dataset) else None,  # prepared
-        **({} if (num_images := rows_with_images(trainer)) == 0 else {"rows_with_images": num_images}),
+        **({} if trainer.rows_with_images == 0 else {"rows_with_images": trainer.rows_with_images}),
         # The command of a user's own script is not known.
         "command": "accelerate launch recipes/train.py --config training.yaml" if trainer.script_settings else None,
         "arguments": without_paths(json.loads(json.dumps(arguments, default=str))),

@@ -61,7 +61,7 @@ from .preparation import (
     prepare_tokenizer,
     prepare_vocabulary,
 )
-from .record import check_resumption
+from .record import check_resumption, rows_with_images
 from .saving import DraftSavingTrainer, check_output_folder
 from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, draft_loss
 
@@ -168,6 +168,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         store = self._init_sft_trainer(draft, args, tokenizer, kwargs)
         check_parallelism(self)
         prepare_vocabulary(self.draft, target_model, self.train_dataset, vocab_size_from_data)
+        self.rows_with_images = rows_with_images(self.train_dataset)  # here, because it reads them all
         self._connect_models(store)
         check_batches(self)
         check_best_metric(self)
