@@ -131,7 +131,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         peft_config = kwargs.get("peft_config")
         check_output_folder(args.output_dir, target_name, peft_config is not None or isinstance(model, PeftModel))
         assert not isinstance(args.target_model_init_kwargs, str)  # the arguments check it
-        with_images = any(map(shows_images, all_datasets(kwargs)))
+        with_images = any(map(shows_images, all_datasets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))))
         target_model, tokenizer, processor = load_target(
             target_model,
             args.target_model_init_kwargs,
