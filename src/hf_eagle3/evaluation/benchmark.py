@@ -181,7 +181,7 @@ class TimedGeneration:
         stats = Eagle3GenerationStats() if ours is None else ours.last_generation
         facts = {
             "seconds": seconds,
-            "draft_seconds": getattr(stats, "draft_seconds", 0.0),  # unknown to drafts that run older code
+            "draft_seconds": stats.draft_seconds,
             "target_forwards": num_forwards[0],
             "accepted_lengths": Counter(stats.accepted_lengths),
             "drafted_lengths": Counter(stats.drafted_lengths),
