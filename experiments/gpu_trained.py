@@ -100,15 +100,13 @@ def train(target, tokenizer, rows: list[list[dict]], folder: Path, args, seconds
     batch_size, max_length = (2, 64) if args.tiny else (args.train_batch_size, 1024)
     arguments = Eagle3TrainingArguments(
         str(folder) + "-run",
-        **{**SHORT, **BY_TIME, "packing_strategy": "bfd"},
+        **{**SHORT, **BY_TIME, "packing_strategy": "bfd", "use_cpu": args.device == "cpu"},
         max_length=max_length,
         per_device_train_batch_size=batch_size,
         learning_rate=args.learning_rate,
         ttt_row_share=0.6,
         sampled_vocab_size=None if args.tiny else 4096,
         bf16=not args.tiny,
-        use_cpu=args.device == "cpu",
-        logging_steps=50,
         seed=args.seed,
         dataloader_num_workers=0,
     )
