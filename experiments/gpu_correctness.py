@@ -240,14 +240,13 @@ def learning(device: str) -> dict:
     """Trains a few steps on one batch, with Muon under bfloat16 autocast. The loss must fall, and nothing may be NaN."""
     from training_step import random_batch
 
-    from hf_eagle3.training.optimizer import MuonWithAdamW
+    from hf_eagle3.training.optimizer import MuonWithAdamW, split_parameters
     from hf_eagle3.training.ttt import ttt_loss
 
     target, draft = make_small_pairing("llama", {}, device)
     draft = draft.float().train()
     batch = random_batch(draft, SIZES["vocab_size"], 256, 64)
-    matrices = [each for name, each in draft.named_parameters() if each.dim() == 2 and "lm_head" not in name]
-    others = [each for name, each in draft.named_parameters() if each.dim() != 2 or "lm_head" in name]
+    matrices, others = split_parameters(draft.named_parameters(), but=("lm_head",))
     optimizer, losses = MuonWithAdamW(matrices, others, lr=1e-2), []
     for _ in range(8):
         with torch.autocast(device, dtype=torch.bfloat16):

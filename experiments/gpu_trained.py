@@ -6,7 +6,9 @@ answers for a minute or two, and `generate` is timed with and without it.
 import json
 import random
 import time
+from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from datasets import Dataset, load_dataset
@@ -72,23 +74,20 @@ def regenerate(target, tokenizer, chats, folder: Path, batch_size: int, seconds:
     def length(chat):
         return len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False))
 
-    # Prompts of similar lengths share a batch. Batches come in random order.
-    lengths = {i: length(chat) for i, chat in enumerate(chats)}
-    order = sorted((i for i in lengths if lengths[i] <= LONGEST_PROMPT), key=lengths.get)
-    batches = [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]
-    random.Random(seed).shuffle(batches)
-    rows = ({"messages": chats[i]} for batch in batches for i in batch)
+    chats = [chat for chat in chats if length(chat) <= LONGEST_PROMPT]
+    random.Random(seed).shuffle(chats)
+    generate = target.generate
 
-    def while_there_is_time():
-        for number, conversation in enumerate(output.pending(rows)):
-            if number % batch_size == 0 and number > 0 and time.monotonic() - start > seconds:
-                return
-            yield conversation
+    def generate_in_time(**kwargs):  # `regenerate_locally` takes several batches at once
+        if time.monotonic() - start > seconds:
+            raise TimeoutError
+        return generate(**kwargs)
 
-    regenerate_locally(
-        target, tokenizer, while_there_is_time(), output, batch_size, do_sample=True, temperature=TEMPERATURE, top_k=0,
-        max_new_tokens=ANSWER,
-    )  # fmt: skip
+    with suppress(TimeoutError), patch.object(target, "generate", generate_in_time):
+        regenerate_locally(
+            target, tokenizer, output.pending({"messages": chat} for chat in chats), output, batch_size, do_sample=True,
+            temperature=TEMPERATURE, top_k=0, max_new_tokens=ANSWER,
+        )  # fmt: skip
     output.file.close()
     answers = [json.loads(line)["messages"][-1]["content"] for line in complete_lines(Path(output.file.name))]
     tokens = sum(map(len, tokenizer(answers, add_special_tokens=False)["input_ids"]))
@@ -101,15 +100,13 @@ def train(target, tokenizer, rows: list[list[dict]], folder: Path, args, seconds
     batch_size, max_length = (2, 64) if args.tiny else (args.train_batch_size, 1024)
     arguments = Eagle3TrainingArguments(
         str(folder) + "-run",
-        **{**SHORT, **BY_TIME, "packing_strategy": "bfd"},
+        **{**SHORT, **BY_TIME, "packing_strategy": "bfd", "use_cpu": args.device == "cpu"},
         max_length=max_length,
         per_device_train_batch_size=batch_size,
         learning_rate=args.learning_rate,
         ttt_row_share=0.6,
         sampled_vocab_size=None if args.tiny else 4096,
         bf16=not args.tiny,
-        use_cpu=args.device == "cpu",
-        logging_steps=50,
         seed=args.seed,
         dataloader_num_workers=0,
     )

@@ -24,7 +24,7 @@ from hf_eagle3 import Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.evaluation.benchmark import synchronize
 from hf_eagle3.evaluation.memory import peak_memory, reset_peak_memory
 from hf_eagle3.training import attention, ttt
-from hf_eagle3.training.optimizer import MuonWithAdamW
+from hf_eagle3.training.optimizer import MuonWithAdamW, split_parameters
 
 
 class TrainerInParts(Eagle3Trainer):
@@ -164,8 +164,7 @@ def measure(args, sections) -> None:
     target.model.layers = None
     draft = draft.float().train()
     draft.borrow_embeddings(target)
-    matrices = [each for name, each in draft.named_parameters() if each.dim() == 2 and "lm_head" not in name]
-    others = [each for name, each in draft.named_parameters() if each.dim() != 2 or "lm_head" in name]
+    matrices, others = split_parameters(draft.named_parameters(), but=("lm_head",))
     optimizer = MuonWithAdamW(matrices, others, lr=1e-4)
     steps, documents = (2, 64) if tiny else (7, 1024)
 

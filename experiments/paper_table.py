@@ -120,8 +120,6 @@ def train(name, folder: Path, target, tokenizer, dataset, args) -> None:
             max_length=args.max_length,
             per_device_train_batch_size=args.batch_size,
             bf16=args.bf16,
-            use_cpu=not torch.cuda.is_available(),
-            logging_steps=50,
             seed=args.seed,
             **SHORT,
             **settings,

@@ -39,7 +39,7 @@ from hf_eagle3.evaluation.results import acceptance_length
 from hf_eagle3.remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
 from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training.budget import BY_TIME, SHORT, TimeBudget, TimedEagle3Trainer, train_for
-from hf_eagle3.training.optimizer import MuonWithAdamW
+from hf_eagle3.training.optimizer import MuonWithAdamW, split_parameters
 
 
 def make_trainer(target, tokenizer, dataset, args, cls=TimedEagle3Trainer, **settings) -> Eagle3Trainer:
@@ -51,8 +51,6 @@ def make_trainer(target, tokenizer, dataset, args, cls=TimedEagle3Trainer, **set
             str(Path(args.output_dir) / "run"),
             draft_vocab_size=args.draft_vocab_size,
             bf16=args.bf16,
-            use_cpu=not torch.cuda.is_available(),
-            logging_steps=50,
             seed=args.seed,
             **BY_TIME,
             **settings,
@@ -127,9 +125,8 @@ def speculators(target, tokenizer, dataset, folder, args):
         **({} if on_gpu else {"draft_attn_impl": "eager"}),
     ).to(target.device, torch.float32)
     loss_config = resolve_loss_config("kl_div", "fused" if on_gpu else "eager")
-    trained = [(name, weight) for name, weight in draft.named_parameters() if weight.requires_grad]
-    matrices = [weight for _, weight in trained if weight.dim() == 2]
-    others = [weight for _, weight in trained if weight.dim() != 2]
+    trained = [each for each in draft.named_parameters() if each[1].requires_grad]
+    matrices, others = split_parameters(trained)
     optimizer = MuonWithAdamW(matrices, others, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.999))
     for group in optimizer.param_groups[1:]:
         group["weight_decay"] = 0.01

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.evaluation.benchmark import synchronize
-from hf_eagle3.training.optimizer import Float32Muon
+from hf_eagle3.training.optimizer import Float32Muon, split_parameters
 from hf_eagle3.training.ttt import TTTBatch, ttt_loss
 
 
@@ -72,8 +72,7 @@ def seconds_of(muon: type[torch.optim.Optimizer], args) -> float:
     """Returns the median time of a step of Muon, in seconds."""
     target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.target))
     draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(args.draft_vocab_size)).float()
-    named = draft.to(args.device).named_parameters()
-    matrices = [weight for name, weight in named if weight.dim() == 2 and "lm_head" not in name]
+    matrices, _ = split_parameters(draft.to(args.device).named_parameters(), but=("lm_head",))
     optimizer, seconds = muon(matrices, adjust_lr_fn="match_rms_adamw"), []
     for weight in matrices:
         weight.grad = torch.randn_like(weight)

@@ -39,7 +39,7 @@ from transformers import AutoModel, AutoModelForCausalLM, CompileConfig, Process
 
 from hf_eagle3.checkpoints import target_class
 from hf_eagle3.data import ImageReader, num_positions
-from hf_eagle3.environment import environment, folder_or_hub_id, what_differs
+from hf_eagle3.environment import environment, folder_or_hub_id, run_script, what_differs
 from hf_eagle3.evaluation import (
     METHODS,
     BenchmarkResults,
@@ -127,10 +127,7 @@ def parse_arguments():
         parser.error("--profile shows the steps of a draft: pass --draft")
     if args.compile and args.cache_implementation != "static":
         parser.error("--compile needs --cache_implementation static")
-    try:
-        expand(args.tasks)  # before anything is loaded
-    except ValueError as error:
-        parser.error(str(error))
+    expand(args.tasks)  # before anything is loaded
     return args
 
 
@@ -248,10 +245,7 @@ def load_models(args, with_images: bool) -> dict:
 
 def load_measured_draft(args, dtype: torch.dtype):
     """Returns the draft with the settings of its trees, and the digest of its checkpoint's weights."""
-    try:
-        draft = load_draft(args.draft, args.code, dtype="auto")
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+    draft = load_draft(args.draft, args.code, dtype="auto")
     weights = weights_digest(draft.state_dict())  # whatever the dtype it runs in
     draft = draft.to(args.device, dtype if args.dtype != "auto" else draft.dtype)
     for name in DEFAULT_TREE_SETTINGS:
@@ -282,7 +276,6 @@ def print_report(args, results: BenchmarkResults, dtype: torch.dtype) -> None:
             alone = (
                 "" if row.tree_acceptance_length is None else f" (acceptance length {row.tree_acceptance_length:.2f})"
             )
-            # Code that was saved with older drafts does not tell it.
             drafting = f"Drafting took {row.draft_share:.0%} of the time. " if row.draft_share else ""
             print(
                 f"{where}: of {row.target_forwards} forwards, {row.plain_steps} were plain steps without a tree, and {row.lookup_steps} verified "
@@ -314,10 +307,7 @@ def print_profiles(args, target, draft, task: str, prompts: list, sampling: dict
 def main():
     args = parse_arguments()
     if args.compare:
-        try:
-            print(compare(*map(BenchmarkResults.read, args.compare)))
-        except (OSError, ValueError) as error:
-            raise SystemExit(str(error)) from None
+        print(compare(*map(BenchmarkResults.read, args.compare)))
         return
 
     tokenizer = load_tokenizer(args.target, trust_remote_code=args.trust_remote_code)
@@ -378,4 +368,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

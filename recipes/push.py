@@ -13,8 +13,6 @@ what would be pushed.
 
 import argparse
 
-from huggingface_hub import whoami
-
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.environment import folder_or_hub_id, run_script
 from hf_eagle3.evaluation import BenchmarkResults
@@ -59,7 +57,7 @@ def main():
         return
     commit = push_draft(
         draft,
-        args.repo_id or f"{whoami()['name']}/{name}",
+        args.repo_id or name,
         benchmark=benchmark,
         **license,
         overwrite_card=args.overwrite_card,

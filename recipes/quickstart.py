@@ -42,7 +42,7 @@ from hf_eagle3.hub import write_records
 from hf_eagle3.making import FORMS
 from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training.budget import BY_TIME, SHORT, TimeBudget, TimedEagle3Trainer, train_for
-from hf_eagle3.training.optimizer import MuonWithAdamW
+from hf_eagle3.training.optimizer import MuonWithAdamW, split_parameters
 from hf_eagle3.training.record import training_record
 
 
@@ -77,15 +77,12 @@ def local_or_hub_dataset(name: str) -> tuple[Dataset, list]:
 
 
 def common_arguments(args, max_length: int, batch_size: int) -> dict:
-    on_gpu = torch.cuda.is_available()
     return {
         "max_length": args.max_length or max_length,
         "per_device_train_batch_size": batch_size,
         **SHORT,
         **BY_TIME,
         "bf16": args.bf16,
-        "use_cpu": not on_gpu,
-        "logging_steps": 50,
         "seed": args.seed,
     }
 
@@ -110,8 +107,6 @@ def train_target(folder: Path, dataset: Dataset, args) -> None:
         pad_token_id=tokenizer.pad_token_id,
     )
     target = Qwen3ForCausalLM(config)
-    matrices = [weight for name, weight in target.named_parameters() if weight.dim() == 2 and "embed" not in name]
-    others = [weight for name, weight in target.named_parameters() if weight.dim() != 2 or "embed" in name]
     trainer = SFTTrainer(
         model=target,
         args=SFTConfig(
@@ -119,7 +114,7 @@ def train_target(folder: Path, dataset: Dataset, args) -> None:
         ),
         train_dataset=dataset,
         processing_class=tokenizer,
-        optimizers=(MuonWithAdamW(matrices, others, lr=6e-3), None),
+        optimizers=(MuonWithAdamW(*split_parameters(target.named_parameters(), but=("embed",)), lr=6e-3), None),
     )
     train_for(trainer, TimeBudget(args.target_minutes, "Target", args.min_steps))
     target = target.to(torch.bfloat16) if trainer.args.bf16 else target

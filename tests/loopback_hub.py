@@ -128,7 +128,10 @@ def create_branch(self, body, repo, revision):
 
 
 def validate_yaml(self, body):
-    """As the Hub does, as far as its documentation tells: metadata is YAML, licence and pipeline are words, results are whole."""
+    """
+    As the Hub does, as far as its documentation tells: metadata is YAML, licence and pipeline are words, the licence is an id
+    (all are in lower case), results are whole.
+    """
     metadata = yaml.safe_load(json.loads(body)["content"].split("---\n")[1])
     words = {
         "license": str,
@@ -144,6 +147,9 @@ def validate_yaml(self, body):
             whole = result["task"]["type"] and result["dataset"]["type"] and result["dataset"]["name"]
             if not whole or not all({"type", "value"} <= metric.keys() for metric in result["metrics"]):
                 errors.append("model-index")
+    license = metadata.get("license")
+    if license is not None and not re.fullmatch(r"[a-z][a-z0-9.+-]*", str(license)):
+        errors.append(f"license {license!r}")
     if metadata.get("base_model_relation") not in (None, "adapter", "merge", "quantized", "finetune"):
         errors.append("base_model_relation")
     self.answer({"errors": errors, "warnings": []}, 400 if errors else 200)

@@ -115,22 +115,23 @@ def test_states_of_an_adapted_target():
     torch.testing.assert_close(states.logits(states({"input_ids": prompt})[1]), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_training_from_features_gives_the_losses_of_training_from_the_target(tmp_path, tokenizer, packing):
+@pytest.mark.parametrize("arguments", [{}, {"packing": True}, {"padding_free": True, "max_length": None}])
+def test_training_from_features_gives_the_losses_of_training_from_the_target(tmp_path, tokenizer, arguments):
     target = make_target("gemma2")  # with a soft cap on its logits
-    online = make_trainer(tmp_path / "online", tokenizer, target, packing=packing)
+    online = make_trainer(tmp_path / "online", tokenizer, target, **arguments)
     store = online.extract_features(tmp_path / "features", rows_per_shard=3)
     assert store.num_shards == -(-len(online.train_dataset) // 3)
     expected = losses(online)
     calls = []
     for layer in target.base_model.layers:
         layer.register_forward_hook(lambda *args: calls.append(1))
-    offline = make_trainer(tmp_path / "offline", tokenizer, target, FeatureStore(tmp_path / "features"))
+    arguments = arguments | {"packing": False}  # rows are packed when they are extracted
+    offline = make_trainer(tmp_path / "offline", tokenizer, target, FeatureStore(tmp_path / "features"), **arguments)
     assert losses(offline) == pytest.approx(expected, rel=1e-4)
     assert not calls
     ours, theirs = (trainer.state.log_history[-2] for trainer in (offline, online))
     assert ours["acceptance_rate_3"] == pytest.approx(theirs["acceptance_rate_3"], rel=1e-3)
-    workers = make_trainer(tmp_path / "workers", tokenizer, target, store, dataloader_num_workers=2)
+    workers = make_trainer(tmp_path / "workers", tokenizer, target, store, dataloader_num_workers=2, **arguments)
     assert losses(workers) == pytest.approx(expected, rel=1e-4)
 
 
@@ -207,8 +208,11 @@ def test_an_interrupted_extraction_goes_on(tmp_path, tokenizer):
         FeatureStore(tmp_path / "parts")
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "parts").glob("*.safetensors")}
     assert len(written) == 3
+    index = (tmp_path / "parts" / "index.json").read_text()
+    trainer.target_model.config._name_or_path = "moved/target"
     store = trainer.extract_features(tmp_path / "parts", rows_per_shard=4)
     assert all(path.stat().st_mtime_ns == time for path, time in written.items())
+    assert (tmp_path / "parts" / "index.json").read_text() == index
     assert all(torch.equal(store[row], expected[row]) for row in range(20))
     with pytest.raises(ValueError, match="`rows_per_shard` must be at least 1, got 0"):
         trainer.extract_features(tmp_path / "none", rows_per_shard=0)

@@ -1,10 +1,11 @@
 import importlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hf_eagle3.training.optimizer import Float32Muon, orthogonalized
+from hf_eagle3.training.optimizer import Float32Muon, muon_with_adamw, orthogonalized, split_parameters
 
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -45,6 +46,22 @@ def test_float32_muon_is_torch_s_but_for_rounding():
         assert (mine - other).norm() < 0.02 * moved
     # Checkpoints of one are those of the other.
     optimizers[1].load_state_dict(optimizers[0].state_dict())
+
+
+def test_which_parameters_muon_trains():
+    draft = torch.nn.ModuleDict(
+        {"norm": torch.nn.LayerNorm(4), "fc": torch.nn.Linear(4, 4), "lm_head": torch.nn.Linear(4, 9)}
+    )
+    draft.requires_grad_(True)["norm"].bias.requires_grad_(False)
+    fc, head = draft["fc"].weight, draft["lm_head"].weight
+    matrices, others = split_parameters(draft.named_parameters(), but=("lm_head",))
+    assert [*map(id, matrices)] == [id(fc)] and len(others) == 5
+    assert [*map(id, split_parameters(draft.named_parameters())[0])] == [id(fc), id(head)]
+    args = SimpleNamespace(weight_decay=0.1, learning_rate=1.0, adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
+    groups = muon_with_adamw(draft, ["fc.weight", "lm_head.weight"], args).param_groups
+    found = [([id(weight) for weight in group["params"]], group["weight_decay"], group["lr"]) for group in groups]
+    rest = [id(each) for each in (draft["norm"].weight, draft["fc"].bias, draft["lm_head"].bias)]
+    assert found == [([id(fc)], 0.1, 1.0), (rest, 0.0, 0.2), ([id(head)], 0.1, 0.2)]
 
 
 def test_torch_without_muon_is_refused(monkeypatch):

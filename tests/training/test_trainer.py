@@ -12,11 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import FullyShardedDataParallelPlugin, skip_first_batches
+from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState
 from conftest import make_prompt, make_target
 from datasets import Dataset, DatasetDict
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.utils.data import DataLoader
 from trainers import CHATS, TEXTS, make_trainer
 from transformers import (
     AutoConfig,
@@ -358,6 +360,19 @@ def test_resumed_training_goes_on_as_if_uninterrupted(tmp_path, tokenizer, chang
     assert training_record(first)["seconds"] > 0 and training_record(resumed)["seconds"] is None
 
 
+def test_the_rest_of_an_epoch_in_several_processes_has_its_order(tmp_path, tokenizer):
+    trainer = make_trainer(
+        tmp_path, tokenizer, dataset=TEXTS.select(range(16)), train_sampling_strategy="group_by_length"
+    )
+    trainer.state.epoch = 1.5
+    loader = DataLoader(list(range(16)), batch_size=2, sampler=trainer._get_train_sampler())
+    loader = prepare_data_loader(loader, num_processes=2, process_index=0)
+    whole = [batch.tolist() for batch in loader]
+    rest = skip_first_batches(loader, 2)
+    rest.set_epoch(1)
+    assert [batch.tolist() for batch in rest] == whole[2:] and sorted(sum(whole, [])) != sum(whole, [])
+
+
 def test_a_stream_that_is_shorter_than_training_goes_on_where_it_was(tmp_path, tokenizer):
     """Its ten rows are three batches, and the fifth step is the second one of the second pass."""
 
@@ -500,6 +515,27 @@ def test_packing(tmp_path, tokenizer):
 
     trainer.train()
     assert all(torch.isfinite(torch.tensor(entry["loss"])) for entry in trainer.state.log_history if "loss" in entry)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "lfm2"])
+def test_rows_that_are_not_packed(tmp_path, tokenizer, model_type):
+    """Evaluation pads them, and `padding_free=True` joins them, with the losses of a plain padded batch."""
+    target = make_target(model_type)
+    arguments = {"target": target, "eval_dataset": TEXTS.select(range(7, 12)), "eval_packing": False}
+    packed = make_trainer(tmp_path, tokenizer, packing=True, **arguments)
+    examples = list(packed.eval_dataset)
+    assert len({len(example["input_ids"]) for example in examples}) > 1
+    joining = make_trainer(tmp_path, tokenizer, padding_free=True, max_length=None, **arguments)
+    plain = DataCollatorForLanguageModeling(packed.processing_class.pad_token_id)(examples)
+    joining.draft.load_state_dict(packed.draft.state_dict())
+    for trainer, num_rows in ((packed, 5), (joining, 1)):
+        trainer.model.eval()
+        batch = trainer.data_collator(examples)
+        losses = [trainer.compute_loss(trainer.model, each) for each in (batch, plain)]
+        assert len(batch["input_ids"]) == num_rows and batch.keys() > {"position_ids"}
+        torch.testing.assert_close(*losses)
+        counts = [trainer._get_num_items_in_batch([each], "cpu") for each in (batch, plain)]
+        assert torch.equal(*counts)
 
 
 def test_an_adapter_of_whatever_is_linear(tmp_path, tokenizer):

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from ..remote_code.modeling_eagle3 import Eagle3Attention
-from ..training.attention import BLOCK_SIZE, attend_by_flex, compiled_flex, padded_length
+from ..training.attention import BLOCK_SIZE, UnrollCache, attend_by_flex, compiled_flex, padded_length
 from ..training.ttt import TTTBatch, counted_rows
 
 
@@ -41,7 +40,7 @@ def draw_rows(
     return rows, (counts.sum(dim=1, keepdim=True) / num).clamp(min=1).expand(-1, num)
 
 
-class BlockCache:
+class BlockCache(UnrollCache):
     """
     The draft's cache in training. It keeps the keys and values of the text, and computes the attention of `K` blocks to
     them and to themselves.
@@ -66,29 +65,21 @@ class BlockCache:
         self.text.setdefault(layer_idx, (keys, values))
         return keys, values
 
-    def attention_forward(
-        self,
-        module: Eagle3Attention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        keys, values = self.text[module.layer_idx]
+    def attend(
+        self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        keys, values = self.text[layer_idx]
         query, key, keys = (each.to(value.dtype) for each in (query, key, keys))  # under autocast they differ
         if self.block_mask is not None:
             of_text = attend_to_text_by_flex(query, keys, values, self.block_mask, scaling, compiled_flex())
-            output = attend_to_blocks(query, key, value, *of_text, scaling, self.block_size, self.is_causal)
-            return output.transpose(1, 2), None
+            return attend_to_blocks(query, key, value, *of_text, scaling, self.block_size, self.is_causal)
         num_blocks = max(BLOCK_SIZE // self.block_size, 1)  # at a time
         num_queries, outputs = num_blocks * self.block_size, []
         parts = zip(*(each.split(num_queries, dim=2) for each in (query, key, value)))
         for rows, part in zip(self.rows.split(num_blocks, dim=1), parts):
             arguments = (*part, keys, values, self.documents, rows, scaling, self.block_size, self.is_causal)
             outputs.append(block_attention(*arguments))
-        return torch.cat(outputs, dim=2).transpose(1, 2), None
+        return torch.cat(outputs, dim=2)
 
 
 def block_attention(

@@ -39,25 +39,6 @@ CONVERSIONS: dict[str, Any] = {module.NAME: module for module in (llama_cpp, ope
 WRITABLE = (*FORMATS, *CONVERSIONS)
 
 
-def recognise(config: dict, source: str | Path) -> str:
-    """
-    Returns the name of the format of a draft's `config.json`.
-
-    Args:
-        config (`dict`): Its contents.
-        source (`str` or `Path`): Folder or Hub id, for messages.
-
-    Raises:
-        ValueError: if `architectures` is broken.
-    """
-    if config.get("speculators_model_type") is not None:
-        return "speculators"
-    architectures = config.get("architectures") or []
-    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-        raise ValueError(f"{source}: `architectures` is {architectures!r}, but must be a list of names.")
-    return flat.format_of(config)
-
-
 def read(
     config: dict, source: str | Path, variant: str | None = None, **hub_kwargs: Any
 ) -> tuple[Eagle3Config, dict[str, torch.Tensor], dict[str, Any]]:
@@ -94,12 +75,16 @@ def read(
             "that belongs to the target. Load it on the target, or the target accepts fewer of the draft's tokens: "
             f"`target.load_adapter({str(source)!r})`."
         )
-    name = recognise(config, source)
+    architectures, eagle_config = config.get("architectures") or [], config.get("eagle_config") or {}
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ValueError(f"{source}: `architectures` is {architectures!r}, but must be a list of names.")
+    if not isinstance(eagle_config, dict):
+        raise ValueError(f"{source}: `eagle_config` is {eagle_config!r}, but must be a mapping.")
     try:
         return flat.read(config, tensors)
     except (AttributeError, KeyError, StrictDataclassError, TypeError, ValueError) as error:  # a value is malformed
         reason = f"there is no {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"{source}, read as {name}: {reason}") from error
+        raise ValueError(f"{source}, read as {flat.format_of(config)}: {reason}") from error
 
 
 def with_config(config: Eagle3Config, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -154,6 +139,5 @@ __all__ = [
     "export",
     "load_ends",
     "read",
-    "recognise",
     "target_class",
 ]

@@ -174,8 +174,6 @@ def flags_of(config: dict) -> dict:
         ValueError: if the two places contradict each other.
     """
     eagle_config = config.get("eagle_config") or {}
-    if not isinstance(eagle_config, dict):
-        raise ValueError(f"`eagle_config` is {eagle_config!r}, but must be a mapping.")
     flags = {}
     for key in (*EAGLE_KEYS, *EXPECTED):
         said = [place[key] for place in (config, eagle_config) if place.get(key) is not None]

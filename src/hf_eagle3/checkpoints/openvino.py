@@ -23,7 +23,6 @@ TAKES = {*CONFIGURED, "an activation other than silu", "rotary embeddings scaled
 WRITE_LAYER_IDS = """
 import sys
 from pathlib import Path
-from typing import Any
 import openvino
 
 folder, ids = Path(sys.argv[1]), [int(layer_id) for layer_id in sys.argv[2].split(",")]

@@ -4,12 +4,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from accelerate import PartialState
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.data_utils import common_prefix_length, get_dataset_column_names
+from trl.trainer.utils import global_then_local_main_first
 
 from ..tokenizer import PromptEncoder
 from .images import Expansion, ImageReader
@@ -369,8 +369,7 @@ def encode_rows(
     if isinstance(encoder.images, ImageReader):
         features |= {"image_text": Value("string"), "image_end": Value("int32")}
         features |= {} if image_column else {"image_data": List(Value("string"))}
-    state = PartialState()
-    with state.main_process_first(), state.local_main_process_first():  # the other processes read their cache
+    with global_then_local_main_first():  # the other processes read their cache
         encoded = dataset.map(
             encode_or_explain,
             fn_kwargs={"encoder": encoder, "columns": list(features)},
@@ -450,8 +449,7 @@ def split_documents(dataset: Dataset | IterableDataset, name: str) -> Dataset | 
     kwargs = {"batched": True, "remove_columns": get_dataset_column_names(dataset)}
     if isinstance(dataset, IterableDataset):
         return dataset.map(documents_of_rows, **kwargs)
-    state = PartialState()
-    with state.main_process_first(), state.local_main_process_first():  # the other processes read their cache
+    with global_then_local_main_first():  # the other processes read their cache
         documents = dataset.map(documents_of_rows, **kwargs, desc=f"Splitting {name} dataset")
     logger.info(
         f"{len(dataset)} packed rows of the {name} data have {len(documents)} documents, which are taken apart."
@@ -478,8 +476,7 @@ def taught_within(dataset: Dataset | IterableDataset, max_length: int) -> Datase
     kwargs = {"fn_kwargs": {"max_length": max_length}, "input_columns": "labels"}
     if isinstance(dataset, IterableDataset):
         return dataset.filter(is_taught_within, **kwargs)
-    state = PartialState()
-    with state.main_process_first(), state.local_main_process_first():  # the other processes read their cache
+    with global_then_local_main_first():  # the other processes read their cache
         return dataset.filter(is_taught_within, **kwargs, desc="Dropping rows with nothing to learn")
 
 

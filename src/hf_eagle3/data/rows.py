@@ -50,9 +50,6 @@ class RowError(ValueError):
         reason (`str`): What is wrong.
     """
 
-    def __init__(self, reason: str):
-        super().__init__(reason)
-
 
 class UnreachableError(RowError):
     """Says that a file or server of a row is not there now. It may be later."""

@@ -99,8 +99,11 @@ def run_benchmark(
     settings["return_dict_in_generate"] = False  # some targets' generation configs say True
     generate = TimedGeneration(target, settings, sampling or {}, assistance_of(drafts, assistant, dflash))
     done = whole_repeats(results, methods)
-    calls = sum(math.ceil(len(prompts) / size) for prompts in tasks.values() for size in batch_sizes)
-    progress = tqdm(total=calls * len(temperatures) * len(methods) * repeats, desc="Benchmark")
+    suited = {size: [method for method in methods if size == 1 or method in IN_BATCHES] for size in batch_sizes}
+    calls = sum(
+        math.ceil(len(prompts) / size) * len(suited[size]) for prompts in tasks.values() for size in batch_sizes
+    )
+    progress = tqdm(total=calls * len(temperatures) * repeats, desc="Benchmark")
     warm = set()
     for (task, prompts), batch_size in product(tasks.items(), batch_sizes):
         batches = [
@@ -109,18 +112,19 @@ def run_benchmark(
         ]
         # A static cache keeps the length of its first call.
         longest = max(batches, key=lambda inputs: inputs["input_ids"].shape[1])
-        suited = [method for method in methods if batch_size == 1 or method in IN_BATCHES]
         for temperature, repeat in product(temperatures, range(repeats)):
             if (task, batch_size, temperature, repeat) in done:
-                progress.update(len(batches) * len(methods))
+                progress.update(len(batches) * len(suited[batch_size]))
                 continue
-            for method in suited:
+            for method in suited[batch_size]:
                 # With a static cache, each task may compile anew.
                 kind = method, batch_size, temperature, task if settings.get("cache_implementation") else None
                 if kind not in warm and method not in left_out:
                     warm.add(kind)
                     left_out |= warm_up(generate, longest, method, temperature, seed)
-            kept, first_seed = [method for method in suited if method not in left_out], seed + repeat * len(prompts)
+            kept = [method for method in suited[batch_size] if method not in left_out]
+            progress.update(len(batches) * (len(suited[batch_size]) - len(kept)))
+            first_seed = seed + repeat * len(prompts)
             unit = {"task": task, "batch_size": batch_size, "temperature": temperature, "repeat": repeat}
             measured = measure_repeat(generate, batches, kept, temperature, first_seed, progress)
             results.measurements += [unit | {"num_prompts": len(prompts)} | total for total in measured]
@@ -177,7 +181,7 @@ class TimedGeneration:
         stats = Eagle3GenerationStats() if ours is None else ours.last_generation
         facts = {
             "seconds": seconds,
-            "draft_seconds": getattr(stats, "draft_seconds", 0.0),  # unknown to drafts that run older code
+            "draft_seconds": stats.draft_seconds,
             "target_forwards": num_forwards[0],
             "accepted_lengths": Counter(stats.accepted_lengths),
             "drafted_lengths": Counter(stats.drafted_lengths),

@@ -4,7 +4,7 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -103,10 +103,11 @@ def profile_steps(
 
 
 def own_module(draft: PreTrainedModel, name: str) -> ModuleType:
-    """Returns a module of the code that the draft runs. It may be a copy of ours."""
+    """Returns a module of the code that decodes with the draft. It may be a copy of ours."""
     if hasattr(draft, "get_base_model"):  # adapted by PEFT
         draft = draft.get_base_model()
-    return import_module(f"{type(draft).__module__.rpartition('.')[0]}.{name}")
+    base = next(each for each in type(draft).__mro__ if each.__name__ == "DraftModel")
+    return import_module(f"{base.__module__.rpartition('.')[0]}.{name}")
 
 
 @contextmanager
@@ -131,14 +132,9 @@ def timed_parts(draft: PreTrainedModel, device: torch.device, times: OwnTimes) -
         for part, holder, name in PARTS:
             if isinstance(holder, str):
                 module, _, owner = holder.partition(".")
-                with suppress(ModuleNotFoundError):  # a draft may run older code, which it was saved with
-                    holder = own_module(draft, module)
-                if isinstance(holder, str):
-                    continue
-                holder = getattr(holder, owner, None) if owner else holder
-            function = getattr(holder, name, None)
-            if function is None:
-                continue
+                holder = own_module(draft, module)
+                holder = getattr(holder, owner) if owner else holder
+            function = getattr(holder, name)
             setattr(holder, name, timed(function, part))
             stack.callback(setattr, holder, name, function)
         yield

@@ -21,10 +21,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# The methods of our own drafts, and of hf_eagle3.baselines.
-OURS = ("eagle3-chain", "eagle3-no-lookup", "eagle3")
-OTHER_DRAFTS = ("medusa", "hydra", "eagle", "eagle-2", "hass", "p-eagle", "dflash-tree", "jetspec", "eagle3-classic")
-METHODS = ("plain", "prompt-lookup", "assistant", "mtp", "dflash", *OTHER_DRAFTS, *OURS)
+# The methods of our own drafts, of hf_eagle3.baselines and of transformers, with their colors in plots.
+OURS = {"eagle3-chain": "#f2c14e", "eagle3-no-lookup": "#f5b041", "eagle3": "#e67e22"}
+OTHER_DRAFTS = {
+    "medusa": "#b8a1d9",
+    "hydra": "#8e6bbf",
+    "eagle": "#d8a7b1",
+    "eagle-2": "#c06c84",
+    "hass": "#94346e",
+    "p-eagle": "#a5883f",
+    "dflash-tree": "#4f9d8f",
+    "jetspec": "#2f6f73",
+    "eagle3-classic": "#d9b44a",
+}
+COLORS = {
+    "plain": "#9aa5b1",
+    "prompt-lookup": "#6aa6c8",
+    "assistant": "#4c78a8",
+    "mtp": "#72b7b2",
+    "dflash": "#54a24b",
+    **OTHER_DRAFTS,
+    **OURS,
+}
+METHODS = tuple(COLORS)
 # Titles of the tasks of recipes/benchmark.py. Spec-Bench's have their own names.
 TITLES = {
     "mt_bench": "MT-Bench",
@@ -36,14 +55,6 @@ TITLES = {
     "python": "Python's standard library",
 }
 PLOTS = ("speedup.png", "acceptance.png", "batch_size.png")
-COLORS = dict(
-    zip(
-        METHODS,
-        ("#9aa5b1", "#6aa6c8", "#4c78a8", "#72b7b2", "#54a24b")
-        + ("#b8a1d9", "#8e6bbf", "#d8a7b1", "#c06c84", "#94346e", "#a5883f", "#4f9d8f", "#2f6f73", "#d9b44a")
-        + ("#f2c14e", "#f5b041", "#e67e22"),
-    )
-)
 
 
 def acceptance_length(lengths: Counter[int]) -> float:

@@ -1,6 +1,7 @@
 """Arguments of [`Eagle3Trainer`]."""
 
 import copy
+import json
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, ClassVar
 
@@ -12,17 +13,13 @@ from ..making import FORMS
 
 def as_json(value: Any) -> Any:
     """Returns a value of the arguments as JSON types, because trackers write arguments at the first log."""
-    if isinstance(value, dict):
-        return {str(key): as_json(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(each) for each in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if callable(getattr(value, "to_dict", None)):
-        return as_json(value.to_dict())
-    if is_dataclass(value):
-        return as_json(vars(value))
-    return str(value).removeprefix("torch.")
+
+    def plain(each: Any) -> Any:
+        if callable(getattr(each, "to_dict", None)):
+            return each.to_dict()
+        return vars(each) if is_dataclass(each) else str(each).removeprefix("torch.")
+
+    return json.loads(json.dumps(value, default=plain))
 
 
 def check_integers(args: Any, **least: int) -> None:

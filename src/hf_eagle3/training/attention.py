@@ -20,7 +20,29 @@ from ..remote_code.text_eagle3 import flat_indices
 BLOCK_SIZE = 512
 
 
-class TTTCache:
+class UnrollCache:
+    """A draft's cache in training, which computes the attention to the keys that it keeps."""
+
+    def attention_forward(
+        self,
+        module: Eagle3Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        return self.attend(module.layer_idx, query, key, value, scaling).transpose(1, 2), None
+
+    def attend(
+        self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Returns the attention of a layer's queries, `(B, H, L, D)`."""
+        raise NotImplementedError
+
+
+class TTTCache(UnrollCache):
     """
     The draft's cache during an unroll. It keeps the keys of every step and computes the attention to them.
 
@@ -39,25 +61,16 @@ class TTTCache:
         self.steps.setdefault(layer_idx, []).append((keys, values))
         return keys, values
 
-    def attention_forward(
-        self,
-        module: Eagle3Attention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        keys, values = zip(*self.steps[module.layer_idx])
+    def attend(
+        self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        keys, values = zip(*self.steps[layer_idx])
         if self.block_mask is None:
-            output = blockwise_attention(query, keys, values, self.documents, scaling)
-        else:
-            output = merged_attention(query, keys, values, self.block_mask, scaling, compiled_flex())
-        return output.transpose(1, 2), None
+            return blockwise_attention(query, keys, values, self.documents, scaling)
+        return merged_attention(query, keys, values, self.block_mask, scaling, compiled_flex())
 
 
-class TreeTTTCache:
+class TreeTTTCache(UnrollCache):
     """
     The [`TTTCache`] of nodes below a text.
 
@@ -94,24 +107,17 @@ class TreeTTTCache:
         self.paths[layer_idx] = paths
         return keys, values
 
-    def attention_forward(
-        self,
-        module: Eagle3Attention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        keys, values = self.of_text.steps[module.layer_idx][0]
-        own_keys, own_values = self.paths[module.layer_idx]
+    def attend(
+        self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        keys, values = self.of_text.steps[layer_idx][0]
+        own_keys, own_values = self.paths[layer_idx]
         outputs = []
         for start in range(0, query.shape[2], BLOCK_SIZE):
             nodes = slice(start, start + BLOCK_SIZE)
             block = (query[:, :, nodes], keys, values, self.of_text.documents, self.roots[:, nodes], scaling)
             outputs.append(recomputed(block_attention, *block, own_keys[:, :, nodes], own_values[:, :, nodes]))
-        return torch.cat(outputs, dim=2).transpose(1, 2), None
+        return torch.cat(outputs, dim=2)
 
 
 def recomputed(function: Callable, *arguments: Any) -> torch.Tensor:

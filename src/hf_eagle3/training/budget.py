@@ -19,13 +19,15 @@ from trl import SFTTrainer
 from .trainer import Eagle3Trainer
 
 
-# Arguments of a short training on running text, without checkpoints.
+# Arguments of a short training on running text, without checkpoints, on a GPU if there is one.
 SHORT = {
     "packing": True,
     "packing_strategy": "wrapped",
     "warmup_steps": 20,
     "save_strategy": "no",
     "report_to": "none",
+    "logging_steps": 50,
+    "use_cpu": not torch.cuda.is_available(),
 }
 # Arguments of a training that a [`TimeBudget`] ends.
 BY_TIME = {"max_steps": 1_000_000, "lr_scheduler_type": "constant_with_warmup"}

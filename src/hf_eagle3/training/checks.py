@@ -51,7 +51,7 @@ def check_call(target_model: str | PreTrainedModel, kwargs: dict[str, Any]) -> N
     if isinstance(kwargs.get("train_dataset"), dict):
         splits = sorted(kwargs["train_dataset"])
         raise ValueError(f"`train_dataset` has splits {splits}: pass one of them, such as dataset[{splits[0]!r}].")
-    train_dataset, *evaluated = all_datasets(kwargs)
+    train_dataset, *evaluated = all_datasets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
     if any(isinstance(dataset, FeatureStore) for dataset in evaluated):
         raise ValueError("`eval_dataset` is a feature store, but evaluation decodes: pass a data set.")
     if not isinstance(train_dataset, FeatureStore):
@@ -68,10 +68,9 @@ def optimizer_name(kwargs: dict[str, Any]) -> str | None:
     return None if chosen[0] is None else chosen[0].__name__
 
 
-def all_datasets(kwargs: dict[str, Any]) -> list[Any]:
-    """Returns the data sets among the arguments of a trainer."""
-    evaluated = kwargs.get("eval_dataset")
-    return [kwargs.get("train_dataset"), *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
+def all_datasets(train_dataset: Any, eval_dataset: Any) -> list[Any]:
+    """Returns the data sets of a trainer."""
+    return [train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset])]
 
 
 def check_parallelism(trainer: Eagle3Trainer) -> None:
@@ -106,7 +105,7 @@ def check_batches(trainer: Eagle3Trainer) -> None:
     Raises:
         ValueError: if `dataloader_drop_last` drops all data.
     """
-    train, *evals = all_datasets({"train_dataset": trainer.train_dataset, "eval_dataset": trainer.eval_dataset})
+    train, *evals = all_datasets(trainer.train_dataset, trainer.eval_dataset)
     for dataset, name in [(train, "train"), *((each, "eval") for each in evals)]:
         rows_of_step = getattr(trainer.args, f"per_device_{name}_batch_size") * trainer.args.world_size
         if trainer.args.dataloader_drop_last and isinstance(dataset, Dataset) and len(dataset) < rows_of_step:

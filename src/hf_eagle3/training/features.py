@@ -434,7 +434,12 @@ def start_store(
     if (folder / "index.json").exists():
         known = json.loads((folder / "index.json").read_text(encoding="utf-8"))
         ours, theirs = (each.with_format("arrow")[:] for each in (rows, load_from_disk(str(folder / "rows"))))
-        if known != index or ours.column_names != theirs.column_names or not ours.equals(theirs):
+        description = {**description, "target": known["description"]["target"]}  # it may have moved to another folder
+        if (
+            known != {**index, "description": description}
+            or ours.column_names != theirs.column_names
+            or not ours.equals(theirs)
+        ):
             raise ValueError(
                 f"{folder} holds features of other rows or another target, or stored in another way. Choose another folder, or "
                 "the arguments of its first run."
@@ -515,8 +520,6 @@ def extract(
     collator: Callable,
     batch_size: int,
     dtype: torch.dtype,
-    process_index: int = 0,
-    num_processes: int = 1,
 ) -> None:
     """
     Writes this process's share of the missing shards of a store.
@@ -528,18 +531,16 @@ def extract(
         collator (`Callable`): Collates rows.
         batch_size (`int`): Rows per forward of the target.
         dtype (`torch.dtype`): The dtype of stored states.
-        process_index, num_processes (`int`, *optional*): This process, and the number of all.
     """
     folder = Path(folder)
     index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     rows_per_shard, device = index["rows_per_shard"], target_states.target.get_input_embeddings().weight.device
     missing = missing_shards(folder, index)
-    PartialState().wait_for_everyone()  # all have to list the same shards, so none may write before that
-    writes, takes_part_in_all = True, is_sharded(target_states.target)
-    if takes_part_in_all:
-        writes = process_index == 0
-    else:
-        missing = missing[process_index::num_processes]
+    state, runs_together = PartialState(), is_sharded(target_states.target)
+    state.wait_for_everyone()  # all have to list the same shards, so none may write before that
+    if not runs_together:
+        missing = missing[state.process_index :: state.num_processes]
+    written_to = folder if state.is_main_process or not runs_together else None
 
     def batches(shard: int) -> Iterator[tuple[dict[str, torch.Tensor], list[int]]]:
         end = min((shard + 1) * rows_per_shard, len(rows))
@@ -549,8 +550,8 @@ def extract(
             batch = {key: value.to(device) for key, value in batch.items() if isinstance(value, torch.Tensor)}
             yield batch, [len(example["input_ids"]) for example in examples]
 
-    for shard in tqdm(missing, desc="Shards", disable=process_index != 0):
-        write_shard(folder if writes else None, shard, target_states, batches(shard), dtype)
+    for shard in tqdm(missing, desc="Shards", disable=not state.is_main_process):
+        write_shard(written_to, shard, target_states, batches(shard), dtype)
 
 
 def missing_shards(folder: Path, index: dict) -> list[int]:

@@ -125,6 +125,23 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._share()
 
 
+def split_parameters(
+    named: Iterable[tuple[str, torch.nn.Parameter]], but: tuple[str, ...] = ()
+) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """
+    Returns the parameters for Muon, and those for AdamW.
+
+    Args:
+        named (iterable of `tuple[str, torch.nn.Parameter]`): Parameters with their names.
+        but (`tuple[str, ...]`, *optional*): Parts of the names of matrices for AdamW.
+    """
+    matrices, others = list[torch.nn.Parameter](), list[torch.nn.Parameter]()
+    for name, weight in named:
+        is_for_muon = weight.dim() == 2 and not any(part in name for part in but)
+        (matrices if is_for_muon else others).append(weight)
+    return matrices, others
+
+
 def muon_with_adamw(
     model: torch.nn.Module, names_of_decayed: Iterable[str], args: Eagle3TrainingArguments
 ) -> MuonWithAdamW:
@@ -137,18 +154,15 @@ def muon_with_adamw(
         names_of_decayed (`Iterable[str]`): Parameters with weight decay: not norms and biases.
         args ([`Eagle3TrainingArguments`]): Learning rate, weight decay, and AdamW's settings.
     """
-    matrices, names_of_decayed = [], set(names_of_decayed)
-    others: dict[float, list[torch.nn.Parameter]] = {}
-    for name, weight in model.named_parameters():
-        if not weight.requires_grad:
-            continue
-        if weight.dim() == 2 and "lm_head" not in name:
-            matrices.append(weight)
-        else:
-            others.setdefault(args.weight_decay if name in names_of_decayed else 0.0, []).append(weight)
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    matrices, others = split_parameters(trained.items(), but=("lm_head",))
+    decayed = {trained[name] for name in trained.keys() & set(names_of_decayed)}
+    groups: dict[float, list[torch.nn.Parameter]] = {}
+    for weight in others:
+        groups.setdefault(args.weight_decay if weight in decayed else 0.0, []).append(weight)
     return MuonWithAdamW(
         matrices,
-        [{"params": weights, "weight_decay": decay} for decay, weights in others.items()],
+        [{"params": weights, "weight_decay": decay} for decay, weights in groups.items()],
         lr=args.learning_rate,
         adamw_lr=args.learning_rate / 5,
         weight_decay=args.weight_decay,

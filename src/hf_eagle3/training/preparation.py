@@ -10,7 +10,6 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..data import (
     ImageReader,
@@ -58,24 +57,6 @@ def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, args: Eagle3TrainingAr
             )
         tokenizer.eos_token = args.eos_token
     args.pad_token = args.pad_token or padding_token(tokenizer)
-
-
-class PackingCollator(DataCollatorForLanguageModeling):
-    """
-    Keeps packed rows apart, with `position_ids` that begin again at each document. TRL joins them to one row, for flash
-    attention. Any other attention of the target, and the draft's after its first step, would then compute each row against
-    all the others.
-    """
-
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        if "seq_lengths" not in examples[0]:  # evaluation may have rows that are not packed
-            return super().torch_call(examples)
-        padded = DataCollatorForLanguageModeling(
-            self.pad_token_id, return_position_ids=True, pad_to_multiple_of=self.pad_to_multiple_of
-        )
-        batch = padded(examples)
-        batch["labels"].masked_fill_(batch["position_ids"] == 0, -100)  # as TRL does where it joins rows
-        return batch
 
 
 class CheckedCollator:
@@ -234,7 +215,10 @@ def prepare_vocabulary(
 
 
 class SeededLengthSampler(LengthGroupedSampler):
-    """A sampler whose order follows from the seed and the epoch, so that a resumed training has it, too."""
+    """
+    A sampler whose order follows from the seed and the epoch, so that a resumed training has it, too. It reads the epoch
+    itself, because accelerate does not pass `set_epoch` on to the rest of an epoch in several processes.
+    """
 
     def __init__(self, sampler: LengthGroupedSampler, trainer: Eagle3Trainer):
         super().__init__(sampler.batch_size, lengths=sampler.lengths)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedConfig, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import CONFIG_NAME
@@ -20,6 +20,7 @@ from ..remote_code.loading_eagle3 import weights_digest
 
 
 if TYPE_CHECKING:
+    from .arguments import Eagle3TrainingArguments
     from .trainer import Eagle3Trainer
 
 
@@ -79,39 +80,63 @@ def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
     Raises:
         ValueError: if the training of a checkpoint is finished, or was begun with other data or settings.
     """
-    args, state = trainer.args, TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
-    path, ours = Path(checkpoint, TRAINING_RECORD), trainer.draft.config
+    path, state_path = (Path(checkpoint, name) for name in (TRAINING_RECORD, TRAINER_STATE_NAME))
+    state = TrainerState.load_from_json(str(state_path))
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    defaults = {field.name: field.default for field in fields(trainer.args)}
-    then, now = record.get("arguments", {}), training_record(trainer)
+    check_unfinished(trainer.args, checkpoint, state, record)
+    check_same_draft(trainer.draft.config, checkpoint)
+    if record:
+        check_same_settings(trainer, checkpoint, state, record)
+
+
+def check_unfinished(args: Eagle3TrainingArguments, checkpoint: str, state: TrainerState, record: dict) -> None:
+    """
+    Raises:
+        ValueError: if the training of a checkpoint is finished.
+    """
     if args.max_steps > 0:
         is_longer = args.max_steps > state.max_steps
-    else:  # the state has whole ones
-        num_epochs = then.get("num_train_epochs", defaults["num_train_epochs"]) if record else state.num_train_epochs
-        is_longer = args.num_train_epochs > num_epochs
+    else:  # the state has whole epochs
+        default = type(args).num_train_epochs
+        then = record["arguments"].get("num_train_epochs", default) if record else state.num_train_epochs
+        is_longer = args.num_train_epochs > then
     if state.global_step >= state.max_steps and not is_longer:
         raise ValueError(
             f"{checkpoint} is the end of a finished training, of {state.global_step} steps. To train its draft further, raise "
             "`max_steps` or `num_train_epochs`."
         )
-    if Path(checkpoint, CONFIG_NAME).exists():  # adapters have none
-        theirs = type(ours).from_pretrained(checkpoint)
-        fingerprint = theirs.verifier_fingerprint
-        if fingerprint is not None and fingerprint != ours.verifier_fingerprint:
-            raise ValueError(
-                f"{checkpoint} has a draft for another target than {ours.verifier}. Pass the target that this training began with."
-            )
-        if difference := what_differs(of_draft(theirs), of_draft(ours)):
-            raise ValueError(
-                f"{checkpoint} has another draft: {difference}. Pass the draft that this training began with."
-            )
-    if not record:
+
+
+def check_same_draft(ours: Eagle3Config, checkpoint: str) -> None:
+    """
+    Raises:
+        ValueError: if a checkpoint has another draft.
+    """
+    if not Path(checkpoint, CONFIG_NAME).exists():  # adapters have none
         return
-    names = ("rows", "sequences_per_step")
+    theirs = type(ours).from_pretrained(checkpoint)
+    fingerprint = theirs.verifier_fingerprint
+    if fingerprint is not None and fingerprint != ours.verifier_fingerprint:
+        raise ValueError(
+            f"{checkpoint} has a draft for another target than {ours.verifier}. Pass the target that this training began with."
+        )
+    if difference := what_differs(of_draft(theirs), of_draft(ours)):
+        raise ValueError(
+            f"{checkpoint} has another draft: {difference}. Pass the draft that this training began with."
+        )
+
+
+def check_same_settings(trainer: Eagle3Trainer, checkpoint: str, state: TrainerState, record: dict) -> None:
+    """
+    Raises:
+        ValueError: if a checkpoint was trained on other data or with other settings.
+    """
+    args, then, now = trainer.args, record["arguments"], training_record(trainer)
     if args.auto_find_batch_size and state.train_batch_size is not None:  # `Trainer` restores it, but later
         now["sequences_per_step"] = state.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    facts = {name: now[name] for name in names if record.get(name) is not None}
+    facts = {name: now[name] for name in ("rows", "sequences_per_step") if record.get(name) is not None}
     fixed = (*args.FIXED_ON_RESUME, *FIXED_IN_SCRIPTS)
+    defaults = {field.name: field.default for field in fields(args)}
     then, now = ({name: each[name] for name in fixed if name in each} for each in (then, now["arguments"]))
     then, now = ({name: each.get(name, defaults.get(name)) for name in {**then, **now}} for each in (then, now))
     if difference := what_differs(then | {name: record[name] for name in facts}, now | facts):
@@ -151,9 +176,8 @@ def evaluation_of(trainer: Eagle3Trainer, log: list[dict], step: int) -> dict | 
     return None
 
 
-def rows_with_images(trainer: Eagle3Trainer) -> int:
-    """Returns how many rows of the prepared data have images. Rows of a stream are not counted."""
-    rows = trainer.train_dataset
+def rows_with_images(rows: Dataset | IterableDataset) -> int:
+    """Returns how many rows of prepared data have images. Rows of a stream are not counted."""
     has_images = isinstance(rows, Dataset) and "image_text" in rows.column_names
     return sum(map(bool, rows["image_text"])) if has_images else 0
 
@@ -190,7 +214,7 @@ def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] 
         "draft_weights": None if state_dict is None else weights_digest(state_dict),
         "datasets": datasets,
         "rows": len(trainer.train_dataset) if isinstance(trainer.train_dataset, Dataset) else None,  # prepared
-        **({} if (num_images := rows_with_images(trainer)) == 0 else {"rows_with_images": num_images}),
+        **({} if trainer.rows_with_images == 0 else {"rows_with_images": trainer.rows_with_images}),
         # The command of a user's own script is not known.
         "command": "accelerate launch recipes/train.py --config training.yaml" if trainer.script_settings else None,
         "arguments": without_paths(json.loads(json.dumps(arguments, default=str))),

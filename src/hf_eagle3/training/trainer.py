@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -55,14 +56,13 @@ from .models import draft_to_train, load_target
 from .optimizer import muon_with_adamw
 from .preparation import (
     CheckedCollator,
-    PackingCollator,
     SeededLengthSampler,
     encode,
     image_reader,
     prepare_tokenizer,
     prepare_vocabulary,
 )
-from .record import check_resumption
+from .record import check_resumption, rows_with_images
 from .saving import DraftSavingTrainer, check_output_folder
 from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, draft_loss
 
@@ -132,7 +132,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         peft_config = kwargs.get("peft_config")
         check_output_folder(args.output_dir, target_name, peft_config is not None or isinstance(model, PeftModel))
         assert not isinstance(args.target_model_init_kwargs, str)  # the arguments check it
-        with_images = any(map(shows_images, all_datasets(kwargs)))
+        with_images = any(map(shows_images, all_datasets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))))
         target_model, tokenizer, processor = load_target(
             target_model,
             args.target_model_init_kwargs,
@@ -169,6 +169,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         store = self._init_sft_trainer(draft, args, tokenizer, kwargs)
         check_parallelism(self)
         prepare_vocabulary(self.draft, target_model, self.train_dataset, vocab_size_from_data)
+        self.rows_with_images = rows_with_images(self.train_dataset)  # here, because it reads them all
         self._connect_models(store)
         check_batches(self)
         check_best_metric(self)
@@ -235,10 +236,10 @@ class Eagle3Trainer(DraftSavingTrainer):
         if kwargs.get("data_collator") is not None:
             self.data_collator = CheckedCollator(self.data_collator)
         if type(self.data_collator) is DataCollatorForLanguageModeling and self.padding_free:
-            joins_rows = args.padding_free and store is None  # as asked for, and not because of packed rows
-            theirs = self.data_collator
-            self.data_collator = PackingCollator(
-                theirs.pad_token_id, padding_free=joins_rows, pad_to_multiple_of=theirs.pad_to_multiple_of
+            # TRL joins packed rows to one. Most kinds of attention would then compute each row against all the others.
+            is_packed = "seq_lengths" in get_dataset_column_names(self.train_dataset)
+            self.data_collator = replace(
+                self.data_collator, padding_free=args.padding_free and not is_packed, return_position_ids=True
             )
         return store
 
@@ -466,8 +467,6 @@ class Eagle3Trainer(DraftSavingTrainer):
             self.data_collator,
             self.args.per_device_train_batch_size,
             dtype,
-            self.accelerator.process_index,
-            self.accelerator.num_processes,
         )
         self.accelerator.wait_for_everyone()
         return FeatureStore(folder)
