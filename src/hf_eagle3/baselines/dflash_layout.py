@@ -128,10 +128,14 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
     if fields.get("final_logit_softcapping") == 0:  # off
         del fields["final_logit_softcapping"]
     others = (*TOKEN_KEYS, *OUR_KEYS, *TYPE_KEYS)
+    layer_config = {key: content[key] for key in LAYER_KEYS if content.get(key) is not None}
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(layer_config.get(key), dict):  # block drafts take one position a token, whatever their target
+            layer_config[key] = {name: each for name, each in layer_config[key].items() if name != "mrope_section"}
     return {
         "model_type": "dflash",
         "transformer_layer_config": {
-            **{key: content[key] for key in LAYER_KEYS if content.get(key) is not None},
+            **layer_config,
             "model_type": "qwen3",
         },
         "eagle_aux_hidden_state_layer_ids": [id_ + 1 for id_ in layer_ids],

@@ -203,8 +203,8 @@ def row_lengths(dataset: Dataset) -> Iterator[np.ndarray]:
 
 class LongRows:
     """
-    Counts the rows of a stream that are longer than `max_length`, and warns at the first one, the second, the fourth, and so
-    on. As a filter it drops them, or keeps all rows.
+    Counts the rows of a stream that are longer than `max_length`, and warns at the first one, the tenth, the hundredth, and
+    so on. As a filter it drops them, or keeps all rows.
     """
 
     def __init__(self, max_length: int, name: str, message: str, are_kept: bool):
@@ -215,6 +215,6 @@ class LongRows:
         if length <= self.max_length:
             return True
         self.count += 1
-        if self.count.bit_count() == 1:
+        if str(self.count).strip("0") == "1":
             logger.warning(f"{self.count} rows of the {self.name} data so far are {self.message}")
         return self.are_kept

@@ -50,6 +50,9 @@ class RowError(ValueError):
         reason (`str`): What is wrong.
     """
 
+    def __init__(self, reason: str):
+        super().__init__(reason)
+
 
 class UnreachableError(RowError):
     """Says that a file or server of a row is not there now. It may be later."""
@@ -113,8 +116,9 @@ def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
     if text_field in columns:
         return text_field
     raise ValueError(
-        f"has columns {sorted(columns)}, but needs one of {['input_ids', 'messages', 'prompt', text_field]}. Rename the column "
-        "to learn from."
+        f"has columns {sorted(columns)}, but needs `messages` (or `conversations`), `prompt` and `completion`, {text_field!r}, or "
+        "`input_ids`. Rename the columns to learn from (an instruction is a `prompt`, its output a `completion`), or name one of "
+        "texts as `dataset_text_field`."
     )
 
 

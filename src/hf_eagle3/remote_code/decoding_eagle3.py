@@ -45,8 +45,8 @@ class TreeDecoding:
         check_call(target, input_ids, generation_config, arguments.model_kwargs, may_replay)
         self.returned = ReturnedOutputs(generation_config, batch_size=len(input_ids))
         layer_ids, num_nodes = assistant.resolve_aux_layer_ids(target), self.max_plan.num_nodes
+        self.verifier = Verifier(target, arguments, layer_ids, self.returned, num_nodes, may_replay)
         self.stats = Eagle3GenerationStats()
-        self.verifier = Verifier(target, arguments, layer_ids, self.returned, num_nodes, may_replay, self.stats)
 
     def decode(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decodes until all rows are finished. Returns what `generate` returns."""
@@ -87,6 +87,7 @@ class TreeDecoding:
             self.sampler.noise.rewind(text.longest_of_call)
         if isinstance(policy, Policy):
             policies_of(self.target, self.assistant)[policy.kind] = policy
+        self.stats.target_forwards = verifier.num_forwards
         if self.arguments.streamer is not None:
             self.arguments.streamer.end()
         return self.returned.finish(text.sequences(), returned_cache)
@@ -186,6 +187,7 @@ class TreeDecoding:
         for proposer in self.proposers.values():
             proposer.observe(accepted)
         self.stats.new_tokens += text.batch_size
+        self.stats.target_forwards = verifier.num_forwards
         if self.outputs_steps:
             last = slice(max(text.prompt_length - 1, 0), text.prompt_length)  # empty if the prompt is embeddings
             self.note("target", DraftTree.chain(text.ids[:, last]), first)
@@ -228,6 +230,7 @@ class TreeDecoding:
         written = [count for count, done in zip(accepted.counts, accepted.was_finished) if count and not done]
         stats.new_tokens += sum(written)
         stats.accepted_lengths += written
+        stats.target_forwards = self.verifier.num_forwards
         if plan.proposer == "draft":
             stats.draft_seconds += draft_seconds
         if source == "target":

@@ -20,15 +20,7 @@ from .cache_eagle3 import (
     with_room,
 )
 from .devices_eagle3 import on_device
-from .outputs_eagle3 import (
-    CACHE,
-    INPUTS_BY_TOKEN,
-    TOKEN_TYPES,
-    Eagle3GenerationStats,
-    ReturnedOutputs,
-    TreeOutputs,
-    aux_hidden_states,
-)
+from .outputs_eagle3 import CACHE, INPUTS_BY_TOKEN, TOKEN_TYPES, ReturnedOutputs, TreeOutputs, aux_hidden_states
 from .target_eagle3 import position_limits, takes_trees, text_positions
 from .text_eagle3 import SampleArguments, Text, align_right
 from .tree_eagle3 import DraftTree, Plan
@@ -47,12 +39,11 @@ class Verifier:
         returned: ReturnedOutputs,
         num_nodes: int,  # maximum below a root
         may_replay: bool,
-        stats: Eagle3GenerationStats,  # counts its forwards
     ):
         self.target = self.forward = target
         self.generation_config, self.inputs = arguments.generation_config, arguments.model_kwargs
         self.config = target.config.get_text_config(decoder=True)
-        self.layer_ids, self.num_nodes, self.may_replay, self.stats = layer_ids, num_nodes, may_replay, stats
+        self.layer_ids, self.num_nodes, self.may_replay, self.num_forwards = layer_ids, num_nodes, may_replay, 0
         self.inputs["output_hidden_states"] = returned.hidden_states_with(layer_ids)
         self.unused_cache, given_cache = None, self.inputs.get(CACHE)
         if is_unused_static(given_cache):
@@ -68,7 +59,7 @@ class Verifier:
         are not the whole prompt if it comes with a cache, in chunks or as embeddings.
         """
         target_outputs = self.target._prefill(input_ids, self.generation_config, self.inputs)
-        self.stats.target_forwards += 1
+        self.num_forwards += 1
         cache = target_outputs.get(CACHE)
         cache_class = ReplayCache if cache is not None and recurrent_layers(cache) else TreeCache
         self.cache = cache_class(cache, 1 + self.num_nodes, self.may_replay, takes_trees(self.target))
@@ -103,7 +94,7 @@ class Verifier:
         finally:
             cache.roll_back()
             cache.release()
-        self.stats.target_forwards += 1
+        self.num_forwards += 1
         if reason is not None:
             logger.warning_once(f"{type(target).__name__} cannot read a tree, so the draft proposes chains: {reason}")
             cache.takes_trees, cache.is_chain = False, True
@@ -156,7 +147,7 @@ class Verifier:
                         torch._dynamo.mark_static(tensor)
         num_replayed, num_nodes = self.cache.num_replayed, tree.num_nodes
         target_outputs = self.forward(**inputs, return_dict=True)
-        self.stats.target_forwards += 1
+        self.num_forwards += 1
         if target_outputs.logits.shape[1] != num_replayed + num_nodes:
             raise ValueError(
                 f"{type(self.target).__name__} returned logits of {target_outputs.logits.shape[1]} of the "
@@ -250,7 +241,7 @@ class Verifier:
                 inputs["attention_mask"] = inputs["attention_mask"][..., : self.cache.length]
             tokens = inputs.pop("input_ids")
             self.forward(**self.target.prepare_inputs_for_generation(tokens, **inputs), return_dict=True)
-            self.stats.target_forwards += 1
+            self.num_forwards += 1
             self.cache.crop(0)
         if not returned.wants_dict or self.unused_cache is None:
             return cache

@@ -199,7 +199,8 @@ def prepare_vocabulary(
         draft.set_draft_vocabulary(most_frequent_tokens(counts, size_from_data), target)
         if draft.config.draft_vocab_size < size_from_data:
             logger.warning(
-                f"`draft_vocab_size` is {size_from_data}, but the target has {draft.config.draft_vocab_size} tokens."
+                f"`draft_vocab_size` is {size_from_data}, but the target has {draft.config.draft_vocab_size} tokens: the draft gets "
+                "them all."
             )
     share = coverage(counts, draft.draft_token_ids.tolist())
     message = (
