@@ -130,11 +130,10 @@ def test_threads(pair):
         {"num_beams": 2},
         {"use_cache": False},
         {"prompt_lookup_num_tokens": 3},
-        {"cache_implementation": "paged"},
         {"assistant_ensemble_weight": 0.5},
         {"generation_config": GenerationConfig(num_beams=2)},
     ],
-    ids=["beams", "no cache", "lookup", "paged", "ensemble", "config"],
+    ids=["beams", "no cache", "lookup", "ensemble", "config"],
 )
 @pytest.mark.parametrize("is_model_s", [False, True])
 def test_other_ways_are_left_as_they_are(pair, settings, is_model_s):
@@ -148,9 +147,9 @@ def test_other_ways_are_left_as_they_are(pair, settings, is_model_s):
     assert draft.last_generation is None
 
 
-@pytest.mark.parametrize("implementation", ["quantized", "offloaded_static"])
+@pytest.mark.parametrize("implementation", ["quantized", "offloaded_static", "paged"])
 def test_caches_that_cannot_forget_are_left_to_plain_decoding(pair, implementation):
-    """They need other packages or a GPU, so nothing is decoded here."""
+    """They need other packages, a GPU or much memory, so nothing is decoded here."""
     target, draft, _ = pair
     assert needs_other_decoding(target, draft, cache_implementation=implementation)
     assert needs_other_decoding(target, draft, generation_config=GenerationConfig(cache_implementation=implementation))
