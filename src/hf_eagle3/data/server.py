@@ -206,8 +206,8 @@ class ServerClient:
             row, error = self.refused[0]
             raise ConnectionRefusedError(
                 f"{self.base_url} refuses {len(self.refused)} requests in a row. Row {row}: {error.status} {error.message}. "
-                "Check the address (`--base_url`; most end with /v1), the name of the model (`--served_model_name`), the key (`--api_key`) and the sampling arguments. "
-                "No row was left out."
+                "Check the address (`--base_url`; most end with /v1), the name of the model (`--served_model_name`), the key "
+                "(`--api_key`) and the sampling arguments. No row was left out."
             )
 
 

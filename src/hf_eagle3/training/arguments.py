@@ -224,10 +224,8 @@ class Eagle3TrainingArguments(SFTConfig):
             self.bf16 = False  # TRL's default is True, which such processors compute in software
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("loss_per_step"):
             self.greater_is_better: bool | None = False  # transformers recognizes losses by the end of their names
-        if isinstance(self.resume_from_checkpoint, str) and self.resume_from_checkpoint.lower() in ("true", "false"):
-            self.resume_from_checkpoint: Any = (
-                self.resume_from_checkpoint.lower() == "true"
-            )  # the command line gives a text
+        if (said := str(self.resume_from_checkpoint).lower()) in ("true", "false"):  # the command line gives a text
+            self.resume_from_checkpoint: Any = said == "true"
         has_default = self.accelerator_config is None
         super().__post_init__()
         if has_default and not isinstance(self.accelerator_config, str | dict | None):
