@@ -894,6 +894,7 @@ def test_a_fresh_draft_has_the_factors_of_the_target(family):
     draft = DFlashForSpeculation.from_target(target)
     config = target.config
     assert draft.config.output_multiplier == getattr(config, "logit_scale", 1.0)
+    assert draft.lm_head.weight.equal(target.lm_head.weight)  # which the multiplier comes after
     assert draft.config.final_logit_softcapping == getattr(config, "final_logit_softcapping", None)
 
 

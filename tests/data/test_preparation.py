@@ -203,14 +203,15 @@ def test_ends_of_turns_that_are_not_learned(tokenizer, tmp_path, caplog, before,
 
 
 def test_streams(tokenizer, tmp_path, caplog):
-    rows = {"text": ["abc" * (5 + i) for i in range(12)]}
+    rows = {"text": ["abc" * (5 + i) for i in range(24)]}
     with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
         trainer = make_trainer(
             tokenizer, rows, tmp_path, stream=True, max_length=30, draft_vocab_size=6, max_steps=3, logging_steps=1
         )
         trainer.train()
     assert len([entry for entry in trainer.state.log_history if "loss" in entry]) == 3
-    assert "1 rows of the train data so far are longer than `max_length=30`" in caplog.text
+    for number, is_warned in ((1, True), (2, False), (10, True)):
+        assert (f"{number} rows of the train data so far are longer than `max_length=30`" in caplog.text) == is_warned
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,9 @@ def test_the_first_trees(tmp_path, tokenizer, run_recipe):
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     chat = [{"role": "user", "content": "what is up"}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-    make_draft(target, [inputs["input_ids"]]).save_pretrained(tmp_path / "draft")
+    draft = make_draft(target, [inputs["input_ids"]])
+    draft.generation_config.assistant_confidence_threshold = 0.999  # would leave out every tree
+    draft.save_pretrained(tmp_path / "draft")
     result = run_recipe("inspect_draft.py", tmp_path / "draft", "--prompt", "a")
     assert result.returncode == 2 and "pass --target" in result.stderr
     arguments = ("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "target", "--prompt", "what is up")
@@ -139,7 +141,7 @@ def test_the_first_trees(tmp_path, tokenizer, run_recipe):
     assert result.returncode == 0, result.stderr[-3000:]
 
     draft = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft").eval()
-    draft.generation_config.update(tree_policy="static", output_steps=True)
+    draft.generation_config.update(tree_policy="static", assistant_confidence_threshold=0.0, output_steps=True)
     target.generate(**inputs, assistant_model=draft, do_sample=False, max_new_tokens=60)
     facts, *trees = result.stdout.split("\n\n")
     assert (
