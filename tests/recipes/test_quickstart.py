@@ -53,6 +53,7 @@ def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe, monkeypatch):
     second = run_recipe("quickstart.py", *arguments)
     assert second.returncode == 0, second.stderr[-3000:]
     assert "Training" not in second.stdout and "Reusing" in second.stdout
+    assert "repeats itself at T=0" in second.stdout and "To publish" not in second.stdout
     assert (tmp_path / "draft" / "model.safetensors").stat().st_mtime_ns == trained
 
     # A draft is of its target: another one, trained in the place of one that was deleted, gets its own.
@@ -114,6 +115,7 @@ def test_given_target_and_chat_data(tmp_path, tokenizer, run_recipe, monkeypatch
     arguments = ("--target", tmp_path / "target", "--dataset", tmp_path / "chats")
     result = run_recipe("quickstart.py", "--output_dir", tmp_path / "out", *arguments, "--no-bf16", *FAST)
     assert result.returncode == 0, result.stderr[-3000:]
+    assert "To publish the draft" in result.stdout
     trained = json.loads((tmp_path / "out" / "draft" / "training.json").read_text())["arguments"]
     # Prompts are learned, too, and the default of packing keeps conversations whole.
     assert "assistant_only_loss" not in trained and "packing_strategy" not in trained
