@@ -246,7 +246,7 @@ def learning(device: str) -> dict:
     target, draft = make_small_pairing("llama", {}, device)
     draft = draft.float().train()
     batch = random_batch(draft, SIZES["vocab_size"], 256, 64)
-    matrices, others = split_parameters(draft.named_parameters(), but=("lm_head",))
+    matrices, others = split_parameters(draft.named_parameters(), exclude=("lm_head",))
     optimizer, losses = MuonWithAdamW(matrices, others, lr=1e-2), []
     for _ in range(8):
         with torch.autocast(device, dtype=torch.bfloat16):

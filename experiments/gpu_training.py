@@ -164,7 +164,7 @@ def measure(args, sections) -> None:
     target.model.layers = None
     draft = draft.float().train()
     draft.borrow_embeddings(target)
-    matrices, others = split_parameters(draft.named_parameters(), but=("lm_head",))
+    matrices, others = split_parameters(draft.named_parameters(), exclude=("lm_head",))
     optimizer = MuonWithAdamW(matrices, others, lr=1e-4)
     steps, documents = (2, 64) if tiny else (7, 1024)
 

@@ -72,7 +72,7 @@ def seconds_of(muon: type[torch.optim.Optimizer], args) -> float:
     """Returns the median time of a step of Muon, in seconds."""
     target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.target))
     draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(args.draft_vocab_size)).float()
-    matrices, _ = split_parameters(draft.to(args.device).named_parameters(), but=("lm_head",))
+    matrices, _ = split_parameters(draft.to(args.device).named_parameters(), exclude=("lm_head",))
     optimizer, seconds = muon(matrices, adjust_lr_fn="match_rms_adamw"), []
     for weight in matrices:
         weight.grad = torch.randn_like(weight)

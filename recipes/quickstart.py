@@ -114,7 +114,7 @@ def train_target(folder: Path, dataset: Dataset, args) -> None:
         ),
         train_dataset=dataset,
         processing_class=tokenizer,
-        optimizers=(MuonWithAdamW(*split_parameters(target.named_parameters(), but=("embed",)), lr=6e-3), None),
+        optimizers=(MuonWithAdamW(*split_parameters(target.named_parameters(), exclude=("embed",)), lr=6e-3), None),
     )
     train_for(trainer, TimeBudget(args.target_minutes, "Target", args.min_steps))
     target = target.to(torch.bfloat16) if trainer.args.bf16 else target

@@ -54,7 +54,7 @@ def test_which_parameters_muon_trains():
     )
     draft.requires_grad_(True)["norm"].bias.requires_grad_(False)
     fc, head = draft["fc"].weight, draft["lm_head"].weight
-    matrices, others = split_parameters(draft.named_parameters(), but=("lm_head",))
+    matrices, others = split_parameters(draft.named_parameters(), exclude=("lm_head",))
     assert [*map(id, matrices)] == [id(fc)] and len(others) == 5
     assert [*map(id, split_parameters(draft.named_parameters())[0])] == [id(fc), id(head)]
     args = SimpleNamespace(weight_decay=0.1, learning_rate=1.0, adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)

@@ -126,18 +126,18 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def split_parameters(
-    named: Iterable[tuple[str, torch.nn.Parameter]], but: tuple[str, ...] = ()
+    named: Iterable[tuple[str, torch.nn.Parameter]], exclude: tuple[str, ...] = ()
 ) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
     """
     Returns the parameters for Muon, and those for AdamW.
 
     Args:
         named (iterable of `tuple[str, torch.nn.Parameter]`): Parameters with their names.
-        but (`tuple[str, ...]`, *optional*): Parts of the names of matrices for AdamW.
+        exclude (`tuple[str, ...]`, *optional*): Parts of the names of matrices for AdamW.
     """
     matrices, others = list[torch.nn.Parameter](), list[torch.nn.Parameter]()
     for name, weight in named:
-        is_for_muon = weight.dim() == 2 and not any(part in name for part in but)
+        is_for_muon = weight.dim() == 2 and not any(part in name for part in exclude)
         (matrices if is_for_muon else others).append(weight)
     return matrices, others
 
@@ -155,7 +155,7 @@ def muon_with_adamw(
         args ([`Eagle3TrainingArguments`]): Learning rate, weight decay, and AdamW's settings.
     """
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    matrices, others = split_parameters(trained.items(), but=("lm_head",))
+    matrices, others = split_parameters(trained.items(), exclude=("lm_head",))
     decayed = {trained[name] for name in trained.keys() & set(names_of_decayed)}
     groups: dict[float, list[torch.nn.Parameter]] = {}
     for weight in others:
