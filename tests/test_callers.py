@@ -474,6 +474,14 @@ def test_a_draft_that_is_never_used_is_told(case, target, draft, tmp_path, warne
     assert "did not use its `assistant_model`, Eagle3ForSpeculation" in message and named in message
 
 
+def test_a_draft_in_continuous_batching_is_told(target, draft, warned):
+    """transformers ignores all but `max_new_tokens` there."""
+    target.generate_batch([])
+    target.generate_batch([], assistant_model=draft)
+    (message,) = warned
+    assert message.startswith("`generate_batch` did not use") and "continuous batching does not take it" in message
+
+
 def test_a_draft_that_is_used_is_not_told_of(target, draft, warned):
     """However it is given; nor assistants of transformers, and calls that raise."""
     prompt, settings = make_prompt(9), {"max_new_tokens": 4, "do_sample": False}

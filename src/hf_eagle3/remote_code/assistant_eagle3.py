@@ -133,7 +133,8 @@ def install_generation_hook() -> None:
     # An older copy of this file may have installed only some of them.
     hook_method(GenerationMixin, "_validate_generation_mode", "_validates_with_assistant", validate_with_assistant)
     hook_method(GenerationMixin, "_assisted_decoding", "_decodes_with_assistant", decode_or_assist)
-    hook_method(GenerationMixin, "generate", "_warns_of_unused_assistant", generate_or_warn)
+    for name in ("generate", "generate_batch"):
+        hook_method(GenerationMixin, name, "_warns_of_unused_assistant", generate_or_warn)
     hook_method(pipelines, "load_assistant_model", "_takes_assistants", load_or_take)
 
 
@@ -194,7 +195,7 @@ def decode_or_assist(decode: Callable, target: Any, /, *args: Any, assistant_mod
 
 
 def generate_or_warn(generate: Callable, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """`generate` that warns if an assistant with its own decoding never decoded."""
+    """`generate` or `generate_batch` that warns if an assistant with its own decoding never decoded."""
     _, *names = inspect.signature(generate).parameters
     arguments = {**dict(zip(names, args)), **kwargs}
     assistant: Any = arguments.get("assistant_model")
@@ -204,12 +205,14 @@ def generate_or_warn(generate: Callable, target: Any, /, *args: Any, **kwargs: A
     output = generate(target, *args, **kwargs)
     if assistant.last_generation is before:
         reason = "search with beams, `penalty_alpha` and other modes do not take it"
-        if arguments.get("custom_generate") is not None:
+        if generate.__name__ == "generate_batch":
+            reason = "continuous batching does not take it"
+        elif arguments.get("custom_generate") is not None:
             reason = "`custom_generate` does not call it"
         elif not hasattr(type(target)._assisted_decoding, "_decodes_with_assistant"):
             reason = f"the `_assisted_decoding` of {type(target).__name__} is not transformers' own"
         logger.warning(
-            f"`generate` did not use its `assistant_model`, {type(assistant).__name__}: {reason}. Change that to decode "
-            "faster, or leave out the assistant."
+            f"`{generate.__name__}` did not use its `assistant_model`, {type(assistant).__name__}: {reason}. Change that to "
+            "decode faster, or leave out the assistant."
         )
     return output
