@@ -73,6 +73,17 @@ def test_pipelines_of_targets_whose_configurations_name_other_tokens(pad_token, 
     assert draft.last_generation.new_tokens > 0
 
 
+def test_pipelines_do_not_load_a_draft_by_its_name(target, draft, tokenizer, tmp_path):
+    """They would ask whether to trust its code, which they do not let the caller say; other models load by name."""
+    draft.save_pretrained(tmp_path / "draft")
+    with pytest.raises(ValueError, match=r"not a draft. Load it with AutoModel.from_pretrained\('.*draft', trust"):
+        pipeline("text-generation", target, tokenizer=tokenizer, assistant_model=str(tmp_path / "draft"))
+    target.save_pretrained(tmp_path / "small")
+    tokenizer.save_pretrained(tmp_path / "small")
+    loaded = pipeline("text-generation", target, tokenizer=tokenizer, assistant_model=str(tmp_path / "small"))
+    assert type(loaded.assistant_model) is type(target)
+
+
 def test_a_draft_that_was_left_on_the_host(target, draft, monkeypatch):
     """Warns once: it is slow, and nothing else would tell why."""
     warnings = []

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.pipelines import base as pipelines
 
 from .auto_eagle3 import logger
@@ -123,6 +123,9 @@ def generate(*args, model, assistant_model=None, **kwargs):
 '''
 
 
+NAME_OF_DRAFT = "`assistant_model` is the name {0!r}, not a draft. Load it with AutoModel.from_pretrained({0!r}, trust_remote_code=True)."
+
+
 def install_generation_hook() -> None:
     """
     Lets an assistant bring its own decoding. `generate` calls `assistant_model.validate_target(target)` before anything
@@ -150,8 +153,13 @@ def hook_method(owner: Any, name: str, mark: str, hook: Callable) -> None:
 def load_or_take(load_model: Callable, target: Any, assistant: Any, *args: Any) -> Any:
     """
     `load_assistant_model` of pipelines without its comparison of special tokens, which needs those of the target's
-    `config` to be those that a draft was saved with. `generate` checks the pair.
+    `config` to be those that a draft was saved with. `generate` checks the pair. It would load the name of a draft as
+    another model, or ask whether to trust code.
     """
+    if isinstance(assistant, (str, Path)):
+        content, _ = PreTrainedConfig.get_config_dict(assistant)
+        if "speculators_model_type" in content or "draft_vocab_size" in content:
+            raise ValueError(NAME_OF_DRAFT.format(str(assistant)))
     return (assistant, None) if hasattr(assistant, "assisted_decoding") else load_model(target, assistant, *args)
 
 
@@ -165,10 +173,7 @@ def validate_with_assistant(
     """`_validate_generation_mode` that lets an assistant check the target, and lifts the limits of other assistants."""
     assistant: Any = generation_mode_kwargs.get("assistant_model")
     if isinstance(assistant, (str, Path)):
-        raise ValueError(
-            f"`assistant_model` is the name {str(assistant)!r}, not a draft. Load it with "
-            f"AutoModel.from_pretrained({str(assistant)!r}, trust_remote_code=True)."
-        )
+        raise ValueError(NAME_OF_DRAFT.format(str(assistant)))
     if isinstance(assistant, type):
         raise ValueError(f"`assistant_model` is the class {assistant.__name__}, not a draft. Load a draft with it.")
     if hasattr(assistant, "assisted_decoding"):
