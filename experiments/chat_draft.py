@@ -70,6 +70,11 @@ def parse_setting(text: str) -> dict:
     return setting
 
 
+def of_layers(args) -> dict:
+    """Fields of a fresh draft that reads the states of `--layer_ids`."""
+    return {} if args.layer_ids is None else {"eagle_aux_hidden_state_layer_ids": args.layer_ids}
+
+
 def arguments(folder: str, args, **settings) -> Eagle3TrainingArguments:
     return Eagle3TrainingArguments(
         folder,
@@ -87,7 +92,7 @@ def arguments(folder: str, args, **settings) -> Eagle3TrainingArguments:
 def features(target, tokenizer, conversations: Dataset, folder: str, args) -> FeatureStore:
     """The target's states on packed rows, of which `answer_labels` and `labels` say what may be learned."""
     with tempfile.TemporaryDirectory() as run:
-        settings = arguments(run, args, packing=True, max_length=args.max_length)
+        settings = arguments(run, args, packing=True, max_length=args.max_length, model_init_kwargs=of_layers(args))
         trainer = Eagle3Trainer(
             None, target, settings, train_dataset=conversations.select_columns("messages"), processing_class=tokenizer
         )
@@ -120,7 +125,7 @@ def train(target, tokenizer, store: FeatureStore, setting: dict, args) -> Eagle3
     store.rows = learned(whole_rows, settings.pop("learned"))
     counts = count_tokens(store.rows, target.config.vocab_size)
     vocabulary = most_frequent_tokens(counts, settings.pop("draft_vocab_size"))
-    draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=vocabulary, **of_draft)
+    draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=vocabulary, **of_layers(args), **of_draft)
     all_rows = store.dataset
     store.dataset = lambda: all_rows().select(kept)
     with tempfile.TemporaryDirectory() as run:
@@ -142,7 +147,7 @@ class HeldOut:
 
     def __init__(self, target, tokenizer, conversations: Dataset, args):
         with tempfile.TemporaryDirectory() as run:
-            settings = arguments(run, args, max_length=2 * args.max_length)
+            settings = arguments(run, args, max_length=2 * args.max_length, model_init_kwargs=of_layers(args))
             self.trainer = Eagle3Trainer(
                 None,
                 target,
@@ -214,6 +219,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=300 * 1024, help="Of each training")
     parser.add_argument("--num_conversations", type=int, default=1200, help="How many the target reads")
     parser.add_argument("--num_held_out", type=int, default=64)
+    parser.add_argument("--layer_ids", type=int, nargs="+", help="States of the target that drafts read, as in vLLM")
     parser.add_argument("--max_length", type=int, default=512, help="Tokens of a row")
     parser.add_argument("--dtype", default="auto", help="Dtype of the target")
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
@@ -233,6 +239,7 @@ def main():
     results = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
     of_all = [sampled_digest(target), hashlib.sha256(Path(args.dataset).read_bytes()).hexdigest()]
     of_all += [args.num_conversations, args.num_held_out, args.max_length, args.dtype, args.bf16]
+    of_all += [] if args.layer_ids is None else [args.layer_ids]
     print(
         "| setting | tokens | top 1 | top 4 | top 1, third | top 1, fifth | chain, T=0 | of four, T=0 | chain, T=1 |"
     )
