@@ -21,9 +21,10 @@ def test_most_frequent_tokens(kind):
     assert most_frequent_tokens(counts, size=4) == [0, 1, 3, 5]
 
 
-def test_streams_may_be_endless():
+def test_streams_may_be_endless(capfd):
     dataset = IterableDataset.from_generator(lambda: ({"labels": [number % 4]} for number in itertools.count()))
     assert count_tokens(dataset, vocab_size=4, max_streamed_rows=40).tolist() == [10] * 4
+    assert "Counting tokens" in capfd.readouterr().err  # it may take minutes
 
 
 def test_data_that_gives_no_vocabulary():

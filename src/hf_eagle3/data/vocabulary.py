@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from datasets import Dataset, IterableDataset
+from datasets.utils import tqdm
 
 
 def count_tokens(dataset: Dataset | IterableDataset, vocab_size: int, max_streamed_rows: int = 100_000) -> np.ndarray:
@@ -21,10 +22,11 @@ def count_tokens(dataset: Dataset | IterableDataset, vocab_size: int, max_stream
     Raises:
         ValueError: if nothing is supervised, or a token is outside the vocabulary.
     """
-    if isinstance(dataset, IterableDataset):
-        dataset = dataset.take(max_streamed_rows)
+    is_stream = isinstance(dataset, IterableDataset)
+    batches = (dataset.take(max_streamed_rows) if is_stream else dataset).iter(batch_size=1000)
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for batch in dataset.iter(batch_size=1000):
+    # Rows of a stream are read and tokenized now, which may take minutes.
+    for batch in tqdm(batches, desc="Counting tokens", unit=" thousand rows", disable=not is_stream):
         rows = batch["labels" if "labels" in batch else "input_ids"]  # without labels every token is learned
         ids = np.concatenate([np.asarray(row, dtype=np.int64) for row in rows])
         ids = ids[ids >= 0]
