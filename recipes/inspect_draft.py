@@ -28,9 +28,7 @@ from hf_eagle3.remote_code.policy_eagle3 import tree_settings
 from hf_eagle3.tokenizer import PromptEncoder, load_tokenizer
 
 
-NOT_TO_PUBLISH = (
-    "a path on this machine, in config.json for `vllm serve`; recipes/push.py leaves it out, other uploads do not"
-)
+NOT_TO_PUBLISH = "a path on this machine, which config.json says; recipes/push.py leaves it out, other uploads do not"
 
 
 def describe(draft, info) -> list[tuple[str, str]]:

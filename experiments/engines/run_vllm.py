@@ -76,7 +76,7 @@ def by_http(job):
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{COUNTER}_total"))
 
     try:
-        for _ in range(240):
+        for _ in range(900):  # seconds, or more
             if server.poll() is not None:
                 raise RuntimeError("The server has ended.")
             try:

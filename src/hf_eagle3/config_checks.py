@@ -36,6 +36,7 @@ NEUTRAL_LAYER_KEYS = {
 # Values that are the same as leaving the key out. With others a draft would compute something else.
 DEFAULTS = {
     "is_causal": True,
+    "is_neox_style": True,  # vLLM's name: the halves of a head rotate together, not its neighbours
     "norm_type": "rms",
     "partial_rotary_factor": 1.0,
     "use_rope": True,

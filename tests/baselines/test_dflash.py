@@ -740,7 +740,8 @@ def test_layers_of_another_kind_are_no_random_model(tmp_path, loader):
 
 
 @pytest.mark.parametrize(
-    "key, value", [("attention_mode", "gqa"), ("projector_type", "dflash"), ("num_target_layers", 4)]
+    "key, value",
+    [("attention_mode", "gqa"), ("projector_type", "dflash"), ("num_target_layers", 4), ("is_neox_style", True)],
 )
 def test_defaults_that_are_written_out(tmp_path, key, value):
     config = {**ZLAB_CONFIG, "dflash_config": {**ZLAB_CONFIG["dflash_config"], key: value}}
@@ -777,6 +778,8 @@ def test_layer_ids_that_angelslim_repeats(tmp_path):
         ({"is_causal": True, "dflash_config": {**JETSPEC_CONFIG["dflash_config"], "causal_head": False}}, "contradict"),
         ({"dflash_config": {**ZLAB_CONFIG["dflash_config"], "selector_rank": 8, "conv_kernel_size": 2}}, "conv_kernel_size.*DFlash 2"),
         ({"use_markov_head": True}, "use_markov_head.*DSpark"),
+        ({"xpress_rank": 256}, "xpress_rank"),
+        ({"is_neox_style": False}, "is_neox_style"),
         ({"num_attention_heads": 3}, "multiple of `num_key_value_heads`"),
     ],
 )  # fmt: skip

@@ -174,10 +174,12 @@ def test_versions_are_those_that_are_run():
     assert f"openvino-genai=={versions['OpenVINO GenAI']}.0\n" in pinned["requirements-openvino"]
 
 
-def test_a_classic_draft_is_for_all():
+def test_a_classic_draft_is_for_all(tmp_path):
     target = make_target("qwen3", num_hidden_layers=8)
     draft = Eagle3ForSpeculation.from_target(target, **FORMS["classic"])
     described = dict(describe_engines(draft))
     assert not [text for text in described.values() if "cannot" in text]
     assert described["vLLM"].startswith("takes it as it is (tests run similar drafts in")
+    draft.config.speculators_config["verifier"]["name_or_path"] = str(tmp_path)  # vLLM 0.33 refuses folders there
+    assert dict(describe_engines(draft))["vLLM"].startswith("takes it as it is, in --speculative-config (tests")
     assert "--to gguf --target_gguf" in described["llama.cpp"] and "the tests do not run it" in described["SGLang"]

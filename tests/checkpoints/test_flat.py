@@ -40,7 +40,7 @@ def load(folder, config, tensors, loader=Eagle3ForSpeculation, **kwargs):
         {"truncated_vocab_size": 32, "partial_rotary_factor": 1.0, "layer_types": ["full_attention"] * 32},
         {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "parallel_drafting": False},
         {"quantization_config": None, "speculator_config": None, "full_attention_interval": 4, "norm_type": "rms"},
-        {"use_rotary_pos_emb": True, "is_causal": True, "use_rope": True},
+        {"use_rotary_pos_emb": True, "is_causal": True, "use_rope": True, "is_neox_style": True},
         {"model_type": "gpt_oss", "num_local_experts": 16, "experts_per_token": 4},
         {"sliding_window": 512, "id2label": {"0": "LABEL_0"}, "return_dict": True, "is_encoder_decoder": False},
         {"eagle_config": {"use_mtp_layernorm": False, "something_new": None, "other": 0, "use_last_layernorm": True}},
@@ -64,7 +64,10 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"norm_type": "layer"}, "norm_type"),
-        *(({key: False}, f"does not know: .'{key}'") for key in ("use_rotary_pos_emb", "is_causal", "use_rope")),
+        *(
+            ({key: False}, f"does not know: .'{key}'")
+            for key in ("use_rotary_pos_emb", "is_causal", "use_rope", "is_neox_style")
+        ),
         ({"eagle_config": {"use_rope": False}}, r"does not know: \['eagle_config.use_rope'\]"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": False}, "sliding_window"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "three positions .*SGLang"),

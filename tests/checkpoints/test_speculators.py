@@ -243,6 +243,7 @@ THETA = {"rope_type": "default", "rope_theta": 10000.0}
     "changes, reason",
     [
         ({"use_rope": False}, "keys that this version does not know: .'use_rope'"),
+        ({"is_neox_style": False}, "keys that this version does not know: .'is_neox_style'"),
         ({"rope_parameters": {**THETA, "mrope_section": [1, 1, 2]}}, "rotary embedding .*'mrope_section'"),
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, "rotary embedding .*'mrope_section'"),
         ({"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}, "rotary embedding .*'alpha'"),

@@ -4,6 +4,7 @@ Engines in environments of their own, which take minutes and gigabytes to make: 
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -61,6 +62,17 @@ def models():
 @pytest.fixture(scope="session")
 def target(models):
     return AutoModelForCausalLM.from_pretrained(models / "classic" / "target", dtype=torch.float32)
+
+
+@pytest.fixture
+def cached_target(models, tmp_path, monkeypatch):
+    """The target's name in a cache of the Hub. From 0.33 on, vLLM loads no target from a folder that a draft names."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    commit, repo = "0" * 40, tmp_path / "models--me--target"
+    shutil.copytree(models / "classic" / "target", repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    return "me/target"
 
 
 @pytest.fixture(scope="session")

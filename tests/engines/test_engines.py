@@ -8,7 +8,7 @@ import pytest
 from conftest import load_script
 from transformers import AutoTokenizer
 
-from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
+from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.baselines import DFlashForSpeculation
 from hf_eagle3.checkpoints import describe_engines, export
 from hf_eagle3.checkpoints.openvino import convert
@@ -79,11 +79,13 @@ def test_vllm_with_a_block_draft(models, target, prompts, python_of, block_draft
 
 
 @pytest.mark.parametrize("form", ["classic", "p-eagle"])
-def test_vllm_with_the_bare_folder(models, target, prompts, python_of, tmp_path, form):
-    draft = models / form / "draft"
-    (method,) = Eagle3Config.from_pretrained(draft).speculators_config["proposal_methods"]
-    expected = ours(target, draft, prompts, **tree(method["speculative_tokens"]))
-    job = {"draft": draft, "bare": True, "prompts": prompts, "max_new_tokens": MAX_NEW_TOKENS}
+def test_vllm_with_the_bare_folder(models, target, cached_target, prompts, python_of, tmp_path, form):
+    draft = Eagle3ForSpeculation.from_pretrained(models / form / "draft")
+    said = draft.config.speculators_config
+    said["verifier"]["name_or_path"] = cached_target
+    draft.save_pretrained(tmp_path / "draft")
+    expected = ours(target, tmp_path / "draft", prompts, **tree(said["proposal_methods"][0]["speculative_tokens"]))
+    job = {"draft": tmp_path / "draft", "bare": True, "prompts": prompts, "max_new_tokens": MAX_NEW_TOKENS}
     assert_same(run_engine(python_of("vllm"), "vllm", **job), expected)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig, Qwen3Config
 
 from ..checkpoints.flat import is_neutral
-from ..config_checks import NEUTRAL_LAYER_KEYS, changed_defaults
+from ..config_checks import DEFAULTS, NEUTRAL_LAYER_KEYS, changed_defaults
 from ..remote_code.configuration_eagle3 import NEUTRAL_KEYS, unknown_keys
 
 
@@ -45,7 +45,7 @@ NAMING_KEYS = (
     "verifier",
 )
 # Values that are the same as leaving the key out. Other values are of other kinds of block drafts.
-BLOCK_DEFAULTS = {"attention_mode": "gqa", "projector_type": "dflash"}
+BLOCK_DEFAULTS = {**DEFAULTS, "attention_mode": "gqa", "projector_type": "dflash"}
 # Their defaults differ between kinds of models.
 NEEDED_KEYS = ("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_theta")
 # The keys of `speculators` that every draft needs, and the others that change what it computes.

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ..environment import is_path
 from ..remote_code.modeling_eagle3 import DraftModel
 from . import llama_cpp, openvino, safeailab, sglang
 from .writing import CannotExpress
@@ -86,7 +87,9 @@ def describe(engine: Engine, draft: DraftModel, format: str) -> str:
     )
     is_complete = format != "speculators" or draft.config.speculators_config is not None
     if engine.format == format and is_complete:
-        return f"takes it as it is ({run})"
+        # From 0.33 on, `vllm serve DRAFT` loads no target from a folder that the draft names.
+        is_of_folder = format == "speculators" and is_path(draft.config.verifier)
+        return f"takes it as it is{', in --speculative-config' if is_of_folder else ''} ({run})"
     options = {
         "speculators": " --target TARGET",
         llama_cpp.NAME: " --target_gguf TARGET.gguf",
