@@ -175,10 +175,12 @@ def takes_trees(target: PreTrainedModel) -> bool:
     """
     Whether the target can read trees, and not only chains. Flash and flex attention take no mask from a caller. Local
     (GPT-Neo) and ALiBi attention measure distances by indices in the cache, where the nodes of a tree are not in the
-    order of the text.
+    order of the text. GIT caches images that have no tokens in the text, and widens only masks of its own for them.
     """
     config = target.config.get_text_config(decoder=True)
     if "local" in (getattr(config, "attention_layers", None) or ()) or getattr(config, "alibi", False):
+        return False
+    if hasattr(config, "num_image_with_embedding"):
         return False
     if config._attn_implementation in MASKED_ATTENTION:
         return True
