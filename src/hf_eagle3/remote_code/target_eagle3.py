@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from .auto_eagle3 import logger
 from .cache_eagle3 import check_cache, is_static, is_unused_static, is_user_defined
@@ -117,6 +117,11 @@ def check_model(target: PreTrainedModel) -> None:
             "the target predicts. Use another adapter, or leave out the draft."
         )
     check_dropout("target", target)
+    if getattr(target._sample, "__func__", None) is not GenerationMixin._sample:
+        raise ValueError(
+            f"{name} has a `_sample` of its own, and without a draft its text may be another one. EAGLE-3 decoding follows that "
+            "of transformers. Leave out the draft."
+        )
     if "position_ids" not in inspect.signature(target.forward).parameters:
         raise ValueError(
             f"{name} takes no `position_ids`, but siblings in a tree share a position. Use another target, or leave out the "
