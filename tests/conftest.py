@@ -234,6 +234,15 @@ RECURRENT = {
         "granitemoehybrid",
         {**MOE, **MAMBA, "layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 16},
     ),
+    "bamba": ("bamba", {**MAMBA, "attn_layer_indices": [1, 3]}),
+    "lara_mini": (
+        "lara_mini",
+        {
+            **DELTA_RULE,
+            "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+            "sliding_window": WINDOW,
+        },
+    ),
 }
 # Older transformers (5.17) know fewer.
 RECURRENT = {name: (kind, changes) for name, (kind, changes) in RECURRENT.items() if kind in CONFIG_MAPPING}

@@ -31,6 +31,8 @@ REPLAYABLE_MODEL_TYPES = (
     "olmo_hybrid",
     "granitemoehybrid",
     "falcon_h1",
+    "bamba",
+    "lara_mini",
 )
 
 # Modules of these libraries keep nothing about the rows of a batch, except in hooks.
