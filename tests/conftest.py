@@ -197,7 +197,23 @@ MAMBA = {"initializer_range": 0.1, "mamba_d_state": 8, "mamba_d_head": 8, "mamba
 
 # With states that are not keys and values: those of convolutions, which can be cropped, and recurrent ones, which
 # cannot.
-CONVOLUTIONAL = {"lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2})}
+CONVOLUTIONAL = {
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
+    "inkling": (  # several convolutions in each layer, beside its keys
+        "inkling_text",
+        {
+            **MOE,
+            "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+            "sliding_window_size": WINDOW,
+            "rel_extent": 12,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8,
+            "logits_mup_width_multiplier": 1.0,
+        },
+    ),
+}
+CONVOLUTIONAL = {name: (kind, changes) for name, (kind, changes) in CONVOLUTIONAL.items() if kind in CONFIG_MAPPING}
 # Which of equal scores of the index are chosen depends on the shape. With few heads many are exactly 0. So are all of a
 # padding token's, whose embedding is 0.
 SPARSE = {"q_lora_rank": 16, "index_topk": 16, "index_n_heads": 16, "index_head_dim": 16, "pad_token_id": None}
@@ -217,6 +233,15 @@ RECURRENT = {
     "granitemoehybrid": (
         "granitemoehybrid",
         {**MOE, **MAMBA, "layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 16},
+    ),
+    "bamba": ("bamba", {**MAMBA, "attn_layer_indices": [1, 3]}),
+    "lara_mini": (
+        "lara_mini",
+        {
+            **DELTA_RULE,
+            "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+            "sliding_window": WINDOW,
+        },
     ),
 }
 # Older transformers (5.17) know fewer.

@@ -317,6 +317,17 @@ def test_overridden_inputs_are_refused(target, draft):
         patched.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
 
 
+def test_decoding_of_its_own_is_refused(draft):
+    class Owner(LlamaForCausalLM):
+        def _sample(self, *args, **kwargs):
+            return super()._sample(*args, **kwargs)
+
+    target = make_target("llama")
+    target.__class__ = Owner
+    with pytest.raises(ValueError, match="Owner has a `_sample` of its own"):
+        target.generate(make_prompt(5), assistant_model=draft, max_new_tokens=4)
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [

@@ -159,6 +159,14 @@ def test_several_layers_and_sliding_draft(target):
         assert_same_text(target, make_draft(target, [prompt], **overrides), prompt)
 
 
+def test_embeddings_that_are_narrower_than_the_layers():
+    """As those of OPT-350m: the draft is as wide as what it takes from the target."""
+    target, prompt = make_target("opt", word_embed_proj_dim=16), make_prompt(12)
+    oracle = make_oracle(target, generate(target, prompt))
+    assert (oracle.config.hidden_size, oracle.config.target_hidden_size) == (16, 32)
+    assert assert_same_text(target, oracle, prompt).acceptance_length > 1.5
+
+
 def test_other_dtype_of_the_draft(target):
     prompt = make_prompt(10)
     assert_same_text(target, make_draft(target, [prompt]).to(torch.bfloat16), prompt)

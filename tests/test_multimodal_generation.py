@@ -4,9 +4,11 @@ import itertools
 
 import pytest
 import torch
-from conftest import lookups_of, make_draft, make_oracle, make_prompt
+from conftest import lookups_of, make_batch, make_draft, make_oracle, make_prompt
 from seeing import (
     IMAGE,
+    TEXT,
+    VISION,
     gemma3,
     gemma4,
     idefics3,
@@ -20,6 +22,7 @@ from seeing import (
     qwen3_5,
     qwen3_vl,
 )
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
@@ -107,6 +110,24 @@ def test_a_target_that_passes_on_no_tree_is_refused(num_images):
     draft = Eagle3ForSpeculation.from_target(target).eval()
     with pytest.raises(ValueError, match="does not pass on the positions and the mask"):
         target.generate(**inputs, max_new_tokens=24, do_sample=False, assistant_model=draft)
+
+
+@pytest.mark.parametrize(("lengths", "has_image"), [([4, 6], False), ([4, 6], True), ([6, 6], True)])
+def test_images_without_tokens_in_the_text(lengths, has_image):
+    """GIT caches them all the same. It takes masks of the text, and widens them for an image, even if there is none."""
+    vision = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    config = AutoConfig.for_model("git", **TEXT, vision_config=vision)
+    torch.manual_seed(0)
+    target, batch = AutoModelForCausalLM.from_config(config).eval(), make_batch(lengths)
+    if has_image:
+        batch["pixel_values"] = torch.rand(2, 3, 16, 16)
+    settings = {**batch, "max_new_tokens": 24, "do_sample": True}
+    torch.manual_seed(0)
+    expected = target.generate(**settings)
+    draft = make_oracle(target, expected, padding=6 - batch["attention_mask"].sum(dim=1, keepdim=True))
+    torch.manual_seed(0)
+    assert target.generate(**settings, assistant_model=draft).tolist() == expected.tolist()
+    assert max(draft.last_generation.accepted_lengths) >= 3
 
 
 def test_an_untrained_draft_has_tokens_accepted():

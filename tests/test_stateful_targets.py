@@ -146,7 +146,7 @@ class Interrupt(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+@pytest.mark.parametrize("family", [*CONVOLUTIONAL, "qwen3_5"])
 def test_an_interrupted_call_leaves_a_cache_to_go_on_from(family):
     """That of the last whole step."""
     target, prompt = make_target(family), make_prompt(9)
@@ -174,7 +174,7 @@ def test_an_interrupted_call_leaves_a_cache_to_go_on_from(family):
 
 
 @pytest.mark.parametrize("where", ["in the midst", "at its end"])
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "lfm2", "qwen3_5", "falcon_h1"])
+@pytest.mark.parametrize("family", ["llama", "mistral-window", *CONVOLUTIONAL, "qwen3_5", "falcon_h1"])
 def test_a_forward_that_fails(family, where):
     """What it raised comes through, and the cache holds what the text has."""
     target, prompt = make_target(family), make_prompt(20)
@@ -322,3 +322,30 @@ def test_a_forward_that_breaks_off_at_an_index(family, breaks, monkeypatch):
         target.generate(prompt, assistant_model=draft, past_key_values=cache, max_new_tokens=20, do_sample=False)
     assert len(calls) == 3 and calls[-1] > 1
     assert {each.indexer_keys.shape[1] for each in cache.layers} == {cache.get_seq_length()}
+
+
+@pytest.mark.parametrize("num_updates", range(4))
+def test_a_forward_that_breaks_off_between_convolutions(num_updates, monkeypatch):
+    """Some of a layer's convolutions have read the tree, others have not."""
+    if "inkling" not in CONVOLUTIONAL:
+        pytest.skip("this transformers has no such target")
+    target, prompt = make_target("inkling"), make_prompt(9)
+    expected = target.generate(prompt, **SETTINGS)
+    cache, draft, lengths = DynamicCache(config=target.config), make_oracle(target, expected), []
+    layer = cache.layers[1]
+    update = layer.update_conv_state
+
+    def break_off(states, *args, **kwargs):
+        if len(lengths) == 4 * 3 + num_updates:
+            raise MemoryError
+        lengths.append(states.shape[-1])
+        return update(states, *args, **kwargs)
+
+    monkeypatch.setattr(layer, "update_conv_state", break_off)
+    with pytest.raises(MemoryError):
+        target.generate(prompt, assistant_model=draft, past_key_values=cache, **SETTINGS)
+    monkeypatch.undo()
+    assert max(lengths[4:]) > 1
+    text = expected[:, : cache.get_seq_length() + 1]
+    rest = {**SETTINGS, "max_new_tokens": expected.shape[1] - text.shape[1], "attention_mask": torch.ones_like(text)}
+    assert torch.equal(target.generate(text, past_key_values=cache, **rest), expected)

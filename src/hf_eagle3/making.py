@@ -282,7 +282,8 @@ def config_for_target(
     text_config = target.config.get_text_config(decoder=True)
     config_fields = {field.name for field in fields(config_class)} - {"transformer_layer_config"}
     config_overrides = {name: overrides.pop(name) for name in list(overrides) if name in config_fields}
-    layer_config = {**layer_config_for(text_config, num_hidden_layers), **overrides}
+    width = embedding.weight.shape[-1]  # may be less than that of the target's layers (OPT-350m)
+    layer_config = {**layer_config_for(text_config, num_hidden_layers), "hidden_size": width, **overrides}
     known = AutoConfig.for_model(layer_config["model_type"]).to_dict()
     if unknown := sorted(set(overrides) - set(known)):
         raise ValueError(
@@ -293,9 +294,9 @@ def config_for_target(
     # the formats of some engines cannot name.
     depth = text_config.num_hidden_layers
     layer_ids = [1, depth // 2, depth - 1] if 4 <= depth <= 6 else default_aux_layer_ids(depth)
-    if layer_config["hidden_size"] != embedding.weight.shape[-1]:
+    if layer_config["hidden_size"] != width:
         raise ValueError(
-            f"`hidden_size` is {layer_config['hidden_size']}, but must be {embedding.weight.shape[-1]}, the width of the embeddings "
+            f"`hidden_size` is {layer_config['hidden_size']}, but must be {width}, the width of the embeddings "
             f"that the draft takes from {type(target).__name__}. Leave it out."
         )
     tokens = {

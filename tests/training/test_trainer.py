@@ -625,6 +625,20 @@ def test_what_the_best_draft_is_chosen_by(tmp_path, tokenizer):
     assert reported == {name for name in trainer.evaluate() if name.startswith("eval_")} - {*speed}
 
 
+def test_a_target_that_cannot_evaluate_a_draft(tmp_path, tokenizer):
+    """It is refused before training. Other programs may take the draft all the same."""
+    target = make_target("llama")
+    target.__class__ = type("Owner", (type(target),), {"_sample": lambda self, *args, **kwargs: None})
+    settings = {"target": target, "eval_dataset": TEXTS.select(range(4)), "eval_strategy": "steps", "eval_steps": 1}
+    with pytest.raises(
+        ValueError, match="the target refuses it: Owner has a `_sample` of its own.*`num_eval_prompts=0`"
+    ):
+        make_trainer(tmp_path, tokenizer, **settings)
+    trainer = make_trainer(tmp_path, tokenizer, **settings, num_eval_prompts=0, max_steps=1)
+    trainer.train()
+    assert "eval_loss" in trainer.state.log_history[1]
+
+
 def test_several_data_sets_to_evaluate(tmp_path, tokenizer):
     data = {"first": TEXTS.select(range(4)), "second": TEXTS.select(range(4, 8))}
     trainer = make_trainer(tmp_path, tokenizer, eval_dataset=data, eval_strategy="steps", eval_steps=2)

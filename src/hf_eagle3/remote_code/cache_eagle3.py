@@ -23,9 +23,10 @@ from .devices_eagle3 import GraphedFunction, captures_graphs, on_device
 from .text_eagle3 import align_right, flat_indices
 
 
-# Classes that older transformers do not have: layers that share another layer's keys, and layers with keys of an index
-# beside them, which only `crop` keeps in step.
+# Classes that older transformers do not have: layers that share another layer's keys, layers with keys of an index beside
+# them, which only `crop` keeps in step, and layers with convolutions beside a window.
 SHARING, INDEXED = ("DummyLayer",), ("DynamicIndexedLayer",)
+SLIDING_LINEAR = ("LinearAttentionAndSlidingWindowAttentionLayer",)
 
 
 def additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -201,12 +202,10 @@ class TreeCache:
     def roll_back(self) -> None:
         """Rolls back to the last complete step after an error. Some layers may not have read the tree."""
         for layer in self.layers:
-            if has_keys(layer):
-                num_new = int(layer.get_seq_length()) - self.length + self.num_replayed
-            elif isinstance(layer, LinearAttentionCacheLayerMixin):  # a convolution
-                num_new = layer.conv_states[0].shape[-1] - layer.conv_kernel_size[0]
-            else:
-                continue
+            conv_states = getattr(layer, "conv_states", {})
+            kernel_sizes = {i: layer.conv_kernel_size[i] for i, states in conv_states.items() if states is not None}
+            before = {i: conv_states[i][..., :size] for i, size in kernel_sizes.items()}
+            num_new = int(layer.get_seq_length()) - self.length + self.num_replayed if has_keys(layer) else 0
             index = getattr(layer, "indexer_keys", None)
             if num_new > 0 and self.is_static:
                 layer.cumulative_length.fill_(self.length)
@@ -214,6 +213,7 @@ class TreeCache:
                 self.crop(-num_new, layer)
             if index is not None:  # a forward that broke off may have left it shorter than the keys, or longer
                 layer.indexer_keys = index[:, : self.length]
+            conv_states.update(before)  # `crop` shortens also those that have not read the tree
 
     def select(self, rows: list[int], excess: int) -> None:
         """Keeps only these rows, and drops the `excess` leftmost positions, which only other rows used."""
@@ -392,7 +392,8 @@ def check_cache(cache: Cache | None, may_replay: bool) -> Cache:
         raise ValueError("EAGLE-3 decoding needs a target that returns a cache. Leave `assistant_model` out.")
     if not isinstance(cache, Cache) or type(cache).crop is not Cache.crop:
         raise ValueError(
-            f"EAGLE-3 decoding cannot roll back a {type(cache).__name__}. Use the default `DynamicCache`."
+            f"EAGLE-3 decoding cannot roll back a {type(cache).__name__}. Use the default `DynamicCache`. If the target takes no "
+            "other cache, leave out the draft."
         )
     if cache.offloading and is_static(cache):
         raise ValueError("EAGLE-3 decoding does not offload a static cache. Use `cache_implementation='static'`.")
@@ -401,15 +402,16 @@ def check_cache(cache: Cache | None, may_replay: bool) -> Cache:
             continue
         if type(layer).__name__ in (*SHARING, *INDEXED):
             continue
-        if not is_static(cache):
-            if may_replay and type(layer) in (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer):
-                continue
-            if type(layer) is LinearAttentionLayer and not any(layer.is_recurrent_states_initialized.values()):
+        has_window = type(layer).__name__ in SLIDING_LINEAR
+        is_linear = has_window or type(layer) in (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+        if is_linear and not is_static(cache):
+            is_recurrent = any(layer.is_recurrent_states_initialized.values())
+            if not is_recurrent or (may_replay and not has_window):
                 continue
         raise ValueError(
-            f"EAGLE-3 decoding cannot roll back a {type(cache).__name__} with {type(layer).__name__} layers. Use the "
-            "default `DynamicCache` (no `cache_implementation`). Also impossible are recurrent states, except those of a "
-            "few targets, convolutions beside static layers, and a `StaticCache` with sliding layers that was made before "
-            "the call (`cache_implementation='static'` makes another one)."
+            f"EAGLE-3 decoding cannot roll back a {type(cache).__name__} with {type(layer).__name__} layers. Use the default "
+            "`DynamicCache` (no `cache_implementation`). If it is the default, leave out the draft. Also impossible are recurrent "
+            "states, except those of a few targets, convolutions beside static layers, and a `StaticCache` with sliding layers "
+            "that was made before the call (`cache_implementation='static'` makes another one)."
         )
     return cache

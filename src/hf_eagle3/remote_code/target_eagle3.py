@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from .auto_eagle3 import logger
 from .cache_eagle3 import check_cache, is_static, is_unused_static, is_user_defined
@@ -31,6 +31,8 @@ REPLAYABLE_MODEL_TYPES = (
     "olmo_hybrid",
     "granitemoehybrid",
     "falcon_h1",
+    "bamba",
+    "lara_mini",
 )
 
 # Modules of these libraries keep nothing about the rows of a batch, except in hooks.
@@ -117,6 +119,11 @@ def check_model(target: PreTrainedModel) -> None:
             "the target predicts. Use another adapter, or leave out the draft."
         )
     check_dropout("target", target)
+    if getattr(target._sample, "__func__", None) is not GenerationMixin._sample:
+        raise ValueError(
+            f"{name} has a `_sample` of its own, and without a draft its text may be another one. EAGLE-3 decoding follows that "
+            "of transformers. Leave out the draft."
+        )
     if "position_ids" not in inspect.signature(target.forward).parameters:
         raise ValueError(
             f"{name} takes no `position_ids`, but siblings in a tree share a position. Use another target, or leave out the "
@@ -175,10 +182,12 @@ def takes_trees(target: PreTrainedModel) -> bool:
     """
     Whether the target can read trees, and not only chains. Flash and flex attention take no mask from a caller. Local
     (GPT-Neo) and ALiBi attention measure distances by indices in the cache, where the nodes of a tree are not in the
-    order of the text.
+    order of the text. GIT caches images that have no tokens in the text, and widens only masks of its own for them.
     """
     config = target.config.get_text_config(decoder=True)
     if "local" in (getattr(config, "attention_layers", None) or ()) or getattr(config, "alibi", False):
+        return False
+    if hasattr(config, "num_image_with_embedding"):
         return False
     if config._attn_implementation in MASKED_ATTENTION:
         return True

@@ -44,6 +44,43 @@ def check_best_metric(trainer: Eagle3Trainer) -> None:
         )
 
 
+def check_decoding(trainer: Eagle3Trainer) -> None:
+    """
+    Raises:
+        ValueError: if training evaluates by decoding, and the target refuses a draft.
+    """
+    args, target = trainer.args, trainer.target_model
+    decodes = args.eval_strategy != "no" and trainer.eval_dataset is not None and args.num_eval_prompts > 0
+    is_placed = trainer.draft.device.type == trainer.accelerator.device.type and not trainer.is_fsdp_enabled
+    if not decodes or not is_placed:
+        return
+    tokens = torch.arange(1, 5, device=target.get_input_embeddings().weight.device)[None]
+    try:
+        with decoding_draft(trainer) as draft:
+            inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+            target.generate(**inputs, assistant_model=draft, max_new_tokens=2, synced_gpus=False)
+    except ValueError as error:
+        raise ValueError(
+            f"Evaluation decodes with the draft, but the target refuses it: {error} To train a draft for another program, set "
+            "`num_eval_prompts=0`."
+        ) from error
+
+
+@contextmanager
+def decoding_draft(trainer: Eagle3Trainer) -> Iterator[DraftModel]:
+    """Yields a draft that decodes with a whole tree in every step, for a target that generates by transformers' defaults."""
+    draft = trainer.whole_draft()
+    policy, draft.generation_config.tree_policy = draft.generation_config.tree_policy, "static"
+    was_training = draft.training
+    draft.eval()
+    try:
+        with default_generation(trainer.target_model):
+            yield draft
+    finally:
+        draft.train(was_training)
+        draft.generation_config.tree_policy = policy
+
+
 @torch.no_grad()
 def decoding_metrics(trainer: Eagle3Trainer, dataset: Dataset | IterableDataset) -> dict[str, float]:
     """
@@ -53,16 +90,8 @@ def decoding_metrics(trainer: Eagle3Trainer, dataset: Dataset | IterableDataset)
     """
     if trainer.args.num_eval_prompts == 0:
         return {}
-    draft = trainer.whole_draft()
-    policy, draft.generation_config.tree_policy = draft.generation_config.tree_policy, "static"
-    was_training = draft.training
-    draft.eval()
-    try:
-        with default_generation(trainer.target_model):
-            sums = continue_rows(trainer, dataset, draft)
-    finally:
-        draft.train(was_training)
-        draft.generation_config.tree_policy = policy
+    with decoding_draft(trainer) as draft:
+        sums = continue_rows(trainer, dataset, draft)
     num_accepted, num_forwards, num_known, num_new = trainer.accelerator.reduce(sums, "sum").tolist()
     metrics = {"acceptance_length": num_accepted / num_forwards} if num_forwards else {}
     return metrics | ({"vocabulary_coverage": num_known / num_new} if num_new and draft.d2t is not None else {})

@@ -40,7 +40,7 @@ from .arguments import Eagle3TrainingArguments
 from .checkpoint import last_whole_checkpoint, what_is_broken
 from .checks import all_datasets, check_batches, check_call, check_parallelism, optimizer_name
 from .console import show_few
-from .evaluation import check_best_metric, decoding_metrics, kept_precision
+from .evaluation import check_best_metric, check_decoding, decoding_metrics, kept_precision
 from .features import (
     FeatureCollator,
     FeatureStore,
@@ -173,6 +173,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         self._connect_models(store)
         check_batches(self)
         check_best_metric(self)
+        check_decoding(self)
         self.metrics = TTTMetrics(self.accelerator, args.ttt_steps, args.ttt_step_decay)
         show_few(self)
 
