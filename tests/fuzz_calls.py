@@ -61,8 +61,6 @@ REFUSALS = "|".join(
         "returns no attentions",
         "takes a list as `output_hidden_states`",
         "`dola_layers`",
-        "`token_healing` has lengthened it",
-        "tokens of the prompt already",
         # transformers' own, of whatever assistant
         "assisted generat",
         "assistant_model",
