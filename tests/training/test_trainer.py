@@ -269,7 +269,11 @@ def test_collators_of_callers(tmp_path, tokenizer):
         (DataCollatorForSeq2Seq(tokenizer), 2, None),
         (DataCollatorWithFlattening(), 2, None),
         (language_modeling, 1, "labels to tokens that the rows exclude"),
-        (language_modeling, 8, r"LanguageModeling\) cannot read rows with \['input_ids', 'labels'\]: Unable to create"),
+        (
+            language_modeling,
+            8,
+            r"LanguageModeling\) cannot read rows with \['input_ids', 'labels'\]: Unable to create",
+        ),
         (shifting, 1, r"`data_collator` \(shifting\) gives labels that are neither the tokens"),
         (without_labels, 1, "gives no `labels`"),
     ):
