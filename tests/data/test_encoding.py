@@ -326,7 +326,7 @@ def test_what_cannot_be_encoded():
             "no assistant turn in it answers anyone",
         ),
         (encoder("text", vocab_size=5), {"text": "abc"}, "the target's vocabulary ends at 4"),
-        (encoder("text", formatting_func=lambda row: [row["text"]]), {"text": "a"}, "`formatting_func` returned"),
+        (encoder("text", formatting_func=lambda row: [row["text"]]), {"text": "a"}, "returned list, but gets one row"),
     ):
         with pytest.raises(RowError, match=told):
             encode(row)
