@@ -140,6 +140,22 @@ def test_quantized_weights(target, tmp_path, kind):
     assert max(assert_same_text(quantized, oracle, prompt).accepted_lengths) >= 4
 
 
+class QuantizedWeight(torch.nn.Parameter):
+    """Like torchao's: layers compute with it, and it makes no other tensors."""
+
+    def new_zeros(self, *args, **kwargs):
+        raise NotImplementedError
+
+    T = property(new_zeros)
+
+
+@pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static", "do_sample": True}])
+def test_quantized_head_of_a_draft(target, draft, settings):
+    draft = copy.deepcopy(draft)
+    draft.lm_head.weight = QuantizedWeight(draft.lm_head.weight.detach())
+    assert_same_text(target, draft, **settings)
+
+
 def test_activations_quantized_over_the_whole_forward_are_refused(target, draft):
     with pytest.warns(DeprecationWarning):
         quantized = torch.ao.quantization.quantize_dynamic(target, {torch.nn.Linear}, dtype=torch.qint8)

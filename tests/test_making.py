@@ -56,3 +56,23 @@ def test_a_target_in_a_folder_is_named_by_its_whole_path(tmp_path, monkeypatch):
     target.config._name_or_path = "org/Model-8B"
     draft.pair_with(target)
     assert draft.config.verifier == "org/Model-8B"
+
+
+class QuantizedWeight(torch.nn.Parameter):
+    """Like torchao's, which have the dtype of what they stand for."""
+
+    def detach(self):
+        return self
+
+    def dequantize(self):
+        return self.data.round(decimals=2)
+
+    def __getitem__(self, index):
+        raise NotImplementedError
+
+
+def test_a_quantized_head_of_the_target():
+    target = make_target("llama")
+    target.lm_head.weight = QuantizedWeight(target.lm_head.weight.data)
+    draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=[3, 5])
+    assert draft.lm_head.weight.equal(target.lm_head.weight.data[[3, 5]].round(decimals=2))

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Keys of config.json that only drafts have: ours and those of `speculators`, and those of other projects.
 DRAFT_KEYS = {"speculators_model_type", "draft_vocab_size", "eagle_config"}
+# Keys of what an assistant thinks before it answers.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # Older processors store their chat template here, where `AutoTokenizer` does not read it.
 PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
 
@@ -184,8 +186,8 @@ class PromptEncoder:
 
     def check_written(self, messages: list[dict], text: str, **kwargs: Any) -> None:
         """
-        Checks that the chat template writes messages of all roles, and tool calls. Many templates leave out, without an error,
-        what they do not know.
+        Checks that the chat template writes messages of all roles, tool calls, and the thoughts of a last answer. Many templates
+        leave out, without an error, what they do not know.
 
         Args:
             messages (`list[dict]`): The conversation.
@@ -197,10 +199,14 @@ class PromptEncoder:
         """
         for number, message in enumerate(messages):
             role, content = message["role"], message["content"]
+            thoughts = next((message[name] for name in THOUGHTS if message.get(name)), None)
             if message.get("tool_calls") and not content:  # a content may have them, too
                 what, instead = "tool calls", [{**message, "tool_calls": []}]
             elif content and role not in ("user", "assistant"):
                 what, instead = f"messages of {role!r}", []
+            elif role == "assistant" and number == len(messages) - 1 and thoughts:  # templates drop earlier ones
+                what, content = "the assistant's thoughts", thoughts
+                instead = [{name: value for name, value in message.items() if name not in THOUGHTS}]
             else:
                 continue
             if what in self.written:

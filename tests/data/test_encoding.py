@@ -293,6 +293,8 @@ def test_what_a_template_leaves_out_is_refused(assistant_only_loss):
     for name, row, left_out in (
         ("phi3", {"messages": CALLS, "tools": [TOOL]}, "tool calls"),
         ("phi3", {"messages": [{"role": "tool", "content": prompt}, *PLAIN]}, "messages of 'tool'"),
+        ("phi3", {"messages": THOUGHTS[:2]}, "the assistant's thoughts"),
+        ("phi3", {"messages": THOUGHTS}, None),  # templates may drop those of earlier turns
         ("qwen3", {"messages": [{"role": "critic", "content": prompt}, *PLAIN]}, "messages of 'critic'"),
         ("qwen3", {"messages": CALLS, "tools": [TOOL]}, None),
         ("qwen2_5", {"messages": [{"role": "system", "content": QWEN_PROMPT}, *PLAIN]}, None),  # the default one
@@ -324,7 +326,7 @@ def test_what_cannot_be_encoded():
             "no assistant turn in it answers anyone",
         ),
         (encoder("text", vocab_size=5), {"text": "abc"}, "the target's vocabulary ends at 4"),
-        (encoder("text", formatting_func=lambda row: [row["text"]]), {"text": "a"}, "`formatting_func` returned"),
+        (encoder("text", formatting_func=lambda row: [row["text"]]), {"text": "a"}, "returned list, but gets one row"),
     ):
         with pytest.raises(RowError, match=told):
             encode(row)

@@ -264,14 +264,19 @@ def test_collators_of_callers(tmp_path, tokenizer):
     def without_labels(examples):
         return {"input_ids": torch.tensor([example["input_ids"] for example in examples])}
 
-    for collator, problem in (
-        (DataCollatorForSeq2Seq(tokenizer), None),
-        (DataCollatorWithFlattening(), None),
-        (transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False), "labels to tokens that the rows exclude"),
-        (shifting, r"`data_collator` \(shifting\) gives labels that are neither the tokens"),
-        (without_labels, "gives no `labels`"),
+    language_modeling = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    for collator, batch_size, problem in (
+        (DataCollatorForSeq2Seq(tokenizer), 2, None),
+        (DataCollatorWithFlattening(), 2, None),
+        (language_modeling, 1, "labels to tokens that the rows exclude"),
+        (
+            language_modeling,
+            8,
+            r"LanguageModeling\) cannot read rows with \['input_ids', 'labels'\]: Unable to create",
+        ),
+        (shifting, 1, r"`data_collator` \(shifting\) gives labels that are neither the tokens"),
+        (without_labels, 1, "gives no `labels`"),
     ):
-        batch_size = 1 if problem else 2
         args = Eagle3TrainingArguments(str(tmp_path), per_device_train_batch_size=batch_size, **arguments)
         trainer = Eagle3Trainer(
             None, make_target("llama"), args, train_dataset=CHATS, processing_class=tokenizer, data_collator=collator

@@ -537,7 +537,7 @@ class BlockProposer(Drafter):
         with self.inference_mode():
             rows = self.take_unread()
             self.read(rows)
-            positions, device = rows[2], self.weight.device
+            positions, device = rows[2], self.like.device
             root_tokens = root_tokens.to(device)
             num_visible = max(self.lengths) + block_size
             self.reserve(num_visible)

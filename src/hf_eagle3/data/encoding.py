@@ -106,7 +106,9 @@ class RowEncoder(PromptEncoder):
         if self.formatting_func is not None and self.kind != "input_ids":
             text = self.formatting_func(row)
             if not isinstance(text, str):
-                raise RowError(f"`formatting_func` returned {text!r:.80}, but must return a text")
+                raise RowError(
+                    f"`formatting_func` returned {type(text).__name__}, but gets one row and must return its text"
+                )
             content = Row(text=text, images=read_images(row))
         else:
             content = read_row(row, self.kind)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..tokenizer import THOUGHTS
+
 
 # ShareGPT's and OpenAI's older names of speakers, and the roles they stand for.
 ROLES = {
@@ -37,7 +39,7 @@ IMAGE_KEYS = ("image", "image_url", "url", "path")
 MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask")
 NUM_SHOWN = 3  # how many reasons, and rows for each, a message names
 # An assistant's message without content may have one of these.
-WITHOUT_CONTENT = {"tool_calls", "reasoning_content", "reasoning", "thinking"}
+WITHOUT_CONTENT = {"tool_calls", *THOUGHTS}
 # Keys that are 0 or false in messages that are not to be learned: those of OpenAI, axolotl, verl and ms-swift.
 WEIGHTS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
 

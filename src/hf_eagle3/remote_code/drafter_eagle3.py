@@ -201,11 +201,13 @@ class Drafter(Proposer):
         # Accepted and not yet read: tokens, states and positions (B, R, ...), and how many are each row's.
         self.unread: list[tuple[tuple[torch.Tensor, ...], list[int]]] = []
         self.token_ids = None if draft.d2t is None else draft.draft_token_ids
-        self.weight = draft.get_output_embeddings().weight
+        head = draft.get_output_embeddings().weight
+        # What logits look like: their width, dtype and device. A quantized head could not make other tensors.
+        self.like = torch.empty(len(head), dtype=head.dtype, device=head.device)
         self.graphed_tree, self.fixed_tree = None, read_and_grow_fixed
         if can_be_captured(draft, call.embedding):
-            self.graphed_tree = GraphedFunction(self.weight.device)
-        elif self.weight.device.type != "cuda":
+            self.graphed_tree = GraphedFunction(self.like.device)
+        elif self.like.device.type != "cuda":
             self.fixed_tree = compiled(read_and_grow_fixed, draft, call.compile_config)
 
     def inference_mode(self) -> AbstractContextManager:
@@ -226,7 +228,7 @@ class Drafter(Proposer):
         self.unread.append((tuple(block[:, -max(counts) :] for block in blocks), counts))
 
     def select(self, rows: list[int]) -> None:
-        index = on_device(rows, self.weight.device)  # a list would force a sync for each tensor
+        index = on_device(rows, self.like.device)  # a list would force a sync for each tensor
         with self.inference_mode():
             unread, self.unread = self.unread, []
             for blocks, counts in unread:
@@ -259,9 +261,7 @@ class Drafter(Proposer):
         device = unread.tokens.device
         noise = temperature = None
         if sampler is not None:
-            noise = sampler.noise_ahead(
-                range(self.max_plan.depth), self.token_ids, like=self.weight.T
-            )  # as wide as logits
+            noise = sampler.noise_ahead(range(self.max_plan.depth), self.token_ids, self.like)
             temperature = on_device(sampler.temperature, device)
             noise = self._for_places(noise)
         power = on_device(self.call.calibration.power, device, torch.float32)
@@ -326,8 +326,8 @@ class Drafter(Proposer):
             tokens, positions = tokens.gather(1, index), positions.gather(1, index.to(positions.device))
             states = take_rows(states, index.to(states.device))
         self.unread = []
-        device = self.weight.device
-        return tokens.to(device), states.to(self.weight), positions.to(device), counts
+        device = self.like.device
+        return tokens.to(device), states.to(self.like), positions.to(device), counts
 
     def read_all_but_newest(self, has_fixed_shape: bool) -> Rows:
         """Reads the prompt but for its last token, and what exceeds a fixed shape. Returns the rest."""
@@ -384,8 +384,8 @@ class Drafter(Proposer):
             config = self.draft.config.transformer_layer_config
             shape = len(places), config.num_key_value_heads, num_slots, config.head_dim
             with torch.inference_mode(False):  # calls in and outside of this mode write to them
-                keys, values = ([self.weight.new_zeros(shape) for _ in self.draft.layers] for _ in range(2))
-            kept = KeptGraph(keys, values, None if graph is None else GraphedFunction(self.weight.device), None)
+                keys, values = ([self.like.new_zeros(shape) for _ in self.draft.layers] for _ in range(2))
+            kept = KeptGraph(keys, values, None if graph is None else GraphedFunction(self.like.device), None)
         for new, states in zip((*kept.keys, *kept.values), (*old[0], *old[1])):
             new[:, :, : states.shape[2]] = states[on_device(places, states.device)]
         if self.keys and len(self.keys[0]) != len(places):  # one that has become too small is not kept

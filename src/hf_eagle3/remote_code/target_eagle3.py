@@ -46,7 +46,10 @@ def is_sharded(target: PreTrainedModel) -> bool:
 
 def gathered(weight: torch.Tensor) -> torch.Tensor:
     """The whole weight. If processes hold shares of it, all of them must call this together."""
-    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    if hasattr(weight, "full_tensor"):
+        weight = weight.full_tensor()
+    is_plain = type(weight) in (torch.Tensor, nn.Parameter) or not weight.is_floating_point()
+    return weight if is_plain else weight.dequantize()  # torchao's cannot be copied
 
 
 def gathered_embedding(target: PreTrainedModel) -> nn.Embedding:

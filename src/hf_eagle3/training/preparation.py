@@ -72,7 +72,13 @@ class CheckedCollator:
         self.collator = collator
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        batch, problem = self.collator(examples), None
+        name, problem = getattr(self.collator, "__name__", type(self.collator).__name__), None
+        try:
+            batch = self.collator(examples)
+        except Exception as error:  # many of transformers do not pad labels
+            raise ValueError(
+                f"`data_collator` ({name}) cannot read rows with {sorted(examples[0])}: {error} Leave it out, or correct it."
+            ) from error
         tokens, labels = batch["input_ids"], batch.get("labels")
         if labels is None:
             problem = "gives no `labels`"
@@ -83,7 +89,6 @@ class CheckedCollator:
             if (labels != -100).sum() > num_learned:
                 problem = "gives labels to tokens that the rows exclude"
         if problem is not None:
-            name = getattr(self.collator, "__name__", type(self.collator).__name__)
             raise ValueError(f"`data_collator` ({name}) {problem}. Leave it out, or correct it.")
         return batch
 
