@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.making import architecture_of
+from hf_eagle3.remote_code.target_eagle3 import gathered
 
 
 class MyLlama(LlamaForCausalLM):
@@ -76,3 +77,5 @@ def test_a_quantized_head_of_the_target():
     target.lm_head.weight = QuantizedWeight(target.lm_head.weight.data)
     draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=[3, 5])
     assert draft.lm_head.weight.equal(target.lm_head.weight.data[[3, 5]].round(decimals=2))
+    packed = QuantizedWeight(torch.zeros(4, dtype=torch.uint8), requires_grad=False)  # like bitsandbytes'
+    assert gathered(packed) is packed

@@ -112,8 +112,11 @@ def test_a_target_that_passes_on_no_tree_is_refused(num_images):
         target.generate(**inputs, max_new_tokens=24, do_sample=False, assistant_model=draft)
 
 
-@pytest.mark.parametrize(("lengths", "has_image"), [([4, 6], False), ([4, 6], True), ([6, 6], True)])
-def test_images_without_tokens_in_the_text(lengths, has_image):
+@pytest.mark.parametrize(
+    ("lengths", "has_image", "has_mask"),
+    [([4, 6], False, True), ([4, 6], True, True), ([6, 6], True, True), ([6, 6], True, False)],
+)
+def test_images_without_tokens_in_the_text(lengths, has_image, has_mask):
     """GIT caches them all the same. It takes masks of the text, and widens them for an image, even if there is none."""
     vision = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
     config = AutoConfig.for_model("git", **TEXT, vision_config=vision)
@@ -121,10 +124,13 @@ def test_images_without_tokens_in_the_text(lengths, has_image):
     target, batch = AutoModelForCausalLM.from_config(config).eval(), make_batch(lengths)
     if has_image:
         batch["pixel_values"] = torch.rand(2, 3, 16, 16)
+    padding = 6 - batch["attention_mask"].sum(dim=1, keepdim=True)
+    if not has_mask:
+        del batch["attention_mask"]
     settings = {**batch, "max_new_tokens": 24, "do_sample": True}
     torch.manual_seed(0)
     expected = target.generate(**settings)
-    draft = make_oracle(target, expected, padding=6 - batch["attention_mask"].sum(dim=1, keepdim=True))
+    draft = make_oracle(target, expected, padding=padding)
     torch.manual_seed(0)
     assert target.generate(**settings, assistant_model=draft).tolist() == expected.tolist()
     assert max(draft.last_generation.accepted_lengths) >= 3
