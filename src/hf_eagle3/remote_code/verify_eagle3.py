@@ -64,9 +64,9 @@ class Verifier:
         cache_class = ReplayCache if cache is not None and recurrent_layers(cache) else TreeCache
         self.cache = cache_class(cache, 1 + self.num_nodes, self.may_replay, takes_trees(self.target))
         self.prompt_length = self.cache.length
+        if len(input_ids) > 1 and self.inputs.get("attention_mask") is None:  # rows will need padding
+            self.inputs["attention_mask"] = input_ids.new_ones(len(input_ids), self.cache.length)
         if not self.cache.is_chain:  # a target that cannot take a tree is refused before anything is written
-            if len(input_ids) > 1 and self.inputs.get("attention_mask") is None:  # rows will need padding
-                self.inputs["attention_mask"] = input_ids.new_ones(len(input_ids), self.cache.length)
             self._inputs_for(DraftTree.chain(input_ids.new_zeros(len(input_ids), 2)))
             if not type(self.target).__module__.startswith("transformers."):
                 self._try_siblings(input_ids)
