@@ -9,8 +9,8 @@ from conftest import make_draft, make_prompt, make_target, make_tokenizer
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, StaticCache, pipeline
 
-from hf_eagle3 import assist
-from hf_eagle3.assisting import needs_other_decoding
+from hf_eagle3 import assist, assisting
+from hf_eagle3.assisting import other_decoding
 
 
 SETTINGS = {"max_new_tokens": 20, "do_sample": False}
@@ -125,19 +125,21 @@ def test_threads(pair):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "named"),
     [
-        {"num_beams": 2},
-        {"use_cache": False},
-        {"prompt_lookup_num_tokens": 3},
-        {"assistant_ensemble_weight": 0.5},
-        {"generation_config": GenerationConfig(num_beams=2)},
+        ({"num_beams": 2}, "num_beams"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+        ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight"),
+        ({"generation_config": GenerationConfig(num_beams=2)}, "num_beams"),
     ],
     ids=["beams", "no cache", "lookup", "ensemble", "config"],
 )
 @pytest.mark.parametrize("is_model_s", [False, True])
-def test_other_ways_are_left_as_they_are(pair, settings, is_model_s):
+def test_other_ways_are_left_as_they_are(pair, settings, named, is_model_s, monkeypatch):
     target, draft, prompt = pair
+    said = []
+    monkeypatch.setattr(assisting.logger, "warning_once", said.append)
     if is_model_s:  # what the call leaves open
         config = settings.get("generation_config") or GenerationConfig(**settings)
         target.generation_config, settings = config, {"generation_config": GenerationConfig()}
@@ -145,14 +147,25 @@ def test_other_ways_are_left_as_they_are(pair, settings, is_model_s):
     with assist(target, draft):
         assert torch.equal(target.generate(prompt, **{**SETTINGS, **settings}), expected)
     assert draft.last_generation is None
+    assert said == [f"A call of `generate` runs without the draft of `assist`, because of its `{named}`."]
+
+
+def test_nothing_is_said_of_calls_with_a_draft(pair, monkeypatch):
+    target, draft, prompt = pair
+    said, own = [], copy.deepcopy(draft)
+    monkeypatch.setattr(assisting.logger, "warning_once", said.append)
+    with assist(target, draft):
+        target.generate(prompt, **SETTINGS)
+        target.generate(prompt, assistant_model=own, **SETTINGS)
+    assert draft.last_generation and own.last_generation and said == []
 
 
 @pytest.mark.parametrize("implementation", ["quantized", "offloaded_static", "paged"])
 def test_caches_that_cannot_forget_are_left_to_plain_decoding(pair, implementation):
     """They need other packages, a GPU or much memory, so nothing is decoded here."""
     target, draft, _ = pair
-    assert needs_other_decoding(target, draft, cache_implementation=implementation)
-    assert needs_other_decoding(target, draft, generation_config=GenerationConfig(cache_implementation=implementation))
+    assert other_decoding(target, draft, cache_implementation=implementation)
+    assert other_decoding(target, draft, generation_config=GenerationConfig(cache_implementation=implementation))
 
 
 class Uncroppable(DynamicCache):

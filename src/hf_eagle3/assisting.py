@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from .remote_code.assistant_eagle3 import hook_method
+from .remote_code.auto_eagle3 import logger
 from .remote_code.cache_eagle3 import check_cache
 from .remote_code.target_eagle3 import check_given_cache
 
@@ -45,8 +46,8 @@ def assist(target: PreTrainedModel, draft: "AssistantMixin") -> Iterator[None]:
     ```
 
     Calls that ask for attentions or another way of decoding (beams, no cache, another assistant), or pass a cache in which
-    tokens cannot be rolled back, are left alone. Contexts of one target may be nested: the innermost draft is used. The
-    target is unchanged, except that transformers' hooks for hidden states stay on it.
+    tokens cannot be rolled back, run without the draft, and a warning says why. Contexts of one target may be nested: the
+    innermost draft is used. The target is unchanged, except that transformers' hooks for hidden states stay on it.
 
     Args:
         target (`PreTrainedModel`): The target. It may be compiled, or adapted (`PeftModel`).
@@ -84,29 +85,33 @@ def draft_for(model: PreTrainedModel) -> "AssistantMixin | None":
         return list(drafts.values())[-1] if drafts else None
 
 
-def needs_other_decoding(
+def other_decoding(
     model: PreTrainedModel, draft: "AssistantMixin", generation_config: GenerationConfig | None = None, **kwargs: Any
-) -> bool:
-    """Whether a call of `generate` with these arguments asks for something that a draft cannot do."""
+) -> str | None:
+    """What a call of `generate` with these arguments asks for that a draft cannot do, or `None`."""
     # In the order of `generate`: the call's arguments, then its configuration, then the model's.
     configs = [vars(config) for config in (generation_config, model.generation_config) if config is not None]
 
     def asked(name: str) -> Any:
         return next((each[name] for each in (kwargs, *configs) if each.get(name) is not None), None)
 
-    wants_attentions = asked("return_dict_in_generate") and asked("output_attentions")
-    keeps_cache = kwargs.get("use_cache", True) and asked("use_cache") is not False
+    if asked("return_dict_in_generate") and asked("output_attentions"):
+        return "output_attentions"
+    if not kwargs.get("use_cache", True) or asked("use_cache") is False:
+        return "use_cache=False"
     # Continuous batching, and caches that cannot forget a token.
-    other_cache = asked("cache_implementation") in ("paged", "quantized", "offloaded_static")
-    given = (kwargs[name] for name in ("cache", "past_key_values") if kwargs.get(name) is not None)  # newer, older
-    if (cache := next(given, None)) is not None:
+    if (implementation := asked("cache_implementation")) in ("paged", "quantized", "offloaded_static"):
+        return f"cache_implementation={implementation!r}"
+    if (asked("num_beams") or 1) > 1:
+        return "num_beams"
+    given = (name for name in ("cache", "past_key_values") if kwargs.get(name) is not None)  # newer, older
+    if (name := next(given, None)) is not None:
         try:
-            check_cache(cache, draft.may_replay(model))
-            check_given_cache(model, cache, kwargs.get("attention_mask"), draft.may_replay(model))
+            check_cache(kwargs[name], draft.may_replay(model))
+            check_given_cache(model, kwargs[name], kwargs.get("attention_mask"), draft.may_replay(model))
         except ValueError:
-            other_cache = True
-    is_other = (asked("num_beams") or 1) > 1 or any(map(asked, OTHER_DECODING))
-    return bool(wants_attentions or not keeps_cache or other_cache or is_other)
+            return name
+    return next(filter(asked, OTHER_DECODING), None)
 
 
 def generate_with_drafts(generate: Callable, target: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -117,6 +122,8 @@ def generate_with_drafts(generate: Callable, target: Any, /, *args: Any, **kwarg
     signature = inspect.signature(generate)
     signature.bind(target, *args, **kwargs)  # raises like `generate` if an argument is passed twice
     kwargs |= zip(list(signature.parameters)[1:], args)
-    if not needs_other_decoding(target, draft, **kwargs):
+    if (asked := other_decoding(target, draft, **kwargs)) is None:
         kwargs["assistant_model"] = draft
+    elif asked != "assistant_model":
+        logger.warning_once(f"A call of `generate` runs without the draft of `assist`, because of its `{asked}`.")
     return generate(target, **kwargs)
