@@ -79,9 +79,10 @@ def test_pipelines_do_not_load_a_draft_by_its_name(target, draft, tokenizer, tmp
     with pytest.raises(ValueError, match=r"not a draft. Load it with AutoModel.from_pretrained\('.*draft', trust"):
         pipeline("text-generation", target, tokenizer=tokenizer, assistant_model=str(tmp_path / "draft"))
     (tmp_path / "flat").mkdir()  # as other projects write them
-    (tmp_path / "flat" / "config.json").write_text('{"model_type": "llama", "draft_vocab_size": 8}')
-    with pytest.raises(ValueError, match="flat', not a draft"):
-        pipeline("text-generation", target, tokenizer=tokenizer, assistant_model=str(tmp_path / "flat"))
+    for name in ("draft_vocab_size", "eagle_config", "dflash_config"):
+        (tmp_path / "flat" / "config.json").write_text(f'{{"model_type": "llama", "{name}": 8}}')
+        with pytest.raises(ValueError, match="flat', not a draft"):
+            pipeline("text-generation", target, tokenizer=tokenizer, assistant_model=str(tmp_path / "flat"))
     target.save_pretrained(tmp_path / "small")
     tokenizer.save_pretrained(tmp_path / "small")
     loaded = pipeline("text-generation", target, tokenizer=tokenizer, assistant_model=str(tmp_path / "small"))

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, BatchFeature, PreTrainedConfig, PreTrain
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
 from .file_checks import read_json
+from .remote_code.configuration_eagle3 import DRAFT_KEYS
 from .tensor_names import LENIENT, find
 
 
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from .data.images import ImageReader
 
 
-# Keys of config.json that only drafts have: ours and those of `speculators`, and those of other projects.
-DRAFT_KEYS = {"speculators_model_type", "draft_vocab_size", "eagle_config"}
 # Keys of what an assistant thinks before it answers.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # Older processors store their chat template here, where `AutoTokenizer` does not read it.

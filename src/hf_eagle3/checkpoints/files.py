@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from ..auto import kind_of_draft
 from ..file_checks import check_is_fetched, read_index
+from ..remote_code.configuration_eagle3 import DRAFT_KEYS
 from ..tensor_names import WEIGHT_FILES, find, with_variant
-from ..tokenizer import DRAFT_KEYS
 
 
 def read_tensors(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> dict[str, torch.Tensor]:

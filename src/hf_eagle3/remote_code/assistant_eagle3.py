@@ -16,6 +16,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, Pr
 from transformers.pipelines import base as pipelines
 
 from .auto_eagle3 import logger
+from .configuration_eagle3 import DRAFT_KEYS
 from .decoding_eagle3 import TreeDecoding
 from .outputs_eagle3 import Eagle3GenerationStats
 from .target_eagle3 import REPLAYABLE_MODEL_TYPES
@@ -158,7 +159,7 @@ def load_or_take(load_model: Callable, target: Any, assistant: Any, *args: Any) 
     """
     if isinstance(assistant, (str, Path)):
         content, _ = PreTrainedConfig.get_config_dict(assistant)
-        if "speculators_model_type" in content or "draft_vocab_size" in content:
+        if DRAFT_KEYS & content.keys():
             raise ValueError(NAME_OF_DRAFT.format(str(assistant)))
     return (assistant, None) if hasattr(assistant, "assisted_decoding") else load_model(target, assistant, *args)
 
