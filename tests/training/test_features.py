@@ -256,6 +256,10 @@ def test_features_of_something_else_are_refused(tmp_path, tokenizer):
     store = trainer.extract_features(tmp_path / "features")
     with pytest.raises(ValueError, match="with another fingerprint"):
         make_trainer(tmp_path, tokenizer, make_target("llama", seed=1), store)
+    with pytest.raises(ValueError, match="with another layers"):  # a fine-tune that keeps the embeddings
+        tuned = copy.deepcopy(target)
+        tuned.model.layers[1].mlp.down_proj.weight.data.mul_(1.01)
+        make_trainer(tmp_path, tokenizer, tuned, store)
     with pytest.raises(ValueError, match=r"another aux_layer_ids \(\[1, 2, 3\] there, \[0, 1, 2\] here\)"):
         layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
         make_trainer(tmp_path, tokenizer, target, store, model_init_kwargs=layers)

@@ -838,6 +838,7 @@ def test_wrong_arguments(tmp_path, tokenizer):
         ({"train_dataset": list(TEXTS)}, TypeError, "The train data is list.*`Dataset.from_list` makes one"),
         ({"train_dataset": None}, TypeError, "The train data is NoneType"),
         ({"eval_dataset": {"one": "texts.jsonl"}}, TypeError, "The eval data is str"),
+        ({"eval_dataset": {}}, ValueError, "`eval_dataset` has no data sets"),
         ({"eval_dataset": store}, ValueError, "`eval_dataset` is a feature store"),
         ({"eval_dataset": {"one": store}}, ValueError, "`eval_dataset` is a feature store"),
     ):

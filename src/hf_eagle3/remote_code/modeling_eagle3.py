@@ -334,11 +334,15 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         """
         Saves the draft and its code in `save_directory`. See [`~transformers.PreTrainedModel.save_pretrained`], also for
         `is_main_process`, `state_dict`, `args` and `kwargs`. Raises `ValueError` if the draft stores no head, and has not met
-        the target whose head it uses.
+        the target whose head it uses, or with `push_to_hub=True`, which would push before all files are written.
 
         The folder also serves as `custom_generate`:
         `target.generate(..., custom_generate=folder, assistant_model=draft, trust_remote_code=True)`.
         """
+        if any(args[:1]) or kwargs.get("push_to_hub"):
+            raise ValueError(
+                "`push_to_hub=True` would push a part of the draft. Call `draft.push_to_hub(repo_id)` instead."
+            )
         if self.get_output_embeddings().out_features == 0:
             raise ValueError("This draft stores no head and uses its target's. Call `draft.pair_with(target)` first.")
         tree_settings(self.generation_config)  # raises for settings that could not be loaded

@@ -51,6 +51,8 @@ def check_call(target_model: str | PreTrainedModel, kwargs: dict[str, Any]) -> N
     if isinstance(kwargs.get("train_dataset"), dict):
         splits = sorted(kwargs["train_dataset"])
         raise ValueError(f"`train_dataset` has splits {splits}: pass one of them, such as dataset[{splits[0]!r}].")
+    if kwargs.get("eval_dataset") == {}:
+        raise ValueError("`eval_dataset` has no data sets. Pass one, or leave `eval_dataset` out.")
     train_dataset, *evaluated = all_datasets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
     if any(isinstance(dataset, FeatureStore) for dataset in evaluated):
         raise ValueError("`eval_dataset` is a feature store, but evaluation decodes: pass a data set.")

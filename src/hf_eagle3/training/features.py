@@ -15,6 +15,7 @@ from datasets import Dataset, load_from_disk
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerBase, masking_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -247,11 +248,27 @@ def describe(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, aux_la
     return {
         "target": target.config._name_or_path,
         "fingerprint": fingerprint(target.get_input_embeddings().weight),
+        "layers": layers_digest(target),
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_hidden_layers,
         "tokenizer": hashlib.sha256(vocabulary).hexdigest(),
         "aux_layer_ids": list(aux_layer_ids),
     }
+
+
+def layers_digest(target: PreTrainedModel) -> str | None:
+    """
+    SHA-256 of some entries of each floating-point tensor in a target's layers, in half precision. A fine-tune changes them,
+    even if it keeps the embeddings. `None` if this process does not hold them all.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(without_adapter(target).base_model.state_dict().items()):
+        if tensor.is_meta or isinstance(tensor, DTensor):
+            return None
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1:  # quantized ones are not the same on all devices
+            entries = tensor.flatten()[:: max(tensor.numel() // 64, 1)].half().cpu()
+            digest.update(name.encode() + entries.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def fixed_arguments(args: Eagle3TrainingArguments) -> dict:
@@ -343,9 +360,11 @@ class FeatureStore:
             ValueError: if they belong to others.
         """
         for name, value in description.items():
-            stored = self.index["description"][name]
-            if name != "target" and stored != value:  # the target may have moved to another folder
-                shown = "" if name in ("fingerprint", "tokenizer") else f" ({stored} there, {value} here)"
+            stored = self.index["description"].get(name)
+            if name == "target" or (name == "layers" and None in (stored, value)):
+                continue  # the target may have moved to another folder, and not all of its layers be here
+            if stored != value:
+                shown = "" if name in ("fingerprint", "layers", "tokenizer") else f" ({stored} there, {value} here)"
                 raise ValueError(
                     f"The features in {self.folder} were extracted from {self.index['description']['target'] or 'a target'} with "
                     f"another {name}{shown}. Extract them again for this target and tokenizer, into another folder."
