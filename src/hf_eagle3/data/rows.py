@@ -355,7 +355,7 @@ def check_calls(message: dict) -> None:
 
 def is_learned(message: dict) -> bool:
     """Whether a message has none of `WEIGHTS` that says not to learn it."""
-    return all(message.get(key) != 0 for key in WEIGHTS)
+    return all(str(message.get(key)).lower() not in ("0", "0.0", "false") for key in WEIGHTS)
 
 
 def _read_call(call: Any, where: str) -> dict:
