@@ -171,7 +171,7 @@ def test_a_hook_of_older_code_is_extended(monkeypatch):
     monkeypatch.setattr(GenerationMixin, "_validate_generation_mode", validate_mode)
     monkeypatch.setattr(GenerationMixin, "generate", GenerationMixin.generate.__wrapped__)  # nor tells of drafts
     assistant_eagle3.install_generation_hook()
-    assert GenerationMixin.generate._warns_of_unused_assistant
+    assert GenerationMixin.generate._serves_assistants
     installed = GenerationMixin._validate_generation_mode
     assistant_eagle3.install_generation_hook()
     assert GenerationMixin._validate_generation_mode is installed is not validate_mode

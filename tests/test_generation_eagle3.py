@@ -501,6 +501,16 @@ def test_settings_of_draft_and_call(target):
     actual = target.generate(prompt, generation_config=config, assistant_model=oracle)
     assert torch.equal(actual, generate(target, prompt))
     assert max(oracle.last_generation.accepted_lengths) <= 3
+    given = GenerationConfig(tree_depth=5, repetition_penalty=1.3)  # arguments come before it, and do not change it
+    changed = {"generation_config": given, "tree_depth": 2, "tree_policy": "static", "output_steps": True}
+    actual = generate(target, prompt, assistant_model=oracle, **changed)
+    assert torch.equal(actual, generate(target, prompt, repetition_penalty=1.3))
+    assert max(oracle.last_generation.accepted_lengths) <= 3 and oracle.last_generation.origins()
+    assert given.tree_depth == 5 and not hasattr(given, "tree_policy")
+    with pytest.raises(ValueError, match="`tree_depth` must be an integer of at least 1, got 0"):
+        generate(target, prompt, assistant_model=oracle, tree_depth=0)
+    with pytest.raises(ValueError, match="not used by the model: \\['tree_depth'\\]"):
+        generate(target, prompt, tree_depth=2)
     generate(target, prompt, assistant_model=oracle)
     assert max(oracle.last_generation.accepted_lengths) > 3
 

@@ -357,7 +357,10 @@ def test_a_row_teaches_from_its_third_token_on(tokenizer):
 LOSS_MARKS = ("train", "training", "trainable", "loss_mask", "loss")
 
 
-@pytest.mark.parametrize("key, value", [("weight", 0), ("weight", 0.0), ("weight", "0"), ("train", "False"), *((key, False) for key in LOSS_MARKS)])
+@pytest.mark.parametrize(
+    "key, value",
+    [("weight", 0), ("weight", 0.0), ("weight", "0"), ("train", "False"), *((key, False) for key in LOSS_MARKS)],
+)
 @pytest.mark.parametrize("template", ["marked", "unmarked"])
 def test_turns_that_are_not_to_be_learned(template, key, value):
     tokenizer = byte_tokenizer(TEMPLATES["qwen2_5_training"] if template == "marked" else UNMARKED["Zephyr"][0])

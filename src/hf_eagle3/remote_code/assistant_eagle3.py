@@ -124,6 +124,8 @@ def generate(*args, model, assistant_model=None, **kwargs):
 '''
 
 
+# Settings that transformers' `GenerationConfig` does not have.
+CALL_SETTINGS = ("tree_depth", "branching_factor", "tree_policy", "output_steps")
 NAME_OF_DRAFT = "`assistant_model` is the name {0!r}, not a draft. Load it with AutoModel.from_pretrained({0!r}, trust_remote_code=True)."
 
 
@@ -138,7 +140,7 @@ def install_generation_hook() -> None:
     hook_method(GenerationMixin, "_validate_generation_mode", "_validates_with_assistant", validate_with_assistant)
     hook_method(GenerationMixin, "_assisted_decoding", "_decodes_with_assistant", decode_or_assist)
     for name in ("generate", "generate_batch"):
-        hook_method(GenerationMixin, name, "_warns_of_unused_assistant", generate_or_warn)
+        hook_method(GenerationMixin, name, "_serves_assistants", generate_with_assistant)
     hook_method(pipelines, "load_assistant_model", "_takes_assistants", load_or_take)
 
 
@@ -200,13 +202,21 @@ def decode_or_assist(decode: Callable, target: Any, /, *args: Any, assistant_mod
     return decode(target, *args, assistant_model=assistant_model, **kwargs)
 
 
-def generate_or_warn(generate: Callable, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """`generate` or `generate_batch` that warns if an assistant with its own decoding never decoded."""
+def generate_with_assistant(generate: Callable, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """
+    `generate` or `generate_batch` that takes the settings of trees as arguments, and warns if an assistant with its own
+    decoding never decoded.
+    """
     _, *names = inspect.signature(generate).parameters
     arguments = {**dict(zip(names, args)), **kwargs}
     assistant: Any = arguments.get("assistant_model")
     if not hasattr(assistant, "assisted_decoding"):
         return generate(target, *args, **kwargs)
+    if settings := {name: arguments.pop(name) for name in CALL_SETTINGS if name in arguments}:
+        # `generate` would take them for arguments of the target.
+        config = copy.copy(arguments.get("generation_config")) or GenerationConfig()
+        vars(config).update(settings)
+        args, kwargs = (), {**arguments, "generation_config": config}
     before = assistant.last_generation
     output = generate(target, *args, **kwargs)
     if assistant.last_generation is before:

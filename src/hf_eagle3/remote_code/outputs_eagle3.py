@@ -210,8 +210,8 @@ class Eagle3GenerationStats:
         draft_seconds (`float`):
             Seconds that the host spent on drafting. An accelerator may take longer: waiting for it would slow down the call.
         steps (`list[Eagle3Step]`):
-            Each step, the prompt's first, if the generation config of the call or of the assistant has
-            `output_steps=True`. The list grows during the call.
+            Each step, the prompt's first, if the call or the assistant's generation config has `output_steps=True`. The
+            list grows during the call.
     """
 
     new_tokens: int = 0
@@ -243,7 +243,7 @@ class Eagle3GenerationStats:
         """
         if self.new_tokens and not self.steps:
             raise ValueError(
-                "This call kept no steps: set `output_steps=True` in its generation config, or the draft's."
+                "This call kept no steps: set `output_steps=True` in the call, or the draft's generation config."
             )
         origins = []
         for step in self.steps:

@@ -14,7 +14,7 @@ from .lookup_eagle3 import MatchCalibration, PromptLookup
 from .tree_eagle3 import Accepted, DraftTree, Plan, Prices
 
 
-# Settings of the draft's generation config, which the `GenerationConfig` of a call may override. Names are those of
+# Settings of the draft's generation config, which a call may override. Names are those of
 # OpenVINO GenAI and transformers.
 DEFAULT_TREE_SETTINGS = {
     "tree_depth": 8,  # longest path below the root
