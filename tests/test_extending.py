@@ -55,6 +55,17 @@ class SmallModelAssistant(AssistantMixin):
         return SmallModelProposer(self.model)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_assistant_that_was_left_on_another_device(monkeypatch, device):
+    said, target, prompt = [], make_target("llama"), make_prompt(5)
+    monkeypatch.setattr(assistant_eagle3.logger, "warning_once", said.append)
+    assistant = SmallModelAssistant(target)
+    assistant.device = torch.device(device)
+    target.generate(prompt, assistant_model=assistant, max_new_tokens=2, do_sample=False)
+    expected = ["on cuda and the target on cpu, so drafting is slow. Move the assistant"] * (device == "cuda")
+    assert [each[each.index("on ") :].partition(":")[0] for each in said] == expected
+
+
 def make_assistant(kind, target, **settings):
     if kind == "bigrams":
         scope = {"target": target, "inputs": {"input_ids": make_prompt(6), "do_sample": False}}

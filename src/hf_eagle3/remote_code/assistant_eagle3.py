@@ -77,6 +77,12 @@ class AssistantMixin:
         self.validate_target(target)
         if synced_gpus:
             raise ValueError("EAGLE-3 decoding does not support `synced_gpus=True` (ZeRO-3 and FSDP sharded targets).")
+        own, targets = getattr(self, "device", target.device).type, target.device.type
+        if own != targets and "meta" not in (own, targets):
+            logger.warning_once(
+                f"The assistant is on {own} and the target on {targets}, so drafting is slow. Move the assistant: "
+                "`draft.to(target.device)`."
+            )
         arguments = SampleArguments(
             input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
         )
