@@ -1,5 +1,6 @@
 """The files around the code: what a release, a workflow and a citation say fits the package."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -83,6 +84,22 @@ def test_the_changelog_is_one_of_versions():
     for part in text.split("\n## ")[1:]:
         found = re.findall(r"^### (.*)$", part, re.M)
         assert found and set(found) <= kinds and len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("folder", ["src", "recipes"])
+def test_texts_are_read_and_written_in_utf_8(folder):
+    """Not as the system does by default."""
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            name, keywords = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
+            is_text = (
+                name.endswith((".read_text", ".write_text")) or "text" in keywords and name.startswith("subprocess.")
+            )
+            if name == "open" or name.endswith(".open"):
+                is_text = not any(isinstance(each, ast.Constant) and "b" in str(each.value) for each in node.args)
+            assert not is_text or "encoding" in keywords, f"{path}:{node.lineno}"
 
 
 def test_types_are_for_those_who_import_the_package():

@@ -24,7 +24,9 @@ def machine_name(device: torch.device | str) -> str:
     name, cpuinfo = platform.machine(), Path("/proc/cpuinfo")
     if cpuinfo.exists():
         names = [
-            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+            line.split(":")[1].strip()
+            for line in cpuinfo.read_text(encoding="utf-8").splitlines()
+            if line.startswith("model name")
         ]
         name = names[0] if names else name
     return f"{name}, {os.cpu_count()} cores"
