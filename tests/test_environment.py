@@ -1,3 +1,5 @@
+import io
+
 import pytest
 
 from hf_eagle3.environment import is_path, run_script, without_paths
@@ -21,3 +23,11 @@ def test_errors_of_scripts_are_shown_in_a_line(error):
 
     with pytest.raises(SystemExit, match=f"^{error.__name__}: what to do$"):
         run_script(main)
+
+
+def test_scripts_print_any_character(monkeypatch):
+    """Windows writes to files and pipes in a code page."""
+    printed = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(printed, encoding="cp1252", write_through=True))
+    run_script(lambda: print("\N{BOX DRAWINGS LIGHT UP AND RIGHT} é"))
+    assert printed.getvalue() == "? é\n".encode("cp1252")

@@ -1,6 +1,7 @@
 """Versions and machine of a run, names that are safe to publish, what differs between runs, and errors of scripts."""
 
 import argparse
+import io
 import os
 import platform
 import sys
@@ -96,6 +97,8 @@ def run_script(main: Callable[[], None]) -> None:
     Raises:
         SystemExit: if there is such an error: a package, file or model is missing, or an argument is wrong.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # in files and pipes Windows has no UTF-8
     try:
         main()
     except (ImportError, OSError, ValueError) as error:
