@@ -41,7 +41,7 @@ class Eagle3Parser(TrlParser):
         owners: dict[str, type] = {}
         for dataclass_type in dataclass_types:
             for cls in reversed(dataclass_type.__mro__):  # from the base class on
-                for name in vars(cls).get("__annotations__", {}):
+                for name in vars(cls).get("__dataclass_fields__", {}):
                     owners.setdefault(name, cls)
         (general,) = (group for group in self._action_groups if group.title in ("options", "optional arguments"))
         groups: dict[type, list[argparse.Action]] = {}
