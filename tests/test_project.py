@@ -2,10 +2,12 @@
 
 import ast
 import re
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 import hf_eagle3
 
@@ -46,6 +48,19 @@ def test_workflows_run_what_there_is(path):
         assert set(re.findall(r"make ([a-z-]+)", script)) <= targets
         for pattern in re.findall(r"tests/\S+", script):
             assert list(ROOT.glob(pattern)), pattern
+
+
+def test_pythons_that_trl_takes():
+    """It needs a newer one than drafts do."""
+    pytest.importorskip("trl")  # the oldest packages are tested without
+    taken = SpecifierSet(metadata("trl")["Requires-Python"])
+    for job in (job for path in WORKFLOWS for job in jobs(path.stem).values()):
+        if re.search(r"make test|\[dev\]", commands(job)):
+            (setup,) = (
+                step["with"]["python-version"] for step in job["steps"] if "python-version" in step.get("with", ())
+            )
+            versions = job.get("strategy", {}).get("matrix", {}).get("python", [setup])
+            assert all(map(taken.contains, versions))
 
 
 def test_what_runs_weekly():
