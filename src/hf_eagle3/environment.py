@@ -90,6 +90,12 @@ def what_differs(before: Any, after: Any) -> str:
     return ", ".join(f"{name} was {before.get(name)!r} before, {after.get(name)!r} after" for name in names)
 
 
+def print_any_character() -> None:
+    """Prints `?` for characters that the output cannot hold: Windows writes to files and pipes in a code page."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def run_script(main: Callable[[], None]) -> None:
     """
     Runs the main function of a script. Errors that its user can mend are shown in a line, without a traceback.
@@ -97,8 +103,7 @@ def run_script(main: Callable[[], None]) -> None:
     Raises:
         SystemExit: if there is such an error: a package, file or model is missing, or an argument is wrong.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # in files and pipes Windows has no UTF-8
+    print_any_character()
     try:
         main()
     except (ImportError, OSError, ValueError) as error:

@@ -1,6 +1,7 @@
 """`recipes/train.py` as users call it: other processes, arguments, files."""
 
 import gzip
+import io
 import json
 import os
 import random
@@ -386,6 +387,17 @@ def test_strategies_of_a_file(tmp_path):
     (arguments,) = parser.parse_args_and_config(["--config", str(tmp_path / "config.yaml")])
     strategies = (arguments.eval_strategy, arguments.save_strategy, arguments.logging_strategy)
     assert strategies == ("no", "no", "no") and arguments.bf16 is False and arguments.use_cpu is True
+
+
+def test_help_in_a_code_page(monkeypatch):
+    """Windows writes to files and pipes in one."""
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="cp1252", write_through=True))
+    monkeypatch.syspath_prepend(RECIPES)
+    with pytest.raises(SystemExit, match="^0$"):
+        runpy.run_path(str(RECIPES / "train.py"), run_name="__main__")
+    assert b"--model_name_or_path" in printed.getvalue()
 
 
 def test_help_on_python_3_14(monkeypatch):
