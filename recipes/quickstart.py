@@ -36,7 +36,7 @@ from trl import DatasetMixtureConfig, SFTConfig, SFTTrainer
 
 from hf_eagle3 import Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
-from hf_eagle3.environment import folder_or_hub_id, public_name, what_differs
+from hf_eagle3.environment import command_line, folder_or_hub_id, public_name, what_differs
 from hf_eagle3.evaluation.tasks import standard_library
 from hf_eagle3.hub import write_records
 from hf_eagle3.making import FORMS
@@ -331,7 +331,7 @@ def compare_in_fresh_process(
     if (code := subprocess.run(command).returncode) != 0:
         raise SystemExit(
             f"The comparison ended with exit code {code}. Target and draft are complete; to compare again, run this script "
-            f"again, or {shlex.join(command)}"
+            f"again, or {command_line(command)}"
         )
     return results
 
@@ -354,7 +354,7 @@ def closing_message(output_dir: Path, results: Path, min_steps: int, is_small_ta
             "a draft for your own model, pass --target and --dataset."
         )
     command = [sys.executable, "recipes/push.py", str(output_dir / "draft"), "--benchmark", str(results)]
-    return f"To publish the draft, with a card that has these figures: {shlex.join(command)}"
+    return f"To publish the draft, with a card that has these figures: {command_line(command)}"
 
 
 def main():

@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from hf_eagle3.environment import is_path, run_script, without_paths
+from hf_eagle3.environment import command_line, is_path, run_script, without_paths
 
 
 def test_paths_are_not_published(tmp_path):
@@ -31,3 +31,9 @@ def test_scripts_print_any_character(monkeypatch):
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(printed, encoding="cp1252", write_through=True))
     run_script(lambda: print("\N{BOX DRAWINGS LIGHT UP AND RIGHT} é"))
     assert printed.getvalue() == "? é\n".encode("cp1252")
+
+
+@pytest.mark.parametrize("platform, expected", [("linux", r"python 'a b' 'c\d'"), ("win32", r'python "a b" c\d')])
+def test_commands_are_for_the_shell_of_the_system(monkeypatch, platform, expected):
+    monkeypatch.setattr("sys.platform", platform)
+    assert command_line(["python", "a b", r"c\d"]) == expected

@@ -4,8 +4,10 @@ import argparse
 import io
 import os
 import platform
+import shlex
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -88,6 +90,11 @@ def what_differs(before: Any, after: Any) -> str:
         return "" if before == after else f"{before} before, {after} after"
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     return ", ".join(f"{name} was {before.get(name)!r} before, {after.get(name)!r} after" for name in names)
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """Returns a command for a shell of this system. Those of Windows do not know single quotes."""
+    return subprocess.list2cmdline(arguments) if sys.platform == "win32" else shlex.join(arguments)
 
 
 def print_any_character() -> None:
