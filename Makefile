@@ -1,4 +1,4 @@
-# These commands need only Python >= 3.10. They make an environment of their own.
+# These commands need only Python >= 3.11. They make an environment of their own.
 PYTHON ?= python3
 VENV ?= .venv
 # Pinned for development. The package itself takes a range.

@@ -78,7 +78,7 @@ def main():
     }
     print(json.dumps(summary, indent=2, default=str))
     if args.json:
-        Path(args.json).write_text(json.dumps(summary, indent=2, default=str) + "\n")
+        Path(args.json).write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from trl import DatasetMixtureConfig, SFTConfig, SFTTrainer
 
 from hf_eagle3 import Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
-from hf_eagle3.environment import folder_or_hub_id, public_name, what_differs
+from hf_eagle3.environment import command_line, folder_or_hub_id, public_name, what_differs
 from hf_eagle3.evaluation.tasks import standard_library
 from hf_eagle3.hub import write_records
 from hf_eagle3.making import FORMS
@@ -199,7 +199,7 @@ def check_arguments(file: Path, now: dict) -> None:
     output_dir = file.parent
     has_draft = (output_dir / "draft").exists()
     if has_draft or (output_dir / "target").exists():
-        then = json.loads(file.read_text())
+        then = json.loads(file.read_text(encoding="utf-8"))
         free = () if has_draft else OF_DRAFT
         if difference := what_differs(*({k: v for k, v in each.items() if k not in free} for each in (then, now))):
             raise SystemExit(
@@ -331,7 +331,7 @@ def compare_in_fresh_process(
     if (code := subprocess.run(command).returncode) != 0:
         raise SystemExit(
             f"The comparison ended with exit code {code}. Target and draft are complete; to compare again, run this script "
-            f"again, or {shlex.join(command)}"
+            f"again, or {command_line(command)}"
         )
     return results
 
@@ -339,7 +339,9 @@ def compare_in_fresh_process(
 def closing_message(output_dir: Path, results: Path, min_steps: int, is_small_target: bool) -> str:
     """Returns how to publish the draft, or why the figures mean little."""
     records = {name: output_dir / name / "training.json" for name in ("target", "draft")}
-    steps = {name: json.loads(file.read_text())["steps"] for name, file in records.items() if file.exists()}
+    steps = {
+        name: json.loads(file.read_text(encoding="utf-8"))["steps"] for name, file in records.items() if file.exists()
+    }
     for name, num in steps.items():  # a draft is trained anew after its target
         if num < min_steps:
             return (
@@ -352,7 +354,7 @@ def closing_message(output_dir: Path, results: Path, min_steps: int, is_small_ta
             "a draft for your own model, pass --target and --dataset."
         )
     command = [sys.executable, "recipes/push.py", str(output_dir / "draft"), "--benchmark", str(results)]
-    return f"To publish the draft, with a card that has these figures: {shlex.join(command)}"
+    return f"To publish the draft, with a card that has these figures: {command_line(command)}"
 
 
 def main():
@@ -378,7 +380,7 @@ def main():
         )
     output_dir.mkdir(parents=True, exist_ok=True)
     # Not before there are data: a run beside this one may need the old ones.
-    arguments_file.write_text(json.dumps(arguments))
+    arguments_file.write_text(json.dumps(arguments), encoding="utf-8")
     target_name, draft_dir = args.target or str(output_dir / "target"), output_dir / "draft"
     dtype = "auto" if args.bf16 else "float32"  # a target of others is stored in bfloat16 most often
     tokenizer = train_missing(args, dataset, target_name, draft_dir, dtype)

@@ -26,7 +26,6 @@ and `test.jsonl`, or the output of `regenerate.py`. Rows may have images if the 
 
 import argparse
 import logging
-import shlex
 import sys
 import tempfile
 from dataclasses import dataclass, field, replace
@@ -60,7 +59,7 @@ from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArgumen
 from hf_eagle3.checkpoints import load_ends, target_class
 from hf_eagle3.data import read_json_lines, shows_images
 from hf_eagle3.data.answers import features_of
-from hf_eagle3.environment import folder_or_hub_id
+from hf_eagle3.environment import command_line, folder_or_hub_id
 from hf_eagle3.training import FeatureStore
 from hf_eagle3.training.models import load_processing_class
 from hf_eagle3.training.parser import Eagle3Parser
@@ -296,7 +295,7 @@ def train(trainer: Eagle3Trainer) -> None:
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     except KeyboardInterrupt:
-        command = shlex.join(["accelerate", "launch", "recipes/train.py", *sys.argv[1:]])
+        command = command_line(["accelerate", "launch", "recipes/train.py", *sys.argv[1:]])
         checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
         if checkpoint is not None and "--resume_from_checkpoint" not in command:
             command += " --resume_from_checkpoint true"
@@ -334,9 +333,9 @@ def next_steps(trainer: Eagle3Trainer, target: str, base: str | None, is_adapter
         f"Saved the {saved} to {output_dir}. " + (merge or "To use it:\n\n") + "    draft = "
         f"AutoModel.from_pretrained({draft!r}, trust_remote_code=True)\n"
         "    target.generate(**inputs, assistant_model=draft)\n\n"
-        f"To measure it:\n\n    {shlex.join(measure)}\n\n"
+        f"To measure it:\n\n    {command_line(measure)}\n\n"
         "To push it, with a card that has what was measured:\n\n"
-        f"    {shlex.join(['python', 'recipes/push.py', str(folder), '--benchmark', 'results.jsonl'])}"
+        f"    {command_line(['python', 'recipes/push.py', str(folder), '--benchmark', 'results.jsonl'])}"
     )
 
 

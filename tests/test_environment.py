@@ -1,6 +1,8 @@
+import io
+
 import pytest
 
-from hf_eagle3.environment import is_path, run_script, without_paths
+from hf_eagle3.environment import command_line, is_path, run_script, without_paths
 
 
 def test_paths_are_not_published(tmp_path):
@@ -21,3 +23,17 @@ def test_errors_of_scripts_are_shown_in_a_line(error):
 
     with pytest.raises(SystemExit, match=f"^{error.__name__}: what to do$"):
         run_script(main)
+
+
+def test_scripts_print_any_character(monkeypatch):
+    """Windows writes to files and pipes in a code page."""
+    printed = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(printed, encoding="cp1252", write_through=True))
+    run_script(lambda: print("\N{BOX DRAWINGS LIGHT UP AND RIGHT} é"))
+    assert printed.getvalue() == "? é\n".encode("cp1252")
+
+
+@pytest.mark.parametrize("platform, expected", [("linux", r"python 'a b' 'c\d'"), ("win32", r'python "a b" c\d')])
+def test_commands_are_for_the_shell_of_the_system(monkeypatch, platform, expected):
+    monkeypatch.setattr("sys.platform", platform)
+    assert command_line(["python", "a b", r"c\d"]) == expected

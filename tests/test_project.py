@@ -1,10 +1,13 @@
 """The files around the code: what a release, a workflow and a citation say fits the package."""
 
+import ast
 import re
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 import hf_eagle3
 
@@ -47,6 +50,19 @@ def test_workflows_run_what_there_is(path):
             assert list(ROOT.glob(pattern)), pattern
 
 
+def test_pythons_that_trl_takes():
+    """It needs a newer one than drafts do."""
+    pytest.importorskip("trl")  # the oldest packages are tested without
+    taken = SpecifierSet(metadata("trl")["Requires-Python"])
+    for job in (job for path in WORKFLOWS for job in jobs(path.stem).values()):
+        if re.search(r"make test|\[dev\]", commands(job)):
+            (setup,) = (
+                step["with"]["python-version"] for step in job["steps"] if "python-version" in step.get("with", ())
+            )
+            versions = job.get("strategy", {}).get("matrix", {}).get("python", [setup])
+            assert all(map(taken.contains, versions))
+
+
 def test_what_runs_weekly():
     content = (ROOT / ".github" / "workflows" / "weekly.yml").read_text()
     (schedule,) = re.findall(r'cron: "(.*)"', content)
@@ -83,6 +99,22 @@ def test_the_changelog_is_one_of_versions():
     for part in text.split("\n## ")[1:]:
         found = re.findall(r"^### (.*)$", part, re.M)
         assert found and set(found) <= kinds and len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("folder", ["src", "recipes"])
+def test_texts_are_read_and_written_in_utf_8(folder):
+    """Not as the system does by default."""
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            name, keywords = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
+            is_text = (
+                name.endswith((".read_text", ".write_text")) or "text" in keywords and name.startswith("subprocess.")
+            )
+            if name == "open" or name.endswith(".open"):
+                is_text = not any(isinstance(each, ast.Constant) and "b" in str(each.value) for each in node.args)
+            assert not is_text or "encoding" in keywords, f"{path}:{node.lineno}"
 
 
 def test_types_are_for_those_who_import_the_package():

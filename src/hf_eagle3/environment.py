@@ -1,10 +1,13 @@
 """Versions and machine of a run, names that are safe to publish, what differs between runs, and errors of scripts."""
 
 import argparse
+import io
 import os
 import platform
+import shlex
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -24,7 +27,9 @@ def machine_name(device: torch.device | str) -> str:
     name, cpuinfo = platform.machine(), Path("/proc/cpuinfo")
     if cpuinfo.exists():
         names = [
-            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+            line.split(":")[1].strip()
+            for line in cpuinfo.read_text(encoding="utf-8").splitlines()
+            if line.startswith("model name")
         ]
         name = names[0] if names else name
     return f"{name}, {os.cpu_count()} cores"
@@ -87,6 +92,17 @@ def what_differs(before: Any, after: Any) -> str:
     return ", ".join(f"{name} was {before.get(name)!r} before, {after.get(name)!r} after" for name in names)
 
 
+def command_line(arguments: Sequence[str]) -> str:
+    """Returns a command for a shell of this system. Those of Windows do not know single quotes."""
+    return subprocess.list2cmdline(arguments) if sys.platform == "win32" else shlex.join(arguments)
+
+
+def print_any_character() -> None:
+    """Prints `?` for characters that the output cannot hold: Windows writes to files and pipes in a code page."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def run_script(main: Callable[[], None]) -> None:
     """
     Runs the main function of a script. Errors that its user can mend are shown in a line, without a traceback.
@@ -94,6 +110,7 @@ def run_script(main: Callable[[], None]) -> None:
     Raises:
         SystemExit: if there is such an error: a package, file or model is missing, or an argument is wrong.
     """
+    print_any_character()
     try:
         main()
     except (ImportError, OSError, ValueError) as error:

@@ -3,6 +3,7 @@
 import json
 import random
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -264,6 +265,20 @@ def test_exports_come_back(tmp_path, target, to, kind):
     for config in (ours, back):
         del config["speculators_config"], config["verifier_fingerprint"], config["config_digest"]
     assert ours == back
+
+
+def test_a_folder_may_be_empty(tmp_path, target, monkeypatch):
+    """Windows does not replace folders."""
+
+    def replace(path, other):
+        assert not Path(other).exists()
+        return path.rename(other)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    folder = tmp_path / "other"
+    folder.mkdir()
+    export(make_reference(target), folder, "sglang")
+    assert (folder / "config.json").exists()
 
 
 @pytest.mark.parametrize("to", ["sglang", "safeailab"])

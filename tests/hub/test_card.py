@@ -192,6 +192,7 @@ def test_an_edited_card_is_noticed(draft):
     assert is_edited(ModelCard(str(card).replace("library_name: transformers", "library_name: vllm")))
     assert is_edited(ModelCard("---\nlicense: mit\n---\nMy own words.\n"))
     assert not is_edited(ModelCard("---\nlicense: mit\n---\n"))
+    assert not is_edited(ModelCard(str(card).replace("\n", "\r\n")))  # by git, on Windows
     yaml.safe_load(str(card).split("---\n")[1])
 
 

@@ -1,6 +1,7 @@
 """`recipes/train.py` as users call it: other processes, arguments, files."""
 
 import gzip
+import io
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
 from seeing import gemma3, make, make_image, make_processor
 from transformers import AutoModel, AutoModelForCausalLM
-from trl import DatasetMixtureConfig
+from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
 from hf_eagle3.data.rows import without_nulls
@@ -385,6 +387,32 @@ def test_strategies_of_a_file(tmp_path):
     (arguments,) = parser.parse_args_and_config(["--config", str(tmp_path / "config.yaml")])
     strategies = (arguments.eval_strategy, arguments.save_strategy, arguments.logging_strategy)
     assert strategies == ("no", "no", "no") and arguments.bf16 is False and arguments.use_cpu is True
+
+
+def test_help_in_a_code_page(monkeypatch):
+    """Windows writes to files and pipes in one."""
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="cp1252", write_through=True))
+    monkeypatch.syspath_prepend(RECIPES)
+    with pytest.raises(SystemExit, match="^0$"):
+        runpy.run_path(str(RECIPES / "train.py"), run_name="__main__")
+    assert b"--model_name_or_path" in printed.getvalue()
+
+
+def test_help_on_python_3_14(monkeypatch):
+    """Its classes keep their annotations elsewhere."""
+
+    @dataclass
+    class Arguments(ScriptArguments):
+        own: int = 0
+
+    def as_there(parser, *args, init=TrlParser.__init__, **kwargs):
+        init(parser, *args, **kwargs)
+        del Arguments.__annotations__
+
+    monkeypatch.setattr(TrlParser, "__init__", as_there)
+    assert "\nArguments:\n  --own" in Eagle3Parser((Arguments,)).format_help()
 
 
 def test_numbers_of_a_file(tmp_path):

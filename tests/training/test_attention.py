@@ -1,9 +1,16 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from hf_eagle3.baselines import dflash_training
+from hf_eagle3.baselines.dflash_training import BlockCache
+from hf_eagle3.training import attention
 from hf_eagle3.training.attention import (
+    TTTCache,
     attend_by_flex,
     blockwise_attention,
+    can_compile_flex,
     causal_block_mask,
     merged_attention,
     padded_length,
@@ -69,3 +76,16 @@ def test_few_lengths_are_compiled():
     lengths = {padded_length(length) for length in range(1, 8193)}
     assert sorted(lengths) == [128, 256, 512, 1024, 2048, 4096, 8192]
     assert all(length <= padded_length(length) for length in range(1, 8193))
+
+
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_flex_attention_needs_triton(monkeypatch, has_triton):
+    """PyTorch for Windows comes without it."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: has_triton or None)
+    cuda = SimpleNamespace(type="cuda")
+    assert can_compile_flex(cuda) == has_triton and not can_compile_flex(torch.device("cpu"))
+    documents = torch.zeros(1, 4).long()
+    for module in (attention, dflash_training):
+        monkeypatch.setattr(module, "can_compile_flex", lambda _: can_compile_flex(cuda))
+    for cache in (TTTCache(documents), BlockCache(documents, documents, 2, is_causal=False)):
+        assert (cache.block_mask is not None) == has_triton

@@ -1080,6 +1080,14 @@ def test_arguments_stay_the_caller_s(tmp_path, tokenizer):
     assert trainer.args.hub_token == args.hub_token == "hf_mine" and pickle.loads(pickle.dumps(args)).hub_token is None
 
 
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_batches_are_not_copied_from_freed_memory(tmp_path, monkeypatch, device):
+    """As on Apple's GPUs (https://github.com/pytorch/pytorch/issues/189690)."""
+    monkeypatch.setattr(Eagle3TrainingArguments, "device", torch.device(device))
+    args = Eagle3TrainingArguments(str(tmp_path), bf16=False, report_to="none")
+    assert args.accelerator_config.non_blocking == (device == "cuda")
+
+
 @pytest.mark.parametrize(
     "field, advice", [("target_logits", "a lower learning rate"), ("aux_hidden_states", "load the target in bfloat16")]
 )

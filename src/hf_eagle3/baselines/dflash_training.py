@@ -13,7 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from ..training.attention import BLOCK_SIZE, UnrollCache, attend_by_flex, compiled_flex, padded_length
+from ..training.attention import (
+    BLOCK_SIZE,
+    UnrollCache,
+    attend_by_flex,
+    can_compile_flex,
+    compiled_flex,
+    padded_length,
+)
 from ..training.ttt import TTTBatch, counted_rows
 
 
@@ -56,7 +63,7 @@ class BlockCache(UnrollCache):
         self.documents, self.rows, self.block_size, self.is_causal = documents, rows, block_size, is_causal
         self.text: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer: (keys, values) (B, H_kv, L, D)
         self.block_mask = None
-        if documents.is_cuda:  # compiling takes longer than many steps, so few lengths are compiled
+        if can_compile_flex(documents.device):  # compiling takes longer than many steps, so few lengths are compiled
             num_queries = padded_length(rows.shape[1] * block_size)
             self.block_mask = text_mask(documents, rows, block_size, num_queries, padded_length(documents.shape[1]))
 

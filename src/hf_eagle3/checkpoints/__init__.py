@@ -128,6 +128,8 @@ def export(draft: DraftModel, folder: str | Path, to: str, **options: Any) -> No
             CONVERSIONS[to].write(draft, written, **options)
         else:
             save_checkpoint(written, *FORMATS[to].write(draft))
+        if folder.exists():
+            folder.rmdir()  # Windows would not replace it
         written.replace(folder)
 
 

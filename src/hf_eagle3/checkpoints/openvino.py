@@ -93,7 +93,9 @@ def convert(python: str, model: str | Path, folder: str | Path) -> None:
 def run(python: str, *arguments: Any) -> None:
     """Runs an interpreter, and raises a `ValueError` with the end of its output if it fails."""
     try:
-        subprocess.run([python, *map(str, arguments)], capture_output=True, text=True, check=True)
+        subprocess.run(
+            [python, *map(str, arguments)], capture_output=True, check=True, encoding="utf-8", errors="replace"
+        )
     except (OSError, subprocess.CalledProcessError) as error:
         raise ValueError(
             f"{python} could not convert the model. It needs optimum-intel and openvino: pass the interpreter of an environment "

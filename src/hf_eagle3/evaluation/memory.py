@@ -19,7 +19,7 @@ def reset_peak_memory(device: torch.device) -> bool:
     if device.type != "cpu":
         return False
     try:
-        (PROCESS / "clear_refs").write_text("5")  # 5 resets the peak
+        (PROCESS / "clear_refs").write_text("5", encoding="utf-8")  # 5 resets the peak
     except OSError:
         return False
     return True
@@ -33,6 +33,6 @@ def peak_memory(device: torch.device) -> float:
     allocator = torch.get_device_module(device)
     if hasattr(allocator, "max_memory_allocated"):
         return allocator.max_memory_allocated(device) / 2**20
-    found = re.search(r"VmHWM:\s*(\d+) kB", (PROCESS / "status").read_text())
+    found = re.search(r"VmHWM:\s*(\d+) kB", (PROCESS / "status").read_text(encoding="utf-8"))
     assert found is not None
     return int(found[1]) / 2**10

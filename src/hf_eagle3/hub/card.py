@@ -32,7 +32,7 @@ TEMPLATE = Path(__file__).with_name("card.md.jinja")
 RECIPE_TEMPLATE = Path(__file__).with_name("recipe_card.md.jinja")
 # People search for drafts by these tags.
 TAGS = ["eagle3", "speculative-decoding", "draft-model", "assistant-model", "speculators"]
-RENDERED = re.compile(r"<!-- rendered by hf-eagle3, digest (\w+) -->\n?$")
+RENDERED = re.compile(r"<!-- rendered by hf-eagle3, digest (\w+) -->\s*$")
 
 
 def render_card(
@@ -323,7 +323,7 @@ def is_for_chats(training: dict | None) -> bool:
 
 def card_digest(card: ModelCard) -> str:
     """Returns a digest of metadata and text, without the digest in the text. It changes when somebody edits the card."""
-    content = str(card.data.to_dict()) + RENDERED.sub("", card.text).strip()
+    content = str(card.data.to_dict()) + RENDERED.sub("", card.text.replace("\r\n", "\n")).strip()
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

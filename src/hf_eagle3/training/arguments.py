@@ -9,6 +9,7 @@ import torch
 from trl import SFTConfig
 
 from ..making import FORMS
+from ..remote_code.devices_eagle3 import COPIES_WITHOUT_SYNC
 
 
 def as_json(value: Any) -> Any:
@@ -229,7 +230,9 @@ class Eagle3TrainingArguments(SFTConfig):
         has_default = self.accelerator_config is None
         super().__post_init__()
         if has_default and not isinstance(self.accelerator_config, str | dict | None):
-            self.accelerator_config.non_blocking = self.dataloader_pin_memory  # batches are copied beside the work
+            # Batches are copied beside the work. Apple's GPUs would read memory that is not pinned, and already freed.
+            is_safe = self.dataloader_pin_memory and self.device.type in COPIES_WITHOUT_SYNC
+            self.accelerator_config.non_blocking = is_safe
         if secrets := [name for name in self.target_model_init_kwargs or () if name.endswith("token")]:
             raise ValueError(
                 f"Arguments are saved beside the draft and published with it: leave {secrets} out of "

@@ -1,9 +1,10 @@
 """
 Attention during training-time test: within a document it is causal to the keys of step 0, and diagonal to the keys of every
-later step. CUDA devices compute it by flex attention, others block by block.
+later step. CUDA devices compute it by flex attention, if there is Triton. Others compute it block by block.
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ class TTTCache(UnrollCache):
         self.documents = documents
         self.steps: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # layer: [(keys, values) (B, H_kv, L, D)]
         self.block_mask = None
-        if documents.is_cuda:  # compiling takes longer than many steps, so few lengths are compiled
+        if can_compile_flex(documents.device):  # compiling takes longer than many steps, so few lengths are compiled
             self.block_mask = causal_block_mask(documents, padded_length(documents.shape[1]))
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -259,6 +260,11 @@ def attend_by_flex(
     )
     assert aux.lse is not None  # as asked for
     return output, aux.lse
+
+
+def can_compile_flex(device: torch.device) -> bool:
+    """Whether [`compiled_flex`] runs on a device. PyTorch for Windows comes without Triton."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

@@ -11,6 +11,8 @@ from typing import Any
 import yaml
 from trl import TrlParser
 
+from ..environment import print_any_character
+
 
 def with_numbers(value: Any) -> Any:
     """Returns a value of a YAML file with the numbers of its dictionaries and lists that YAML takes for texts (`1e-5`)."""
@@ -41,7 +43,7 @@ class Eagle3Parser(TrlParser):
         owners: dict[str, type] = {}
         for dataclass_type in dataclass_types:
             for cls in reversed(dataclass_type.__mro__):  # from the base class on
-                for name in vars(cls).get("__annotations__", {}):
+                for name in vars(cls).get("__dataclass_fields__", {}):
                     owners.setdefault(name, cls)
         (general,) = (group for group in self._action_groups if group.title in ("options", "optional arguments"))
         groups: dict[type, list[argparse.Action]] = {}
@@ -66,6 +68,7 @@ class Eagle3Parser(TrlParser):
         Raises:
             SystemExit: if the YAML file cannot be read, or a flag or a key of it does not exist.
         """
+        print_any_character()  # TRL's help has a square root
         args = list(sys.argv[1:] if args is None else args)
         args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
         options = {*self._option_string_actions, "--config"}

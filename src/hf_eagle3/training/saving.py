@@ -2,7 +2,6 @@
 
 import copy
 import json
-import shlex
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,7 +22,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from trl import SFTTrainer
 
 from ..checkpoints.files import check_no_other_model, check_repo
-from ..environment import public_name
+from ..environment import command_line, public_name
 from ..files import write_atomically
 from ..hub import card_on_hub, is_edited, render_card, write_records
 from ..hub.push import verifier_without_path
@@ -165,8 +164,8 @@ class DraftSavingTrainer(SFTTrainer):
         """The command that pushes the saved draft by hand."""
         folder, repo = str(self.args.output_dir), self.hub_model_id or self.args.hub_model_id or "<owner>/<name>"
         if self._is_adapter or self.draft.config.model_type != Eagle3Config.model_type:
-            return shlex.join(["hf", "upload", repo, folder, "--exclude", f"{PREFIX_CHECKPOINT_DIR}-*/*"])
-        return shlex.join(["python", "recipes/push.py", folder, "--repo_id", repo])
+            return command_line(["hf", "upload", repo, folder, "--exclude", f"{PREFIX_CHECKPOINT_DIR}-*/*"])
+        return command_line(["python", "recipes/push.py", folder, "--repo_id", repo])
 
     def create_model_card(
         self,
