@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,11 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             ImportError: if transformers lacks what this code needs.
         """
         check_needs()
+        if not isinstance(pretrained_model_name_or_path, (str, PathLike, type(None))):
+            raise TypeError(
+                f"`from_pretrained` takes the folder or Hub id of a draft, not {type(pretrained_model_name_or_path).__name__}. "
+                "`from_target` makes a draft for a target."
+            )
         path, source = pretrained_model_name_or_path, str(pretrained_model_name_or_path)
         wants_loading_info = kwargs.pop("output_loading_info", False)
         # This class's code runs. Transformers would also run the folder's `custom_generate`.
