@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import FAMILIES, VOCAB_SIZE, make_prompt, make_target
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -374,6 +375,23 @@ def test_what_is_no_target_and_no_name(target):
     for other in (target, draft.config, draft.state_dict()):
         with pytest.raises(TypeError, match=f"the folder or Hub id of a draft, not {type(other).__name__}"):
             Eagle3ForSpeculation.from_pretrained(other)
+
+
+def test_saving_beside_another_model(tmp_path, target):
+    draft = Eagle3ForSpeculation.from_target(target)
+    target.save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="has config.json of another model, which the draft would damage"):
+        draft.save_pretrained(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    for _ in range(2):
+        draft.save_pretrained(tmp_path / "draft")
+    adapted = get_peft_model(copy.deepcopy(draft), LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "draft")
+    adapted.save_pretrained(tmp_path / "adapter")
+    for folder in (tmp_path / "draft", tmp_path / "adapter"):  # loaded from there, it would have the adapter twice
+        with pytest.raises(ValueError, match="has (an adapter|adapter_model.safetensors)"):
+            adapted.merge_and_unload().save_pretrained(folder)
 
 
 def test_forward_says_what_is_missing(target, tmp_path):

@@ -340,7 +340,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         """
         Saves the draft and its code in `save_directory`. See [`~transformers.PreTrainedModel.save_pretrained`], also for
         `is_main_process`, `state_dict`, `args` and `kwargs`. Raises `ValueError` if the draft stores no head, and has not met
-        the target whose head it uses.
+        the target whose head it uses, or if the folder has another model.
 
         The folder also serves as `custom_generate`:
         `target.generate(..., custom_generate=folder, assistant_model=draft, trust_remote_code=True)`.
@@ -348,6 +348,8 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         if self.get_output_embeddings().out_features == 0:
             raise ValueError("This draft stores no head and uses its target's. Call `draft.pair_with(target)` first.")
         tree_settings(self.generation_config)  # raises for settings that could not be loaded
+        if IS_INSTALLED and is_main_process and not self._hf_peft_config_loaded:
+            installed_module("checkpoints.files", "Saving").check_folder(save_directory)
         weights = self.state_dict() if state_dict is None else state_dict
         if is_main_process and all(type(weight) is torch.Tensor and not weight.is_meta for weight in weights.values()):
             self.config.weights_digest = weights_digest(weights)
