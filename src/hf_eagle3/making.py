@@ -263,7 +263,8 @@ def borrow_head(draft: "DraftModel", target: PreTrainedModel) -> None:
 
 def pair_with(draft: "DraftModel", target: PreTrainedModel) -> None:
     """
-    Stores in a draft's configuration which target it is for. Some formats do not say it, and vLLM requires it.
+    Stores in a draft's configuration which target it is for. Some formats do not say it, and vLLM requires it. How tokens
+    are proposed stays as it is, if the draft says it.
 
     Raises:
         ValueError: see [`~Eagle3ForSpeculation.validate_target`].
@@ -274,7 +275,8 @@ def pair_with(draft: "DraftModel", target: PreTrainedModel) -> None:
     num_tokens = target.config.get_text_config(decoder=True).vocab_size
     if num_tokens == draft.config.vocab_size:  # if tokens were added, the draft has a fingerprint that fits
         draft.config.verifier_fingerprint = fingerprint(target.get_input_embeddings().weight)
-    draft.config.speculators_config = speculators_config_for(target, draft.config.speculators_model_type)
+    new = speculators_config_for(target, draft.config.speculators_model_type)
+    draft.config.speculators_config = new | (draft.config.speculators_config or {}) | {"verifier": new["verifier"]}
 
 
 def check_not_offloaded(target: PreTrainedModel) -> None:

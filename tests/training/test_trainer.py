@@ -998,6 +998,24 @@ def test_the_threshold_of_a_draft_that_is_trained_further(tmp_path, tokenizer, o
     assert draft.generation_config.assistant_confidence_threshold == expected
 
 
+def test_a_draft_that_is_trained_further_names_its_new_target(tmp_path, tokenizer):
+    """`vllm serve DRAFT` loads the target that the draft names."""
+    target, tuned = make_target("llama"), make_target("llama")
+    target.config._name_or_path, tuned.config._name_or_path = "org/Base", "org/Tuned"
+    with torch.no_grad():
+        tuned.get_input_embeddings().weight += 0.01
+    draft = Eagle3ForSpeculation.from_target(target)
+    proposal = draft.config.speculators_config["proposal_methods"] = [{"proposal_type": "greedy", "speculative_tokens": 3}]
+    trainer = make_trainer(tmp_path, tokenizer, model=draft, target=tuned)
+    trainer.train()
+    trainer.save_model()
+    config = Eagle3ForSpeculation.from_pretrained(tmp_path).config
+    assert config.verifier == "org/Tuned" and config.speculators_config["proposal_methods"] == proposal
+    assert config.verifier_fingerprint == Eagle3ForSpeculation.from_target(tuned).config.verifier_fingerprint
+    tuned.config._name_or_path = ""  # unknown: better the old one than none
+    assert make_trainer(tmp_path, tokenizer, model=str(tmp_path), target=tuned).draft.config.verifier == "org/Tuned"
+
+
 def test_a_target_by_its_name(tmp_path, tokenizer):
     make_target("llama").to(torch.bfloat16).save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")

@@ -149,6 +149,8 @@ def draft_to_train(
         )
     check_trainable(draft, target_model, args)
     check_not_offloaded(target_model)
+    if model is not None and target_model.config._name_or_path:  # it may have been made for another, such as its base
+        draft.pair_with(target_model)
     if not hasattr(draft, "peft_config"):  # PEFT has frozen the rest
         for name in draft.frozen_modules:
             if hasattr(draft, name):
