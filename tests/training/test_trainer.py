@@ -675,6 +675,22 @@ def test_an_optimizer_of_the_caller_s(tmp_path, tokenizer, is_class):
     assert arguments["optimizers"] == "SGD" and "learning_rate" not in arguments
 
 
+def test_an_optimizer_of_another_model(tmp_path, tokenizer):
+    """The draft would learn nothing, as one that is frozen."""
+    draft = Eagle3ForSpeculation.from_target(target := make_target("llama"))
+    args = make_trainer(tmp_path, tokenizer).args
+    for model, other in ((None, draft), (draft, target), (draft, copy.deepcopy(draft))):
+        with pytest.raises(ValueError, match="The optimizer has .* parameters that are not the draft's"):
+            Eagle3Trainer(
+                model=model,
+                target_model=target,
+                args=args,
+                train_dataset=TEXTS,
+                processing_class=tokenizer,
+                optimizers=(torch.optim.SGD(other.parameters()), None),
+            )
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("names", [("from", "value"), ("role", "content")])
 def test_conversations_are_messages(tmp_path, tokenizer, names, is_stream):
