@@ -1,5 +1,6 @@
 import copy
 import json
+from functools import partial
 import os
 
 import pytest
@@ -282,6 +283,21 @@ def test_features_of_something_else_are_refused(tmp_path, tokenizer):
     (tmp_path / "features" / "index.json").write_text(json.dumps({**index, "version": 99}))
     with pytest.raises(ValueError, match="version 99"):
         FeatureStore(tmp_path / "features")
+
+
+def test_features_of_a_base_for_its_fine_tune(tmp_path, tokenizer, caplog):
+    """Merged adapters leave the embeddings as they were, so the fingerprint is the same."""
+    target = make_target("llama")
+    target.config._name_or_path = "org/Base"
+    store = make_trainer(tmp_path, tokenizer, target).extract_features(tmp_path / "features")
+    target.config._name_or_path = "folder/Base"
+    make_trainer(tmp_path, tokenizer, target, store)
+    assert "were extracted from" not in caplog.text
+    target.config._name_or_path = "org/Tuned"
+    for use in (partial(make_trainer, dataset=store), lambda *args: make_trainer(*args).extract_features(store.folder)):
+        caplog.clear()
+        use(tmp_path, tokenizer, target)
+        assert "were extracted from org/Base, and the target is org/Tuned" in caplog.text
 
 
 def test_features_of_other_arguments_are_refused(tmp_path, tokenizer):

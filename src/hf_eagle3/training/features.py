@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from tqdm.auto import tqdm
 from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerBase, masking_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..data.images import IMAGE_INPUT
@@ -32,6 +33,8 @@ from .losses import log_sum_exp
 from .models import without_adapter
 from .ttt import documents_of
 
+
+logger = logging.get_logger(__name__)
 
 # The states that a draft reads, and the target's distributions: logits, mass and most probable tokens.
 Features = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -264,6 +267,15 @@ def fixed_arguments(args: Eagle3TrainingArguments) -> dict:
     }
 
 
+def warn_of_other_target(folder: Path, before: str, now: str) -> None:
+    """Warns if a target has another name than when features were extracted. A fine-tune may have the same embeddings."""
+    if before and now and Path(before).name != Path(now).name:  # it may have moved to another folder
+        logger.warning(
+            f"The features in {folder} were extracted from {before}, and the target is {now}. If it is a fine-tune, extract the "
+            "features from it, into another folder."
+        )
+
+
 class FeatureStore:
     """
     A folder of tokenized rows and the target's states on them. [`Eagle3Trainer.extract_features`] writes it, and
@@ -350,6 +362,7 @@ class FeatureStore:
                     f"The features in {self.folder} were extracted from {self.index['description']['target'] or 'a target'} with "
                     f"another {name}{shown}. Extract them again for this target and tokenizer, into another folder."
                 )
+        warn_of_other_target(self.folder, self.index["description"]["target"], description["target"])
         for name, value in (arguments or {}).items():
             stored = self.index["arguments"][name]
             if stored != value:
@@ -444,6 +457,7 @@ def start_store(
                 f"{folder} holds features of other rows or another target, or stored in another way. Choose another folder, or "
                 "the arguments of its first run."
             )
+        warn_of_other_target(folder, description["target"], index["description"]["target"])
         return
     unfinished = folder / f"rows{UNFINISHED}"  # of a run that was killed
     if folder.exists() and any(path != unfinished for path in folder.iterdir()):
