@@ -289,6 +289,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         if report["format"] != "speculators":
             model.name_or_path = model.config.name_or_path = source
             logger.info(f"{source} was read as a checkpoint of the {report['format']} format: {report}")
+        model.loaded_with = {name: hub_kwargs[name] for name in ("revision", "subfolder") if name in hub_kwargs}
         return (model, {**info, **report}) if wants_loading_info else model
 
     @classmethod
@@ -340,7 +341,8 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         """
         Saves the draft and its code in `save_directory`. See [`~transformers.PreTrainedModel.save_pretrained`], also for
         `is_main_process`, `state_dict`, `args` and `kwargs`. Raises `ValueError` if the draft stores no head, and has not met
-        the target whose head it uses, or if the folder has another model.
+        the target whose head it uses, if the folder has another model, or if it is to be pushed, for which there is
+        [`push_to_hub`].
 
         The folder also serves as `custom_generate`:
         `target.generate(..., custom_generate=folder, assistant_model=draft, trust_remote_code=True)`.
@@ -348,6 +350,8 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         if self.get_output_embeddings().out_features == 0:
             raise ValueError("This draft stores no head and uses its target's. Call `draft.pair_with(target)` first.")
         tree_settings(self.generation_config)  # raises for settings that could not be loaded
+        if IS_INSTALLED and kwargs.get("push_to_hub"):
+            raise ValueError("`push_to_hub=True` writes over whatever is in the repo. Call `draft.push_to_hub(repo_id)`.")
         if IS_INSTALLED and is_main_process and not self._hf_peft_config_loaded:
             installed_module("checkpoints.files", "Saving").check_folder(save_directory)
         weights = self.state_dict() if state_dict is None else state_dict
