@@ -372,6 +372,8 @@ def test_turns_that_are_not_to_be_learned(template, key, value):
         RowEncoder(tokenizer, "messages")(row)
     pair = {"prompt": row["messages"][:1], "completion": row["messages"][1:2]}
     assert "Yes." in learned(tokenizer, RowEncoder(tokenizer, "prompt")(pair))[0]  # prompts are not learned
+    with pytest.raises(RowError, match=f"a message has 'false' as {key!r}, but must have a number, true or false"):
+        encoder({"messages": [PLAIN[0], {**PLAIN[1], key: "false"}]})
     none = {"messages": [PLAIN[0], {**PLAIN[1], key: value}]}
     assert not learned(tokenizer, encoder(none))
 

@@ -355,7 +355,11 @@ def check_calls(message: dict) -> None:
 
 def is_learned(message: dict) -> bool:
     """Whether a message has none of `WEIGHTS` that says not to learn it."""
-    return all(message.get(key) != 0 for key in WEIGHTS)
+    weights = {key: message[key] for key in WEIGHTS if message.get(key) is not None}
+    for key, weight in weights.items():
+        if isinstance(weight, str):  # "false" is true
+            raise RowError(f"a message has {_shown(weight)} as {key!r}, but must have a number, true or false")
+    return all(weight != 0 for weight in weights.values())
 
 
 def _read_call(call: Any, where: str) -> dict:
