@@ -86,7 +86,9 @@ def parse_arguments():
         choices=[method for method in METHODS if method not in PAPER_ROWS],
         help="By default plain, the methods that have a model, and prompt-lookup at batch size 1",
     )
-    parser.add_argument("--batch_size", "--batch_sizes", type=positive_integer, nargs="+", default=[1], dest="batch_sizes")
+    parser.add_argument(
+        "--batch_size", "--batch_sizes", type=positive_integer, nargs="+", default=[1], dest="batch_sizes"
+    )
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     for name, kind in (("top_k", int), ("top_p", float)):
         parser.add_argument(f"--{name}", type=kind, help="For sampling. By default `generate` decides")
@@ -94,7 +96,9 @@ def parse_arguments():
     parser.add_argument(
         "--eos_token_id", type=int, nargs="+", help="Tokens that end a text, instead of the target's own"
     )
-    parser.add_argument("--num_prompts", type=positive_integer, help="How many prompts of each task, from the first on")
+    parser.add_argument(
+        "--num_prompts", type=positive_integer, help="How many prompts of each task, from the first on"
+    )
     parser.add_argument("--repeats", type=positive_integer, default=3)
     parser.add_argument(
         "--chat_template_path", help="Jinja file, in place of the chat template of the target's tokenizer"

@@ -70,8 +70,8 @@ def from_target(
         ValueError: if no draft can be made for the target, or an override or a token id does not exist.
     """
     check_is_model(target)
-    if ignored := OTHERWISE.keys() & overrides:
-        raise ValueError("; ".join(f"`{name}` has no effect here: {OTHERWISE[name]}" for name in sorted(ignored)) + ".")
+    for name in OTHERWISE.keys() & overrides:
+        raise ValueError(f"`{name}` has no effect here: {OTHERWISE[name]}.")
     if cls.config_class is Eagle3Config:  # engines know parallel drafts without EAGLE-3.1's norms
         is_parallel = overrides.get("mask_token_id") is not None
         norms = {"fc_norm": not overrides.get("norm_before_fc") and not is_parallel, "norm_output": not is_parallel}

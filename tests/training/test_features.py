@@ -1,7 +1,7 @@
 import copy
 import json
-from functools import partial
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -294,7 +294,10 @@ def test_features_of_a_base_for_its_fine_tune(tmp_path, tokenizer, caplog):
     make_trainer(tmp_path, tokenizer, target, store)
     assert "were extracted from" not in caplog.text
     target.config._name_or_path = "org/Tuned"
-    for use in (partial(make_trainer, dataset=store), lambda *args: make_trainer(*args).extract_features(store.folder)):
+    for use in (
+        partial(make_trainer, dataset=store),
+        lambda *args: make_trainer(*args).extract_features(store.folder),
+    ):
         caplog.clear()
         use(tmp_path, tokenizer, target)
         assert "were extracted from org/Base, and the target is org/Tuned" in caplog.text

@@ -1021,7 +1021,9 @@ def test_a_draft_that_is_trained_further_names_its_new_target(tmp_path, tokenize
     with torch.no_grad():
         tuned.get_input_embeddings().weight += 0.01
     draft = Eagle3ForSpeculation.from_target(target)
-    proposal = draft.config.speculators_config["proposal_methods"] = [{"proposal_type": "greedy", "speculative_tokens": 3}]
+    proposal = draft.config.speculators_config["proposal_methods"] = [
+        {"proposal_type": "greedy", "speculative_tokens": 3}
+    ]
     trainer = make_trainer(tmp_path, tokenizer, model=draft, target=tuned)
     trainer.train()
     trainer.save_model()

@@ -351,7 +351,9 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             raise ValueError("This draft stores no head and uses its target's. Call `draft.pair_with(target)` first.")
         tree_settings(self.generation_config)  # raises for settings that could not be loaded
         if IS_INSTALLED and kwargs.get("push_to_hub"):
-            raise ValueError("`push_to_hub=True` writes over whatever is in the repo. Call `draft.push_to_hub(repo_id)`.")
+            raise ValueError(
+                "`push_to_hub=True` writes over whatever is in the repo. Call `draft.push_to_hub(repo_id)`."
+            )
         if IS_INSTALLED and is_main_process and not self._hf_peft_config_loaded:
             installed_module("checkpoints.files", "Saving").check_folder(save_directory)
         weights = self.state_dict() if state_dict is None else state_dict

@@ -447,7 +447,8 @@ def start_store(
     if (folder / "index.json").exists():
         known = json.loads((folder / "index.json").read_text(encoding="utf-8"))
         ours, theirs = (each.with_format("arrow")[:] for each in (rows, load_from_disk(str(folder / "rows"))))
-        description = {**description, "target": known["description"]["target"]}  # it may have moved to another folder
+        before, now = known["description"]["target"], description["target"]
+        description = {**description, "target": before}  # it may have moved to another folder
         if (
             known != {**index, "description": description}
             or ours.column_names != theirs.column_names
@@ -457,7 +458,7 @@ def start_store(
                 f"{folder} holds features of other rows or another target, or stored in another way. Choose another folder, or "
                 "the arguments of its first run."
             )
-        warn_of_other_target(folder, description["target"], index["description"]["target"])
+        warn_of_other_target(folder, before, now)
         return
     unfinished = folder / f"rows{UNFINISHED}"  # of a run that was killed
     if folder.exists() and any(path != unfinished for path in folder.iterdir()):
