@@ -39,7 +39,7 @@ from transformers import AutoModel, AutoModelForCausalLM, CompileConfig, Process
 
 from hf_eagle3.checkpoints import target_class
 from hf_eagle3.data import ImageReader, num_positions
-from hf_eagle3.environment import environment, folder_or_hub_id, run_script, what_differs
+from hf_eagle3.environment import environment, folder_or_hub_id, positive_integer, run_script, what_differs
 from hf_eagle3.evaluation import (
     METHODS,
     BenchmarkResults,
@@ -86,16 +86,20 @@ def parse_arguments():
         choices=[method for method in METHODS if method not in PAPER_ROWS],
         help="By default plain, the methods that have a model, and prompt-lookup at batch size 1",
     )
-    parser.add_argument("--batch_size", "--batch_sizes", type=int, nargs="+", default=[1], dest="batch_sizes")
+    parser.add_argument(
+        "--batch_size", "--batch_sizes", type=positive_integer, nargs="+", default=[1], dest="batch_sizes"
+    )
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     for name, kind in (("top_k", int), ("top_p", float)):
         parser.add_argument(f"--{name}", type=kind, help="For sampling. By default `generate` decides")
-    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--max_new_tokens", type=positive_integer, default=128)
     parser.add_argument(
         "--eos_token_id", type=int, nargs="+", help="Tokens that end a text, instead of the target's own"
     )
-    parser.add_argument("--num_prompts", type=int, help="How many prompts of each task, from the first on")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--num_prompts", type=positive_integer, help="How many prompts of each task, from the first on"
+    )
+    parser.add_argument("--repeats", type=positive_integer, default=3)
     parser.add_argument(
         "--chat_template_path", help="Jinja file, in place of the chat template of the target's tokenizer"
     )

@@ -21,7 +21,7 @@ import torch
 
 from hf_eagle3 import assist
 from hf_eagle3.checkpoints import target_class
-from hf_eagle3.environment import environment, folder_or_hub_id, run_script
+from hf_eagle3.environment import environment, folder_or_hub_id, positive_integer, run_script
 from hf_eagle3.evaluation.drafts import load_draft
 from hf_eagle3.tokenizer import load_tokenizer
 
@@ -50,8 +50,8 @@ def main():
     parser.add_argument("--draft", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     parser.add_argument("--tasks", nargs="+", required=True, help="Tasks of lm_eval, or of `--include_path`")
     parser.add_argument("--include_path", help="Folder of tasks of your own, as lm_eval takes it")
-    parser.add_argument("--limit", type=int, help="How many questions of each task, from the first on")
-    parser.add_argument("--batch_size", type=int, default=1)
+    parser.add_argument("--limit", type=positive_integer, help="How many questions of each task, from the first on")
+    parser.add_argument("--batch_size", type=positive_integer, default=1)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--json", help="Where results go")
     args = parser.parse_args()

@@ -21,7 +21,7 @@ import torch
 
 from hf_eagle3.checkpoints import describe_engines, load_ends, target_class
 from hf_eagle3.drawing import describe_step, tree_text
-from hf_eagle3.environment import folder_or_hub_id, is_path, run_script
+from hf_eagle3.environment import folder_or_hub_id, is_path, positive_integer, run_script
 from hf_eagle3.evaluation.drafts import load_draft, method_of
 from hf_eagle3.remote_code.configuration_eagle3 import FLAGS
 from hf_eagle3.remote_code.policy_eagle3 import tree_settings
@@ -179,7 +179,7 @@ def main():
     parser.add_argument(
         "--prompt", help="Print the trees after this prompt. The target's chat template is used, if it has one"
     )
-    parser.add_argument("--steps", type=int, default=3, help="How many trees --prompt prints")
+    parser.add_argument("--steps", type=positive_integer, default=3, help="How many trees --prompt prints")
     args = parser.parse_args()
     if args.prompt is not None and args.target is None:
         parser.error("--prompt needs a model to go on from it: pass --target")

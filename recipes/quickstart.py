@@ -36,7 +36,7 @@ from trl import DatasetMixtureConfig, SFTConfig, SFTTrainer
 
 from hf_eagle3 import Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
-from hf_eagle3.environment import command_line, folder_or_hub_id, public_name, what_differs
+from hf_eagle3.environment import command_line, folder_or_hub_id, positive_integer, public_name, what_differs
 from hf_eagle3.evaluation.tasks import standard_library
 from hf_eagle3.hub import write_records
 from hf_eagle3.making import FORMS
@@ -284,7 +284,7 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         help="New tokens per prompt in the comparison. By default 48, or 96 for conversations",
     )
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=positive_integer, default=1)
     parser.add_argument("--seed", type=int, default=0)
     # Many processors compute in bfloat16 only by emulation, at a third of float32's speed.
     parser.add_argument(

@@ -418,6 +418,10 @@ def test_a_name_is_no_draft(target):
             target.generate(make_prompt(5), assistant_model=name)
     with pytest.raises(ValueError, match="the class Eagle3ForSpeculation, not a draft"):
         target.generate(make_prompt(5), assistant_model=Eagle3ForSpeculation)
+    draft = Eagle3ForSpeculation.from_target(target)
+    for other in ((draft, {}), [draft], draft.state_dict(), draft.config, torch.nn.DataParallel(draft)):
+        with pytest.raises(ValueError, match=f"`assistant_model` is a {type(other).__name__}, not a draft"):
+            target.generate(make_prompt(5), assistant_model=other)
 
 
 class LastLogits(LlamaForCausalLM):

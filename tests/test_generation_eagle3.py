@@ -300,6 +300,8 @@ def test_eos_and_lengths(target):
         stats = assert_same_text(target, oracle, prompt, max_new_tokens=length)
         assert stats.new_tokens == length
     assert_same_text(target, oracle, prompt, max_new_tokens=None, max_length=19)
+    for length in (11.0, 10.5):  # `_sample` takes any number
+        assert assert_same_text(target, oracle, prompt, max_new_tokens=length).new_tokens == 11
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@ import copy
 import itertools
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
 from conftest import FAMILIES, VOCAB_SIZE, make_prompt, make_target
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -251,6 +253,11 @@ def test_draft_vocabulary(target):
     assert full.d2t is None and torch.equal(full.lm_head.weight, target.lm_head.weight)
     with pytest.raises(ValueError, match=f"0 to {VOCAB_SIZE - 1}"):
         Eagle3ForSpeculation.from_target(target, draft_token_ids=[VOCAB_SIZE])
+    # A number of tokens, a mask and the like would be taken for ids.
+    for ids, what in ((32, "the number 32"), (draft.t2d, "torch.bool"), ([1.5, 2.5], "torch.float32")):
+        for use in (full.trim_draft_vocabulary, partial(Eagle3ForSpeculation.from_target, target)):
+            with pytest.raises(ValueError, match=f"must be a list of token ids, not {what}"):
+                use(draft_token_ids=ids)
     with pytest.raises(ValueError, match="`hidden_size` is 16, but must be 32, the width"):
         Eagle3ForSpeculation.from_target(target, hidden_size=16)
     # A head may have fewer rows than there are tokens.
@@ -353,6 +360,38 @@ def test_unscaled_embedding_of_gemma():
 def test_unknown_override_is_refused(target):
     with pytest.raises(ValueError, match="num_hiden_layers"):
         Eagle3ForSpeculation.from_target(target, num_hiden_layers=2)
+    with pytest.raises(ValueError, match="`draft_vocab_size` has no effect here: pass the `draft_token_ids`"):
+        Eagle3ForSpeculation.from_target(target, draft_vocab_size=32)
+    with pytest.raises(ValueError, match="`dtype` has no effect here"):
+        Eagle3ForSpeculation.from_target(target, dtype=torch.bfloat16)
+
+
+def test_what_is_no_target_and_no_name(target):
+    draft = Eagle3ForSpeculation.from_target(target)
+    for other in ("org/target", target.config, None):
+        for use in (Eagle3ForSpeculation.from_target, draft.validate_target, draft.pair_with):
+            with pytest.raises(TypeError, match=f"must be a loaded model, not {type(other).__name__}"):
+                use(other)
+    for other in (target, draft.config, draft.state_dict()):
+        with pytest.raises(TypeError, match=f"the folder or Hub id of a draft, not {type(other).__name__}"):
+            Eagle3ForSpeculation.from_pretrained(other)
+
+
+def test_saving_beside_another_model(tmp_path, target):
+    draft = Eagle3ForSpeculation.from_target(target)
+    target.save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="has config.json of another model, which the draft would damage"):
+        draft.save_pretrained(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    for _ in range(2):
+        draft.save_pretrained(tmp_path / "draft")
+    adapted = get_peft_model(copy.deepcopy(draft), LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "draft")
+    adapted.save_pretrained(tmp_path / "adapter")
+    for folder in (tmp_path / "draft", tmp_path / "adapter"):  # loaded from there, it would have the adapter twice
+        with pytest.raises(ValueError, match="has (an adapter|adapter_model.safetensors)"):
+            adapted.merge_and_unload().save_pretrained(folder)
 
 
 def test_forward_says_what_is_missing(target, tmp_path):

@@ -85,12 +85,6 @@ def test_saved_draft_generates_without_the_package(tmp_path):
     assert config == json.loads((tmp_path / "draft" / "config.json").read_text())
 
 
-def test_saving_does_not_push_a_part(tmp_path, draft):
-    with pytest.raises(ValueError, match=r"Call `draft.push_to_hub\(repo_id\)`"):
-        draft.save_pretrained(tmp_path / "draft", push_to_hub=True)
-    assert not (tmp_path / "draft").exists()
-
-
 def test_the_travelling_code_is_saved(tmp_path, draft):
     draft.save_pretrained(tmp_path)
     assert {path.name for path in tmp_path.glob("*.py")} == set(TRAVELLING)

@@ -218,7 +218,7 @@ def check_config_dict(config_dict: dict[str, Any]) -> None:
     """
     if not config_dict:
         raise ValueError(
-            "There is no config.json, or it is empty. Download the draft again. If it is a GGUF file, which only llama.cpp reads, "
+            "There is no config.json, or it is empty. Pass its `subfolder`, or download the draft again. If it is a GGUF file, which only llama.cpp reads, "
             "load the draft that it was converted from."
         )
     if (algorithm := config_dict.get("speculators_model_type")) not in ("eagle3", "peagle", None):

@@ -70,6 +70,13 @@ def folder_or_hub_id(name: str) -> str:
     return name
 
 
+def positive_integer(text: str) -> int:
+    """Returns a number on a command line (argparse `type`), which must be at least 1."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
 def public_name(name: str | None) -> str | None:
     """Returns a name that is safe to publish: a Hub id as it is, a path without its parent folders."""
     return Path(name).name if is_path(name) else name

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from .config_checks import ROPE_KEYS
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import Eagle3Config, default_aux_layer_ids
-from .remote_code.loading_eagle3 import fingerprint, similarity
+from .remote_code.loading_eagle3 import check_is_model, fingerprint, similarity
 from .remote_code.target_eagle3 import gathered
 
 
@@ -33,6 +33,13 @@ FORMS: dict[str, dict[str, Any]] = {
     "eagle3.1": {},
     "classic": {"fc_norm": False, "norm_output": False, "model_type": "llama"},
     "p-eagle": {"mask_token_id": "pad"},
+}
+
+
+# Fields of a configuration that follow from other arguments of [`from_target`].
+OTHERWISE = {
+    "draft_vocab_size": "pass the `draft_token_ids` that a draft can propose, or `draft_vocab_size` to the training arguments",
+    "dtype": "a draft has its target's. Call `draft.to(dtype)`",
 }
 
 
@@ -62,6 +69,9 @@ def from_target(
     Raises:
         ValueError: if no draft can be made for the target, or an override or a token id does not exist.
     """
+    check_is_model(target)
+    for name in OTHERWISE.keys() & overrides:
+        raise ValueError(f"`{name}` has no effect here: {OTHERWISE[name]}.")
     if cls.config_class is Eagle3Config:  # engines know parallel drafts without EAGLE-3.1's norms
         is_parallel = overrides.get("mask_token_id") is not None
         norms = {"fc_norm": not overrides.get("norm_before_fc") and not is_parallel, "norm_output": not is_parallel}
@@ -100,7 +110,7 @@ def set_draft_vocabulary(
     target_head = gathered(target.get_output_embeddings().weight.detach())
     num_ids = min(vocab_size, len(target_head))  # a head may have fewer rows than the vocabulary, or more
     ids = range(num_ids) if draft_token_ids is None else draft_token_ids
-    token_ids = torch.as_tensor(ids, dtype=torch.long).flatten().unique()  # ascending
+    token_ids = ascending(ids)
     if len(token_ids) == 0 or token_ids[0] < 0 or token_ids[-1] >= num_ids:
         raise ValueError(
             f"`draft_token_ids` must not be empty, and must be from 0 to {num_ids - 1}, the tokens that the target's head has "
@@ -124,6 +134,22 @@ def set_draft_vocabulary(
     store_draft_vocabulary(draft, token_ids.to(device))
 
 
+def ascending(token_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    """
+    Returns token ids in ascending order, each once.
+
+    Raises:
+        ValueError: if they are something else, such as a number of tokens or a mask (`t2d`).
+    """
+    ids = torch.as_tensor(token_ids)
+    if ids.dim() == 0 or (ids.dtype.is_floating_point or ids.dtype == torch.bool) and ids.numel() > 0:
+        raise ValueError(
+            f"`draft_token_ids` must be a list of token ids, not {f'the number {ids.item()}' if ids.dim() == 0 else ids.dtype}. "
+            "Of a mask take `mask.nonzero()`."
+        )
+    return ids.long().flatten().unique()
+
+
 def logit_factor(target: PreTrainedModel) -> float:
     """Returns by what a target multiplies its head's output (Cohere's `logit_scale`, Granite's `logits_scaling`)."""
     config = target.config.get_text_config(decoder=True)
@@ -143,7 +169,7 @@ def trim_draft_vocabulary(draft: "DraftModel", draft_token_ids: Sequence[int] | 
     Raises:
         ValueError: if there are no ids, or the draft's vocabulary lacks one of them.
     """
-    token_ids = torch.as_tensor(draft_token_ids, dtype=torch.long).flatten().unique()  # ascending
+    token_ids = ascending(draft_token_ids)
     known = draft.draft_token_ids
     token_ids = token_ids.to(known.device)
     kept = torch.isin(known, token_ids).nonzero().flatten()
@@ -237,7 +263,8 @@ def borrow_head(draft: "DraftModel", target: PreTrainedModel) -> None:
 
 def pair_with(draft: "DraftModel", target: PreTrainedModel) -> None:
     """
-    Stores in a draft's configuration which target it is for. Some formats do not say it, and vLLM requires it.
+    Stores in a draft's configuration which target it is for. Some formats do not say it, and vLLM requires it. How tokens
+    are proposed stays as it is, if the draft says it.
 
     Raises:
         ValueError: see [`~Eagle3ForSpeculation.validate_target`].
@@ -248,7 +275,8 @@ def pair_with(draft: "DraftModel", target: PreTrainedModel) -> None:
     num_tokens = target.config.get_text_config(decoder=True).vocab_size
     if num_tokens == draft.config.vocab_size:  # if tokens were added, the draft has a fingerprint that fits
         draft.config.verifier_fingerprint = fingerprint(target.get_input_embeddings().weight)
-    draft.config.speculators_config = speculators_config_for(target, draft.config.speculators_model_type)
+    new = speculators_config_for(target, draft.config.speculators_model_type)
+    draft.config.speculators_config = new | (draft.config.speculators_config or {}) | {"verifier": new["verifier"]}
 
 
 def check_not_offloaded(target: PreTrainedModel) -> None:

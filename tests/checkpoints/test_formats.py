@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.checkpoints import export, load_ends
+from hf_eagle3.checkpoints import export, load_ends, target_class
 
 
 LLAMA3 = {
@@ -540,3 +540,8 @@ def test_a_target_without_its_layers(tmp_path, target):
     save_file({**tensors, "lm_head.weight": torch.ones(95, 32)}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="lm_head.weight"):
         load_ends(tmp_path)
+    # Its own code would be asked for.
+    Eagle3ForSpeculation.from_target(target).save_pretrained(tmp_path / "draft")
+    for load in (load_ends, target_class):
+        with pytest.raises(ValueError, match="draft is a draft, not a target"):
+            load(tmp_path / "draft")

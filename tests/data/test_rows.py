@@ -136,7 +136,7 @@ GOOD = {
         for name in ("loss_mask", "completion_mask", "assistant_masks")
     },
     "labels and a mask": (
-        {"input_ids": [5, 6, 7], "labels": [5, 6, -100], "loss_mask": [0, 1, 1]},
+        {"input_ids": [5, 6, 7], "labels": [5, 6, -100], "loss_mask": (None, 1.0, True)},
         {"tokens": {"input_ids": [5, 6, 7], "labels": [-100, 6, -100]}},
     ),
     "documents": (
@@ -218,6 +218,21 @@ BAD = {
         {"input_ids": [5, 6], "loss_mask": [1, 1, 1]},
         "'loss_mask' has 3 entries, but there are 2 tokens",
     ),
+    "a number of tokens": ({"input_ids": 5}, "'input_ids' is 5, but must be a list of token ids"),
+    "a number as a mask": (
+        {"input_ids": [5, 6], "loss_mask": 1},
+        "'loss_mask' is 1, but must be a list of zeros and ones",
+    ),
+    "-100 in a mask": (
+        {"input_ids": [5, 6], "loss_mask": [-100, 1]},
+        "has -100, but must be a list of zeros and ones",
+    ),
+    "texts as a mask": (
+        {"input_ids": [5, 6], "loss_mask": ["0", "1"]},
+        "has '0', but must be a list of zeros and ones",
+    ),
+    "documents in a mask": ({"input_ids": [5, 6], "attention_mask": [1, 2]}, "has 2, but must be a list of zeros"),
+    "a number as positions": ({"input_ids": [5, 6], "position_ids": 1}, "'position_ids' is 1, but must be a list"),
     "shifted labels": ({"input_ids": [5, 6, 7], "labels": [6, 7, -100]}, "label 0 is 6, but token 0 is 5"),
     "a hole": ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, "excludes tokens in the middle"),
     "only padding": ({"input_ids": [0, 0], "attention_mask": [0, 0]}, "excludes tokens in the middle, or all"),

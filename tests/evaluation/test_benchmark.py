@@ -398,6 +398,12 @@ def test_results_files(tmp_path):
         BenchmarkResults.read(tmp_path / "broken.jsonl")
 
 
+def test_numbers_that_measure_nothing(run_recipe):
+    for option in ("--repeats", "--num_prompts", "--batch_size", "--max_new_tokens"):
+        result = run_recipe("benchmark.py", "--target", "me/model", option, 0)
+        assert result.returncode == 2 and "positive_integer value: '0'" in result.stderr
+
+
 def test_methods_that_cannot_be(tokenizer):
     target, tasks = make_target("llama"), {"words": [[1, 2, 3]]}
     with pytest.raises(ValueError, match="medusa"):

@@ -431,6 +431,29 @@ def test_a_draft_pushed_from_the_hub_keeps_its_records(hub, draft, tmp_path):
     assert after["notes.py"] == b"# mine"
 
 
+def test_records_are_of_the_revision_and_folder_that_was_loaded(hub, draft, tmp_path):
+    push_draft(draft, REPO, training=training_of(draft))
+    hub.repos[REPO]["two"] = [{f"sub/{name}": content for name, content in files_of(hub).items()}]
+    other = make_draft(make_target("llama"), [make_prompt(5)], seed=1)
+    push_draft(other, REPO, training=training_of(other))
+    for name, content in hub.repos[REPO]["two"][0].items():
+        path = tmp_path / "runs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    for source, revision in ((REPO, "two"), (tmp_path / "runs", "main")):
+        loaded = Eagle3ForSpeculation.from_pretrained(source, revision=revision, subfolder="sub")
+        push_draft(loaded, "me/again")
+        assert files_of(hub, "me/again")["training.json"] == hub.repos[REPO]["two"][0]["sub/training.json"]
+        hub.repos.pop("me/again")
+
+
+def test_saving_does_not_push(hub, draft, tmp_path):
+    hub.repos["me/target"] = {"main": [{"config.json": b"{}", "model.safetensors": b"weights"}]}
+    with pytest.raises(ValueError, match=r"over whatever is in the repo. Call `draft.push_to_hub\(repo_id\)`"):
+        draft.save_pretrained(tmp_path / "target", push_to_hub=True, repo_id="me/target")
+    assert len(hub.repos["me/target"]["main"]) == 1 and not (tmp_path / "target").exists()
+
+
 def test_paths_of_this_machine_stay_here(hub, draft, tmp_path):
     (tmp_path / "secret-folder" / "target").mkdir(parents=True)
     draft.config.speculators_config["verifier"]["name_or_path"] = str(tmp_path / "secret-folder" / "target")

@@ -675,6 +675,22 @@ def test_an_optimizer_of_the_caller_s(tmp_path, tokenizer, is_class):
     assert arguments["optimizers"] == "SGD" and "learning_rate" not in arguments
 
 
+def test_an_optimizer_of_another_model(tmp_path, tokenizer):
+    """The draft would learn nothing, as one that is frozen."""
+    draft = Eagle3ForSpeculation.from_target(target := make_target("llama"))
+    args = make_trainer(tmp_path, tokenizer).args
+    for model, other in ((None, draft), (draft, target), (draft, copy.deepcopy(draft))):
+        with pytest.raises(ValueError, match="The optimizer has .* parameters that are not the draft's"):
+            Eagle3Trainer(
+                model=model,
+                target_model=target,
+                args=args,
+                train_dataset=TEXTS,
+                processing_class=tokenizer,
+                optimizers=(torch.optim.SGD(other.parameters()), None),
+            )
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("names", [("from", "value"), ("role", "content")])
 def test_conversations_are_messages(tmp_path, tokenizer, names, is_stream):
@@ -997,6 +1013,26 @@ def test_the_threshold_of_a_draft_that_is_trained_further(tmp_path, tokenizer, o
     draft.generation_config.assistant_confidence_threshold = own
     make_trainer(tmp_path, tokenizer, model=draft, target=target)
     assert draft.generation_config.assistant_confidence_threshold == expected
+
+
+def test_a_draft_that_is_trained_further_names_its_new_target(tmp_path, tokenizer):
+    """`vllm serve DRAFT` loads the target that the draft names."""
+    target, tuned = make_target("llama"), make_target("llama")
+    target.config._name_or_path, tuned.config._name_or_path = "org/Base", "org/Tuned"
+    with torch.no_grad():
+        tuned.get_input_embeddings().weight += 0.01
+    draft = Eagle3ForSpeculation.from_target(target)
+    proposal = draft.config.speculators_config["proposal_methods"] = [
+        {"proposal_type": "greedy", "speculative_tokens": 3}
+    ]
+    trainer = make_trainer(tmp_path, tokenizer, model=draft, target=tuned)
+    trainer.train()
+    trainer.save_model()
+    config = Eagle3ForSpeculation.from_pretrained(tmp_path).config
+    assert config.verifier == "org/Tuned" and config.speculators_config["proposal_methods"] == proposal
+    assert config.verifier_fingerprint == Eagle3ForSpeculation.from_target(tuned).config.verifier_fingerprint
+    tuned.config._name_or_path = ""  # unknown: better the old one than none
+    assert make_trainer(tmp_path, tokenizer, model=str(tmp_path), target=tuned).draft.config.verifier == "org/Tuned"
 
 
 def test_a_target_by_its_name(tmp_path, tokenizer):

@@ -11,6 +11,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from ..auto import kind_of_draft
 from ..file_checks import check_is_fetched, read_index
@@ -106,6 +107,23 @@ def check_no_other_model(
         other = None if is_draft else "config.json"
     if other is not None:
         raise ValueError(f"{place} has {other} of another model, which the draft would damage. Choose another place.")
+
+
+def check_folder(folder: str | Path, is_adapter: bool = False) -> None:
+    """
+    Checks that a draft, or its adapter, may be saved to a folder, which need not exist.
+
+    Raises:
+        ValueError: if the folder has another model, or an adapter, which transformers would load into a whole draft there.
+    """
+    folder = Path(folder)
+    names = ("config.json", ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, *WEIGHT_FILES)
+    present = [name for name in names if (folder / name).exists()]
+    check_no_other_model(folder, present, folder.joinpath, is_adapter)
+    if ADAPTER_CONFIG_NAME in present and not is_adapter:
+        raise ValueError(
+            f"{folder} has an adapter ({ADAPTER_CONFIG_NAME}), which transformers would load into the draft. Choose another folder."
+        )
 
 
 def check_repo(repo_id: str, revision: str | None, token: bool | str | None, is_adapter: bool = False) -> None:

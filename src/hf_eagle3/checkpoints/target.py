@@ -6,6 +6,8 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import logging
 
+from ..tokenizer import check_is_target
+
 
 def target_class(name: str | Path, with_images: bool = False, **kwargs: Any) -> Any:
     """
@@ -15,7 +17,11 @@ def target_class(name: str | Path, with_images: bool = False, **kwargs: Any) -> 
         name (`str` or `Path`): Folder or Hub id.
         with_images (`bool`, *optional*, defaults to `False`): Whether the target is to read images.
         kwargs (*optional*): For `AutoConfig.from_pretrained`.
+
+    Raises:
+        ValueError: if it is a draft, or an adapter.
     """
+    check_is_target(name, **kwargs)
     config = AutoConfig.from_pretrained(name, **kwargs)
     if type(config) not in AutoModelForImageTextToText._model_mapping:
         return AutoModelForCausalLM
@@ -33,9 +39,10 @@ def load_ends(name: str | Path, revision: str | None = None, **kwargs: Any) -> P
         kwargs (*optional*): For `from_pretrained`.
 
     Raises:
-        ValueError: if the checkpoint lacks them, or their sizes differ from its configuration.
+        ValueError: if the checkpoint lacks them, or their sizes differ from its configuration, or it is no target.
     """
     shared = {"revision": revision, "trust_remote_code": kwargs.get("trust_remote_code", False)}
+    auto_class = target_class(name, **shared)
     config = AutoConfig.from_pretrained(name, **shared)
     text_config = config.get_text_config(decoder=True)
     num_layers, text_config.num_hidden_layers = text_config.num_hidden_layers, 0
@@ -43,7 +50,7 @@ def load_ends(name: str | Path, revision: str | None = None, **kwargs: Any) -> P
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it would report every missing layer
     try:
-        target, info = target_class(name, **shared).from_pretrained(
+        target, info = auto_class.from_pretrained(
             name, config=config, revision=revision, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs
         )
     finally:

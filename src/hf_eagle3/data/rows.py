@@ -355,7 +355,11 @@ def check_calls(message: dict) -> None:
 
 def is_learned(message: dict) -> bool:
     """Whether a message has none of `WEIGHTS` that says not to learn it."""
-    return all(str(message.get(key)).lower() not in ("0", "0.0", "false") for key in WEIGHTS)
+    weights = {key: message[key] for key in WEIGHTS if message.get(key) is not None}
+    for key, weight in weights.items():
+        if isinstance(weight, str):  # "false" is true
+            raise RowError(f"a message has {_shown(weight)} as {key!r}, but must have a number, true or false")
+    return all(weight != 0 for weight in weights.values())
 
 
 def _read_call(call: Any, where: str) -> dict:
@@ -408,19 +412,18 @@ def read_tokens(row: dict[str, Any]) -> dict[str, list[int]]:
     Returns `input_ids` and `labels`. A label is -100 if the row's `labels` or one of its masks exclude the token. Padding
     at both ends, which the attention mask excludes, is removed.
     """
-    tokens = row.get("input_ids")
-    if tokens is None or len(tokens) == 0:
+    tokens = [] if (tokens := row.get("input_ids")) is None else _integers(tokens, "input_ids")
+    if not tokens:
         raise RowError("'input_ids' is missing or empty")
-    tokens = _integers(tokens, "input_ids")
     labels = row.get("labels")
     labels = list(tokens) if labels is None else _integers(labels, "labels")
-    for name, mask in {"labels": labels, **{name: row[name] for name in MASKS if row.get(name) is not None}}.items():
+    masks = {name: _mask(row[name], name) for name in MASKS if row.get(name) is not None}
+    for name, mask in {"labels": labels, **masks}.items():
         if len(mask) != len(tokens):
             raise RowError(f"{name!r} has {len(mask)} entries, but there are {len(tokens)} tokens")
         if name != "labels":
             labels = [label if seen else -100 for label, seen in zip(labels, mask)]
-    attended = row.get("attention_mask")
-    if attended is not None:
+    if (attended := masks.get("attention_mask")) is not None:
         places = [place for place, seen in enumerate(attended) if seen]
         if not places or len(places) != places[-1] - places[0] + 1:
             raise RowError(
@@ -440,7 +443,7 @@ def read_tokens(row: dict[str, Any]) -> dict[str, list[int]]:
         read["seq_lengths"] = _integers(row["seq_lengths"], "seq_lengths")
         if sum(read["seq_lengths"]) != len(tokens):
             raise RowError(f"'seq_lengths' sum to {sum(read['seq_lengths'])}, but there are {len(tokens)} tokens")
-    elif row.get("position_ids") is not None and list(row["position_ids"])[1:].count(0):
+    elif row.get("position_ids") is not None and _integers(row["position_ids"], "position_ids")[1:].count(0):
         raise RowError("'position_ids' start again within the row. Say where documents end with 'seq_lengths'")
     return read
 
@@ -453,6 +456,15 @@ def _integers(values: Any, name: str) -> list[int]:
         wrong = next(value for value in values if type(value) is not int)
         raise RowError(f"{name!r} has {_shown(wrong)}, but must be a list of token ids")
     return list(values)
+
+
+def _mask(values: Any, name: str) -> list:
+    """Returns a mask. Other numbers than 0 and 1 may mean the opposite (-100), or documents (1, 1, 2, 2)."""
+    values = list(values) if isinstance(values, tuple) else values
+    mask = _as_list(values, repr(name), "of zeros and ones")
+    if wrong := [value for value in mask if value not in (0, 1, None)]:
+        raise RowError(f"{name!r} has {_shown(wrong[0])}, but must be a list of zeros and ones")
+    return mask
 
 
 def _as_list(value: Any, where: str, of_what: str = "of dictionaries") -> list:

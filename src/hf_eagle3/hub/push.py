@@ -214,7 +214,7 @@ def records_of(
     found = dict(given)
     for name, record in given.items():
         if record is None and source:
-            found[name] = record_beside(source, name)
+            found[name] = record_beside(source, name, **getattr(draft, "loaded_with", {}))
     if not any(found.values()):
         return None, None
     digest = weights_digest(draft.state_dict())
@@ -231,10 +231,10 @@ def records_of(
     return found[TRAINING_RECORD], found[BENCHMARK_RECORD]
 
 
-def record_beside(source: str, name: str) -> dict | BenchmarkResults | None:
+def record_beside(source: str, name: str, **hub_kwargs: Any) -> dict | BenchmarkResults | None:
     """Returns a record from the folder or repo that a draft was loaded from, or `None`."""
     try:
-        path = find(source, name)
+        path = find(source, name, **hub_kwargs)
     except OSError as error:
         if isinstance(error.__cause__, RepositoryNotFoundError):
             return None

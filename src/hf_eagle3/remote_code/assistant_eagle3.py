@@ -185,6 +185,11 @@ def validate_with_assistant(
         raise ValueError(NAME_OF_DRAFT.format(str(assistant)))
     if isinstance(assistant, type):
         raise ValueError(f"`assistant_model` is the class {assistant.__name__}, not a draft. Load a draft with it.")
+    if not (assistant is None or hasattr(assistant, "config") or hasattr(assistant, "assisted_decoding")):
+        raise ValueError(
+            f"`assistant_model` is a {type(assistant).__name__}, not a draft. Pass what `from_pretrained` returns (with "
+            "`output_loading_info=True` the first of both), without a wrapper."
+        )
     if hasattr(assistant, "assisted_decoding"):
         assistant.validate_target(target)
         # Transformers would compare vocabularies, but a target may have more tokens than its assistant knows.

@@ -94,11 +94,21 @@ def weights_digest(state_dict: dict[str, torch.Tensor]) -> str:
 # Targets -----------------------------------------------------------------------------------------------------------
 
 
+def check_is_model(target: Any) -> None:
+    """Raises `TypeError` if a target is no loaded model, but its name, say."""
+    if not hasattr(target, "get_input_embeddings"):
+        raise TypeError(
+            f"The target must be a loaded model, not {type(target).__name__}. Load it with `AutoModelForCausalLM.from_pretrained`, "
+            "and pass it without a wrapper."
+        )
+
+
 def check_pairing(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     """
     Raises `ValueError`, naming both sides, if the draft was made for a target of another kind, size or vocabulary, or for
     another model of the same sizes.
     """
+    check_is_model(target)
     config, text_config = draft.config, target.config.get_text_config(decoder=True)
     target_name = f"{type(target).__name__} {target.config.name_or_path or '(unnamed)'}"
     draft_name = f"The draft {config.name_or_path or '(unnamed)'}, made for {config.verifier},"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,11 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             ImportError: if transformers lacks what this code needs.
         """
         check_needs()
+        if not isinstance(pretrained_model_name_or_path, (str, PathLike, type(None))):
+            raise TypeError(
+                f"`from_pretrained` takes the folder or Hub id of a draft, not {type(pretrained_model_name_or_path).__name__}. "
+                "`from_target` makes a draft for a target."
+            )
         path, source = pretrained_model_name_or_path, str(pretrained_model_name_or_path)
         wants_loading_info = kwargs.pop("output_loading_info", False)
         # This class's code runs. Transformers would also run the folder's `custom_generate`.
@@ -283,6 +289,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         if report["format"] != "speculators":
             model.name_or_path = model.config.name_or_path = source
             logger.info(f"{source} was read as a checkpoint of the {report['format']} format: {report}")
+        model.loaded_with = {name: hub_kwargs[name] for name in ("revision", "subfolder") if name in hub_kwargs}
         return (model, {**info, **report}) if wants_loading_info else model
 
     @classmethod
@@ -334,18 +341,21 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         """
         Saves the draft and its code in `save_directory`. See [`~transformers.PreTrainedModel.save_pretrained`], also for
         `is_main_process`, `state_dict`, `args` and `kwargs`. Raises `ValueError` if the draft stores no head, and has not met
-        the target whose head it uses, or with `push_to_hub=True`, which would push before all files are written.
+        the target whose head it uses, if the folder has another model, or if it is to be pushed, for which there is
+        [`push_to_hub`].
 
         The folder also serves as `custom_generate`:
         `target.generate(..., custom_generate=folder, assistant_model=draft, trust_remote_code=True)`.
         """
         if any(args[:1]) or kwargs.get("push_to_hub"):
             raise ValueError(
-                "`push_to_hub=True` would push a part of the draft. Call `draft.push_to_hub(repo_id)` instead."
+                "`push_to_hub=True` would push a part of the draft, over whatever is in the repo. Call `draft.push_to_hub(repo_id)`."
             )
         if self.get_output_embeddings().out_features == 0:
             raise ValueError("This draft stores no head and uses its target's. Call `draft.pair_with(target)` first.")
         tree_settings(self.generation_config)  # raises for settings that could not be loaded
+        if IS_INSTALLED and is_main_process and not self._hf_peft_config_loaded:
+            installed_module("checkpoints.files", "Saving").check_folder(save_directory)
         weights = self.state_dict() if state_dict is None else state_dict
         if is_main_process and all(type(weight) is torch.Tensor and not weight.is_meta for weight in weights.values()):
             self.config.weights_digest = weights_digest(weights)

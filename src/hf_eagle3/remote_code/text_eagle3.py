@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of a batch: the text of each row, and tensors whose rows have different lengths (all end at the right)."""
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -157,7 +158,7 @@ def pad_token_of(generation_config: GenerationConfig) -> int:
 def max_length_of(stopping_criteria: StoppingCriteriaList) -> int:
     """The length at which `MaxLengthCriteria` end every row. Subclasses of it may not."""
     lengths = [criteria.max_length for criteria in stopping_criteria if type(criteria) is MaxLengthCriteria]
-    return min(lengths, default=torch.iinfo(torch.long).max)
+    return math.ceil(min([*lengths, torch.iinfo(torch.long).max]))  # they may be floats
 
 
 def right_index(lengths: torch.Tensor, width: int) -> torch.Tensor:

@@ -70,6 +70,20 @@ def optimizer_name(kwargs: dict[str, Any]) -> str | None:
     return None if chosen[0] is None else chosen[0].__name__
 
 
+def check_optimizer(trainer: Eagle3Trainer) -> None:
+    """
+    Raises:
+        ValueError: if the caller's optimizer has parameters of another model, and so would leave the draft as it is.
+    """
+    own = set(map(id, trainer.model.parameters()))
+    groups = [] if trainer.optimizer is None else trainer.optimizer.param_groups
+    if others := sum(id(parameter) not in own for group in groups for parameter in group["params"]):
+        raise ValueError(
+            f"The optimizer has {others} parameters that are not the draft's. Make it of the parameters of the draft that you pass as "
+            "`model`. If that stores no head, call `draft.pair_with(target)` before."
+        )
+
+
 def all_datasets(train_dataset: Any, eval_dataset: Any) -> list[Any]:
     """Returns the data sets of a trainer."""
     return [train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset])]

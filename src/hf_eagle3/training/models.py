@@ -21,7 +21,7 @@ from ..data import sees_images
 from ..making import FORMS, check_not_offloaded
 from ..remote_code.modeling_eagle3 import DraftModel, Eagle3ForSpeculation
 from ..tensor_names import HUB_ARGUMENTS
-from ..tokenizer import check_is_target, load_tokenizer
+from ..tokenizer import load_tokenizer
 from .arguments import Eagle3TrainingArguments
 
 
@@ -72,7 +72,6 @@ def load_target(
     shared = (*HUB_ARGUMENTS, "code_revision", "trust_remote_code")
     kwargs = {key: value for key, value in init_kwargs.items() if key in shared}
     if isinstance(target, str):
-        check_is_target(name, **kwargs)
         target = target_class(name, with_images, **kwargs).from_pretrained(name, **{"dtype": "auto", **init_kwargs})
     if processing_class is None:
         processing_class = load_processing_class(name, with_images, **kwargs)
@@ -149,6 +148,8 @@ def draft_to_train(
         )
     check_trainable(draft, target_model, args)
     check_not_offloaded(target_model)
+    if model is not None and target_model.config._name_or_path:  # it may have been made for another, such as its base
+        draft.pair_with(target_model)
     if not hasattr(draft, "peft_config"):  # PEFT has frozen the rest
         for name in draft.frozen_modules:
             if hasattr(draft, name):

@@ -18,17 +18,15 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
-from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from trl import SFTTrainer
 
-from ..checkpoints.files import check_no_other_model, check_repo
+from ..checkpoints.files import check_folder, check_repo
 from ..environment import command_line, public_name
 from ..files import write_atomically
 from ..hub import card_on_hub, is_edited, render_card, write_records
 from ..hub.push import verifier_without_path
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.modeling_eagle3 import DraftModel
-from ..tensor_names import WEIGHT_FILES
 from .checkpoint import CHECKPOINT_FILES, list_files
 from .models import without_adapter
 from .record import training_record
@@ -53,8 +51,7 @@ def check_output_folder(folder: str | Path, target_name: str | None, is_adapter:
         raise ValueError(
             f"`output_dir` is {folder}, the target's folder, which the draft would damage. Choose another."
         )
-    names = [name for name in ("config.json", ADAPTER_SAFE_WEIGHTS_NAME, *WEIGHT_FILES) if (folder / name).exists()]
-    check_no_other_model(folder, names, folder.joinpath, is_adapter)
+    check_folder(folder, is_adapter)
 
 
 class DraftSavingTrainer(SFTTrainer):

@@ -38,7 +38,14 @@ from ..remote_code.modeling_eagle3 import DraftModel
 from ..remote_code.target_eagle3 import is_sharded
 from .arguments import Eagle3TrainingArguments
 from .checkpoint import last_whole_checkpoint, what_is_broken
-from .checks import all_datasets, check_batches, check_call, check_parallelism, optimizer_name
+from .checks import (
+    all_datasets,
+    check_batches,
+    check_call,
+    check_optimizer,
+    check_parallelism,
+    optimizer_name,
+)
 from .console import show_few
 from .evaluation import check_best_metric, check_decoding, decoding_metrics, kept_precision
 from .features import (
@@ -172,6 +179,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         self.rows_with_images = rows_with_images(self.train_dataset)  # here, because it reads them all
         self._connect_models(store)
         check_batches(self)
+        check_optimizer(self)
         check_best_metric(self)
         check_decoding(self)
         self.metrics = TTTMetrics(self.accelerator, args.ttt_steps, args.ttt_step_decay)
