@@ -215,9 +215,9 @@ class Drafter(Proposer):
         return torch.no_grad() if self.is_static else torch.inference_mode()
 
     def observe(self, accepted: Accepted) -> None:
-        tokens, states, positions = accepted.tokens, accepted.states, accepted.positions
-        blocks = tokens.to(self.like.device), states.to(self.like), positions.to(self.like.device)
-        self.unread.append((blocks, accepted.counts))
+        states: Any = accepted.states
+        tokens, positions = accepted.tokens.to(self.like.device), accepted.positions.to(self.like.device)
+        self.unread.append(((tokens, states.to(self.like), positions), accepted.counts))
         if len(self.unread) > self.MAX_UNREAD:
             if self.lengths:
                 del self.unread[0]
@@ -267,7 +267,7 @@ class Drafter(Proposer):
         of_rows: Any = (None if each is None else each[: len(self.lengths)] for each in grown)
         tokens, parents, depths, ancestors, confidences = of_rows
         # The next CUDA graph overwrites what this one returned. Tokens may be needed longer (see `ReplayCache`).
-        return DraftTree(tokens.clone(), parents, depths, ancestors, confidences, self.max_plan.depth)
+        return DraftTree(tokens.clone(), parents, depths, ancestors, self.max_plan.depth, confidences)
 
     def _prepare(self, has_fixed_shape: bool) -> tuple[DraftState, Unread]:
         """The inputs of a tree: the newest tokens. Reads all others."""
