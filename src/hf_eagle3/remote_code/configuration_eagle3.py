@@ -90,9 +90,9 @@ class Eagle3Config(PreTrainedConfig):
             The version of the schema.
         speculators_config (`dict`, *optional*):
             Proposal methods and the target (there `verifier`), as `speculators` defines them.
-        weights_digest (`str`, *optional*), code_digest (`str`, *optional*):
-            SHA-256 of a checkpoint's weights and code. They are written when a draft is saved, checked when it is loaded,
-            and not kept. A `config_digest` beside them shows if a config.json was changed.
+        weights_digest (`str`, *optional*):
+            SHA-256 of a checkpoint's weights. It is written when a draft is saved, checked when it is loaded, and not kept.
+            A `config_digest` beside it shows if a config.json was changed.
 
     Raises:
         ValueError: if a value is of the wrong type, flags exclude each other, the layers are not Llama's or Qwen3's or
@@ -126,7 +126,6 @@ class Eagle3Config(PreTrainedConfig):
     speculators_version: str = "0.9.0"
     speculators_config: dict | None = None
     weights_digest: str | None = None
-    code_digest: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         layer_config = self.transformer_layer_config or {}
@@ -161,8 +160,7 @@ class Eagle3Config(PreTrainedConfig):
         """[`~transformers.PreTrainedConfig.from_dict`] that raises `ValueError` if a `config.json` is not what was saved."""
         config_dict = dict(config_dict)
         digest = config_dict.pop("config_digest", None)
-        # These are of the checkpoint, not of other drafts with this configuration.
-        for name in ("weights_digest", "code_digest"):
+        for name in ("weights_digest", "code_digest"):  # of the checkpoint, not of other drafts (older ones have both)
             config_dict.pop(name, None)
         if IS_INSTALLED:
             installed_module("config_checks", "A configuration").check_config_dict(config_dict)

@@ -63,24 +63,6 @@ def check_weights(tensors: dict[str, torch.Tensor], source: str | Path, digest: 
         )
 
 
-def check_code(digest: str | None, source: str | Path) -> None:
-    """Warns if a draft runs other code than it was saved with (`digest`). The installed package may be newer."""
-    folder = Path(__file__).parent
-    if digest is not None and not IS_INSTALLED and digest != code_digest(folder):
-        logger.warning(
-            f"{source} runs other code than it was saved with: someone changed it, or transformers' module cache has another "
-            f"draft's ({folder}). Download the draft again, or remove that folder."
-        )
-
-
-def code_digest(folder: str | Path) -> str:
-    """SHA-256 of the code in a folder that ships with drafts."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(folder).glob("*_eagle3.py")):
-        digest.update(path.name.encode() + path.read_bytes().replace(b"\r\n", b"\n"))
-    return digest.hexdigest()
-
-
 def weights_digest(state_dict: dict[str, torch.Tensor]) -> str:
     """SHA-256 of a draft's weights in bfloat16, so that a float32 draft and its bfloat16 copy have the same."""
     digest = hashlib.sha256()

@@ -30,12 +30,10 @@ from .auto_eagle3 import IS_INSTALLED, check_needs, installed_module, logger
 from .configuration_eagle3 import Eagle3Config, default_aux_layer_ids
 from .drafter_eagle3 import Drafter
 from .loading_eagle3 import (
-    check_code,
     check_draft,
     check_loading_info,
     check_pairing,
     check_weights,
-    code_digest,
     read_config,
     weights_digest,
 )
@@ -271,15 +269,14 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         check_loading_info(info, source)
         if IS_INSTALLED:
             installed_module("file_checks", "Loading").check_draft_vocabulary(model, source)
-        content = content or {}
-        check_code(content.get("code_digest"), source)
         for name, value in tree_settings(model.generation_config).items():  # drafts of others have none
             setattr(model.generation_config, name, value)
         if not hasattr(model, "hf_quantizer"):
             # These weights are not those that were saved: other variants, float16, adapters, and the caller's own.
             is_changed = variant or kwargs.get("state_dict") is not None
             is_changed = is_changed or model.dtype == torch.float16 or model._hf_peft_config_loaded
-            check_weights(model.state_dict(), source, None if is_changed else content.get("weights_digest"))
+            digest = None if is_changed or content is None else content.get("weights_digest")
+            check_weights(model.state_dict(), source, digest)
         if report["format"] != "speculators":
             model.name_or_path = model.config.name_or_path = source
             logger.info(f"{source} was read as a checkpoint of the {report['format']} format: {report}")
@@ -345,11 +342,10 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         weights = self.state_dict() if state_dict is None else state_dict
         if is_main_process and all(type(weight) is torch.Tensor and not weight.is_meta for weight in weights.values()):
             self.config.weights_digest = weights_digest(weights)
-        self.config.code_digest = code_digest(Path(__file__).parent)
         try:
             super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
         finally:
-            self.config.weights_digest = self.config.code_digest = None
+            self.config.weights_digest = None
         if self._auto_class is not None:  # transformers saved the code
             if self.config.speculators_config is None:
                 logger.warning_once(
