@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -551,7 +551,6 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
         position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
-        use_cache: bool | None = None,
         inputs_embeds: torch.Tensor | None = None,
         logits_to_keep: int = 0,
         **kwargs: Any,
@@ -573,8 +572,6 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
                 Rotary positions. By default they continue those of the cache.
             cache (`Cache`, *optional*):
                 The draft's cache, extended in place.
-            use_cache (`bool`, *optional*, defaults to `False`):
-                Whether to make a cache if none is passed.
             inputs_embeds (`torch.FloatTensor` of shape `(batch_size, sequence_length, hidden_size)`, *optional*):
                 Embeddings to read instead of `input_ids`.
             logits_to_keep (`int`, *optional*, defaults to `0`):
@@ -593,8 +590,6 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.embed(input_ids)
-        if use_cache and cache is None:
-            cache = DynamicCache()
         normed, last_hidden_state = self.step(
             inputs_embeds, hidden_states, attention_mask, position_ids, cache, only_last=logits_to_keep == 1
         )
