@@ -2,7 +2,6 @@
 """What a target can do, and which calls of `generate` EAGLE-3 decoding takes."""
 
 import functools
-import inspect
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -68,14 +67,6 @@ def check_call(
     may_replay: bool,
 ) -> None:
     """Raises `ValueError` if EAGLE-3 decoding does not take the settings, the target, the prompt or the cache of a call."""
-    check_settings(target, generation_config, model_kwargs)
-    check_model(target)
-    check_prompt(target, input_ids, model_kwargs)
-    if model_kwargs.get(CACHE) is not None:
-        check_given_cache(target, model_kwargs[CACHE], model_kwargs.get("attention_mask"), may_replay)
-
-
-def check_settings(target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     if generation_config.num_beams > 1:  # with `custom_generate`; otherwise transformers ignores the draft
         raise ValueError("EAGLE-3 decoding does not search with beams. Leave out `num_beams` or the draft.")
     if not model_kwargs.get("use_cache", True):
@@ -99,6 +90,20 @@ def check_settings(target: PreTrainedModel, generation_config: GenerationConfig,
             f"than token by token, and this text may have {generation_config.max_length} tokens. Lower `max_new_tokens`, or "
             "leave out the draft."
         )
+    if model_kwargs.get("position_ids") is None:
+        raise ValueError(
+            f"{type(target).__name__} takes no `position_ids`, or `generate` makes none for it, but siblings in a tree share a "
+            "position. Use another target, or leave out the draft."
+        )
+    attention_mask = model_kwargs.get("attention_mask")  # newer transformers leaves it out if it masks nothing
+    if attention_mask is not None and attention_mask.shape[-1] < input_ids.shape[1]:
+        raise ValueError(
+            f"The prompt has {input_ids.shape[1]} tokens, but its `attention_mask` has {attention_mask.shape[-1]}: "
+            "`token_healing` made the prompt longer. Heal it before the call, or leave out the draft."
+        )
+    check_model(target)
+    if model_kwargs.get(CACHE) is not None:
+        check_given_cache(target, model_kwargs[CACHE], attention_mask, may_replay)
 
 
 def check_model(target: PreTrainedModel) -> None:
@@ -126,25 +131,6 @@ def check_model(target: PreTrainedModel) -> None:
         raise ValueError(
             f"{name} has a `_sample` of its own, and without a draft its text may be another one. EAGLE-3 decoding follows that "
             "of transformers. Leave out the draft."
-        )
-    if "position_ids" not in inspect.signature(target.forward).parameters:
-        raise ValueError(
-            f"{name} takes no `position_ids`, but siblings in a tree share a position. Use another target, or leave out the "
-            "draft."
-        )
-
-
-def check_prompt(target: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
-    if model_kwargs.get("position_ids") is None:
-        raise ValueError(
-            f"EAGLE-3 decoding needs `position_ids`, and `generate` makes none for {type(target).__name__}. Leave out the "
-            "draft."
-        )
-    attention_mask = model_kwargs.get("attention_mask")  # newer transformers leaves it out if it masks nothing
-    if attention_mask is not None and attention_mask.shape[-1] < input_ids.shape[1]:
-        raise ValueError(
-            f"The prompt has {input_ids.shape[1]} tokens, but its `attention_mask` has {attention_mask.shape[-1]}: "
-            "`token_healing` made the prompt longer. Heal it before the call, or leave out the draft."
         )
 
 
