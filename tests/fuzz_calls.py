@@ -28,7 +28,7 @@ from conftest import (
     make_target,
     make_tokenizer,
 )
-from simulated_graph import SimulatedGraph
+from simulated_graph import SIMULATION
 from transformers import (
     AutoModel,
     DynamicCache,
@@ -499,7 +499,8 @@ def run(rng: random.Random, folder) -> tuple[int, str | None]:
                 for module in ("cache", "decoding", "drafter"):
                     name = f"hf_eagle3.remote_code.{module}_eagle3.captures_graphs"
                     stack.enter_context(mock.patch(name, lambda device: True))
-                stack.enter_context(mock.patch("hf_eagle3.remote_code.devices_eagle3.CudaGraph", SimulatedGraph))
+                for name, value in SIMULATION.items():
+                    stack.enter_context(mock.patch(name, value))
         case = {"call": run_call, "interrupted": run_interrupted, "threads": run_threads}[kind]
         num_calls, finding, kwargs = case(rng, target, lengths, seed, folder)
     if finding is not None:

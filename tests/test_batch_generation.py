@@ -62,8 +62,8 @@ def assert_same_texts(target, batch, seed=0, **kwargs):
 )
 def test_greedy_text_of_every_family(family, settings):
     stats = assert_same_texts(make_target(family), make_batch(LENGTHS), **settings)
-    # Rows went apart, or this would prove nothing. Cohere's tiny target mostly says what its draft's head says from the start.
-    num_lengths = 2 if family == "cohere" else 3
+    # Rows went apart, or this would prove nothing. Cohere's tiny targets mostly say what their draft's head says from the start.
+    num_lengths = 2 if family.startswith("cohere") else 3
     assert max(stats.accepted_lengths) >= 4 and len(set(stats.accepted_lengths)) >= num_lengths
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import FAMILIES, each_once, make_batch, make_draft, make_oracle, make_prompt, make_target
-from simulated_graph import SimulatedGraph
+from simulated_graph import SIMULATION, SimulatedGraph
 from test_retired_rows import end_token
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
@@ -351,7 +351,8 @@ def graphs(monkeypatch, waiting_host):
     """As on a CUDA device, where the draft is captured, and what static caches keep."""
     for module in ("cache", "decoding", "drafter"):
         monkeypatch.setattr(f"hf_eagle3.remote_code.{module}_eagle3.captures_graphs", lambda device: True)
-    monkeypatch.setattr("hf_eagle3.remote_code.devices_eagle3.CudaGraph", SimulatedGraph)
+    for name, value in SIMULATION.items():
+        monkeypatch.setattr(name, value)
     monkeypatch.setattr(SimulatedGraph, "made", [])
     monkeypatch.setattr(SimulatedGraph, "has_failed", False)
     return SimulatedGraph.made

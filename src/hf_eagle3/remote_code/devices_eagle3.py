@@ -146,11 +146,8 @@ class CudaGraph:
 
 
 @contextlib.contextmanager
-def on_stream(stream: Any | None) -> Iterator[None]:
+def on_stream(stream: Any) -> Iterator[None]:
     """Runs kernels on a CUDA stream, after those of the current stream and before its next ones."""
-    if stream is None:
-        yield
-        return
     current = torch.cuda.current_stream(stream.device)
     stream.wait_stream(current)
     try:
@@ -166,7 +163,7 @@ class GraphedFunction:
     CALLS_BEFORE = 2  # load kernels and allocate workspaces, which a capture cannot do
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device)
         self.num_calls = 0
         self.state: object = None
         self.shapes: list[Any] = []  # of the inputs

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .accept_eagle3 import Sampler, sample_scores
 from .cache_eagle3 import additive_mask
 from .devices_eagle3 import GraphedFunction, captures_graphs, compiled, on_device, reads_without_sync
-from .target_eagle3 import position_limits
+from .target_eagle3 import has_plain_modules, position_limits
 from .text_eagle3 import flat_indices, right_index, stack_right, take_rows
 from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer
 
@@ -359,13 +359,8 @@ class Drafter(Proposer):
     def _conditions(self) -> tuple | None:
         """What a graph of this call depends on, beside its inputs and slots; `None` if that may change unnoticed."""
         # The weights that autocast has cast are freed at its end.
-        if torch.is_autocast_enabled("cuda"):
+        if torch.is_autocast_enabled("cuda") or not has_plain_modules(self.draft, PLAIN_MODULES):
             return None
-        for module in self.draft.modules():
-            hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-            is_changed = hooks > 0 or "forward" in vars(module) or module._compiled_call_impl is not None
-            if is_changed or not type(module).__module__.startswith(PLAIN_MODULES):
-                return None
         tensors = (*self.draft.parameters(), *self.draft.buffers(), self.call.embedding.weight)
         if any(type(each) not in (torch.Tensor, torch.nn.Parameter) for each in tensors):  # quantized, or sharded
             return None
@@ -373,7 +368,7 @@ class Drafter(Proposer):
         return self.max_plan, self.is_static, addresses
 
 
-# Modules whose computation nothing but their tensors and hooks can change. Adapters can be switched off, and others.
+# Modules whose computation nothing but their tensors can change. Adapters can be switched off, and others.
 PLAIN_MODULES = ("torch.nn.", "transformers.", "hf_eagle3.", f"{__package__}.")
 
 

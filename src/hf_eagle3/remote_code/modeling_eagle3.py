@@ -44,6 +44,7 @@ from .tree_eagle3 import GenerationCall, grow_tree
 
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+BORROW = "Call `draft.borrow_embeddings(target)` first. `target.generate(..., assistant_model=draft)` needs no such call."
 
 
 # Layers ------------------------------------------------------------------------------------------------------------
@@ -65,10 +66,7 @@ class Eagle3Head(nn.Linear):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         if self.out_features == 0:
-            raise ValueError(
-                "This draft stores no head and uses its target's. Call `draft.borrow_embeddings(target)` before `draft(...)`; "
-                "`target.generate(..., assistant_model=draft)` needs no such call."
-            )
+            raise ValueError(f"This draft stores no head and uses its target's. {BORROW}")
         is_large = (
             states.device.type == "cpu" and states.dtype == torch.float32 and self.weight.numel() >= self.MIN_WEIGHTS
         )
@@ -392,10 +390,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             known_ids = input_ids.to(self.embed_tokens.weight.device).clamp(max=self.config.vocab_size - 1)
             embeds = self.embed_tokens(known_ids)
         elif embedding is None and not self._borrowed_embedding:
-            raise ValueError(
-                "This draft stores no embedding table. Call `draft.borrow_embeddings(target)` before `draft(...)`; "
-                "`target.generate(..., assistant_model=draft)` needs no such call."
-            )
+            raise ValueError(f"This draft stores no embedding table. {BORROW}")
         else:
             table = (self._borrowed_embedding[0] if embedding is None else embedding).weight
             embeds = nn.functional.embedding(input_ids.to(table.device), table)

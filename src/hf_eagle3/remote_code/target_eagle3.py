@@ -219,13 +219,17 @@ def may_select_rows(target: PreTrainedModel, cache: Any, model_kwargs: dict[str,
     others = [value for name, value in model_kwargs.items() if name not in known]
     if not all(value is None or isinstance(value, (bool, int, float, str)) for value in others):
         return False
-    if target._compiled_call_impl is not None or hasattr(target.forward, "_torchdynamo_orig_callable"):
-        return False
+    is_compiled = target._compiled_call_impl is not None or hasattr(target.forward, "_torchdynamo_orig_callable")
+    return not is_compiled and has_plain_modules(target, ROW_WISE_MODULES)
+
+
+def has_plain_modules(model: PreTrainedModel, known: tuple[str, ...]) -> bool:
+    """Whether all modules are of the `known` libraries, and have no `forward` and no hooks of others."""
     for_all = nn.modules.module
     hooks = [*for_all._global_forward_hooks.values(), *for_all._global_forward_pre_hooks.values()]
-    for module in target.modules():
+    for module in model.modules():
         is_patched = "forward" in vars(module) and not hasattr(module, "_hf_hook")  # accelerate's is harmless
-        if is_patched or not type(module).__module__.startswith(ROW_WISE_MODULES):
+        if is_patched or not type(module).__module__.startswith(known):
             return False
         # PEFT gives each row its own adapter in a hook. Hooks of others may do anything to a row.
         hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
