@@ -53,12 +53,12 @@ tokenizer = functools.cache(make_tokenizer)
 # What a call may be refused for that plain `generate` takes; see docs/support.md.
 REFUSALS = "|".join(
     (
-        "requires `use_cache=True`",
+        "needs `use_cache=True`",
         "cannot tell the free slots of a static cache",
         "cannot roll back",
         "does not offload a static cache",
         "`assistant_ensemble_weight` changes the text",
-        "returns no attentions",
+        "the attentions of a tree",
         "takes a list as `output_hidden_states`",
         "`dola_layers`",
         # transformers' own, of whatever assistant

@@ -44,7 +44,9 @@ from .tree_eagle3 import GenerationCall, grow_tree
 
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-BORROW = "Call `draft.borrow_embeddings(target)` first. `target.generate(..., assistant_model=draft)` needs no such call."
+BORROW = (
+    "Call `draft.borrow_embeddings(target)` first. `target.generate(..., assistant_model=draft)` needs no such call."
+)
 
 
 # Layers ------------------------------------------------------------------------------------------------------------
