@@ -41,8 +41,7 @@ def private_names() -> set[str]:
                 inside = list(ast.walk(node))
                 own |= {each.name for each in inside if isinstance(each, ast.FunctionDef)}
                 own |= {each.attr for each in inside if ast.unparse(each).startswith("self._") and is_set(each)}
-    used.add("_validate_generation_mode")  # by the hook, from a list
-    own |= {"_decodes_with_assistant"}
+    used |= {"_assisted_decoding", "_validate_generation_mode"}  # by the hook, by name
     of_accelerate = {"_hf_hook"}
     of_torch = {"_buffers", "_compiled_call_impl", "_dynamo", "_forward_hooks", "_forward_pre_hooks", "_version"}
     of_torch |= {

@@ -399,8 +399,6 @@ def check_cache(cache: Cache | None, may_replay: bool) -> Cache:
                 continue
         raise ValueError(
             f"EAGLE-3 decoding cannot roll back a {type(cache).__name__} with {type(layer).__name__} layers. Use the default "
-            "`DynamicCache` (no `cache_implementation`). If it is the default, leave out the draft. Also impossible are recurrent "
-            "states, except those of a few targets, convolutions beside static layers, and a `StaticCache` with sliding layers "
-            "that was made before the call (`cache_implementation='static'` makes another one)."
+            "`DynamicCache`, or `cache_implementation='static'` if layers slide, or leave out the draft."
         )
     return cache
