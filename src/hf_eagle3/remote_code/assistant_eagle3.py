@@ -175,9 +175,7 @@ def validate_with_assistant(
     if hasattr(assistant, "assisted_decoding"):
         assistant.validate_target(target)
         # Transformers would compare vocabularies, but a target may have more tokens than its assistant knows.
-        vocab_size = target.config.get_text_config().vocab_size
-        if not hasattr(assistant, "config") or assistant.config.get_text_config().vocab_size != vocab_size:
-            generation_mode_kwargs = {**generation_mode_kwargs, "assistant_model": None}
+        generation_mode_kwargs = {**generation_mode_kwargs, "assistant_model": None}
         # Several sequences a prompt are a batch, which transformers' own assistants do not take.
         generation_config = copy.copy(generation_config)
         generation_config.num_return_sequences = 1
