@@ -173,7 +173,7 @@ class TreeCache:
         elif self.is_static and len(path) < num_nodes:
             padded = on_device([*path, *[0] * (num_nodes - len(path)), len(path)], self.cache.layers[0].keys.device)
             if self.graphed_keep is not None and num_nodes == self.most_nodes:
-                self.graphed_keep(partial(self.keep_path, self.cache), self.cache, padded)
+                self.graphed_keep(partial(self.keep_path, self.cache), padded)
             else:
                 self.keep_path(self.cache, padded)
         elif not self.is_static:

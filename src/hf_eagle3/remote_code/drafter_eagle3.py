@@ -263,7 +263,7 @@ class Drafter(Proposer):
             return self.fixed_tree(state, Unread(*inputs[:5]), self.max_plan, *inputs[5:])
 
         inputs, graph = (*unread, power, noise, temperature), self.graphed_tree
-        grown = grow(*inputs) if graph is None else graph(grow, self.keys, *inputs)
+        grown = grow(*inputs) if graph is None else graph(grow, *inputs)
         of_rows: Any = (None if each is None else each[: len(self.lengths)] for each in grown)
         tokens, parents, depths, ancestors, confidences = of_rows
         # The next CUDA graph overwrites what this one returned. Tokens may be needed longer (see `ReplayCache`).
@@ -353,7 +353,7 @@ class Drafter(Proposer):
     def finish(self) -> None:
         """Keeps the graph for the next call. The slots of its text are not needed any more."""
         graph = self.graphed_tree
-        if graph is not None and graph.graph is not None and graph.state is self.keys:
+        if graph is not None and graph.graph is not None:
             KeptGraph(self.keys, self.values, graph, self._conditions()).keep(self.draft)
 
     def _conditions(self) -> tuple | None:
