@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import json
 import re
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from transformers import AutoConfig, AutoModel, GenerationConfig, GenerationMixi
 import hf_eagle3
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.auto_eagle3 import NEEDS, TESTED, VERSION, missing_names
-from hf_eagle3.remote_code.loading_eagle3 import code_digest
 
 
 SOURCE = Path(hf_eagle3.__file__).parent / "remote_code"
@@ -43,8 +41,7 @@ def private_names() -> set[str]:
                 inside = list(ast.walk(node))
                 own |= {each.name for each in inside if isinstance(each, ast.FunctionDef)}
                 own |= {each.attr for each in inside if ast.unparse(each).startswith("self._") and is_set(each)}
-    used.add("_validate_generation_mode")  # by the hook, from a list
-    own |= {"_decodes_with_assistant"}
+    used |= {"_assisted_decoding", "_validate_generation_mode"}  # by the hook, by name
     of_accelerate = {"_hf_hook"}
     of_torch = {"_buffers", "_compiled_call_impl", "_dynamo", "_forward_hooks", "_forward_pre_hooks", "_version"}
     of_torch |= {
@@ -138,8 +135,6 @@ def make_older(folder, **files):
     for name, (old, new) in files.items():
         path = folder / f"{name}_eagle3.py"
         path.write_text(path.read_text().replace(old, new, 1))
-    config = folder / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "code_digest": code_digest(folder)}))
 
 
 def is_copy(thing) -> bool:

@@ -62,8 +62,8 @@ def assert_same_texts(target, batch, seed=0, **kwargs):
 )
 def test_greedy_text_of_every_family(family, settings):
     stats = assert_same_texts(make_target(family), make_batch(LENGTHS), **settings)
-    # Rows went apart, or this would prove nothing. Cohere's tiny target mostly says what its draft's head says from the start.
-    num_lengths = 2 if family == "cohere" else 3
+    # Rows went apart, or this would prove nothing. Cohere's tiny targets mostly say what their draft's head says from the start.
+    num_lengths = 2 if family.startswith("cohere") else 3
     assert max(stats.accepted_lengths) >= 4 and len(set(stats.accepted_lengths)) >= num_lengths
 
 
@@ -267,7 +267,7 @@ def test_a_padded_batch_that_is_wholly_in_the_cache(target, draft):
     positions = (batch["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
     with torch.no_grad():
         target(**batch, past_key_values=cache, position_ids=positions)
-    with pytest.raises(ValueError, match=r"already holds all 9 tokens of the prompt, .* Crop the cache by one"):
+    with pytest.raises(ValueError, match=r"its cache holds the whole prompt, .*cache\.crop\(-1\)"):
         generate(target, batch, past_key_values=cache, assistant_model=draft)
     cache.crop(-1)
     expected = generate(target, batch)

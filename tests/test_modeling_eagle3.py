@@ -184,7 +184,6 @@ def test_combine_hidden_states(flags, num_aux):
         expected = aux
     expected = expected @ draft.fc.weight.T
     torch.testing.assert_close(draft.combine_hidden_states(aux), expected, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(draft.combine_hidden_states(states), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("layer_types", [["full_attention"], ["sliding_attention"]])
@@ -442,12 +441,11 @@ def edit_json(file, change):
     ("change", "message"),
     [
         *(
-            (lambda c, name=name, value=value: c.update({name: value}), "is not what was saved|lacks .'norm_")
+            (lambda c, name=name, value=value: c.update({name: value}), "is not what was saved")
             for name in ("norm_before_residual", "norm_output")
             for value in (True, False, None)
         ),
-        (lambda c: c.pop("norm_before_residual"), "lacks .'norm_before_residual'"),
-        (lambda c: (c.pop("norm_output"), c.pop("config_digest")), "lacks .'norm_output'"),
+        (lambda c: c.pop("norm_before_residual"), "is not what was saved"),
         (lambda c: c.pop("transformer_layer_config"), "no `transformer_layer_config`|is not what was saved"),
         (lambda c: c["transformer_layer_config"].update(rms_norm_eps=1e-3), "is not what was saved"),
         (lambda c: c["transformer_layer_config"]["rope_parameters"].update(rope_theta=1e6), "is not what was saved"),

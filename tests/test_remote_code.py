@@ -283,7 +283,6 @@ for folder in sys.argv[1:]:
 
 
 def test_two_folders_of_one_name_run_each_its_own_code(tmp_path):
-    """And a draft whose code was changed says so."""
     draft = make_draft(make_target("llama"), [make_prompt(5)])
     for name in "ab":
         draft.save_pretrained(tmp_path / name / "draft")
@@ -297,5 +296,3 @@ def test_two_folders_of_one_name_run_each_its_own_code(tmp_path):
         env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")},
     )
     assert result.stdout.splitlines() == ["a a", "b b", "a a"], result.stderr[-3000:]
-    assert f"{b} runs other code than it was saved with" in result.stderr
-    assert f"{a} runs other code" not in result.stderr

@@ -20,7 +20,7 @@ from ..making import logit_factor
 from ..remote_code.accept_eagle3 import Sampler
 from ..remote_code.cache_eagle3 import additive_mask
 from ..remote_code.devices_eagle3 import on_device, reads_without_sync
-from ..remote_code.drafter_eagle3 import Drafter, Rows, Slots
+from ..remote_code.drafter_eagle3 import Drafter, Slots
 from ..remote_code.loading_eagle3 import weights_digest
 from ..remote_code.modeling_eagle3 import (
     DraftModel,
@@ -519,12 +519,11 @@ class BlockProposer(Drafter):
         self.num_spare = draft.config.block_size  # slots beside the text
         self.graphed_tree = None  # it grows no tree level by level
 
-    def read(self, rows: Rows) -> None:
+    def read(self, blocks: Sequence[torch.Tensor], counts: list[int]) -> None:
         """Adds the target's states to the context. The tokens are not read: the states know them, but for the newest."""
-        *blocks, num_unread = rows
-        _, (tokens, states, positions, counts, past) = self._inputs(blocks, num_unread, 0, has_fixed_shape=True)
+        _, (tokens, states, positions, num_new, past) = self._inputs(blocks, counts, 0, has_fixed_shape=True)
         num_rows = tokens.shape[1]
-        index = right_index(counts, num_rows)
+        index = right_index(num_new, num_rows)
         # Padding goes to free slots behind the row's text, as zeros: NaNs pass through any mask.
         context = self.draft.combine_hidden_states(states).where((index >= 0)[..., None], 0)
         num_slots = self.keys[0].shape[2]
@@ -535,9 +534,9 @@ class BlockProposer(Drafter):
     def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Sampler | None = None) -> DraftTree:
         draft, block_size = self.draft, self.draft.config.block_size
         with self.inference_mode():
-            rows = self.take_unread()
-            self.read(rows)
-            positions, device = rows[2], self.like.device
+            (tokens, states, positions), counts = self.take_unread()
+            self.read((tokens, states, positions), counts)
+            device = self.like.device
             root_tokens = root_tokens.to(device)
             num_visible = max(self.lengths) + block_size
             self.reserve(num_visible)

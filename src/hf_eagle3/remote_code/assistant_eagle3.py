@@ -116,16 +116,11 @@ What `target.generate(..., custom_generate="<this repo>", assistant_model=draft,
 from transformers import AutoModel
 
 
-def generate(*args, model, assistant_model=None, **kwargs):
+def generate(*args, model, assistant_model, **kwargs):
     """`assistant_model` is a draft, or the folder or Hub id of one."""
     if isinstance(assistant_model, str):
         assistant_model = AutoModel.from_pretrained(assistant_model, dtype=model.dtype, trust_remote_code=True)
         assistant_model = assistant_model.to(model.device)
-    if not hasattr(assistant_model, "assisted_decoding"):
-        raise ValueError(
-            f"`assistant_model` is {assistant_model!r:.60}, and not an EAGLE-3 draft. A draft does not generate by itself. Call "
-            "target.generate(..., assistant_model=draft)."
-        )
     return model.generate(*args, **kwargs, assistant_model=assistant_model)
 '''
 
@@ -193,9 +188,7 @@ def validate_with_assistant(
     if hasattr(assistant, "assisted_decoding"):
         assistant.validate_target(target)
         # Transformers would compare vocabularies, but a target may have more tokens than its assistant knows.
-        vocab_size = target.config.get_text_config().vocab_size
-        if not hasattr(assistant, "config") or assistant.config.get_text_config().vocab_size != vocab_size:
-            generation_mode_kwargs = {**generation_mode_kwargs, "assistant_model": None}
+        generation_mode_kwargs = {**generation_mode_kwargs, "assistant_model": None}
         # Several sequences a prompt are a batch, which transformers' own assistants do not take.
         generation_config = copy.copy(generation_config)
         generation_config.num_return_sequences = 1
@@ -231,15 +224,9 @@ def generate_with_assistant(generate: Callable, target: Any, /, *args: Any, **kw
     before = assistant.last_generation
     output = generate(target, *args, **kwargs)
     if assistant.last_generation is before:
-        reason = "search with beams, `penalty_alpha` and other modes do not take it"
-        if generate.__name__ == "generate_batch":
-            reason = "continuous batching does not take it"
-        elif arguments.get("custom_generate") is not None:
-            reason = "`custom_generate` does not call it"
-        elif not hasattr(type(target)._assisted_decoding, "_decodes_with_assistant"):
-            reason = f"the `_assisted_decoding` of {type(target).__name__} is not transformers' own"
         logger.warning(
-            f"`{generate.__name__}` did not use its `assistant_model`, {type(assistant).__name__}: {reason}. Change that to "
-            "decode faster, or leave out the assistant."
+            f"`{generate.__name__}` did not use its `assistant_model`, {type(assistant).__name__}. Continuous batching, search with "
+            "beams, `penalty_alpha`, most `custom_generate`, and an `_assisted_decoding` that is not transformers' own do not "
+            "take it. Change that to decode faster, or leave out the assistant."
         )
     return output

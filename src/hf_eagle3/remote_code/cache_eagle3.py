@@ -173,7 +173,7 @@ class TreeCache:
         elif self.is_static and len(path) < num_nodes:
             padded = on_device([*path, *[0] * (num_nodes - len(path)), len(path)], self.cache.layers[0].keys.device)
             if self.graphed_keep is not None and num_nodes == self.most_nodes:
-                self.graphed_keep(partial(self.keep_path, self.cache), self.cache, padded)
+                self.graphed_keep(partial(self.keep_path, self.cache), padded)
             else:
                 self.keep_path(self.cache, padded)
         elif not self.is_static:
@@ -317,17 +317,6 @@ def with_room(cache: StaticCache, max_length: int, num_slots: int) -> Cache:
     return Cache(layers=layers)
 
 
-def copy_into(cache: StaticCache, source: Cache, prompt_length: int, length: int) -> None:
-    """Fills an unused static cache with the first `length` entries of another, as a prompt and the text after it."""
-    for layer, source_layer in zip(cache.layers, source.layers):
-        if not has_keys(source_layer):
-            continue
-        full = max(prompt_length, min(length, layer.max_cache_len))  # full sliding layers update differently
-        for begin, end in ((0, prompt_length), (prompt_length, full), (full, length)):
-            if begin < end:
-                layer.update(source_layer.keys[..., begin:end, :], source_layer.values[..., begin:end, :])
-
-
 def keep_path(cache: Cache, padded: torch.Tensor) -> tuple[()]:
     """
     Keeps some of the last `N` entries of a static cache. `padded` `(N + 1,)` has their ascending indices, zeros, and
@@ -410,8 +399,6 @@ def check_cache(cache: Cache | None, may_replay: bool) -> Cache:
                 continue
         raise ValueError(
             f"EAGLE-3 decoding cannot roll back a {type(cache).__name__} with {type(layer).__name__} layers. Use the default "
-            "`DynamicCache` (no `cache_implementation`). If it is the default, leave out the draft. Also impossible are recurrent "
-            "states, except those of a few targets, convolutions beside static layers, and a `StaticCache` with sliding layers "
-            "that was made before the call (`cache_implementation='static'` makes another one)."
+            "`DynamicCache`, or `cache_implementation='static'` if layers slide, or leave out the draft."
         )
     return cache

@@ -3,8 +3,6 @@
 
 import hashlib
 import json
-from collections.abc import Collection
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,8 +25,6 @@ AUTO_MAP = {
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_own_embed_tokens")
 # Keys of config.json that only drafts have: ours and those of `speculators`, and those of other projects.
 DRAFT_KEYS = {"speculators_model_type", "draft_vocab_size", "eagle_config", "dflash_config"}
-# Others write these into a config.json. They do not change a draft.
-NEUTRAL_KEYS = {"auto_map", "embed_requires_grad", "tie_word_embeddings", "torch_dtype", "use_cache"}
 # The fields on which depends what a draft computes.
 DIGESTED = (
     *FLAGS,
@@ -90,9 +86,9 @@ class Eagle3Config(PreTrainedConfig):
             The version of the schema.
         speculators_config (`dict`, *optional*):
             Proposal methods and the target (there `verifier`), as `speculators` defines them.
-        weights_digest (`str`, *optional*), code_digest (`str`, *optional*):
-            SHA-256 of a checkpoint's weights and code. They are written when a draft is saved, checked when it is loaded,
-            and not kept. A `config_digest` beside them shows if a config.json was changed.
+        weights_digest (`str`, *optional*):
+            SHA-256 of a checkpoint's weights. It is written when a draft is saved, checked when it is loaded, and not kept.
+            A `config_digest` beside it shows if a config.json was changed.
 
     Raises:
         ValueError: if a value is of the wrong type, flags exclude each other, the layers are not Llama's or Qwen3's or
@@ -126,7 +122,6 @@ class Eagle3Config(PreTrainedConfig):
     speculators_version: str = "0.9.0"
     speculators_config: dict | None = None
     weights_digest: str | None = None
-    code_digest: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         layer_config = self.transformer_layer_config or {}
@@ -161,18 +156,10 @@ class Eagle3Config(PreTrainedConfig):
         """[`~transformers.PreTrainedConfig.from_dict`] that raises `ValueError` if a `config.json` is not what was saved."""
         config_dict = dict(config_dict)
         digest = config_dict.pop("config_digest", None)
-        # These are of the checkpoint, not of other drafts with this configuration.
-        for name in ("weights_digest", "code_digest"):
+        for name in ("weights_digest", "code_digest"):  # of the checkpoint, not of other drafts (older ones have both)
             config_dict.pop(name, None)
         if IS_INSTALLED:
-            installed_module("config_checks", "A configuration").check_config_dict(config_dict)
-        absent = [name for name in FLAGS if config_dict.get(name) is None]
-        if absent and "_eagle3.Eagle3Config" in str(config_dict.get("auto_map")):
-            raise ValueError(f"This config.json lacks {absent}, which each of our drafts has. Download it again.")
-        known = {field.name for field in fields(cls)} | PreTrainedConfig().to_dict().keys() | NEUTRAL_KEYS
-        known |= {"quantization_config"}  # transformers reads it
-        check_keys("This config.json", config_dict, known)
-        config_dict = {name: value for name, value in config_dict.items() if value is not None or name not in FLAGS}
+            config_dict = installed_module("config_checks", "A configuration").checked_config_dict(cls, config_dict)
         if digest is not None and digest != config_digest(config_dict):
             raise ValueError(
                 f"This config.json is not what was saved: one of {', '.join(DIGESTED)} was changed. Download it again, or remove "
@@ -250,20 +237,6 @@ def config_digest(config_dict: dict[str, Any]) -> str:
     """SHA-256 of the fields of a `config.json` on which depends what a draft computes."""
     digested = {name: config_dict[name] for name in DIGESTED if name in config_dict}
     return hashlib.sha256(json.dumps(digested, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def unknown_keys(config_dict: dict[str, Any], known: Collection[str]) -> list[str]:
-    """The keys that are not `known`, without comments and keys whose value is false, zero or empty."""
-    return sorted(key for key in config_dict.keys() - set(known) if config_dict[key] and not key.startswith("_"))
-
-
-def check_keys(name: str, config_dict: dict[str, Any], known: Collection[str]) -> None:
-    """Raises `ValueError` if there are [`unknown_keys`]."""
-    if unknown := unknown_keys(config_dict, known):
-        raise ValueError(
-            f"{name} has keys that this version does not know: {unknown}. Their effect would be missing; a later version of "
-            "hf-eagle3 may read this draft."
-        )
 
 
 Eagle3Config.register_for_auto_class()

@@ -187,7 +187,6 @@ class TreeDecoding:
         for proposer in self.proposers.values():
             proposer.observe(accepted)
         self.stats.new_tokens += text.batch_size
-        self.stats.target_forwards = verifier.num_forwards
         if self.outputs_steps:
             last = slice(max(text.prompt_length - 1, 0), text.prompt_length)  # empty if the prompt is embeddings
             self.note("target", DraftTree.chain(text.ids[:, last]), first)

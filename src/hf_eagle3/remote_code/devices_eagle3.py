@@ -146,11 +146,8 @@ class CudaGraph:
 
 
 @contextlib.contextmanager
-def on_stream(stream: Any | None) -> Iterator[None]:
+def on_stream(stream: Any) -> Iterator[None]:
     """Runs kernels on a CUDA stream, after those of the current stream and before its next ones."""
-    if stream is None:
-        yield
-        return
     current = torch.cuda.current_stream(stream.device)
     stream.wait_stream(current)
     try:
@@ -161,27 +158,24 @@ def on_stream(stream: Any | None) -> Iterator[None]:
 
 
 class GraphedFunction:
-    """Calls a function on a CUDA device, and captures it as a [`CudaGraph`] after a few calls with the same state."""
+    """Calls a function on a CUDA device, and captures it as a [`CudaGraph`] after a few calls."""
 
     CALLS_BEFORE = 2  # load kernels and allocate workspaces, which a capture cannot do
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device)
         self.num_calls = 0
-        self.state: object = None
         self.shapes: list[Any] = []  # of the inputs
         self.graph: CudaGraph | None = None
 
-    def __call__(
-        self, function: Callable, state: object, *inputs: torch.Tensor | None
-    ) -> Sequence[torch.Tensor | None]:
+    def __call__(self, function: Callable, *inputs: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
         """
-        Calls `function(*inputs)`. Another `state`, which the function reads and writes, or inputs of other shapes mean a
-        new capture. The next call may overwrite what this one returns.
+        Calls `function(*inputs)`, the same one each time. Inputs of other shapes mean a new capture. The next call may
+        overwrite what this one returns.
         """
         shapes = [None if each is None else (each.shape, each.dtype) for each in inputs]
-        if state is not self.state or shapes != self.shapes:
-            self.state, self.shapes, self.num_calls, self.graph = state, shapes, 0, None
+        if shapes != self.shapes:
+            self.shapes, self.num_calls, self.graph = shapes, 0, None
         self.num_calls += 1
         if self.graph is None and self.num_calls > self.CALLS_BEFORE and not CudaGraph.has_failed:
             try:

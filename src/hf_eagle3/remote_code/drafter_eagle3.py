@@ -3,25 +3,25 @@
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .accept_eagle3 import Sampler, sample_scores
 from .cache_eagle3 import additive_mask
 from .devices_eagle3 import GraphedFunction, captures_graphs, compiled, on_device, reads_without_sync
-from .target_eagle3 import position_limits
+from .target_eagle3 import has_plain_modules, position_limits
 from .text_eagle3 import flat_indices, right_index, stack_right, take_rows
 from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer
 
 
 # Tokens (B, R) to read, the states and positions before them, and how many of them, at the right, are each row's.
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]
+Rows = tuple[Sequence[torch.Tensor], list[int]]
 
 
 class Slots:
@@ -187,6 +187,7 @@ class Drafter(Proposer):
 
     # Older unread steps are dropped. Otherwise plain decoding would keep the whole text's states.
     MAX_UNREAD = 256
+    MOST_READ = 1024  # tokens at a time
 
     def __init__(self, draft: PreTrainedModel, call: GenerationCall):
         self.draft, self.call, self.is_static = draft, call, call.capacity is not None
@@ -194,12 +195,11 @@ class Drafter(Proposer):
         self.most_new = self.max_plan.depth + 1  # tokens that a step with a tree may accept
         # Slots beside the text: for accepted tokens, or a tree.
         self.num_spare = max(self.most_new, self.max_plan.branching_factor * (self.max_plan.depth - 1))
+        # Of each layer (P, num_heads, num_slots, head_dim). A graph may have more places than there are rows.
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.lengths: list[int] = []  # how many tokens each row has read
-        self.places: list[int] = []  # where each row's slots are in keys and values
-        # Accepted and not yet read: tokens, states and positions (B, R, ...), and how many are each row's.
-        self.unread: list[tuple[tuple[torch.Tensor, ...], list[int]]] = []
+        self.unread: list[Rows] = []  # what each step accepted
         self.token_ids = None if draft.d2t is None else draft.draft_token_ids
         head = draft.get_output_embeddings().weight
         # What logits look like: their width, dtype and device. A quantized head could not make other tensors.
@@ -215,41 +215,35 @@ class Drafter(Proposer):
         return torch.no_grad() if self.is_static else torch.inference_mode()
 
     def observe(self, accepted: Accepted) -> None:
-        self._add((accepted.tokens, accepted.states, accepted.positions), accepted.counts)
+        states: Any = accepted.states
+        tokens, positions = accepted.tokens.to(self.like.device), accepted.positions.to(self.like.device)
+        self.unread.append(((tokens, states.to(self.like), positions), accepted.counts))
         if len(self.unread) > self.MAX_UNREAD:
             if self.lengths:
                 del self.unread[0]
             else:  # the prompt: all later tokens attend to its first ones
                 with self.inference_mode():
-                    *blocks, counts = self.read_all_but_newest(self.is_static)
-                self._add(blocks, counts)
-
-    def _add(self, blocks: Iterable[Any], counts: list[int]) -> None:
-        self.unread.append((tuple(block[:, -max(counts) :] for block in blocks), counts))
+                    self.unread.append(self.read_all_but_newest(self.is_static))
 
     def select(self, rows: list[int]) -> None:
         index = on_device(rows, self.like.device)  # a list would force a sync for each tensor
         with self.inference_mode():
-            unread, self.unread = self.unread, []
-            for blocks, counts in unread:
-                self._add([block[index.to(block.device)] for block in blocks], [counts[row] for row in rows])
-            if self.lengths:
-                self.lengths, self.places = ([of_row[row] for row in rows] for of_row in (self.lengths, self.places))
+            for i, (blocks, counts) in enumerate(self.unread):
+                counts = [counts[row] for row in rows]
+                self.unread[i] = [block[index, -max(counts) :] for block in blocks], counts
+            if self.keys:
+                self.lengths = [self.lengths[row] for row in rows]
+                for states in (*self.keys, *self.values):
+                    states[: len(rows)] = states[index]
                 # Another capture takes longer than drafting for rows that left. A power of two lets calls share graphs.
-                self.compact(len(rows) if self.graphed_tree is None else 1 << (len(rows) - 1).bit_length())
-
-    def compact(self, num_places: int) -> None:
-        """Moves to fewer places. Those without a row get the slots of the first row."""
-        if self.keys and num_places < len(self.keys[0]):
-            unused = num_places - len(self.places)
-            self._move([*self.places, *self.places[:1] * unused], self.keys[0].shape[2])
-            self.places = list(range(len(self.places)))
+                num_places = len(rows) if self.graphed_tree is None else 1 << (len(rows) - 1).bit_length()
+                if num_places < len(self.keys[0]):
+                    self._move(num_places, self.keys[0].shape[2])
 
     def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Sampler | None = None) -> DraftTree:
         with self.inference_mode():
             if self.is_static or (self.graphed_tree is not None and plan == self.max_plan):
                 return self._fixed_tree(sampler)
-            self.compact(len(self.places))
             state, unread = self._prepare(has_fixed_shape=False)
             # Counting the nodes above a threshold forces a sync. Verifying more costs little.
             threshold = self.call.threshold if reads_without_sync(unread.tokens.device) else 0.0
@@ -262,107 +256,72 @@ class Drafter(Proposer):
         noise = temperature = None
         if sampler is not None:
             noise = sampler.noise_ahead(range(self.max_plan.depth), self.token_ids, self.like)
-            temperature = on_device(sampler.temperature, device)
-            noise = self._for_places(noise)
+            noise, temperature = _filled(noise, len(self.keys[0])), on_device(sampler.temperature, device)
         power = on_device(self.call.calibration.power, device, torch.float32)
 
         def grow(*inputs: Any) -> tuple[torch.Tensor | None, ...]:
             return self.fixed_tree(state, Unread(*inputs[:5]), self.max_plan, *inputs[5:])
 
         inputs, graph = (*unread, power, noise, temperature), self.graphed_tree
-        grown: Any = grow(*inputs) if graph is None else graph(grow, self.keys, *inputs)
-        if len(self.places) < len(self.keys[0]):
-            index = on_device(self.places, device)
-            grown = [None if each is None else each.index_select(0, index) for each in grown]
-        tokens, parents, depths, ancestors, confidences = grown
+        grown = grow(*inputs) if graph is None else graph(grow, *inputs)
+        of_rows: Any = (None if each is None else each[: len(self.lengths)] for each in grown)
+        tokens, parents, depths, ancestors, confidences = of_rows
         # The next CUDA graph overwrites what this one returned. Tokens may be needed longer (see `ReplayCache`).
-        return DraftTree(tokens.clone(), parents, depths, ancestors, confidences, self.max_plan.depth)
-
-    def _for_places(self, entries: Any) -> Any:
-        """Entries of each row (a tensor or a list), as an entry for each place. Places without a row repeat the first's."""
-        num_places = len(self.keys[0])
-        if len(self.places) == num_places:
-            return entries
-        rows = [0] * num_places
-        for row, place in enumerate(self.places):
-            rows[place] = row
-        if isinstance(entries, list):
-            return [entries[row] for row in rows]
-        return entries.index_select(0, on_device(rows, entries.device))
+        return DraftTree(tokens.clone(), parents, depths, ancestors, self.max_plan.depth, confidences)
 
     def _prepare(self, has_fixed_shape: bool) -> tuple[DraftState, Unread]:
         """The inputs of a tree: the newest tokens. Reads all others."""
-        *blocks, counts = self.read_all_but_newest(has_fixed_shape)
+        blocks, counts = self.read_all_but_newest(has_fixed_shape)
         if has_fixed_shape:
             blocks = [_padded(block, self.most_new - block.shape[1]) for block in blocks]
         return self._inputs(blocks, counts, self.num_spare, has_fixed_shape)
 
     def _inputs(
-        self, blocks: list[torch.Tensor], counts: list[int], num_spare: int, has_fixed_shape: bool
+        self, blocks: Sequence[torch.Tensor], counts: list[int], num_spare: int, has_fixed_shape: bool
     ) -> tuple[DraftState, Unread]:
         """The inputs of a forward over some tokens, with room for them and for `num_spare` more. They count as read."""
         past = self.lengths or [0] * len(counts)
         self.lengths = [length + count for length, count in zip(past, counts)]
         self.reserve(max(past) + blocks[0].shape[1] + num_spare)
-        longest = None if has_fixed_shape else max(past)
-        state = DraftState(self.draft, self.call.embedding, self.keys, self.values, longest)
-        tokens, states, positions, counts, past = map(self._for_places, (*blocks, counts, past))
+        num_places, longest = (len(self.keys[0]), None) if has_fixed_shape else (len(counts), max(past))
+        keys, values = ([states[:num_places] for states in each] for each in (self.keys, self.values))
+        state = DraftState(self.draft, self.call.embedding, keys, values, longest)
+        tokens, states, positions, counts, past = (_filled(each, num_places) for each in (*blocks, counts, past))
         return state, Unread(tokens, states, positions, *on_device([counts, past], tokens.device))
 
     def take_unread(self) -> Rows:
         """All unread steps, joined."""
-        (tokens, states, positions), counts = self.unread[0]
-        if len(self.unread) > 1:
-            rows: list[list[int]] = [[] for _ in counts]
-            begin = 0
-            for (block, *_), block_counts in self.unread:
-                begin += block.shape[1]
-                for row, count in zip(rows, block_counts):
-                    row += range(begin - count, begin)
-            index, counts = stack_right(rows, device=tokens.device), list(map(len, rows))
-            tokens, states, positions = (
-                torch.cat(blocks, dim=1) for blocks in zip(*(blocks for blocks, _ in self.unread))
-            )
-            tokens, positions = tokens.gather(1, index), positions.gather(1, index.to(positions.device))
-            states = take_rows(states, index.to(states.device))
-        self.unread = []
-        device = self.like.device
-        return tokens.to(device), states.to(self.like), positions.to(device), counts
+        steps, self.unread = self.unread, []
+        if len(steps) == 1:
+            return steps[0]
+        rows: list[list[int]] = [[] for _ in steps[0][1]]
+        end = 0
+        for (tokens, *_), counts in steps:
+            end += tokens.shape[1]
+            for row, count in zip(rows, counts):
+                row += range(end - count, end)
+        index = stack_right(rows, device=self.like.device)
+        tokens, states, positions = (torch.cat(blocks, dim=1) for blocks in zip(*(blocks for blocks, _ in steps)))
+        return (tokens.gather(1, index), take_rows(states, index), positions.gather(1, index)), list(map(len, rows))
 
     def read_all_but_newest(self, has_fixed_shape: bool) -> Rows:
         """Reads the prompt but for its last token, and what exceeds a fixed shape. Returns the rest."""
-        tokens, states, positions, counts = self.take_unread()
+        (tokens, states, positions), counts = self.take_unread()
         most = self.most_new if has_fixed_shape else tokens.shape[1] if self.lengths else 1
-        excess = tokens.shape[1] - most
-        if excess > 0:
-            before = [max(count - most, 0) for count in counts]
-            self.read((tokens[:, :excess], states[:, :excess], positions[:, :excess], before))
-            tokens, states, positions = tokens[:, excess:], states[:, excess:], positions[:, excess:]
-        return tokens, states, positions, [min(count, most) for count in counts]
+        while tokens.shape[1] > most:
+            size = min(tokens.shape[1] - most, self.MOST_READ)  # a mask has an entry for each pair of tokens
+            now = [max(count - (tokens.shape[1] - size), 0) for count in counts]
+            self.read((tokens[:, :size], states[:, :size], positions[:, :size]), now)
+            tokens, states, positions = tokens[:, size:], states[:, size:], positions[:, size:]
+            counts = [count - num_read for count, num_read in zip(counts, now)]
+        return (tokens, states, positions), counts
 
-    def read(self, rows: Rows) -> None:
+    def read(self, blocks: Sequence[torch.Tensor], counts: list[int]) -> None:
         """Reads tokens only to fill the cache."""
-        *blocks, counts = rows
-        is_prompt = not any(self.lengths)
         state, unread = self._inputs(blocks, counts, 0, self.is_static)
-        if not is_prompt:
-            read_unread(state, unread)
-            return
-        # A prompt may be long. Attention needs no mask over all pairs of its tokens.
-        num_rows, cache = unread.tokens.shape[1], DynamicCache()
-        index = right_index(unread.counts, num_rows)
-        self.draft.step(
-            inputs_embeds=self.draft.embed(unread.tokens, self.call.embedding),
-            hidden_states=self.draft.combine_hidden_states(unread.states),
-            position_ids=unread.positions,
-            attention_mask=(index >= 0).long() if len(index) > 1 else None,
-            cache=cache,
-            only_last=True,
-        )
-        slots = Slots(self.keys, self.values, index % num_rows, num_rows)
-        is_text = (index >= 0)[:, None, :, None]  # padding may leave NaNs
-        for i, layer in enumerate(cache.layers):
-            slots.update(layer.keys.where(is_text, 0), layer.values.where(is_text, 0), i)
+        is_text = right_index(unread.counts, unread.tokens.shape[1]) >= 0
+        states = unread.states.where(is_text[..., None], 0)  # padding may have NaNs, which pass through any mask
+        read_unread(state, unread._replace(states=states))
 
     def reserve(self, num_slots: int) -> None:
         """Makes room for `num_slots` in each row."""
@@ -371,43 +330,37 @@ class Drafter(Proposer):
         if self.graphed_tree is not None:  # few sizes, so that calls can share graphs
             num_slots = max(1 << (num_slots - 1).bit_length(), 256)
         if not self.keys:
-            self.places = list(range(len(self.lengths)))
-            self._move(self.places, num_slots)
+            self._move(len(self.lengths), num_slots)
         elif num_slots > (num_present := self.keys[0].shape[2]):  # at least doubles each time
-            self._move(list(range(len(self.keys[0]))), max(num_slots, 2 * num_present))
+            self._move(len(self.keys[0]), max(num_slots, 2 * num_present))
 
-    def _move(self, places: list[int], num_slots: int) -> None:
-        """Moves the slots of these places to others with zeros: those of an earlier graph, or new ones."""
-        old, graph = (self.keys, self.values), self.graphed_tree
-        kept = None if graph is None else KeptGraph.take(self.draft, len(places), num_slots, self._conditions())
+    def _move(self, num_places: int, num_slots: int) -> None:
+        """Moves the slots of all rows to others with zeros: those of an earlier graph, or new ones."""
+        old, graph, num_rows = (*self.keys, *self.values), self.graphed_tree, len(self.lengths)
+        kept = None if graph is None else KeptGraph.take(self.draft, num_places, num_slots, self._conditions())
         if kept is None:
             config = self.draft.config.transformer_layer_config
-            shape = len(places), config.num_key_value_heads, num_slots, config.head_dim
+            shape = num_places, config.num_key_value_heads, num_slots, config.head_dim
             with torch.inference_mode(False):  # calls in and outside of this mode write to them
                 keys, values = ([self.like.new_zeros(shape) for _ in self.draft.layers] for _ in range(2))
             kept = KeptGraph(keys, values, None if graph is None else GraphedFunction(self.like.device), None)
-        for new, states in zip((*kept.keys, *kept.values), (*old[0], *old[1])):
-            new[:, :, : states.shape[2]] = states[on_device(places, states.device)]
-        if self.keys and len(self.keys[0]) != len(places):  # one that has become too small is not kept
+        for new, states in zip((*kept.keys, *kept.values), old):
+            new[:num_rows, :, : states.shape[2]] = states[:num_rows]
+        if self.keys and len(self.keys[0]) != num_places:  # one that has become too small is not kept
             self.finish()
         self.keys, self.values, self.graphed_tree, _ = kept
 
     def finish(self) -> None:
         """Keeps the graph for the next call. The slots of its text are not needed any more."""
         graph = self.graphed_tree
-        if graph is not None and graph.graph is not None and graph.state is self.keys:
+        if graph is not None and graph.graph is not None:
             KeptGraph(self.keys, self.values, graph, self._conditions()).keep(self.draft)
 
     def _conditions(self) -> tuple | None:
         """What a graph of this call depends on, beside its inputs and slots; `None` if that may change unnoticed."""
         # The weights that autocast has cast are freed at its end.
-        if torch.is_autocast_enabled("cuda"):
+        if torch.is_autocast_enabled("cuda") or not has_plain_modules(self.draft, PLAIN_MODULES):
             return None
-        for module in self.draft.modules():
-            hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-            is_changed = hooks > 0 or "forward" in vars(module) or module._compiled_call_impl is not None
-            if is_changed or not type(module).__module__.startswith(PLAIN_MODULES):
-                return None
         tensors = (*self.draft.parameters(), *self.draft.buffers(), self.call.embedding.weight)
         if any(type(each) not in (torch.Tensor, torch.nn.Parameter) for each in tensors):  # quantized, or sharded
             return None
@@ -415,7 +368,7 @@ class Drafter(Proposer):
         return self.max_plan, self.is_static, addresses
 
 
-# Modules whose computation nothing but their tensors and hooks can change. Adapters can be switched off, and others.
+# Modules whose computation nothing but their tensors can change. Adapters can be switched off, and others.
 PLAIN_MODULES = ("torch.nn.", "transformers.", "hf_eagle3.", f"{__package__}.")
 
 
@@ -468,3 +421,11 @@ def can_be_captured(draft: PreTrainedModel, embedding: torch.nn.Embedding) -> bo
 def _padded(block: torch.Tensor, num_rows: int) -> torch.Tensor:
     """A block with `num_rows` more entries at the left. It is a copy, for stable strides, also of a single row."""
     return F.pad(block, (*(0, 0) * (block.dim() - 2), num_rows, 0)).clone(memory_format=torch.contiguous_format)
+
+
+def _filled(entries: Any, num_places: int) -> Any:
+    """The entries of each row (a tensor or a list), and those of the first row for places without a row."""
+    num_unused = num_places - len(entries)
+    if isinstance(entries, list):
+        return entries + entries[:1] * num_unused
+    return torch.cat([entries, *[entries[:1]] * num_unused]) if num_unused > 0 else entries

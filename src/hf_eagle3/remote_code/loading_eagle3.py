@@ -63,24 +63,6 @@ def check_weights(tensors: dict[str, torch.Tensor], source: str | Path, digest: 
         )
 
 
-def check_code(digest: str | None, source: str | Path) -> None:
-    """Warns if a draft runs other code than it was saved with (`digest`). The installed package may be newer."""
-    folder = Path(__file__).parent
-    if digest is not None and not IS_INSTALLED and digest != code_digest(folder):
-        logger.warning(
-            f"{source} runs other code than it was saved with: someone changed it, or transformers' module cache has another "
-            f"draft's ({folder}). Download the draft again, or remove that folder."
-        )
-
-
-def code_digest(folder: str | Path) -> str:
-    """SHA-256 of the code in a folder that ships with drafts."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(folder).glob("*_eagle3.py")):
-        digest.update(path.name.encode() + path.read_bytes().replace(b"\r\n", b"\n"))
-    return digest.hexdigest()
-
-
 def weights_digest(state_dict: dict[str, torch.Tensor]) -> str:
     """SHA-256 of a draft's weights in bfloat16, so that a float32 draft and its bfloat16 copy have the same."""
     digest = hashlib.sha256()
@@ -109,46 +91,43 @@ def check_pairing(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     another model of the same sizes.
     """
     check_is_model(target)
+    if (mismatch := mismatch_of(draft, target)) is not None:
+        raise ValueError(
+            f"The draft {draft.config.name_or_path or '(unnamed)'}, made for {draft.config.verifier}, does not fit the target "
+            f"{type(target).__name__} {target.config.name_or_path or '(unnamed)'}: {mismatch}. Pair each draft with the target "
+            "it was trained for."
+        )
+
+
+def mismatch_of(draft: PreTrainedModel, target: PreTrainedModel) -> str | None:
+    """Why a draft cannot be for a target, or `None`. See [`check_pairing`]."""
     config, text_config = draft.config, target.config.get_text_config(decoder=True)
-    target_name = f"{type(target).__name__} {target.config.name_or_path or '(unnamed)'}"
-    draft_name = f"The draft {config.name_or_path or '(unnamed)'}, made for {config.verifier},"
-    advice = "Pair each draft with the target it was trained for."
     if target.config.is_encoder_decoder:
-        raise ValueError(f"{target_name} is an encoder-decoder; EAGLE-3 drafts for decoder-only models.")
+        return "the target is an encoder-decoder, but EAGLE-3 drafts for decoder-only models"
     for name, reason in UNREADABLE_TARGETS.items():
         if getattr(text_config, name, None):
-            raise ValueError(f"{target_name} {reason} (`{name}`), which EAGLE-3 drafts cannot read.")
+            return f"the target {reason} (`{name}`), which EAGLE-3 drafts cannot read"
     weight = target.get_input_embeddings().weight
     known_rows = config.verifier_fingerprint if weight.device.type != "meta" else None
     # Added tokens (`resize_token_embeddings`) leave the ids and rows of the others, as the fingerprint shows.
     has_more_tokens = known_rows is not None and text_config.vocab_size > config.vocab_size
-    num_tokens = config.vocab_size if has_more_tokens else text_config.vocab_size
-    resized = " If you resized its embeddings (`resize_token_embeddings`), make a draft for it after that."
-    for label, expected, actual, hint in (
-        ("a vocabulary of", config.vocab_size, num_tokens, resized),
-        ("hidden states of size", config.target_hidden_size, text_config.hidden_size, ""),
-    ):
-        if expected != actual:
-            raise ValueError(
-                f"{draft_name} needs a target with {label} {expected}, but {target_name} has {label} {actual}. {advice}{hint}"
-            )
+    if config.vocab_size != text_config.vocab_size and not has_more_tokens:
+        return (
+            f"it needs a vocabulary of {config.vocab_size}, but the target has one of {text_config.vocab_size}. If you resized "
+            "the target's embeddings (`resize_token_embeddings`), make a draft for it after that"
+        )
+    if config.target_hidden_size != text_config.hidden_size:
+        return f"it needs states of size {config.target_hidden_size}, but the target's have size {text_config.hidden_size}"
     layer_ids, depth = draft.resolve_aux_layer_ids(target), text_config.num_hidden_layers
     if not all(0 <= layer_id <= depth for layer_id in layer_ids):
-        raise ValueError(
-            f"{draft_name} reads the states entering layers {layer_ids}, but {target_name} has layers 0 to {depth - 1}. {advice}"
-        )
+        return f"it reads the states entering layers {layer_ids}, but the target has layers 0 to {depth - 1}"
     if not config.has_own_embed_tokens and weight.shape[-1] != config.hidden_size:
-        raise ValueError(
-            f"{draft_name} stores no embedding table and needs the target's with rows of {config.hidden_size}, but those of "
-            f"{target_name} have {weight.shape[-1]}. {advice}"
-        )
+        return f"it reads an embedding table of width {config.hidden_size}, but the target's has {weight.shape[-1]}"
     # Fine-tuning and quantization hardly change the table, but those of two models are unrelated.
     num_rows = config.vocab_size if has_more_tokens else None
     if known_rows is not None and similarity(known_rows, fingerprint(weight, num_rows)) < 0.9:
-        raise ValueError(
-            f"{draft_name} was trained for another model than {target_name}: the sizes agree, but the embedding tables are "
-            f"unrelated. {advice}"
-        )
+        return "it was trained for another model: the sizes agree, but the embedding tables are unrelated"
+    return None
 
 
 def check_draft(draft: PreTrainedModel, target: PreTrainedModel) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -31,12 +31,10 @@ from .auto_eagle3 import IS_INSTALLED, check_needs, installed_module, logger
 from .configuration_eagle3 import Eagle3Config, default_aux_layer_ids
 from .drafter_eagle3 import Drafter
 from .loading_eagle3 import (
-    check_code,
     check_draft,
     check_loading_info,
     check_pairing,
     check_weights,
-    code_digest,
     read_config,
     weights_digest,
 )
@@ -47,6 +45,9 @@ from .tree_eagle3 import GenerationCall, grow_tree
 
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+BORROW = (
+    "Call `draft.borrow_embeddings(target)` first. `target.generate(..., assistant_model=draft)` needs no such call."
+)
 
 
 # Layers ------------------------------------------------------------------------------------------------------------
@@ -68,10 +69,7 @@ class Eagle3Head(nn.Linear):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         if self.out_features == 0:
-            raise ValueError(
-                "This draft stores no head and uses its target's. Call `draft.borrow_embeddings(target)` before `draft(...)`; "
-                "`target.generate(..., assistant_model=draft)` needs no such call."
-            )
+            raise ValueError(f"This draft stores no head and uses its target's. {BORROW}")
         is_large = (
             states.device.type == "cpu" and states.dtype == torch.float32 and self.weight.numel() >= self.MIN_WEIGHTS
         )
@@ -277,15 +275,14 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         check_loading_info(info, source)
         if IS_INSTALLED:
             installed_module("file_checks", "Loading").check_draft_vocabulary(model, source)
-        content = content or {}
-        check_code(content.get("code_digest"), source)
         for name, value in tree_settings(model.generation_config).items():  # drafts of others have none
             setattr(model.generation_config, name, value)
         if not hasattr(model, "hf_quantizer"):
             # These weights are not those that were saved: other variants, float16, adapters, and the caller's own.
             is_changed = variant or kwargs.get("state_dict") is not None
             is_changed = is_changed or model.dtype == torch.float16 or model._hf_peft_config_loaded
-            check_weights(model.state_dict(), source, None if is_changed else content.get("weights_digest"))
+            digest = None if is_changed or content is None else content.get("weights_digest")
+            check_weights(model.state_dict(), source, digest)
         if report["format"] != "speculators":
             model.name_or_path = model.config.name_or_path = source
             logger.info(f"{source} was read as a checkpoint of the {report['format']} format: {report}")
@@ -359,11 +356,10 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         weights = self.state_dict() if state_dict is None else state_dict
         if is_main_process and all(type(weight) is torch.Tensor and not weight.is_meta for weight in weights.values()):
             self.config.weights_digest = weights_digest(weights)
-        self.config.code_digest = code_digest(Path(__file__).parent)
         try:
             super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
         finally:
-            self.config.weights_digest = self.config.code_digest = None
+            self.config.weights_digest = None
         if self._auto_class is not None:  # transformers saved the code
             if self.config.speculators_config is None:
                 logger.warning_once(
@@ -410,10 +406,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             known_ids = input_ids.to(self.embed_tokens.weight.device).clamp(max=self.config.vocab_size - 1)
             embeds = self.embed_tokens(known_ids)
         elif embedding is None and not self._borrowed_embedding:
-            raise ValueError(
-                "This draft stores no embedding table. Call `draft.borrow_embeddings(target)` before `draft(...)`; "
-                "`target.generate(..., assistant_model=draft)` needs no such call."
-            )
+            raise ValueError(f"This draft stores no embedding table. {BORROW}")
         else:
             table = (self._borrowed_embedding[0] if embedding is None else embedding).weight
             embeds = nn.functional.embedding(input_ids.to(table.device), table)
@@ -529,29 +522,28 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
             self.mask_hidden = nn.Parameter(torch.randn(1, 1, num_states * state_size))
         self.post_init()
 
-    def combine_hidden_states(self, aux: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    def combine_hidden_states(self, aux: torch.Tensor) -> torch.Tensor:
         """
         Fuses the target's states into one (EAGLE-3, section 3.1).
 
         Args:
             aux (`torch.FloatTensor` of shape `(batch_size, sequence_length, num_aux * target_hidden_size)`):
-                The states of `config.eagle_aux_hidden_state_layer_ids`, concatenated, or a sequence of them.
+                The states of `config.eagle_aux_hidden_state_layer_ids`, concatenated.
 
         Returns:
             `torch.FloatTensor` of shape `(batch_size, sequence_length, hidden_size)`.
         """
-        joined = aux if isinstance(aux, torch.Tensor) else torch.cat(list(aux), dim=-1)
-        if joined.shape[-1] != self.fc.in_features:
+        if aux.shape[-1] != self.fc.in_features:
             raise ValueError(
                 f"The draft fuses {self.config.num_aux_hidden_states} target states of "
-                f"{self.config.target_hidden_size}, {self.fc.in_features} in all, but got {joined.shape[-1]}."
+                f"{self.config.target_hidden_size}, {self.fc.in_features} in all, but got {aux.shape[-1]}."
             )
         if self.config.norm_before_fc:
-            joined = self.input_norm(joined)
+            aux = self.input_norm(aux)
         if self.config.fc_norm:
-            states = joined.split(self.config.target_hidden_size, dim=-1)
-            joined = torch.cat([norm(state) for norm, state in zip(self.fc_norm, states, strict=True)], dim=-1)
-        return self.fc(joined)
+            states = aux.split(self.config.target_hidden_size, dim=-1)
+            aux = torch.cat([norm(state) for norm, state in zip(self.fc_norm, states, strict=True)], dim=-1)
+        return self.fc(aux)
 
     def mask_inputs(self, num_rows: int, embedding: nn.Embedding | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -569,7 +561,6 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
         position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
-        use_cache: bool | None = None,
         inputs_embeds: torch.Tensor | None = None,
         logits_to_keep: int = 0,
         **kwargs: Any,
@@ -591,8 +582,6 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
                 Rotary positions. By default they continue those of the cache.
             cache (`Cache`, *optional*):
                 The draft's cache, extended in place.
-            use_cache (`bool`, *optional*, defaults to `False`):
-                Whether to make a cache if none is passed.
             inputs_embeds (`torch.FloatTensor` of shape `(batch_size, sequence_length, hidden_size)`, *optional*):
                 Embeddings to read instead of `input_ids`.
             logits_to_keep (`int`, *optional*, defaults to `0`):
@@ -611,8 +600,6 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.embed(input_ids)
-        if use_cache and cache is None:
-            cache = DynamicCache()
         normed, last_hidden_state = self.step(
             inputs_embeds, hidden_states, attention_mask, position_ids, cache, only_last=logits_to_keep == 1
         )

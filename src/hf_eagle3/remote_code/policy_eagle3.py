@@ -372,8 +372,7 @@ class Policy(StaticPolicy):
         if unfinished:  # finished rows' paths may be cut short
             self.count(tree, [accepted.nodes[row] for row in unfinished])
         self.calibration.record(tree, accepted)
-        levels = max(tree.max_depth if tree.depth is None else tree.depth, 1)  # a discarded tree has none
-        levels = 1 if self.kind.drafts_in_one_pass else levels
+        levels = 1 if self.kind.drafts_in_one_pass else max(tree.depth, 1)  # a discarded tree has none
         self.costs.record("draft", levels, draft_seconds)
         drafted = self.costs.seconds("draft", levels)
         verified = self.costs.seconds(self.cost_part("draft"), num_tokens)

@@ -2,7 +2,6 @@
 """What a target can do, and which calls of `generate` EAGLE-3 decoding takes."""
 
 import functools
-import inspect
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -68,106 +67,78 @@ def check_call(
     may_replay: bool,
 ) -> None:
     """Raises `ValueError` if EAGLE-3 decoding does not take the settings, the target, the prompt or the cache of a call."""
-    check_settings(target, generation_config, model_kwargs)
-    check_model(target)
-    check_prompt(target, input_ids, model_kwargs)
-    if model_kwargs.get(CACHE) is not None:
-        check_given_cache(target, model_kwargs[CACHE], model_kwargs.get("attention_mask"), may_replay)
-
-
-def check_settings(target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    if generation_config.num_beams > 1:  # with `custom_generate`; otherwise transformers ignores the draft
-        raise ValueError("EAGLE-3 decoding does not search with beams. Leave out `num_beams` or the draft.")
-    if not model_kwargs.get("use_cache", True):
-        raise ValueError("EAGLE-3 decoding requires `use_cache=True`.")
-    if generation_config.assistant_ensemble_weight is not None:
-        raise ValueError(
-            "`assistant_ensemble_weight` changes the text, but EAGLE-3 decoding is lossless. Leave it out."
-        )
-    if generation_config.dola_layers is not None:  # transformers would fetch code from the Hub for it
-        raise ValueError("`dola_layers` does not work with any assistant. Leave out `dola_layers` or the draft.")
-    if generation_config.return_dict_in_generate and generation_config.output_attentions:
-        raise ValueError(
-            "EAGLE-3 decoding returns no attentions, because those of a tree differ from those of the text. Leave out "
-            "`output_attentions` or the draft."
-        )
-    # Doge attends to the best tokens of a window, and transformers picks others when it reads several tokens at once.
+    name, config, mask = type(target).__name__, generation_config, model_kwargs.get("attention_mask")
     window = getattr(target.config.get_text_config(decoder=True), "keep_window_size", None)
-    if window is not None and generation_config.max_length > window:
-        raise ValueError(
-            f"{type(target).__name__} reads texts longer than its `keep_window_size` of {window} differently in one forward "
-            f"than token by token, and this text may have {generation_config.max_length} tokens. Lower `max_new_tokens`, or "
-            "leave out the draft."
-        )
-
-
-def check_model(target: PreTrainedModel) -> None:
-    name = type(target).__name__
-    if any(type(module).__module__.startswith("torch.ao.nn.quantized.") for module in target.modules()):
-        raise ValueError(
-            f"{name} is quantized with one scale for all tokens of a forward, so other tokens of the tree would change what "
-            "it predicts. Quantize only its weights, or its activations token by token (torchao)."
-        )
-    if target.prepare_inputs_for_generation != types.MethodType(type(target).prepare_inputs_for_generation, target):
-        raise ValueError(
-            f"{name}.prepare_inputs_for_generation was replaced, as PEFT does for prompt and prefix tuning. These put tokens "
-            "before the text that EAGLE-3 decoding does not see. Use another adapter, or leave out the draft."
-        )
+    prepare = types.MethodType(type(target).prepare_inputs_for_generation, target)
     adapted = (module for module in target.modules() if not getattr(module, "disable_adapters", False))
     hooks = (hook for module in adapted for hook in module._forward_pre_hooks.values())
-    # PEFT binds this argument to a hook of each layer.
-    if any(isinstance(hook, functools.partial) and "alora_offsets" in hook.keywords for hook in hooks):
-        raise ValueError(
-            "An activated LoRA (aLoRA) adapts only the last tokens of each forward, so the size of a tree would change what "
-            "the target predicts. Use another adapter, or leave out the draft."
-        )
+    refuse(
+        {
+            # With `custom_generate`. Otherwise transformers ignores the draft.
+            "it searches with beams (`num_beams`)": config.num_beams > 1,
+            "it needs `use_cache=True`": not model_kwargs.get("use_cache", True),
+            "`assistant_ensemble_weight` changes the text": config.assistant_ensemble_weight is not None,
+            # Transformers would fetch code from the Hub for it.
+            "`dola_layers` works with no assistant": config.dola_layers is not None,
+            "the attentions of a tree (`output_attentions`) are not those of the text": (
+                config.return_dict_in_generate and config.output_attentions
+            ),
+            # Doge attends to the best tokens of a window, and transformers picks others when it reads several at once.
+            f"{name} reads texts beyond its `keep_window_size` of {window} differently token by token": (
+                window is not None and config.max_length > window
+            ),
+            f"its prompt has {input_ids.shape[1]} tokens, but the `attention_mask` fewer, as after `token_healing`": (
+                mask is not None and mask.shape[-1] < input_ids.shape[1]
+            ),
+            f"{name} takes no `position_ids`, or `generate` makes none for it, but siblings in a tree share a position": (
+                model_kwargs.get("position_ids") is None
+            ),
+            # Other tokens of a tree would change what it predicts.
+            f"{name} is quantized with one scale for all tokens of a forward, and not token by token (torchao)": any(
+                type(module).__module__.startswith("torch.ao.nn.quantized.") for module in target.modules()
+            ),
+            f"{name}.prepare_inputs_for_generation was replaced, as PEFT does for prompt and prefix tuning": (
+                target.prepare_inputs_for_generation != prepare
+            ),
+            # PEFT binds an argument to a hook of each layer.
+            "an activated LoRA (aLoRA) adapts only the last tokens of each forward": any(
+                isinstance(hook, functools.partial) and "alora_offsets" in hook.keywords for hook in hooks
+            ),
+            f"{name} has a `_sample` of its own, whose text may be another one": (
+                getattr(target._sample, "__func__", None) is not GenerationMixin._sample
+            ),
+        }
+    )
     check_dropout("target", target)
-    if getattr(target._sample, "__func__", None) is not GenerationMixin._sample:
-        raise ValueError(
-            f"{name} has a `_sample` of its own, and without a draft its text may be another one. EAGLE-3 decoding follows that "
-            "of transformers. Leave out the draft."
-        )
-    if "position_ids" not in inspect.signature(target.forward).parameters:
-        raise ValueError(
-            f"{name} takes no `position_ids`, but siblings in a tree share a position. Use another target, or leave out the "
-            "draft."
-        )
+    if model_kwargs.get(CACHE) is not None:
+        check_given_cache(target, model_kwargs[CACHE], mask, may_replay)
 
 
-def check_prompt(target: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
-    if model_kwargs.get("position_ids") is None:
-        raise ValueError(
-            f"EAGLE-3 decoding needs `position_ids`, and `generate` makes none for {type(target).__name__}. Leave out the "
-            "draft."
-        )
-    attention_mask = model_kwargs.get("attention_mask")  # newer transformers leaves it out if it masks nothing
-    if attention_mask is not None and attention_mask.shape[-1] < input_ids.shape[1]:
-        raise ValueError(
-            f"The prompt has {input_ids.shape[1]} tokens, but its `attention_mask` has {attention_mask.shape[-1]}: "
-            "`token_healing` made the prompt longer. Heal it before the call, or leave out the draft."
-        )
-
-
-def check_given_cache(
-    target: PreTrainedModel, cache: Cache, attention_mask: torch.Tensor | None, may_replay: bool
-) -> None:
-    attention = target.config.get_text_config(decoder=True)._attn_implementation
-    if attention not in MASKED_ATTENTION and is_static(cache):
-        raise ValueError(
-            f"Attention {attention!r} cannot tell the free slots of a static cache from the text. Use a dynamic cache, or "
-            "attn_implementation='sdpa'."
-        )
+def check_given_cache(target: PreTrainedModel, cache: Cache, mask: torch.Tensor | None, may_replay: bool) -> None:
+    """Raises `ValueError` if EAGLE-3 decoding does not take the cache of a call, given the prompt's `attention_mask`."""
     if not is_unused_static(cache):
         check_cache(cache, may_replay)
-    if any(getattr(layer, "record_past", False) for layer in cache.layers):
+    attention = target.config.get_text_config(decoder=True)._attn_implementation
+    refuse(
+        {
+            f"attention {attention!r} cannot tell the free slots of a static cache from the text": (
+                attention not in MASKED_ATTENTION and is_static(cache)
+            ),
+            "its cache records the past (`activate_past_recording`)": any(
+                getattr(layer, "record_past", False) for layer in cache.layers
+            ),
+            "its cache holds the whole prompt, but the target must read the last token (`cache.crop(-1)`)": (
+                mask is not None and cache.get_seq_length() >= mask.shape[-1] and not mask.all()
+            ),
+        }
+    )
+
+
+def refuse(obstacles: dict[str, bool]) -> None:
+    """Raises `ValueError` with those that are there."""
+    if found := [obstacle for obstacle, is_there in obstacles.items() if is_there]:
         raise ValueError(
-            "The cache records its past (`activate_past_recording`), but EAGLE-3 decoding keeps only as much as one step "
-            "needs. Pass a cache that does not record, or leave out the draft."
-        )
-    if attention_mask is not None and cache.get_seq_length() >= attention_mask.shape[-1] and not attention_mask.all():
-        raise ValueError(
-            f"The cache already holds all {attention_mask.shape[-1]} tokens of the prompt, but the target must read the last "
-            "one to predict the next. Crop the cache by one token: `cache.crop(-1)`."
+            f"EAGLE-3 decoding does not take this call: {', and '.join(found)}. Change that, or leave out the draft."
         )
 
 
@@ -233,13 +204,17 @@ def may_select_rows(target: PreTrainedModel, cache: Any, model_kwargs: dict[str,
     others = [value for name, value in model_kwargs.items() if name not in known]
     if not all(value is None or isinstance(value, (bool, int, float, str)) for value in others):
         return False
-    if target._compiled_call_impl is not None or hasattr(target.forward, "_torchdynamo_orig_callable"):
-        return False
+    is_compiled = target._compiled_call_impl is not None or hasattr(target.forward, "_torchdynamo_orig_callable")
+    return not is_compiled and has_plain_modules(target, ROW_WISE_MODULES)
+
+
+def has_plain_modules(model: PreTrainedModel, known: tuple[str, ...]) -> bool:
+    """Whether all modules are of the `known` libraries, and have no `forward` and no hooks of others."""
     for_all = nn.modules.module
     hooks = [*for_all._global_forward_hooks.values(), *for_all._global_forward_pre_hooks.values()]
-    for module in target.modules():
+    for module in model.modules():
         is_patched = "forward" in vars(module) and not hasattr(module, "_hf_hook")  # accelerate's is harmless
-        if is_patched or not type(module).__module__.startswith(ROW_WISE_MODULES):
+        if is_patched or not type(module).__module__.startswith(known):
             return False
         # PEFT gives each row its own adapter in a hook. Hooks of others may do anything to a row.
         hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]

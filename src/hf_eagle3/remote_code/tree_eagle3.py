@@ -79,17 +79,17 @@ class DraftTree:
         depths (`torch.LongTensor` of shape `(batch_size, num_nodes)`): Distance from the root.
         ancestors (`torch.BoolTensor` of shape `(batch_size, num_nodes, num_nodes)`):
             `ancestors[b, i, j]`: node `j` is node `i` or above it, so `i` attends to `j`.
+        depth (`int`): An upper bound on `depths`.
         confidences (`torch.FloatTensor` of shape `(batch_size, num_nodes - 1)`, *optional*):
             The draft's log-probability that a node is accepted if its parent is. The root has none.
-        depth (`int`, *optional*): An upper bound on `depths`.
     """
 
     tokens: torch.Tensor
     parents: torch.Tensor
     depths: torch.Tensor
     ancestors: torch.Tensor
+    depth: int
     confidences: torch.Tensor | None = None
-    depth: int | None = None
     _on_host: TreeOnHost | None = None
 
     @property
@@ -100,7 +100,7 @@ class DraftTree:
     @property
     def max_depth(self) -> int:
         """Maximum depth."""
-        return self.num_nodes - 1 if self.depth is None else min(self.depth, self.num_nodes - 1)
+        return min(self.depth, self.num_nodes - 1)
 
     @classmethod
     def from_parents(
@@ -116,12 +116,12 @@ class DraftTree:
         """
         batch_size, num_nodes = tokens.shape
         ancestors = torch.eye(num_nodes, dtype=torch.bool, device=tokens.device).repeat(batch_size, 1, 1)
-        jump = parents
+        depth, jump = num_nodes - 1 if depth is None else depth, parents
         # After round r every node knows its 2**r - 1 nearest ancestors, and `jump` leads 2**r nodes up.
-        for _ in range((num_nodes - 1 if depth is None else min(depth, num_nodes - 1)).bit_length()):
+        for _ in range(min(depth, num_nodes - 1).bit_length()):
             ancestors = ancestors | ancestors.gather(1, jump[:, :, None].expand_as(ancestors))
             jump = jump.gather(1, jump)
-        return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors, confidences, depth)
+        return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors, depth, confidences)
 
     @classmethod
     def chain(cls, tokens: torch.Tensor) -> "DraftTree":
@@ -164,13 +164,10 @@ class DraftTree:
         ]
 
     def with_padded_rows(self, rows: list[bool], pad_token: int, depth: int) -> "DraftTree":
-        """
-        The tree, with chains of padding in the given rows, which are known to continue with padding. Chains are as
-        deep as the tree, or `depth` if unknown.
-        """
+        """The tree, with chains of at most `depth` nodes of padding in these rows, which are known to continue with it."""
         if self.num_nodes == 1 or not any(rows):
             return self
-        depth = depth if self.depth is None else self.depth
+        depth = min(self.depth, depth)
         device = self.tokens.device
         is_padded = on_device(rows, device)[:, None]  # indexing by a list would force a sync
         tokens = torch.cat([self.tokens[:, :1], self.tokens[:, 1:].masked_fill(is_padded, pad_token)], dim=1)

@@ -151,7 +151,6 @@ def of_draft(config: Eagle3Config) -> dict:
     others = {
         *PreTrainedConfig().to_dict(),
         "weights_digest",
-        "code_digest",
         "speculators_config",
         "static_tree",
         "verifier_fingerprint",
