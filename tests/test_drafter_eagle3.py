@@ -56,7 +56,7 @@ class Row:
 @torch.no_grad()
 def test_confidences_of_a_tree(layer_types, batch_size, mask_token_id, monkeypatch):
     """However many tokens a row accepts in a step, whichever rows stay, and whether or not each step is drafted."""
-    monkeypatch.setattr(Drafter, "MOST_READ", 4)  # prompts are read in pieces
+    monkeypatch.setattr(Drafter, "MOST_PAIRS", 40 * batch_size)  # prompts are read in pieces
     random_, target = random.Random(batch_size), make_target("llama")
     torch.manual_seed(0)
     draft = Eagle3ForSpeculation.from_target(

@@ -187,7 +187,7 @@ class Drafter(Proposer):
 
     # Older unread steps are dropped. Otherwise plain decoding would keep the whole text's states.
     MAX_UNREAD = 256
-    MOST_READ = 1024  # tokens at a time
+    MOST_PAIRS = 2**25  # entries of a mask, whose distances then take 256 MiB
 
     def __init__(self, draft: PreTrainedModel, call: GenerationCall):
         self.draft, self.call, self.is_static = draft, call, call.capacity is not None
@@ -308,8 +308,9 @@ class Drafter(Proposer):
         """Reads the prompt but for its last token, and what exceeds a fixed shape. Returns the rest."""
         (tokens, states, positions), counts = self.take_unread()
         most = self.most_new if has_fixed_shape else tokens.shape[1] if self.lengths else 1
+        num_visible = self.call.capacity or max(self.lengths, default=0) + tokens.shape[1]
         while tokens.shape[1] > most:
-            size = min(tokens.shape[1] - most, self.MOST_READ)  # a mask has an entry for each pair of tokens
+            size = min(tokens.shape[1] - most, max(self.MOST_PAIRS // (len(counts) * num_visible), 1))
             now = [max(count - (tokens.shape[1] - size), 0) for count in counts]
             self.read((tokens[:, :size], states[:, :size], positions[:, :size]), now)
             tokens, states, positions = tokens[:, size:], states[:, size:], positions[:, size:]
