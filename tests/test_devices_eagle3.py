@@ -6,8 +6,10 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import make_prompt
+from conftest import VOCAB_SIZE, make_batch, make_prompt
+from operators import Operators
 
+from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.cache_eagle3 import additive_mask
 from hf_eagle3.remote_code.devices_eagle3 import CudaGraph, CudnnSwitch, captures_graphs, on_device
 from hf_eagle3.remote_code.drafter_eagle3 import can_be_captured
@@ -47,6 +49,16 @@ def test_a_call_that_raises_sets_it_back():
     with pytest.raises(KeyError), switch.off():
         raise KeyError
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize(
+    "call", [{}, {"do_sample": True}, {"cache_implementation": "static", "disable_compile": True}], ids=str
+)
+def test_apple_s_gpus_have_all_operators_of_decoding(target, call):
+    draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(0, VOCAB_SIZE, 2))
+    with Operators() as used:
+        target.generate(**make_batch([5, 9]), assistant_model=draft, max_new_tokens=20, **call)
+    assert not used.missing_on_apple_s_gpus() and "embedding" in used.names
 
 
 def test_graphs_are_captured_on_cuda_only():

@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import VOCAB_SIZE, make_prompt, make_target
+from operators import Operators
 from trainers import make_ttt_batch
 from transformers import DynamicCache
 
@@ -99,6 +100,16 @@ def test_loss_and_gradients_equal_the_naive_ones():
     for (name, _), our, their in zip(draft.named_parameters(), ours, theirs):
         torch.testing.assert_close(our, their, atol=2e-3, rtol=1e-3, msg=name)
         assert our.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("settings", [{}, {"row_share": 0.5, "num_sampled": 8}])
+def test_apple_s_gpus_have_all_operators_of_training(settings):
+    target = make_target("llama")
+    draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(0, VOCAB_SIZE, 2))
+    draft.borrow_embeddings(target)
+    with Operators() as used:
+        ttt_loss(draft, make_ttt_batch(target, draft, make_prompt(20)), 3, **settings).loss_sums.sum().backward()
+    assert not used.missing_on_apple_s_gpus() and "embedding" in used.names
 
 
 def test_counts_equal_the_naive_ones(monkeypatch):

@@ -89,7 +89,7 @@ def grow_static_tree(
         # A small vocabulary may lack a rank. Its last token stands in, and is verified twice.
         ranks = [min(path[-1], scores.shape[-1] - 1) for path in nodes]
         children = scores.topk(max(ranks) + 1, dim=-1).indices[:, place, ranks]  # (B, N)
-        children = children if token_ids is None else token_ids.take(children)
+        children = children if token_ids is None else token_ids[children]
         tokens.append(children)
         expanded = [i for i, path in enumerate(nodes) if path in has_children]
         if not expanded:

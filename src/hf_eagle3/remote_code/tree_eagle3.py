@@ -317,7 +317,7 @@ def grow_tree(
             )
         itself = torch.eye(ids.shape[1], dtype=torch.bool, device=device).expand(batch_size, -1, -1)
         visible = torch.cat([above, itself], dim=-1)
-        tokens = ids if draft_token_ids is None else draft_token_ids.take(ids)
+        tokens = ids if draft_token_ids is None else draft_token_ids[ids]
         logits, hidden_states = advance(tokens, hidden_states, level, visible)
         confidences, child_ids = best_children(logits, level)  # (B, K, K)
         parents = frontier[..., None].expand_as(child_ids)
@@ -370,7 +370,7 @@ def best_tree(
     parents = torch.where(parents < 0, 0, torch.searchsorted(kept, parents) + 1)
     ids = ids.gather(1, kept)
     return DraftTree.from_parents(
-        torch.cat([root_tokens, ids if draft_token_ids is None else draft_token_ids.take(ids)], dim=1),
+        torch.cat([root_tokens, ids if draft_token_ids is None else draft_token_ids[ids]], dim=1),
         torch.cat([torch.zeros_like(root_tokens), parents], dim=1),
         confidences.gather(1, kept),
         depth=len(pool),
