@@ -135,7 +135,11 @@ def test_a_small_model_gets_tokens_accepted():
     [
         (lambda root: None, TypeError, "must propose a `DraftTree`, not NoneType"),
         (lambda root: root, TypeError, "must propose a `DraftTree`, not Tensor"),
-        (lambda root: DraftTree.chain(torch.cat([root + 1, root], dim=1) % 96), ValueError, "must begin with its root"),
+        (
+            lambda root: DraftTree.chain(torch.cat([root + 1, root], dim=1) % 96),
+            ValueError,
+            "must begin with its root",
+        ),
         (lambda root: DraftTree.chain(root[:1].repeat(1, 3)), ValueError, "must begin with its root"),  # of one row
         (
             lambda root: DraftTree.from_parents(root.repeat(1, 3), torch.zeros(2, 3, dtype=torch.long)),
