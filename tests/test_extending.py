@@ -2,6 +2,7 @@
 
 import re
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,42 @@ def test_a_small_model_gets_tokens_accepted():
     assistant.generation_config.update(tree_policy="static", tree_depth=3, num_assistant_tokens=9)
     target.generate(prompt, max_new_tokens=40, do_sample=False, assistant_model=assistant)
     assert assistant.last_generation.acceptance_length > 3.5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("make_tree", "error", "message"),
+    [
+        (lambda root: None, TypeError, "must propose a `DraftTree`, not NoneType"),
+        (lambda root: root, TypeError, "must propose a `DraftTree`, not Tensor"),
+        (
+            lambda root: DraftTree.chain(torch.cat([root + 1, root], dim=1) % 96),
+            ValueError,
+            "must begin with its root",
+        ),
+        (lambda root: DraftTree.chain(root[:1].repeat(1, 3)), ValueError, "must begin with its root"),  # of one row
+        (
+            lambda root: DraftTree.from_parents(root.repeat(1, 3), torch.zeros(2, 3, dtype=torch.long)),
+            ValueError,
+            "a `branching_factor` of 1, but the proposed tree is no chain",
+        ),
+    ],
+)
+def test_trees_that_would_change_the_text(family, make_tree, error, message):
+    class Careless(Proposer):
+        def propose(self, plan, root_tokens, sampler=None):
+            return make_tree(root_tokens)
+
+    class CarelessAssistant(AssistantMixin):
+        generation_config = GenerationConfig(tree_policy="static")
+
+        def proposer(self, call):
+            return Careless()
+
+    takes_it = "no chain" in message and family == "llama"
+    with nullcontext() if takes_it else pytest.raises(error, match=message):
+        batch = make_batch([7, 7])
+        make_target(family).generate(**batch, assistant_model=CarelessAssistant(), max_new_tokens=5, do_sample=False)
 
 
 def test_an_assistant_may_refuse_a_target():

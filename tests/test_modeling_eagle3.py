@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import FAMILIES, VOCAB_SIZE, make_prompt, make_target
+from conftest import FAMILIES, VOCAB_SIZE, make_baseline, make_prompt, make_target
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -380,8 +380,9 @@ def test_saving_beside_another_model(tmp_path, target):
     draft = Eagle3ForSpeculation.from_target(target)
     target.save_pretrained(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match="has config.json of another model, which the draft would damage"):
-        draft.save_pretrained(tmp_path)
+    for other in (draft, make_baseline("dflash", target), make_baseline("medusa", target)):
+        with pytest.raises(ValueError, match="has config.json of another model, which the draft would damage"):
+            other.save_pretrained(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     for _ in range(2):
         draft.save_pretrained(tmp_path / "draft")

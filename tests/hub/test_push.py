@@ -8,7 +8,7 @@ import huggingface_hub.constants
 import huggingface_hub.hf_api
 import pytest
 import torch
-from conftest import make_draft, make_prompt, make_target
+from conftest import make_baseline, make_draft, make_prompt, make_target
 from datasets import Dataset
 from hub.test_card import BENCHMARK, TRAINING
 from huggingface_hub import HfApi, ModelCard, RepoCard
@@ -445,6 +445,14 @@ def test_records_are_of_the_revision_and_folder_that_was_loaded(hub, draft, tmp_
         push_draft(loaded, "me/again")
         assert files_of(hub, "me/again")["training.json"] == hub.repos[REPO]["two"][0]["sub/training.json"]
         hub.repos.pop("me/again")
+
+
+@pytest.mark.parametrize("repo", ["me/target", "target"])
+def test_drafts_of_other_methods_leave_repos_of_other_models_alone(hub, repo):
+    hub.repos["me/target"] = {"main": [{"config.json": b"{}", "model.safetensors": b"weights"}]}
+    with pytest.raises(ValueError, match="has config.json of another model"):
+        make_baseline("medusa", make_target("llama")).push_to_hub(repo)
+    assert len(hub.repos["me/target"]["main"]) == 1
 
 
 def test_saving_does_not_push(hub, draft, tmp_path):

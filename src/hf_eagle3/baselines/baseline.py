@@ -8,6 +8,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedModel
 
+from ..checkpoints.files import check_repo
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.modeling_eagle3 import DraftModel
 from ..remote_code.tree_eagle3 import DraftTree, Plan
@@ -108,7 +109,13 @@ class BaselineDraft(DraftModel):
         return grow_static_tree(*arguments, self.config.static_tree, guess)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Pushes the draft with transformers' own card. See [`~transformers.utils.PushToHubMixin.push_to_hub`]."""
+        """
+        Pushes the draft with transformers' own card. See [`~transformers.utils.PushToHubMixin.push_to_hub`].
+
+        Raises:
+            ValueError: if the repo has another model.
+        """
+        check_repo(repo_id, kwargs.get("revision"), kwargs.get("token"))
         return PreTrainedModel.push_to_hub(self, repo_id, **kwargs)
 
 

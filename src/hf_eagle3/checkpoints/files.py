@@ -126,6 +126,11 @@ def check_folder(folder: str | Path, is_adapter: bool = False) -> None:
         )
 
 
+def full_name(repo_id: str, token: bool | str | None) -> str:
+    """Returns `<owner>/<name>` of a repo. A name alone is one in the caller's account."""
+    return repo_id if "/" in repo_id else f"{HfApi().whoami(token)['name']}/{repo_id}"
+
+
 def check_repo(repo_id: str, revision: str | None, token: bool | str | None, is_adapter: bool = False) -> None:
     """
     Checks that a draft, or its adapter, may be pushed to a repo, which need not exist.
@@ -134,6 +139,7 @@ def check_repo(repo_id: str, revision: str | None, token: bool | str | None, is_
         ValueError: if the repo has another model.
     """
     api = HfApi()
+    repo_id = full_name(repo_id, token)
     at: dict[str, Any] = {"revision": revision, "token": token}
     try:
         names = api.list_repo_files(repo_id, **at)

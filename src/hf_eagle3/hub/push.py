@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ..checkpoints.files import check_new_folder, check_repo
+from ..checkpoints.files import check_new_folder, check_repo, full_name
 from ..environment import public_name, without_paths
 from ..evaluation import BenchmarkResults, plot_all
 from ..evaluation.results import PLOTS
@@ -90,7 +90,7 @@ def push_draft(
     if token in (None, True) and get_token() is None:
         raise PermissionError("There is no token to push with. Log in with `hf auth login`, or set `HF_TOKEN`.")
     api = HfApi()
-    repo_id = repo_id if "/" in repo_id else f"{api.whoami(token)['name']}/{repo_id}"
+    repo_id = full_name(repo_id, token)
     check_repo(repo_id, revision, token)
     # A new branch begins as a copy of the main branch.
     existing = card_on_hub(repo_id, revision, token) or card_on_hub(repo_id, None, token)

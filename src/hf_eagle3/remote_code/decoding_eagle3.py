@@ -18,7 +18,7 @@ from .outputs_eagle3 import Eagle3GenerationStats, Eagle3Step, ReturnedOutputs, 
 from .policy_eagle3 import CallKind, Policy, StaticPolicy, policies_of, tree_settings
 from .target_eagle3 import check_call, depends_on_length, gathered_embedding, is_sharded, may_select_rows
 from .text_eagle3 import SampleArguments, Text, pad_token_of
-from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer
+from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer, check_tree
 from .verify_eagle3 import Verifier
 
 
@@ -205,7 +205,10 @@ class TreeDecoding:
         if plan.proposer is None:
             return DraftTree.chain(root_tokens)
         sampler = self.sampler if self.sampler.do_sample else None
-        tree = self.proposers[plan.proposer].propose(plan, root_tokens, sampler).to(root_tokens.device)
+        tree = self.proposers[plan.proposer].propose(plan, root_tokens, sampler)
+        if plan.proposer == "draft" and not isinstance(self.assistant, PreTrainedModel):
+            check_tree(tree, plan, root_tokens)
+        tree = tree.to(root_tokens.device)
         if text.pads_finished_rows and self.can_read_padding:
             tree = tree.with_padded_rows(text.is_finished, text.pad_token, plan.depth)
         return tree

@@ -262,6 +262,16 @@ class Proposer:
         """Called at the end of the call."""
 
 
+def check_tree(tree: Any, plan: Plan, root_tokens: torch.Tensor) -> None:
+    """Raises `TypeError` or `ValueError` if a tree of somebody's own proposer would change the text. This forces a sync."""
+    if not isinstance(tree, DraftTree):
+        raise TypeError(f"A proposer must propose a `DraftTree`, not {type(tree).__name__}.")
+    if tree.tokens[:, :1].tolist() != root_tokens.tolist():
+        raise ValueError("A proposed tree must begin with its root: the newest token of each row, `root_tokens`.")
+    if plan.branching_factor == 1 and int(tree.depths.min(dim=0).values[-1]) != tree.num_nodes - 1:
+        raise ValueError("The plan has a `branching_factor` of 1, but the proposed tree is no chain.")
+
+
 def grow_tree(
     root_tokens: torch.Tensor,  # (B, 1)
     logits: torch.Tensor,  # (B, V): the draft's for the root's children
