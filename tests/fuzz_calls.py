@@ -417,22 +417,26 @@ def differences(
         for name in returned:
             expected, actual = (getattr(each.outputs, name, None) for each in (plain, ours))
             if name == "past_key_values":
-                expected, actual = (entries_of(cache, like=expected) for cache in (expected, actual))
+                expected, actual = entries_of(expected), entries_of(actual)
             found += compare(expected, actual, name)
     return found
 
 
-def entries_of(cache, like):
-    """What is stored in each layer of a cache, its length, and the names of its layers, where another one shows them, too."""
+def entries_of(cache):
+    """What is stored in each layer of a cache, its length, and the names of its layers."""
     if cache is None:
         return None
-    length = int(cache.get_seq_length())
-    if not any(isinstance(layer, StaticLayer) for layer in like.layers):
-        states = tuple((getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers)
-        return *states, tuple(type(layer).__name__ for layer in cache.layers), length
-    # A static cache has more slots than plain `generate`'s. They are overwritten before they are read.
-    whole = [layer for layer, theirs in zip(cache.layers, like.layers) if type(theirs) is StaticLayer]
-    return *((layer.keys[..., :length, :], layer.values[..., :length, :]) for layer in whole), length
+    kinds, length = tuple(type(layer).__name__ for layer in cache.layers), int(cache.get_seq_length())
+
+    def states_of(layer):  # what is behind the text in slots of a static cache is overwritten before it is read
+        states = tuple(getattr(layer, name, None) for name in ("keys", "values"))
+        return (
+            (*(each[..., :length, :] for each in states), states[0].shape)
+            if isinstance(layer, StaticLayer)
+            else states
+        )
+
+    return (*map(states_of, cache.layers), kinds, length)
 
 
 def compare(expected, actual, name) -> list[str]:

@@ -317,6 +317,17 @@ def with_room(cache: StaticCache, max_length: int, num_slots: int) -> Cache:
     return Cache(layers=layers)
 
 
+def copy_into(cache: StaticCache, source: Cache, prompt_length: int, length: int) -> None:
+    """Fills an unused static cache with the first `length` entries of another, as a prompt and the text after it."""
+    for layer, source_layer in zip(cache.layers, source.layers):
+        if not has_keys(source_layer):
+            continue
+        full = max(prompt_length, min(length, layer.max_cache_len))  # full sliding layers update differently
+        for begin, end in ((0, prompt_length), (prompt_length, full), (full, length)):
+            if begin < end:
+                layer.update(source_layer.keys[..., begin:end, :], source_layer.values[..., begin:end, :])
+
+
 def keep_path(cache: Cache, padded: torch.Tensor) -> tuple[()]:
     """
     Keeps some of the last `N` entries of a static cache. `padded` `(N + 1,)` has their ascending indices, zeros, and

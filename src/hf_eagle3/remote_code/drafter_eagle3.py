@@ -94,7 +94,7 @@ def read_unread(state: DraftState, unread: Unread, num_masks: int = 0) -> Any:
             for known, mask in zip((inputs_embeds, hidden_states), draft.mask_inputs(num_masks, embedding))
         )
     num_slots = keys[0].shape[2]
-    num_visible = num_slots if longest is None else longest + index.shape[1]
+    num_visible = num_slots if longest is None else min(longest + index.shape[1], num_slots)
     # Padding goes to free slots after the row's text.
     indices = (lengths[:, None] + index % index.shape[1]).clamp(max=num_slots - 1)
     slots = Slots(keys, values, indices, num_visible)
@@ -308,7 +308,7 @@ class Drafter(Proposer):
         """Reads the prompt but for its last token, and what exceeds a fixed shape. Returns the rest."""
         (tokens, states, positions), counts = self.take_unread()
         most = self.most_new if has_fixed_shape else tokens.shape[1] if self.lengths else 1
-        num_visible = self.call.capacity or max(self.lengths, default=0) + tokens.shape[1]
+        num_visible = max(self.lengths, default=0) + tokens.shape[1]
         while tokens.shape[1] > most:
             size = min(tokens.shape[1] - most, max(self.MOST_PAIRS // (len(counts) * num_visible), 1))
             now = [max(count - (tokens.shape[1] - size), 0) for count in counts]
@@ -319,7 +319,7 @@ class Drafter(Proposer):
 
     def read(self, blocks: Sequence[torch.Tensor], counts: list[int]) -> None:
         """Reads tokens only to fill the cache."""
-        state, unread = self._inputs(blocks, counts, 0, self.is_static)
+        state, unread = self._inputs(blocks, counts, 0, has_fixed_shape=False)
         is_text = right_index(unread.counts, unread.tokens.shape[1]) >= 0
         states = unread.states.where(is_text[..., None], 0)  # padding may have NaNs, which pass through any mask
         read_unread(state, unread._replace(states=states))

@@ -12,6 +12,7 @@ from .auto_eagle3 import logger
 from .cache_eagle3 import (
     ReplayCache,
     TreeCache,
+    copy_into,
     is_unused_static,
     is_user_defined,
     recurrent_layers,
@@ -44,11 +45,13 @@ class Verifier:
         self.config = target.config.get_text_config(decoder=True)
         self.layer_ids, self.num_nodes, self.may_replay, self.num_forwards = layer_ids, num_nodes, may_replay, 0
         self.inputs["output_hidden_states"] = returned.hidden_states_with(layer_ids)
-        if is_unused_static(cache := self.inputs.get(CACHE)):
+        self.unused_cache, given_cache = None, self.inputs.get(CACHE)
+        if is_unused_static(given_cache):
+            self.unused_cache = given_cache
             # As long as the longest so far, to avoid recompilation.
             previous = getattr(target, "_previous_max_cache_length", 0)
             max_length = max(self.generation_config.max_length - 1, previous)
-            self.inputs[CACHE] = with_room(cache, max_length, num_nodes)
+            self.inputs[CACHE] = with_room(given_cache, max_length, num_nodes)
 
     def prefill(self, input_ids: torch.Tensor) -> TreeOutputs:
         """
@@ -60,6 +63,7 @@ class Verifier:
         cache = target_outputs.get(CACHE)
         cache_class = ReplayCache if cache is not None and recurrent_layers(cache) else TreeCache
         self.cache = cache_class(cache, 1 + self.num_nodes, self.may_replay, takes_trees(self.target))
+        self.prompt_length = self.cache.length
         if len(input_ids) > 1 and self.inputs.get("attention_mask") is None:  # rows will need padding
             self.inputs["attention_mask"] = input_ids.new_ones(len(input_ids), self.cache.length)
         if not self.cache.is_chain:  # a target that cannot take a tree is refused before anything is written
@@ -229,7 +233,7 @@ class Verifier:
                 self.inputs[name] = entries[..., excess:]
 
     def finish(self, returned: ReturnedOutputs) -> Cache:
-        """Returns the cache. If the caller can see it, it holds what plain `generate` leaves in it."""
+        """Returns the cache. If the caller can see it, it is as plain `generate` leaves it."""
         cache = self.cache.cache
         if self.cache.num_replayed > 0 and (returned.wants_dict or is_user_defined(cache)):
             inputs = {**self.inputs, **self.cache.replayed}
@@ -239,4 +243,7 @@ class Verifier:
             self.forward(**self.target.prepare_inputs_for_generation(tokens, **inputs), return_dict=True)
             self.num_forwards += 1
             self.cache.crop(0)
-        return cache
+        if not returned.wants_dict or self.unused_cache is None:
+            return cache
+        copy_into(self.unused_cache, cache, self.prompt_length, self.cache.length)
+        return self.unused_cache  # as large as plain `generate`'s
