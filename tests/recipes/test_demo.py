@@ -116,7 +116,7 @@ def test_what_goes_wrong(comparison):
     with pytest.raises(ValueError, match="no prompt"):
         last(comparison.run("", is_chat=False))
     assert last(comparison.run(PROMPT, max_new_tokens=4))[1].returned is not None
-    with pytest.raises(ValueError, match="hidden"):
+    with pytest.raises(ValueError, match="needs states of size 32"):
         Comparison(make_target("llama", hidden_size=64), draft, tokenizer)
     with pytest.raises(ValueError, match="no prompt"):
         encode(tokenizer, "", is_chat=False)

@@ -1,6 +1,7 @@
 import copy
 import json
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -256,10 +257,6 @@ def test_features_of_something_else_are_refused(tmp_path, tokenizer):
     store = trainer.extract_features(tmp_path / "features")
     with pytest.raises(ValueError, match="with another fingerprint"):
         make_trainer(tmp_path, tokenizer, make_target("llama", seed=1), store)
-    with pytest.raises(ValueError, match="with another layers"):  # a fine-tune that keeps the embeddings
-        tuned = copy.deepcopy(target)
-        tuned.model.layers[1].mlp.down_proj.weight.data.mul_(1.01)
-        make_trainer(tmp_path, tokenizer, tuned, store)
     with pytest.raises(ValueError, match=r"another aux_layer_ids \(\[1, 2, 3\] there, \[0, 1, 2\] here\)"):
         layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
         make_trainer(tmp_path, tokenizer, target, store, model_init_kwargs=layers)
@@ -286,6 +283,24 @@ def test_features_of_something_else_are_refused(tmp_path, tokenizer):
     (tmp_path / "features" / "index.json").write_text(json.dumps({**index, "version": 99}))
     with pytest.raises(ValueError, match="version 99"):
         FeatureStore(tmp_path / "features")
+
+
+def test_features_of_a_base_for_its_fine_tune(tmp_path, tokenizer, caplog):
+    """Merged adapters leave the embeddings as they were, so the fingerprint is the same."""
+    target = make_target("llama")
+    target.config._name_or_path = "org/Base"
+    store = make_trainer(tmp_path, tokenizer, target).extract_features(tmp_path / "features")
+    target.config._name_or_path = "folder/Base"
+    make_trainer(tmp_path, tokenizer, target, store)
+    assert "were extracted from" not in caplog.text
+    target.config._name_or_path = "org/Tuned"
+    for use in (
+        partial(make_trainer, dataset=store),
+        lambda *args: make_trainer(*args).extract_features(store.folder),
+    ):
+        caplog.clear()
+        use(tmp_path, tokenizer, target)
+        assert "were extracted from org/Base, and the target is org/Tuned" in caplog.text
 
 
 def test_features_of_other_arguments_are_refused(tmp_path, tokenizer):

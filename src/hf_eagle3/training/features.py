@@ -15,10 +15,10 @@ from datasets import Dataset, load_from_disk
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerBase, masking_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..data.images import IMAGE_INPUT
@@ -33,6 +33,8 @@ from .losses import log_sum_exp
 from .models import without_adapter
 from .ttt import documents_of
 
+
+logger = logging.get_logger(__name__)
 
 # The states that a draft reads, and the target's distributions: logits, mass and most probable tokens.
 Features = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -248,27 +250,11 @@ def describe(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, aux_la
     return {
         "target": target.config._name_or_path,
         "fingerprint": fingerprint(target.get_input_embeddings().weight),
-        "layers": layers_digest(target),
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_hidden_layers,
         "tokenizer": hashlib.sha256(vocabulary).hexdigest(),
         "aux_layer_ids": list(aux_layer_ids),
     }
-
-
-def layers_digest(target: PreTrainedModel) -> str | None:
-    """
-    SHA-256 of some entries of each floating-point tensor in a target's layers, in half precision. A fine-tune changes them,
-    even if it keeps the embeddings. `None` if this process does not hold them all.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(without_adapter(target).base_model.state_dict().items()):
-        if tensor.is_meta or isinstance(tensor, DTensor):
-            return None
-        if tensor.is_floating_point() and tensor.dtype.itemsize > 1:  # quantized ones are not the same on all devices
-            entries = tensor.flatten()[:: max(tensor.numel() // 64, 1)].half().cpu()
-            digest.update(name.encode() + entries.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def fixed_arguments(args: Eagle3TrainingArguments) -> dict:
@@ -279,6 +265,15 @@ def fixed_arguments(args: Eagle3TrainingArguments) -> dict:
         "chat_template_path": public_name(args.chat_template_path),
         "truncation_mode": args.truncation_mode,
     }
+
+
+def warn_of_other_target(folder: Path, before: str, now: str) -> None:
+    """Warns if a target has another name than when features were extracted. A fine-tune may have the same embeddings."""
+    if before and now and Path(before).name != Path(now).name:  # it may have moved to another folder
+        logger.warning(
+            f"The features in {folder} were extracted from {before}, and the target is {now}. If it is a fine-tune, extract the "
+            "features from it, into another folder."
+        )
 
 
 class FeatureStore:
@@ -360,15 +355,14 @@ class FeatureStore:
             ValueError: if they belong to others.
         """
         for name, value in description.items():
-            stored = self.index["description"].get(name)
-            if name == "target" or (name == "layers" and None in (stored, value)):
-                continue  # the target may have moved to another folder, and not all of its layers be here
-            if stored != value:
-                shown = "" if name in ("fingerprint", "layers", "tokenizer") else f" ({stored} there, {value} here)"
+            stored = self.index["description"][name]
+            if name != "target" and stored != value:  # the target may have moved to another folder
+                shown = "" if name in ("fingerprint", "tokenizer") else f" ({stored} there, {value} here)"
                 raise ValueError(
                     f"The features in {self.folder} were extracted from {self.index['description']['target'] or 'a target'} with "
                     f"another {name}{shown}. Extract them again for this target and tokenizer, into another folder."
                 )
+        warn_of_other_target(self.folder, self.index["description"]["target"], description["target"])
         for name, value in (arguments or {}).items():
             stored = self.index["arguments"][name]
             if stored != value:
@@ -453,7 +447,8 @@ def start_store(
     if (folder / "index.json").exists():
         known = json.loads((folder / "index.json").read_text(encoding="utf-8"))
         ours, theirs = (each.with_format("arrow")[:] for each in (rows, load_from_disk(str(folder / "rows"))))
-        description = {**description, "target": known["description"]["target"]}  # it may have moved to another folder
+        before, now = known["description"]["target"], description["target"]
+        description = {**description, "target": before}  # it may have moved to another folder
         if (
             known != {**index, "description": description}
             or ours.column_names != theirs.column_names
@@ -463,6 +458,7 @@ def start_store(
                 f"{folder} holds features of other rows or another target, or stored in another way. Choose another folder, or "
                 "the arguments of its first run."
             )
+        warn_of_other_target(folder, before, now)
         return
     unfinished = folder / f"rows{UNFINISHED}"  # of a run that was killed
     if folder.exists() and any(path != unfinished for path in folder.iterdir()):
