@@ -184,6 +184,7 @@ def test_combine_hidden_states(flags, num_aux):
         expected = aux
     expected = expected @ draft.fc.weight.T
     torch.testing.assert_close(draft.combine_hidden_states(aux), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(draft.combine_hidden_states(states), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("layer_types", [["full_attention"], ["sliding_attention"]])

@@ -6,20 +6,16 @@ shows that it is as we saved it.
 
 import base64
 import binascii
-from collections.abc import Collection
-from dataclasses import fields
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, Qwen3Config
+from transformers import AutoConfig, GenerationConfig, Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .remote_code.configuration_eagle3 import FLAGS, Eagle3Config
+from .remote_code.configuration_eagle3 import NEUTRAL_KEYS, Eagle3Config, check_keys
 
 
-# Others write these into a config.json. They do not change a draft.
-NEUTRAL_KEYS = {"auto_map", "embed_requires_grad", "tie_word_embeddings", "torch_dtype", "use_cache"}
 # These do not change a draft in `transformer_layer_config`, where some versions of transformers also write all of their defaults.
 NEUTRAL_LAYER_KEYS = {
     *NEUTRAL_KEYS,
@@ -214,30 +210,11 @@ def check_verifier(config: Eagle3Config) -> None:
         )
 
 
-def unknown_keys(config_dict: dict[str, Any], known: Collection[str]) -> list[str]:
-    """Returns the keys that are not `known`, without comments and keys whose value is false, zero or empty."""
-    return sorted(key for key in config_dict.keys() - set(known) if config_dict[key] and not key.startswith("_"))
-
-
-def check_keys(name: str, config_dict: dict[str, Any], known: Collection[str]) -> None:
+def check_config_dict(config_dict: dict[str, Any]) -> None:
     """
-    Raises:
-        ValueError: if there are [`unknown_keys`].
-    """
-    if unknown := unknown_keys(config_dict, known):
-        raise ValueError(
-            f"{name} has keys that this version does not know: {unknown}. Their effect would be missing; a later version of "
-            "hf-eagle3 may read this draft."
-        )
-
-
-def checked_config_dict(config_class: type[Eagle3Config], config_dict: dict[str, Any]) -> dict[str, Any]:
-    """
-    Returns the content of a `config.json` without flags that are null, which others write for those that are off.
-
     Raises:
         ValueError: if there is no `config.json`, or it does not describe its layers, or is of another kind of draft, or has
-            a dtype or keys that are unknown.
+            a dtype that is unknown.
     """
     if not config_dict:
         raise ValueError(
@@ -254,6 +231,3 @@ def checked_config_dict(config_class: type[Eagle3Config], config_dict: dict[str,
         dtype = config_dict.get(name)
         if not isinstance(getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype, torch.dtype | None):
             raise ValueError(f"`{name}` is {dtype!r}, which torch does not know.")
-    known = {field.name for field in fields(config_class)} | PreTrainedConfig().to_dict().keys() | NEUTRAL_KEYS
-    check_keys("This config.json", config_dict, known | {"quantization_config"})  # transformers reads that
-    return {name: value for name, value in config_dict.items() if value is not None or name not in FLAGS}

@@ -7,7 +7,8 @@ from typing import Any
 from transformers import PreTrainedConfig, Qwen3Config
 
 from ..checkpoints.flat import is_neutral
-from ..config_checks import DEFAULTS, NEUTRAL_KEYS, NEUTRAL_LAYER_KEYS, changed_defaults, unknown_keys
+from ..config_checks import DEFAULTS, NEUTRAL_LAYER_KEYS, changed_defaults
+from ..remote_code.configuration_eagle3 import NEUTRAL_KEYS, unknown_keys
 
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -3,7 +3,7 @@ EAGLE (https://huggingface.co/papers/2401.15077): one layer predicts the target'
 reads them. With a dynamic tree it is EAGLE-2 (https://huggingface.co/papers/2406.16858).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,9 +87,9 @@ class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
     def set_output_embeddings(self, head: nn.Linear) -> None:
         self.lm_head = head.requires_grad_(False)
 
-    def combine_hidden_states(self, aux: torch.Tensor) -> torch.Tensor:
+    def combine_hidden_states(self, aux: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the state: the draft reads only one."""
-        return aux
+        return aux if isinstance(aux, torch.Tensor) else aux[0]
 
     def unroll(self, batch: TTTBatch, steps: int) -> Iterator[UnrollStep]:
         """Yields the drafting steps with the smooth L1 loss of each state (section 4.2)."""

@@ -3,6 +3,8 @@
 
 import hashlib
 import json
+from collections.abc import Collection
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,6 +27,8 @@ AUTO_MAP = {
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_own_embed_tokens")
 # Keys of config.json that only drafts have: ours and those of `speculators`, and those of other projects.
 DRAFT_KEYS = {"speculators_model_type", "draft_vocab_size", "eagle_config", "dflash_config"}
+# Others write these into a config.json. They do not change a draft.
+NEUTRAL_KEYS = {"auto_map", "embed_requires_grad", "tie_word_embeddings", "torch_dtype", "use_cache"}
 # The fields on which depends what a draft computes.
 DIGESTED = (
     *FLAGS,
@@ -159,7 +163,11 @@ class Eagle3Config(PreTrainedConfig):
         for name in ("weights_digest", "code_digest"):  # of the checkpoint, not of other drafts (older ones have both)
             config_dict.pop(name, None)
         if IS_INSTALLED:
-            config_dict = installed_module("config_checks", "A configuration").checked_config_dict(cls, config_dict)
+            installed_module("config_checks", "A configuration").check_config_dict(config_dict)
+        known = {field.name for field in fields(cls)} | PreTrainedConfig().to_dict().keys() | NEUTRAL_KEYS
+        known |= {"quantization_config"}  # transformers reads it
+        check_keys("This config.json", config_dict, known)
+        config_dict = {name: value for name, value in config_dict.items() if value is not None or name not in FLAGS}
         if digest is not None and digest != config_digest(config_dict):
             raise ValueError(
                 f"This config.json is not what was saved: one of {', '.join(DIGESTED)} was changed. Download it again, or remove "
@@ -237,6 +245,20 @@ def config_digest(config_dict: dict[str, Any]) -> str:
     """SHA-256 of the fields of a `config.json` on which depends what a draft computes."""
     digested = {name: config_dict[name] for name in DIGESTED if name in config_dict}
     return hashlib.sha256(json.dumps(digested, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def unknown_keys(config_dict: dict[str, Any], known: Collection[str]) -> list[str]:
+    """The keys that are not `known`, without comments and keys whose value is false, zero or empty."""
+    return sorted(key for key in config_dict.keys() - set(known) if config_dict[key] and not key.startswith("_"))
+
+
+def check_keys(name: str, config_dict: dict[str, Any], known: Collection[str]) -> None:
+    """Raises `ValueError` if there are [`unknown_keys`]."""
+    if unknown := unknown_keys(config_dict, known):
+        raise ValueError(
+            f"{name} has keys that this version does not know: {unknown}. Their effect would be missing; a later version of "
+            "hf-eagle3 may read this draft."
+        )
 
 
 Eagle3Config.register_for_auto_class()

@@ -522,28 +522,29 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
             self.mask_hidden = nn.Parameter(torch.randn(1, 1, num_states * state_size))
         self.post_init()
 
-    def combine_hidden_states(self, aux: torch.Tensor) -> torch.Tensor:
+    def combine_hidden_states(self, aux: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         """
         Fuses the target's states into one (EAGLE-3, section 3.1).
 
         Args:
             aux (`torch.FloatTensor` of shape `(batch_size, sequence_length, num_aux * target_hidden_size)`):
-                The states of `config.eagle_aux_hidden_state_layer_ids`, concatenated.
+                The states of `config.eagle_aux_hidden_state_layer_ids`, concatenated, or a sequence of them.
 
         Returns:
             `torch.FloatTensor` of shape `(batch_size, sequence_length, hidden_size)`.
         """
-        if aux.shape[-1] != self.fc.in_features:
+        joined = aux if isinstance(aux, torch.Tensor) else torch.cat(list(aux), dim=-1)
+        if joined.shape[-1] != self.fc.in_features:
             raise ValueError(
                 f"The draft fuses {self.config.num_aux_hidden_states} target states of "
-                f"{self.config.target_hidden_size}, {self.fc.in_features} in all, but got {aux.shape[-1]}."
+                f"{self.config.target_hidden_size}, {self.fc.in_features} in all, but got {joined.shape[-1]}."
             )
         if self.config.norm_before_fc:
-            aux = self.input_norm(aux)
+            joined = self.input_norm(joined)
         if self.config.fc_norm:
-            states = aux.split(self.config.target_hidden_size, dim=-1)
-            aux = torch.cat([norm(state) for norm, state in zip(self.fc_norm, states, strict=True)], dim=-1)
-        return self.fc(aux)
+            states = joined.split(self.config.target_hidden_size, dim=-1)
+            joined = torch.cat([norm(state) for norm, state in zip(self.fc_norm, states, strict=True)], dim=-1)
+        return self.fc(joined)
 
     def mask_inputs(self, num_rows: int, embedding: nn.Embedding | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """
