@@ -90,6 +90,7 @@ def test_confidences_of_a_tree(layer_types, batch_size, mask_token_id, monkeypat
             first = row.first_position + len(row.tokens)
             row.tokens += tokens[b, width - count :].tolist()
             row.states += list(states[b, width - count :])
+            states[b, : width - count] = torch.nan  # padding, which nothing reads
             positions[b, width - count :] = torch.arange(first, first + count)
         accepted = SimpleNamespace(tokens=tokens, states=states, positions=positions, counts=counts)
         for drafter in (growing, fixed):

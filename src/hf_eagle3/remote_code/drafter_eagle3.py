@@ -84,6 +84,7 @@ def read_unread(state: DraftState, unread: Unread, num_masks: int = 0) -> Any:
     draft, embedding, keys, values, longest = state
     tokens, states, positions, counts, lengths = unread
     index = right_index(counts, tokens.shape[1])  # (B, R)
+    states = states.where((index >= 0)[..., None], 0)  # padding may have NaNs, which pass through any mask
     inputs_embeds, hidden_states = draft.embed(tokens, embedding), draft.combine_hidden_states(states)
     if num_masks > 0:
         ahead = torch.arange(num_masks, device=tokens.device)
@@ -320,9 +321,7 @@ class Drafter(Proposer):
     def read(self, blocks: Sequence[torch.Tensor], counts: list[int]) -> None:
         """Reads tokens only to fill the cache."""
         state, unread = self._inputs(blocks, counts, 0, has_fixed_shape=False)
-        is_text = right_index(unread.counts, unread.tokens.shape[1]) >= 0
-        states = unread.states.where(is_text[..., None], 0)  # padding may have NaNs, which pass through any mask
-        read_unread(state, unread._replace(states=states))
+        read_unread(state, unread)
 
     def reserve(self, num_slots: int) -> None:
         """Makes room for `num_slots` in each row."""
