@@ -435,7 +435,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         return TTTBatch.of(inputs, aux, features[1:], inputs["labels"])
 
     def extract_features(
-        self, folder: str | Path, rows_per_shard: int = 1024, dtype: torch.dtype | str | None = None
+        self, folder: str | Path, rows_per_shard: int = 64, dtype: torch.dtype | str | None = None
     ) -> FeatureStore:
         """
         Writes the target's states on the prepared training data to a folder, and returns it as a [`FeatureStore`] that
@@ -444,7 +444,8 @@ class Eagle3Trainer(DraftSavingTrainer):
 
         Args:
             folder (`str` or `Path`): The folder. It takes `(n_aux + 1) * hidden_size` numbers per token.
-            rows_per_shard (`int`, *optional*, defaults to 1024): Rows per file. An interruption loses at most one file.
+            rows_per_shard (`int`, *optional*, defaults to 64):
+                Rows per file. Each process holds a file twice in memory, and an interruption loses at most that.
             dtype (`torch.dtype` or `str`, *optional*):
                 The dtype of stored states. By default the target's. `"float8_e4m3fn"` stores each state of each token with
                 a scale of its own.
@@ -465,9 +466,10 @@ class Eagle3Trainer(DraftSavingTrainer):
             raise ValueError(f"`rows_per_shard` must be at least 1, got {rows_per_shard}.")
         dtype = state_dtype(dtype or self.target_model.dtype)
         description = describe(self.target_model, self.processing_class, self.aux_layer_ids)
+        lock = None
         if self.accelerator.is_main_process:
             arguments = fixed_arguments(self.args)
-            start_store(folder, self.train_dataset, description, rows_per_shard, dtype, arguments)
+            lock = start_store(folder, self.train_dataset, description, rows_per_shard, dtype, arguments)
         self.accelerator.wait_for_everyone()
         extract(
             folder,
@@ -478,6 +480,7 @@ class Eagle3Trainer(DraftSavingTrainer):
             dtype,
         )
         self.accelerator.wait_for_everyone()
+        del lock
         return FeatureStore(folder)
 
     def compute_loss(
