@@ -6,6 +6,7 @@ import pickle
 import statistics
 from concurrent.futures import Future
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -1144,6 +1145,27 @@ def test_a_loss_that_is_not_a_number_ends_training(tmp_path, tokenizer, field, a
         trainer.train()
     Eagle3ForSpeculation.from_pretrained(tmp_path / "checkpoint-2")
     assert not (tmp_path / "checkpoint-4").exists()
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, tokenizer):
+    """Of a gradient that was not, only the loss of the next step would tell, and training would go on from the checkpoint."""
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=4, save_strategy="steps", save_steps=2)
+
+    class Overflow(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+            if state.global_step == 3:
+                model.fc.weight.grad[0, 0] = torch.inf
+
+    trainer.add_callback(Overflow())
+    with pytest.raises(FloatingPointError, match="weights are not finite after step 4, and are not saved"):
+        trainer.train()
+    assert what_is_broken(tmp_path / "checkpoint-2") is None
+    assert not (tmp_path / "checkpoint-4" / "model.safetensors").exists()
+
+
+def test_processes_wait_while_one_tokenizes(tmp_path):
+    """By default those that have nothing to do would give up after half an hour."""
+    assert Eagle3TrainingArguments(str(tmp_path), bf16=False).ddp_timeout_delta > timedelta(hours=2)
 
 
 def test_drafts_with_a_window_are_refused(tmp_path, tokenizer):
