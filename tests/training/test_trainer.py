@@ -382,9 +382,9 @@ def test_the_rest_of_an_epoch_in_several_processes_has_its_order(tmp_path, token
 def test_a_stream_that_is_shorter_than_training_goes_on_where_it_was(tmp_path, tokenizer):
     """Its ten rows are three batches, and the fifth step is the second one of the second pass."""
 
-    def train(folder, max_steps, resume=None):
+    def train(folder, max_steps, resume=None, **changes):
         stream = TEXTS.select(range(10)).to_iterable_dataset(num_shards=2).shuffle(seed=0, buffer_size=4)
-        arguments = {"max_steps": max_steps, "save_strategy": "steps", "save_steps": 1, "ttt_warmup": 0}
+        arguments = {"max_steps": max_steps, "save_strategy": "steps", "save_steps": 1, "ttt_warmup": 0, **changes}
         trainer = make_trainer(folder, tokenizer, dataset=stream, **arguments, lr_scheduler_type="constant")
         trainer.train(resume_from_checkpoint=resume)
         history = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -393,6 +393,8 @@ def test_a_stream_that_is_shorter_than_training_goes_on_where_it_was(tmp_path, t
     expected = train(tmp_path / "whole", 8)
     for step in (2, 3, 4, 7):
         assert train(tmp_path / "resumed", 8, str(tmp_path / "whole" / f"checkpoint-{step}")) == expected
+    with pytest.raises(ValueError, match="order_of_rows was 'read by 1' before, 'read by 2' after"):
+        train(tmp_path / "resumed", 8, str(tmp_path / "whole" / "checkpoint-2"), dataloader_num_workers=4)
     # More steps than at first. In the state of the shorter training they are other shares of it.
     for step in (2, 3, 5):
         train(tmp_path / f"short-{step}", step)
@@ -975,6 +977,7 @@ def test_resuming_what_was_begun_otherwise(tmp_path, tokenizer):
     make_trainer(tmp_path, tokenizer, **settings).train()
     for changed, match in (
         ({"dataset": TEXTS.select(range(20))}, "rows was 40 before, 20 after"),
+        ({"dataset": TEXTS.select(range(39, -1, -1))}, "order_of_rows was"),  # as many rows, in another order
         ({"per_device_train_batch_size": 2}, "sequences_per_step was 4 before, 2 after"),
         ({"gradient_accumulation_steps": 2}, "sequences_per_step was 4 before, 8 after"),
         ({"adam_beta2": 0.5}, "adam_beta2 was 0.95 before, 0.5 after"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -134,7 +135,7 @@ def check_same_settings(trainer: Eagle3Trainer, checkpoint: str, state: TrainerS
     args, then, now = trainer.args, record["arguments"], training_record(trainer)
     if args.auto_find_batch_size and state.train_batch_size is not None:  # `Trainer` restores it, but later
         now["sequences_per_step"] = state.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    facts = {name: now[name] for name in ("rows", "sequences_per_step") if record.get(name) is not None}
+    facts = {name: now[name] for name in ("rows", "order_of_rows", "sequences_per_step") if record.get(name) is not None}
     fixed = (*args.FIXED_ON_RESUME, *FIXED_IN_SCRIPTS)
     defaults = {field.name: field.default for field in fields(args)}
     then, now = ({name: each[name] for name in fixed if name in each} for each in (then, now["arguments"]))
@@ -181,6 +182,19 @@ def rows_with_images(rows: Dataset | IterableDataset) -> int:
     return sum(map(bool, rows["image_text"])) if has_images else 0
 
 
+def order_of_rows(rows: Dataset | IterableDataset, num_workers: int) -> str | None:
+    """
+    Returns what shows that prepared data has other rows or another order: a digest of the ends of up to 64 rows, from all over
+    it. (The beginnings of conversations may have the date.) Of a stream, the number of workers that read it.
+    """
+    if isinstance(rows, IterableDataset):
+        return f"read by {min(max(num_workers, 1), rows.num_shards)}"
+    if "input_ids" not in rows.column_names:
+        return None
+    sample = rows.with_format(None).select(range(0, len(rows), -(-len(rows) // 64)))
+    return hashlib.sha256(repr([tokens[-32:] for tokens in sample["input_ids"]]).encode()).hexdigest()[:16]
+
+
 def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] | None = None) -> dict:
     """
     Returns the data, the arguments that differ from their defaults, the length, the machine and the last evaluation.
@@ -213,6 +227,7 @@ def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] 
         "draft_weights": None if state_dict is None else weights_digest(state_dict),
         "datasets": datasets,
         "rows": len(trainer.train_dataset) if isinstance(trainer.train_dataset, Dataset) else None,  # prepared
+        "order_of_rows": trainer.order_of_rows,
         **({} if trainer.rows_with_images == 0 else {"rows_with_images": trainer.rows_with_images}),
         # The command of a user's own script is not known.
         "command": "accelerate launch recipes/train.py --config training.yaml" if trainer.script_settings else None,

@@ -69,7 +69,7 @@ from .preparation import (
     prepare_tokenizer,
     prepare_vocabulary,
 )
-from .record import check_resumption, rows_with_images
+from .record import check_resumption, order_of_rows, rows_with_images
 from .saving import DraftSavingTrainer, check_output_folder
 from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, draft_loss
 
@@ -176,7 +176,9 @@ class Eagle3Trainer(DraftSavingTrainer):
         store = self._init_sft_trainer(draft, args, tokenizer, kwargs)
         check_parallelism(self)
         prepare_vocabulary(self.draft, target_model, self.train_dataset, vocab_size_from_data)
-        self.rows_with_images = rows_with_images(self.train_dataset)  # here, because it reads them all
+        # Here, because these read rows, and each checkpoint has them.
+        self.rows_with_images = rows_with_images(self.train_dataset)
+        self.order_of_rows = order_of_rows(self.train_dataset, args.dataloader_num_workers)
         self._connect_models(store)
         check_batches(self)
         check_optimizer(self)
