@@ -466,6 +466,23 @@ def test_checkpoints_that_are_not_whole_are_passed_over(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, **arguments).train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="no checkpoint to go on from"):
         make_trainer(tmp_path / "empty", tokenizer, **arguments).train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="no checkpoint to go on from"):  # it may be the disk that is broken
+        make_trainer(tmp_path, tokenizer, **arguments).train(resume_from_checkpoint="auto")
+
+
+def test_one_command_for_all_runs_of_a_job(tmp_path, tokenizer):
+    arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    (tmp_path / "checkpoint-2").mkdir()  # killed before it was written
+    expected = losses(make_trainer(tmp_path, tokenizer, **arguments))
+    for step in (0, 2):
+        for checkpoint in tmp_path.glob("checkpoint-*"):
+            if int(checkpoint.name.split("-")[1]) > step:
+                (checkpoint / "trainer_state.json").unlink()
+        trainer = make_trainer(tmp_path, tokenizer, **arguments)
+        trainer.train(resume_from_checkpoint="auto")
+        assert trainer.is_resumed == (step > 0)
+        history = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert history == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_training_goes_on_as_it_was_begun(tmp_path, tokenizer):

@@ -103,7 +103,7 @@ def check_unfinished(args: Eagle3TrainingArguments, checkpoint: str, state: Trai
         is_longer = args.num_train_epochs > then
     if state.global_step >= state.max_steps and not is_longer:
         raise ValueError(
-            f"{checkpoint} is the end of a finished training, of {state.global_step} steps. To train its draft further, raise "
+            f"{checkpoint} is the end of a finished training, of {state.global_step} steps. Its draft is there. To train it further, raise "
             "`max_steps` or `num_train_epochs`."
         )
 

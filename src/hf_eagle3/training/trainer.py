@@ -356,15 +356,15 @@ class Eagle3Trainer(DraftSavingTrainer):
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
                 The checkpoint to go on from. `True` takes the last whole one, and skips those with a missing, cut off or
-                changed file.
+                changed file. `"auto"` does so, or begins anew if none was written to its end.
             kwargs (*optional*): Other arguments of [`~transformers.Trainer.train`].
 
         Raises:
             ValueError: if there is no whole checkpoint, its training is finished, or it was begun with other data or
                 settings.
         """
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = self._last_whole_checkpoint()
+        if (is_auto := resume_from_checkpoint == "auto") or resume_from_checkpoint is True:
+            resume_from_checkpoint = self._last_whole_checkpoint(may_be_none=is_auto)
         elif (
             resume_from_checkpoint
             and not isinstance(resume_from_checkpoint, bool)
@@ -379,11 +379,11 @@ class Eagle3Trainer(DraftSavingTrainer):
             check_resumption(self, str(resume_from_checkpoint))
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
-    def _last_whole_checkpoint(self) -> str:
+    def _last_whole_checkpoint(self, may_be_none: bool) -> str | None:
         found: list[str | Exception | None] = [None]
         if self.accelerator.is_main_process:  # one process reads the gigabytes
             try:
-                found = [last_whole_checkpoint(self.args.output_dir)]
+                found = [last_whole_checkpoint(self.args.output_dir, may_be_none)]
             except Exception as error:  # the other processes wait, and must raise it, too
                 found = [error]
         (checkpoint,) = broadcast_object_list(found)
