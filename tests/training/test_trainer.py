@@ -1025,6 +1025,10 @@ def test_resuming_what_was_begun_otherwise(tmp_path, tokenizer):
     longer = make_trainer(tmp_path, tokenizer, **{**settings, "num_train_epochs": 1.0})
     longer.train(resume_from_checkpoint=True)
     assert longer.state.global_step == 10
+    for shorter in ({}, {"max_steps": 5}):  # than what was trained
+        trainer = make_trainer(tmp_path, tokenizer, **{**settings, **shorter})
+        with pytest.raises(ValueError, match="the end of a finished training, of 6 steps"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
 
 
 @pytest.mark.parametrize(("own", "expected"), [(0.0, 0.02), (0.1, 0.1)])

@@ -95,13 +95,12 @@ def check_unfinished(args: Eagle3TrainingArguments, checkpoint: str, state: Trai
     Raises:
         ValueError: if the training of a checkpoint is finished.
     """
-    if args.max_steps > 0:
-        is_longer = args.max_steps > state.max_steps
-    else:  # the state has whole epochs
+    max_steps: float = args.max_steps
+    if max_steps < 0:
         default = type(args).num_train_epochs
-        then = record["arguments"].get("num_train_epochs", default) if record else state.num_train_epochs
-        is_longer = args.num_train_epochs > then
-    if state.global_step >= state.max_steps and not is_longer:
+        then = record["arguments"].get("num_train_epochs", default) if record else state.num_train_epochs  # whole ones
+        max_steps = state.max_steps * args.num_train_epochs / then
+    if state.global_step >= max_steps:
         raise ValueError(
             f"{checkpoint} is the end of a finished training, of {state.global_step} steps. Its draft is there. To train it further, raise "
             "`max_steps` or `num_train_epochs`."
