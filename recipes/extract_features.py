@@ -36,7 +36,9 @@ class ExtractionScriptArguments(TrainScriptArguments):
     )
     rows_per_shard: int = field(
         default=64,
-        metadata={"help": "Rows in each file. Each process holds a file in memory, and an interruption loses at most that."}
+        metadata={
+            "help": "Rows in each file. Each process holds a file in memory, and an interruption loses at most that."
+        },
     )
     feature_dtype: str | None = field(
         default=None,

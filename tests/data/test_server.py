@@ -247,9 +247,9 @@ def test_a_full_disk_ends_the_run(tmp_path):
     """Or the server would answer all other rows for nothing."""
     rows, output = [{"messages": [user(str(i))]} for i in range(30)], Output(tmp_path, {})
     output.file = Mock(flush=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-    with chat_server(lambda *args: "fine") as (url, requests):
-        with pytest.raises(OSError, match="No space left on device"):
-            ask(url, rows, output)
+    full = pytest.raises(OSError, match="No space left on device")
+    with chat_server(lambda *args: "fine") as (url, requests), full:
+        ask(url, rows, output)
     assert len(requests) <= 6 and not output.done
 
 

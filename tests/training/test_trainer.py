@@ -580,6 +580,23 @@ def test_an_adapter_of_whatever_is_linear(tmp_path, tokenizer):
     assert copied.keys() == trained.keys() and all(copied[name].equal(trained[name]) for name in trained)
 
 
+def test_an_adapter_goes_on_with_its_settings(tmp_path, tokenizer):
+    """PEFT loads the weights of a checkpoint, but not how they are scaled."""
+    target = make_target("llama")
+    arguments = {"target": target, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+
+    def train(alpha, resume=None):
+        draft, lora = Eagle3ForSpeculation.from_target(target), LoraConfig(lora_alpha=alpha, target_modules=["q_proj"])
+        trainer = make_trainer(tmp_path, tokenizer, model=draft, peft_config=lora, **arguments)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.state.global_step
+
+    train(8)
+    with pytest.raises(ValueError, match="has another draft: lora_alpha was 8 before, 16 after"):
+        train(16, str(tmp_path / "checkpoint-1"))
+    assert train(8, str(tmp_path / "checkpoint-1")) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "kwargs"), [("polynomial", {}), ("cosine_with_min_lr", {"min_lr": 1e-4}), ("linear", {})]
 )

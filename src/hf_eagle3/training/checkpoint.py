@@ -84,6 +84,4 @@ def last_whole_checkpoint(folder: str | Path, may_be_none: bool = False) -> str 
         skipped += f" {Path(checkpoint).name}: {reason}."
     if may_be_none and not list(Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")):
         return None
-    raise ValueError(
-        f"There is no checkpoint to go on from in {folder}.{skipped} Begin anew, in another folder."
-    )
+    raise ValueError(f"There is no checkpoint to go on from in {folder}.{skipped} Begin anew, in another folder.")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset, IterableDataset
+from peft import PeftConfig, PeftModel
 from transformers import PreTrainedConfig, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.utils import CONFIG_NAME
 
 from ..environment import environment, public_name, what_differs, without_paths
 from ..hub.card import TRAINING_RECORD
@@ -72,6 +72,8 @@ def non_defaults(arguments: Any, values: dict | None = None) -> dict:
     return {name: value for name, value in values.items() if name in defaults and value != defaults[name]}
 
 
+# Fields of an adapter's configuration that do not change what it computes.
+NOT_OF_ADAPTERS = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
 # Settings of a script that a resumed training cannot change, like `FIXED_ON_RESUME` of the arguments.
 FIXED_IN_SCRIPTS = ("dataset_config", "dataset_name", "dataset_train_split", "datasets")
 
@@ -85,7 +87,7 @@ def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
     state = TrainerState.load_from_json(str(state_path))
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     check_unfinished(trainer.args, checkpoint, state, record)
-    check_same_draft(trainer.draft.config, checkpoint)
+    check_same_draft(trainer, checkpoint)
     if record:
         check_same_settings(trainer, checkpoint, state, record)
 
@@ -107,20 +109,25 @@ def check_unfinished(args: Eagle3TrainingArguments, checkpoint: str, state: Trai
         )
 
 
-def check_same_draft(ours: Eagle3Config, checkpoint: str) -> None:
+def check_same_draft(trainer: Eagle3Trainer, checkpoint: str) -> None:
     """
     Raises:
-        ValueError: if a checkpoint has another draft.
+        ValueError: if a checkpoint has another draft, or an adapter with other settings.
     """
-    if not Path(checkpoint, CONFIG_NAME).exists():  # adapters have none
-        return
-    theirs = type(ours).from_pretrained(checkpoint)
-    fingerprint = theirs.verifier_fingerprint
-    if fingerprint is not None and fingerprint != ours.verifier_fingerprint:
-        raise ValueError(
-            f"{checkpoint} has a draft for another target than {ours.verifier}. Pass the target that this training began with."
+    if isinstance(model := trainer.accelerator.unwrap_model(trainer.model), PeftModel):
+        # PEFT would load the weights, and scale them as it is told now.
+        then, now = PeftConfig.from_pretrained(checkpoint).to_dict(), model.active_peft_config.to_dict()
+        then, now = (
+            {name: value for name, value in each.items() if name not in NOT_OF_ADAPTERS} for each in (then, now)
         )
-    if difference := what_differs(of_draft(theirs), of_draft(ours)):
+    else:
+        theirs, ours = type(trainer.draft.config).from_pretrained(checkpoint), trainer.draft.config
+        if theirs.verifier_fingerprint not in (None, ours.verifier_fingerprint):
+            raise ValueError(
+                f"{checkpoint} has a draft for another target than {ours.verifier}. Pass the target that this training began with."
+            )
+        then, now = of_draft(theirs), of_draft(ours)
+    if difference := what_differs(then, now):
         raise ValueError(
             f"{checkpoint} has another draft: {difference}. Pass the draft that this training began with."
         )
@@ -134,7 +141,9 @@ def check_same_settings(trainer: Eagle3Trainer, checkpoint: str, state: TrainerS
     args, then, now = trainer.args, record["arguments"], training_record(trainer)
     if args.auto_find_batch_size and state.train_batch_size is not None:  # `Trainer` restores it, but later
         now["sequences_per_step"] = state.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    facts = {name: now[name] for name in ("rows", "order_of_rows", "sequences_per_step") if record.get(name) is not None}
+    facts = {
+        name: now[name] for name in ("rows", "order_of_rows", "sequences_per_step") if record.get(name) is not None
+    }
     fixed = (*args.FIXED_ON_RESUME, *FIXED_IN_SCRIPTS)
     defaults = {field.name: field.default for field in fields(args)}
     then, now = ({name: each[name] for name in fixed if name in each} for each in (then, now["arguments"]))
