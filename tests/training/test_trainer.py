@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -468,6 +469,14 @@ def test_checkpoints_that_are_not_whole_are_passed_over(tmp_path, tokenizer):
         make_trainer(tmp_path / "empty", tokenizer, **arguments).train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="no checkpoint to go on from"):  # it may be the disk that is broken
         make_trainer(tmp_path, tokenizer, **arguments).train(resume_from_checkpoint="auto")
+
+
+def test_a_full_disk_is_mentioned(tmp_path, tokenizer, monkeypatch):
+    """By torch the error would be `basic_ios::clear: iostream error`, and no more."""
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=4, save_strategy="steps", save_steps=2)
+    monkeypatch.setattr(torch, "save", Mock(side_effect=RuntimeError("basic_ios::clear: iostream error")))
+    with pytest.raises(RuntimeError, match=r"checkpoint of step 2 could not be saved: basic_ios.* \d+\.\d\d GB left"):
+        trainer.train()
 
 
 def test_one_command_for_all_runs_of_a_job(tmp_path, tokenizer):

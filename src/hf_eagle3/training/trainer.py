@@ -2,6 +2,7 @@
 
 import copy
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -534,7 +536,14 @@ class Eagle3Trainer(DraftSavingTrainer):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self._check_loss()
-        super()._save_checkpoint(*args, **kwargs)
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch does not say that a disk is full
+            free = shutil.disk_usage(self.args.output_dir).free / 1e9
+            raise RuntimeError(
+                f"The checkpoint of step {self.state.global_step} could not be saved: {error}. The disk of {self.args.output_dir} has "
+                f"{free:.2f} GB left. Training can resume from the checkpoint before."
+            ) from error
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         if not self.args.use_muon or self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
