@@ -190,13 +190,14 @@ def rows_with_images(rows: Dataset | IterableDataset) -> int:
     return sum(map(bool, rows["image_text"])) if has_images else 0
 
 
-def order_of_rows(rows: Dataset | IterableDataset, num_workers: int) -> str | None:
+def order_of_rows(rows: Dataset | IterableDataset, args: Eagle3TrainingArguments) -> str | None:
     """
     Returns what shows that prepared data has other rows or another order: a digest of the ends of up to 64 rows, from all over
-    it. (The beginnings of conversations may have the date.) Of a stream, the number of workers that read it.
+    it. (The beginnings of conversations may have the date.) Of a stream, how many processes and workers share its files.
     """
     if isinstance(rows, IterableDataset):
-        return f"read by {min(max(num_workers, 1), rows.num_shards)}"
+        readers = args.world_size, max(args.dataloader_num_workers, 1)
+        return "read by {} x {}".format(*(min(number, rows.num_shards) for number in readers))
     if "input_ids" not in rows.column_names:
         return None
     sample = rows.with_format(None).select(range(0, len(rows), -(-len(rows) // 64)))

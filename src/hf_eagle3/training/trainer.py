@@ -3,9 +3,10 @@
 import copy
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -172,6 +173,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         self.best: tuple[int, int] | None = None
         # The latest loss, its step, and the beginning of its batch.
         self._unchecked_loss: tuple[torch.Tensor, torch.Tensor, int, torch.Tensor] | None = None
+        self._ended_pass: Iterator | None = None  # over a stream
 
         if isinstance(kwargs.get("train_dataset"), FeatureStore) and args.packing:
             raise ValueError("Rows of a feature store are packed when they are extracted. Leave `packing` out.")
@@ -180,7 +182,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         prepare_vocabulary(self.draft, target_model, self.train_dataset, vocab_size_from_data)
         # Here, because these read rows, and each checkpoint has them.
         self.rows_with_images = rows_with_images(self.train_dataset)
-        self.order_of_rows = order_of_rows(self.train_dataset, args.dataloader_num_workers)
+        self.order_of_rows = order_of_rows(self.train_dataset, args)
         self._connect_models(store)
         check_batches(self)
         check_optimizer(self)
@@ -551,13 +553,26 @@ class Eagle3Trainer(DraftSavingTrainer):
         self.optimizer = muon_with_adamw(self.model, self.get_decay_parameter_names(self.model), self.args)
         return self.optimizer
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, torch.Tensor | None]:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, torch.Tensor | None]:
         """
+        Lets all processes end a pass over a stream at the same step. Their parts of it may have different lengths, and
+        processes that begin the next pass alone wait for the others forever.
+
         Raises:
             ValueError: if the data is a stream that ends before the first step. `Trainer` would end without training, or
                 begin the stream again and again.
         """
-        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        if self.args.world_size > 1 and not isinstance(self.train_dataset, Dataset):
+            if epoch_iterator is self._ended_pass:
+                return [], None
+            mine = list(islice(epoch_iterator, num_batches))
+            fewest = int(self.accelerator.gather(torch.tensor([len(mine)], device=device)).min())
+            if fewest < num_batches:
+                self._ended_pass = epoch_iterator
+            epoch_iterator = iter(mine[:fewest])
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches and self.state.global_step == 0:
             per_device, accumulation = self._train_batch_size, self.args.gradient_accumulation_steps
             raise ValueError(
