@@ -243,10 +243,13 @@ def check_layer_ids(draft: "DraftModel") -> None:
 
 @contextmanager
 def without_load_report() -> Iterator[None]:
-    """Hides transformers' report of missing and unexpected tensors. We mend them, or refuse them by name."""
+    """
+    Hides transformers' report of missing and unexpected tensors. We mend them, or refuse them by name. Errors of conversions
+    (quantized weights) are only in the report.
+    """
 
     def is_no_report(record: LogRecord) -> bool:
-        return "LOAD REPORT" not in record.getMessage()
+        return "LOAD REPORT" not in record.getMessage() or "CONVERSION" in record.getMessage()
 
     transformers_logger = logging.get_logger("transformers.modeling_utils")
     transformers_logger.addFilter(is_no_report)

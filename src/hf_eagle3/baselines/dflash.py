@@ -32,6 +32,7 @@ from ..remote_code.modeling_eagle3 import (
     Eagle3RotaryEmbedding,
 )
 from ..remote_code.policy_eagle3 import tree_settings
+from ..remote_code.target_eagle3 import table_of
 from ..remote_code.text_eagle3 import flat_indices, right_index
 from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Plan
 from ..tensor_names import HUB_ARGUMENTS, find
@@ -306,7 +307,7 @@ class DFlashForSpeculation(BaselineDraft):
     def validate_target(self, target: PreTrainedModel) -> None:
         """See [`~modeling_eagle3.DraftModel.validate_target`]."""
         DraftModel.validate_target(self, target)
-        num_tokens = len(target.get_input_embeddings().weight)
+        num_tokens = len(table_of(target).weight)
         if not self.config.has_own_embed_tokens and self.config.mask_token_id >= num_tokens:
             raise ValueError(
                 f"The draft's `mask_token_id` is {self.config.mask_token_id}, but {type(target).__name__} embeds "

@@ -123,7 +123,7 @@ def check_table(draft: DraftModel, to: str) -> None:
             f"This draft stores an embedding table, but readers of the {to} format use the target's. Pass the target, to see whether "
             "they are the same: `--target` of recipes/export.py, or `draft.pair_with(target)`."
         )
-    if similarity(fingerprint(draft.embed_tokens.weight), of_target) < 0.9999:
+    if similarity(fingerprint(draft.embed_tokens), of_target) < 0.9999:
         raise ValueError(
             f"This draft has its own embedding table, but readers of the {to} format would use the target's, which differs. The "
             "draft would draft something else."

@@ -6,6 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
+from peft import PeftModel
 from transformers import PreTrainedModel
 from trl import SFTTrainer
 
@@ -33,12 +34,18 @@ def check_call(target_model: str | PreTrainedModel, kwargs: dict[str, Any]) -> N
 
     Raises:
         TypeError: if `target_model` is not a target, an argument does not exist, or a data set is something else.
-        ValueError: if an argument of `SFTTrainer` would do nothing, or a data set is of a kind that cannot be used.
+        ValueError: if an argument of `SFTTrainer` would do nothing, or an adapter or a data set is of a kind that cannot be used.
     """
     if isinstance(target_model, DraftModel) or not (isinstance(target_model, str) or hasattr(target_model, "config")):
         raise TypeError(
             "`target_model` must be the target, a causal language model or the name of one, and `model` the draft; "
             f"`target_model` is {type(target_model).__name__}."
+        )
+    adapter = target_model.active_peft_config if isinstance(target_model, PeftModel) else None
+    if adapter is not None and (adapter.is_prompt_learning or getattr(adapter, "alora_invocation_tokens", None)):
+        raise ValueError(
+            "The target is adapted by virtual tokens or an activated LoRA (aLoRA), which training would leave out, and decoding with "
+            "a draft refuses. Pass the target without its adapter (`get_base_model()`), or with another one."
         )
     known = list(inspect.signature(SFTTrainer.__init__).parameters)[3:]  # after `self`, `model` and `args`
     if unknown := [name for name in kwargs if name not in known]:

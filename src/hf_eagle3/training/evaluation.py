@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 
 from ..data import ImageReader, documents_of_row, prompt_of
 from ..remote_code.modeling_eagle3 import DraftModel
-from ..remote_code.target_eagle3 import is_sharded
+from ..remote_code.target_eagle3 import device_of, is_sharded
 from ..tokenizer import padded_inputs
 from .metrics import sum_dtype
 from .models import default_generation
@@ -54,7 +54,7 @@ def check_decoding(trainer: Eagle3Trainer) -> None:
     is_placed = trainer.draft.device.type == trainer.accelerator.device.type and not trainer.is_fsdp_enabled
     if not decodes or not is_placed:
         return
-    tokens = torch.arange(1, 5, device=target.get_input_embeddings().weight.device)[None]
+    tokens = torch.arange(1, 5, device=device_of(target.get_input_embeddings()))[None]
     try:
         with decoding_draft(trainer) as draft:
             inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}

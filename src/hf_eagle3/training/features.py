@@ -27,7 +27,7 @@ from ..files import UNFINISHED, write_atomically
 from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
 from ..remote_code.loading_eagle3 import fingerprint
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
-from ..remote_code.target_eagle3 import is_sharded
+from ..remote_code.target_eagle3 import device_of, is_sharded, table_of, unpack
 from .arguments import Eagle3TrainingArguments
 from .losses import log_sum_exp
 from .models import without_adapter
@@ -75,6 +75,7 @@ class TargetStates:
         self.is_tensor_parallel = (self.target.tp_size or 1) > 1
         self.num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
         self.keeps_documents_apart: bool | None = None  # unknown until a batch is packed
+        unpack(self.target)  # training runs only its base
 
     @torch.no_grad()
     def __call__(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,7 +113,7 @@ class TargetStates:
 
     def _keeps_documents_apart(self) -> bool:
         """Whether a document has the same states after different documents."""
-        length, device = 8, self.target.get_input_embeddings().weight.device
+        length, device = 8, device_of(self.target.get_input_embeddings())
         config = self.target.config.get_text_config(decoder=True)
         if getattr(config, "attention_chunk_size", None) is not None and not COUNTS_CHUNKS_BY_DOCUMENT:
             return False
@@ -158,7 +159,7 @@ class TargetStates:
         """Returns the target's logits `(B, L, V)` of states `(B, L, H)`, with its scales and soft caps."""
         if self.is_fsdp:
             return last_hidden_state
-        last_hidden_state = last_hidden_state.to(self.target.get_output_embeddings().weight.device)
+        last_hidden_state = last_hidden_state.to(device_of(self.target.get_output_embeddings()))
         with replaced_forward(self.base_model, StoredOutput(last_hidden_state=last_hidden_state)):
             # Only the shape and device of `inputs_embeds` are read.
             return self.target(inputs_embeds=last_hidden_state, use_cache=False, return_dict=True).logits
@@ -249,7 +250,7 @@ def describe(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, aux_la
     config = target.config.get_text_config(decoder=True)
     return {
         "target": target.config._name_or_path,
-        "fingerprint": fingerprint(target.get_input_embeddings().weight),
+        "fingerprint": fingerprint(table_of(target)),
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_hidden_layers,
         "tokenizer": hashlib.sha256(vocabulary).hexdigest(),
@@ -549,7 +550,7 @@ def extract(
     """
     folder = Path(folder)
     index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-    rows_per_shard, device = index["rows_per_shard"], target_states.target.get_input_embeddings().weight.device
+    rows_per_shard, device = index["rows_per_shard"], device_of(target_states.target.get_input_embeddings())
     missing = missing_shards(folder, index)
     state, runs_together = PartialState(), is_sharded(target_states.target)
     state.wait_for_everyone()  # all have to list the same shards, so none may write before that
