@@ -176,14 +176,7 @@ class RowTargets(NamedTuple):
 
 def ttt_unroll(draft: DraftModel, batch: TTTBatch, steps: int, row_share: float = 1.0) -> Iterator[UnrollStep]:
     """
-    Unrolls the draft, and yields each step.
-
-    Args:
-        draft ([`DraftModel`]): The draft.
-        batch (`TTTBatch`): The batch.
-        steps (`int`): The number of drafting steps.
-        row_share (`float`, *optional*, defaults to 1.0):
-            The share of its rows that each step passes on to the next, drawn at random.
+    Unrolls the draft, and yields each step. Each step passes a `row_share` of its rows, drawn at random, on to the next.
     """
     length = batch.input_ids.shape[1]
     hidden_states = draft.combine_hidden_states(batch.aux_hidden_states)
@@ -294,16 +287,8 @@ def ttt_loss(
     unroll: Iterable[UnrollStep] | None = None,
 ) -> TTTOutput:
     """
-    Returns the loss of training-time test.
-
-    Args:
-        draft ([`DraftModel`]): The draft.
-        batch (`TTTBatch`): The batch.
-        steps (`int`): The number of drafting steps.
-        row_share (`float`, *optional*, defaults to 1.0): See [`ttt_unroll`].
-        num_sampled (`int`, *optional*): See [`SampledVocabulary`]. By default the softmax is over all tokens.
-        max_logits (`int`, *optional*): See [`unroll_loss`].
-        unroll (`Iterable[UnrollStep]`, *optional*): The steps. By default those of [`ttt_unroll`].
+    Returns the loss of training-time test. By default the steps are those of [`ttt_unroll`], and the softmax is over all
+    tokens, not over `num_sampled` besides the likely ones ([`SampledVocabulary`]). For `max_logits` see [`unroll_loss`].
     """
     vocabulary = None if num_sampled is None else SampledVocabulary.of(batch, draft, num_sampled)
     unroll = ttt_unroll(draft, batch, steps, row_share) if unroll is None else unroll
