@@ -76,24 +76,14 @@ class Pieces:
 
 @dataclass
 class Written:
-    """
-    One of the two texts, while it is written.
-
-    Args:
-        pieces ([`Pieces`]): Turns tokens into text.
-        streamed (`list[int]`): The new tokens without the draft.
-        stats ([`Eagle3GenerationStats`], *optional*): The call with the draft, while it goes on.
-        started (`float`, *optional*): When the call began, by `time.perf_counter`.
-        seconds (`float`, *optional*): How long the call took, with its prompt. Known once it has ended.
-        returned (`list[int]`, *optional*): The new tokens that the call returned.
-    """
+    """One of the two texts, while it is written."""
 
     pieces: Pieces
-    streamed: list[int] = field(default_factory=list)
-    stats: Eagle3GenerationStats | None = None
-    started: float | None = None
-    seconds: float | None = None
-    returned: list[int] | None = None
+    streamed: list[int] = field(default_factory=list)  # the new tokens without the draft
+    stats: Eagle3GenerationStats | None = None  # of the call with the draft, while it goes on
+    started: float | None = None  # by `time.perf_counter`
+    seconds: float | None = None  # how long the call took, with its prompt
+    returned: list[int] | None = None  # the new tokens that the call returned
 
     @property
     def tokens(self) -> list[int]:

@@ -67,21 +67,12 @@ def tree_svg(step: Eagle3Step, tokenizer: PreTrainedTokenizerBase, row: int = 0)
 
 @dataclass
 class Node:
-    """
-    A node of a drawn tree.
+    """A node of a drawn tree."""
 
-    Args:
-        text (`str`): Its token.
-        parent (`int`, *optional*): Index of its parent. The root has none.
-        depth (`int`): Distance from the root.
-        kind (`str`): `"root"`, `"accepted"`, `"rejected"`, or `"target"`: the token that the target wrote after the accepted ones.
-        children (`list[int]`): Indices of its children.
-    """
-
-    text: str
-    parent: int | None
-    depth: int
-    kind: str
+    text: str  # its token
+    parent: int | None  # the root has none
+    depth: int  # distance from the root
+    kind: str  # "root", "accepted", "rejected", or "target": the token that the target wrote after the accepted ones
     children: list[int] = field(default_factory=list)
 
 

@@ -116,20 +116,12 @@ def sendable(image: Any) -> str:
 
 @dataclass
 class Expansion:
-    """
-    What a processor writes in place of the images of a text.
+    """What a processor writes in place of the images of a text."""
 
-    Args:
-        token (`str`, *optional*): Stands for an image in the text.
-        replacements (`list[str]`, *optional*): What the processor writes for each image.
-        input_ids (`list[int]`, *optional*): The processor's tokens of the whole text.
-        end (`int`, *optional*): The number of tokens up to the end of the last image.
-    """
-
-    token: str = ""
-    replacements: list[str] = field(default_factory=list)
-    input_ids: list[int] | None = None
-    end: int = 0
+    token: str = ""  # stands for an image in the text
+    replacements: list[str] = field(default_factory=list)  # what the processor writes for each image
+    input_ids: list[int] | None = None  # the processor's tokens of the whole text
+    end: int = 0  # the number of tokens up to the end of the last image
 
     def of(self, text: str) -> str:
         """Returns the text, or a beginning of it, with all that the processor writes for images."""
