@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from transformers.utils import logging
 
+from ..file_checks import without_load_report
 from ..tokenizer import check_is_target
 
 
@@ -37,14 +37,10 @@ def load_ends(name: str | Path, revision: str | None = None, **kwargs: Any) -> P
     text_config = config.get_text_config(decoder=True)
     num_layers, text_config.num_hidden_layers = text_config.num_hidden_layers, 0
     # Without layers, tables with a part for each layer (Gemma's per-layer embeddings) no longer fit.
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it would report every missing layer
-    try:
+    with without_load_report():  # of every missing layer
         target, info = auto_class.from_pretrained(
             name, config=config, revision=revision, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs
         )
-    finally:
-        logging.set_verbosity(verbosity)
     target.config.get_text_config(decoder=True).num_hidden_layers = num_layers
     ends = {target.get_input_embeddings(), target.get_output_embeddings()}
     names = {f"{path}.weight" for path, module in target.named_modules() if module in ends}
