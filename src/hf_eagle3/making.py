@@ -264,7 +264,7 @@ def check_not_offloaded(target: PreTrainedModel) -> None:
     for name, module in (("embeddings", target.get_input_embeddings()), ("head", target.get_output_embeddings())):
         if module.weight.is_meta:
             raise ValueError(
-                f"The {name} of {type(target).__name__} are offloaded. Keep embeddings and head on a device in the `device_map`."
+                f"The weights of the {name} of {type(target).__name__} are offloaded. Keep them on a device in the `device_map`."
             )
 
 

@@ -96,7 +96,7 @@ def check_unfinished(args: Eagle3TrainingArguments, checkpoint: str, state: Trai
         is_longer = args.num_train_epochs > then
     if state.global_step >= state.max_steps and not is_longer:
         raise ValueError(
-            f"{checkpoint} ends a finished training, of {state.global_step} steps. To go on, raise `max_steps` or `num_train_epochs`."
+            f"{checkpoint} is the end of a finished training, of {state.global_step} steps. Raise `max_steps` or `num_train_epochs`."
         )
 
 
