@@ -147,7 +147,8 @@ def locked(path: Path) -> FileLock:
         lock.acquire(timeout=0)
     except Timeout:
         raise ValueError(
-            f"Another run writes to {path.parent}, and answers the same rows. Wait until it has ended, or choose another folder."
+            f"Another run writes to {path.parent}, and both would answer the same rows. Wait until it has ended, or choose "
+            "another folder."
         ) from None
     except (NotImplementedError, OSError) as error:
         logger.debug(f"{path} is in a file system without locks: {error}")

@@ -71,7 +71,10 @@ def with_unread_images(dataset: Any) -> Any:
 
 def load(image: Any) -> Image:
     """
-    Loads an image: itself, its path, URL or data URL, or `bytes` and `path` as in `datasets`.
+    Loads an image.
+
+    Args:
+        image (`PIL.Image.Image`, `str` or `dict`): The image, its path, URL or data URL, or `bytes` and `path` as in `datasets`.
 
     Raises:
         RowError: if it cannot be read.

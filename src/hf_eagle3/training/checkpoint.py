@@ -67,8 +67,10 @@ def what_is_broken(folder: str | Path) -> str | None:
 
 def last_whole_checkpoint(folder: str | Path) -> str:
     """
-    Returns the newest whole checkpoint in a training's output folder. Warns of newer ones that it skips. Raises `ValueError`
-    if there is none.
+    Returns the newest whole checkpoint in a training's output folder. Warns of newer ones that it skips.
+
+    Raises:
+        ValueError: if there is none.
     """
     skipped = ""
     for checkpoint in reversed(sort_checkpoints(folder)):

@@ -393,9 +393,18 @@ def start_store(
     folder: str | Path, rows: Dataset, description: dict, rows_per_shard: int, dtype: torch.dtype, arguments: dict
 ) -> None:
     """
-    Writes the prepared rows and the index of a [`FeatureStore`], or checks that they are there already. `description` and
-    `arguments` are the outputs of [`describe`] and [`fixed_arguments`]. Raises `ValueError` if the folder holds something
-    else.
+    Writes rows and index of a [`FeatureStore`], or checks that they are there already.
+
+    Args:
+        folder (`str` or `Path`): The folder.
+        rows (`Dataset`): The prepared data.
+        description (`dict`): The output of [`describe`].
+        rows_per_shard (`int`): Rows per file.
+        dtype (`torch.dtype`): The dtype of stored states.
+        arguments (`dict`): The output of [`fixed_arguments`].
+
+    Raises:
+        ValueError: if the folder holds something else.
     """
     folder = Path(folder)
     images = images_digest(rows)
@@ -421,7 +430,8 @@ def start_store(
             or not ours.equals(theirs)
         ):
             raise ValueError(
-                f"{folder} holds features of other rows, target or format. Choose another folder, or its first run's arguments."
+                f"{folder} holds features of other rows or another target, or stored in another way. Choose another folder, or "
+                "the arguments of its first run."
             )
         warn_of_other_target(folder, before, now)
         return
@@ -452,8 +462,15 @@ def write_shard(
     dtype: torch.dtype,
 ) -> None:
     """
-    Writes one shard completely or not at all. `batches` are collated, with the lengths of the rows in each. Without a folder
-    another process writes, and this one only takes part in the target's forward.
+    Writes one shard completely or not at all.
+
+    Args:
+        folder (`Path`, *optional*):
+            The folder. `None` if another process writes, and this one only takes part in the target's forward.
+        shard (`int`): The number of the shard.
+        target_states ([`TargetStates`]): The target.
+        batches (iterable of `tuple[dict, list[int]]`): Collated batches, and the lengths of the rows in each.
+        dtype (`torch.dtype`): The dtype of stored states.
 
     Raises:
         ValueError: if the states are not finite, or the dtype cannot hold them.

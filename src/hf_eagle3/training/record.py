@@ -87,7 +87,10 @@ def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
 
 
 def check_unfinished(args: Eagle3TrainingArguments, checkpoint: str, state: TrainerState, record: dict) -> None:
-    """Raises `ValueError` if the training of a checkpoint is finished."""
+    """
+    Raises:
+        ValueError: if the training of a checkpoint is finished.
+    """
     if args.max_steps > 0:
         is_longer = args.max_steps > state.max_steps
     else:  # the state has whole epochs
@@ -96,7 +99,8 @@ def check_unfinished(args: Eagle3TrainingArguments, checkpoint: str, state: Trai
         is_longer = args.num_train_epochs > then
     if state.global_step >= state.max_steps and not is_longer:
         raise ValueError(
-            f"{checkpoint} is the end of a finished training, of {state.global_step} steps. Raise `max_steps` or `num_train_epochs`."
+            f"{checkpoint} is the end of a finished training, of {state.global_step} steps. To train its draft further, raise "
+            "`max_steps` or `num_train_epochs`."
         )
 
 
