@@ -62,12 +62,9 @@ class DFlashConfig(BaselineConfig):
         is_causal (`bool`, *optional*):
             Whether a token of the block attends only to those before it (JetSpec), or to all (DFlash). `None` makes
             the layers with sliding windows causal, and the others not, as z-lab's code and vLLM do.
-        input_embedding_scale (`float`, *optional*, defaults to `1.0`):
-            Factor of the embeddings.
-        output_multiplier (`float`, *optional*, defaults to `1.0`):
-            Factor of the logits.
-        final_logit_softcapping (`float`, *optional*):
-            Soft cap of the logits, after the factor.
+        input_embedding_scale (`float`, *optional*, defaults to `1.0`): Factor of the embeddings.
+        output_multiplier (`float`, *optional*, defaults to `1.0`): Factor of the logits.
+        final_logit_softcapping (`float`, *optional*): Soft cap of the logits, after the factor.
         follows_speculators (`bool`, *optional*, defaults to `False`):
             Whether the draft was trained by `speculators`. Its sliding windows count from the block's known token and hold
             the whole block, the state after the target's last layer is taken before the final norm, and the checkpoint may
@@ -412,14 +409,12 @@ class DFlashForSpeculation(BaselineDraft):
             cache (`Cache`, *optional*):
                 The draft's cache. Context and block are added to it. Crop the block before the next pass:
                 `cache.crop(-block_size)`.
-            use_cache (`bool`, *optional*, defaults to `False`):
-                Whether to return a cache if none is passed.
+            use_cache (`bool`, *optional*, defaults to `False`): Whether to return a cache if none is passed.
             inputs_embeds (`torch.FloatTensor` of shape `(batch_size, block_size, hidden_size)`, *optional*):
                 In place of `input_ids`.
             logits_to_keep (`int` or `torch.LongTensor`, *optional*, defaults to `0`):
                 Return the last so many rows only, or these rows. 0 stands for all.
-            kwargs (*optional*):
-                Not used.
+            kwargs (*optional*): Not used.
 
         Returns:
             [`Eagle3Output`]: Row `k` predicts the `k`-th token of the block itself. Row 0 predicts nothing.

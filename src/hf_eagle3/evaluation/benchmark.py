@@ -80,8 +80,7 @@ def run_benchmark(
         assistant (`PreTrainedModel`, *optional*): The small model of the method `assistant`.
         dflash (`PreTrainedModel`, *optional*):
             The draft of the method `dflash`, of a class of transformers' own such as `MuseGlimmerAssistantModel`.
-        drafts (`Mapping[str, PreTrainedModel]`, *optional*):
-            More drafts by method, such as those of `hf_eagle3.baselines`.
+        drafts (`Mapping[str, PreTrainedModel]`, *optional*): More drafts by method, such as those of `hf_eagle3.baselines`.
         results (`BenchmarkResults`, *optional*): The results of an interrupted run. They are not measured again.
         save (`Callable`, *optional*): Called with the results after each repeat.
         images ([`ImageReader`], *optional*): Reads the images of prompts.

@@ -71,8 +71,7 @@ def push_draft(
             if they are about its weights.
         published, license, license_name, license_link (*optional*):
             See [`render_card`]. The licence defaults to that of the existing card.
-        overwrite_card (`bool`, *optional*, defaults to `False`):
-            Whether to replace a card that was edited by hand.
+        overwrite_card (`bool`, *optional*, defaults to `False`): Whether to replace a card that was edited by hand.
         commit_message, commit_description, private, token, revision, create_pr, max_shard_size, tags (*optional*):
             See [`~transformers.utils.PushToHubMixin.push_to_hub`].
 
@@ -288,8 +287,7 @@ def refresh_card(
     Args:
         repo_id (`str`): The draft's repo.
         untrained (`ModelCard`, *optional*): The card to push to a repo that holds no draft yet.
-        published, license, license_name, license_link, revision, overwrite_card, token (*optional*):
-            See [`push_draft`].
+        published, license, license_name, license_link, revision, overwrite_card, token (*optional*): See [`push_draft`].
 
     Returns:
         `str`: `"unchanged"`, `"refreshed"`, `"edited by hand, kept"`, `"an adapter, kept"` or `"no draft in it"`.

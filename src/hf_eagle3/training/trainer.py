@@ -112,8 +112,7 @@ class Eagle3Trainer(DraftSavingTrainer):
             The arguments. By default the trainer writes to a folder named after the target.
         processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`, *optional*):
             The target's tokenizer, or its processor if the data has images. By default it is loaded by the target's name.
-        kwargs (*optional*):
-            Other arguments of [`~trl.SFTTrainer`].
+        kwargs (*optional*): Other arguments of [`~trl.SFTTrainer`].
 
     Raises:
         TypeError: if `model` is not a draft, `target_model` not a target, or `args` of another class.

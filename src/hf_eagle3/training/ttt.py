@@ -261,8 +261,7 @@ def unroll_loss(
         draft ([`DraftModel`]): The draft.
         batch (`TTTBatch`): The batch.
         unroll (`Iterable[UnrollStep]`): The steps.
-        row_loss (`Callable`):
-            `row_loss(logits (B, R, draft_vocab_size), targets: RowTargets) -> losses (B, R)`.
+        row_loss (`Callable`): `row_loss(logits (B, R, draft_vocab_size), targets: RowTargets) -> losses (B, R)`.
         max_logits (`int`, *optional*):
             The number of draft logits that may be in memory, by default as many as suit the device. A step with more
             computes them in pieces, and again in backward.
