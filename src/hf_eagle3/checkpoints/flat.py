@@ -213,7 +213,7 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
         )
     if rope["rope_type"] == "dynamic" and rope.get("alpha"):
         raise ValueError(
-            f"it scales its rotary embedding by `alpha` ({rope['alpha']}, HunYuan), unsupported here. AngelSlim and vLLM run it."
+            f"it scales its rotary embedding by `dynamic` with `alpha` ({rope['alpha']}), as HunYuan. AngelSlim and vLLM run it."
         )
     for flag, expected in EXPECTED.items():
         if flags[flag] not in (expected, None):
