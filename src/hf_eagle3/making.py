@@ -218,8 +218,10 @@ def check_table(draft: "DraftModel", target: PreTrainedModel) -> None:
 
 def borrow_head(draft: "DraftModel", target: PreTrainedModel) -> None:
     """
-    Copies the target's head for the draft vocabulary into a draft that stores none, unless it did so before. Raises
-    `ValueError` if the head has another width, too few rows, or is quantized or offloaded.
+    Copies the target's head for the draft vocabulary into a draft that stores none, unless it did so before.
+
+    Raises:
+        ValueError: if the head has another width, too few rows, or is quantized or offloaded.
     """
     own, head = draft.get_output_embeddings(), target.get_output_embeddings()
     is_own = not draft._borrowed_head or own.weight._version != draft._borrowed_version  # or was trained since
@@ -260,11 +262,15 @@ def pair_with(draft: "DraftModel", target: PreTrainedModel) -> None:
 
 
 def check_not_offloaded(target: PreTrainedModel) -> None:
-    """Raises `ValueError` if the target's embeddings or head are offloaded, so that their weights cannot be read."""
+    """
+    Raises:
+        ValueError: if the target's embeddings or head are offloaded, so that their weights cannot be read.
+    """
     for name, module in (("embeddings", target.get_input_embeddings()), ("head", target.get_output_embeddings())):
         if module.weight.is_meta:
             raise ValueError(
-                f"The weights of the {name} of {type(target).__name__} are offloaded. Keep them on a device in the `device_map`."
+                f"The weights of the {name} of {type(target).__name__} are offloaded. Keep embeddings and head on a device in the "
+                "`device_map`. The layers between may be offloaded."
             )
 
 

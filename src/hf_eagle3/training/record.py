@@ -105,7 +105,10 @@ def check_unfinished(args: Eagle3TrainingArguments, checkpoint: str, state: Trai
 
 
 def check_same_draft(ours: Eagle3Config, checkpoint: str) -> None:
-    """Raises `ValueError` if a checkpoint has another draft."""
+    """
+    Raises:
+        ValueError: if a checkpoint has another draft.
+    """
     if not Path(checkpoint, CONFIG_NAME).exists():  # adapters have none
         return
     theirs = type(ours).from_pretrained(checkpoint)
