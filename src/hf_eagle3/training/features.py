@@ -15,6 +15,7 @@ from datasets import Dataset, load_from_disk
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerBase, masking_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -129,28 +130,22 @@ class TargetStates:
         self, input_ids: torch.Tensor, documents: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs each document in a row of its own, and puts its states where its tokens are."""
-        budget = documents.numel()
-        aux: torch.Tensor | None = None
-        last: torch.Tensor | None = None
-        numbers = [(row, number) for row in range(len(documents)) for number in documents[row].unique().tolist()]
-        masks = [documents[row] == number for row, number in numbers if number >= 0]
-        rows = [row for row, number in numbers if number >= 0]
-        order = sorted(range(len(masks)), key=lambda index: -int(masks[index].sum()))
-        while order:  # no group has more tokens than the batch
-            longest = int(masks[order[0]].sum())
-            group, order = order[: max(budget // longest, 1)], order[max(budget // longest, 1) :]
-            tokens = [input_ids[rows[index], masks[index]] for index in group]
-            padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
-            lengths = torch.tensor([len(each) for each in tokens], device=padded.device)
-            attention_mask = (torch.arange(longest, device=padded.device) < lengths[:, None]).long()
-            group_aux, group_last = self._forward(input_ids=padded, attention_mask=attention_mask)
-            if aux is None or last is None:
-                aux = group_aux.new_zeros(*documents.shape, group_aux.shape[-1])
-                last = group_last.new_zeros(*documents.shape, group_last.shape[-1])
-            for place, index in enumerate(group):
-                aux[rows[index], masks[index]] = group_aux[place, : lengths[place]]
-                last[rows[index], masks[index]] = group_last[place, : lengths[place]]
-        assert aux is not None and last is not None  # a batch has documents
+        numbered = [(row, number) for row in range(len(documents)) for number in documents[row].unique().tolist()]
+        places = [(row, (documents[row] == number).nonzero()[:, 0]) for row, number in numbered if number >= 0]
+        places.sort(key=lambda place: -len(place[1]))
+        outputs: list[torch.Tensor] = []
+        while places:  # no group has more tokens than the batch
+            num_rows = documents.numel() // len(places[0][1])
+            group, places = places[:num_rows], places[num_rows:]
+            tokens = [input_ids[place] for place in group]
+            padded = pad_sequence(tokens, batch_first=True)
+            attention_mask = pad_sequence(list(map(torch.ones_like, tokens)), batch_first=True)
+            states = self._forward(input_ids=padded, attention_mask=attention_mask)
+            outputs = outputs or [each.new_zeros(*documents.shape, each.shape[-1]) for each in states]
+            for output, of_group in zip(outputs, states):
+                for place, each in zip(group, of_group):
+                    output[place] = each[: len(place[1])]
+        aux, last = outputs  # a batch has documents
         return aux, last
 
     @torch.no_grad()
@@ -271,8 +266,7 @@ def warn_of_other_target(folder: Path, before: str, now: str) -> None:
     """Warns if a target has another name than when features were extracted. A fine-tune may have the same embeddings."""
     if before and now and Path(before).name != Path(now).name:  # it may have moved to another folder
         logger.warning(
-            f"The features in {folder} were extracted from {before}, and the target is {now}. If it is a fine-tune, extract the "
-            "features from it, into another folder."
+            f"The features in {folder} were extracted from {before}, and the target is {now}. Extract a fine-tune's own features."
         )
 
 
@@ -305,8 +299,7 @@ class FeatureStore:
         self.index = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))
         if self.index["version"] != FORMAT_VERSION:
             raise ValueError(
-                f"{folder} has version {self.index['version']} of the format, and this hf-eagle3 reads version {FORMAT_VERSION}. "
-                "Extract the features again."
+                f"{folder} has version {self.index['version']} of the format, not {FORMAT_VERSION}. Extract the features again."
             )
         missing = missing_shards(self.folder, self.index)
         if missing:
@@ -344,15 +337,8 @@ class FeatureStore:
 
     def check(self, description: dict, arguments: dict | None = None) -> None:
         """
-        Checks whether the features belong to a target, a tokenizer and layers, and to these arguments.
-
-        Args:
-            description (`dict`): The target, tokenizer and layers, as `hf_eagle3.training.features.describe` returns them.
-            arguments (`dict`, *optional*):
-                The output of `hf_eagle3.training.features.fixed_arguments`.
-
-        Raises:
-            ValueError: if they belong to others.
+        Raises `ValueError` if the features do not belong to the target, tokenizer and layers of a `description` (see
+        `hf_eagle3.training.features.describe`), and to these `arguments` (see `hf_eagle3.training.features.fixed_arguments`).
         """
         for name, value in description.items():
             stored = self.index["description"][name]
@@ -373,13 +359,7 @@ class FeatureStore:
 
 
 class FeatureCollator:
-    """
-    Collates rows of a [`FeatureStore`] with another collator, and adds their `states` `(B, L, n_aux + 1, H)`.
-
-    Args:
-        collator (`Callable`): The other collator.
-        store ([`FeatureStore`]): The store.
-    """
+    """Collates rows of a [`FeatureStore`] with another collator, and adds their `states` `(B, L, n_aux + 1, H)`."""
 
     def __init__(self, collator: Callable, store: FeatureStore):
         self.collator, self.store = collator, store
@@ -402,12 +382,7 @@ class FeatureCollator:
 
 
 def state_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """
-    Returns a dtype to store states in, given itself or its name.
-
-    Raises:
-        ValueError: if it would not keep them.
-    """
+    """Returns a dtype to store states in, given itself or its name. Raises `ValueError` if it would not keep them."""
     by_name = {str(each).removeprefix("torch."): each for each in STATE_DTYPES}
     if (name := str(dtype).removeprefix("torch.")) not in by_name:
         raise ValueError(f"`dtype` is {dtype}, but states can only be stored in one of {list(by_name)}.")
@@ -537,15 +512,7 @@ def extract(
     dtype: torch.dtype,
 ) -> None:
     """
-    Writes this process's share of the missing shards of a store.
-
-    Args:
-        folder (`str` or `Path`): The folder, after [`start_store`].
-        rows (`Dataset`): The prepared data.
-        target_states ([`TargetStates`]): The target.
-        collator (`Callable`): Collates rows.
-        batch_size (`int`): Rows per forward of the target.
-        dtype (`torch.dtype`): The dtype of stored states.
+    Writes this process's share of the shards of a store that are missing after [`start_store`], `batch_size` rows at a time.
     """
     folder = Path(folder)
     index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
