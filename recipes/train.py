@@ -288,6 +288,8 @@ def train(trainer: Eagle3Trainer) -> None:
     args, folder = trainer.args, Path(trainer.args.output_dir)
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        if args.enable_jit_checkpoint and trainer.state.global_step < trainer.state.max_steps:  # it ends on SIGTERM
+            raise KeyboardInterrupt
     except KeyboardInterrupt:
         command = command_line(["accelerate", "launch", "recipes/train.py", *sys.argv[1:]])
         checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None

@@ -299,14 +299,12 @@ def test_bad_data(tokenizer, tmp_path):
         ("messages", [*turns, None]),
     ):
         empty = [i for i, row in enumerate(rows) if not row]
-        message = (
-            f"{len(empty)} of {len(rows)} rows .* Row {empty[0]}.*: {column!r} is missing or empty. Fix or remove"
-        )
+        message = f"{len(empty)} of {len(rows)} rows .* Row {empty[0]}.*: {column!r} is missing or has nothing in it. Fix or remove"
         with pytest.raises(ValueError, match=message):
             make_trainer(tokenizer, {column: rows}, tmp_path)
         if empty[0] == 0:
             with pytest.raises(
-                ValueError, match=f"Row 0 of the train data .* {column!r} is missing or empty. Fix or re"
+                ValueError, match=f"Row 0 of the train data .* {column!r} is missing or has nothing in it. Fix or re"
             ):
                 make_trainer(tokenizer, {column: rows}, tmp_path, stream=True)
     for token in (200, -1):
@@ -326,7 +324,7 @@ def test_a_few_broken_rows_do_not_stop_a_stream(tokenizer, tmp_path, caplog):
             trainer.train()
         histories.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert histories[0] == histories[1] and len(histories[0]) == 4
-    assert "'text' is missing or empty. It is left out, with 1 of the 7 rows before it" in caplog.text
+    assert "'text' is missing or has nothing in it. It is left out, with 1 of the 7 rows before it" in caplog.text
 
 
 def test_very_long_rows_are_reported(tokenizer, tmp_path, caplog):

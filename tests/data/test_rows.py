@@ -145,8 +145,8 @@ GOOD = {
     ),
 }
 BAD = {
-    "no conversation": ({"messages": None}, "'messages' is missing or empty"),
-    "an empty one": ({"conversations": []}, "'conversations' is missing or empty"),
+    "no conversation": ({"messages": None}, "'messages' is missing or has nothing in it"),
+    "an empty one": ({"conversations": []}, "'conversations' is missing or has nothing in it"),
     "JSON": ({"messages": json.dumps(CHAT)}, "'messages' is the text .* parse it: .*json.loads"),
     "a number": ({"messages": 5}, "'messages' is 5, but must be a list of messages"),
     "lists of two lengths": ({"messages": {"role": ["user"], "content": []}}, "but must be a list of messages"),
@@ -198,7 +198,7 @@ BAD = {
         r"'chat_template_kwargs' is \[1\], but must be a dictionary",
     ),
     "calls of another type": ({"messages": [U, {**A, "tool_calls": ["f"]}]}, "'f' among its tool_calls"),
-    "no text": ({"text": None}, "'text' is missing or empty"),
+    "no text": ({"text": None}, "'text' is missing or has nothing in it"),
     "a number as text": ({"text": 5}, "'text' is 5, but must be a text"),
     "a system prompt beside a text": (
         {"text": "a", "system": "s"},
@@ -208,9 +208,9 @@ BAD = {
         {"prompt": "a", "completion": "b", "tools": [TOOL]},
         "has 'tools' beside a text, but only",
     ),
-    "no completion": ({"prompt": "a", "completion": None}, "'completion' is missing or empty"),
+    "no completion": ({"prompt": "a", "completion": None}, "'completion' is missing or has nothing in it"),
     "half a conversation": ({"prompt": [U], "completion": "b"}, "'prompt' is .*, but must be a text"),
-    "no tokens": ({"input_ids": []}, "'input_ids' is missing or empty"),
+    "no tokens": ({"input_ids": []}, "'input_ids' is missing or has nothing in it"),
     "a text as tokens": ({"input_ids": "abc"}, "'input_ids' is 'abc', but must be a list of token ids"),
     "half tokens": ({"input_ids": [5, 6.5]}, "'input_ids' has 6.5, but"),
     "fewer labels": ({"input_ids": [5, 6], "labels": [5]}, "'labels' has 1 entries, but there are 2 tokens"),

@@ -147,7 +147,7 @@ def locked(path: Path) -> FileLock:
         lock.acquire(timeout=0)
     except Timeout:
         raise ValueError(
-            f"Another run writes to {path.parent}, and both would answer the same rows. Wait until it has ended, or choose "
+            f"Another run writes to {path.parent}, and both would do the same work. Wait until it has ended, or choose "
             "another folder."
         ) from None
     except (NotImplementedError, OSError) as error:

@@ -210,7 +210,7 @@ def read_prompt(row: dict[str, Any]) -> Row:
 def read_text(value: Any, name: str) -> str:
     """Returns the text in the column `name`."""
     if value is None:
-        raise RowError(f"{name!r} is missing or empty")
+        raise RowError(f"{name!r} is missing or has nothing in it")
     if not isinstance(value, str):
         raise RowError(f"{name!r} is {_shown(value)}, but must be a text")
     return value
@@ -237,7 +237,7 @@ def read_messages(value: Any, name: str) -> list[dict]:
     dictionary of lists.
     """
     if not _is_something(value):
-        raise RowError(f"{name!r} is missing or empty")
+        raise RowError(f"{name!r} is missing or has nothing in it")
     if isinstance(value, str):
         raise RowError(
             f"{name!r} is the text {_shown(value)}, but must be a list of messages with role and content. If it is JSON, parse "
@@ -384,7 +384,7 @@ def read_tokens(row: dict[str, Any]) -> dict[str, list[int]]:
     """
     tokens = [] if (tokens := row.get("input_ids")) is None else _integers(tokens, "input_ids")
     if not tokens:
-        raise RowError("'input_ids' is missing or empty")
+        raise RowError("'input_ids' is missing or has nothing in it")
     labels = row.get("labels")
     labels = list(tokens) if labels is None else _integers(labels, "labels")
     masks = {name: _mask(row[name], name) for name in MASKS if row.get(name) is not None}

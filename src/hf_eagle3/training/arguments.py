@@ -91,6 +91,9 @@ class Eagle3TrainingArguments(SFTConfig):
             The second beta of AdamW, and the norm that gradients are clipped to.
         logging_nan_inf_filter (`bool`, *optional*, defaults to `False`):
             It would wait for the device in each step. A loss that is not finite ends training anyway.
+        ddp_timeout (`int`, *optional*, defaults to 21600):
+            The seconds that processes wait for each other. transformers' half an hour may be too short to tokenize the data,
+            which one process does for all.
         gradient_checkpointing (`bool`, *optional*):
             Not supported, because the unroll keeps the keys of every step.
 
@@ -147,6 +150,10 @@ class Eagle3TrainingArguments(SFTConfig):
     logging_nan_inf_filter: bool = field(
         default=False,
         metadata={"help": "Would wait for the device in each step. Losses that are not finite end training."},
+    )
+    ddp_timeout: int = field(
+        default=6 * 3600,
+        metadata={"help": "Seconds that processes wait for each other: also for the one that tokenizes the data."},
     )
 
     # Parameters that control the target and the draft

@@ -5,7 +5,7 @@ import zlib
 from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from transformers.utils import logging
 
 from ..files import UNFINISHED, write_atomically
@@ -65,9 +65,13 @@ def what_is_broken(folder: str | Path) -> str | None:
     return None
 
 
-def last_whole_checkpoint(folder: str | Path) -> str:
+def last_whole_checkpoint(folder: str | Path, may_be_none: bool = False) -> str | None:
     """
     Returns the newest whole checkpoint in a training's output folder. Warns of newer ones that it skips.
+
+    Args:
+        folder (`str` or `Path`): The folder.
+        may_be_none (`bool`, *optional*, defaults to `False`): Whether to return `None` if none was written to its end.
 
     Raises:
         ValueError: if there is none.
@@ -78,6 +82,6 @@ def last_whole_checkpoint(folder: str | Path) -> str:
             return str(checkpoint)
         logger.warning(f"{checkpoint} is skipped: {reason}.")
         skipped += f" {Path(checkpoint).name}: {reason}."
-    raise ValueError(
-        f"There is no checkpoint to go on from in {folder}.{skipped} Begin anew, without `resume_from_checkpoint`."
-    )
+    if may_be_none and not list(Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")):
+        return None
+    raise ValueError(f"There is no checkpoint to go on from in {folder}.{skipped} Begin anew, in another folder.")

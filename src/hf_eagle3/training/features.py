@@ -12,7 +12,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset, load_from_disk
-from safetensors import safe_open
+from filelock import FileLock
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
@@ -22,6 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
+from ..data.answers import locked
 from ..data.images import IMAGE_INPUT
 from ..environment import public_name
 from ..files import UNFINISHED, write_atomically
@@ -42,6 +44,7 @@ Features = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 FORMAT_VERSION = 1
 FP8 = torch.float8_e4m3fn
+LOCK = ".lock"
 STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, FP8)  # integers would keep no fractions
 # Older transformers (5.17) counts attention chunks from the beginning of the row, not of the document.
 COUNTS_CHUNKS_BY_DOCUMENT = hasattr(masking_utils, "remap_positions_for_packed_sequence")
@@ -304,7 +307,7 @@ class FeatureStore:
         missing = missing_shards(self.folder, self.index)
         if missing:
             raise ValueError(
-                f"{folder} is not complete: {len(missing)} of {self.num_shards} shards are missing, the first of them "
+                f"{folder} is not complete: {len(missing)} of {self.num_shards} shards are missing or cut off, the first of them "
                 f"{shard_path(self.folder, missing[0]).name}. Run the extraction again: it goes on where it stopped."
             )
         self.rows = load_from_disk(str(self.folder / "rows"))
@@ -391,9 +394,9 @@ def state_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 def start_store(
     folder: str | Path, rows: Dataset, description: dict, rows_per_shard: int, dtype: torch.dtype, arguments: dict
-) -> None:
+) -> FileLock:
     """
-    Writes rows and index of a [`FeatureStore`], or checks that they are there already.
+    Writes rows and index of a [`FeatureStore`], or checks that they are there already. Returns the lock of the folder.
 
     Args:
         folder (`str` or `Path`): The folder.
@@ -404,9 +407,15 @@ def start_store(
         arguments (`dict`): The output of [`fixed_arguments`].
 
     Raises:
-        ValueError: if the folder holds something else.
+        ValueError: if the folder holds something else, or another run writes to it.
     """
     folder = Path(folder)
+    unfinished = folder / f"rows{UNFINISHED}"  # of a run that was killed
+    is_begun = (folder / "index.json").exists()
+    if not is_begun and folder.exists() and {path.name for path in folder.iterdir()} - {LOCK, unfinished.name}:
+        raise ValueError(f"{folder} is not empty and holds no features. Choose another folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = locked(folder / LOCK)
     images = images_digest(rows)
     rows = rows.remove_columns([column for column in rows.column_names if column.startswith("image_")])
     index = {
@@ -434,14 +443,12 @@ def start_store(
                 "the arguments of its first run."
             )
         warn_of_other_target(folder, before, now)
-        return
-    unfinished = folder / f"rows{UNFINISHED}"  # of a run that was killed
-    if folder.exists() and any(path != unfinished for path in folder.iterdir()):
-        raise ValueError(f"{folder} is not empty and holds no features. Choose another folder.")
+        return lock
     shutil.rmtree(unfinished, ignore_errors=True)
     rows.save_to_disk(str(unfinished))
     unfinished.rename(folder / "rows")
     write_atomically(folder / "index.json", json.dumps(index, indent=2))
+    return lock
 
 
 def images_digest(rows: Dataset) -> str | None:
@@ -475,32 +482,44 @@ def write_shard(
     Raises:
         ValueError: if the states are not finite, or the dtype cannot hold them.
     """
-    rows, lengths = [], [0]
+    rows, lengths = list[dict[str, torch.Tensor]](), [0]
     for batch, batch_lengths in batches:
         aux, last = target_states(batch)
+        if folder is None:
+            continue
         states = torch.cat([aux, last], dim=-1).unflatten(-1, (-1, last.shape[-1]))  # (B, L, n_aux + 1, H)
         if len(states) != len(batch_lengths):  # without padding all rows are in one
             states = states[0].split(batch_lengths + [states.shape[1] - sum(batch_lengths)])
-        rows += [each[:length].cpu() for each, length in zip(states, batch_lengths)]
+        rows += [stored(each[:length], dtype) for each, length in zip(states, batch_lengths)]
         lengths += batch_lengths
     if folder is None:
         return
-    states = torch.cat(rows)
+    tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    tensors["offsets"] = torch.tensor(lengths).cumsum(0)
+    write_atomically(shard_path(folder, shard), lambda unfinished: save_file(tensors, unfinished))
+
+
+def stored(states: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """
+    Returns the states of a row as they are stored, on the CPU. A whole shard in float32 may not fit there.
+
+    Raises:
+        ValueError: if the states are not finite, or the dtype cannot hold them.
+    """
     if not states.isfinite().all():
         raise ValueError(
             "Some of the target's states are not finite. Load the target in float32 or bfloat16 (`dtype`)."
         )
-    tensors = {"offsets": torch.tensor(lengths).cumsum(0)}
     if dtype == FP8:
-        tensors["scales"] = (states.float().abs().amax(-1) / torch.finfo(FP8).max).clamp(min=1e-12)
-        states = states.float() / tensors["scales"][..., None]
-    tensors["states"] = states.to(dtype)
-    if dtype != FP8 and not tensors["states"].isfinite().all():
+        scales = (states.float().abs().amax(-1) / torch.finfo(FP8).max).clamp(min=1e-12)
+        return {"states": (states.float() / scales[..., None]).to("cpu", FP8), "scales": scales.cpu()}
+    cast = states.to("cpu", dtype)
+    if not cast.isfinite().all():
         raise ValueError(
             f"The target's states reach {states.float().abs().max():.3g}, which {dtype} cannot hold. Store them in bfloat16 or "
             "float8_e4m3fn (`dtype`)."
         )
-    write_atomically(shard_path(folder, shard), lambda unfinished: save_file(tensors, unfinished))
+    return {"states": cast}
 
 
 def extract(
@@ -537,8 +556,18 @@ def extract(
 
 
 def missing_shards(folder: Path, index: dict) -> list[int]:
+    """Returns the shards that are not there, or not whole: a machine that crashes may cut off a file that it has written."""
     num_shards = -(-index["num_rows"] // index["rows_per_shard"])
-    return [shard for shard in range(num_shards) if not shard_path(folder, shard).exists()]
+    return [shard for shard in range(num_shards) if not is_whole(shard_path(folder, shard))]
+
+
+def is_whole(path: Path) -> bool:
+    """Whether there is a file of safetensors with as many bytes as its header says."""
+    try:
+        with safe_open(path, framework="pt"):
+            return True
+    except (FileNotFoundError, SafetensorError):
+        return False
 
 
 def shard_path(folder: Path, shard: int) -> Path:

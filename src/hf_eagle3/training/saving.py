@@ -105,6 +105,12 @@ class DraftSavingTrainer(SFTTrainer):
         """
         if not self.args.should_save:
             return super()._save(output_dir, state_dict)
+        weights = self.model.state_dict() if state_dict is None else state_dict
+        if not all(weight.isfinite().all() for weight in weights.values()):  # after gradients that were not
+            raise FloatingPointError(
+                f"The draft's weights are not finite after step {self.state.global_step}, and are not saved. Earlier checkpoints are in "
+                f"{self.args.output_dir}. Try a lower learning rate."
+            )
         folder = Path(output_dir or self.args.output_dir)
         if self._is_adapter:
             super()._save(output_dir, state_dict)
