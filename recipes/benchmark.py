@@ -55,6 +55,7 @@ from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft, m
 from hf_eagle3.evaluation.profile import format_profile, profile_steps
 from hf_eagle3.evaluation.results import OTHER_DRAFTS, OURS
 from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
+from hf_eagle3.files import write_atomically
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 from hf_eagle3.tokenizer import load_tokenizer, read_template
@@ -363,7 +364,7 @@ def main():
         )
     print_report(args, results, target.dtype)
     if args.markdown:
-        Path(args.markdown).write_text(format_table(results.rows) + "\n", encoding="utf-8")
+        write_atomically(args.markdown, format_table(results.rows) + "\n")
         print(f"Wrote {args.markdown}")
     if args.plots:
         print(f"Wrote {', '.join(map(str, plot_all(results, args.plots)))}")

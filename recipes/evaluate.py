@@ -15,7 +15,6 @@ import json
 import time
 from contextlib import nullcontext
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
@@ -23,6 +22,7 @@ from hf_eagle3 import assist
 from hf_eagle3.checkpoints import target_class
 from hf_eagle3.environment import environment, folder_or_hub_id, positive_integer, run_script
 from hf_eagle3.evaluation.drafts import load_draft
+from hf_eagle3.files import write_atomically
 from hf_eagle3.tokenizer import load_tokenizer
 
 
@@ -78,7 +78,7 @@ def main():
     }
     print(json.dumps(summary, indent=2, default=str))
     if args.json:
-        Path(args.json).write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
+        write_atomically(args.json, json.dumps(summary, indent=2, default=str) + "\n")
 
 
 if __name__ == "__main__":

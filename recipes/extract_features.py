@@ -35,7 +35,10 @@ class ExtractionScriptArguments(TrainScriptArguments):
         default=None, metadata={"help": "Folder to write the features to. An interrupted run goes on there."}
     )
     rows_per_shard: int = field(
-        default=1024, metadata={"help": "Rows in each file. An interruption loses at most so many."}
+        default=64,
+        metadata={
+            "help": "Rows in each file. Each process holds a file in memory, and an interruption loses at most that."
+        },
     )
     feature_dtype: str | None = field(
         default=None,

@@ -184,10 +184,7 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
 
 def rows_of(dataset: DatasetDict, split: str) -> Dataset | IterableDataset:
     """
-    Returns the rows of a split, or of a part of one as in `train[:1000]`.
-
-    Raises:
-        ValueError: if there is no such split.
+    Returns the rows of a split, or of a part of one as in `train[:1000]`. Raises `ValueError` if there is no such split.
     """
     if split in dataset:
         return dataset[split]
@@ -231,10 +228,7 @@ def load_configured_target(
 
 
 def check_writable(folder: Path) -> None:
-    """
-    Raises:
-        ValueError: if the folder cannot be written to. It does so before training, whose result would be lost.
-    """
+    """Raises `ValueError` if the folder cannot be written to: before training, whose result would be lost."""
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
         tempfile.TemporaryFile(dir=parent).close()
@@ -294,6 +288,8 @@ def train(trainer: Eagle3Trainer) -> None:
     args, folder = trainer.args, Path(trainer.args.output_dir)
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        if args.enable_jit_checkpoint and trainer.state.global_step < trainer.state.max_steps:  # it ends on SIGTERM
+            raise KeyboardInterrupt
     except KeyboardInterrupt:
         command = command_line(["accelerate", "launch", "recipes/train.py", *sys.argv[1:]])
         checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None

@@ -16,3 +16,9 @@ def test_files_are_written_completely_or_not_at_all(tmp_path):
     assert path.read_text(encoding="utf-8") == "ä"
     write_atomically(path, lambda path: path.write_text("whole"))
     assert path.read_text() == "whole" and list(tmp_path.iterdir()) == [path]
+
+
+def test_folders_are_made(tmp_path):
+    """A benchmark of an hour does not fail at its end because there is no `results/`."""
+    write_atomically(tmp_path / "results" / "today" / "file.json", "ä")
+    assert (tmp_path / "results" / "today" / "file.json").read_text(encoding="utf-8") == "ä"

@@ -93,18 +93,13 @@ def set_draft_vocabulary(
 ) -> None:
     """
     Replaces a draft's vocabulary, and its `lm_head` with the target's rows for these tokens, times the factor of the target's
-    logits. If the target's head has another width, the new `lm_head` is random.
-
-    Args:
-        draft (`Eagle3ForSpeculation`): The draft.
-        draft_token_ids (`Sequence[int]` or `torch.Tensor`, *optional*):
-            Target token ids, in any order. `None` stands for all rows of the target's head.
-        target (`PreTrainedModel`): The target.
+    logits. If the target's head has another width, the new `lm_head` is random. Without ids all rows are taken.
 
     Raises:
         ValueError: if there are no ids, or the target's head has no row for one of them.
     """
-    device, vocab_size = draft.get_output_embeddings().weight.device, draft.config.vocab_size
+    own, vocab_size = draft.get_output_embeddings(), draft.config.vocab_size
+    device, dtype = own.weight.device, own.weight.dtype
     if device.type != "meta":
         check_not_offloaded(target)
     target_head = gathered_head(target)
@@ -116,13 +111,7 @@ def set_draft_vocabulary(
             f"`draft_token_ids` must not be empty, and must be from 0 to {num_ids - 1}, the tokens that the target's head has "
             f"rows for. It has {len(token_ids)} ids{f' from {token_ids[0]} to {token_ids[-1]}' if len(token_ids) else ''}."
         )
-    head = type(draft.get_output_embeddings())(
-        draft.config.hidden_size,
-        len(token_ids),
-        bias=False,
-        device=device,
-        dtype=draft.get_output_embeddings().weight.dtype,
-    )
+    head = type(own)(draft.config.hidden_size, len(token_ids), bias=False, device=device, dtype=dtype)
     if target_head.shape[-1] == draft.config.hidden_size:
         with torch.no_grad():
             head.weight.copy_(target_head[token_ids.to(target_head.device)])
@@ -136,10 +125,7 @@ def set_draft_vocabulary(
 
 def ascending(token_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
     """
-    Returns token ids in ascending order, each once.
-
-    Raises:
-        ValueError: if they are something else, such as a number of tokens or a mask (`t2d`).
+    Returns token ids in ascending order, each once. Raises `ValueError` if they are a number of tokens or a mask (`t2d`).
     """
     ids = torch.as_tensor(token_ids)
     if ids.dim() == 0 or (ids.dtype.is_floating_point or ids.dtype == torch.bool) and ids.numel() > 0:
@@ -159,12 +145,8 @@ def logit_factor(target: PreTrainedModel) -> float:
 def trim_draft_vocabulary(draft: "DraftModel", draft_token_ids: Sequence[int] | torch.Tensor) -> None:
     """
     Removes tokens from a draft's vocabulary. The others keep their trained rows of `lm_head`, and so their logits. The idea is
-    FR-Spec's (https://huggingface.co/papers/2502.14856, section 3): a small head takes less time, and a target seldom
-    writes rare tokens.
-
-    Args:
-        draft (`Eagle3ForSpeculation`): The draft.
-        draft_token_ids (`Sequence[int]` or `torch.Tensor`): Target token ids to keep, in any order.
+    FR-Spec's (https://huggingface.co/papers/2502.14856, section 3): a small head takes less time, and a target seldom writes
+    rare tokens.
 
     Raises:
         ValueError: if there are no ids, or the draft's vocabulary lacks one of them.
@@ -294,17 +276,11 @@ def check_not_offloaded(target: PreTrainedModel) -> None:
 def config_for_target(
     target: PreTrainedModel, num_hidden_layers: int, config_class: type[Eagle3Config] = Eagle3Config, **overrides: Any
 ) -> Eagle3Config:
-    """
-    Returns the configuration of a new draft. See [`from_target`].
-
-    Raises:
-        ValueError: if no draft can be made for the target, or an override does not exist.
-    """
+    """Returns the configuration of a new draft. Raises `ValueError` like [`from_target`]."""
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
     if target.config.is_encoder_decoder or embedding is None or head is None or not target.can_generate():
         raise ValueError(
-            f"{type(target).__name__} cannot be an EAGLE-3 target: it must be a decoder-only causal language model "
-            "with input and output embeddings."
+            f"{type(target).__name__} cannot be an EAGLE-3 target: it must be a decoder-only language model with embeddings."
         )
     text_config = target.config.get_text_config(decoder=True)
     config_fields = {field.name for field in fields(config_class)} - {"transformer_layer_config"}
@@ -355,17 +331,11 @@ def speculators_config_for(target: PreTrainedModel, algorithm: str) -> dict[str,
     name = target.config._name_or_path
     if name and Path(name).is_dir():  # a relative path would look like a Hub id elsewhere
         name = str(Path(name).absolute())
+    greedy = {"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS}
     return {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",
-        "proposal_methods": [
-            {
-                "proposal_type": "greedy",
-                "speculative_tokens": SPECULATIVE_TOKENS,
-                "accept_tolerance": 0.0,
-                "verifier_accept_k": 1,
-            }
-        ],
+        "proposal_methods": [{**greedy, "accept_tolerance": 0.0, "verifier_accept_k": 1}],
         "verifier": {"name_or_path": name, "architectures": [architecture_of(target)]},
     }
 
@@ -393,7 +363,7 @@ def layer_config_for(text_config: PreTrainedConfig, num_hidden_layers: int) -> d
 
     def get(
         name: str,
-    ) -> Any:  # reading an attribute that differs by layer raises (Gemma 4); the common value is stored
+    ) -> Any:  # attributes that differ by layer raise an error (Gemma 4); their common value is stored
         return stored[name] if name in stored else getattr(text_config, name, None)
 
     num_heads, intermediate_size = get("num_attention_heads"), get("intermediate_size")

@@ -1,9 +1,11 @@
 """Answers of a server that the test plays."""
 
 import asyncio
+import errno
 import json
 import time
 from itertools import chain
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -239,6 +241,16 @@ def test_a_server_that_is_down_ends_the_run(tmp_path, num_answers):
     assert not output.left_out and len(output.done) == num_answers
     with pytest.raises(ConnectionError, match="No server answers at http://127.0.0.1:9/v1: 10 rows in a row failed"):
         ask("http://127.0.0.1:9/v1", rows, Output(tmp_path, {}), max_retries=0)
+
+
+def test_a_full_disk_ends_the_run(tmp_path):
+    """Or the server would answer all other rows for nothing."""
+    rows, output = [{"messages": [user(str(i))]} for i in range(30)], Output(tmp_path, {})
+    output.file = Mock(flush=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    full = pytest.raises(OSError, match="No space left on device")
+    with chat_server(lambda *args: "fine") as (url, requests), full:
+        ask(url, rows, output)
+    assert len(requests) <= 6 and not output.done
 
 
 def test_texts_are_for_a_target_in_this_process(tmp_path):

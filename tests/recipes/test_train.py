@@ -26,6 +26,7 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
 from seeing import gemma3, make, make_image, make_processor
 from transformers import AutoModel, AutoModelForCausalLM
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
@@ -160,6 +161,23 @@ def test_an_interrupted_run_says_how_to_go_on(files, tmp_path, monkeypatch, run_
     command = shlex.split(result.stderr.strip().splitlines()[-1])
     assert command[:3] == ["accelerate", "launch", "recipes/train.py"]
     assert len(losses(run_recipe("train.py", *command[3:]))) == 1
+
+
+def test_a_terminated_run_does_not_look_finished(files, tmp_path, monkeypatch, run_recipe):
+    """`enable_jit_checkpoint` saves on SIGTERM, and ends training without an error."""
+    begin = JITCheckpointCallback.on_step_begin
+
+    def terminated(self, args, state, control, **kwargs):
+        self.jit_manager.is_checkpoint_requested = state.global_step == 2
+        begin(self, args, state, control, **kwargs)
+
+    monkeypatch.setattr(JITCheckpointCallback, "on_step_begin", terminated)
+    arguments = [*arguments_of(files, tmp_path / "out"), *FRESH, "--enable_jit_checkpoint", "--resume_from_checkpoint"]
+    result = run_recipe("train.py", *arguments, "auto")
+    assert result.returncode == 1 and "Interrupted. To go on after checkpoint-2:" in result.stderr
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    monkeypatch.undo()
+    assert len(losses(run_recipe("train.py", *arguments, "auto"))) == 2
 
 
 @pytest.mark.parametrize("kind", ["ddp, tensor-parallel target", "fsdp2, target by FSDP2"])

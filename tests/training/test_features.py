@@ -1,6 +1,8 @@
 import copy
 import json
 import os
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -234,6 +236,31 @@ def test_an_extraction_that_is_killed_while_it_writes_goes_on(tmp_path, tokenize
     assert any(path.name.endswith(".unfinished") for path in (tmp_path / "features").iterdir())
     store = trainer.extract_features(tmp_path / "features")
     assert all(len(store[row]) == len(store.rows[row]["input_ids"]) for row in range(20))
+
+
+def test_a_shard_that_is_cut_off_is_written_again(tmp_path, tokenizer):
+    """A machine that crashes may lose a part of a file that is written."""
+    trainer, folder = make_trainer(tmp_path, tokenizer, make_target("llama")), tmp_path / "features"
+    expected = trainer.extract_features(folder, rows_per_shard=8)[3].clone()
+    path = shard_path(folder, 0)
+    for content in (path.read_bytes()[:-50], b""):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="1 of 3 shards are missing or cut off, the first of them features-00000"):
+            FeatureStore(folder)
+        assert torch.equal(trainer.extract_features(folder, rows_per_shard=8)[3], expected)
+
+
+def test_two_extractions_do_not_write_into_one_folder(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer, make_target("llama"))
+    (tmp_path / "features").mkdir()
+    run = "from filelock import FileLock; import sys; lock = FileLock(sys.argv[1]); lock.acquire(); print(1, flush=True); input()"
+    command = [sys.executable, "-c", run, tmp_path / "features" / ".lock"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(ValueError, match="Another run writes to"):
+            trainer.extract_features(tmp_path / "features")
+        other.communicate(b"\n")
+    assert trainer.extract_features(tmp_path / "features").num_shards == 1
 
 
 def test_no_process_writes_before_all_have_listed_the_missing_shards(tmp_path, tokenizer, monkeypatch):

@@ -6,6 +6,7 @@ import pickle
 import statistics
 from concurrent.futures import Future
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -381,9 +382,9 @@ def test_the_rest_of_an_epoch_in_several_processes_has_its_order(tmp_path, token
 def test_a_stream_that_is_shorter_than_training_goes_on_where_it_was(tmp_path, tokenizer):
     """Its ten rows are three batches, and the fifth step is the second one of the second pass."""
 
-    def train(folder, max_steps, resume=None):
+    def train(folder, max_steps, resume=None, **changes):
         stream = TEXTS.select(range(10)).to_iterable_dataset(num_shards=2).shuffle(seed=0, buffer_size=4)
-        arguments = {"max_steps": max_steps, "save_strategy": "steps", "save_steps": 1, "ttt_warmup": 0}
+        arguments = {"max_steps": max_steps, "save_strategy": "steps", "save_steps": 1, "ttt_warmup": 0, **changes}
         trainer = make_trainer(folder, tokenizer, dataset=stream, **arguments, lr_scheduler_type="constant")
         trainer.train(resume_from_checkpoint=resume)
         history = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -392,6 +393,8 @@ def test_a_stream_that_is_shorter_than_training_goes_on_where_it_was(tmp_path, t
     expected = train(tmp_path / "whole", 8)
     for step in (2, 3, 4, 7):
         assert train(tmp_path / "resumed", 8, str(tmp_path / "whole" / f"checkpoint-{step}")) == expected
+    with pytest.raises(ValueError, match="order_of_rows was 'read by 1' before, 'read by 2' after"):
+        train(tmp_path / "resumed", 8, str(tmp_path / "whole" / "checkpoint-2"), dataloader_num_workers=4)
     # More steps than at first. In the state of the shorter training they are other shares of it.
     for step in (2, 3, 5):
         train(tmp_path / f"short-{step}", step)
@@ -463,6 +466,23 @@ def test_checkpoints_that_are_not_whole_are_passed_over(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, **arguments).train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="no checkpoint to go on from"):
         make_trainer(tmp_path / "empty", tokenizer, **arguments).train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="no checkpoint to go on from"):  # it may be the disk that is broken
+        make_trainer(tmp_path, tokenizer, **arguments).train(resume_from_checkpoint="auto")
+
+
+def test_one_command_for_all_runs_of_a_job(tmp_path, tokenizer):
+    arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    (tmp_path / "checkpoint-2").mkdir()  # killed before it was written
+    expected = losses(make_trainer(tmp_path, tokenizer, **arguments))
+    for step in (0, 2):
+        for checkpoint in tmp_path.glob("checkpoint-*"):
+            if int(checkpoint.name.split("-")[1]) > step:
+                (checkpoint / "trainer_state.json").unlink()
+        trainer = make_trainer(tmp_path, tokenizer, **arguments)
+        trainer.train(resume_from_checkpoint="auto")
+        assert trainer.is_resumed == (step > 0)
+        history = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert history == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_training_goes_on_as_it_was_begun(tmp_path, tokenizer):
@@ -558,6 +578,23 @@ def test_an_adapter_of_whatever_is_linear(tmp_path, tokenizer):
         each.state_dict() for each in (trainer._copy_of_draft(trainer.model.state_dict()), trainer.draft)
     )
     assert copied.keys() == trained.keys() and all(copied[name].equal(trained[name]) for name in trained)
+
+
+def test_an_adapter_goes_on_with_its_settings(tmp_path, tokenizer):
+    """PEFT loads the weights of a checkpoint, but not how they are scaled."""
+    target = make_target("llama")
+    arguments = {"target": target, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+
+    def train(alpha, resume=None):
+        draft, lora = Eagle3ForSpeculation.from_target(target), LoraConfig(lora_alpha=alpha, target_modules=["q_proj"])
+        trainer = make_trainer(tmp_path, tokenizer, model=draft, peft_config=lora, **arguments)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.state.global_step
+
+    train(8)
+    with pytest.raises(ValueError, match="has another draft: lora_alpha was 8 before, 16 after"):
+        train(16, str(tmp_path / "checkpoint-1"))
+    assert train(8, str(tmp_path / "checkpoint-1")) == 2
 
 
 @pytest.mark.parametrize(
@@ -980,6 +1017,7 @@ def test_resuming_what_was_begun_otherwise(tmp_path, tokenizer):
     make_trainer(tmp_path, tokenizer, **settings).train()
     for changed, match in (
         ({"dataset": TEXTS.select(range(20))}, "rows was 40 before, 20 after"),
+        ({"dataset": TEXTS.select(range(39, -1, -1))}, "order_of_rows was"),  # as many rows, in another order
         ({"per_device_train_batch_size": 2}, "sequences_per_step was 4 before, 2 after"),
         ({"gradient_accumulation_steps": 2}, "sequences_per_step was 4 before, 8 after"),
         ({"adam_beta2": 0.5}, "adam_beta2 was 0.95 before, 0.5 after"),
@@ -1010,6 +1048,10 @@ def test_resuming_what_was_begun_otherwise(tmp_path, tokenizer):
     longer = make_trainer(tmp_path, tokenizer, **{**settings, "num_train_epochs": 1.0})
     longer.train(resume_from_checkpoint=True)
     assert longer.state.global_step == 10
+    for shorter in ({}, {"max_steps": 5}):  # than what was trained
+        trainer = make_trainer(tmp_path, tokenizer, **{**settings, **shorter})
+        with pytest.raises(ValueError, match="the end of a finished training, of 6 steps"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
 
 
 @pytest.mark.parametrize(("own", "expected"), [(0.0, 0.02), (0.1, 0.1)])
@@ -1150,6 +1192,27 @@ def test_a_loss_that_is_not_a_number_ends_training(tmp_path, tokenizer, field, a
         trainer.train()
     Eagle3ForSpeculation.from_pretrained(tmp_path / "checkpoint-2")
     assert not (tmp_path / "checkpoint-4").exists()
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, tokenizer):
+    """Of a gradient that was not, only the loss of the next step would tell, and training would go on from the checkpoint."""
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=4, save_strategy="steps", save_steps=2)
+
+    class Overflow(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+            if state.global_step == 3:
+                model.fc.weight.grad[0, 0] = torch.inf
+
+    trainer.add_callback(Overflow())
+    with pytest.raises(FloatingPointError, match="weights are not finite after step 4, and are not saved"):
+        trainer.train()
+    assert what_is_broken(tmp_path / "checkpoint-2") is None
+    assert not (tmp_path / "checkpoint-4" / "model.safetensors").exists()
+
+
+def test_processes_wait_while_one_tokenizes(tmp_path):
+    """By default those that have nothing to do would give up after half an hour."""
+    assert Eagle3TrainingArguments(str(tmp_path), bf16=False).ddp_timeout_delta > timedelta(hours=2)
 
 
 def test_drafts_with_a_window_are_refused(tmp_path, tokenizer):

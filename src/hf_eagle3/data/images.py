@@ -29,21 +29,14 @@ PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 
 
 def sees_images(config: PreTrainedConfig) -> bool:
-    """
-    Returns whether a target reads images beside its text.
-
-    Args:
-        config (`PreTrainedConfig`): The target's configuration.
-    """
+    """Returns whether a target of this `config` reads images beside its text."""
     return getattr(config, "vision_config", None) is not None
 
 
 def shows_images(dataset: Any) -> bool:
     """
-    Returns whether a data set has a column for images, or an image in the messages of its first rows.
-
-    Args:
-        dataset (`Dataset` or `IterableDataset`, *optional*): The data. Anything else shows no images.
+    Returns whether a `dataset` has a column for images, or an image in the messages of its first rows. What is no data set has
+    none.
     """
     if not isinstance(dataset, Dataset | IterableDataset):
         return False
@@ -126,20 +119,12 @@ def sendable(image: Any) -> str:
 
 @dataclass
 class Expansion:
-    """
-    What a processor writes in place of the images of a text.
+    """What a processor writes in place of the images of a text."""
 
-    Args:
-        token (`str`, *optional*): Stands for an image in the text.
-        replacements (`list[str]`, *optional*): What the processor writes for each image.
-        input_ids (`list[int]`, *optional*): The processor's tokens of the whole text.
-        end (`int`, *optional*): The number of tokens up to the end of the last image.
-    """
-
-    token: str = ""
-    replacements: list[str] = field(default_factory=list)
-    input_ids: list[int] | None = None
-    end: int = 0
+    token: str = ""  # stands for an image in the text
+    replacements: list[str] = field(default_factory=list)  # what the processor writes for each image
+    input_ids: list[int] | None = None  # the processor's tokens of the whole text
+    end: int = 0  # the number of tokens up to the end of the last image
 
     def of(self, text: str) -> str:
         """Returns the text, or a beginning of it, with all that the processor writes for images."""
@@ -150,23 +135,15 @@ class Expansion:
 
 
 class ImageReader:
-    """
-    Turns images into what a target reads.
-
-    Args:
-        processor (`ProcessorMixin`): The target's processor.
-    """
+    """Turns images into what a target reads, by its `processor`."""
 
     def __init__(self, processor: ProcessorMixin):
         self.processor = processor
 
     def expand(self, text: str, images: list[Any]) -> Expansion:
         """
-        Returns what the processor writes in place of a text's images.
-
-        Args:
-            text (`str`): A text with the processor's `image_token` for each image.
-            images (`list`): The images; see [`load`].
+        Returns what the processor writes in place of a text's `images`; see [`load`]. The `text` has its `image_token` for
+        each.
 
         Raises:
             RowError: if an image cannot be loaded, or there are more or fewer of them than the text has places for.
@@ -243,11 +220,8 @@ class ImageReader:
 
 class ImageCollator:
     """
-    Collates rows with another collator, and adds what the target reads of their images, with `image_input_` before each name.
-
-    Args:
-        collator (`Callable`): The other collator.
-        images ([`ImageReader`]): The reader.
+    Collates rows with another `collator`, and adds what the target reads of their `images` (an [`ImageReader`]), with
+    `image_input_` before each name.
     """
 
     def __init__(self, collator: Any, images: ImageReader):

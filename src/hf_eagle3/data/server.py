@@ -108,11 +108,10 @@ class ServerClient:
         for conversation in self.pending:  # shared: each worker takes the next
             if conversation.text is not None:
                 raise ValueError(
-                    "A server answers messages, but this data has texts as prompts. Leave `--base_url` out, to load the target "
-                    "instead."
+                    "A server answers messages, but this data has texts. Leave `--base_url` out, to load the target instead."
                 )
             try:
-                await self.answer(session, conversation)
+                result = await self.answer(session, conversation)
             except UnreachableError as error:
                 self.fail(conversation.row, str(error))
             except RowError as error:
@@ -123,10 +122,13 @@ class ServerClient:
                 else:
                     self.fail(conversation.row, f"{type(error).__name__}: {error}")
                     self.check_unanswered(conversation.row, error)
+            else:  # a full disk is no failure of the row, and must end the run
+                self.output.write(conversation.row, result)
+                self.progress.update()
             self.check_refused()
 
-    async def answer(self, session: aiohttp.ClientSession, conversation: Conversation) -> None:
-        """Asks for the answers of a conversation until it is finished, and writes it."""
+    async def answer(self, session: aiohttp.ClientSession, conversation: Conversation) -> dict:
+        """Asks for the answers of a conversation until it is finished, and returns the new row."""
         is_finished = False
         while not is_finished:
             choice = await self.request(session, conversation)
@@ -137,10 +139,9 @@ class ServerClient:
             if reason == "content_filter":
                 raise RowError("the server filters the answer (finish reason 'content_filter')")
             if reason in GIVEN_UP:
-                return self.fail(conversation.row, f"the server gave up on the answer (finish reason {reason!r})")
+                raise UnreachableError(f"the server gave up on the answer (finish reason {reason!r})")
             is_finished = conversation.answer(message_of(choice), reason)
-        self.output.write(conversation.row, conversation.result())
-        self.progress.update()
+        return conversation.result()
 
     async def request(self, session: aiohttp.ClientSession, conversation: Conversation) -> dict:
         """Returns the server's choice for the next answer. Sends the request again if its failure may pass."""
@@ -220,10 +221,7 @@ def is_refusal(error: Exception) -> TypeGuard[aiohttp.ClientResponseError]:
 
 def choice_in(body: str) -> dict:
     """
-    Returns the first choice in a server's response.
-
-    Raises:
-        ValueError: if there is none. Some servers and proxies report errors with the status 200.
+    Returns the first choice in a server's response, or raises a `ValueError`: some servers report errors with the status 200.
     """
     try:
         choice = json.loads(body)["choices"][0]
@@ -236,10 +234,8 @@ def choice_in(body: str) -> dict:
 
 def message_of(choice: dict) -> dict:
     """
-    Returns the message of a server's choice: its content, reasoning and tool calls.
-
-    Raises:
-        RowError: if it has none of them, is a refusal, or cannot be read.
+    Returns the message of a server's choice: its content, reasoning and tool calls. Raises `RowError` if it has none of them,
+    is a refusal, or cannot be read.
     """
     said = choice["message"]
     if said.get("refusal"):

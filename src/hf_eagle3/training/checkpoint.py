@@ -5,7 +5,7 @@ import zlib
 from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from transformers.utils import logging
 
 from ..files import UNFINISHED, write_atomically
@@ -22,7 +22,7 @@ JIT_MARKER = "checkpoint-is-incomplete.txt"
 def list_files(folder: str | Path) -> None:
     """Writes the list of a checkpoint's files, with the size and CRC-32 of each."""
     folder = Path(folder)
-    files = {name: list(size_and_checksum(folder / name)) for name in files_of(folder)}
+    files = {name: size_and_checksum(folder / name) for name in files_of(folder)}
     write_atomically(folder / CHECKPOINT_FILES, json.dumps(files, indent=2) + "\n")
 
 
@@ -34,13 +34,13 @@ def files_of(folder: Path) -> list[str]:
     return [name for name in names if name not in (CHECKPOINT_FILES, JIT_MARKER, TRAINER_STATE_NAME)]
 
 
-def size_and_checksum(path: Path) -> tuple[int, int]:
+def size_and_checksum(path: Path) -> list[int]:
     """Returns the size of a file, in bytes, and its CRC-32."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             checksum = zlib.crc32(block, checksum)
-    return path.stat().st_size, checksum
+    return [path.stat().st_size, checksum]
 
 
 def what_is_broken(folder: str | Path) -> str | None:
@@ -60,14 +60,18 @@ def what_is_broken(folder: str | Path) -> str | None:
     for name, expected in content[CHECKPOINT_FILES].items():
         if not (folder / name).is_file():
             return f"its {name} is missing"
-        if list(size_and_checksum(folder / name)) != expected:
+        if size_and_checksum(folder / name) != expected:
             return f"its {name} has changed since it was written"
     return None
 
 
-def last_whole_checkpoint(folder: str | Path) -> str:
+def last_whole_checkpoint(folder: str | Path, may_be_none: bool = False) -> str | None:
     """
     Returns the newest whole checkpoint in a training's output folder. Warns of newer ones that it skips.
+
+    Args:
+        folder (`str` or `Path`): The folder.
+        may_be_none (`bool`, *optional*, defaults to `False`): Whether to return `None` if none was written to its end.
 
     Raises:
         ValueError: if there is none.
@@ -78,6 +82,6 @@ def last_whole_checkpoint(folder: str | Path) -> str:
             return str(checkpoint)
         logger.warning(f"{checkpoint} is skipped: {reason}.")
         skipped += f" {Path(checkpoint).name}: {reason}."
-    raise ValueError(
-        f"There is no checkpoint to go on from in {folder}.{skipped} Begin anew, without `resume_from_checkpoint`."
-    )
+    if may_be_none and not list(Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")):
+        return None
+    raise ValueError(f"There is no checkpoint to go on from in {folder}.{skipped} Begin anew, in another folder.")

@@ -12,15 +12,18 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset, load_from_disk
-from safetensors import safe_open
+from filelock import FileLock
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerBase, masking_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
+from ..data.answers import locked
 from ..data.images import IMAGE_INPUT
 from ..environment import public_name
 from ..files import UNFINISHED, write_atomically
@@ -41,6 +44,7 @@ Features = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 FORMAT_VERSION = 1
 FP8 = torch.float8_e4m3fn
+LOCK = ".lock"
 STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, FP8)  # integers would keep no fractions
 # Older transformers (5.17) counts attention chunks from the beginning of the row, not of the document.
 COUNTS_CHUNKS_BY_DOCUMENT = hasattr(masking_utils, "remap_positions_for_packed_sequence")
@@ -130,28 +134,22 @@ class TargetStates:
         self, input_ids: torch.Tensor, documents: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs each document in a row of its own, and puts its states where its tokens are."""
-        budget = documents.numel()
-        aux: torch.Tensor | None = None
-        last: torch.Tensor | None = None
-        numbers = [(row, number) for row in range(len(documents)) for number in documents[row].unique().tolist()]
-        masks = [documents[row] == number for row, number in numbers if number >= 0]
-        rows = [row for row, number in numbers if number >= 0]
-        order = sorted(range(len(masks)), key=lambda index: -int(masks[index].sum()))
-        while order:  # no group has more tokens than the batch
-            longest = int(masks[order[0]].sum())
-            group, order = order[: max(budget // longest, 1)], order[max(budget // longest, 1) :]
-            tokens = [input_ids[rows[index], masks[index]] for index in group]
-            padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
-            lengths = torch.tensor([len(each) for each in tokens], device=padded.device)
-            attention_mask = (torch.arange(longest, device=padded.device) < lengths[:, None]).long()
-            group_aux, group_last = self._forward(input_ids=padded, attention_mask=attention_mask)
-            if aux is None or last is None:
-                aux = group_aux.new_zeros(*documents.shape, group_aux.shape[-1])
-                last = group_last.new_zeros(*documents.shape, group_last.shape[-1])
-            for place, index in enumerate(group):
-                aux[rows[index], masks[index]] = group_aux[place, : lengths[place]]
-                last[rows[index], masks[index]] = group_last[place, : lengths[place]]
-        assert aux is not None and last is not None  # a batch has documents
+        numbered = [(row, number) for row in range(len(documents)) for number in documents[row].unique().tolist()]
+        places = [(row, (documents[row] == number).nonzero()[:, 0]) for row, number in numbered if number >= 0]
+        places.sort(key=lambda place: -len(place[1]))
+        outputs: list[torch.Tensor] = []
+        while places:  # no group has more tokens than the batch
+            num_rows = documents.numel() // len(places[0][1])
+            group, places = places[:num_rows], places[num_rows:]
+            tokens = [input_ids[place] for place in group]
+            padded = pad_sequence(tokens, batch_first=True)
+            attention_mask = pad_sequence(list(map(torch.ones_like, tokens)), batch_first=True)
+            states = self._forward(input_ids=padded, attention_mask=attention_mask)
+            outputs = outputs or [each.new_zeros(*documents.shape, each.shape[-1]) for each in states]
+            for output, of_group in zip(outputs, states):
+                for place, each in zip(group, of_group):
+                    output[place] = each[: len(place[1])]
+        aux, last = outputs  # a batch has documents
         return aux, last
 
     @torch.no_grad()
@@ -272,8 +270,7 @@ def warn_of_other_target(folder: Path, before: str, now: str) -> None:
     """Warns if a target has another name than when features were extracted. A fine-tune may have the same embeddings."""
     if before and now and Path(before).name != Path(now).name:  # it may have moved to another folder
         logger.warning(
-            f"The features in {folder} were extracted from {before}, and the target is {now}. If it is a fine-tune, extract the "
-            "features from it, into another folder."
+            f"The features in {folder} were extracted from {before}, and the target is {now}. Extract a fine-tune's own features."
         )
 
 
@@ -306,13 +303,12 @@ class FeatureStore:
         self.index = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))
         if self.index["version"] != FORMAT_VERSION:
             raise ValueError(
-                f"{folder} has version {self.index['version']} of the format, and this hf-eagle3 reads version {FORMAT_VERSION}. "
-                "Extract the features again."
+                f"{folder} has version {self.index['version']} of the format, not {FORMAT_VERSION}. Extract the features again."
             )
         missing = missing_shards(self.folder, self.index)
         if missing:
             raise ValueError(
-                f"{folder} is not complete: {len(missing)} of {self.num_shards} shards are missing, the first of them "
+                f"{folder} is not complete: {len(missing)} of {self.num_shards} shards are missing or cut off, the first of them "
                 f"{shard_path(self.folder, missing[0]).name}. Run the extraction again: it goes on where it stopped."
             )
         self.rows = load_from_disk(str(self.folder / "rows"))
@@ -345,15 +341,8 @@ class FeatureStore:
 
     def check(self, description: dict, arguments: dict | None = None) -> None:
         """
-        Checks whether the features belong to a target, a tokenizer and layers, and to these arguments.
-
-        Args:
-            description (`dict`): The target, tokenizer and layers, as `hf_eagle3.training.features.describe` returns them.
-            arguments (`dict`, *optional*):
-                The output of `hf_eagle3.training.features.fixed_arguments`.
-
-        Raises:
-            ValueError: if they belong to others.
+        Raises `ValueError` if the features do not belong to the target, tokenizer and layers of a `description` (see
+        `hf_eagle3.training.features.describe`), and to these `arguments` (see `hf_eagle3.training.features.fixed_arguments`).
         """
         for name, value in description.items():
             stored = self.index["description"][name]
@@ -374,13 +363,7 @@ class FeatureStore:
 
 
 class FeatureCollator:
-    """
-    Collates rows of a [`FeatureStore`] with another collator, and adds their `states` `(B, L, n_aux + 1, H)`.
-
-    Args:
-        collator (`Callable`): The other collator.
-        store ([`FeatureStore`]): The store.
-    """
+    """Collates rows of a [`FeatureStore`] with another collator, and adds their `states` `(B, L, n_aux + 1, H)`."""
 
     def __init__(self, collator: Callable, store: FeatureStore):
         self.collator, self.store = collator, store
@@ -403,12 +386,7 @@ class FeatureCollator:
 
 
 def state_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """
-    Returns a dtype to store states in, given itself or its name.
-
-    Raises:
-        ValueError: if it would not keep them.
-    """
+    """Returns a dtype to store states in, given itself or its name. Raises `ValueError` if it would not keep them."""
     by_name = {str(each).removeprefix("torch."): each for each in STATE_DTYPES}
     if (name := str(dtype).removeprefix("torch.")) not in by_name:
         raise ValueError(f"`dtype` is {dtype}, but states can only be stored in one of {list(by_name)}.")
@@ -417,9 +395,9 @@ def state_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 def start_store(
     folder: str | Path, rows: Dataset, description: dict, rows_per_shard: int, dtype: torch.dtype, arguments: dict
-) -> None:
+) -> FileLock:
     """
-    Writes rows and index of a [`FeatureStore`], or checks that they are there already.
+    Writes rows and index of a [`FeatureStore`], or checks that they are there already. Returns the lock of the folder.
 
     Args:
         folder (`str` or `Path`): The folder.
@@ -430,9 +408,15 @@ def start_store(
         arguments (`dict`): The output of [`fixed_arguments`].
 
     Raises:
-        ValueError: if the folder holds something else.
+        ValueError: if the folder holds something else, or another run writes to it.
     """
     folder = Path(folder)
+    unfinished = folder / f"rows{UNFINISHED}"  # of a run that was killed
+    is_begun = (folder / "index.json").exists()
+    if not is_begun and folder.exists() and {path.name for path in folder.iterdir()} - {LOCK, unfinished.name}:
+        raise ValueError(f"{folder} is not empty and holds no features. Choose another folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = locked(folder / LOCK)
     images = images_digest(rows)
     rows = rows.remove_columns([column for column in rows.column_names if column.startswith("image_")])
     index = {
@@ -460,14 +444,12 @@ def start_store(
                 "the arguments of its first run."
             )
         warn_of_other_target(folder, before, now)
-        return
-    unfinished = folder / f"rows{UNFINISHED}"  # of a run that was killed
-    if folder.exists() and any(path != unfinished for path in folder.iterdir()):
-        raise ValueError(f"{folder} is not empty and holds no features. Choose another folder.")
+        return lock
     shutil.rmtree(unfinished, ignore_errors=True)
     rows.save_to_disk(str(unfinished))
     unfinished.rename(folder / "rows")
     write_atomically(folder / "index.json", json.dumps(index, indent=2))
+    return lock
 
 
 def images_digest(rows: Dataset) -> str | None:
@@ -501,32 +483,44 @@ def write_shard(
     Raises:
         ValueError: if the states are not finite, or the dtype cannot hold them.
     """
-    rows, lengths = [], [0]
+    rows, lengths = list[dict[str, torch.Tensor]](), [0]
     for batch, batch_lengths in batches:
         aux, last = target_states(batch)
+        if folder is None:
+            continue
         states = torch.cat([aux, last], dim=-1).unflatten(-1, (-1, last.shape[-1]))  # (B, L, n_aux + 1, H)
         if len(states) != len(batch_lengths):  # without padding all rows are in one
             states = states[0].split(batch_lengths + [states.shape[1] - sum(batch_lengths)])
-        rows += [each[:length].cpu() for each, length in zip(states, batch_lengths)]
+        rows += [stored(each[:length], dtype) for each, length in zip(states, batch_lengths)]
         lengths += batch_lengths
     if folder is None:
         return
-    states = torch.cat(rows)
+    tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    tensors["offsets"] = torch.tensor(lengths).cumsum(0)
+    write_atomically(shard_path(folder, shard), lambda unfinished: save_file(tensors, unfinished))
+
+
+def stored(states: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """
+    Returns the states of a row as they are stored, on the CPU. A whole shard in float32 may not fit there.
+
+    Raises:
+        ValueError: if the states are not finite, or the dtype cannot hold them.
+    """
     if not states.isfinite().all():
         raise ValueError(
             "Some of the target's states are not finite. Load the target in float32 or bfloat16 (`dtype`)."
         )
-    tensors = {"offsets": torch.tensor(lengths).cumsum(0)}
     if dtype == FP8:
-        tensors["scales"] = (states.float().abs().amax(-1) / torch.finfo(FP8).max).clamp(min=1e-12)
-        states = states.float() / tensors["scales"][..., None]
-    tensors["states"] = states.to(dtype)
-    if dtype != FP8 and not tensors["states"].isfinite().all():
+        scales = (states.float().abs().amax(-1) / torch.finfo(FP8).max).clamp(min=1e-12)
+        return {"states": (states.float() / scales[..., None]).to("cpu", FP8), "scales": scales.cpu()}
+    cast = states.to("cpu", dtype)
+    if not cast.isfinite().all():
         raise ValueError(
             f"The target's states reach {states.float().abs().max():.3g}, which {dtype} cannot hold. Store them in bfloat16 or "
             "float8_e4m3fn (`dtype`)."
         )
-    write_atomically(shard_path(folder, shard), lambda unfinished: save_file(tensors, unfinished))
+    return {"states": cast}
 
 
 def extract(
@@ -538,15 +532,7 @@ def extract(
     dtype: torch.dtype,
 ) -> None:
     """
-    Writes this process's share of the missing shards of a store.
-
-    Args:
-        folder (`str` or `Path`): The folder, after [`start_store`].
-        rows (`Dataset`): The prepared data.
-        target_states ([`TargetStates`]): The target.
-        collator (`Callable`): Collates rows.
-        batch_size (`int`): Rows per forward of the target.
-        dtype (`torch.dtype`): The dtype of stored states.
+    Writes this process's share of the shards of a store that are missing after [`start_store`], `batch_size` rows at a time.
     """
     folder = Path(folder)
     index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
@@ -571,8 +557,18 @@ def extract(
 
 
 def missing_shards(folder: Path, index: dict) -> list[int]:
+    """Returns the shards that are not there, or not whole: a machine that crashes may cut off a file that it has written."""
     num_shards = -(-index["num_rows"] // index["rows_per_shard"])
-    return [shard for shard in range(num_shards) if not shard_path(folder, shard).exists()]
+    return [shard for shard in range(num_shards) if not is_whole(shard_path(folder, shard))]
+
+
+def is_whole(path: Path) -> bool:
+    """Whether there is a file of safetensors with as many bytes as its header says."""
+    try:
+        with safe_open(path, framework="pt"):
+            return True
+    except (FileNotFoundError, SafetensorError):
+        return False
 
 
 def shard_path(folder: Path, shard: int) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset, IterableDataset
+from peft import PeftConfig, PeftModel
 from transformers import PreTrainedConfig, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.utils import CONFIG_NAME
 
 from ..environment import environment, public_name, what_differs, without_paths
 from ..hub.card import TRAINING_RECORD
@@ -71,20 +72,19 @@ def non_defaults(arguments: Any, values: dict | None = None) -> dict:
     return {name: value for name, value in values.items() if name in defaults and value != defaults[name]}
 
 
+# Fields of an adapter's configuration that do not change what it computes.
+NOT_OF_ADAPTERS = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
 # Settings of a script that a resumed training cannot change, like `FIXED_ON_RESUME` of the arguments.
 FIXED_IN_SCRIPTS = ("dataset_config", "dataset_name", "dataset_train_split", "datasets")
 
 
 def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
-    """
-    Raises:
-        ValueError: if the training of a checkpoint is finished, or was begun with other data or settings.
-    """
+    """Raises `ValueError` if the training of a checkpoint is finished, or was begun with other data or settings."""
     path, state_path = (Path(checkpoint, name) for name in (TRAINING_RECORD, TRAINER_STATE_NAME))
     state = TrainerState.load_from_json(str(state_path))
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     check_unfinished(trainer.args, checkpoint, state, record)
-    check_same_draft(trainer.draft.config, checkpoint)
+    check_same_draft(trainer, checkpoint)
     if record:
         check_same_settings(trainer, checkpoint, state, record)
 
@@ -94,47 +94,47 @@ def check_unfinished(args: Eagle3TrainingArguments, checkpoint: str, state: Trai
     Raises:
         ValueError: if the training of a checkpoint is finished.
     """
-    if args.max_steps > 0:
-        is_longer = args.max_steps > state.max_steps
-    else:  # the state has whole epochs
+    max_steps: float = args.max_steps
+    if max_steps < 0:
         default = type(args).num_train_epochs
-        then = record["arguments"].get("num_train_epochs", default) if record else state.num_train_epochs
-        is_longer = args.num_train_epochs > then
-    if state.global_step >= state.max_steps and not is_longer:
+        then = record["arguments"].get("num_train_epochs", default) if record else state.num_train_epochs  # whole ones
+        max_steps = state.max_steps * args.num_train_epochs / then
+    if state.global_step >= max_steps:
         raise ValueError(
-            f"{checkpoint} is the end of a finished training, of {state.global_step} steps. To train its draft further, raise "
+            f"{checkpoint} is the end of a finished training, of {state.global_step} steps. Its draft is there. To train it further, raise "
             "`max_steps` or `num_train_epochs`."
         )
 
 
-def check_same_draft(ours: Eagle3Config, checkpoint: str) -> None:
-    """
-    Raises:
-        ValueError: if a checkpoint has another draft.
-    """
-    if not Path(checkpoint, CONFIG_NAME).exists():  # adapters have none
-        return
-    theirs = type(ours).from_pretrained(checkpoint)
-    fingerprint = theirs.verifier_fingerprint
-    if fingerprint is not None and fingerprint != ours.verifier_fingerprint:
-        raise ValueError(
-            f"{checkpoint} has a draft for another target than {ours.verifier}. Pass the target that this training began with."
+def check_same_draft(trainer: Eagle3Trainer, checkpoint: str) -> None:
+    """Raises `ValueError` if a checkpoint has another draft, or an adapter with other settings."""
+    if isinstance(model := trainer.accelerator.unwrap_model(trainer.model), PeftModel):
+        # PEFT would load the weights, and scale them as it is told now.
+        then, now = PeftConfig.from_pretrained(checkpoint).to_dict(), model.active_peft_config.to_dict()
+        then, now = (
+            {name: value for name, value in each.items() if name not in NOT_OF_ADAPTERS} for each in (then, now)
         )
-    if difference := what_differs(of_draft(theirs), of_draft(ours)):
+    else:
+        theirs, ours = type(trainer.draft.config).from_pretrained(checkpoint), trainer.draft.config
+        if theirs.verifier_fingerprint not in (None, ours.verifier_fingerprint):
+            raise ValueError(
+                f"{checkpoint} has a draft for another target than {ours.verifier}. Pass the target that this training began with."
+            )
+        then, now = of_draft(theirs), of_draft(ours)
+    if difference := what_differs(then, now):
         raise ValueError(
             f"{checkpoint} has another draft: {difference}. Pass the draft that this training began with."
         )
 
 
 def check_same_settings(trainer: Eagle3Trainer, checkpoint: str, state: TrainerState, record: dict) -> None:
-    """
-    Raises:
-        ValueError: if a checkpoint was trained on other data or with other settings.
-    """
+    """Raises `ValueError` if a checkpoint was trained on other data or with other settings."""
     args, then, now = trainer.args, record["arguments"], training_record(trainer)
     if args.auto_find_batch_size and state.train_batch_size is not None:  # `Trainer` restores it, but later
         now["sequences_per_step"] = state.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    facts = {name: now[name] for name in ("rows", "sequences_per_step") if record.get(name) is not None}
+    facts = {
+        name: now[name] for name in ("rows", "order_of_rows", "sequences_per_step") if record.get(name) is not None
+    }
     fixed = (*args.FIXED_ON_RESUME, *FIXED_IN_SCRIPTS)
     defaults = {field.name: field.default for field in fields(args)}
     then, now = ({name: each[name] for name in fixed if name in each} for each in (then, now["arguments"]))
@@ -148,13 +148,8 @@ def check_same_settings(trainer: Eagle3Trainer, checkpoint: str, state: TrainerS
 
 def of_draft(config: Eagle3Config) -> dict:
     """Returns the fields of a draft's configuration that change what it computes."""
-    others = {
-        *PreTrainedConfig().to_dict(),
-        "weights_digest",
-        "speculators_config",
-        "static_tree",
-        "verifier_fingerprint",
-    }
+    others = {"weights_digest", "speculators_config", "static_tree", "verifier_fingerprint"}
+    others |= PreTrainedConfig().to_dict().keys()
     facts = config.to_dict()
     facts = {item.name: facts.get(item.name) for item in fields(config) if item.name not in others}
     layer = facts.pop("transformer_layer_config") or {}
@@ -181,14 +176,23 @@ def rows_with_images(rows: Dataset | IterableDataset) -> int:
     return sum(map(bool, rows["image_text"])) if has_images else 0
 
 
+def order_of_rows(rows: Dataset | IterableDataset, num_workers: int) -> str | None:
+    """
+    Returns what shows that prepared data has other rows or another order: a digest of the ends of up to 64 rows, from all over
+    it. (The beginnings of conversations may have the date.) Of a stream, the number of workers that read it.
+    """
+    if isinstance(rows, IterableDataset):
+        return f"read by {min(max(num_workers, 1), rows.num_shards)}"
+    if "input_ids" not in rows.column_names:
+        return None
+    sample = rows.with_format(None).select(range(0, len(rows), -(-len(rows) // 64)))
+    return hashlib.sha256(repr([tokens[-32:] for tokens in sample["input_ids"]]).encode()).hexdigest()[:16]
+
+
 def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] | None = None) -> dict:
     """
-    Returns the data, the arguments that differ from their defaults, the length, the machine and the last evaluation.
-
-    Args:
-        trainer ([`Eagle3Trainer`]): The trainer, at any point of training.
-        state_dict (`dict[str, torch.Tensor]`, *optional*):
-            The draft's weights. Their digest says which draft the record is about.
+    Returns the data, the arguments that differ from their defaults, the length, the machine and the last evaluation. The
+    digest of the draft's weights (`state_dict`) says which draft the record is about.
     """
     args = trainer.args
     datasets = [public_name(name) for name in trainer.dataset_names]
@@ -213,6 +217,7 @@ def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] 
         "draft_weights": None if state_dict is None else weights_digest(state_dict),
         "datasets": datasets,
         "rows": len(trainer.train_dataset) if isinstance(trainer.train_dataset, Dataset) else None,  # prepared
+        "order_of_rows": trainer.order_of_rows,
         **({} if trainer.rows_with_images == 0 else {"rows_with_images": trainer.rows_with_images}),
         # The command of a user's own script is not known.
         "command": "accelerate launch recipes/train.py --config training.yaml" if trainer.script_settings else None,

@@ -69,7 +69,7 @@ from .preparation import (
     prepare_tokenizer,
     prepare_vocabulary,
 )
-from .record import check_resumption, rows_with_images
+from .record import check_resumption, order_of_rows, rows_with_images
 from .saving import DraftSavingTrainer, check_output_folder
 from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, draft_loss
 
@@ -112,8 +112,7 @@ class Eagle3Trainer(DraftSavingTrainer):
             The arguments. By default the trainer writes to a folder named after the target.
         processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`, *optional*):
             The target's tokenizer, or its processor if the data has images. By default it is loaded by the target's name.
-        kwargs (*optional*):
-            Other arguments of [`~trl.SFTTrainer`].
+        kwargs (*optional*): Other arguments of [`~trl.SFTTrainer`].
 
     Raises:
         TypeError: if `model` is not a draft, `target_model` not a target, or `args` of another class.
@@ -176,7 +175,9 @@ class Eagle3Trainer(DraftSavingTrainer):
         store = self._init_sft_trainer(draft, args, tokenizer, kwargs)
         check_parallelism(self)
         prepare_vocabulary(self.draft, target_model, self.train_dataset, vocab_size_from_data)
-        self.rows_with_images = rows_with_images(self.train_dataset)  # here, because it reads them all
+        # Here, because these read rows, and each checkpoint has them.
+        self.rows_with_images = rows_with_images(self.train_dataset)
+        self.order_of_rows = order_of_rows(self.train_dataset, args.dataloader_num_workers)
         self._connect_models(store)
         check_batches(self)
         check_optimizer(self)
@@ -194,8 +195,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         args = copy.copy(args)
         if args.n_gpu > 1:  # `nn.DataParallel` cannot split the target's states of a batch
             logger.warning(
-                f"One process trains the draft on one GPU, the first of {args.n_gpu} here. `accelerate launch` starts a process "
-                "for each."
+                f"One process trains on one GPU, the first of {args.n_gpu} here. `accelerate launch` starts a process for each."
             )
             args._n_gpu = 1
         return args
@@ -354,15 +354,15 @@ class Eagle3Trainer(DraftSavingTrainer):
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
                 The checkpoint to go on from. `True` takes the last whole one, and skips those with a missing, cut off or
-                changed file.
+                changed file. `"auto"` does so, or begins anew if none was written to its end.
             kwargs (*optional*): Other arguments of [`~transformers.Trainer.train`].
 
         Raises:
             ValueError: if there is no whole checkpoint, its training is finished, or it was begun with other data or
                 settings.
         """
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = self._last_whole_checkpoint()
+        if (is_auto := resume_from_checkpoint == "auto") or resume_from_checkpoint is True:
+            resume_from_checkpoint = self._last_whole_checkpoint(may_be_none=is_auto)
         elif (
             resume_from_checkpoint
             and not isinstance(resume_from_checkpoint, bool)
@@ -377,11 +377,11 @@ class Eagle3Trainer(DraftSavingTrainer):
             check_resumption(self, str(resume_from_checkpoint))
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
-    def _last_whole_checkpoint(self) -> str:
+    def _last_whole_checkpoint(self, may_be_none: bool) -> str | None:
         found: list[str | Exception | None] = [None]
         if self.accelerator.is_main_process:  # one process reads the gigabytes
             try:
-                found = [last_whole_checkpoint(self.args.output_dir)]
+                found = [last_whole_checkpoint(self.args.output_dir, may_be_none)]
             except Exception as error:  # the other processes wait, and must raise it, too
                 found = [error]
         (checkpoint,) = broadcast_object_list(found)
@@ -435,7 +435,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         return TTTBatch.of(inputs, aux, features[1:], inputs["labels"])
 
     def extract_features(
-        self, folder: str | Path, rows_per_shard: int = 1024, dtype: torch.dtype | str | None = None
+        self, folder: str | Path, rows_per_shard: int = 64, dtype: torch.dtype | str | None = None
     ) -> FeatureStore:
         """
         Writes the target's states on the prepared training data to a folder, and returns it as a [`FeatureStore`] that
@@ -444,7 +444,8 @@ class Eagle3Trainer(DraftSavingTrainer):
 
         Args:
             folder (`str` or `Path`): The folder. It takes `(n_aux + 1) * hidden_size` numbers per token.
-            rows_per_shard (`int`, *optional*, defaults to 1024): Rows per file. An interruption loses at most one file.
+            rows_per_shard (`int`, *optional*, defaults to 64):
+                Rows per file. Each process holds a file twice in memory, and an interruption loses at most that.
             dtype (`torch.dtype` or `str`, *optional*):
                 The dtype of stored states. By default the target's. `"float8_e4m3fn"` stores each state of each token with
                 a scale of its own.
@@ -465,19 +466,15 @@ class Eagle3Trainer(DraftSavingTrainer):
             raise ValueError(f"`rows_per_shard` must be at least 1, got {rows_per_shard}.")
         dtype = state_dtype(dtype or self.target_model.dtype)
         description = describe(self.target_model, self.processing_class, self.aux_layer_ids)
+        lock = None
         if self.accelerator.is_main_process:
             arguments = fixed_arguments(self.args)
-            start_store(folder, self.train_dataset, description, rows_per_shard, dtype, arguments)
+            lock = start_store(folder, self.train_dataset, description, rows_per_shard, dtype, arguments)
         self.accelerator.wait_for_everyone()
-        extract(
-            folder,
-            self.train_dataset,
-            self.target_states,
-            self.data_collator,
-            self.args.per_device_train_batch_size,
-            dtype,
-        )
+        batch_size = self.args.per_device_train_batch_size
+        extract(folder, self.train_dataset, self.target_states, self.data_collator, batch_size, dtype)
         self.accelerator.wait_for_everyone()
+        del lock
         return FeatureStore(folder)
 
     def compute_loss(
@@ -508,11 +505,8 @@ class Eagle3Trainer(DraftSavingTrainer):
 
     def _check_loss(self) -> None:
         """
-        Checks the latest loss. This is done when the next batch begins, and before anything is logged or saved: to look at
-        a loss at once would wait for the device.
-
-        Raises:
-            FloatingPointError: if the loss is not finite.
+        Checks the latest loss, when the next batch begins, and before anything is logged or saved: to look at a loss at once
+        would wait for the device. Raises `FloatingPointError` if it is not finite.
         """
         if self._unchecked_loss is None:
             return
@@ -539,9 +533,8 @@ class Eagle3Trainer(DraftSavingTrainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, torch.Tensor | None]:
         """
-        Raises:
-            ValueError: if the data is a stream that ends before the first step. `Trainer` would end without training, or
-                begin the stream again and again.
+        Raises `ValueError` if the data is a stream that ends before the first step. `Trainer` would end, or begin it again and
+        again.
         """
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         if not batches and self.state.global_step == 0:
@@ -629,12 +622,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         metric_key_prefix: str = "test",
     ) -> PredictionOutput:
         """
-        Returns what [`~Eagle3Trainer.evaluate`] measures, for other data. There are no predictions.
-
-        Args:
-            test_dataset (`Dataset` or `IterableDataset`): Data of any kind that can be trained on.
-            ignore_keys (`list[str]`, *optional*): See [`~transformers.Trainer.predict`].
-            metric_key_prefix (`str`, *optional*, defaults to `"test"`): The prefix of the metrics' names.
+        Returns what [`~Eagle3Trainer.evaluate`] measures, for other data of any kind that can be trained on. There are no
+        predictions.
         """
         if not self._skip_prepare_dataset:
             packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
