@@ -12,10 +12,9 @@ from typing import Any
 import datasets
 import torch
 from datasets import Dataset, IterableDataset
-from PIL import UnidentifiedImageError
 from PIL.Image import Image
 from transformers import PreTrainedConfig, ProcessorMixin
-from transformers.image_utils import load_image
+from transformers.image_utils import httpx, load_image
 from trl.data_utils import get_dataset_column_names
 
 from .rows import CONVERSATIONS, IMAGE_PARTS, IMAGES, RowError, UnreachableError
@@ -25,7 +24,7 @@ from .rows import CONVERSATIONS, IMAGE_PARTS, IMAGES, RowError, UnreachableError
 IMAGE_INPUT = "image_input_"
 URLS = ("http://", "https://", "data:")
 ROWS_LOOKED_AT = 64
-PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
+SECONDS = 60  # that a server of images may be silent
 
 
 def sees_images(config: PreTrainedConfig) -> bool:
@@ -78,7 +77,7 @@ def with_unread_images(dataset: Any) -> Any:
 
 def load(image: Any) -> Image:
     """
-    Loads an image.
+    Loads an image, in RGB.
 
     Args:
         image (`PIL.Image.Image`, `str` or `dict`): The image, its path, URL or data URL, or `bytes` and `path` as in `datasets`.
@@ -87,8 +86,6 @@ def load(image: Any) -> Image:
         RowError: if it cannot be read.
         UnreachableError: if there is no such file, or its server cannot be reached. Another run may find it.
     """
-    if isinstance(image, Image):
-        return image
     is_file = isinstance(image, str) and not image.startswith(URLS)
     # `Path.is_file` raises an error for strings that are too long for a path.
     if is_file and not os.path.isfile(image):
@@ -96,14 +93,17 @@ def load(image: Any) -> Image:
             f"there is no image {image:.200} (from the folder {Path.cwd()}). Correct the path, or remove the row"
         )
     try:
+        if isinstance(image, str) and image.startswith(("http://", "https://")):
+            # The `load_image` below waits for ever, and takes the page of an error for an image.
+            answer = httpx.get(image, timeout=SECONDS, follow_redirects=True).raise_for_status()
+            image = {"bytes": answer.content}
         if isinstance(image, dict) and image.keys() <= {"bytes", "path"}:
-            return datasets.Image().decode_example(image)
-        if isinstance(image, str):
-            return load_image(image)
+            image = datasets.Image().decode_example({"bytes": None, "path": None, **image})
+        if isinstance(image, str | Image):
+            return load_image(image)  # without alpha, and turned as its EXIF says, whatever form it has
+    except httpx.HTTPError as error:
+        raise UnreachableError(f"the image {image:.200} cannot be reached: {str(error):.200}") from error
     except Exception as error:
-        is_remote = isinstance(image, str) and image.startswith(("http://", "https://"))
-        if is_remote and not isinstance(error, UnidentifiedImageError):
-            raise UnreachableError(f"the image {image:.200} cannot be reached: {str(error):.200}") from error
         raise RowError(f"an image cannot be read: {str(error):.200}") from error  # it may have a whole data URL
     raise RowError(f"an image is {image!r:.80}, but must be a PIL image, a path or a URL")
 
@@ -112,10 +112,8 @@ def storable(image: Any) -> str:
     """Returns the path or URL of an image, or a data URL that holds it."""
     if isinstance(image, str):
         return image
-    file, picture = BytesIO(), load(image)
-    if picture.mode not in PNG_MODES:
-        picture = picture.convert("RGB")
-    picture.save(file, format="PNG")
+    file = BytesIO()
+    load(image).save(file, format="PNG")
     return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
 
 
