@@ -244,6 +244,25 @@ def test_images_are_stored_once(tmp_path, monkeypatch):
         assert written and any(written) == is_written
 
 
+def test_a_processor_that_counts_on_tensors_and_marks_no_token(tmp_path):
+    """As Ovis 2's. All of its row is then taken for an image."""
+    processor = make_processor(qwen3_vl)
+
+    class Other(type(processor)):
+        image_token_ids = ()
+
+        def replace_image_token(self, image_inputs, image_idx, **kwargs):
+            assert image_inputs["image_grid_thw"][image_idx].tolist()
+            return super().replace_image_token(image_inputs, image_idx, **kwargs)
+
+    processor.__class__ = Other
+    row = {"messages": turns("what", "b"), "image": make_image(0)}
+    target, _ = make(qwen3_vl, 0)
+    trainer = make_trainer(tmp_path, processor, dataset=Dataset.from_list([row]), target=target)
+    (row,) = trainer.train_dataset
+    assert row["image_end"] == len(row["input_ids"])
+
+
 def test_streams(tmp_path):
     stream = rows().to_iterable_dataset()
     trainer = make_vision_trainer(tmp_path, dataset=stream, max_length=64, per_device_train_batch_size=2)
@@ -305,6 +324,11 @@ def test_errors(tmp_path):
     token = make_processor(qwen3_vl).image_token
     with pytest.raises(ValueError, match="it has 1 images, but its text has 2 places for them"):
         wrong(tmp_path, messages=turns(f"this {token}", "b"), image=make_image(0))
+    mixed = rows().select([0]).to_list() + [{"images": [], "messages": turns(f"this {token}", "b")}]
+    with pytest.raises(ValueError, match="Row 1: it has 0 images, but its text has 1 places for them"):
+        make_vision_trainer(
+            tmp_path, dataset=Dataset.from_list(mixed).cast_column("images", rows().features["images"])
+        )
     for argument in ("packing", "padding_free"):
         with pytest.raises(ValueError, match=f"packed rows cannot have any: .* Leave out `{argument}`"):
             make_vision_trainer(tmp_path, **{argument: True})

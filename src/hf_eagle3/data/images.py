@@ -158,6 +158,28 @@ class ImageReader:
     def __init__(self, processor: ProcessorMixin):
         self.processor = processor
 
+    def check_places(self, text: str, images: list[Any]) -> None:
+        """
+        Checks that a text has a place for each image, also if there are none: a target counts those of a whole batch.
+
+        Args:
+            text (`str`): A text with the processor's `image_token` for each image.
+            images (`list`): The images.
+
+        Raises:
+            RowError: if there are more or fewer places, or the processor has no `image_token`.
+        """
+        token = getattr(self.processor, "image_token", None)
+        if images and token is None:
+            raise RowError(
+                f"it has images, and {type(self.processor).__name__} has no `image_token` that stands for one in a text"
+            )
+        if (num_places := text.count(token) if token else 0) != len(images):
+            raise RowError(
+                f"it has {len(images)} images, but its text has {num_places} places for them ({token!r}). Correct the row, or "
+                "pass a chat template that writes one for each image"
+            )
+
     def expand(self, text: str, images: list[Any]) -> Expansion:
         """
         Returns what the processor writes in place of a text's images.
@@ -169,18 +191,18 @@ class ImageReader:
         Raises:
             RowError: if an image cannot be loaded, or there are more or fewer of them than the text has places for.
         """
+        self.check_places(text, images)
         if not images:
             return Expansion()
-        token, name = getattr(self.processor, "image_token", None), type(self.processor).__name__
-        if token is None:
-            raise RowError(f"it has images, and {name} has no `image_token` that stands for one in a text")
-        if (num_places := text.count(token)) != len(images):
-            raise RowError(
-                f"it has {len(images)} images, but its text has {num_places} places for them ({token!r}). Correct the row, or "
-                "pass a chat template that writes one for each image"
-            )
+        token, name = self.processor.image_token, type(self.processor).__name__
         try:
-            read = self._process([text], [images], return_text_replacement_offsets=True, return_mm_token_type_ids=True)
+            read = self._process(
+                [text],
+                [images],
+                images_kwargs={"return_tensors": "pt"},  # some processors count on tensors (Ovis 2)
+                return_text_replacement_offsets=True,
+                return_mm_token_type_ids=True,
+            )
         except RowError:
             raise
         except Exception as error:
@@ -188,11 +210,13 @@ class ImageReader:
         if "text_replacement_offsets" not in read:
             raise RowError(f"it has images, and {name} does not tell what it writes in place of one")
         kinds = read["mm_token_type_ids"] if "mm_token_type_ids" in read else read["token_type_ids"]
+        input_ids = list(read["input_ids"][0])
         return Expansion(
             token,
             [each["replacement"] for each in read["text_replacement_offsets"][0]],
-            list(read["input_ids"][0]),
-            max(place + 1 for place, kind in enumerate(kinds[0]) if kind),
+            input_ids,
+            # Some mark no token (Ovis 2): then all are taken for an image.
+            max((place + 1 for place, kind in enumerate(kinds[0]) if kind), default=len(input_ids)),
         )
 
     def inputs(self, rows: list[dict[str, Any]], length: int, padding_side: str = "right") -> dict[str, torch.Tensor]:
