@@ -15,6 +15,7 @@ from seeing import (
     VISION_TEMPLATE,
     gemma3,
     gemma4,
+    llava,
     make,
     make_image,
     make_processor,
@@ -28,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
 from hf_eagle3.data.images import IMAGE_INPUT
+from hf_eagle3.training.features import TargetStates
 from hf_eagle3.training.record import training_record
 from hf_eagle3.training.ttt import ttt_unroll
 
@@ -148,6 +150,19 @@ def test_states_are_those_of_each_row_alone(tmp_path, family):
     other = {**together, IMAGE_INPUT + "pixel_values": together[IMAGE_INPUT + "pixel_values"].flip(0)}
     changed = trainer.target_features(other).aux_hidden_states
     assert (changed[0] - features.aux_hidden_states[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("layer", [-2, [-1, -2]])
+def test_a_target_that_reads_one_of_the_layers_of_an_image(layer):
+    """LLaVA gives these the choice of the text's layers, too."""
+    target, inputs = make(llava, 1)
+    target.config.vision_feature_layer = layer
+    target = type(target)(target.config).eval()
+    with torch.no_grad():
+        expected = target(**inputs, output_hidden_states=True)
+    batch = {**inputs, IMAGE_INPUT + "pixel_values": inputs.pop("pixel_values")}
+    states, _ = TargetStates(target, [2])(batch)
+    torch.testing.assert_close(states, expected.hidden_states[2])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
