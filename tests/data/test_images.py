@@ -13,7 +13,7 @@ from PIL import Image
 from PIL.Image import DecompressionBombError
 
 from hf_eagle3.data import images
-from hf_eagle3.data.images import load, storable
+from hf_eagle3.data.images import load, storable, with_unread_images
 from hf_eagle3.data.rows import RowError, UnreachableError, read_images
 
 
@@ -38,6 +38,23 @@ def test_columns_that_cannot_be_decoded(error):
     with pytest.raises(RowError, match="'image' cannot be read: broken") as caught:
         read_images(Row())
     assert len(str(caught.value)) < 600
+
+
+def test_a_broken_image_of_a_message_spoils_its_row_alone():
+    file = BytesIO()
+    Image.new("RGB", (2, 2)).save(file, format="PNG")
+    part = {"type": datasets.Value("string"), "image": datasets.Image()}
+    features = datasets.Features({"messages": [{"content": [part]}]})
+    contents = [file.getvalue(), b"no image"]
+    parts = [{"type": "image", "image": {"bytes": content, "path": None}} for content in contents]
+    rows = [{"messages": [{"content": [part]}]} for part in parts]
+    found = [
+        row["messages"][0]["content"][0]["image"]
+        for row in with_unread_images(datasets.Dataset.from_list(rows, features))
+    ]
+    assert load(found[0]).size == (2, 2)
+    with pytest.raises(RowError, match="cannot be read"):
+        load(found[1])
 
 
 def turned():

@@ -205,12 +205,14 @@ def test_forms_of_rows(tmp_path):
     shown = [{"type": "image", "text": None}, {"type": "text", "text": "what"}]
     own = [{"type": "image_url", "text": None, "image_url": {"url": path}}, {"type": "text", "text": "what"}]
     answer = {"role": "assistant", "content": [{"type": "text", "text": "b"}]}
+    held = [{"type": "image", "text": None, "image": image}, {"type": "text", "text": "what", "image": None}]
     forms = {
         "U:.IMAGE.what|A:b</s>": [
             {"messages": turns("what", "b"), "image": image},
             {"messages": turns("what", "b"), "images": [path]},
             {"messages": [{"role": "user", "content": shown}, answer], "images": [image]},
             {"messages": [{"role": "user", "content": own}, answer]},
+            {"messages": [{"role": "user", "content": held}, answer]},
             {"prompt": turns("what"), "completion": turns("what", "b")[1:], "image": path},
             {"conversations": [{"from": "human", "value": "what"}, {"from": "gpt", "value": "b"}], "image": path},
         ],

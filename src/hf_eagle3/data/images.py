@@ -65,14 +65,19 @@ def with_unread_images(dataset: Any) -> Any:
     """Returns the data set with images as bytes or paths, so that one that cannot be read spoils only its own row."""
     if not isinstance(dataset, Dataset | IterableDataset) or dataset.features is None:
         return dataset
-    unread = datasets.Image(decode=False)
-    for column in IMAGES:
-        feature = dataset.features.get(column)
-        if isinstance(feature, datasets.Image):
-            dataset = dataset.cast_column(column, unread)
-        elif isinstance(getattr(feature, "feature", None), datasets.Image):
-            dataset = dataset.cast_column(column, datasets.List(unread))
+    for column, feature in dataset.features.items():
+        if (other := unread(feature)) != feature:
+            dataset = dataset.cast_column(column, other)
     return dataset
+
+
+def unread(feature: Any) -> Any:
+    """Returns the feature of a column with its images as bytes or paths."""
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(feature, dict):  # messages have parts, and these images
+        return {name: unread(each) for name, each in feature.items()}
+    return datasets.List(unread(feature.feature)) if isinstance(feature, datasets.List) else feature
 
 
 def load(image: Any) -> Image:
