@@ -12,7 +12,7 @@ from trl.data_utils import common_prefix_length, get_dataset_column_names
 from trl.trainer.utils import global_then_local_main_first
 
 from ..tokenizer import PromptEncoder
-from .images import Expansion, ImageReader
+from .images import Expansion, ImageReader, storable
 from .prompts import documents_of_row
 from .rows import IMAGES, WEIGHTS, Row, RowError, is_learned, read_images, read_row, summary
 
@@ -408,6 +408,8 @@ def encode_or_explain(row: dict[str, Any], encoder: RowEncoder, columns: list[st
         empty |= {"image_text": "", "image_end": 0}
     try:
         encoded = encoder(row)
+        if "image_data" in columns:  # of messages that hold them, in a column of texts
+            encoded["image_data"] = list(map(storable, encoded["image_data"]))
         encoded = {column: value for column, value in encoded.items() if column in columns}
         if "seq_lengths" in columns:  # of other rows
             encoded.setdefault("seq_lengths", [len(encoded["input_ids"])])

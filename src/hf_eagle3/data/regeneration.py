@@ -174,6 +174,8 @@ def encode_prompt(
             text = encoder.render(conversation.turns, add_generation_prompt=True, **conversation.template_kwargs)
             encoder.check_written(conversation.turns, text, add_generation_prompt=True, **conversation.template_kwargs)
             tokens = encoder.rendered_tokens(text)
+        if images is not None:
+            images.check_places(text, conversation.images)
         if images is not None and conversation.images:
             special = encoder.special_tokens if conversation.text is not None else []
             start = "".join(encoder.tokenizer.convert_ids_to_tokens(special))

@@ -78,6 +78,9 @@ class TargetStates:
         self.is_fsdp = isinstance(self.target, FSDPModule)
         self.is_tensor_parallel = (self.target.tp_size or 1) > 1
         self.num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+        # LLaVA and Aria pass the selection on to the layers of their images, and then read this one.
+        of_images = getattr(target.config, "vision_feature_layer", None) or []
+        self.selected = [*aux_layer_ids, *(of_images if isinstance(of_images, list) else [of_images])]
         self.keeps_documents_apart: bool | None = None  # unknown until a batch is packed
         unpack(self.target)  # training runs only its base
 
@@ -110,7 +113,7 @@ class TargetStates:
         model, device = self.target if self.is_fsdp else self.base_model, inputs["input_ids"].device
         in_dtype = BatchFeature(inputs).to(self.target.dtype)  # casts floats only, such as pixels
         with CUDNN_ATTENTION.off():  # it may fail at the masks of padded and packed batches
-            states = select_hidden_states(self.aux_layer_ids)
+            states = select_hidden_states(self.selected)
             outputs = model(**in_dtype, output_hidden_states=states, use_cache=False, return_dict=True)
         last = outputs.logits if self.is_fsdp else outputs.last_hidden_state
         return aux_hidden_states(outputs, self.aux_layer_ids, self.num_layers).to(device), last.to(device)
