@@ -44,16 +44,9 @@ from hf_eagle3.files import write_atomically
 
 class Part(NamedTuple):
     """
-    A part of the report.
-
-    Args:
-        module (`str`):
-            Its module. `measure(args, sections)` measures, and `render(results)` returns Markdown. `plot(results, folder)`
-            is optional; it saves plots and returns their paths.
-        title (`str`): Its heading in the report.
-        seconds (`float`): Its share of 500 seconds.
-        needs (`tuple[str, ...]`): Packages that it needs besides torch and transformers.
-        arguments (`tuple[str, ...]`): Arguments of this script that it needs.
+    A part of the report, with its title and its share of 500 seconds. `module` measures by `measure(args, sections)`, and
+    `render(results)` returns Markdown. `plot(results, folder)` is optional; it saves plots and returns their paths. A part
+    `needs` packages besides torch and transformers, and `arguments` of this script.
     """
 
     module: str
@@ -77,12 +70,8 @@ class OutOfTime(Exception):
 
 class Sections:
     """
-    The results of a part, saved after each section. A section that is saved is not measured again.
-
-    Args:
-        path (`Path`): The JSON file.
-        seconds (`float`): Time for all sections.
-        wanted (`str`, *optional*): Measure only sections whose name contains this regular expression.
+    The results of a part, saved to a JSON file after each section. A section that is saved, or whose name the regular
+    expression `wanted` is not in, is not measured.
     """
 
     def __init__(self, path: Path, seconds: float, wanted: str = ""):
@@ -101,12 +90,8 @@ class Sections:
 
     def measure(self, name: str, function: Callable, *args, seconds: float = 0.0, **kwargs) -> object | None:
         """
-        Measures a section, saves its result and returns it. Returns `None` if it failed or was left out.
-
-        Args:
-            name (`str`): The section's name.
-            function (`Callable`), args, kwargs: What to call. Its result must fit into JSON.
-            seconds (`float`, *optional*, defaults to 0): Leave the section out if less time is left.
+        Calls a function, saves its result as a section, and returns it. Returns `None` if it failed, or was left out because
+        fewer `seconds` are left.
         """
         if name in self.results:
             return self.results[name]

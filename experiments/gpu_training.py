@@ -6,7 +6,6 @@ of a draft of Qwen3-8B's size from random states, without its target.
 import contextlib
 import gc
 import random
-import statistics
 import tempfile
 import time
 from collections import defaultdict
@@ -14,7 +13,7 @@ from unittest import mock
 
 import torch
 from datasets import Dataset
-from gpu_steps import QWEN3_8B, SMOLLM2_135M, TINY, kernels, make_pairing
+from gpu_steps import QWEN3_8B, SMOLLM2_135M, TINY, kernels, make_pairing, median_ms
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from training_step import random_batch
@@ -169,26 +168,19 @@ def measure(args, sections) -> None:
     steps, documents = (2, 64) if tiny else (7, 1024)
 
     def step(length, repeats):
-        batch, seconds = random_batch(draft, config.vocab_size, length, documents), []
+        gc.collect()
+        batch = random_batch(draft, config.vocab_size, length, documents)
         counts = reset_peak_memory(device)
-        for repeat in range(repeats + 1):
-            synchronize(device)
-            start = time.perf_counter()
+
+        def unroll():
             with torch.autocast(device.type, dtype=torch.bfloat16):
                 loss = ttt.ttt_loss(draft, batch, steps).loss_sums.sum()
             loss.backward()
-            synchronize(device)
-            if repeat > 0:
-                seconds.append(time.perf_counter() - start)
+
+        seconds = median_ms(unroll, device, repeats) / 1000
         optimizer.zero_grad()
         peak = peak_memory(device) if counts else None
-        del batch, loss
-        gc.collect()
-        return {
-            "seconds": statistics.median(seconds),
-            "tokens_per_s": length / statistics.median(seconds),
-            "peak": peak,
-        }
+        return {"seconds": seconds, "tokens_per_s": length / seconds, "peak": peak}
 
     def block_wise(length, repeats):
         with mock.patch.object(attention, "causal_block_mask", lambda documents, length: None):
@@ -201,15 +193,9 @@ def measure(args, sections) -> None:
     def optimize():
         for each in draft.parameters():
             each.grad = torch.randn_like(each)
-        seconds = []
-        for _ in range(4):
-            synchronize(device)
-            start = time.perf_counter()
-            optimizer.step()
-            synchronize(device)
-            seconds.append(time.perf_counter() - start)
+        milliseconds = median_ms(optimizer.step, device, 3)
         optimizer.zero_grad()
-        return {"seconds": statistics.median(seconds[1:])}
+        return {"seconds": milliseconds / 1000}
 
     sections.measure("optimizer (Muon and AdamW)", optimize, seconds=2)
     for length in lengths[:2]:

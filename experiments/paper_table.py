@@ -78,10 +78,7 @@ def texts_of(name: str) -> Dataset:
 
 def settle_arguments(folder: Path, args, tasks: dict[str, list], **others) -> dict:
     """
-    Returns the arguments and `others` that change a measurement, and keeps them in the folder.
-
-    Raises:
-        SystemExit: if the folder was made with other arguments.
+    Returns the arguments and `others` that change a measurement, and keeps them in the folder, or ends if it has others.
     """
     arguments = {name: each for name, each in vars(args).items() if name not in NOT_MEASURED} | others
     arguments["prompts_sha256"] = hashlib.sha256(repr(tasks).encode()).hexdigest()

@@ -12,14 +12,12 @@ bfloat16 and ours in float32.
 import argparse
 import multiprocessing
 import resource
-import statistics
-import time
 
 import torch
+from gpu_steps import median_ms
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.evaluation.benchmark import synchronize
 from hf_eagle3.training.optimizer import Float32Muon, split_parameters
 from hf_eagle3.training.ttt import TTTBatch, ttt_loss
 
@@ -57,15 +55,14 @@ def measure(args, length: int, results) -> None:
         parameter.grad = torch.zeros_like(parameter)
     on_gpu = args.device != "cpu"
     before = torch.cuda.memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    seconds = []
-    for _ in range(args.repeats):
-        start = time.perf_counter()
+
+    def step():
         with torch.autocast(args.device, dtype=torch.bfloat16, enabled=args.bf16):
             ttt_loss(draft, batch, args.ttt_steps, row_share=args.row_share).loss_sums.sum().backward()
-        synchronize(draft.device)
-        seconds.append(time.perf_counter() - start)
+
+    seconds = median_ms(step, draft.device, args.repeats, warmups=0) / 1000
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    results.put((statistics.median(seconds), (peak - before) / 2**20))
+    results.put((seconds, (peak - before) / 2**20))
 
 
 def seconds_of(muon: type[torch.optim.Optimizer], args) -> float:
@@ -73,15 +70,10 @@ def seconds_of(muon: type[torch.optim.Optimizer], args) -> float:
     target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.target))
     draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(args.draft_vocab_size)).float()
     matrices, _ = split_parameters(draft.to(args.device).named_parameters(), exclude=("lm_head",))
-    optimizer, seconds = muon(matrices, adjust_lr_fn="match_rms_adamw"), []
+    optimizer = muon(matrices, adjust_lr_fn="match_rms_adamw")
     for weight in matrices:
         weight.grad = torch.randn_like(weight)
-    for _ in range(args.repeats + 1):
-        start = time.perf_counter()
-        optimizer.step()
-        synchronize(matrices[0].device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
+    return median_ms(optimizer.step, matrices[0].device, args.repeats) / 1000
 
 
 def main():

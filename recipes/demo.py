@@ -76,24 +76,14 @@ class Pieces:
 
 @dataclass
 class Written:
-    """
-    One of the two texts, while it is written.
-
-    Args:
-        pieces ([`Pieces`]): Turns tokens into text.
-        streamed (`list[int]`): The new tokens without the draft.
-        stats ([`Eagle3GenerationStats`], *optional*): The call with the draft, while it goes on.
-        started (`float`, *optional*): When the call began, by `time.perf_counter`.
-        seconds (`float`, *optional*): How long the call took, with its prompt. Known once it has ended.
-        returned (`list[int]`, *optional*): The new tokens that the call returned.
-    """
+    """One of the two texts, while it is written."""
 
     pieces: Pieces
-    streamed: list[int] = field(default_factory=list)
-    stats: Eagle3GenerationStats | None = None
-    started: float | None = None
-    seconds: float | None = None
-    returned: list[int] | None = None
+    streamed: list[int] = field(default_factory=list)  # the new tokens without the draft
+    stats: Eagle3GenerationStats | None = None  # of the call with the draft, while it goes on
+    started: float | None = None  # by `time.perf_counter`
+    seconds: float | None = None  # how long the call took, with its prompt
+    returned: list[int] | None = None  # the new tokens that the call returned
 
     @property
     def tokens(self) -> list[int]:
@@ -136,13 +126,7 @@ class Listener(BaseStreamer):
 class Comparison:
     """
     Writes the same text without and with a draft. The calls run one after the other, so that each has the machine for itself.
-
-    Args:
-        target (`PreTrainedModel`), draft ([`Eagle3ForSpeculation`]): The models.
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-
-    Raises:
-        ValueError: if the draft is for another target.
+    Raises `ValueError` if the draft is for another target.
     """
 
     def __init__(self, target, draft, tokenizer):
@@ -310,12 +294,7 @@ def import_gradio():
 
 
 def make_app(comparison: Comparison):
-    """
-    Returns the page: a `gradio.Blocks` to `launch()`.
-
-    Raises:
-        ModuleNotFoundError: if gradio is not installed.
-    """
+    """Returns the page: a `gradio.Blocks` to `launch()`."""
     gr = import_gradio()
     target, draft, tokenizer = comparison.target, comparison.draft, comparison.tokenizer
     own = tree_settings(draft.generation_config)
@@ -415,13 +394,7 @@ from, and the tree of each step.
 
 def push_space(repo_id: str, target: str, draft: str, package: str, private: bool | None = None) -> CommitInfo:
     """
-    Makes the page a Space on the Hub, in one commit.
-
-    Args:
-        repo_id (`str`): `<owner>/<name>`. It is created if it does not exist.
-        target, draft (`str`): Hub ids.
-        package (`str`): The line of its requirements.txt.
-        private (`bool`, *optional*): Whether a new Space is private.
+    Makes the page a Space on the Hub, in one commit. `package` is the line of its requirements.txt.
 
     Raises:
         ValueError: if target or draft are not on the Hub.
@@ -430,8 +403,7 @@ def push_space(repo_id: str, target: str, draft: str, package: str, private: boo
     for name in (target, draft):
         if is_path(name) or name.count("/") != 1:
             raise ValueError(
-                f"{name} is no id of the Hub, where a Space reads its models from. Push it first (a draft by "
-                "`recipes/push.py`), and pass `<owner>/<name>`."
+                f"{name} is no id of the Hub. Push it first (a draft by `recipes/push.py`), and pass `<owner>/<name>`."
             )
     try:
         gradio_version = version("gradio")

@@ -203,8 +203,7 @@ def check_arguments(file: Path, now: dict) -> None:
         free = () if has_draft else OF_DRAFT
         if difference := what_differs(*({k: v for k, v in each.items() if k not in free} for each in (then, now))):
             raise SystemExit(
-                f"{output_dir} was trained with other settings: {difference}. Choose another --output_dir, or delete what is "
-                "to be trained anew: the draft, or both."
+                f"{output_dir} was trained with other settings: {difference}. Choose another --output_dir, or delete draft and target."
             )
         print(f"Reusing what {output_dir} has of target and draft, trained with the same settings.", flush=True)
 
@@ -215,42 +214,26 @@ def parse_arguments() -> argparse.Namespace:
         "--target", type=folder_or_hub_id, help="Folder or Hub id of a target; by default a small one is trained"
     )
     parser.add_argument(
-        "--dataset",
-        help="File (JSON Lines, Parquet, text), folder of regenerate.py or Hub id, with `messages` or `text`; by default the standard "
-        "library's sources",
+        "--dataset", help="File, folder or Hub id with `messages` or `text`. By default the standard library's sources"
     )
     parser.add_argument("--prompts", help="JSON Lines file of held-out prompts; by default the end of the data set")
     parser.add_argument("--output_dir", default="outputs/quickstart")
     parser.add_argument("--target_minutes", type=float, default=2, help="Time to train the small target")
     parser.add_argument("--draft_minutes", type=float, default=1.5, help="Time to train the draft")
     parser.add_argument(
-        "--min_steps",
-        type=int,
-        default=100,
-        help="Least number of steps per training. A training may take up to five times its minutes to reach it",
+        "--min_steps", type=int, default=100, help="Least steps of each training, in up to five times its minutes"
     )
     parser.add_argument(
-        "--draft_vocab_size",
-        type=int,
-        default=32000,
-        help="Size of the draft vocabulary: the most frequent tokens, at most all of the target's",
+        "--draft_vocab_size", type=int, default=32000, help="Size of the draft vocabulary, at most all of the target's"
     )
     parser.add_argument(
-        "--draft_form",
-        choices=list(FORMS),
-        default="eagle3.1",
-        help="classic is the form of the EAGLE-3 paper: most engines read it, but its acceptance length is lower",
+        "--draft_form", choices=list(FORMS), default="eagle3.1", help="classic: for most engines, but less is accepted"
     )
     parser.add_argument(
-        "--layer_type",
-        choices=["llama", "qwen3"],
-        help="Layer of the draft. By default qwen3 (which normalizes queries and keys), or llama for --draft_form classic",
+        "--layer_type", choices=["llama", "qwen3"], help="By default qwen3, or llama for --draft_form classic"
     )
     parser.add_argument(
-        "--sampled_vocab_size",
-        type=int,
-        default=1024,
-        help="Number of improbable tokens sampled for the loss. Pass the size of the draft vocabulary to use all tokens",
+        "--sampled_vocab_size", type=int, default=1024, help="Improbable tokens in the loss. A large number takes all"
     )
     # In minutes on a CPU new tokens teach more than later TTT steps: those come when the first one is learned.
     parser.add_argument(
@@ -260,16 +243,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--ttt_steps", type=int, default=5, help="Drafting steps unrolled in training")
     parser.add_argument(
-        "--ttt_warmup",
-        type=float,
-        default=0.8,
-        help="Share of the training time in which the unroll grows from one step to --ttt_steps",
+        "--ttt_warmup", type=float, default=0.8, help="Share of the time in which the unroll grows to --ttt_steps"
     )
     parser.add_argument(
-        "--ttt_row_share",
-        type=float,
-        default=0.6,
-        help="Share of its rows that each drafting step passes on to the next",
+        "--ttt_row_share", type=float, default=0.6, help="Share of its rows that each step passes on to the next"
     )
     parser.add_argument(
         "--max_length",
@@ -280,9 +257,7 @@ def parse_arguments() -> argparse.Namespace:
         "--batch_size", type=int, help="Rows a step; by default 1,024 tokens in all, and on GPUs twice as many"
     )
     parser.add_argument(
-        "--max_new_tokens",
-        type=int,
-        help="New tokens per prompt in the comparison. By default 48, or 96 for conversations",
+        "--max_new_tokens", type=int, help="New tokens per prompt. By default 48, or 96 for conversations"
     )
     parser.add_argument("--repeats", type=positive_integer, default=1)
     parser.add_argument("--seed", type=int, default=0)
@@ -330,8 +305,7 @@ def compare_in_fresh_process(
     command += ["--json", str(results), "--plots", str(output_dir / "plots")]
     if (code := subprocess.run(command).returncode) != 0:
         raise SystemExit(
-            f"The comparison ended with exit code {code}. Target and draft are complete; to compare again, run this script "
-            f"again, or {command_line(command)}"
+            f"The comparison ended with exit code {code}. To compare again, run this script again, or {command_line(command)}"
         )
     return results
 

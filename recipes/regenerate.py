@@ -130,8 +130,7 @@ def prompts_to_answer(script_args, args, target_config, mixture):
     if args.base_url is not None:
         if is_continued:
             raise ValueError(
-                "A server answers messages, but this data has texts. Leave `--base_url` out, so that the target in this process "
-                "continues them."
+                "A server answers messages, but this data has texts. Leave `--base_url` out, so that the target continues them."
             )
         return dataset, None, False
     name, revision = target_config.model_name_or_path, target_config.model_revision
@@ -184,10 +183,7 @@ def ask_target(script_args, args, target_config, device, processing_class, pendi
 
 
 def check_who_answers(args, target_config) -> None:
-    """
-    Raises:
-        ValueError: if arguments do not fit the server, or the target in this process, that answers.
-    """
+    """Raises `ValueError` if arguments do not fit the server, or the target in this process, that answers."""
     if args.base_url is not None and args.chat_template_path is not None:
         raise ValueError(
             "`--chat_template_path` would do nothing, because the server (`--base_url`) renders the conversations. Leave it out, and "
@@ -264,8 +260,7 @@ def main():
             print(f"Pushed to {push_dataset(args.output_dir, args.push_to_hub, args.private or None).commit_url}.")
         except Exception as error:  # of many types: of the Hub, and of its HTTP client
             raise SystemExit(
-                f"The rows are in {args.output_dir}, but were not pushed ({type(error).__name__}: {error}). The same command pushes "
-                "them."
+                f"The rows are in {args.output_dir}, but were not pushed: {error!r}. The same command pushes them."
             ) from error
 
 

@@ -184,10 +184,7 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
 
 def rows_of(dataset: DatasetDict, split: str) -> Dataset | IterableDataset:
     """
-    Returns the rows of a split, or of a part of one as in `train[:1000]`.
-
-    Raises:
-        ValueError: if there is no such split.
+    Returns the rows of a split, or of a part of one as in `train[:1000]`. Raises `ValueError` if there is no such split.
     """
     if split in dataset:
         return dataset[split]
@@ -231,10 +228,7 @@ def load_configured_target(
 
 
 def check_writable(folder: Path) -> None:
-    """
-    Raises:
-        ValueError: if the folder cannot be written to. It does so before training, whose result would be lost.
-    """
+    """Raises `ValueError` if the folder cannot be written to: before training, whose result would be lost."""
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
         tempfile.TemporaryFile(dir=parent).close()

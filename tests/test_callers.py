@@ -4,7 +4,9 @@ import copy
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,11 +163,67 @@ def test_quantized_head_of_a_draft(target, draft, settings):
     assert_same_text(target, draft, **settings)
 
 
+class Packed(torch.nn.Module):
+    """An embedding or a head in 8 bits that only its `forward` unpacks: quantized Gemma, GGUF, compressed-tensors and others."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.scale = module.weight.detach().abs().max() / 127
+        self.codes = torch.nn.Parameter((module.weight / self.scale).round().to(torch.int8), requires_grad=False)
+        self.in_features = module.weight.shape[1]
+        self.scalar_embed_scale = getattr(module, "scalar_embed_scale", 1.0)
+
+    def forward(self, inputs):
+        weight = self.codes * self.scale
+        if inputs.is_floating_point():
+            return torch.nn.functional.linear(inputs, weight)
+        return torch.nn.functional.embedding(inputs, weight) * self.scalar_embed_scale
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_packed_embedding_and_head(family):
+    """A draft for the whole target fits, and one that is made for the packed one reads what it unpacks."""
+    target, prompt = make_target(family), make_prompt(12)
+    draft, table, head = make_draft(target, [prompt]), target.get_input_embeddings().weight, target.lm_head.weight
+    target.set_input_embeddings(Packed(target.get_input_embeddings()))
+    target.lm_head = Packed(target.lm_head)
+    assert max(assert_same_text(target, draft, prompt).accepted_lengths) >= 2
+    made = Eagle3ForSpeculation.from_target(target, has_own_embed_tokens=True)
+    assert (made.embed_tokens.weight - table).abs().max() < table.abs().max() / 127
+    assert (made.lm_head.weight - head).abs().max() < head.abs().max() / 127
+    assert made.config.verifier_fingerprint != draft.config.verifier_fingerprint
+    made.validate_target(make_target(family))
+
+
 def test_activations_quantized_over_the_whole_forward_are_refused(target, draft):
     with pytest.warns(DeprecationWarning):
         quantized = torch.ao.quantization.quantize_dynamic(target, {torch.nn.Linear}, dtype=torch.qint8)
-    with pytest.raises(ValueError, match="one scale for all tokens"):
+    with pytest.raises(ValueError, match="depend on all tokens of a forward"):
         quantized.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
+
+
+def test_lily_is_refused(target, draft):
+    """It weighs its experts by the mean of all tokens of a forward."""
+    config = pytest.importorskip("peft.tuners.lily").LilyConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    adapted = get_peft_model(copy.deepcopy(target), config).eval()
+    with pytest.raises(ValueError, match="depend on all tokens of a forward"):
+        adapted.generate(input_ids=make_prompt(5), assistant_model=draft, **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_refused"),
+    [
+        ({"granularity": type("PerTensor", (), {})()}, True),
+        ({"granularity": type("PerRow", (), {})()}, False),
+        ({"use_dynamic_per_tensor_scale": True}, True),
+    ],
+)
+def test_activations_quantized_per_tensor_are_refused(draft, settings, is_refused):
+    """By torchao's Float8DynamicActivationFloat8WeightConfig (its default), Int8DynamicActivationInt8WeightConfig and NVFP4."""
+    target = make_target("llama")
+    target.model.layers[1].mlp.up_proj.weight.act_quant_kwargs = SimpleNamespace(**settings)
+    with pytest.raises(ValueError, match="depend on all tokens of a forward") if is_refused else nullcontext():
+        target.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
 
 
 class Interrupt(Exception):

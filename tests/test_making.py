@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.making import architecture_of
 from hf_eagle3.remote_code.target_eagle3 import gathered
+from hf_eagle3.training.features import TargetStates
 
 
 class MyLlama(LlamaForCausalLM):
@@ -79,3 +80,25 @@ def test_a_quantized_head_of_the_target():
     assert draft.lm_head.weight.equal(target.lm_head.weight.data[[3, 5]].round(decimals=2))
     packed = QuantizedWeight(torch.zeros(4, dtype=torch.uint8), requires_grad=False)  # like bitsandbytes'
     assert gathered(packed) is packed
+
+
+def test_layers_that_are_unpacked_at_the_first_forward():
+    """As of compressed-tensors, by a hook of the whole model. Training runs only its base, and a draft takes the head."""
+    target, inputs = make_target("llama"), {"input_ids": torch.tensor([[5, 6, 7]])}
+    expected = TargetStates(target, [1, 2, 3])(inputs)
+    layers = [module for module in target.modules() if isinstance(module, torch.nn.Linear)]
+    weights = []
+
+    def pack():
+        weights[:] = [layer._parameters.pop("weight") for layer in layers]
+        handle = target.register_forward_pre_hook(lambda *args: unpack(handle))
+
+    def unpack(handle):
+        handle.remove()
+        for layer, weight in zip(layers, weights):
+            layer.weight = weight
+
+    pack()
+    assert all(map(torch.equal, TargetStates(target, [1, 2, 3])(inputs), expected))
+    pack()
+    assert Eagle3ForSpeculation.from_target(target).lm_head.weight.equal(target.lm_head.weight)

@@ -207,12 +207,36 @@ def test_luck_is_told_from_loss(gain, least, most):
     assert least <= sum(shares) / len(shares) <= most
 
 
-@pytest.mark.parametrize(("lengths", "least", "most"), [([1, 1, 1, 2, 1, 2], 16, 32), ([1] * 6, 200, 256)])
+@pytest.mark.parametrize(("lengths", "least", "most"), [([1, 1, 1, 2] * 2, 16, 32), ([1] * 8, 200, 256)])
 def test_bad_luck_does_not_end_drafting_for_long(lengths, least, most):
     drafting = DraftingTrial(num_rows=1)
     for tokens in lengths:
         drafting.judge(tokens, seconds=1.65, plain=1.0)
     assert drafting.num_drafted == 0 and least <= drafting.plain_left <= most
+
+
+@pytest.mark.parametrize(
+    ("mean_lengths", "most_lost"), [((1.5, 1.75, 2.0), 0.011), ((2.2, 2.6, 3.0), 0.03), ((1.1,), 0.025)]
+)
+def test_little_is_lost_by_asking_whether_drafting_pays(mean_lengths, most_lost):
+    """Six texts of 64 tokens, some easier for the draft. A drafted step takes 1.4 times as long as a plain one."""
+
+    def seconds(seed, decodes_plainly=None):
+        random_, drafting, taken = random.Random(seed), DraftingTrial(num_rows=1), 0.0
+        for _ in range(6):
+            accepted, left = 1 - 1 / random_.choice(mean_lengths), 64
+            while left > 0:
+                length, cost = 1, 1.0
+                if not (drafting.decodes_plainly() if decodes_plainly is None else decodes_plainly):
+                    cost = 1.4
+                    while length < 8 and random_.random() < accepted:
+                        length += 1
+                    drafting.judge(length, cost, plain=1.0)
+                taken, left = taken + cost, left - length
+        return taken
+
+    auto, plain, drafted = (sum(seconds(seed, way) for seed in range(100)) for way in (None, True, False))
+    assert auto / min(plain, drafted) - 1 < most_lost
 
 
 def calibrate(calibration, accepts, num_steps=400, num_rows=1):

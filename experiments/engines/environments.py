@@ -19,14 +19,8 @@ HERE = Path(__file__).parent
 
 def make_environment(engine: str, folder: Path) -> str:
     """
-    Installs an engine, unless an earlier call did. Returns its interpreter.
-
-    Args:
-        engine (`str`): `"vllm"`, `"llama_cpp"` or `"openvino"`.
-        folder (`Path`): The folder of all environments.
-
-    Raises:
-        RuntimeError: if it cannot be installed.
+    Installs an engine (`"vllm"`, `"llama_cpp"` or `"openvino"`) in its own environment in the folder, unless an earlier call
+    did. Returns its interpreter.
     """
     requirements = HERE / f"requirements-{engine}.txt"
     digest = hashlib.sha256(requirements.read_bytes()).hexdigest()
@@ -44,18 +38,10 @@ def make_environment(engine: str, folder: Path) -> str:
 
 def run_engine(python: str, engine: str, threads: int = 1, **job) -> dict:
     """
-    Runs `run_ENGINE.py`, which decodes prompts greedily, one at a time.
-
-    Args:
-        python (`str`): The interpreter of the engine's environment.
-        engine (`str`): See [`make_environment`].
-        threads (`int`, *optional*, defaults to 1): Number of threads.
-        job: Arguments of the script: `target`, `prompts` (lists of token ids), `max_new_tokens`, `draft`,
-            `num_draft_tokens`, `method` (vLLM's name, by default `eagle3`) and more.
-
-    Returns:
-        `dict`: `tokens`, `forwards` (those that verified something) and `seconds`, with one entry for each prompt. And
-        the engine's `version`.
+    Runs `run_ENGINE.py` by the interpreter of its environment. It decodes prompts greedily, one at a time. The `job` has its
+    arguments: `target`, `prompts` (lists of token ids), `max_new_tokens`, `draft`, `num_draft_tokens`, `method` (vLLM's name,
+    by default `eagle3`) and more. Returns `tokens`, `forwards` (those that verified something) and `seconds`, with one entry
+    for each prompt, and the engine's `version`.
     """
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST", "VIRTUAL_ENV"))

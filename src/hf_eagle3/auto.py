@@ -86,16 +86,9 @@ def draft_config(
     **kwargs: Any,
 ) -> "Eagle3Config | DFlashConfig | tuple[Eagle3Config | DFlashConfig, dict] | None":
     """
-    Returns what `AutoConfig.from_pretrained` returns for a draft, or `None` if the checkpoint is not a draft.
-
-    Args:
-        name_or_path (`str` or `Path`): Folder or Hub id.
-        content (`dict`, *optional*): The configuration that transformers read, if it could.
-        trust_remote_code, code_revision, gguf_file, kwargs (*optional*): Of `AutoConfig.from_pretrained`.
-
-    Returns:
-        [`Eagle3Config`], or [`DFlashConfig`] for a block draft whose own code is not trusted. With
-        `return_unused_kwargs=True` a tuple of it and those arguments.
+    Returns what `AutoConfig.from_pretrained` returns for a draft: [`Eagle3Config`], or [`DFlashConfig`] for a block draft
+    whose own code is not trusted. `None` if the checkpoint is not a draft. `content` is the configuration that transformers
+    read, if it could.
 
     Raises:
         ValueError: if the draft is of an unsupported kind, has no `config.json`, or is broken.
@@ -146,10 +139,8 @@ def kind_of_draft(
     content: dict, name_or_path: str | Path, hub_kwargs: dict[str, Any]
 ) -> tuple[Callable[[Iterable[str]], bool] | None, list[str]]:
     """
-    Which of [`is_draft`] and [`is_block_draft`] holds for the names of a checkpoint's tensors, or `None`. And those names.
-
-    Raises:
-        ValueError: if it is certainly a draft, in a file that is broken.
+    Returns which of [`is_draft`] and [`is_block_draft`] holds for a checkpoint, or `None`, and the names of its tensors.
+    Raises `ValueError` if it is certainly a draft, in a file that is broken.
     """
     names = tensor_names(name_or_path, **hub_kwargs)
     if names is None and not Path(name_or_path).exists() and not hub_kwargs.get("local_files_only"):

@@ -81,10 +81,7 @@ def changed_defaults(config_dict: dict[str, Any]) -> list[str]:
 
 
 def check_sizes(config_dict: dict[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: if a size is not a positive integer.
-    """
+    """Raises `ValueError` if a size is not a positive integer."""
     for name in (*SIZES, *OPTIONAL_SIZES):
         value = config_dict.get(name, 1)
         is_default = value is None and name in OPTIONAL_SIZES
@@ -98,10 +95,7 @@ def check_sizes(config_dict: dict[str, Any]) -> None:
 
 
 def check_layer_config(layer_config: dict[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: if a value of a `transformer_layer_config` is of the wrong type or out of range.
-    """
+    """Raises `ValueError` if a value of a `transformer_layer_config` is of the wrong type or out of range."""
     check_sizes(layer_config)
     rope = layer_config.get("rope_parameters")
     rope = rope if isinstance(rope, dict) else {}  # transformers refuses other types
@@ -116,10 +110,7 @@ def check_layer_config(layer_config: dict[str, Any]) -> None:
 
 
 def check_positive(config_dict: dict[str, Any], *names: str) -> None:
-    """
-    Raises:
-        ValueError: if a value of these names is not a positive number. It may be null.
-    """
+    """Raises `ValueError` if a value of these names is not a positive number. It may be null."""
     for name in names:
         value = config_dict.get(name)
         if value is not None and not (type(value) in (int, float) and value > 0):
@@ -128,9 +119,7 @@ def check_positive(config_dict: dict[str, Any], *names: str) -> None:
 
 def check_rope(rope: dict[str, Any]) -> None:
     """
-    Raises:
-        ValueError: if transformers does not know a kind of rotary embedding, a number is missing or out of range, or there
-            are unknown keys.
+    Raises `ValueError` if transformers does not know the kind of rotary embedding, a number is out of range, or a key unknown.
     """
     check_keys("The rotary embedding (`rope_parameters`, `rope_scaling`)", rope, ROPE_KEYS)
     check_positive(rope, "factor", "rope_theta")
@@ -142,11 +131,7 @@ def check_rope(rope: dict[str, Any]) -> None:
 
 
 def check_config(config: Eagle3Config) -> None:
-    """
-    Raises:
-        ValueError: if flags exclude each other, the layers are not Llama's or Qwen3's or rotate parts of heads, or the
-            vocabulary sizes do not fit, or a window has no size.
-    """
+    """Raises `ValueError` if the fields of a configuration contradict each other, or draft layers cannot be like that."""
     check_layers(config)
     check_fields(config)
     check_verifier(config)
@@ -169,8 +154,7 @@ def check_layers(config: Eagle3Config) -> None:
         )
     if "sliding_attention" in layer_config.layer_types and getattr(layer_config, "sliding_window", None) is None:
         raise ValueError(
-            "`layer_types` has 'sliding_attention', but no window is on. Set its size `sliding_window`, and for Qwen3 layers "
-            "also `use_sliding_window: true`."
+            "`layer_types` has 'sliding_attention', but no window is on. Set `sliding_window` (Qwen3: `use_sliding_window`, too)."
         )
 
 
@@ -185,8 +169,7 @@ def check_fields(config: Eagle3Config) -> None:
         raise ValueError("`fc_norm` and `norm_before_fc` exclude each other; set at most one of them.")
     if config.speculators_model_type != ("peagle" if config.is_parallel else "eagle3"):
         raise ValueError(
-            f"`speculators_model_type` is {config.speculators_model_type!r}, expected 'eagle3', or 'peagle' with a "
-            "`mask_token_id`."
+            f"`speculators_model_type` is {config.speculators_model_type!r}, expected 'eagle3', or 'peagle' with a `mask_token_id`."
         )
     if config.mask_token_id is not None and not 0 <= config.mask_token_id < config.vocab_size:
         raise ValueError(
@@ -212,9 +195,7 @@ def check_verifier(config: Eagle3Config) -> None:
 
 def check_config_dict(config_dict: dict[str, Any]) -> None:
     """
-    Raises:
-        ValueError: if there is no `config.json`, or it does not describe its layers, or is of another kind of draft, or has
-            a dtype that is unknown.
+    Raises `ValueError` if a `config.json` is missing, of another kind of draft, without its layers, or of an unknown dtype.
     """
     if not config_dict:
         raise ValueError(

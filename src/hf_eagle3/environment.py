@@ -4,6 +4,7 @@ import argparse
 import io
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -24,15 +25,9 @@ def machine_name(device: torch.device | str) -> str:
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
         return f"{platform.machine()}, {device.type}"
-    name, cpuinfo = platform.machine(), Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.split(":")[1].strip()
-            for line in cpuinfo.read_text(encoding="utf-8").splitlines()
-            if line.startswith("model name")
-        ]
-        name = names[0] if names else name
-    return f"{name}, {os.cpu_count()} cores"
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search("^model name\\s*: (.+)", cpuinfo.read_text(encoding="utf-8"), re.M) if cpuinfo.exists() else None
+    return f"{found[1] if found else platform.machine()}, {os.cpu_count()} cores"
 
 
 def environment(device: torch.device | str) -> dict[str, str | int]:
@@ -112,10 +107,8 @@ def print_any_character() -> None:
 
 def run_script(main: Callable[[], None]) -> None:
     """
-    Runs the main function of a script. Errors that its user can mend are shown in a line, without a traceback.
-
-    Raises:
-        SystemExit: if there is such an error: a package, file or model is missing, or an argument is wrong.
+    Runs the main function of a script. Errors that its user can mend (a package, file or model is missing, or an argument is
+    wrong) end it with one line, without a traceback.
     """
     print_any_character()
     try:

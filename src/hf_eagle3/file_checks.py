@@ -30,10 +30,7 @@ INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """
-    Raises:
-        ValueError: if the file holds no JSON object.
-    """
+    """Raises `ValueError` if the file holds no JSON object."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -44,12 +41,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def read_index(path: str | Path) -> dict[str, str]:
-    """
-    The name of the file that holds each tensor of a checkpoint.
-
-    Raises:
-        ValueError: if the index names files outside of its folder.
-    """
+    """Returns the name of the file that holds each tensor. Raises `ValueError` if one is outside of the index's folder."""
     content = read_json(path)
     index = content.get("weight_map")
     if not isinstance(content.get("metadata"), dict):  # transformers reads it, too
@@ -64,20 +56,14 @@ def read_index(path: str | Path) -> dict[str, str]:
 
 
 def check_is_fetched(path: str | Path) -> None:
-    """
-    Raises:
-        ValueError: if a file is a pointer of Git LFS, as a clone without LFS has in the place of large files.
-    """
+    """Raises `ValueError` if a file is a pointer of Git LFS, as in a clone without LFS."""
     with open(path, "rb") as file:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
             raise ValueError(f"{path} is a Git LFS pointer, not the file itself. Run `git lfs pull` in its folder.")
 
 
 def check_safetensors(path: str | Path) -> None:
-    """
-    Raises:
-        ValueError: if a safetensors file is a pointer of Git LFS, is not whole, or has a rounded `d2t`.
-    """
+    """Raises `ValueError` if a safetensors file is a pointer of Git LFS, is not whole, or has a rounded `d2t`."""
     check_is_fetched(path)
     try:
         with safe_open(path, "pt") as tensors:
@@ -89,10 +75,7 @@ def check_safetensors(path: str | Path) -> None:
 
 
 def check_mapping(d2t: torch.Tensor, place: str = "") -> None:
-    """
-    Raises:
-        ValueError: if a `d2t` of floating-point numbers is so large that its dtype may have rounded it.
-    """
+    """Raises `ValueError` if a `d2t` of floating-point numbers is so large that its dtype may have rounded it."""
     # From this number on, odd ones are rounded to even ones.
     limit = 2 / torch.finfo(d2t.dtype).eps if d2t.is_floating_point() else None
     if limit is not None and not (d2t.double().abs() < limit).all():
@@ -103,10 +86,7 @@ def check_mapping(d2t: torch.Tensor, place: str = "") -> None:
 
 
 def check_token_ids(generation_config: dict[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: if a special token in a `generation_config.json` is no id, which transformers does not check.
-    """
+    """Raises `ValueError` if a special token in a `generation_config.json` is no id. transformers does not check it."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = generation_config.get(name)
         tokens = value if name == "eos_token_id" and isinstance(value, list) else [0 if value is None else value]
@@ -117,11 +97,6 @@ def check_token_ids(generation_config: dict[str, Any]) -> None:
 def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> None:
     """
     Checks the files of a checkpoint that transformers reads, or silently passes over if they are broken.
-
-    Args:
-        source (`str` or `Path`): Folder or Hub id.
-        variant (`str`, *optional*): One of several sets of weights.
-        hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
 
     Raises:
         FileNotFoundError: if the folder does not exist.
@@ -149,17 +124,12 @@ def read_and_mend(
     **hub_kwargs: Any,
 ) -> tuple["DraftModel", dict[str, Any]]:
     """
-    Reads a draft by transformers' means, and mends what others leave out: a head, a `t2d`, the order of the tokens, our
-    names of tensors, and whether a table is stored.
+    Reads a draft by transformers' means, and mends what others leave out: a head, a `t2d`, the order of the tokens, our names
+    of tensors, and whether a table is stored.
 
-    Args:
-        read (`Callable`): `from_pretrained` of transformers, which also returns its report of missing and unexpected tensors.
-        kwargs (`dict`): Its arguments.
-        source (`str`, *optional*): Folder or Hub id. `None` if there are no files.
-        hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
-
-    Returns:
-        `tuple[DraftModel, dict]`: The draft, and the report without what was mended.
+    `read` is `from_pretrained` of transformers, with the arguments `kwargs`. It also returns its report of missing and
+    unexpected tensors, which leaves here without what was mended. `source` is a folder or Hub id, or `None` if there are no
+    files.
     """
     with without_load_report():
         draft, info = read(**kwargs)
@@ -243,10 +213,13 @@ def check_layer_ids(draft: "DraftModel") -> None:
 
 @contextmanager
 def without_load_report() -> Iterator[None]:
-    """Hides transformers' report of missing and unexpected tensors. We mend them, or refuse them by name."""
+    """
+    Hides transformers' report of missing and unexpected tensors. We mend them, or refuse them by name. Errors of conversions
+    (quantized weights) are only in the report.
+    """
 
     def is_no_report(record: LogRecord) -> bool:
-        return "LOAD REPORT" not in record.getMessage()
+        return "LOAD REPORT" not in record.getMessage() or "CONVERSION" in record.getMessage()
 
     transformers_logger = logging.get_logger("transformers.modeling_utils")
     transformers_logger.addFilter(is_no_report)
@@ -258,14 +231,9 @@ def without_load_report() -> Iterator[None]:
 
 def mend_mapping(draft: "DraftModel", info: dict[str, Any], source: str | Path, **kwargs: Any) -> None:
     """
-    Completes the vocabulary mapping of a loaded draft as other readers do. It derives a `t2d` that is not stored, and
-    ignores a mapping without effect beside the whole vocabulary. What it mends leaves `info`.
-
-    Args:
-        draft (`DraftModel`): The draft.
-        info (`dict`): Transformers' report of missing and unexpected tensors.
-        source (`str` or `Path`): Folder or Hub id.
-        kwargs (*optional*): `variant`, `revision`, `cache_dir`, `token` and the like.
+    Completes the vocabulary mapping of a loaded draft as other readers do. It derives a `t2d` that is not stored, and ignores
+    a mapping without effect beside the whole vocabulary. What it mends leaves `info`, transformers' report of missing and
+    unexpected tensors.
     """
     if draft.d2t is not None and "t2d" in info["missing_keys"] and "d2t" not in info["missing_keys"]:
         if not draft.d2t.is_meta:
@@ -289,17 +257,13 @@ def is_neutral_mapping(name: str, mapping: torch.Tensor) -> bool:
 
 
 def check_draft_vocabulary(draft: "DraftModel", source: str | Path) -> None:
-    """
-    Raises:
-        ValueError: if `d2t` and `t2d` do not describe one part of the target's vocabulary.
-    """
+    """Raises `ValueError` if `d2t` and `t2d` do not describe one part of the target's vocabulary."""
     if draft.d2t is None or draft.t2d is None or draft.d2t.is_meta:
         return
     token_ids = draft.draft_token_ids
     if (token_ids.diff() <= 0).any() or token_ids[0] < 0 or token_ids[-1] >= draft.config.vocab_size:
         raise ValueError(
-            f"{source}: `d2t` does not map to ascending ids of a vocabulary of {draft.config.vocab_size}. Download the "
-            "checkpoint again."
+            f"{source}: `d2t` does not map to ascending ids below {draft.config.vocab_size}. Download the checkpoint again."
         )
     if not torch.equal(draft.t2d.nonzero().flatten(), token_ids):
         raise ValueError(f"{source}: `t2d` marks other tokens than `d2t` maps to. Download the checkpoint again.")

@@ -14,7 +14,7 @@ from .config_checks import ROPE_KEYS
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import Eagle3Config, default_aux_layer_ids
 from .remote_code.loading_eagle3 import check_is_model, fingerprint, similarity
-from .remote_code.target_eagle3 import gathered
+from .remote_code.target_eagle3 import gathered_head, gathered_table, look_up, table_of
 
 
 if TYPE_CHECKING:
@@ -77,12 +77,12 @@ def from_target(
         norms = {"fc_norm": not overrides.get("norm_before_fc") and not is_parallel, "norm_output": not is_parallel}
         overrides = norms | overrides
     config = config_for_target(target, num_hidden_layers, cls.config_class, **overrides)
-    embedding = target.get_input_embeddings()
-    with embedding.weight.device:
+    table = table_of(target)
+    with table.weight.device:
         draft = cls(config).to(dtype=target.dtype)
     draft.borrow_embeddings(target)
     if draft.config.has_own_embed_tokens:
-        draft.embed_tokens.weight.data.copy_(gathered(embedding.weight.detach()))
+        draft.embed_tokens.weight.data.copy_(look_up(gathered_table(table), torch.arange(draft.config.vocab_size)))
     set_draft_vocabulary(draft, draft_token_ids, target)
     draft.validate_target(target)
     return draft
@@ -93,21 +93,16 @@ def set_draft_vocabulary(
 ) -> None:
     """
     Replaces a draft's vocabulary, and its `lm_head` with the target's rows for these tokens, times the factor of the target's
-    logits. If the target's head has another width, the new `lm_head` is random.
-
-    Args:
-        draft (`Eagle3ForSpeculation`): The draft.
-        draft_token_ids (`Sequence[int]` or `torch.Tensor`, *optional*):
-            Target token ids, in any order. `None` stands for all rows of the target's head.
-        target (`PreTrainedModel`): The target.
+    logits. If the target's head has another width, the new `lm_head` is random. Without ids all rows are taken.
 
     Raises:
         ValueError: if there are no ids, or the target's head has no row for one of them.
     """
-    device, vocab_size = draft.get_output_embeddings().weight.device, draft.config.vocab_size
+    own, vocab_size = draft.get_output_embeddings(), draft.config.vocab_size
+    device, dtype = own.weight.device, own.weight.dtype
     if device.type != "meta":
         check_not_offloaded(target)
-    target_head = gathered(target.get_output_embeddings().weight.detach())
+    target_head = gathered_head(target)
     num_ids = min(vocab_size, len(target_head))  # a head may have fewer rows than the vocabulary, or more
     ids = range(num_ids) if draft_token_ids is None else draft_token_ids
     token_ids = ascending(ids)
@@ -116,13 +111,7 @@ def set_draft_vocabulary(
             f"`draft_token_ids` must not be empty, and must be from 0 to {num_ids - 1}, the tokens that the target's head has "
             f"rows for. It has {len(token_ids)} ids{f' from {token_ids[0]} to {token_ids[-1]}' if len(token_ids) else ''}."
         )
-    head = type(draft.get_output_embeddings())(
-        draft.config.hidden_size,
-        len(token_ids),
-        bias=False,
-        device=device,
-        dtype=draft.get_output_embeddings().weight.dtype,
-    )
+    head = type(own)(draft.config.hidden_size, len(token_ids), bias=False, device=device, dtype=dtype)
     if target_head.shape[-1] == draft.config.hidden_size:
         with torch.no_grad():
             head.weight.copy_(target_head[token_ids.to(target_head.device)])
@@ -136,10 +125,7 @@ def set_draft_vocabulary(
 
 def ascending(token_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
     """
-    Returns token ids in ascending order, each once.
-
-    Raises:
-        ValueError: if they are something else, such as a number of tokens or a mask (`t2d`).
+    Returns token ids in ascending order, each once. Raises `ValueError` if they are a number of tokens or a mask (`t2d`).
     """
     ids = torch.as_tensor(token_ids)
     if ids.dim() == 0 or (ids.dtype.is_floating_point or ids.dtype == torch.bool) and ids.numel() > 0:
@@ -159,12 +145,8 @@ def logit_factor(target: PreTrainedModel) -> float:
 def trim_draft_vocabulary(draft: "DraftModel", draft_token_ids: Sequence[int] | torch.Tensor) -> None:
     """
     Removes tokens from a draft's vocabulary. The others keep their trained rows of `lm_head`, and so their logits. The idea is
-    FR-Spec's (https://huggingface.co/papers/2502.14856, section 3): a small head takes less time, and a target seldom
-    writes rare tokens.
-
-    Args:
-        draft (`Eagle3ForSpeculation`): The draft.
-        draft_token_ids (`Sequence[int]` or `torch.Tensor`): Target token ids to keep, in any order.
+    FR-Spec's (https://huggingface.co/papers/2502.14856, section 3): a small head takes less time, and a target seldom writes
+    rare tokens.
 
     Raises:
         ValueError: if there are no ids, or the draft's vocabulary lacks one of them.
@@ -221,11 +203,11 @@ def check_table(draft: "DraftModel", target: PreTrainedModel) -> None:
     """Warns if a draft that does not know its target stores an embedding table that is unrelated to the target's."""
     if not draft.config.has_own_embed_tokens or draft.config.verifier_fingerprint is not None:
         return
-    own, weight = draft.embed_tokens.weight, target.get_input_embeddings().weight
-    is_comparable = own.shape[-1] == weight.shape[-1] and weight.is_floating_point()
-    if not is_comparable or own.is_meta or weight.is_meta:
+    own, table = draft.embed_tokens, table_of(target)
+    is_comparable = own.weight.shape[-1] == table.weight.shape[-1]
+    if not is_comparable or own.weight.is_meta or table.weight.is_meta:
         return
-    if similarity(fingerprint(own), fingerprint(weight, len(own))) < 0.9:
+    if similarity(fingerprint(own), fingerprint(table, len(own.weight))) < 0.9:
         logger.warning_once(
             f"The draft {draft.config.name_or_path or '(unnamed)'} stores an embedding table that is unrelated to that of "
             f"{type(target).__name__} {target.config.name_or_path or '(unnamed)'}. It was made for another model, or saved with "
@@ -239,20 +221,19 @@ def borrow_head(draft: "DraftModel", target: PreTrainedModel) -> None:
     Copies the target's head for the draft vocabulary into a draft that stores none, unless it did so before.
 
     Raises:
-        ValueError: if the head has another width, too few rows, or is quantized or offloaded.
+        ValueError: if the head has another width, too few rows, or is offloaded.
     """
     own, head = draft.get_output_embeddings(), target.get_output_embeddings()
     is_own = not draft._borrowed_head or own.weight._version != draft._borrowed_version  # or was trained since
     if own.out_features > 0 and (is_own or draft._borrowed_head[0] is head):
         return
-    weight, token_ids = gathered(head.weight.detach()), draft.draft_token_ids
-    is_float = weight.is_floating_point() and not weight.is_meta
-    if not is_float or weight.shape[-1] != own.in_features or len(weight) <= token_ids[-1]:
+    weight, token_ids = gathered_head(target), draft.draft_token_ids
+    if weight.is_meta or weight.shape[-1] != own.in_features or len(weight) <= token_ids[-1]:
         raise ValueError(
             f"The draft {draft.config.name_or_path or '(unnamed)'} stores no head. It needs the target's, with "
             f"{own.in_features} columns and rows for tokens up to {int(token_ids[-1])}, but that of "
             f"{type(target).__name__} is {tuple(weight.shape)} in {weight.dtype} on {weight.device}. Load the target with "
-            "its head on a device and not quantized."
+            "its head on a device."
         )
     # A copy, because a draft may be trained, cast and moved without its target.
     with torch.inference_mode(False), torch.no_grad():
@@ -274,7 +255,7 @@ def pair_with(draft: "DraftModel", target: PreTrainedModel) -> None:
     draft.config.aux_layer_ids_assumed = False
     num_tokens = target.config.get_text_config(decoder=True).vocab_size
     if num_tokens == draft.config.vocab_size:  # if tokens were added, the draft has a fingerprint that fits
-        draft.config.verifier_fingerprint = fingerprint(target.get_input_embeddings().weight)
+        draft.config.verifier_fingerprint = fingerprint(table_of(target))
     new = speculators_config_for(target, draft.config.speculators_model_type)
     draft.config.speculators_config = new | (draft.config.speculators_config or {}) | {"verifier": new["verifier"]}
 
@@ -285,7 +266,7 @@ def check_not_offloaded(target: PreTrainedModel) -> None:
         ValueError: if the target's embeddings or head are offloaded, so that their weights cannot be read.
     """
     for name, module in (("embeddings", target.get_input_embeddings()), ("head", target.get_output_embeddings())):
-        if module.weight.is_meta:
+        if any(parameter.is_meta for parameter in module.parameters()):
             raise ValueError(
                 f"The weights of the {name} of {type(target).__name__} are offloaded. Keep embeddings and head on a device in the "
                 "`device_map`. The layers between may be offloaded."
@@ -295,22 +276,17 @@ def check_not_offloaded(target: PreTrainedModel) -> None:
 def config_for_target(
     target: PreTrainedModel, num_hidden_layers: int, config_class: type[Eagle3Config] = Eagle3Config, **overrides: Any
 ) -> Eagle3Config:
-    """
-    Returns the configuration of a new draft. See [`from_target`].
-
-    Raises:
-        ValueError: if no draft can be made for the target, or an override does not exist.
-    """
+    """Returns the configuration of a new draft. Raises `ValueError` like [`from_target`]."""
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
     if target.config.is_encoder_decoder or embedding is None or head is None or not target.can_generate():
         raise ValueError(
-            f"{type(target).__name__} cannot be an EAGLE-3 target: it must be a decoder-only causal language model "
-            "with input and output embeddings."
+            f"{type(target).__name__} cannot be an EAGLE-3 target: it must be a decoder-only language model with embeddings."
         )
     text_config = target.config.get_text_config(decoder=True)
     config_fields = {field.name for field in fields(config_class)} - {"transformer_layer_config"}
     config_overrides = {name: overrides.pop(name) for name in list(overrides) if name in config_fields}
-    width = embedding.weight.shape[-1]  # may be less than that of the target's layers (OPT-350m)
+    table = table_of(target)
+    width = table.weight.shape[-1]  # may be less than that of the target's layers (OPT-350m)
     layer_config = {**layer_config_for(text_config, num_hidden_layers), "hidden_size": width, **overrides}
     known = AutoConfig.for_model(layer_config["model_type"]).to_dict()
     if unknown := sorted(set(overrides) - set(known)):
@@ -340,7 +316,7 @@ def config_for_target(
             "draft_vocab_size": text_config.vocab_size,
             "eagle_aux_hidden_state_layer_ids": layer_ids,
             "target_hidden_size": text_config.hidden_size,
-            "verifier_fingerprint": None if embedding.weight.is_meta else fingerprint(embedding.weight),
+            "verifier_fingerprint": None if table.weight.is_meta else fingerprint(table),
             **tokens,
             "speculators_config": speculators_config_for(
                 target, "eagle3" if config_overrides.get("mask_token_id") is None else "peagle"
@@ -355,17 +331,11 @@ def speculators_config_for(target: PreTrainedModel, algorithm: str) -> dict[str,
     name = target.config._name_or_path
     if name and Path(name).is_dir():  # a relative path would look like a Hub id elsewhere
         name = str(Path(name).absolute())
+    greedy = {"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS}
     return {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",
-        "proposal_methods": [
-            {
-                "proposal_type": "greedy",
-                "speculative_tokens": SPECULATIVE_TOKENS,
-                "accept_tolerance": 0.0,
-                "verifier_accept_k": 1,
-            }
-        ],
+        "proposal_methods": [{**greedy, "accept_tolerance": 0.0, "verifier_accept_k": 1}],
         "verifier": {"name_or_path": name, "architectures": [architecture_of(target)]},
     }
 
@@ -393,7 +363,7 @@ def layer_config_for(text_config: PreTrainedConfig, num_hidden_layers: int) -> d
 
     def get(
         name: str,
-    ) -> Any:  # reading an attribute that differs by layer raises (Gemma 4); the common value is stored
+    ) -> Any:  # attributes that differ by layer raise an error (Gemma 4); their common value is stored
         return stored[name] if name in stored else getattr(text_config, name, None)
 
     num_heads, intermediate_size = get("num_attention_heads"), get("intermediate_size")

@@ -100,16 +100,8 @@ def our_names(names: Iterable[str]) -> dict[str, str]:
 
 def tensor_names(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> list[str] | None:
     """
-    Returns the names of a checkpoint's tensors, if its weights are on this machine.
-
-    Args:
-        source (`str` or `Path`): Folder or Hub id.
-        variant (`str`, *optional*): One of several sets of weights.
-        hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
-
-    Returns:
-        `list[str]`, *optional*: `None` if there are no weights on this machine. The list is empty if the file cannot be
-        read, or cannot be a draft's.
+    Returns the names of a checkpoint's tensors, or `None` if its weights are not on this machine. The list is empty if the
+    file cannot be read, or cannot be a draft's.
     """
     path = weights_file(source, variant, **hub_kwargs)
     return None if path is None else names_in(path)
@@ -126,14 +118,8 @@ def tensor_names_on_hub(
     source: str | Path, with_pickles: bool = False, variant: str | None = None, **hub_kwargs: Any
 ) -> list[str]:
     """
-    Returns the names of a checkpoint's tensors on the Hub. Fetches only the headers and indices of its files.
-
-    Args:
-        source (`str` or `Path`): Hub id.
-        with_pickles (`bool`, *optional*, defaults to `False`):
-            Whether to download pickles. They have no header, so they are downloaded whole.
-        variant (`str`, *optional*): One of several sets of weights.
-        hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
+    Returns the names of a checkpoint's tensors on the Hub. Fetches only the headers and indices of its files. Pickles have no
+    header, so they are downloaded whole, and only `with_pickles`.
     """
     for name in WEIGHT_FILES:
         is_plain, name = name == "model.safetensors", with_variant(name, variant)

@@ -25,16 +25,7 @@ PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
 
 
 def check_is_target(name: str | Path, **kwargs: Any) -> None:
-    """
-    Checks that a model is not a draft.
-
-    Args:
-        name (`str` or `Path`): Folder or Hub id.
-        kwargs (*optional*): For `PreTrainedConfig.get_config_dict`.
-
-    Raises:
-        ValueError: if it is a draft, or an adapter.
-    """
+    """Raises `ValueError` if a model is a draft or an adapter. `kwargs` are for `PreTrainedConfig.get_config_dict`."""
     try:
         content, _ = PreTrainedConfig.get_config_dict(name, **kwargs)
     except OSError:  # the code that loads the model reports what is missing
@@ -50,11 +41,7 @@ def check_is_target(name: str | Path, **kwargs: Any) -> None:
 
 def load_tokenizer(name: str | Path, **kwargs: Any) -> PreTrainedTokenizerBase:
     """
-    Returns the tokenizer of a target, with the chat template of its processor if it has none of its own.
-
-    Args:
-        name (`str` or `Path`): Folder or Hub id.
-        kwargs (*optional*): For `AutoTokenizer.from_pretrained`.
+    Returns the tokenizer of a target (a folder or Hub id), with the chat template of its processor if it has none of its own.
 
     Raises:
         FileNotFoundError: if the folder has no tokenizer. (`AutoTokenizer` asks for a missing package instead.)
@@ -87,14 +74,7 @@ def _json_file(name: str | Path, file: str, **kwargs: Any) -> dict | None:
 
 def read_template(path: str | Path) -> str:
     """
-    Returns the chat template in a Jinja file.
-
-    Args:
-        path (`str` or `Path`): The file, in UTF-8.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is not in UTF-8.
+    Returns the chat template in a Jinja file. Raises `FileNotFoundError` or `ValueError` if it is missing or not in UTF-8.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no file {path}. `chat_template_path` must be a Jinja file.")
@@ -116,14 +96,9 @@ def padded_inputs(
     images: "ImageReader | None" = None,
 ) -> BatchFeature:
     """
-    Returns the inputs of a target's `generate` for `B` prompts, padded on the left: `input_ids` and `attention_mask`
-    `(B, L)`, and what the target reads of images, in its dtype.
-
-    Args:
-        target (`PreTrainedModel`): The target, on whose device they are.
-        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer, with a padding token.
-        rows (`Sequence[list[int] | dict]`): Tokens, or `input_ids` and with images also `image_text` and `image_data`.
-        images ([`ImageReader`], *optional*): Reads the images.
+    Returns the inputs of a target's `generate` for `B` prompts, padded on the left: `input_ids` and `attention_mask` `(B, L)`,
+    and what the target reads of images, in its dtype. A row is its tokens, or a dict of `input_ids` and, with images,
+    `image_text` and `image_data`.
     """
     examples = [row if isinstance(row, dict) else {"input_ids": row} for row in rows]
     tokens = [{"input_ids": example["input_ids"]} for example in examples]
@@ -136,14 +111,10 @@ def padded_inputs(
 
 class PromptEncoder:
     """
-    Turns texts and conversations into the tokens that the target reads.
+    Turns texts and conversations into the tokens that the target reads. A `chat_template` replaces the tokenizer's own.
 
-    A text begins with the tokenizer's special tokens, once. It does not end with any, because the target would not
-    continue it. A conversation has the special tokens that the chat template writes.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
-        chat_template (`str`, *optional*): Replaces the tokenizer's own.
+    A text begins with the tokenizer's special tokens, once. It does not end with any, because the target would not continue
+    it. A conversation has the special tokens that the chat template writes.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None):
@@ -185,13 +156,9 @@ class PromptEncoder:
 
     def check_written(self, messages: list[dict], text: str, **kwargs: Any) -> None:
         """
-        Checks that the chat template writes messages of all roles, tool calls, and the thoughts of a last answer. Many templates
-        leave out, without an error, what they do not know.
-
-        Args:
-            messages (`list[dict]`): The conversation.
-            text (`str`): What [`~PromptEncoder.render`] makes of it.
-            kwargs (*optional*): As for [`~PromptEncoder.render`].
+        Checks that the chat template writes messages of all roles, tool calls, and the thoughts of a last answer. Many
+        templates leave out, without an error, what they do not know. `text` is what [`~PromptEncoder.render`] makes of the
+        messages.
 
         Raises:
             ValueError: if the template leaves something out.
@@ -222,13 +189,8 @@ class PromptEncoder:
 
     def render(self, messages: list[dict], with_parts: bool | None = None, **kwargs: Any) -> str:
         """
-        Returns the text that the chat template makes of a conversation.
-
-        Args:
-            messages (`list[dict]`): The conversation.
-            with_parts (`bool`, *optional*):
-                Whether to pass contents as lists of parts. By default if the template needs it.
-            kwargs (*optional*): For the template, such as `tools` and `add_generation_prompt`.
+        Returns the text that the chat template makes of a conversation. `kwargs` are for the template (`tools`,
+        `add_generation_prompt`). Contents are passed as lists of parts if the template needs it, or as `with_parts` says.
         """
         messages = self.as_expected(messages, with_parts)
         return self.tokenizer.apply_chat_template(messages, chat_template=self.chat_template, tokenize=False, **kwargs)

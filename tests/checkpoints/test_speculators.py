@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import export
+from hf_eagle3.file_checks import without_load_report
 from hf_eagle3.training.ttt import TTTBatch, ttt_unroll
 
 
@@ -106,6 +107,16 @@ def test_a_quantized_draft_is_left_to_transformers(tmp_path):
     for loader in (Eagle3ForSpeculation, AutoModel):
         with pytest.raises(ImportError, match="bitsandbytes"):
             loader.from_pretrained(folder)
+
+
+def test_the_report_of_a_failed_conversion_is_shown(monkeypatch):
+    """The error of transformers points to it. Others are hidden."""
+    logger, messages = logging.get_logger("transformers.modeling_utils"), []
+    monkeypatch.setattr(logger, "callHandlers", lambda record: messages.append(record.getMessage()))
+    with without_load_report():
+        logger.warning("LOAD REPORT fc.weight MISSING")
+        logger.warning("LOAD REPORT fc.weight CONVERSION")
+    assert messages == ["LOAD REPORT fc.weight CONVERSION"]
 
 
 def test_mappings_as_others_write_them(tmp_path):

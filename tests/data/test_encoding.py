@@ -200,7 +200,9 @@ def test_broken_rows_of_streams_are_counted_and_more_than_a_few_refused(caplog):
     assert [record.getMessage().split()[1] for record in caplog.records] == ["1", "2", "4"] * 3
     with pytest.raises(ValueError, match=r"Row 118 .* 6 of 119 rows so far .*first are \[1, 2, 3\]"):
         list(encoded(a_few[:-2] + [None]))
-    with pytest.raises(ValueError, match="Row 0 of the train data cannot be learned from: 'text' is missing or has nothing in it"):
+    with pytest.raises(
+        ValueError, match="Row 0 of the train data cannot be learned from: 'text' is missing or has nothing in it"
+    ):
         next(iter(encoded([None, "a"])))
     # Later passes may begin with a broken row.
     rows = Dataset.from_dict({"text": ["a", None, None, "a"]}).to_iterable_dataset().shuffle(seed=1, buffer_size=4)

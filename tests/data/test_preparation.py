@@ -299,9 +299,7 @@ def test_bad_data(tokenizer, tmp_path):
         ("messages", [*turns, None]),
     ):
         empty = [i for i, row in enumerate(rows) if not row]
-        message = (
-            f"{len(empty)} of {len(rows)} rows .* Row {empty[0]}.*: {column!r} is missing or has nothing in it. Fix or remove"
-        )
+        message = f"{len(empty)} of {len(rows)} rows .* Row {empty[0]}.*: {column!r} is missing or has nothing in it. Fix or remove"
         with pytest.raises(ValueError, match=message):
             make_trainer(tokenizer, {column: rows}, tmp_path)
         if empty[0] == 0:

@@ -274,3 +274,7 @@ def test_images_in_this_process(tmp_path, family, caplog):
     text_only = Output(tmp_path / "texts", {})
     regenerate_locally(target, tokenizer, text_only.pending(vision_rows()), text_only, batch_size=3, **settings)
     assert len(text_only.done) == 1 and "reads text only" in text_only.left_out[0]
+    named = [vision_rows()[0], {"images": [], "messages": [user(f"this {processor.image_token}")]}]
+    other = Output(tmp_path / "named", {})
+    regenerate_locally(target, tokenizer, other.pending(named), other, batch_size=2, images=images, **settings)
+    assert len(other.done) == 1 and "has 0 images, but its text has 1 places" in other.left_out[1]

@@ -15,6 +15,7 @@ from seeing import (
     VISION_TEMPLATE,
     gemma3,
     gemma4,
+    llava,
     make,
     make_image,
     make_processor,
@@ -28,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
 from hf_eagle3.data.images import IMAGE_INPUT
+from hf_eagle3.training.features import TargetStates
 from hf_eagle3.training.record import training_record
 from hf_eagle3.training.ttt import ttt_unroll
 
@@ -150,6 +152,19 @@ def test_states_are_those_of_each_row_alone(tmp_path, family):
     assert (changed[0] - features.aux_hidden_states[0]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("layer", [-2, [-1, -2]])
+def test_a_target_that_reads_one_of_the_layers_of_an_image(layer):
+    """LLaVA gives these the choice of the text's layers, too."""
+    target, inputs = make(llava, 1)
+    target.config.vision_feature_layer = layer
+    target = type(target)(target.config).eval()
+    with torch.no_grad():
+        expected = target(**inputs, output_hidden_states=True)
+    batch = {**inputs, IMAGE_INPUT + "pixel_values": inputs.pop("pixel_values")}
+    states, _ = TargetStates(target, [2])(batch)
+    torch.testing.assert_close(states, expected.hidden_states[2])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_and_evaluation(tmp_path, family):
     trainer = make_vision_trainer(
@@ -190,12 +205,14 @@ def test_forms_of_rows(tmp_path):
     shown = [{"type": "image", "text": None}, {"type": "text", "text": "what"}]
     own = [{"type": "image_url", "text": None, "image_url": {"url": path}}, {"type": "text", "text": "what"}]
     answer = {"role": "assistant", "content": [{"type": "text", "text": "b"}]}
+    held = [{"type": "image", "text": None, "image": image}, {"type": "text", "text": "what", "image": None}]
     forms = {
         "U:.IMAGE.what|A:b</s>": [
             {"messages": turns("what", "b"), "image": image},
             {"messages": turns("what", "b"), "images": [path]},
             {"messages": [{"role": "user", "content": shown}, answer], "images": [image]},
             {"messages": [{"role": "user", "content": own}, answer]},
+            {"messages": [{"role": "user", "content": held}, answer]},
             {"prompt": turns("what"), "completion": turns("what", "b")[1:], "image": path},
             {"conversations": [{"from": "human", "value": "what"}, {"from": "gpt", "value": "b"}], "image": path},
         ],
@@ -242,6 +259,25 @@ def test_images_are_stored_once(tmp_path, monkeypatch):
         written.clear()
         make_vision_trainer(tmp_path, max_length=max_length)
         assert written and any(written) == is_written
+
+
+def test_a_processor_that_counts_on_tensors_and_marks_no_token(tmp_path):
+    """As Ovis 2's. All of its row is then taken for an image."""
+    processor = make_processor(qwen3_vl)
+
+    class Other(type(processor)):
+        image_token_ids = ()
+
+        def replace_image_token(self, image_inputs, image_idx, **kwargs):
+            assert image_inputs["image_grid_thw"][image_idx].tolist()
+            return super().replace_image_token(image_inputs, image_idx, **kwargs)
+
+    processor.__class__ = Other
+    row = {"messages": turns("what", "b"), "image": make_image(0)}
+    target, _ = make(qwen3_vl, 0)
+    trainer = make_trainer(tmp_path, processor, dataset=Dataset.from_list([row]), target=target)
+    (row,) = trainer.train_dataset
+    assert row["image_end"] == len(row["input_ids"])
 
 
 def test_streams(tmp_path):
@@ -305,6 +341,11 @@ def test_errors(tmp_path):
     token = make_processor(qwen3_vl).image_token
     with pytest.raises(ValueError, match="it has 1 images, but its text has 2 places for them"):
         wrong(tmp_path, messages=turns(f"this {token}", "b"), image=make_image(0))
+    mixed = rows().select([0]).to_list() + [{"images": [], "messages": turns(f"this {token}", "b")}]
+    with pytest.raises(ValueError, match="Row 1: it has 0 images, but its text has 1 places for them"):
+        make_vision_trainer(
+            tmp_path, dataset=Dataset.from_list(mixed).cast_column("images", rows().features["images"])
+        )
     for argument in ("packing", "padding_free"):
         with pytest.raises(ValueError, match=f"packed rows cannot have any: .* Leave out `{argument}`"):
             make_vision_trainer(tmp_path, **{argument: True})

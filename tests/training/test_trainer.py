@@ -19,7 +19,7 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState
 from conftest import make_prompt, make_target
 from datasets import Dataset, DatasetDict
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from torch.utils.data import DataLoader
 from trainers import CHATS, TEXTS, make_trainer
 from transformers import (
@@ -911,6 +911,12 @@ def test_wrong_arguments(tmp_path, tokenizer):
                 args=Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False),
                 **{"train_dataset": TEXTS, **kwargs},
             )
+    for config in (
+        PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+        LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[7]),
+    ):
+        with pytest.raises(ValueError, match="which training would leave out"):
+            make_trainer(tmp_path, tokenizer, target=get_peft_model(make_target("llama"), config))
     with pytest.raises(TypeError, match="The eval data is list"):
         make_trainer(tmp_path, tokenizer).evaluate(list(TEXTS))
     for error, named in ((ValueError, {}), (TypeError, {"processing_class": "gpt2"})):

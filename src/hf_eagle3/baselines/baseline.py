@@ -12,7 +12,7 @@ from ..checkpoints.files import check_repo
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.modeling_eagle3 import DraftModel
 from ..remote_code.tree_eagle3 import DraftTree, Plan
-from .static_tree import best_static_tree, grow_static_tree, guessed_accuracies
+from .static_tree import GUESSED_ACCURACIES, best_static_tree, grow_static_tree
 
 
 @strict
@@ -49,12 +49,7 @@ class BaselineConfig(Eagle3Config):
 
     @classmethod
     def recognises(cls, content: dict[str, Any], source: str | Path) -> bool:
-        """
-        Returns `True`.
-
-        Raises:
-            ValueError: if the `config.json` is of another model.
-        """
+        """Returns `True`. Raises `ValueError` if the `config.json` is of another model."""
         if content.get("model_type") != cls.model_type:
             name = content.get("model_type") or content.get("speculators_model_type")
             raise ValueError(f"{source} is not a {cls.model_type} draft: its config.json is of {name!r}.")
@@ -82,7 +77,7 @@ class BaselineDraft(DraftModel):
     def default_overrides(cls, target: PreTrainedModel, overrides: dict[str, Any]) -> dict[str, Any]:
         """The overrides of [`from_target`], with this method's defaults."""
         depth = target.config.get_text_config(decoder=True).num_hidden_layers
-        tree = best_static_tree(guessed_accuracies())
+        tree = best_static_tree(GUESSED_ACCURACIES)
         return {"eagle_aux_hidden_state_layer_ids": [depth], "static_tree": tree} | overrides
 
     @classmethod
@@ -110,20 +105,15 @@ class BaselineDraft(DraftModel):
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """
-        Pushes the draft with transformers' own card. See [`~transformers.utils.PushToHubMixin.push_to_hub`].
-
-        Raises:
-            ValueError: if the repo has another model.
+        Pushes the draft with transformers' own card. See [`~transformers.utils.PushToHubMixin.push_to_hub`]. Raises
+        `ValueError` if the repo has another model.
         """
         check_repo(repo_id, kwargs.get("revision"), kwargs.get("token"))
         return PreTrainedModel.push_to_hub(self, repo_id, **kwargs)
 
 
 def check_steps(draft: DraftModel, steps: int, most: int) -> None:
-    """
-    Raises:
-        ValueError: if a draft cannot be trained `steps` steps deep.
-    """
+    """Raises `ValueError` if a draft cannot be trained `steps` steps deep."""
     if steps > most:
         raise ValueError(
             f"A {draft.config.model_type} draft is trained at most {most} steps deep, not {steps}. Pass `ttt_steps={most}`."

@@ -32,6 +32,7 @@ from ..remote_code.modeling_eagle3 import (
     Eagle3RotaryEmbedding,
 )
 from ..remote_code.policy_eagle3 import tree_settings
+from ..remote_code.target_eagle3 import table_of
 from ..remote_code.text_eagle3 import flat_indices, right_index
 from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Plan
 from ..tensor_names import HUB_ARGUMENTS, find
@@ -62,12 +63,9 @@ class DFlashConfig(BaselineConfig):
         is_causal (`bool`, *optional*):
             Whether a token of the block attends only to those before it (JetSpec), or to all (DFlash). `None` makes
             the layers with sliding windows causal, and the others not, as z-lab's code and vLLM do.
-        input_embedding_scale (`float`, *optional*, defaults to `1.0`):
-            Factor of the embeddings.
-        output_multiplier (`float`, *optional*, defaults to `1.0`):
-            Factor of the logits.
-        final_logit_softcapping (`float`, *optional*):
-            Soft cap of the logits, after the factor.
+        input_embedding_scale (`float`, *optional*, defaults to `1.0`): Factor of the embeddings.
+        output_multiplier (`float`, *optional*, defaults to `1.0`): Factor of the logits.
+        final_logit_softcapping (`float`, *optional*): Soft cap of the logits, after the factor.
         follows_speculators (`bool`, *optional*, defaults to `False`):
             Whether the draft was trained by `speculators`. Its sliding windows count from the block's known token and hold
             the whole block, the state after the target's last layer is taken before the final norm, and the checkpoint may
@@ -217,7 +215,7 @@ class DFlashForSpeculation(BaselineDraft):
         self.norm = Eagle3RMSNorm(size, eps=eps)
         self.lm_head = Eagle3Head(size, config.draft_vocab_size, bias=False)
         self.rotary_emb = Eagle3RotaryEmbedding(layer_config)
-        set_tree_depth(self)
+        self.generation_config.tree_depth = config.block_size - 1  # as deep as the block allows
         self.post_init()
 
     @classmethod
@@ -270,7 +268,7 @@ class DFlashForSpeculation(BaselineDraft):
         source = pretrained_model_name_or_path
         path = None if source is None else find(source, "generation_config.json", **hub_kwargs)
         if path is None or "tree_depth" not in read_json(path):
-            set_tree_depth(draft)
+            draft.generation_config.tree_depth = draft.config.block_size - 1
         return loaded
 
     def save_pretrained(
@@ -306,7 +304,7 @@ class DFlashForSpeculation(BaselineDraft):
     def validate_target(self, target: PreTrainedModel) -> None:
         """See [`~modeling_eagle3.DraftModel.validate_target`]."""
         DraftModel.validate_target(self, target)
-        num_tokens = len(target.get_input_embeddings().weight)
+        num_tokens = len(table_of(target).weight)
         if not self.config.has_own_embed_tokens and self.config.mask_token_id >= num_tokens:
             raise ValueError(
                 f"The draft's `mask_token_id` is {self.config.mask_token_id}, but {type(target).__name__} embeds "
@@ -317,11 +315,9 @@ class DFlashForSpeculation(BaselineDraft):
 
     def unroll(self, batch: TTTBatch, steps: int) -> Iterator[UnrollStep]:
         """
-        Yields a step for each mask of the blocks, whose states `(B, K, H)` are those of `K` blocks in each text. All
-        blocks are computed in one pass. Evaluation draws the same blocks each time.
-
-        Raises:
-            ValueError: if a block has fewer masks than `steps`.
+        Yields a step for each mask of the blocks, whose states `(B, K, H)` are those of `K` blocks in each text. All blocks
+        are computed in one pass. Evaluation draws the same blocks each time. Raises `ValueError` if a block has fewer masks
+        than `steps`.
         """
         check_steps(self, steps, self.config.block_size - 1)
         block_size, device = self.config.block_size, batch.input_ids.device
@@ -414,14 +410,12 @@ class DFlashForSpeculation(BaselineDraft):
             cache (`Cache`, *optional*):
                 The draft's cache. Context and block are added to it. Crop the block before the next pass:
                 `cache.crop(-block_size)`.
-            use_cache (`bool`, *optional*, defaults to `False`):
-                Whether to return a cache if none is passed.
+            use_cache (`bool`, *optional*, defaults to `False`): Whether to return a cache if none is passed.
             inputs_embeds (`torch.FloatTensor` of shape `(batch_size, block_size, hidden_size)`, *optional*):
                 In place of `input_ids`.
             logits_to_keep (`int` or `torch.LongTensor`, *optional*, defaults to `0`):
                 Return the last so many rows only, or these rows. 0 stands for all.
-            kwargs (*optional*):
-                Not used.
+            kwargs (*optional*): Not used.
 
         Returns:
             [`Eagle3Output`]: Row `k` predicts the `k`-th token of the block itself. Row 0 predicts nothing.
@@ -431,8 +425,7 @@ class DFlashForSpeculation(BaselineDraft):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(
-                "A block is given by one of `input_ids` and `inputs_embeds`. To generate text, call "
-                "`target.generate(..., assistant_model=draft)`."
+                "Pass one of `input_ids` and `inputs_embeds`. To generate, call `target.generate(..., assistant_model=draft)`."
             )
         if inputs_embeds is None:
             assert input_ids is not None
@@ -491,11 +484,6 @@ class DFlashForSpeculation(BaselineDraft):
         return BlockProposer(self, call)
 
 
-def set_tree_depth(draft: DraftModel) -> None:
-    """Makes trees as deep as the block allows."""
-    draft.generation_config.tree_depth = draft.config.block_size - 1
-
-
 def spread_layer_ids(num_layers: int, num_states: int) -> list[int]:
     """
     Ids of the states that a fresh draft reads, from the second layer's output to that of the last but two, as in z-lab's
@@ -509,12 +497,8 @@ def spread_layer_ids(num_layers: int, num_states: int) -> list[int]:
 
 class BlockProposer(Drafter):
     """
-    A block draft, during one call of `generate`. It runs the whole block in each step, once, whatever the plan: less of
-    it is not what the draft was trained on. Context needs no queries, so a long prompt is cheap to read.
-
-    Args:
-        draft ([`DFlashForSpeculation`]): The draft.
-        call ([`GenerationCall`]): The call of `generate`.
+    A block draft, during one call of `generate`. It runs the whole block in each step, once, whatever the plan: less of it is
+    not what the draft was trained on. Context needs no queries, so a long prompt is cheap to read.
     """
 
     def __init__(self, draft: DFlashForSpeculation, call: GenerationCall):

@@ -16,14 +16,9 @@ TYPE_KEYS = ("dtype", "torch_dtype", "transformers_version")
 # Keys of the layers: all that transformers' Qwen3 has beyond any model's, and older names of the rotary embedding's.
 LAYER_KEYS = Qwen3Config().to_dict().keys() - PreTrainedConfig().to_dict().keys() - {*TOKEN_KEYS}
 LAYER_KEYS |= {"rope_scaling", "rope_theta"}
+FACTORS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 # z-lab's keys stand in `dflash_config` or beside it. Its place comes first where both have one.
-BLOCK_KEYS = (
-    "block_size",
-    "mask_token_id",
-    "input_embedding_scale",
-    "output_multiplier",
-    "final_logit_softcapping",
-)
+BLOCK_KEYS = ("block_size", "mask_token_id", *FACTORS)
 CAUSAL_KEYS = ("is_causal", "causal", "causal_head")  # z-lab's and vLLM's names, and JetSpec's
 # What drafts of ours add at the top level. Other readers pass over them.
 OUR_KEYS = (
@@ -36,14 +31,7 @@ OUR_KEYS = (
 )
 DFLASH_KEYS = {*BLOCK_KEYS, *CAUSAL_KEYS, "num_target_layers", "target_layer_ids", "target_hidden_size"}
 # They name the draft and its target, and do not change what it computes.
-NAMING_KEYS = (
-    "dflash_config",
-    "architectures",
-    "config_digest",
-    "dtype",
-    "model_type",
-    "verifier",
-)
+NAMING_KEYS = ("dflash_config", "architectures", "config_digest", "dtype", "model_type", "verifier")
 # Values that are the same as leaving the key out. Other values are of other kinds of block drafts.
 BLOCK_DEFAULTS = {**DEFAULTS, "attention_mode": "gqa", "projector_type": "dflash"}
 # Their defaults differ between kinds of models.
@@ -81,10 +69,8 @@ NEUTRAL_SPECULATORS_KEYS = {
 def nested_form(content: dict[str, Any]) -> dict[str, Any]:
     """
     Returns the fields of a [`DFlashConfig`], given them or a `config.json` in z-lab's layout or that of `speculators`. In
-    z-lab's, ids of layers count outputs, so `k` is the state that enters layer `k + 1`.
-
-    Raises:
-        ValueError: if it is not a block draft's, or has keys that nobody here understands.
+    z-lab's, ids of layers count outputs, so `k` is the state that enters layer `k + 1`. Raises `ValueError` if it is not a
+    block draft's, or has keys that nobody here understands.
     """
     if content.get("speculators_model_type") == "dflash":
         return speculators_form(content)
@@ -113,8 +99,7 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
         )
     if content.get("config_digest") not in (None, digest_of(content)):
         raise ValueError(
-            "This config.json is not what was saved. Download it again. If it was changed on purpose, remove `config_digest` "
-            "from it."
+            "This config.json is not what was saved. Download it again, or remove `config_digest` if you changed it on purpose."
         )
     placed = {**content, **dflash}
     layer_ids = checked_layer_ids("target_layer_ids", placed)
@@ -122,27 +107,20 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
     if len(is_causal) > 1:
         raise ValueError(f"{', '.join(CAUSAL_KEYS)} contradict each other in this config.json.")
     fields = {key: placed[key] for key in BLOCK_KEYS if placed.get(key) is not None}
-    for key in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"):
-        if key in fields:
-            fields[key] = float(fields[key])
+    fields |= {key: float(fields[key]) for key in FACTORS if key in fields}
     if fields.get("final_logit_softcapping") == 0:  # off
         del fields["final_logit_softcapping"]
-    others = (*TOKEN_KEYS, *OUR_KEYS, *TYPE_KEYS)
+    others, verifier = (*TOKEN_KEYS, *OUR_KEYS, *TYPE_KEYS), content.get("verifier")
     layer_config = {key: content[key] for key in LAYER_KEYS if content.get(key) is not None}
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(layer_config.get(key), dict):  # block drafts take one position a token, whatever their target
             layer_config[key] = {name: each for name, each in layer_config[key].items() if name != "mrope_section"}
     return {
         "model_type": "dflash",
-        "transformer_layer_config": {
-            **layer_config,
-            "model_type": "qwen3",
-        },
+        "transformer_layer_config": {**layer_config, "model_type": "qwen3"},
         "eagle_aux_hidden_state_layer_ids": [id_ + 1 for id_ in layer_ids],
         "is_causal": is_causal.pop() if is_causal else None,
-        "speculators_config": {"verifier": {"name_or_path": verifier}}
-        if (verifier := content.get("verifier"))
-        else None,
+        "speculators_config": {"verifier": {"name_or_path": verifier}} if verifier else None,
         **fields,
         **{key: placed[key] for key in others if placed.get(key) is not None},
     }
@@ -156,10 +134,8 @@ def without_defaults(content: dict[str, Any]) -> dict[str, Any]:
 def speculators_form(content: dict[str, Any]) -> dict[str, Any]:
     """
     Returns the fields of a [`DFlashConfig`], given a `config.json` of a DFlash draft of `speculators`. There, ids of layers
-    count inputs, so `k` is the state that enters layer `k`.
-
-    Raises:
-        ValueError: if something is missing or ambiguous, or has keys that nobody here understands.
+    count inputs, so `k` is the state that enters layer `k`. Raises `ValueError` if something is missing or ambiguous, or has
+    keys that nobody here understands.
     """
     if missing := [key for key in REQUIRED_KEYS if content.get(key) is None]:
         raise ValueError(f"This config.json of a DFlash draft of speculators lacks {missing}. Download it again.")
@@ -196,12 +172,7 @@ def speculators_form(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked_layer_ids(name: str, content: dict[str, Any]) -> list[int]:
-    """
-    Returns the ids of layers by a key.
-
-    Raises:
-        ValueError: if they are not a list of numbers from 0 on.
-    """
+    """Returns the ids of layers by a key. Raises `ValueError` if they are not a list of numbers from 0 on."""
     layer_ids = content.get(name)
     if not isinstance(layer_ids, list) or not layer_ids or not all(type(id_) is int and id_ >= 0 for id_ in layer_ids):
         raise ValueError(f"`{name}` is {layer_ids!r}, but must be a list of layers, counted from 0.")
@@ -210,21 +181,14 @@ def checked_layer_ids(name: str, content: dict[str, Any]) -> list[int]:
 
 def flat_form(fields: dict[str, Any]) -> dict[str, Any]:
     """
-    Returns a `config.json` in z-lab's layout.
-
-    Args:
-        fields (`dict`): Of a [`DFlashConfig`].
-
-    Raises:
-        ValueError: if it reads the embedding, which that layout cannot say.
+    Returns a `config.json` in z-lab's layout, given the fields of a [`DFlashConfig`]. Raises `ValueError` if it reads the
+    embedding, which that layout cannot say.
     """
     layer_ids = [id_ - 1 for id_ in fields["eagle_aux_hidden_state_layer_ids"]]
     if min(layer_ids) < 0:
         raise ValueError("z-lab's layout has no number for the embedding (state 0). Read states of layers.")
     dflash = {key: fields[key] for key in BLOCK_KEYS if fields.get(key) is not None}
-    causal = (
-        {} if fields.get("is_causal") is None else {"causal": fields["is_causal"], "causal_head": fields["is_causal"]}
-    )
+    causal = {} if fields.get("is_causal") is None else dict.fromkeys(("causal", "causal_head"), fields["is_causal"])
     verifier = ((fields.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
     others = (*TOKEN_KEYS, *OUR_KEYS, "dtype", "transformers_version", "is_causal")
     fields = {**fields, "follows_speculators": fields.get("follows_speculators") or None}  # only where it is so

@@ -28,14 +28,8 @@ def draw_rows(
     batch: TTTBatch, steps: int, share: float, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Draws rows of each text at random, from those that count in any step. Returns them in order, and the number of rows
-    that each one stands for, both `(B, K)`.
-
-    Args:
-        batch (`TTTBatch`): The batch, with texts of `L` tokens.
-        steps (`int`): The number of drafting steps.
-        share (`float`): `K` is this share of `L`, rounded up.
-        generator (`torch.Generator`, *optional*): By default torch's own.
+    Draws rows of each text of `L` tokens at random, from those that count in any step. Returns them in order, and the number
+    of rows that each one stands for, both `(B, K)`. `K` is the `share` of `L`, rounded up.
     """
     length = batch.input_ids.shape[1]
     counted = [counted_rows(batch.labels, batch.documents, step) for step in range(steps)]
@@ -102,17 +96,13 @@ def block_attention(
     is_causal: bool,
 ) -> torch.Tensor:
     """
-    Returns the attention of blocks to the text and to themselves, `(B, H, Q, D)`.
+    Returns the attention of `K` blocks to the text and to themselves, `(B, H, Q, D)`, where `Q = K * block_size`.
 
     Args:
-        query (`torch.FloatTensor` of shape `(B, H, Q, D)`): The queries of `K = Q / block_size` blocks.
+        query (`torch.FloatTensor` of shape `(B, H, Q, D)`): The queries.
         own_keys, own_values (`torch.FloatTensor` of shape `(B, H_kv, Q, D)`): Those of the blocks.
         keys, values (`torch.FloatTensor` of shape `(B, H_kv, L, D)`): Those of the text.
-        documents (`torch.LongTensor` of shape `(B, L)`): The number of each token's document.
-        rows (`torch.LongTensor` of shape `(B, K)`): The last row that each block attends to, in this row's document.
-        scaling (`float`): The factor of the scores.
-        block_size (`int`): Tokens of a block.
-        is_causal (`bool`): Whether a token of a block attends only to those before it.
+        documents, rows, scaling, block_size, is_causal: See [`BlockCache`].
     """
     of_text = documents.gather(1, rows)[..., None] == documents[:, None]
     of_text &= rows[..., None] >= torch.arange(documents.shape[1], device=rows.device)  # (B, K, L)
@@ -138,14 +128,8 @@ def attend_to_text_by_flex(
     attend: Any = attend_by_flex,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Returns the attention `(B, H, Q, D)` to the text, and the logarithms of its sums of exponentials `(B, H, Q)`.
-
-    Args:
-        query (`torch.FloatTensor` of shape `(B, H, Q, D)`): The queries.
-        keys, values (`torch.FloatTensor` of shape `(B, H_kv, L, D)`): Those of the text.
-        block_mask (`BlockMask`): See [`text_mask`].
-        scaling (`float`): The factor of the scores.
-        attend (`Callable`, *optional*): Flex attention, compiled or not.
+    Returns the attention `(B, H, Q, D)` of queries to the keys and values `(B, H_kv, L, D)` of the text, and the logarithms of
+    its sums of exponentials `(B, H, Q)`. `block_mask` is that of [`text_mask`].
     """
     num_queries = query.shape[2]
     lengths = [length - states.shape[2] for length, states in zip(block_mask.shape[-2:], (query, keys))]
@@ -184,18 +168,8 @@ def attend_to_blocks(
     is_causal: bool,
 ) -> torch.Tensor:
     """
-    Adds each block's attention to itself to an attention to the text. Both are weighted by their sums of exponentials.
-
-    Args:
-        query (`torch.FloatTensor` of shape `(B, H, Q, D)`): The queries of `Q / block_size` blocks.
-        keys, values (`torch.FloatTensor` of shape `(B, H_kv, Q, D)`): Those of the blocks.
-        text_output, log_sums: See [`attend_to_text_by_flex`].
-        scaling (`float`): The factor of the scores.
-        block_size (`int`): Tokens of a block.
-        is_causal (`bool`): Whether a token attends only to those before it.
-
-    Returns:
-        `torch.FloatTensor` of shape `(B, H, Q, D)`.
+    Adds each block's attention to itself, with its own keys and values `(B, H_kv, Q, D)`, to an attention to the text. Both
+    are weighted by their sums of exponentials. Returns `(B, H, Q, D)`. See [`attend_to_text_by_flex`].
     """
     blocks, groups = (-1, block_size), (keys.shape[1], -1)
     # (B, H_kv, G, K, block_size, ...), and G = 1 for keys and values.

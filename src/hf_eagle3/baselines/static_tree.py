@@ -10,25 +10,16 @@ from ..remote_code.tree_eagle3 import DraftTree, Plan
 from ..training.ttt import TTTBatch, counted_rows
 
 
-MOST_NODES = 64
+# A guess of how often the child of each of eight ranks is right, at each of eight depths.
+GUESSED_ACCURACIES = (0.5 ** torch.arange(1, 9, dtype=torch.float64)).expand(8, 8)
 
 
-def guessed_accuracies(depth: int = 8, width: int = 8) -> torch.Tensor:
-    """Returns a guess of how often the child of each rank is right, at each depth: `(depth, width)`."""
-    return (0.5 ** torch.arange(1, width + 1, dtype=torch.float64)).expand(depth, width)
-
-
-def best_static_tree(accuracies: torch.Tensor, num_nodes: int = MOST_NODES) -> list[list[int]]:
+def best_static_tree(accuracies: torch.Tensor, num_nodes: int = 64) -> list[list[int]]:
     """
-    Returns the tree with the most expected accepted tokens. It grows greedily by the node with the most probable path, and
-    treats depths as independent (Medusa, https://huggingface.co/papers/2401.10774, section 2.3.3).
-
-    Args:
-        accuracies (`torch.Tensor` of shape `(depth, width)`): How often the child of each rank is right, at each depth.
-        num_nodes (`int`, *optional*, defaults to `64`): The most nodes that it may have.
-
-    Returns:
-        `list[list[int]]`: The path to each node, as ranks of children. The first `n` entries are the best tree of `n` nodes.
+    Returns the tree of `num_nodes` with the most expected accepted tokens, as the path to each node in ranks of children. The
+    first `n` entries are the best tree of `n` nodes. It grows greedily by the node with the most probable path, and treats
+    depths as independent (Medusa, https://huggingface.co/papers/2401.10774, section 2.3.3). `accuracies` `(depth, width)` say
+    how often the child of each rank is right, at each depth.
     """
     depth, width = accuracies.shape
     rates = accuracies.double().tolist()
@@ -66,11 +57,8 @@ def grow_static_tree(
     guess: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
 ) -> DraftTree:
     """
-    Fills a static tree with the draft's tokens.
-
-    Args:
-        root_tokens, logits, hidden_states, advance, token_ids, plan, guess: See [`~tree_eagle3.grow_tree`].
-        tree (`list[list[int]]`): See [`best_static_tree`].
+    Fills a static `tree` (see [`best_static_tree`]) with the draft's tokens. For the other arguments see
+    [`~tree_eagle3.grow_tree`].
     """
     paths = part_of_tree(tree, plan)
     number: dict[tuple[int, ...], int] = {(): 0} | {path: i for i, path in enumerate(paths, start=1)}

@@ -61,8 +61,7 @@ def read(
     tensors = read_tensors(source, variant, **hub_kwargs)
     if is_block_draft(tensors):
         raise ValueError(
-            f"{source} is a block draft (DFlash, JetSpec), not an EAGLE-3 draft. Load it by `AutoModel.from_pretrained`, after "
-            "`import hf_eagle3`."
+            f"{source} is a block draft (DFlash, JetSpec). Load it by `AutoModel.from_pretrained`, after `import hf_eagle3`."
         )
     if not is_draft(tensors):
         raise ValueError(
@@ -89,12 +88,8 @@ def read(
 
 def with_config(config: Eagle3Config, kwargs: dict[str, Any]) -> dict[str, Any]:
     """
-    Returns arguments of `from_pretrained` with the configuration that was read, unless the caller gave one. Fields among
-    the arguments move into it, as transformers does with a configuration that it reads itself.
-
-    Args:
-        config ([`Eagle3Config`]): What was read.
-        kwargs (`dict`): The arguments.
+    Returns arguments of `from_pretrained` with the configuration that was read, unless the caller gave one. Fields among the
+    arguments move into it, as transformers does with a configuration that it reads itself.
     """
     if kwargs.get("config") is not None:
         return kwargs
@@ -133,13 +128,4 @@ def export(draft: DraftModel, folder: str | Path, to: str, **options: Any) -> No
         written.replace(folder)
 
 
-__all__ = [
-    "ENGINES",
-    "FORMATS",
-    "WRITABLE",
-    "describe_engines",
-    "export",
-    "load_ends",
-    "read",
-    "target_class",
-]
+__all__ = ["ENGINES", "FORMATS", "WRITABLE", "describe_engines", "export", "load_ends", "read", "target_class"]

@@ -11,15 +11,9 @@ from .writing import CannotExpress
 
 class Engine(NamedTuple):
     """
-    An engine that serves drafts.
-
-    Args:
-        name (`str`): Its name.
-        format (`str`): The format that it reads.
-        version (`str`, *optional*):
-            The version that tests/engines runs. `None` if tests only check names, shapes and keys of the exported files.
-        check (`Callable`):
-            `check(draft)` raises a `ValueError` if the engine cannot express the draft, or would silently ignore a part.
+    An engine that serves drafts, and the format that it reads. `version` is the one that tests/engines runs. It is `None` if
+    tests only check names, shapes and keys of the exported files. `check(draft)` raises a `ValueError` if the engine cannot
+    express the draft, or would silently ignore a part.
     """
 
     name: str
@@ -29,10 +23,7 @@ class Engine(NamedTuple):
 
 
 def check_vllm(draft: DraftModel) -> None:
-    """
-    Raises:
-        CannotExpress: naming what vLLM would ignore.
-    """
+    """Raises `CannotExpress`, naming what vLLM would ignore."""
     if draft.config.is_parallel and draft.config.fc_norm:  # vLLM does not pass the flag to the layers of such drafts
         raise CannotExpress("speculators", ["`fc_norm` in a parallel draft"])
 
@@ -48,24 +39,15 @@ ENGINES = (
 
 def describe_engines(draft: DraftModel, format: str = "speculators") -> list[tuple[str, str]]:
     """
-    Returns for each engine its name, and whether it takes this draft: as it is, after an export, or why not.
-
-    Args:
-        draft ([`Eagle3ForSpeculation`]): The draft.
-        format (`str`, *optional*, defaults to `"speculators"`): The format that it was read from.
-
-    Raises:
-        ValueError: if it is a draft of another method.
+    Returns for each engine its name, and whether it takes this `draft`, which was read from a `format`: as it is, after an
+    export, or why not. Raises `ValueError` if it is a draft of another method.
     """
     check_is_eagle3(draft)
     return [(engine.name, describe(engine, draft, format)) for engine in ENGINES]
 
 
 def check_is_eagle3(draft: DraftModel) -> None:
-    """
-    Raises:
-        ValueError: if it is a draft of another method.
-    """
+    """Raises `ValueError` if it is a draft of another method."""
     if draft.config.model_type != "eagle3":
         raise ValueError(
             f"This draft is of {draft.config.model_type}. Only EAGLE-3 drafts have exports, engines and cards."

@@ -23,11 +23,6 @@ def read_tensors(source: str | Path, variant: str | None = None, **hub_kwargs: A
     """
     Returns all tensors of a checkpoint, from one file or several.
 
-    Args:
-        source (`str` or `Path`): Folder or Hub id.
-        variant (`str`, *optional*): One of several sets of weights.
-        hub_kwargs (*optional*): `revision`, `cache_dir`, `token` and the like.
-
     Raises:
         FileNotFoundError: if there are no weights, or a file is missing.
         ValueError: if a file is cut off, holds something other than tensors, or names files outside of its folder.
@@ -68,10 +63,7 @@ def read_file(path: Path) -> dict[str, torch.Tensor]:
 
 
 def check_new_folder(folder: str | Path) -> None:
-    """
-    Raises:
-        ValueError: if a folder is not empty.
-    """
+    """Raises `ValueError` if a folder is not empty."""
     if Path(folder).exists() and any(Path(folder).iterdir()):
         raise ValueError(f"{folder} is not empty. Choose another folder.")
 
@@ -85,10 +77,8 @@ def check_no_other_model(
 ) -> None:
     """
     Checks that a draft may be saved to a folder or repo that has files with these `names`. It may overwrite a draft. The
-    adapter of a draft must not be beside a whole model, because transformers would load it into that model.
-
-    Raises:
-        ValueError: if there is another model.
+    adapter of a draft must not be beside a whole model, because transformers would load it into that model. Raises
+    `ValueError` if there is another model.
     """
     weights = [name for name in names if name.endswith((".safetensors", ".bin")) and name != "training_args.bin"]
     if is_adapter:
@@ -111,10 +101,8 @@ def check_no_other_model(
 
 def check_folder(folder: str | Path, is_adapter: bool = False) -> None:
     """
-    Checks that a draft, or its adapter, may be saved to a folder, which need not exist.
-
-    Raises:
-        ValueError: if the folder has another model, or an adapter, which transformers would load into a whole draft there.
+    Checks that a draft, or its adapter, may be saved to a folder, which need not exist. Raises `ValueError` if it has another
+    model, or an adapter, which transformers would load into a whole draft there.
     """
     folder = Path(folder)
     names = ("config.json", ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, *WEIGHT_FILES)
@@ -133,10 +121,8 @@ def full_name(repo_id: str, token: bool | str | None) -> str:
 
 def check_repo(repo_id: str, revision: str | None, token: bool | str | None, is_adapter: bool = False) -> None:
     """
-    Checks that a draft, or its adapter, may be pushed to a repo, which need not exist.
-
-    Raises:
-        ValueError: if the repo has another model.
+    Checks that a draft, or its adapter, may be pushed to a repo, which need not exist. Raises `ValueError` if it has another
+    model.
     """
     api = HfApi()
     repo_id = full_name(repo_id, token)

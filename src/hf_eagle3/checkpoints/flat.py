@@ -113,15 +113,8 @@ def format_of(config: dict) -> str:
 
 def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, dict[str, torch.Tensor], dict]:
     """
-    Reads a draft from its configuration and tensors.
-
-    Args:
-        config (`dict`): The contents of `config.json`.
-        tensors (`dict[str, torch.Tensor]`): All tensors of the checkpoint.
-
-    Returns:
-        `tuple[Eagle3Config, dict[str, torch.Tensor], dict]`: The configuration, the tensors by our names, and a
-        report: the `format`, and what was `renamed`, `ignored` and `assumed`.
+    Reads a draft from the contents of its `config.json` and all its tensors. Returns the configuration, the tensors by our
+    names, and a report: the `format`, and what was `renamed`, `ignored` and `assumed`.
 
     Raises:
         ValueError: if the draft is of an unsupported kind, or has unknown keys.
@@ -168,10 +161,8 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
 
 def flags_of(config: dict) -> dict:
     """
-    Returns the keys that describe the draft, from the top level and `eagle_config`. Missing ones are `None`.
-
-    Raises:
-        ValueError: if the two places contradict each other.
+    Returns the keys that describe the draft, from the top level and `eagle_config`. Missing ones are `None`. Raises
+    `ValueError` if the two places contradict each other.
     """
     eagle_config = config.get("eagle_config") or {}
     flags = {}
@@ -184,10 +175,7 @@ def flags_of(config: dict) -> dict:
 
 
 def check_kind(config: dict, flags: dict, tensors: dict) -> None:
-    """
-    Raises:
-        ValueError: if the draft is of an unsupported kind. The message says which, and what can run it.
-    """
+    """Raises `ValueError` if the draft is of an unsupported kind. The message says which, and what can run it."""
     if quantization := config.get("quantization_config") or config.get("quantization"):  # MLX writes the latter
         method = quantization.get("quant_method") or quantization.get("quant_algo") or "an unnamed method"
         raise ValueError(
@@ -197,41 +185,35 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
     names = without_prefix(tensors).values()
     if config.get("kv_lora_rank") or any("kv_a_proj" in name for name in names):
         raise ValueError(
-            "it is a draft with multi-head latent attention (MLA), but only Llama and Qwen3 layers are supported. SGLang and vLLM "
-            "run it."
+            "it has multi-head latent attention (MLA), but only Llama and Qwen3 layers are supported. SGLang and vLLM run it."
         )
     num_experts = max([config.get(key) or 0 for key in NUM_EXPERTS], default=0)
     # A draft may have its target's configuration, but one MLP a layer.
     is_of_experts = num_experts > 1 and not any(name.endswith(".mlp.down_proj.weight") for name in names)
     if any(".experts." in name for name in names) or is_of_experts:
         raise ValueError(
-            f"it is a draft of experts (MoE, {num_experts or 'some'} of them), but only one MLP per layer is supported. The version "
-            "of SpecForge that trained it runs it."
+            f"it is a draft of experts (MoE, {num_experts or 'some'} of them), but one MLP per layer is supported. SpecForge runs it."
         )
     if flags["use_aux_hidden_state"] is False or not any("hidden_norm" in name for name in names):
         why = (
             "`use_aux_hidden_state` is false" if flags["use_aux_hidden_state"] is False else "it has no `hidden_norm`"
         )
         raise ValueError(
-            f"it is a draft in the form of EAGLE-1 and 2 ({why}), which reads only the target's last state. SGLang and vLLM run "
-            "it as EAGLE, not EAGLE3."
+            f"it is a draft of EAGLE-1 and 2 ({why}), which reads one state. SGLang and vLLM run it as EAGLE, not EAGLE3."
         )
     steps = flags["parallel_draft_step"]
     if config.get("parallel_drafting") or any(name == "mask_hidden" for name in names) or steps not in (None, 1):
         raise ValueError(
-            "it drafts several tokens in one pass (`parallel_drafting`, or `parallel_draft_step` other than 1) in an unsupported "
-            "form. vLLM runs such drafts."
+            "it drafts several tokens in one pass (`parallel_drafting`, `parallel_draft_step`) in another form. vLLM runs it."
         )
     rope = rope_of(config)
     if rope.get("mrope_section") or rope["rope_type"] == "mrope" or config.get("use_mrope"):
         raise ValueError(
-            "it rotates by three positions a token, of time, height and width (`mrope_section`, Qwen-VL), but only one position "
-            "is supported. SGLang runs it."
+            "it rotates by three positions a token (`mrope_section`, Qwen-VL), but only one is supported. SGLang runs it."
         )
     if rope["rope_type"] == "dynamic" and rope.get("alpha"):
         raise ValueError(
-            f"it scales its rotary embedding by `dynamic` with `alpha` ({rope['alpha']}), as HunYuan's models do. That is not "
-            "supported. AngelSlim and vLLM run it."
+            f"it scales its rotary embedding by `dynamic` with `alpha` ({rope['alpha']}), as HunYuan. AngelSlim and vLLM run it."
         )
     for flag, expected in EXPECTED.items():
         if flags[flag] not in (expected, None):
@@ -249,10 +231,7 @@ def is_neutral(key: str) -> bool:
 
 
 def check_keys(config: dict, flags: dict) -> None:
-    """
-    Raises:
-        ValueError: naming the unknown keys that are not false, zero, empty or their default.
-    """
+    """Raises `ValueError`, naming the unknown keys that are not false, zero, empty or their default."""
 
     def unknown_keys(place: dict, known: set[str]) -> list[str]:
         keys = place.keys() - known - flags.keys() - DEFAULTS.keys()
@@ -306,9 +285,7 @@ def layer_config_of(config: dict, tensors: dict[str, torch.Tensor], assumed: dic
 def rope_of(config: dict) -> dict:
     """
     Returns the rotary embedding's parameters, from the new `rope_parameters`, or the old `rope_theta` and `rope_scaling`.
-
-    Raises:
-        ValueError: if one of them is not a mapping.
+    Raises `ValueError` if one of them is not a mapping.
     """
     rope: dict[str, Any] = {"rope_type": "default"}
     for key in ("rope_parameters", "rope_scaling"):  # as transformers reads both
@@ -326,13 +303,11 @@ def rope_of(config: dict) -> dict:
 
 def layer_ids_of(config: dict, flags: dict) -> tuple[list[int] | None, bool]:
     """
-    Returns the ids of the layers that the states enter, and whether this is certain.
+    Returns the ids of the layers that the states enter, and whether this is certain. Raises `ValueError` if the ids are
+    malformed, contradict each other, or do not fit `num_aux_hidden_states`.
 
-    Most projects write the ids of layers whose *output* the states are. Unless the config says so by AngelSlim's key, only
-    the target can show what ids count: [`~Eagle3ForSpeculation.resolve_aux_layer_ids`] decides it later.
-
-    Raises:
-        ValueError: if the ids are malformed, contradict each other, or do not fit `num_aux_hidden_states`.
+    Most projects write the ids of layers whose *output* the states are. Unless the config says so by AngelSlim's key, only the
+    target can show what ids count: [`~Eagle3ForSpeculation.resolve_aux_layer_ids`] decides it later.
     """
     key = "eagle_aux_hidden_state_layer_ids"
     ids, outputs, exact = flags[key], flags[OUTPUT_IDS], config.get(EXACT_IDS)
@@ -359,10 +334,8 @@ def layer_ids_of(config: dict, flags: dict) -> tuple[list[int] | None, bool]:
 
 def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str, torch.Tensor], dict]:
     """
-    Returns the tensors by our names, and a report of what was `renamed` and `ignored`.
-
-    Raises:
-        ValueError: if two tensors have one name, or the vocabulary mapping contradicts the configuration.
+    Returns the tensors by our names, and a report of what was `renamed` and `ignored`. Raises `ValueError` if two tensors have
+    one name, or the vocabulary mapping contradicts the configuration.
     """
     renamed, ignored, ours = {}, [], {}
     for name, new_name in our_names(tensors).items():

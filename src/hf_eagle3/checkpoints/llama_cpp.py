@@ -34,10 +34,7 @@ TENSORS = {
 
 
 def check(draft: DraftModel) -> None:
-    """
-    Raises:
-        ValueError: naming what llama.cpp would refuse, or silently ignore.
-    """
+    """Raises `ValueError`, naming what llama.cpp would refuse, or silently ignore."""
     check_features(draft, TAKES, "GGUF")
     check_layer_ids(draft)
     check_head(draft)
@@ -45,12 +42,7 @@ def check(draft: DraftModel) -> None:
 
 def write(draft: DraftModel, folder: str | Path, target_gguf: str | Path | None = None) -> None:
     """
-    Writes `draft.gguf`.
-
-    Args:
-        draft ([`Eagle3ForSpeculation`]): The draft.
-        folder (`str` or `Path`): A new or empty folder.
-        target_gguf (`str` or `Path`): The target's GGUF file. The draft gets its tokenizer.
+    Writes `draft.gguf` to a new or empty folder. The draft gets the tokenizer of `target_gguf`, the target's GGUF file.
 
     Raises:
         ValueError: if llama.cpp cannot express the draft, or the file is not its target's.

@@ -36,10 +36,7 @@ for suffix in (".xml", ".bin"):
 
 
 def check(draft: DraftModel) -> None:
-    """
-    Raises:
-        ValueError: naming what GenAI would refuse, or silently ignore.
-    """
+    """Raises `ValueError`, naming what GenAI would refuse, or silently ignore."""
     check_features(draft, TAKES, "OpenVINO")
     if draft.config.has_own_embed_tokens:
         check_table(draft, "OpenVINO")
@@ -48,17 +45,9 @@ def check(draft: DraftModel) -> None:
 
 def write(draft: DraftModel, folder: str | Path, python: str | None = None) -> None:
     """
-    Converts a draft.
-
-    Args:
-        draft ([`Eagle3ForSpeculation`]): The draft.
-        folder (`str` or `Path`): A new or empty folder.
-        python (`str`, *optional*):
-            The interpreter of an environment with `optimum-intel` and `openvino`. They need an older transformers than
-            this package. Defaults to the current interpreter.
-
-    Raises:
-        ValueError: if GenAI cannot express the draft, or the converter fails.
+    Converts a draft into a new or empty folder. `python` is the interpreter of an environment with `optimum-intel` and
+    `openvino`, which need an older transformers than this package. Raises `ValueError` if GenAI cannot express the draft, or
+    the converter fails.
     """
     check(draft)
     config, tensors = sglang.write(draft)
@@ -74,17 +63,7 @@ def write(draft: DraftModel, folder: str | Path, python: str | None = None) -> N
 
 
 def convert(python: str, model: str | Path, folder: str | Path) -> None:
-    """
-    Converts a target, or a draft in SGLang's layout, in float32.
-
-    Args:
-        python (`str`): See [`write`].
-        model (`str` or `Path`): The folder of the model.
-        folder (`str` or `Path`): The new folder.
-
-    Raises:
-        ValueError: if the converter fails.
-    """
+    """Converts a target, or a draft in SGLang's layout, in float32. Raises `ValueError` if the converter fails."""
     command = ("-m", "optimum.commands.optimum_cli", "export", "openvino", "--model", model)
     options = ("--task", "text-generation-with-past", "--trust-remote-code", "--weight-format", "fp32")
     run(python, *command, *options, folder)

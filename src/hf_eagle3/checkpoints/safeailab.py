@@ -13,10 +13,7 @@ NAME = "safeailab"
 
 def write(draft: DraftModel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """
-    Returns the configuration and tensors of a draft in this format.
-
-    Raises:
-        CannotExpress: if EAGLE's code would ignore a part of the draft.
+    Returns configuration and tensors in this format. Raises `CannotExpress` if EAGLE's code would ignore a part of the draft.
     """
     flat = flat_config(draft, ("an activation other than silu",), NAME)
     # EAGLE's code does not read the layer ids. They are the ones that it takes.

@@ -53,11 +53,8 @@ def write(draft: DraftModel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 def reads_ids_unchanged(draft: DraftModel) -> bool:
     """
-    Whether SGLang reads the layer ids unchanged for this draft's target, or adds one to each.
-
-    Raises:
-        CannotExpress: if no ids make SGLang read the draft's states.
-        ValueError: if the draft does not name its target.
+    Returns whether SGLang reads the layer ids unchanged for this draft's target, or adds one to each. Raises `CannotExpress`
+    if no ids make SGLang read the draft's states, or `ValueError` if the draft does not name its target.
     """
     config = draft.config
     ids = config.eagle_aux_hidden_state_layer_ids
@@ -68,8 +65,7 @@ def reads_ids_unchanged(draft: DraftModel) -> bool:
         return False
     if not architectures:
         raise ValueError(
-            "SGLang counts layers differently for some targets, and this draft does not name its target. Pair it with its "
-            "target first (`--target`, or `draft.pair_with(target)`)."
+            "SGLang counts layers by target, and this draft does not name its target. Pass it (`--target`, or `draft.pair_with`)."
         )
     if not any(word in name for name in architectures for word in READS_IDS_UNCHANGED):
         return False

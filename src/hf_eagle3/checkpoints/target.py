@@ -4,22 +4,16 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from transformers.utils import logging
 
+from ..file_checks import without_load_report
 from ..tokenizer import check_is_target
 
 
 def target_class(name: str | Path, with_images: bool = False, **kwargs: Any) -> Any:
     """
-    Returns the class of transformers that loads a target: one that sees if there are images, or no other class takes it.
-
-    Args:
-        name (`str` or `Path`): Folder or Hub id.
-        with_images (`bool`, *optional*, defaults to `False`): Whether the target is to read images.
-        kwargs (*optional*): For `AutoConfig.from_pretrained`.
-
-    Raises:
-        ValueError: if it is a draft, or an adapter.
+    Returns the class of transformers that loads a target (`name`): one that sees, if it is to read images (`with_images`) or
+    no other class takes it. `kwargs` are for `AutoConfig.from_pretrained`. Raises `ValueError` if it is a draft, or an
+    adapter.
     """
     check_is_target(name, **kwargs)
     config = AutoConfig.from_pretrained(name, **kwargs)
@@ -31,12 +25,8 @@ def target_class(name: str | Path, with_images: bool = False, **kwargs: Any) -> 
 
 def load_ends(name: str | Path, revision: str | None = None, **kwargs: Any) -> PreTrainedModel:
     """
-    Loads only the embedding and head of a target. Checking a draft and training from features need no more.
-
-    Args:
-        name (`str` or `Path`): Folder or Hub id.
-        revision (`str`, *optional*): Branch, tag or commit.
-        kwargs (*optional*): For `from_pretrained`.
+    Loads only the embedding and head of a target (`name`, `revision`). Checking a draft and training from features need no
+    more. `kwargs` are for `from_pretrained`.
 
     Raises:
         ValueError: if the checkpoint lacks them, or their sizes differ from its configuration, or it is no target.
@@ -47,14 +37,10 @@ def load_ends(name: str | Path, revision: str | None = None, **kwargs: Any) -> P
     text_config = config.get_text_config(decoder=True)
     num_layers, text_config.num_hidden_layers = text_config.num_hidden_layers, 0
     # Without layers, tables with a part for each layer (Gemma's per-layer embeddings) no longer fit.
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it would report every missing layer
-    try:
+    with without_load_report():  # of every missing layer
         target, info = auto_class.from_pretrained(
             name, config=config, revision=revision, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs
         )
-    finally:
-        logging.set_verbosity(verbosity)
     target.config.get_text_config(decoder=True).num_hidden_layers = num_layers
     ends = {target.get_input_embeddings(), target.get_output_embeddings()}
     names = {f"{path}.weight" for path, module in target.named_modules() if module in ends}

@@ -22,15 +22,8 @@ CONFIGURED = {
 
 def flat_config(draft: DraftModel, takes: Collection[str], to: str) -> dict[str, Any]:
     """
-    Returns a draft's configuration with the keys of its layers at the top level.
-
-    Args:
-        draft ([`Eagle3ForSpeculation`]): The draft.
-        takes (`Collection[str]`): What the format can express of [`draft_features`].
-        to (`str`): The name of the format.
-
-    Raises:
-        ValueError: naming what cannot be expressed.
+    Returns a draft's configuration with the keys of its layers at the top level. Raises `ValueError` if it has
+    [`draft_features`] that are not in `takes`, what the format `to` can express.
     """
     config = draft.config
     layer_config = config.transformer_layer_config
@@ -81,10 +74,7 @@ def draft_features(draft: DraftModel) -> dict[str, bool]:
 
 
 def check_layer_ids(draft: DraftModel) -> None:
-    """
-    Raises:
-        ValueError: if a draft does not say which states it reads, or what its ids count.
-    """
+    """Raises `ValueError` if a draft does not say which states it reads, or what its ids count."""
     config = draft.config
     if config.eagle_aux_hidden_state_layer_ids is None or config.aux_layer_ids_assumed:
         raise ValueError("This draft does not say which states it reads. Pair it with its target first (`--target`).")
@@ -102,10 +92,7 @@ class CannotExpress(ValueError):
 
 
 def check_features(draft: DraftModel, takes: Collection[str], to: str) -> None:
-    """
-    Raises:
-        CannotExpress: if a draft has a feature that a format does not take.
-    """
+    """Raises `CannotExpress` if a draft has a feature that a format does not take."""
     features = draft_features(draft)
     assert features.keys() >= set(takes)
     if reasons := [feature for feature, has in features.items() if has and feature not in takes]:
@@ -113,43 +100,31 @@ def check_features(draft: DraftModel, takes: Collection[str], to: str) -> None:
 
 
 def check_table(draft: DraftModel, to: str) -> None:
-    """
-    Raises:
-        ValueError: if a draft's embedding table differs from its target's, which engines use instead.
-    """
+    """Raises `ValueError` if a draft's embedding table differs from its target's, which engines use instead."""
     of_target = draft.config.verifier_fingerprint
     if of_target is None:
         raise ValueError(
             f"This draft stores an embedding table, but readers of the {to} format use the target's. Pass the target, to see whether "
             "they are the same: `--target` of recipes/export.py, or `draft.pair_with(target)`."
         )
-    if similarity(fingerprint(draft.embed_tokens.weight), of_target) < 0.9999:
+    if similarity(fingerprint(draft.embed_tokens), of_target) < 0.9999:
         raise ValueError(
-            f"This draft has its own embedding table, but readers of the {to} format would use the target's, which differs. The "
-            "draft would draft something else."
+            f"This draft has its own embedding table. Readers of the {to} format use the target's, and would draft something else."
         )
 
 
 def check_head(draft: DraftModel) -> None:
-    """
-    Raises:
-        ValueError: if a draft uses its target's head, and is not paired with it yet.
-    """
+    """Raises `ValueError` if a draft uses its target's head, and is not paired with it yet."""
     if draft.get_output_embeddings().out_features == 0:
         raise ValueError(
-            "This draft stores no head and uses its target's. Pair it with its target first (`--target`, or "
-            "`draft.pair_with(target)`)."
+            "This draft stores no head and uses its target's. Pair them first (`--target`, or `draft.pair_with(target)`)."
         )
 
 
 def layer_ids(draft: DraftModel, unchanged: bool = False) -> dict[str, Any]:
     """
-    Returns the keys for the layer ids of the states that a draft reads. Most formats count the outputs of layers, and we
-    count the inputs. Our ids are stored as well, so that we read the draft back exactly.
-
-    Args:
-        draft ([`Eagle3ForSpeculation`]): The draft.
-        unchanged (`bool`, *optional*, defaults to `False`): Whether to write ids that count inputs.
+    Returns the keys for the layer ids of the states that a draft reads. Most formats count the outputs of layers, and we count
+    the inputs, which are written `unchanged` for some. Our ids are stored as well, so that we read the draft back exactly.
     """
     config = draft.config
     ids = config.eagle_aux_hidden_state_layer_ids

@@ -139,10 +139,7 @@ class Output:
 
 def locked(path: Path) -> FileLock:
     """
-    Locks a file until the returned lock is gone. This process may lock it again.
-
-    Raises:
-        ValueError: if another process has locked it.
+    Locks a file until the returned lock is gone. This process may lock it again. Raises `ValueError` if another process has.
     """
     # A soft lock would outlive a killed process.
     lock = FileLock(path, is_singleton=True, fallback_to_soft=False)
@@ -193,13 +190,8 @@ def drop_unfinished_line(path: Path) -> None:
 
 def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) -> CommitInfo:
     """
-    Pushes the rows of an [`Output`] to a data set on the Hub, in one commit, with a card. An existing card stays, but learns of
-    new columns.
-
-    Args:
-        folder (`str` or `Path`): The folder of the [`Output`].
-        repo_id (`str`): `<owner>/<name>`. It is made if it does not exist.
-        private (`bool`, *optional*): Whether a new data set is private.
+    Pushes the rows of an [`Output`] to a data set on the Hub (`<owner>/<name>`, made if it does not exist), in one commit,
+    with a card. An existing card stays, but learns of new columns.
 
     Raises:
         ValueError: if there are no rows, or the data set has rows that were made with other settings.

@@ -13,12 +13,8 @@ KEPT_ROLES = {"system", "user", "assistant"}
 
 class Conversation:
     """
-    A row that is being answered: its turns so far, and the messages between the answers that are still missing.
-
-    Args:
-        row (`int`): The row's number in the data set.
-        example (`dict`): The row. See [`~hf_eagle3.data.read_prompt`].
-        template_kwargs (`dict`, *optional*): For the chat template. What the row says itself comes first.
+    A row that is being answered: its turns so far, and the messages between the answers that are still missing. Of the
+    arguments of the chat template, those that the row has come first.
 
     Raises:
         RowError: if there is nothing to answer, or a message that depends on an original answer (`tool`).

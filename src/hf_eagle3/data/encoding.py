@@ -12,7 +12,7 @@ from trl.data_utils import common_prefix_length, get_dataset_column_names
 from trl.trainer.utils import global_then_local_main_first
 
 from ..tokenizer import PromptEncoder
-from .images import Expansion, ImageReader
+from .images import Expansion, ImageReader, storable
 from .prompts import documents_of_row
 from .rows import IMAGES, WEIGHTS, Row, RowError, is_learned, read_images, read_row, summary
 
@@ -33,11 +33,8 @@ def has_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """
-    Returns TRL's version of the tokenizer's chat template, which marks the assistant's turns. `None` if the template
-    already has markers, or TRL knows no such version.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): A tokenizer with a chat template.
+    Returns TRL's version of the tokenizer's chat template, which marks the assistant's turns. `None` if the template already
+    has markers, or TRL knows no such version.
     """
     if has_markers(tokenizer):
         return None
@@ -128,8 +125,7 @@ class RowEncoder(PromptEncoder):
         for token in (min(tokens, default=0), max(tokens, default=0)):
             if self.vocab_size is not None and not 0 <= token < self.vocab_size:
                 raise RowError(
-                    f"it has token {token}, but the target's vocabulary ends at {self.vocab_size - 1}. It was tokenized for another "
-                    "target: tokenize it again"
+                    f"it has token {token}, but the target's vocabulary ends at {self.vocab_size - 1}. Tokenize it for this target"
                 )
         return encoded
 
@@ -200,8 +196,7 @@ class RowEncoder(PromptEncoder):
                 )
         elif not all(map(is_learned, row.messages[row.num_given or 0 :])):
             raise RowError(
-                f"a message has 0 or false as one of {WEIGHTS}, but all messages are learned. Pass `assistant_only_loss=True`, or "
-                "remove the key"
+                f"one of {WEIGHTS} is 0 or false, but all messages are learned. Pass `assistant_only_loss=True`, or remove it"
             )
         if row.num_given is not None and self.completion_only_loss:
             start = common_prefix_length(self._prompt(row, row.num_given, expansion), tokens)
@@ -311,15 +306,7 @@ class RowEncoder(PromptEncoder):
 
     def report_lost(self, rows: Sequence[int], num_rows: int, name: str) -> None:
         """
-        Warns that assistant turns were not found in some rows.
-
-        Args:
-            rows (sequence of `int`): The numbers of these rows.
-            num_rows (`int`): How many rows there are in all.
-            name (`str`): `"train"` or `"eval"`, for messages.
-
-        Raises:
-            ValueError: if these are more than 5% of all rows.
+        Warns that assistant turns were not found in these of `num_rows` rows. Raises `ValueError` if they are more than 5%.
         """
         message = (
             f"In {len(rows)} of {num_rows} rows of the {name} data (the first are {list(rows[:3])}) assistant turns cannot be found. The "
@@ -398,12 +385,7 @@ def encode_rows(
 
 
 def drop_untaught(encoded: Dataset, taught: list[int], name: str) -> Dataset:
-    """
-    Returns the rows with something to learn. Warns of the others.
-
-    Raises:
-        ValueError: if there is no such row.
-    """
+    """Returns the rows with something to learn. Warns of the others. Raises `ValueError` if there is no such row."""
     if not taught:
         raise ValueError(
             f"{len(encoded)} of {len(encoded)} rows of the {name} data have nothing to learn: no more than two tokens, or only "
@@ -426,6 +408,8 @@ def encode_or_explain(row: dict[str, Any], encoder: RowEncoder, columns: list[st
         empty |= {"image_text": "", "image_end": 0}
     try:
         encoded = encoder(row)
+        if "image_data" in columns:  # of messages that hold them, in a column of texts
+            encoded["image_data"] = list(map(storable, encoded["image_data"]))
         encoded = {column: value for column, value in encoded.items() if column in columns}
         if "seq_lengths" in columns:  # of other rows
             encoded.setdefault("seq_lengths", [len(encoded["input_ids"])])
@@ -441,12 +425,8 @@ def teaches(document: dict[str, list[int]]) -> bool:
 
 def split_documents(dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
     """
-    Returns encoded rows of one document each, for batches that cannot keep packed ones apart, or to pack them anew. Drops
-    documents with nothing to learn.
-
-    Args:
-        dataset (`Dataset` or `IterableDataset`): The encoded data, with `seq_lengths`.
-        name (`str`): `"train"` or `"eval"`, for messages.
+    Returns encoded rows of one document each, for batches that cannot keep packed ones (`seq_lengths`) apart, or to pack them
+    anew. Drops documents with nothing to learn.
     """
     kwargs = {"batched": True, "remove_columns": get_dataset_column_names(dataset)}
     if isinstance(dataset, IterableDataset):
@@ -468,13 +448,7 @@ def documents_of_rows(rows: dict[str, list]) -> dict[str, list]:
 
 
 def taught_within(dataset: Dataset | IterableDataset, max_length: int) -> Dataset | IterableDataset:
-    """
-    Returns the rows with something to learn within their first `max_length` tokens.
-
-    Args:
-        dataset (`Dataset` or `IterableDataset`): The encoded data.
-        max_length (`int`): Rows are cut beyond it.
-    """
+    """Returns the encoded rows with something to learn within their first `max_length` tokens."""
     kwargs = {"fn_kwargs": {"max_length": max_length}, "input_columns": "labels"}
     if isinstance(dataset, IterableDataset):
         return dataset.filter(is_taught_within, **kwargs)
@@ -515,10 +489,8 @@ class EncodedStream:
 
     def report_broken(self, index: int, error: RowError) -> None:
         """
-        Counts a row that cannot be learned from, and warns whenever their number is a power of two.
-
-        Raises:
-            ValueError: if these are more than 5% of the rows, or of 100, or no row before could be learned from.
+        Counts a row that cannot be learned from, and warns whenever their number is a power of two. Raises `ValueError` if
+        these are more than 5% of the rows, or of 100, or no row before could be learned from.
         """
         self.broken.append(index)
         count, message = len(self.broken), f"Row {index} of the {self.name} data cannot be learned from: {error}."

@@ -12,10 +12,9 @@ from typing import Any
 import datasets
 import torch
 from datasets import Dataset, IterableDataset
-from PIL import UnidentifiedImageError
 from PIL.Image import Image
 from transformers import PreTrainedConfig, ProcessorMixin
-from transformers.image_utils import load_image
+from transformers.image_utils import httpx, load_image
 from trl.data_utils import get_dataset_column_names
 
 from .rows import CONVERSATIONS, IMAGE_PARTS, IMAGES, RowError, UnreachableError
@@ -25,25 +24,18 @@ from .rows import CONVERSATIONS, IMAGE_PARTS, IMAGES, RowError, UnreachableError
 IMAGE_INPUT = "image_input_"
 URLS = ("http://", "https://", "data:")
 ROWS_LOOKED_AT = 64
-PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
+SECONDS = 60  # that a server of images may be silent
 
 
 def sees_images(config: PreTrainedConfig) -> bool:
-    """
-    Returns whether a target reads images beside its text.
-
-    Args:
-        config (`PreTrainedConfig`): The target's configuration.
-    """
+    """Returns whether a target of this `config` reads images beside its text."""
     return getattr(config, "vision_config", None) is not None
 
 
 def shows_images(dataset: Any) -> bool:
     """
-    Returns whether a data set has a column for images, or an image in the messages of its first rows.
-
-    Args:
-        dataset (`Dataset` or `IterableDataset`, *optional*): The data. Anything else shows no images.
+    Returns whether a `dataset` has a column for images, or an image in the messages of its first rows. What is no data set has
+    none.
     """
     if not isinstance(dataset, Dataset | IterableDataset):
         return False
@@ -66,19 +58,24 @@ def with_unread_images(dataset: Any) -> Any:
     """Returns the data set with images as bytes or paths, so that one that cannot be read spoils only its own row."""
     if not isinstance(dataset, Dataset | IterableDataset) or dataset.features is None:
         return dataset
-    unread = datasets.Image(decode=False)
-    for column in IMAGES:
-        feature = dataset.features.get(column)
-        if isinstance(feature, datasets.Image):
-            dataset = dataset.cast_column(column, unread)
-        elif isinstance(getattr(feature, "feature", None), datasets.Image):
-            dataset = dataset.cast_column(column, datasets.List(unread))
+    for column, feature in dataset.features.items():
+        if (other := unread(feature)) != feature:
+            dataset = dataset.cast_column(column, other)
     return dataset
+
+
+def unread(feature: Any) -> Any:
+    """Returns the feature of a column with its images as bytes or paths."""
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(feature, dict):  # messages have parts, and these images
+        return {name: unread(each) for name, each in feature.items()}
+    return datasets.List(unread(feature.feature)) if isinstance(feature, datasets.List) else feature
 
 
 def load(image: Any) -> Image:
     """
-    Loads an image.
+    Loads an image, in RGB.
 
     Args:
         image (`PIL.Image.Image`, `str` or `dict`): The image, its path, URL or data URL, or `bytes` and `path` as in `datasets`.
@@ -87,8 +84,6 @@ def load(image: Any) -> Image:
         RowError: if it cannot be read.
         UnreachableError: if there is no such file, or its server cannot be reached. Another run may find it.
     """
-    if isinstance(image, Image):
-        return image
     is_file = isinstance(image, str) and not image.startswith(URLS)
     # `Path.is_file` raises an error for strings that are too long for a path.
     if is_file and not os.path.isfile(image):
@@ -96,14 +91,17 @@ def load(image: Any) -> Image:
             f"there is no image {image:.200} (from the folder {Path.cwd()}). Correct the path, or remove the row"
         )
     try:
+        if isinstance(image, str) and image.startswith(("http://", "https://")):
+            # The `load_image` below waits for ever, and takes the page of an error for an image.
+            answer = httpx.get(image, timeout=SECONDS, follow_redirects=True).raise_for_status()
+            image = {"bytes": answer.content}
         if isinstance(image, dict) and image.keys() <= {"bytes", "path"}:
-            return datasets.Image().decode_example(image)
-        if isinstance(image, str):
-            return load_image(image)
+            image = datasets.Image().decode_example({"bytes": None, "path": None, **image})
+        if isinstance(image, str | Image):
+            return load_image(image)  # without alpha, and turned as its EXIF says, whatever form it has
+    except httpx.HTTPError as error:
+        raise UnreachableError(f"the image {image:.200} cannot be reached: {str(error):.200}") from error
     except Exception as error:
-        is_remote = isinstance(image, str) and image.startswith(("http://", "https://"))
-        if is_remote and not isinstance(error, UnidentifiedImageError):
-            raise UnreachableError(f"the image {image:.200} cannot be reached: {str(error):.200}") from error
         raise RowError(f"an image cannot be read: {str(error):.200}") from error  # it may have a whole data URL
     raise RowError(f"an image is {image!r:.80}, but must be a PIL image, a path or a URL")
 
@@ -112,10 +110,8 @@ def storable(image: Any) -> str:
     """Returns the path or URL of an image, or a data URL that holds it."""
     if isinstance(image, str):
         return image
-    file, picture = BytesIO(), load(image)
-    if picture.mode not in PNG_MODES:
-        picture = picture.convert("RGB")
-    picture.save(file, format="PNG")
+    file = BytesIO()
+    load(image).save(file, format="PNG")
     return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
 
 
@@ -126,20 +122,12 @@ def sendable(image: Any) -> str:
 
 @dataclass
 class Expansion:
-    """
-    What a processor writes in place of the images of a text.
+    """What a processor writes in place of the images of a text."""
 
-    Args:
-        token (`str`, *optional*): Stands for an image in the text.
-        replacements (`list[str]`, *optional*): What the processor writes for each image.
-        input_ids (`list[int]`, *optional*): The processor's tokens of the whole text.
-        end (`int`, *optional*): The number of tokens up to the end of the last image.
-    """
-
-    token: str = ""
-    replacements: list[str] = field(default_factory=list)
-    input_ids: list[int] | None = None
-    end: int = 0
+    token: str = ""  # stands for an image in the text
+    replacements: list[str] = field(default_factory=list)  # what the processor writes for each image
+    input_ids: list[int] | None = None  # the processor's tokens of the whole text
+    end: int = 0  # the number of tokens up to the end of the last image
 
     def of(self, text: str) -> str:
         """Returns the text, or a beginning of it, with all that the processor writes for images."""
@@ -150,39 +138,53 @@ class Expansion:
 
 
 class ImageReader:
-    """
-    Turns images into what a target reads.
-
-    Args:
-        processor (`ProcessorMixin`): The target's processor.
-    """
+    """Turns images into what a target reads, by its `processor`."""
 
     def __init__(self, processor: ProcessorMixin):
         self.processor = processor
 
-    def expand(self, text: str, images: list[Any]) -> Expansion:
+    def check_places(self, text: str, images: list[Any]) -> None:
         """
-        Returns what the processor writes in place of a text's images.
+        Checks that a text has a place for each image, also if there are none: a target counts those of a whole batch.
 
         Args:
             text (`str`): A text with the processor's `image_token` for each image.
-            images (`list`): The images; see [`load`].
+            images (`list`): The images.
 
         Raises:
-            RowError: if an image cannot be loaded, or there are more or fewer of them than the text has places for.
+            RowError: if there are more or fewer places, or the processor has no `image_token`.
         """
-        if not images:
-            return Expansion()
-        token, name = getattr(self.processor, "image_token", None), type(self.processor).__name__
-        if token is None:
-            raise RowError(f"it has images, and {name} has no `image_token` that stands for one in a text")
-        if (num_places := text.count(token)) != len(images):
+        token = getattr(self.processor, "image_token", None)
+        if images and token is None:
+            raise RowError(
+                f"it has images, and {type(self.processor).__name__} has no `image_token` that stands for one in a text"
+            )
+        if (num_places := text.count(token) if token else 0) != len(images):
             raise RowError(
                 f"it has {len(images)} images, but its text has {num_places} places for them ({token!r}). Correct the row, or "
                 "pass a chat template that writes one for each image"
             )
+
+    def expand(self, text: str, images: list[Any]) -> Expansion:
+        """
+        Returns what the processor writes in place of a text's `images`; see [`load`]. The `text` has its `image_token` for
+        each.
+
+        Raises:
+            RowError: if an image cannot be loaded, or there are more or fewer of them than the text has places for.
+        """
+        self.check_places(text, images)
+        if not images:
+            return Expansion()
+        token, name = self.processor.image_token, type(self.processor).__name__
         try:
-            read = self._process([text], [images], return_text_replacement_offsets=True, return_mm_token_type_ids=True)
+            read = self._process(
+                [text],
+                [images],
+                images_kwargs={"return_tensors": "pt"},  # some processors count on tensors (Ovis 2)
+                return_text_replacement_offsets=True,
+                return_mm_token_type_ids=True,
+            )
         except RowError:
             raise
         except Exception as error:
@@ -190,11 +192,13 @@ class ImageReader:
         if "text_replacement_offsets" not in read:
             raise RowError(f"it has images, and {name} does not tell what it writes in place of one")
         kinds = read["mm_token_type_ids"] if "mm_token_type_ids" in read else read["token_type_ids"]
+        input_ids = list(read["input_ids"][0])
         return Expansion(
             token,
             [each["replacement"] for each in read["text_replacement_offsets"][0]],
-            list(read["input_ids"][0]),
-            max(place + 1 for place, kind in enumerate(kinds[0]) if kind),
+            input_ids,
+            # Some mark no token (Ovis 2): then all are taken for an image.
+            max((place + 1 for place, kind in enumerate(kinds[0]) if kind), default=len(input_ids)),
         )
 
     def inputs(self, rows: list[dict[str, Any]], length: int, padding_side: str = "right") -> dict[str, torch.Tensor]:
@@ -243,11 +247,8 @@ class ImageReader:
 
 class ImageCollator:
     """
-    Collates rows with another collator, and adds what the target reads of their images, with `image_input_` before each name.
-
-    Args:
-        collator (`Callable`): The other collator.
-        images ([`ImageReader`]): The reader.
+    Collates rows with another `collator`, and adds what the target reads of their `images` (an [`ImageReader`]), with
+    `image_input_` before each name.
     """
 
     def __init__(self, collator: Any, images: ImageReader):

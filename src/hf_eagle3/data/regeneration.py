@@ -43,14 +43,8 @@ def beginnings(
     dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, num_tokens: int, num_new_tokens: int
 ) -> Dataset | IterableDataset:
     """
-    Returns a data set of prompts, which are pieces of texts. There is one for each `num_tokens + num_new_tokens` tokens of
-    a text, so the continued prompts are as long as the text. Even a short text has one.
-
-    Args:
-        dataset (`Dataset` or `IterableDataset`): With a column `text`.
-        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
-        num_tokens (`int`): Length of a prompt.
-        num_new_tokens (`int`): Length of its continuation.
+    Returns a data set of prompts, which are pieces of texts. There is one for each `num_tokens + num_new_tokens` tokens of a
+    text, so the continued prompts are as long as the text. Even a short text has one.
     """
     apart = num_tokens + num_new_tokens
 
@@ -79,19 +73,8 @@ def regenerate_locally(
 ) -> int:
     """
     Answers with `target.generate`, `batch_size` conversations of similar length at a time. Continues prompts that are texts.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
-        pending (iterable of [`Conversation`]): What to answer.
-        output ([`Output`]): Where finished rows go.
-        batch_size (`int`): Number of conversations in a batch.
-        draft ([`Eagle3ForSpeculation`], *optional*): An earlier draft of this target, which makes it faster.
-        images ([`ImageReader`], *optional*): Reads images. Without it rows with images are left out.
-        generation_kwargs (*optional*): For `generate`.
-
-    Returns:
-        `int`: The number of rows with an image that could not be reached. Another run tries them again.
+    An earlier draft of the target makes it faster. Without a reader of images, rows with images are left out. Returns the
+    number of rows with an image that could not be reached. Another run tries them again.
     """
     tokenizer.pad_token = padding_token(tokenizer)
     try:
@@ -180,8 +163,7 @@ def encode_prompt(
         images ([`ImageReader`], *optional*): Reads images.
 
     Raises:
-        RowError: if the prompt cannot be rendered, is empty, or is too long.
-        UnreachableError: if there is no such image, or its server cannot be reached.
+        RowError: if the prompt cannot be rendered, is empty, or is too long, or an image is missing (`UnreachableError`).
     """
     if conversation.images and images is None:
         raise RowError("it has images, but the target or its processor reads text only")
@@ -192,6 +174,8 @@ def encode_prompt(
             text = encoder.render(conversation.turns, add_generation_prompt=True, **conversation.template_kwargs)
             encoder.check_written(conversation.turns, text, add_generation_prompt=True, **conversation.template_kwargs)
             tokens = encoder.rendered_tokens(text)
+        if images is not None:
+            images.check_places(text, conversation.images)
         if images is not None and conversation.images:
             special = encoder.special_tokens if conversation.text is not None else []
             start = "".join(encoder.tokenizer.convert_ids_to_tokens(special))
@@ -206,8 +190,7 @@ def encode_prompt(
         raise RowError("its prompt has no tokens")
     if positions is not None and len(tokens) + room > positions:
         raise RowError(
-            f"its prompt has {len(tokens)} tokens, and with `max_new_tokens={room}` more than the target's table of {positions} "
-            "positions"
+            f"with `max_new_tokens={room}` it has {len(tokens) + room} tokens, more than the target's table of {positions} positions"
         )
     seen = {"image_text": text, "image_data": conversation.images} if conversation.images else {}
     return {"prompt": text, "input_ids": tokens, **seen}
@@ -239,16 +222,9 @@ def parse_answer(
     tokenizer: PreTrainedTokenizerBase, tokens: list[int], stop: int | None, prompt: str | None
 ) -> dict[str, Any]:
     """
-    Returns the message in an answer, with its reasoning and tool calls if the tokenizer can parse them.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
-        tokens (`list[int]`): The answer.
-        stop (`int`, *optional*): The token that ended it.
-        prompt (`str`, *optional*): The rendered conversation. `None` if the answer continues a text.
-
-    Raises:
-        RowError: if it is empty, or cannot be parsed.
+    Returns the message in an answer, with its reasoning and tool calls if the tokenizer can parse them. `stop` is the token
+    that ended it. Without a `prompt`, the rendered conversation, it continues a text. Raises `RowError` if it is empty, or
+    cannot be parsed.
     """
     if not tokens:
         raise RowError("its answer is empty")

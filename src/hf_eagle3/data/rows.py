@@ -45,12 +45,7 @@ WEIGHTS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
 
 
 class RowError(ValueError):
-    """
-    Says what is wrong with a row. The code that iterates over rows adds the row's number.
-
-    Args:
-        reason (`str`): What is wrong.
-    """
+    """Says what is wrong with a row (`reason`). The code that iterates over rows adds the row's number."""
 
     def __init__(self, reason: str):
         super().__init__(reason)
@@ -86,16 +81,9 @@ class Row:
 
 def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
     """
-    Returns the kind of a data set, by the names of its columns.
-
-    Args:
-        columns (iterable of `str`): The names.
-        text_field (`str`, *optional*, defaults to `"text"`): The column that has texts.
-
-    Returns:
-        `str`: `"input_ids"`, `"prompt"` (with `"completion"`), `"messages"`, `"conversations"`, or `text_field`. A data set
-        with conversations and their first prompt in a column `prompt` (ultrachat_200k) is one of conversations. A
-        `text_field` other than `"text"` was asked for, and comes first.
+    Returns the kind of a data set, by the names of its `columns`: `"input_ids"`, `"prompt"` (with `"completion"`),
+    `"messages"`, `"conversations"`, or `text_field`. A data set with conversations and their first prompt in a column `prompt`
+    (ultrachat_200k) is one of conversations. A `text_field` other than `"text"` was asked for, and comes first.
 
     Raises:
         ValueError: if no column can be learned from.
@@ -112,8 +100,7 @@ def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
             return name
     if "prompt" in columns:
         raise ValueError(
-            f"has prompts, but no 'completion' to learn. Its columns are {sorted(columns)}. Remove 'prompt' to learn from another "
-            "column."
+            f"has prompts, but no 'completion' to learn. Remove 'prompt' to learn from another column of {sorted(columns)}."
         )
     if text_field in columns:
         return text_field
@@ -126,14 +113,8 @@ def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
 
 def read_row(row: dict[str, Any], kind: str) -> Row:
     """
-    Reads a row to learn from.
-
-    Args:
-        row (`dict`): A row of the data set.
-        kind (`str`): See [`~hf_eagle3.data.kind_of`].
-
-    Raises:
-        RowError: if the row has another form.
+    Reads a `row` of a data set of this `kind`, to learn from; see [`~hf_eagle3.data.kind_of`]. Raises `RowError` if it has
+    another form.
     """
     images = read_images(row)
     if kind == "input_ids":
@@ -183,14 +164,8 @@ def with_places(messages: list[dict], images: list[Any]) -> tuple[list[dict], li
     Returns messages with a part `{"type": "image"}` at the place of each image, and the images.
 
     If no message has such parts, the images come before the first text of the user, as in TRL. If the parts have images of
-    their own (`image`, `image_url`, `url` or `path`), these are taken.
-
-    Args:
-        messages (`list[dict]`): The conversation.
-        images (`list`): The images in columns of the row.
-
-    Raises:
-        RowError: if there are more places than images, or more images than places.
+    their own (`image`, `image_url`, `url` or `path`), these are taken. Raises `RowError` if there are more places than images,
+    or more images than places.
     """
     contents = [message["content"] for message in messages if isinstance(message["content"], list)]
     parts = [part for content in contents for part in content if part["type"] == "image"]
@@ -215,13 +190,8 @@ def with_places(messages: list[dict], images: list[Any]) -> tuple[list[dict], li
 
 def read_prompt(row: dict[str, Any]) -> Row:
     """
-    Reads a row to answer: `messages` (or `conversations`), or a `prompt` that is a text or messages.
-
-    Args:
-        row (`dict`): A row of the data set or file.
-
-    Raises:
-        RowError: if the row has another form.
+    Reads a `row` to answer: `messages` (or `conversations`), or a `prompt` that is a text or messages. Raises `RowError` if it
+    has another form.
     """
     kind = next((name for name in (*CONVERSATIONS, "prompt") if row.get(name) is not None), None)
     if kind is None:
@@ -427,16 +397,14 @@ def read_tokens(row: dict[str, Any]) -> dict[str, list[int]]:
         places = [place for place, seen in enumerate(attended) if seen]
         if not places or len(places) != places[-1] - places[0] + 1:
             raise RowError(
-                "'attention_mask' excludes tokens in the middle, or all of them, but a draft learns from whole texts. Remove these "
-                "tokens from the row"
+                "'attention_mask' excludes tokens in the middle, or all, but a draft learns from whole texts. Remove these tokens"
             )
         kept = slice(places[0], places[-1] + 1)
         tokens, labels = tokens[kept], labels[kept]
     for place, (token, label) in enumerate(zip(tokens, labels)):
         if label not in (-100, token):
             raise RowError(
-                f"label {place} is {label}, but token {place} is {token}. Labels must be the tokens themselves, not shifted, or "
-                "-100"
+                f"label {place} is {label}, but token {place} is {token}. Labels must be the tokens, not shifted, or -100"
             )
     read = {"input_ids": tokens, "labels": labels}
     if row.get("seq_lengths") is not None:
@@ -507,12 +475,7 @@ def _shown(value: Any) -> str:
 
 
 def summary(problems: Iterable[tuple[int, str]]) -> str:
-    """
-    Returns a sentence for each of the first three reasons why rows are wrong, with the numbers of three rows.
-
-    Args:
-        problems (iterable of `(int, str)`): Numbers of rows, and what is wrong with them.
-    """
+    """Returns a sentence for each of the first three reasons why rows are wrong, with the numbers of three rows."""
     by_reason: dict[str, list[int]] = {}
     for number, reason in problems:
         by_reason.setdefault(reason.rstrip("."), []).append(number)
@@ -527,13 +490,8 @@ def summary(problems: Iterable[tuple[int, str]]) -> str:
 
 def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict]]:
     """
-    Yields the objects of a JSON Lines file with the numbers of their lines, from 1.
-
-    Args:
-        path (`str` or `Path`): The file, in UTF-8.
-
-    Raises:
-        ValueError: if a line is not a JSON object. The message names the file and the line.
+    Yields the objects of a JSON Lines file at a `path`, in UTF-8, with the numbers of their lines, from 1. Raises `ValueError`
+    if a line is not a JSON object. The message names the file and the line.
     """
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):

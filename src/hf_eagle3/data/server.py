@@ -108,8 +108,7 @@ class ServerClient:
         for conversation in self.pending:  # shared: each worker takes the next
             if conversation.text is not None:
                 raise ValueError(
-                    "A server answers messages, but this data has texts as prompts. Leave `--base_url` out, to load the target "
-                    "instead."
+                    "A server answers messages, but this data has texts. Leave `--base_url` out, to load the target instead."
                 )
             try:
                 result = await self.answer(session, conversation)
@@ -222,10 +221,7 @@ def is_refusal(error: Exception) -> TypeGuard[aiohttp.ClientResponseError]:
 
 def choice_in(body: str) -> dict:
     """
-    Returns the first choice in a server's response.
-
-    Raises:
-        ValueError: if there is none. Some servers and proxies report errors with the status 200.
+    Returns the first choice in a server's response, or raises a `ValueError`: some servers report errors with the status 200.
     """
     try:
         choice = json.loads(body)["choices"][0]
@@ -238,10 +234,8 @@ def choice_in(body: str) -> dict:
 
 def message_of(choice: dict) -> dict:
     """
-    Returns the message of a server's choice: its content, reasoning and tool calls.
-
-    Raises:
-        RowError: if it has none of them, is a refusal, or cannot be read.
+    Returns the message of a server's choice: its content, reasoning and tool calls. Raises `RowError` if it has none of them,
+    is a refusal, or cannot be read.
     """
     said = choice["message"]
     if said.get("refusal"):

@@ -80,8 +80,7 @@ def run_benchmark(
         assistant (`PreTrainedModel`, *optional*): The small model of the method `assistant`.
         dflash (`PreTrainedModel`, *optional*):
             The draft of the method `dflash`, of a class of transformers' own such as `MuseGlimmerAssistantModel`.
-        drafts (`Mapping[str, PreTrainedModel]`, *optional*):
-            More drafts by method, such as those of `hf_eagle3.baselines`.
+        drafts (`Mapping[str, PreTrainedModel]`, *optional*): More drafts by method, such as those of `hf_eagle3.baselines`.
         results (`BenchmarkResults`, *optional*): The results of an interrupted run. They are not measured again.
         save (`Callable`, *optional*): Called with the results after each repeat.
         images ([`ImageReader`], *optional*): Reads the images of prompts.
@@ -138,10 +137,8 @@ def assistance_of(
 ) -> dict[str, dict[str, Any]]:
     """Returns the arguments of `generate` that turn on each method."""
     trees_only = {"prompt_lookup_num_tokens": 0}
-    ours = {
-        method: {"assistant_model": draft, **({} if method == "eagle3" else trees_only)}
-        for method, draft in drafts.items()
-    }
+    settings = {"eagle3": {}, "eagle3-chain": {**trees_only, "branching_factor": 1}}
+    ours = {method: {"assistant_model": draft, **settings.get(method, trees_only)} for method, draft in drafts.items()}
     return {
         "plain": {},
         "prompt-lookup": {"prompt_lookup_num_tokens": 8},
@@ -171,7 +168,7 @@ class TimedGeneration:
         device, draft = self.target.device, self.assistance[method].get("assistant_model")
         ours = draft if hasattr(draft, "assisted_decoding") else None
         set_seed(seed)
-        with as_chain(draft, method == "eagle3-chain"), counting_forwards(self.target) as num_forwards:
+        with counting_forwards(self.target) as num_forwards:
             counts_memory = reset_peak_memory(device)
             synchronize(device)
             start = time.perf_counter()
@@ -213,30 +210,26 @@ def measure_repeat(
     generate: TimedGeneration, batches: list, methods: list[str], temperature: float, seed: int, progress: tqdm
 ) -> list[dict]:
     """Runs all methods once over all batches, in turns. Returns a measurement of each method, plain generation's first."""
-    measured: dict[str, dict[str, Any]] = {}
-    for method in methods:
-        measured[method] = {"method": method, "new_tokens": 0, "seconds": 0.0, "draft_seconds": 0.0}
-        measured[method] |= {"target_forwards": 0, "plain_steps": 0, "lookup_steps": 0}
-        measured[method] |= {"accepted_lengths": Counter(), "drafted_lengths": Counter()}
-        measured[method] |= {"differing": [], "peak_memory": None}
+    measured: dict[str, dict[str, Any]] = {
+        method: {"method": method, "new_tokens": 0, "differing": [], "peak_memory": None} for method in methods
+    }
     row = 0
     for index, inputs in enumerate(batches):
-        for method in methods:
+        for method, total in measured.items():
             new_tokens, facts = generate(inputs, method, temperature, seed + index)
             if method == "plain":
                 expected = new_tokens
-            total = measured[method]
             total["new_tokens"] += sum(map(len, new_tokens))
             total["differing"] += [row + i for i, tokens in enumerate(new_tokens) if tokens != expected[i]]
-            for name in facts.keys() - {"peak_memory"}:
-                total[name] += facts[name]
-            if facts["peak_memory"] is not None:
-                total["peak_memory"] = max(total["peak_memory"] or 0, facts["peak_memory"])
+            if (peak := facts.pop("peak_memory")) is not None:
+                total["peak_memory"] = max(total["peak_memory"] or 0, peak)
+            for name, value in facts.items():
+                total[name] = total[name] + value if name in total else value
             progress.update()
         row += len(expected)
-    rates = {method: total["new_tokens"] / total["seconds"] for method, total in measured.items()}
-    for method, total in measured.items():
-        total["speedup"] = speedup(rates[method], rates["plain"])
+    plain_rate = measured["plain"]["new_tokens"] / measured["plain"]["seconds"]
+    for total in measured.values():
+        total["speedup"] = speedup(total["new_tokens"] / total["seconds"], plain_rate)
         for name in ("accepted_lengths", "drafted_lengths"):
             total[name] = {str(length): count for length, count in sorted(total[name].items())}
     return list(measured.values())
@@ -249,11 +242,8 @@ def check_methods(
     dflash: PreTrainedModel | None,
 ) -> list[str]:
     """
-    Returns the methods in their usual order, plain generation first.
-
-    Raises:
-        ValueError: if a method is unknown or lacks its model or has one of another kind, or plain generation is not among
-            them.
+    Returns the methods in their usual order, plain generation first. Raises `ValueError` if a method is unknown or lacks its
+    model or has one of another kind, or plain generation is not among them.
     """
     if "plain" not in methods:
         raise ValueError("`methods` must include 'plain': speed-ups are ratios to it.")
@@ -270,8 +260,7 @@ def check_methods(
             raise ValueError(f"The method {method!r} needs a model: pass `{method}`.")
         if method in methods and hasattr(model, "assisted_decoding"):
             raise ValueError(
-                f"The method {method!r} is transformers' own, and {type(model).__name__} is a draft of hf-eagle3. Pass it as "
-                "`draft` (`--draft`) instead."
+                f"The method {method!r} is transformers' own, and {type(model).__name__} is a draft of hf-eagle3. Pass `--draft`."
             )
     return sorted(methods, key=METHODS.index)
 
@@ -303,19 +292,6 @@ def whole_repeats(results: BenchmarkResults, methods: Sequence[str]) -> set[tupl
     }
     results.measurements[:] = [each for each in results.measurements if key(each) in whole]
     return whole
-
-
-@contextmanager
-def as_chain(draft: PreTrainedModel | None, is_chain: bool) -> Iterator[None]:
-    """Lets the draft propose a single continuation instead of a tree."""
-    if draft is None or not is_chain:
-        yield
-        return
-    width, draft.generation_config.branching_factor = draft.generation_config.branching_factor, 1
-    try:
-        yield
-    finally:
-        draft.generation_config.branching_factor = width
 
 
 @contextmanager

@@ -29,10 +29,7 @@ def load_draft(name: str, code: str = "installed", **kwargs: Any) -> Any:
         code (`str`, *optional*, defaults to `"installed"`):
             `installed` runs the installed hf-eagle3. `saved` runs the code that was saved with the draft, as
             `AutoModel.from_pretrained(name, trust_remote_code=True)` does.
-        kwargs (*optional*): Arguments of `from_pretrained`.
-
-    Returns:
-        `PreTrainedModel`: The draft. With `output_loading_info=True` a tuple of it and of what is known of loading.
+        kwargs (*optional*): For `from_pretrained`. With `output_loading_info=True` it returns that, too.
 
     Raises:
         ValueError: if it is not a draft, or no code of a draft was saved with it.
@@ -47,8 +44,7 @@ def load_draft(name: str, code: str = "installed", **kwargs: Any) -> Any:
     draft = loaded[0] if isinstance(loaded, tuple) else loaded
     if not hasattr(draft, "assisted_decoding"):
         raise ValueError(
-            f"The code that was saved with {name} makes a {type(draft).__name__}, which is not a draft of hf-eagle3. Use the "
-            "installed code (`--code installed`)."
+            f"The code of {name} makes a {type(draft).__name__}, which is not a draft of hf-eagle3. Pass `--code installed`."
         )
     draft.eval()
     return loaded

@@ -70,12 +70,9 @@ def profile_steps(
     **settings: Any,
 ) -> dict:
     """
-    Decodes prompts with the draft, one after the other, and sorts the time into parts. On an accelerator each part ends
-    with a synchronization. So a step takes longer than usual, and only its parts can be compared.
-
-    Returns:
-        `dict`: `steps`; `seconds` of a step by part, without the prompts; and `seconds_of_calls` and
-        `seconds_of_prompts` of all calls together.
+    Decodes prompts with the draft, one after the other, and sorts the time into parts. On an accelerator each part ends with a
+    synchronization. So a step takes longer than usual, and only its parts can be compared. Returns `steps`; `seconds` of a
+    step by part, without the prompts; and `seconds_of_calls` and `seconds_of_prompts` of all calls together.
     """
     mode = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     settings = {"max_new_tokens": max_new_tokens, **mode, **settings}

@@ -58,21 +58,14 @@ PLOTS = ("speedup.png", "acceptance.png", "batch_size.png")
 
 
 def acceptance_length(lengths: Counter[int]) -> float:
-    """
-    τ, pooled: all tokens that verification forwards emitted, over the number of those forwards.
-
-    Args:
-        lengths (`Counter[int]`): How many forwards emitted 1, 2, ... tokens. At least one forward.
-    """
+    """Returns τ, pooled: all tokens that verification forwards emitted, over the number of those forwards."""
     return sum(length * count for length, count in lengths.items()) / lengths.total()
 
 
 def acceptance_by_position(lengths: Counter[int]) -> list[float]:
     """
-    Entry `k`: the share of verification forwards that accepted at least `k + 1` drafted tokens.
-
-    Args:
-        lengths (`Counter[int]`): How many forwards emitted 1, 2, ... tokens. One token of each is the target's own.
+    Returns, as entry `k`, the share of verification forwards that accepted at least `k + 1` drafted tokens. One of the tokens
+    that a forward emits is the target's own.
     """
     num_drafted = max(lengths, default=1) - 1
     return [
@@ -81,15 +74,7 @@ def acceptance_by_position(lengths: Counter[int]) -> list[float]:
 
 
 def speedup(tokens_per_second: float, plain: float) -> float:
-    """
-    The speed-up in one repeat: its tokens per second over those of plain generation.
-
-    Args:
-        tokens_per_second, plain (`float`): Both from the same repeat.
-
-    Raises:
-        ValueError: if one of them is not positive.
-    """
+    """Returns the tokens per second of a repeat over those of plain generation. Raises `ValueError` if one is not positive."""
     if not (tokens_per_second > 0 and plain > 0):
         raise ValueError(f"Tokens per second must be positive, but are {tokens_per_second} and, plain, {plain}.")
     return tokens_per_second / plain
@@ -139,6 +124,42 @@ class BenchmarkRow:
     num_prompts: int = 0
     peak_memory: float | None = None
 
+    @classmethod
+    def of(cls, repeats: list[dict]) -> "BenchmarkRow":
+        """Returns the row that measurements of one method on one task make up."""
+
+        def total(name: str) -> Any:
+            return sum(repeat[name] for repeat in repeats)
+
+        def pooled(name: str) -> Counter[int]:
+            lengths: Counter[int] = Counter()
+            for repeat in repeats:
+                lengths.update(
+                    {int(length): count for length, count in repeat[name].items()}
+                )  # JSON has texts as keys
+            return lengths
+
+        memory = [repeat["peak_memory"] for repeat in repeats if repeat["peak_memory"] is not None]
+        first, differing = repeats[0], {prompt for repeat in repeats for prompt in repeat["differing"]}
+        return cls(
+            method=first["method"],
+            temperature=first["temperature"],
+            task=first["task"],
+            batch_size=first["batch_size"],
+            tokens_per_second=[repeat["new_tokens"] / repeat["seconds"] for repeat in repeats],
+            speedups=[repeat["speedup"] for repeat in repeats],
+            target_forwards=total("target_forwards"),
+            new_tokens=total("new_tokens"),
+            accepted_lengths=pooled("accepted_lengths"),
+            plain_steps=total("plain_steps"),
+            lookup_steps=total("lookup_steps"),
+            drafted_lengths=pooled("drafted_lengths"),
+            draft_share=total("draft_seconds") / total("seconds"),
+            num_identical=first["num_prompts"] - len(differing),
+            num_prompts=first["num_prompts"],
+            peak_memory=max(memory, default=None),
+        )
+
     @property
     def median_tokens_per_second(self) -> float:
         """The median over repeats."""
@@ -187,15 +208,7 @@ class BenchmarkResults:
 
     @classmethod
     def read(cls, path: str | Path) -> "BenchmarkResults":
-        """
-        Reads JSON Lines.
-
-        Args:
-            path (`str` or `Path`): The file.
-
-        Raises:
-            ValueError: if the file has no results of a benchmark.
-        """
+        """Reads JSON Lines from a `path`. Raises `ValueError` if the file has no results of a benchmark."""
         # `splitlines` would also split at separators that JSON allows inside of strings.
         lines = Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n")
         entries = []
@@ -209,12 +222,7 @@ class BenchmarkResults:
         return cls(entries[0], entries[1:])
 
     def write(self, path: str | Path) -> None:
-        """
-        Writes JSON Lines, completely or not at all.
-
-        Args:
-            path (`str` or `Path`): The file.
-        """
+        """Writes JSON Lines to a `path`, completely or not at all."""
         lines = [json.dumps(entry, ensure_ascii=False) for entry in (self.run, *self.measurements)]
         write_atomically(path, "".join(line + "\n" for line in lines))
 
@@ -225,40 +233,7 @@ class BenchmarkResults:
         for measured in self.measurements:
             key = (measured["task"], measured["batch_size"], measured["temperature"], measured["method"])
             groups.setdefault(key, []).append(measured)
-        rows = []
-        for (task, batch_size, temperature, method), repeats in groups.items():
-
-            def total(name: str, repeats: list[dict] = repeats) -> Any:
-                return sum(repeat[name] for repeat in repeats)
-
-            def pooled(name: str, repeats: list[dict] = repeats) -> Counter[int]:
-                return sum(
-                    (Counter({int(key): count for key, count in each[name].items()}) for each in repeats), Counter()
-                )
-
-            differing = {index for repeat in repeats for index in repeat["differing"]}
-            memory = [repeat["peak_memory"] for repeat in repeats if repeat["peak_memory"] is not None]
-            rows.append(
-                BenchmarkRow(
-                    method=method,
-                    temperature=temperature,
-                    task=task,
-                    batch_size=batch_size,
-                    tokens_per_second=[repeat["new_tokens"] / repeat["seconds"] for repeat in repeats],
-                    speedups=[repeat["speedup"] for repeat in repeats],
-                    target_forwards=total("target_forwards"),
-                    new_tokens=total("new_tokens"),
-                    accepted_lengths=pooled("accepted_lengths"),
-                    plain_steps=total("plain_steps"),
-                    lookup_steps=total("lookup_steps"),
-                    drafted_lengths=pooled("drafted_lengths"),
-                    draft_share=total("draft_seconds") / total("seconds"),
-                    num_identical=repeats[0]["num_prompts"] - len(differing),
-                    num_prompts=repeats[0]["num_prompts"],
-                    peak_memory=max(memory, default=None),
-                )
-            )
-        return rows
+        return [BenchmarkRow.of(repeats) for repeats in groups.values()]
 
 
 HEADER = ["T", "method", "tokens/s", "speed-up", "acceptance length", "identical to plain generate"]
@@ -277,31 +252,17 @@ def cells(row: BenchmarkRow) -> list[str]:
     return [f"{row.temperature:g}", row.method, f"{row.median_tokens_per_second:.0f}", speedup, tau, identical]
 
 
-def columns_of(rows: Sequence[BenchmarkRow]) -> tuple[list[str], list[list[str]]]:
-    """Returns header and cells. Task and batch size are there if they differ, and memory if it was measured."""
+def format_table(rows: Sequence[BenchmarkRow]) -> str:
+    """Returns the `rows` as a Markdown table. It shows task and batch size if they differ, and memory if it was measured."""
     header, table = list(HEADER), [cells(row) for row in rows]
-    if len({row.batch_size for row in rows}) > 1:
-        header.insert(0, "batch size")
-        table = [[str(row.batch_size), *line] for row, line in zip(rows, table)]
-    if len({row.task for row in rows}) > 1:
-        header.insert(0, "task")
-        table = [[row.task, *line] for row, line in zip(rows, table)]
+    for name in ("batch_size", "task"):
+        if len({getattr(row, name) for row in rows}) > 1:
+            header.insert(0, name.replace("_", " "))
+            table = [[str(getattr(row, name)), *line] for row, line in zip(rows, table)]
     if any(row.peak_memory is not None for row in rows):
         header.append("peak memory, MiB")
-        table = [
-            [*line, "-" if row.peak_memory is None else f"{row.peak_memory:.0f}"] for row, line in zip(rows, table)
-        ]
-    return header, table
-
-
-def format_table(rows: Sequence[BenchmarkRow]) -> str:
-    """
-    Returns the rows as a Markdown table.
-
-    Args:
-        rows (`Sequence[BenchmarkRow]`): The rows.
-    """
-    header, table = columns_of(rows)
+        memory = ("-" if row.peak_memory is None else f"{row.peak_memory:.0f}" for row in rows)
+        table = [[*line, cell] for line, cell in zip(table, memory)]
     lines = [header, ["---"] * len(header), *table]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -329,12 +290,9 @@ def chance(before: Sequence[float], after: Sequence[float]) -> float:
 
 def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
     """
-    Returns what changed from one run to another, as a Markdown table, and whether each change exceeds the noise. It does
+    Returns what changed from the run `before` to the run `after`, as a Markdown table, and whether each change exceeds the noise. It does
     if two runs of the same thing would differ so much in less than one of 20 cases (`chance`). That takes five repeats in
     each run. Speed-ups are compared, not tokens per second, because a busy machine slows all methods down.
-
-    Args:
-        before, after ([`BenchmarkResults`]): The runs.
     """
     lines = [
         "| task | batch size | T | method | speed-up before | after | change | exceeds the noise |",
@@ -377,14 +335,8 @@ def plot_names(rows: Sequence[BenchmarkRow]) -> list[str]:
 
 def plot_all(results: BenchmarkResults, folder: str | Path) -> list[Path]:
     """
-    Saves the plots that there are figures for: speed-up by task, acceptance by position, speed-up against batch size.
-
-    Args:
-        results ([`BenchmarkResults`]): What was measured.
-        folder (`str` or `Path`): The folder. It is created if it does not exist.
-
-    Returns:
-        `list[Path]`: The files.
+    Saves the plots of `results` that there are figures for (speed-up by task, acceptance by position, speed-up against batch
+    size) in a `folder`, and returns their paths.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     draw = {"speedup.png": plot_speedups, "acceptance.png": plot_acceptance, "batch_size.png": plot_batch_sizes}

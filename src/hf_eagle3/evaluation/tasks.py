@@ -24,13 +24,8 @@ logger = logging.get_logger(__name__)
 @dataclass(frozen=True)
 class Task:
     """
-    A data set of the Hub.
-
-    Args:
-        path (`str`): Its id.
-        num_prompts (`int`): How many rows are taken, from the first on.
-        turns_of (`Callable`): Returns the user's turns in a row.
-        load (`dict`, *optional*): Arguments of [`~datasets.load_dataset`].
+    A data set of the Hub, of which the first `num_prompts` rows are taken. `turns_of` returns the user's turns in a row, and
+    `load` has arguments of [`~datasets.load_dataset`].
     """
 
     path: str
@@ -194,12 +189,8 @@ def file_prompts(
 
 def read_prompts(path: str | Path, num_prompts: int | None = None) -> list[Row]:
     """
-    Returns the prompts of a JSON Lines file. Each line is `{"prompt": "..."}` or `{"messages": [...]}`. Messages may have
-    `tools` and `chat_template_kwargs`.
-
-    Args:
-        path (`str` or `Path`): The file.
-        num_prompts (`int`, *optional*): How many prompts are taken, from the first on.
+    Returns the prompts of a JSON Lines file at a `path`, the first `num_prompts` or all. Each line is `{"prompt": "..."}` or
+    `{"messages": [...]}`. Messages may have `tools` and `chat_template_kwargs`.
 
     Raises:
         ValueError: if a line is something else (it names file and line), or if there is none.

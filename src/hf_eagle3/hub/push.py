@@ -35,12 +35,7 @@ logger = logging.get_logger(__name__)
 
 
 def repo_name(verifier: str) -> str:
-    """
-    Returns `<target>-speculator.eagle3`, without the target's owner.
-
-    Args:
-        verifier (`str`): Name or path of the target.
-    """
+    """Returns `<target>-speculator.eagle3` for a `verifier`, without its owner."""
     return f"{Path(verifier).name}-speculator.eagle3"
 
 
@@ -76,8 +71,7 @@ def push_draft(
             if they are about its weights.
         published, license, license_name, license_link (*optional*):
             See [`render_card`]. The licence defaults to that of the existing card.
-        overwrite_card (`bool`, *optional*, defaults to `False`):
-            Whether to replace a card that was edited by hand.
+        overwrite_card (`bool`, *optional*, defaults to `False`): Whether to replace a card that was edited by hand.
         commit_message, commit_description, private, token, revision, create_pr, max_shard_size, tags (*optional*):
             See [`~transformers.utils.PushToHubMixin.push_to_hub`].
 
@@ -203,11 +197,8 @@ def records_of(
     draft: Eagle3ForSpeculation, training: dict | None, benchmark: BenchmarkResults | None
 ) -> tuple[dict | None, BenchmarkResults | None]:
     """
-    Returns the training record and the benchmark of a draft: those that are passed, or else those beside the draft that
-    are about its weights.
-
-    Raises:
-        ValueError: if a record that is passed is about other weights.
+    Returns the training record and the benchmark of a draft: those that are passed, or else those beside the draft that are
+    about its weights. Raises `ValueError` if one that is passed is about other weights.
     """
     source = draft.config._name_or_path
     given: dict[str, Any] = {TRAINING_RECORD: training, BENCHMARK_RECORD: benchmark}
@@ -223,8 +214,7 @@ def records_of(
             continue
         if given[name] is not None:
             raise ValueError(
-                f"The {Path(name).stem} record is about other weights than this draft's. Measure the draft that you push "
-                "(`recipes/benchmark.py --json`)."
+                f"The {Path(name).stem} record is about other weights. Measure this draft (`recipes/benchmark.py --json`)."
             )
         logger.warning(f"{name} of {source} is about other weights than this draft's, and is left out.")
         found[name] = None
@@ -250,10 +240,8 @@ def weights_of(record: dict | BenchmarkResults | None) -> str | None:
 
 def read_record(path: Path) -> dict | BenchmarkResults | None:
     """
-    Reads a record of training or of a benchmark. Returns `None` if there is no such file.
-
-    Args:
-        path (`Path`): The file. A name that ends in `.jsonl` has [`BenchmarkResults`].
+    Reads a record of training or, if the name of the `path` ends in `.jsonl`, of a benchmark. Returns `None` if there is no
+    such file.
     """
     if not path.is_file():
         return None
@@ -261,14 +249,7 @@ def read_record(path: Path) -> dict | BenchmarkResults | None:
 
 
 def write_records(folder: Path, training: dict | None, benchmark: BenchmarkResults | None) -> None:
-    """
-    Writes a draft's records, and the plots of its benchmark, beside its weights.
-
-    Args:
-        folder (`Path`): The draft's folder.
-        training (`dict`, *optional*): How it was trained.
-        benchmark ([`BenchmarkResults`], *optional*): What was measured with it.
-    """
+    """Writes the records of `training` and of a `benchmark`, with its plots, into a draft's `folder`."""
     if training is not None:
         write_atomically(folder / TRAINING_RECORD, json.dumps(training, indent=2) + "\n")
     if benchmark is not None:
@@ -277,14 +258,7 @@ def write_records(folder: Path, training: dict | None, benchmark: BenchmarkResul
 
 
 def card_on_hub(repo_id: str, revision: str | None = None, token: bool | str | None = None) -> ModelCard | None:
-    """
-    Returns the card of a repo, or `None` if it has none.
-
-    Args:
-        repo_id (`str`): The repo.
-        revision (`str`, *optional*): Branch, tag or commit.
-        token (`bool` or `str`, *optional*): To read it with.
-    """
+    """Returns the card of the repo `repo_id` at a `revision`, read with a `token`, or `None` if it has none."""
     try:
         path = HfApi().hf_hub_download(repo_id, "README.md", revision=revision, token=token)
     except LocalEntryNotFoundError:  # the Hub was not reached, so the card may exist
@@ -313,8 +287,7 @@ def refresh_card(
     Args:
         repo_id (`str`): The draft's repo.
         untrained (`ModelCard`, *optional*): The card to push to a repo that holds no draft yet.
-        published, license, license_name, license_link, revision, overwrite_card, token (*optional*):
-            See [`push_draft`].
+        published, license, license_name, license_link, revision, overwrite_card, token (*optional*): See [`push_draft`].
 
     Returns:
         `str`: `"unchanged"`, `"refreshed"`, `"edited by hand, kept"`, `"an adapter, kept"` or `"no draft in it"`.
@@ -344,12 +317,8 @@ def refresh_card(
 
 def card_of_records(repo_id: str, folder: Path, **kwargs: Any) -> ModelCard:
     """
-    Renders a draft's card from the configurations and records in a folder. Needs no weights.
-
-    Args:
-        repo_id (`str`): The draft's repo.
-        folder (`Path`): The folder.
-        kwargs (*optional*): For [`render_card`].
+    Renders the card of `repo_id` from the configurations and records in a `folder`. Needs no weights. `kwargs` are for
+    [`render_card`].
     """
     config = Eagle3Config.from_pretrained(folder)
     with torch.device("meta"):

@@ -16,7 +16,7 @@ from .devices_eagle3 import CUDNN_ATTENTION, captures_graphs, compiled, reads_wi
 from .lookup_eagle3 import PromptLookup
 from .outputs_eagle3 import Eagle3GenerationStats, Eagle3Step, ReturnedOutputs, TreeOutputs
 from .policy_eagle3 import CallKind, Policy, StaticPolicy, policies_of, tree_settings
-from .target_eagle3 import check_call, depends_on_length, gathered_embedding, is_sharded, may_select_rows
+from .target_eagle3 import check_call, depends_on_length, gathered_table, is_sharded, may_select_rows, table_of
 from .text_eagle3 import SampleArguments, Text, pad_token_of
 from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer, check_tree
 from .verify_eagle3 import Verifier
@@ -52,7 +52,7 @@ class TreeDecoding:
         """Decodes until all rows are finished. Returns what `generate` returns."""
         verifier = self.verifier
         prompt = verifier.prefill(self.arguments.input_ids)
-        self.embedding = gathered_embedding(self.target)
+        self.embedding = gathered_table(table_of(self.target))
         self.text = text = self._make_text()
         self.sampler = Sampler(text, self.arguments, self.returned)
         policy, cache = self._make_policy(), verifier.cache

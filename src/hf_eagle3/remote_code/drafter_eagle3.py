@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .accept_eagle3 import Sampler, sample_scores
 from .cache_eagle3 import additive_mask
 from .devices_eagle3 import GraphedFunction, captures_graphs, compiled, on_device, reads_without_sync
-from .target_eagle3 import has_plain_modules, position_limits
+from .target_eagle3 import PackedTable, has_plain_modules, position_limits
 from .text_eagle3 import flat_indices, right_index, stack_right, take_rows
 from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer
 
@@ -359,7 +359,9 @@ class Drafter(Proposer):
     def _conditions(self) -> tuple | None:
         """What a graph of this call depends on, beside its inputs and slots; `None` if that may change unnoticed."""
         # The weights that autocast has cast are freed at its end.
-        if torch.is_autocast_enabled("cuda") or not has_plain_modules(self.draft, PLAIN_MODULES):
+        if torch.is_autocast_enabled("cuda") or isinstance(self.call.embedding, PackedTable):
+            return None
+        if not has_plain_modules(self.draft, PLAIN_MODULES):
             return None
         tensors = (*self.draft.parameters(), *self.draft.buffers(), self.call.embedding.weight)
         if any(type(each) not in (torch.Tensor, torch.nn.Parameter) for each in tensors):  # quantized, or sharded

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from .auto_eagle3 import IS_INSTALLED, installed_module, logger
-from .target_eagle3 import check_dropout, gathered
+from .target_eagle3 import check_dropout, gathered_table, look_up, table_of
 
 
 # Targets with these settings, for which there are no drafts.
@@ -107,8 +107,8 @@ def mismatch_of(draft: PreTrainedModel, target: PreTrainedModel) -> str | None:
     for name, reason in UNREADABLE_TARGETS.items():
         if getattr(text_config, name, None):
             return f"the target {reason} (`{name}`), which EAGLE-3 drafts cannot read"
-    weight = target.get_input_embeddings().weight
-    known_rows = config.verifier_fingerprint if weight.device.type != "meta" else None
+    table = table_of(target)
+    known_rows = config.verifier_fingerprint if table.weight.device.type != "meta" else None
     # Added tokens (`resize_token_embeddings`) leave the ids and rows of the others, as the fingerprint shows.
     has_more_tokens = known_rows is not None and text_config.vocab_size > config.vocab_size
     if config.vocab_size != text_config.vocab_size and not has_more_tokens:
@@ -121,11 +121,13 @@ def mismatch_of(draft: PreTrainedModel, target: PreTrainedModel) -> str | None:
     layer_ids, depth = draft.resolve_aux_layer_ids(target), text_config.num_hidden_layers
     if not all(0 <= layer_id <= depth for layer_id in layer_ids):
         return f"it reads the states entering layers {layer_ids}, but the target has layers 0 to {depth - 1}"
-    if not config.has_own_embed_tokens and weight.shape[-1] != config.hidden_size:
-        return f"it reads an embedding table of width {config.hidden_size}, but the target's has {weight.shape[-1]}"
+    if not config.has_own_embed_tokens and table.weight.shape[-1] != config.hidden_size:
+        return (
+            f"it reads an embedding table of width {config.hidden_size}, but the target's has {table.weight.shape[-1]}"
+        )
     # Fine-tuning and quantization hardly change the table, but those of two models are unrelated.
     num_rows = config.vocab_size if has_more_tokens else None
-    if known_rows is not None and similarity(known_rows, fingerprint(weight, num_rows)) < 0.9:
+    if known_rows is not None and similarity(known_rows, fingerprint(table, num_rows)) < 0.9:
         return "it was trained for another model: the sizes agree, but the embedding tables are unrelated"
     return None
 
@@ -144,7 +146,7 @@ def check_draft(draft: PreTrainedModel, target: PreTrainedModel) -> None:
             "`draft.to(target.device)`."
         )
     check_dropout("draft", draft)
-    if not draft.config.has_own_embed_tokens and target.get_input_embeddings().weight.device.type == "meta":
+    if not draft.config.has_own_embed_tokens and table_of(target).weight.device.type == "meta":
         raise ValueError(
             f"The embedding of {type(target).__name__}, which the draft reads, is offloaded. Keep it on a device in the "
             "`device_map`, or make the draft with `has_own_embed_tokens=True`."
@@ -160,11 +162,11 @@ def similarity(fingerprint: str, other: str) -> float:
     return torch.cosine_similarity(ours, theirs, dim=0).item()
 
 
-def fingerprint(embedding: torch.Tensor, num_rows: int | None = None) -> str:
+def fingerprint(table: torch.nn.Embedding, num_rows: int | None = None) -> str:
     """
     The first four entries, in base64, of 16 evenly spaced rows of an embedding table `(vocab_size, hidden_size)`, or of
     its first `num_rows`.
     """
-    rows = torch.linspace(0, (num_rows or embedding.shape[0]) - 1, 16).long().to(embedding.device)
-    entries = gathered(embedding.detach())[rows, :4].flatten().half().cpu()
+    rows = torch.linspace(0, (num_rows or len(table.weight)) - 1, 16, device=table.weight.device).long()
+    entries = look_up(gathered_table(table), rows).detach()[:, :4].flatten().half().cpu()
     return base64.b64encode(entries.numpy().tobytes()).decode()

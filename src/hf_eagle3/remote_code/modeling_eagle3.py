@@ -40,7 +40,7 @@ from .loading_eagle3 import (
 )
 from .outputs_eagle3 import CACHE, keep_state_after_last_layer
 from .policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
-from .target_eagle3 import gathered_embedding
+from .target_eagle3 import gathered_table, look_up, table_of
 from .tree_eagle3 import GenerationCall, grow_tree
 
 
@@ -389,7 +389,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
 
     def borrow_embeddings(self, target: PreTrainedModel) -> None:
         """Lets `forward` use the target's table and head if the draft stores none of its own."""
-        self._borrowed_embedding = [gathered_embedding(target)]
+        self._borrowed_embedding = [gathered_table(table_of(target))]
         self._borrow_head(target)
 
     def _borrow_head(self, target: PreTrainedModel) -> None:
@@ -408,8 +408,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         elif embedding is None and not self._borrowed_embedding:
             raise ValueError(f"This draft stores no embedding table. {BORROW}")
         else:
-            table = (self._borrowed_embedding[0] if embedding is None else embedding).weight
-            embeds = nn.functional.embedding(input_ids.to(table.device), table)
+            embeds = look_up(self._borrowed_embedding[0] if embedding is None else embedding, input_ids)
         return embeds.to(self.get_output_embeddings().weight)
 
     def validate_target(self, target: PreTrainedModel) -> None:

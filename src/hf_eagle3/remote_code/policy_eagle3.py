@@ -171,12 +171,13 @@ class DraftingTrial:
     """
 
     FIRST_PLAIN_STEPS = 3  # measured before the first tree
-    FIRST_STEPS, MIN_STEPS = 6, 2  # drafted steps of the first trial with one row, and of other trials
+    FIRST_STEPS, MIN_STEPS = 8, 2  # drafted steps of the first trial with one row, and of other trials
     LATEST, PRIOR_STEPS = 32, 4  # window of drafted steps, and how many of them start the next trial
     INTERVALS = (16, 64)  # plain steps between trials: at first, and at most; each time four times as many
     MOST_LOST = 0.01  # share of the time that trials may lose, where the intervals allow it
     MOST_PLAIN = 16  # most intervals between trials, since a pause may cause the loss
-    MOST_IF_CHANCE = 2  # most intervals if the loss is within three standard errors: it may be bad luck
+    MOST_IF_CHANCE = 2  # most intervals if the loss may be bad luck
+    MAY_PAY, MAY_BE_CHANCE = 2, 4  # standard errors of a loss up to which drafting goes on, or its pause is short
     REVIEWS = (8, 256)  # drafted steps between measurements of plain steps: at first, and at most
 
     def __init__(self, num_rows: int):
@@ -216,11 +217,11 @@ class DraftingTrial:
         self.lost -= gains[-1]
         mean = sum(gains) / len(gains)
         error = sum((gain - mean) ** 2 for gain in gains) ** 0.5 / len(gains)  # standard error of the mean
-        if self.is_running or mean + 1.5 * error >= 0:  # a few bad steps may be chance
+        if self.is_running or mean + self.MAY_PAY * error >= 0:
             return
         if self.num_drafted > self.INTERVALS[0]:  # it used to pay
             self.interval = self.INTERVALS[0]
-        most = (self.MOST_PLAIN if mean + 3 * error < 0 else self.MOST_IF_CHANCE) * self.interval
+        most = (self.MOST_PLAIN if mean + self.MAY_BE_CHANCE * error < 0 else self.MOST_IF_CHANCE) * self.interval
         self.plain_left = min(max(self.interval, int(self.lost / self.MOST_LOST)), most)
         self.interval = min(4 * self.interval, self.INTERVALS[1])
         self.num_drafted, self.lost = 0, 0.0

@@ -35,7 +35,10 @@ REPLAYABLE_MODEL_TYPES = (
 )
 
 # Modules of these libraries keep nothing about the rows of a batch, except in hooks.
-ROW_WISE_MODULES = ("torch.", "transformers.", "peft.", "torchao.", "bitsandbytes.")
+ROW_WISE_MODULES = ("torch.", "transformers.", "peft.", "torchao.", "bitsandbytes.", "optimum.quanto.")
+
+# Weights in other dtypes are packed, or have scales beside them.
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_sharded(target: PreTrainedModel) -> bool:
@@ -51,12 +54,70 @@ def gathered(weight: torch.Tensor) -> torch.Tensor:
     return weight if is_plain else weight.dequantize()  # torchao's cannot be copied
 
 
-def gathered_embedding(target: PreTrainedModel) -> nn.Embedding:
-    """The target's input embedding, with its whole weight."""
+def is_packed(module: nn.Module) -> bool:
+    """Whether an embedding or a head stores no floating-point weight, so that only the module itself can unpack it."""
+    # PEFT's wrappers show the weight of what they wrap. Others compute one each time.
+    is_stored = "weight" in module._parameters or type(module).__module__.startswith("peft.")
+    return not is_stored or module.weight.dtype not in FLOATS
+
+
+class PackedTable(nn.Embedding):
+    """A packed embedding without the factor of some targets (Gemma). Its `weight` has its size, dtype and device, but no values."""
+
+    def __init__(self, embedding: nn.Module, num_rows: int):
+        row = unscaled(embedding, torch.zeros(1, dtype=torch.long, device=device_of(embedding)))
+        super().__init__(num_rows, row.shape[-1], _weight=row.expand(num_rows, -1), _freeze=True)
+        self._embedding = [embedding]  # no submodule
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return unscaled(self._embedding[0], input)
+
+
+def unscaled(embedding: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    return embedding(input_ids).detach() / getattr(embedding, "scalar_embed_scale", 1.0)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    return next(iter((*module.parameters(), *module.buffers()))).device
+
+
+def table_of(target: PreTrainedModel) -> nn.Embedding:
+    """The target's input embedding, for [`look_up`]."""
     embedding = target.get_input_embeddings()
-    if not hasattr(embedding.weight, "full_tensor"):
-        return embedding
-    return nn.Embedding.from_pretrained(gathered(embedding.weight.detach()))
+    num_rows = target.config.get_text_config(decoder=True).vocab_size
+    return PackedTable(embedding, num_rows) if is_packed(embedding) else embedding
+
+
+def look_up(table: nn.Embedding, input_ids: torch.Tensor) -> torch.Tensor:
+    """Rows of an embedding table, without the factor of some targets (Gemma)."""
+    input_ids = input_ids.to(table.weight.device)
+    return table(input_ids) if isinstance(table, PackedTable) else nn.functional.embedding(input_ids, table.weight)
+
+
+def gathered_table(table: nn.Embedding) -> nn.Embedding:
+    """An embedding with its whole weight. If processes hold shares of it, all of them must call this together."""
+    if not hasattr(table.weight, "full_tensor"):
+        return table
+    return nn.Embedding.from_pretrained(gathered(table.weight.detach()))
+
+
+@torch.no_grad()
+def unpack(target: PreTrainedModel) -> None:
+    """Lets a hook of the whole target unpack its layers, as compressed-tensors' does at the first forward."""
+    if target._forward_pre_hooks and not is_sharded(target):
+        target(torch.zeros(1, 1, dtype=torch.long, device=device_of(target.get_input_embeddings())))
+
+
+@torch.no_grad()
+def gathered_head(target: PreTrainedModel) -> torch.Tensor:
+    """The whole weight of the target's head."""
+    head = target.get_output_embeddings()
+    if is_packed(head):
+        unpack(target)
+    if not is_packed(head):
+        return gathered(head.weight.detach())
+    columns = torch.eye(head.in_features, dtype=target.dtype, device=device_of(head))
+    return (head(columns) - head(torch.zeros_like(columns[:1]))).T  # without a bias
 
 
 def check_call(
@@ -94,9 +155,8 @@ def check_call(
                 model_kwargs.get("position_ids") is None
             ),
             # Other tokens of a tree would change what it predicts.
-            f"{name} is quantized with one scale for all tokens of a forward, and not token by token (torchao)": any(
-                type(module).__module__.startswith("torch.ao.nn.quantized.") for module in target.modules()
-            ),
+            f"{name} has layers that depend on all tokens of a forward: quantized with one scale for them, and not token by token "
+            "(torchao's `PerRow`), or adapted by Lily": mixes_tokens(target),
             f"{name}.prepare_inputs_for_generation was replaced, as PEFT does for prompt and prefix tuning": (
                 target.prepare_inputs_for_generation != prepare
             ),
@@ -112,6 +172,22 @@ def check_call(
     check_dropout("target", target)
     if model_kwargs.get(CACHE) is not None:
         check_given_cache(target, model_kwargs[CACHE], mask, may_replay)
+
+
+def mixes_tokens(target: PreTrainedModel) -> bool:
+    """Whether linear layers compute something of all tokens of a forward: a scale of activations, or the weights of experts."""
+    if any(
+        type(module).__module__.startswith(("torch.ao.nn.quantized.", "peft.tuners.lily."))
+        for module in target.modules()
+    ):
+        return True
+    # Of torchao, whose calibrated scales are stored.
+    scaled = (weight for weight in target.parameters() if getattr(weight, "act_quant_scale", None) is None)
+    return any(
+        type(getattr(settings, "granularity", None)).__name__ == "PerTensor"
+        or getattr(settings, "use_dynamic_per_tensor_scale", False)  # NVFP4
+        for settings in (getattr(weight, "act_quant_kwargs", None) for weight in scaled)
+    )
 
 
 def check_given_cache(target: PreTrainedModel, cache: Cache, mask: torch.Tensor | None, may_replay: bool) -> None:

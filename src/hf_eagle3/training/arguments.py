@@ -24,10 +24,7 @@ def as_json(value: Any) -> Any:
 
 
 def check_integers(args: Any, **least: int) -> None:
-    """
-    Raises:
-        ValueError: if an argument is not an integer, or below its least value.
-    """
+    """Raises `ValueError` if an argument is not an integer, or below its least value."""
     for name, bound in least.items():
         value = getattr(args, name)
         if type(value) is not int or value < bound:
@@ -35,10 +32,7 @@ def check_integers(args: Any, **least: int) -> None:
 
 
 def check_shares(args: Any, *names: str, above_zero: bool = False) -> None:
-    """
-    Raises:
-        ValueError: if an argument is not between 0 and 1, or is 0 and must be above.
-    """
+    """Raises `ValueError` if an argument is not between 0 and 1, or is 0 and must be above."""
     for name in names:
         value = getattr(args, name)
         if not 0 <= value <= 1 or (above_zero and value == 0):
@@ -260,8 +254,7 @@ class Eagle3TrainingArguments(SFTConfig):
                 check_integers(self, **{name: least})
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
             raise ValueError(
-                f"`max_steps` is {self.max_steps} and `num_train_epochs` {self.num_train_epochs}, so nothing would be trained. Pass one "
-                "above 0."
+                f"`max_steps` is {self.max_steps} and `num_train_epochs` {self.num_train_epochs}, so nothing would be trained. Raise one."
             )
         check_shares(self, "ttt_warmup")
         check_shares(self, "ttt_step_decay", "ttt_row_share", above_zero=True)

@@ -45,10 +45,8 @@ class UnrollCache:
 
 class TTTCache(UnrollCache):
     """
-    The draft's cache during an unroll. It keeps the keys of every step and computes the attention to them.
-
-    Args:
-        documents (`torch.LongTensor` of shape `(B, L)`): Tokens attend within their document.
+    The draft's cache during an unroll. It keeps the keys of every step and computes the attention to them, within the
+    documents `(B, L)`.
     """
 
     def __init__(self, documents: torch.Tensor):
@@ -72,12 +70,7 @@ class TTTCache(UnrollCache):
 
 
 class TreeTTTCache(UnrollCache):
-    """
-    The [`TTTCache`] of nodes below a text.
-
-    Args:
-        of_text (`TTTCache`): The cache of the text.
-    """
+    """The [`TTTCache`] of nodes below a text, whose cache is `of_text`."""
 
     # Of the last [`~TreeTTTCache.descend`].
     parents: torch.Tensor
@@ -90,11 +83,8 @@ class TreeTTTCache(UnrollCache):
 
     def descend(self, parents: torch.Tensor, roots: torch.Tensor) -> None:
         """
-        Goes down one level.
-
-        Args:
-            parents (`torch.LongTensor` of shape `(B, M)`): The place of each node's parent in the level above.
-            roots (`torch.LongTensor` of shape `(B, M)`): The row of the text that each node hangs from.
+        Goes down one level, to nodes below these `parents` `(B, M)` in the level above, and below these `roots` `(B, M)`, rows
+        of the text.
         """
         self.parents, self.roots = parents, roots
 
@@ -201,12 +191,8 @@ def merged_attention(
     attend: Callable,
 ) -> torch.Tensor:
     """
-    Computes [`blockwise_attention`] by flex attention. It merges a causal attention to the keys of step 0 with the
-    diagonal terms, each weighted by its share of the sum of exponentials.
-
-    Args:
-        block_mask (`BlockMask`): The mask of [`causal_block_mask`].
-        attend (`Callable`): [`attend_by_flex`], compiled or not.
+    Computes [`blockwise_attention`] by flex attention (`attend`), with the `block_mask` of [`causal_block_mask`]. It merges a
+    causal attention to the keys of step 0 with the diagonal terms, each weighted by its share of the sum of exponentials.
     """
     length = query.shape[2]
     padding = 0, 0, 0, block_mask.shape[-1] - length
@@ -224,13 +210,7 @@ def merged_attention(
 
 
 def causal_block_mask(documents: torch.Tensor, length: int | None = None) -> BlockMask:
-    """
-    Returns the `BlockMask` of causal attention within documents.
-
-    Args:
-        documents (`torch.LongTensor` of shape `(B, L)`): The number of each token's document.
-        length (`int`, *optional*, defaults to `L`): Pads queries and keys to this length.
-    """
+    """Returns the `BlockMask` of causal attention within documents `(B, L)`. Queries and keys may be padded to a `length`."""
     documents = F.pad(documents, (0, (length or documents.shape[1]) - documents.shape[1]), value=-1)
     batch_size, length = documents.shape
 

@@ -6,14 +6,7 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import (
-    PrinterCallback,
-    ProgressCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import SFTTrainer
 
 from .trainer import Eagle3Trainer
@@ -35,14 +28,9 @@ BY_TIME = {"max_steps": 1_000_000, "lr_scheduler_type": "constant_with_warmup"}
 
 class TimeBudget(TrainerCallback):
     """
-    Ends training after some minutes. Until then the learning rate falls to zero, and a bar shows the progress. If the time
-    is too short for `min_steps`, training takes up to `LONGER` times as long. See [`train_for`].
-
-    Args:
-        minutes (`float`): The time for training, in minutes.
-        description (`str`): The text beside the bar.
-        min_steps (`int`, *optional*, defaults to 0): The least number of optimizer steps.
-        clock (`Callable`, *optional*): Returns the time in seconds. By default wall time.
+    Ends training after some minutes. Until then the learning rate falls to zero, and a bar with the description shows the
+    progress. If the time is too short for `min_steps` optimizer steps, training takes up to `LONGER` times as long. See
+    [`train_for`].
     """
 
     LONGER = 5
@@ -53,9 +41,7 @@ class TimeBudget(TrainerCallback):
         self.given = self.seconds = 60 * minutes
         self.description, self.min_steps, self.clock, self.share = description, min_steps, clock, 0.0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.world_size > 1:
             raise ValueError(
                 "Several processes would not stop at the same step. Train by `max_steps` or `num_train_epochs`."
@@ -67,21 +53,12 @@ class TimeBudget(TrainerCallback):
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n}/{total}s{postfix}",
         )
 
-    def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: torch.optim.Optimizer,
-        **kwargs: Any,
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any) -> None:
         elapsed = min((self.clock() - self.start) / self.seconds, 1.0)
         for group in optimizer.param_groups:
             group["lr"] *= 1 - elapsed
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         elapsed = self.clock() - self.start
         needed = min(elapsed / state.global_step * self.min_steps, self.LONGER * self.given)
         if state.global_step >= 5 and needed > self.seconds:  # the first steps take longer
@@ -98,20 +75,11 @@ class TimeBudget(TrainerCallback):
         self.bar.update(min(int(elapsed), self.bar.total) - self.bar.n)
         control.should_training_stop = elapsed >= (self.seconds if is_measured else self.LONGER * self.given)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float],
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         shown = ("loss", "accuracy_0", "simulated_acceptance_length")
         self.bar.set_postfix({"step": state.global_step, **{key: f"{logs[key]:.2f}" for key in shown if key in logs}})
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bar.close()
 
 
@@ -126,13 +94,7 @@ class TimedEagle3Trainer(Eagle3Trainer):
 
 
 def train_for(trainer: SFTTrainer, budget: TimeBudget) -> None:
-    """
-    Trains until the budget ends it.
-
-    Args:
-        trainer (`SFTTrainer`): A trainer with the arguments of `BY_TIME`, and others.
-        budget (`TimeBudget`): The time.
-    """
+    """Trains a trainer, with the arguments of `BY_TIME` and others, until the budget ends it."""
     for callback in (ProgressCallback, PrinterCallback):  # they show steps
         trainer.remove_callback(callback)
     trainer.add_callback(budget)

@@ -22,7 +22,7 @@ JIT_MARKER = "checkpoint-is-incomplete.txt"
 def list_files(folder: str | Path) -> None:
     """Writes the list of a checkpoint's files, with the size and CRC-32 of each."""
     folder = Path(folder)
-    files = {name: list(size_and_checksum(folder / name)) for name in files_of(folder)}
+    files = {name: size_and_checksum(folder / name) for name in files_of(folder)}
     write_atomically(folder / CHECKPOINT_FILES, json.dumps(files, indent=2) + "\n")
 
 
@@ -34,13 +34,13 @@ def files_of(folder: Path) -> list[str]:
     return [name for name in names if name not in (CHECKPOINT_FILES, JIT_MARKER, TRAINER_STATE_NAME)]
 
 
-def size_and_checksum(path: Path) -> tuple[int, int]:
+def size_and_checksum(path: Path) -> list[int]:
     """Returns the size of a file, in bytes, and its CRC-32."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             checksum = zlib.crc32(block, checksum)
-    return path.stat().st_size, checksum
+    return [path.stat().st_size, checksum]
 
 
 def what_is_broken(folder: str | Path) -> str | None:
@@ -60,7 +60,7 @@ def what_is_broken(folder: str | Path) -> str | None:
     for name, expected in content[CHECKPOINT_FILES].items():
         if not (folder / name).is_file():
             return f"its {name} is missing"
-        if list(size_and_checksum(folder / name)) != expected:
+        if size_and_checksum(folder / name) != expected:
             return f"its {name} has changed since it was written"
     return None
 

@@ -6,6 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
+from peft import PeftModel
 from transformers import PreTrainedModel
 from trl import SFTTrainer
 
@@ -33,12 +34,18 @@ def check_call(target_model: str | PreTrainedModel, kwargs: dict[str, Any]) -> N
 
     Raises:
         TypeError: if `target_model` is not a target, an argument does not exist, or a data set is something else.
-        ValueError: if an argument of `SFTTrainer` would do nothing, or a data set is of a kind that cannot be used.
+        ValueError: if an argument of `SFTTrainer` would do nothing, or an adapter or a data set is of a kind that cannot be used.
     """
     if isinstance(target_model, DraftModel) or not (isinstance(target_model, str) or hasattr(target_model, "config")):
         raise TypeError(
             "`target_model` must be the target, a causal language model or the name of one, and `model` the draft; "
             f"`target_model` is {type(target_model).__name__}."
+        )
+    adapter = target_model.active_peft_config if isinstance(target_model, PeftModel) else None
+    if adapter is not None and (adapter.is_prompt_learning or getattr(adapter, "alora_invocation_tokens", None)):
+        raise ValueError(
+            "The target is adapted by virtual tokens or an activated LoRA (aLoRA), which training would leave out, and decoding with "
+            "a draft refuses. Pass the target without its adapter (`get_base_model()`), or with another one."
         )
     known = list(inspect.signature(SFTTrainer.__init__).parameters)[3:]  # after `self`, `model` and `args`
     if unknown := [name for name in kwargs if name not in known]:
@@ -71,10 +78,7 @@ def optimizer_name(kwargs: dict[str, Any]) -> str | None:
 
 
 def check_optimizer(trainer: Eagle3Trainer) -> None:
-    """
-    Raises:
-        ValueError: if the caller's optimizer has parameters of another model, and so would leave the draft as it is.
-    """
+    """Raises `ValueError` if the caller's optimizer has parameters of another model, which would leave the draft as it is."""
     own = set(map(id, trainer.model.parameters()))
     groups = [] if trainer.optimizer is None else trainer.optimizer.param_groups
     if others := sum(id(parameter) not in own for group in groups for parameter in group["params"]):
@@ -90,14 +94,10 @@ def all_datasets(train_dataset: Any, eval_dataset: Any) -> list[Any]:
 
 
 def check_parallelism(trainer: Eagle3Trainer) -> None:
-    """
-    Raises:
-        ValueError: if FSDP or DeepSpeed cannot do what the arguments ask for.
-    """
+    """Raises `ValueError` if FSDP or DeepSpeed cannot do what the arguments ask for."""
     if trainer.is_deepspeed_enabled and trainer.args.use_muon:
         raise ValueError(
-            "DeepSpeed splits parameters into flat pieces, and Muon needs whole matrices. Pass `use_muon=False`, or use "
-            "FSDP2 instead."
+            "DeepSpeed splits parameters into flat pieces, and Muon needs whole matrices. Pass `use_muon=False`, or use FSDP2."
         )
     if trainer.is_fsdp_enabled and "FULL_STATE_DICT" not in str(trainer.accelerator.state.fsdp_plugin.state_dict_type):
         raise ValueError(
@@ -111,16 +111,12 @@ def check_parallelism(trainer: Eagle3Trainer) -> None:
         )
     if trainer.args.sampled_vocab_size is not None and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         raise ValueError(
-            "`sampled_vocab_size` takes rows of the draft's head, which FSDP and DeepSpeed keep in parts. Leave it out, or "
-            "use DDP: a draft is small."
+            "`sampled_vocab_size` takes rows of the head, which FSDP and DeepSpeed keep in parts. Leave it out, or use DDP."
         )
 
 
 def check_batches(trainer: Eagle3Trainer) -> None:
-    """
-    Raises:
-        ValueError: if `dataloader_drop_last` drops all data.
-    """
+    """Raises `ValueError` if `dataloader_drop_last` drops all data."""
     train, *evals = all_datasets(trainer.train_dataset, trainer.eval_dataset)
     for dataset, name in [(train, "train"), *((each, "eval") for each in evals)]:
         rows_of_step = getattr(trainer.args, f"per_device_{name}_batch_size") * trainer.args.world_size

@@ -2,15 +2,7 @@
 
 from typing import Any
 
-from transformers import (
-    PrinterCallback,
-    ProgressCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 
 # `loss_per_step` is comparable while the unroll grows. `loss`, a sum over its steps, is not.
@@ -37,14 +29,7 @@ def shown(logs: dict | None) -> dict:
 class FewFigures(TrainerCallback):
     """Passes on few figures of a log, to one of transformers' callbacks that show them."""
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **kwargs: Any) -> None:
         if few := shown(logs):
             if isinstance(self, PrinterCallback):  # without a bar
                 few = {"step": f"{state.global_step}/{state.max_steps}", **few}

@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 
 from ..data import ImageReader, documents_of_row, prompt_of
 from ..remote_code.modeling_eagle3 import DraftModel
-from ..remote_code.target_eagle3 import is_sharded
+from ..remote_code.target_eagle3 import device_of, is_sharded
 from ..tokenizer import padded_inputs
 from .metrics import sum_dtype
 from .models import default_generation
@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_best_metric(trainer: Eagle3Trainer) -> None:
-    """
-    Raises:
-        ValueError: if training evaluates, and `metric_for_best_model` is not measured.
-    """
+    """Raises `ValueError` if training evaluates, and `metric_for_best_model` is not measured."""
     args, data = trainer.args, trainer.eval_dataset
     if args.metric_for_best_model is None or args.eval_strategy == "no" or data is None:
         return
@@ -45,24 +42,20 @@ def check_best_metric(trainer: Eagle3Trainer) -> None:
 
 
 def check_decoding(trainer: Eagle3Trainer) -> None:
-    """
-    Raises:
-        ValueError: if training evaluates by decoding, and the target refuses a draft.
-    """
+    """Raises `ValueError` if training evaluates by decoding, and the target refuses a draft."""
     args, target = trainer.args, trainer.target_model
     decodes = args.eval_strategy != "no" and trainer.eval_dataset is not None and args.num_eval_prompts > 0
     is_placed = trainer.draft.device.type == trainer.accelerator.device.type and not trainer.is_fsdp_enabled
     if not decodes or not is_placed:
         return
-    tokens = torch.arange(1, 5, device=target.get_input_embeddings().weight.device)[None]
+    tokens = torch.arange(1, 5, device=device_of(target.get_input_embeddings()))[None]
     try:
         with decoding_draft(trainer) as draft:
             inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
             target.generate(**inputs, assistant_model=draft, max_new_tokens=2, synced_gpus=False)
     except ValueError as error:
         raise ValueError(
-            f"Evaluation decodes with the draft, but the target refuses it: {error} To train a draft for another program, set "
-            "`num_eval_prompts=0`."
+            f"Evaluation decodes, but the target refuses it: {error} To train for another program, set `num_eval_prompts=0`."
         ) from error
 
 

@@ -16,6 +16,7 @@ from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerBase, masking_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -29,7 +30,7 @@ from ..files import UNFINISHED, write_atomically
 from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
 from ..remote_code.loading_eagle3 import fingerprint
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
-from ..remote_code.target_eagle3 import is_sharded
+from ..remote_code.target_eagle3 import device_of, is_sharded, table_of, unpack
 from .arguments import Eagle3TrainingArguments
 from .losses import log_sum_exp
 from .models import without_adapter
@@ -77,7 +78,11 @@ class TargetStates:
         self.is_fsdp = isinstance(self.target, FSDPModule)
         self.is_tensor_parallel = (self.target.tp_size or 1) > 1
         self.num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+        # LLaVA and Aria pass the selection on to the layers of their images, and then read this one.
+        of_images = getattr(target.config, "vision_feature_layer", None) or []
+        self.selected = [*aux_layer_ids, *(of_images if isinstance(of_images, list) else [of_images])]
         self.keeps_documents_apart: bool | None = None  # unknown until a batch is packed
+        unpack(self.target)  # training runs only its base
 
     @torch.no_grad()
     def __call__(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,14 +113,14 @@ class TargetStates:
         model, device = self.target if self.is_fsdp else self.base_model, inputs["input_ids"].device
         in_dtype = BatchFeature(inputs).to(self.target.dtype)  # casts floats only, such as pixels
         with CUDNN_ATTENTION.off():  # it may fail at the masks of padded and packed batches
-            states = select_hidden_states(self.aux_layer_ids)
+            states = select_hidden_states(self.selected)
             outputs = model(**in_dtype, output_hidden_states=states, use_cache=False, return_dict=True)
         last = outputs.logits if self.is_fsdp else outputs.last_hidden_state
         return aux_hidden_states(outputs, self.aux_layer_ids, self.num_layers).to(device), last.to(device)
 
     def _keeps_documents_apart(self) -> bool:
         """Whether a document has the same states after different documents."""
-        length, device = 8, self.target.get_input_embeddings().weight.device
+        length, device = 8, device_of(self.target.get_input_embeddings())
         config = self.target.config.get_text_config(decoder=True)
         if getattr(config, "attention_chunk_size", None) is not None and not COUNTS_CHUNKS_BY_DOCUMENT:
             return False
@@ -132,28 +137,22 @@ class TargetStates:
         self, input_ids: torch.Tensor, documents: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs each document in a row of its own, and puts its states where its tokens are."""
-        budget = documents.numel()
-        aux: torch.Tensor | None = None
-        last: torch.Tensor | None = None
-        numbers = [(row, number) for row in range(len(documents)) for number in documents[row].unique().tolist()]
-        masks = [documents[row] == number for row, number in numbers if number >= 0]
-        rows = [row for row, number in numbers if number >= 0]
-        order = sorted(range(len(masks)), key=lambda index: -int(masks[index].sum()))
-        while order:  # no group has more tokens than the batch
-            longest = int(masks[order[0]].sum())
-            group, order = order[: max(budget // longest, 1)], order[max(budget // longest, 1) :]
-            tokens = [input_ids[rows[index], masks[index]] for index in group]
-            padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
-            lengths = torch.tensor([len(each) for each in tokens], device=padded.device)
-            attention_mask = (torch.arange(longest, device=padded.device) < lengths[:, None]).long()
-            group_aux, group_last = self._forward(input_ids=padded, attention_mask=attention_mask)
-            if aux is None or last is None:
-                aux = group_aux.new_zeros(*documents.shape, group_aux.shape[-1])
-                last = group_last.new_zeros(*documents.shape, group_last.shape[-1])
-            for place, index in enumerate(group):
-                aux[rows[index], masks[index]] = group_aux[place, : lengths[place]]
-                last[rows[index], masks[index]] = group_last[place, : lengths[place]]
-        assert aux is not None and last is not None  # a batch has documents
+        numbered = [(row, number) for row in range(len(documents)) for number in documents[row].unique().tolist()]
+        places = [(row, (documents[row] == number).nonzero()[:, 0]) for row, number in numbered if number >= 0]
+        places.sort(key=lambda place: -len(place[1]))
+        outputs: list[torch.Tensor] = []
+        while places:  # no group has more tokens than the batch
+            num_rows = documents.numel() // len(places[0][1])
+            group, places = places[:num_rows], places[num_rows:]
+            tokens = [input_ids[place] for place in group]
+            padded = pad_sequence(tokens, batch_first=True)
+            attention_mask = pad_sequence(list(map(torch.ones_like, tokens)), batch_first=True)
+            states = self._forward(input_ids=padded, attention_mask=attention_mask)
+            outputs = outputs or [each.new_zeros(*documents.shape, each.shape[-1]) for each in states]
+            for output, of_group in zip(outputs, states):
+                for place, each in zip(group, of_group):
+                    output[place] = each[: len(place[1])]
+        aux, last = outputs  # a batch has documents
         return aux, last
 
     @torch.no_grad()
@@ -161,7 +160,7 @@ class TargetStates:
         """Returns the target's logits `(B, L, V)` of states `(B, L, H)`, with its scales and soft caps."""
         if self.is_fsdp:
             return last_hidden_state
-        last_hidden_state = last_hidden_state.to(self.target.get_output_embeddings().weight.device)
+        last_hidden_state = last_hidden_state.to(device_of(self.target.get_output_embeddings()))
         with replaced_forward(self.base_model, StoredOutput(last_hidden_state=last_hidden_state)):
             # Only the shape and device of `inputs_embeds` are read.
             return self.target(inputs_embeds=last_hidden_state, use_cache=False, return_dict=True).logits
@@ -252,7 +251,7 @@ def describe(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, aux_la
     config = target.config.get_text_config(decoder=True)
     return {
         "target": target.config._name_or_path,
-        "fingerprint": fingerprint(target.get_input_embeddings().weight),
+        "fingerprint": fingerprint(table_of(target)),
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_hidden_layers,
         "tokenizer": hashlib.sha256(vocabulary).hexdigest(),
@@ -274,8 +273,7 @@ def warn_of_other_target(folder: Path, before: str, now: str) -> None:
     """Warns if a target has another name than when features were extracted. A fine-tune may have the same embeddings."""
     if before and now and Path(before).name != Path(now).name:  # it may have moved to another folder
         logger.warning(
-            f"The features in {folder} were extracted from {before}, and the target is {now}. If it is a fine-tune, extract the "
-            "features from it, into another folder."
+            f"The features in {folder} were extracted from {before}, and the target is {now}. Extract a fine-tune's own features."
         )
 
 
@@ -308,8 +306,7 @@ class FeatureStore:
         self.index = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))
         if self.index["version"] != FORMAT_VERSION:
             raise ValueError(
-                f"{folder} has version {self.index['version']} of the format, and this hf-eagle3 reads version {FORMAT_VERSION}. "
-                "Extract the features again."
+                f"{folder} has version {self.index['version']} of the format, not {FORMAT_VERSION}. Extract the features again."
             )
         missing = missing_shards(self.folder, self.index)
         if missing:
@@ -347,15 +344,8 @@ class FeatureStore:
 
     def check(self, description: dict, arguments: dict | None = None) -> None:
         """
-        Checks whether the features belong to a target, a tokenizer and layers, and to these arguments.
-
-        Args:
-            description (`dict`): The target, tokenizer and layers, as `hf_eagle3.training.features.describe` returns them.
-            arguments (`dict`, *optional*):
-                The output of `hf_eagle3.training.features.fixed_arguments`.
-
-        Raises:
-            ValueError: if they belong to others.
+        Raises `ValueError` if the features do not belong to the target, tokenizer and layers of a `description` (see
+        `hf_eagle3.training.features.describe`), and to these `arguments` (see `hf_eagle3.training.features.fixed_arguments`).
         """
         for name, value in description.items():
             stored = self.index["description"][name]
@@ -376,13 +366,7 @@ class FeatureStore:
 
 
 class FeatureCollator:
-    """
-    Collates rows of a [`FeatureStore`] with another collator, and adds their `states` `(B, L, n_aux + 1, H)`.
-
-    Args:
-        collator (`Callable`): The other collator.
-        store ([`FeatureStore`]): The store.
-    """
+    """Collates rows of a [`FeatureStore`] with another collator, and adds their `states` `(B, L, n_aux + 1, H)`."""
 
     def __init__(self, collator: Callable, store: FeatureStore):
         self.collator, self.store = collator, store
@@ -405,12 +389,7 @@ class FeatureCollator:
 
 
 def state_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """
-    Returns a dtype to store states in, given itself or its name.
-
-    Raises:
-        ValueError: if it would not keep them.
-    """
+    """Returns a dtype to store states in, given itself or its name. Raises `ValueError` if it would not keep them."""
     by_name = {str(each).removeprefix("torch."): each for each in STATE_DTYPES}
     if (name := str(dtype).removeprefix("torch.")) not in by_name:
         raise ValueError(f"`dtype` is {dtype}, but states can only be stored in one of {list(by_name)}.")
@@ -556,19 +535,11 @@ def extract(
     dtype: torch.dtype,
 ) -> None:
     """
-    Writes this process's share of the missing shards of a store.
-
-    Args:
-        folder (`str` or `Path`): The folder, after [`start_store`].
-        rows (`Dataset`): The prepared data.
-        target_states ([`TargetStates`]): The target.
-        collator (`Callable`): Collates rows.
-        batch_size (`int`): Rows per forward of the target.
-        dtype (`torch.dtype`): The dtype of stored states.
+    Writes this process's share of the shards of a store that are missing after [`start_store`], `batch_size` rows at a time.
     """
     folder = Path(folder)
     index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-    rows_per_shard, device = index["rows_per_shard"], target_states.target.get_input_embeddings().weight.device
+    rows_per_shard, device = index["rows_per_shard"], device_of(target_states.target.get_input_embeddings())
     missing = missing_shards(folder, index)
     state, runs_together = PartialState(), is_sharded(target_states.target)
     state.wait_for_everyone()  # all have to list the same shards, so none may write before that

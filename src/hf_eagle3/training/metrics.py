@@ -17,12 +17,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 class TTTMetrics:
     """
-    Sums the counts of unrolls until they are logged, for training (`"train"`) and evaluation (`"eval"`).
-
-    Args:
-        accelerator (`Accelerator`): Joins the processes.
-        ttt_steps (`int`): Drafting steps of the longest unroll.
-        ttt_step_decay (`float`): The weight of each step's loss relative to the step before.
+    Sums the counts of unrolls until they are logged, over all processes, for training (`"train"`) and evaluation (`"eval"`).
     """
 
     def __init__(self, accelerator: Accelerator, ttt_steps: int, ttt_step_decay: float):

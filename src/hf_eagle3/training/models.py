@@ -44,13 +44,6 @@ def load_target(
     Returns the target, its tokenizer, and its processor if it is given or needed. Loads the target if it is a name, and the
     tokenizer or processor if there is none.
 
-    Args:
-        target (`str` or `PreTrainedModel`): The target, or its folder or Hub id.
-        init_kwargs (`dict`, *optional*): Arguments of `from_pretrained`, for a name.
-        processing_class (*optional*): The tokenizer, or a processor that has it.
-        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether code from the repository may run.
-        with_images (`bool`, *optional*, defaults to `False`): Whether the target is to read images.
-
     Raises:
         TypeError: if `processing_class` is something else.
         ValueError: if there is nothing to load the tokenizer from, `init_kwargs` has no effect, or the name is a draft's.
@@ -86,14 +79,7 @@ def load_target(
 def load_processing_class(
     name: str, with_images: bool = False, **kwargs: Any
 ) -> PreTrainedTokenizerBase | ProcessorMixin:
-    """
-    Returns a target's processor if there are images and the target sees, or else its tokenizer.
-
-    Args:
-        name (`str`): Folder or Hub id.
-        with_images (`bool`, *optional*, defaults to `False`): Whether the target is to read images.
-        kwargs (*optional*): For `from_pretrained`.
-    """
+    """Returns a target's processor if there are images and the target sees, or else its tokenizer."""
     if with_images and sees_images(AutoConfig.from_pretrained(name, **kwargs)):
         return AutoProcessor.from_pretrained(name, **kwargs)
     return load_tokenizer(name, **kwargs)
@@ -106,14 +92,8 @@ def draft_to_train(
     peft_config: PeftConfig | None = None,
 ) -> DraftModel | PeftModel:
     """
-    Returns the draft to train, in float32. Half precision would lose small updates, and autocast (`bf16=True`) computes in
-    half precision all the same.
-
-    Args:
-        model (*optional*): The draft, its folder or Hub id. `None` makes a fresh one.
-        target_model (`PreTrainedModel`): The target.
-        args ([`Eagle3TrainingArguments`]): The arguments.
-        peft_config (`PeftConfig`, *optional*): The adapter to train.
+    Returns the draft to train, in float32, or a fresh one if there is none. Half precision would lose small updates, and
+    autocast (`bf16=True`) computes in half precision all the same.
 
     Raises:
         TypeError: if `model` is not a draft.
@@ -127,8 +107,7 @@ def draft_to_train(
     draft = Eagle3ForSpeculation.from_pretrained(model) if isinstance(model, str) else model
     if draft is not None and not hasattr(draft, "validate_target"):
         raise TypeError(
-            f"`model` is {type(draft).__name__}, but must be the draft, its name, or `None` for a fresh one. The target is "
-            "`target_model`."
+            f"`model` is {type(draft).__name__}, but must be the draft, its name, or `None`. The target is `target_model`."
         )
     if draft is None and peft_config is not None:
         raise ValueError(
@@ -156,9 +135,8 @@ def draft_to_train(
                 getattr(draft, name).requires_grad_(False)
     if peft_config is None and not any(parameter.requires_grad for parameter in draft.parameters()):
         raise ValueError(
-            "All parameters of the draft are frozen, so it would learn nothing. Load an adapter by "
-            "`PeftModel.from_pretrained(..., is_trainable=True)`, or merge it into its draft. Unfreeze a whole draft by "
-            "`requires_grad_(True)`."
+            "All parameters of the draft are frozen, so it would learn nothing. Call `draft.requires_grad_(True)`, or load its "
+            "adapter by `PeftModel.from_pretrained(..., is_trainable=True)`, or merge that into the draft."
         )
     return draft.float()
 
@@ -180,15 +158,11 @@ def fresh_draft(target_model: PreTrainedModel, args: Eagle3TrainingArguments) ->
 def check_trainable(
     model: DraftModel | PeftModel, target_model: PreTrainedModel, args: Eagle3TrainingArguments
 ) -> None:
-    """
-    Raises:
-        ValueError: if the draft is for another target, or training-time test cannot train it with these arguments.
-    """
+    """Raises `ValueError` if the draft is for another target, or cannot be trained with these arguments."""
     model.validate_target(target_model)
     if model.reads_after_last_layer(target_model):
         raise ValueError(
-            "The draft reads the state after the target's last layer and before its final norm, which training does not collect. "
-            "Train a draft that reads states entering layers."
+            "The draft reads the target's last state before the final norm. Train a draft that reads states entering layers."
         )
     check_layers(model)
     check_vocabulary(model, target_model)
@@ -203,10 +177,7 @@ def check_trainable(
 
 
 def check_layers(model: DraftModel | PeftModel) -> None:
-    """
-    Raises:
-        ValueError: if the draft has layers that training does not compute.
-    """
+    """Raises `ValueError` if the draft has layers that training does not compute."""
     if set(model.config.transformer_layer_config.layer_types) != {"full_attention"}:
         raise ValueError(
             "Only drafts with full attention can be trained; this one has layers "
@@ -216,8 +187,7 @@ def check_layers(model: DraftModel | PeftModel) -> None:
 
 def check_vocabulary(model: DraftModel | PeftModel, target_model: PreTrainedModel) -> None:
     """
-    Raises:
-        ValueError: if the target has more tokens than the draft knows. Such a pair decodes, but labels need both alike.
+    Raises `ValueError` if the target has tokens that the draft does not know. Such a pair decodes, but labels need both alike.
     """
     num_tokens = target_model.config.get_text_config(decoder=True).vocab_size
     if num_tokens != model.config.vocab_size:

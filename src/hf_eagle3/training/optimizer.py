@@ -20,14 +20,9 @@ def orthogonalized(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
     """
-    Returns the Newton-Schulz iteration of Muon (https://kellerjordan.github.io/posts/muon/), `X <- aX + bGX + cGGX` with
-    `G = XX'`, in float32. Each step multiplies `X` by a polynomial of the first `G`. These factors are small, so they are
-    multiplied with each other first, and with `X` at the end.
-
-    Args:
-        matrix (`torch.Tensor` of shape `(M, N)`): The matrix.
-        coefficients (`tuple[float, float, float]`): `a`, `b` and `c`.
-        steps (`int`), eps (`float`): As in [`torch.optim.Muon`].
+    Returns the Newton-Schulz iteration of Muon (https://kellerjordan.github.io/posts/muon/), `X <- aX + bGX + cGGX` with `G =
+    XX'`, in float32, of a matrix `(M, N)`. `a`, `b` and `c` are the coefficients. Each step multiplies `X` by a polynomial of
+    the first `G`. These factors are small, so they are multiplied with each other first, and with `X` at the end.
     """
     a, b, c = coefficients
     wide = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T
@@ -129,11 +124,7 @@ def split_parameters(
     named: Iterable[tuple[str, torch.nn.Parameter]], exclude: tuple[str, ...] = ()
 ) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
     """
-    Returns the parameters for Muon, and those for AdamW.
-
-    Args:
-        named (iterable of `tuple[str, torch.nn.Parameter]`): Parameters with their names.
-        exclude (`tuple[str, ...]`, *optional*): Parts of the names of matrices for AdamW.
+    Returns the parameters for Muon, and those for AdamW, which have a part of `exclude` in their names or are no matrices.
     """
     matrices, others = list[torch.nn.Parameter](), list[torch.nn.Parameter]()
     for name, weight in named:
@@ -147,12 +138,7 @@ def muon_with_adamw(
 ) -> MuonWithAdamW:
     """
     Returns the optimizer of a draft's trained parameters: Muon for the matrices other than the head, and AdamW at a fifth of
-    the learning rate for the rest.
-
-    Args:
-        model (`torch.nn.Module`): The draft, perhaps wrapped.
-        names_of_decayed (`Iterable[str]`): Parameters with weight decay: not norms and biases.
-        args ([`Eagle3TrainingArguments`]): Learning rate, weight decay, and AdamW's settings.
+    the learning rate for the rest. Norms and biases are not among the `names_of_decayed`.
     """
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     matrices, others = split_parameters(trained.items(), exclude=("lm_head",))

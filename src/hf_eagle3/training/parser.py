@@ -63,10 +63,8 @@ class Eagle3Parser(TrlParser):
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *others: Any, **kwargs: Any) -> tuple:
         """
-        Returns an instance of each dataclass.
-
-        Raises:
-            SystemExit: if the YAML file cannot be read, or a flag or a key of it does not exist.
+        Returns an instance of each dataclass. Ends the script if the YAML file cannot be read, or a flag or a key of it does
+        not exist.
         """
         print_any_character()  # TRL's help has a square root
         args = list(sys.argv[1:] if args is None else args)

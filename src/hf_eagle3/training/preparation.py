@@ -38,10 +38,8 @@ logger = get_logger(__name__)
 
 def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, args: Eagle3TrainingArguments) -> None:
     """
-    Gives the tokenizer the chat template and the EOS token of the arguments, and the arguments a padding token.
-
-    Raises:
-        ValueError: if the template is no Jinja file, or the tokenizer does not have the token.
+    Gives the tokenizer the chat template and the EOS token of the arguments, and the arguments a padding token. Raises
+    `ValueError` if the template is no Jinja file, or the tokenizer does not have the token.
     """
     if args.chat_template_path is not None:
         if not args.chat_template_path.endswith((".jinja", ".j2")):
@@ -60,13 +58,7 @@ def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, args: Eagle3TrainingAr
 
 
 class CheckedCollator:
-    """
-    Another collator (of a caller), with a check that its batches learn what the rows say. Those of transformers replace
-    labels.
-
-    Args:
-        collator (`Callable`): The other collator.
-    """
+    """A caller's `collator`, with a check that its batches learn what the rows say. Those of transformers replace labels."""
 
     def __init__(self, collator: Callable):
         self.collator = collator
@@ -131,20 +123,8 @@ def encode(
     images: ImageReader | str,
 ) -> Dataset | IterableDataset:
     """
-    Returns the data as `input_ids` and masks of what is learned.
-
-    Args:
-        dataset (`Dataset` or `IterableDataset`): Data of any kind that can be trained on.
-        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
-        args ([`Eagle3TrainingArguments`]): The arguments.
-        assistant_only_loss (`bool`): Whether only the assistant's tokens are learned.
-        target_vocab_size (`int`): The size of the target's vocabulary.
-        formatting_func (`Callable`, *optional*): Makes a text of a row.
-        name (`str`): The name of the data in messages.
-        images ([`ImageReader`] or `str`): See [`image_reader`].
-
-    Raises:
-        ValueError: if a row cannot be learned from.
+    Returns the data, called `name` in messages, as `input_ids` and masks of what is learned. `images` reads the images of
+    rows, or says why rows with images are refused. Raises `ValueError` if a row cannot be learned from.
     """
     dataset = plain_rows(dataset, name)
     texts = without_images(dataset)
@@ -187,15 +167,8 @@ def prepare_vocabulary(
     size_from_data: int | None,
 ) -> None:
     """
-    Gives the draft a vocabulary of the most frequent supervised tokens, or checks that its own fits the data.
-
-    Args:
-        draft ([`DraftModel`]), target (`PreTrainedModel`): The models.
-        train_dataset (`Dataset` or `IterableDataset`): The prepared data.
-        size_from_data (`int`, *optional*): The size of the vocabulary to take from the data. `None` keeps the draft's.
-
-    Raises:
-        ValueError: if the draft's own vocabulary has less than half of the supervised tokens.
+    Gives the draft a vocabulary of the most frequent supervised tokens, if it has a `size_from_data`, or checks that its own
+    fits the prepared data. Raises `ValueError` if that has less than half of the supervised tokens.
     """
     if draft.config.draft_vocab_size == draft.config.vocab_size and size_from_data is None:
         return
@@ -204,8 +177,7 @@ def prepare_vocabulary(
         draft.set_draft_vocabulary(most_frequent_tokens(counts, size_from_data), target)
         if draft.config.draft_vocab_size < size_from_data:
             logger.warning(
-                f"`draft_vocab_size` is {size_from_data}, but the target has {draft.config.draft_vocab_size} tokens: the draft gets "
-                "them all."
+                f"`draft_vocab_size` is {size_from_data}, but the target has only {draft.config.draft_vocab_size} tokens."
             )
     share = coverage(counts, draft.draft_token_ids.tolist())
     message = (

@@ -79,10 +79,7 @@ FIXED_IN_SCRIPTS = ("dataset_config", "dataset_name", "dataset_train_split", "da
 
 
 def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
-    """
-    Raises:
-        ValueError: if the training of a checkpoint is finished, or was begun with other data or settings.
-    """
+    """Raises `ValueError` if the training of a checkpoint is finished, or was begun with other data or settings."""
     path, state_path = (Path(checkpoint, name) for name in (TRAINING_RECORD, TRAINER_STATE_NAME))
     state = TrainerState.load_from_json(str(state_path))
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -110,10 +107,7 @@ def check_unfinished(args: Eagle3TrainingArguments, checkpoint: str, state: Trai
 
 
 def check_same_draft(trainer: Eagle3Trainer, checkpoint: str) -> None:
-    """
-    Raises:
-        ValueError: if a checkpoint has another draft, or an adapter with other settings.
-    """
+    """Raises `ValueError` if a checkpoint has another draft, or an adapter with other settings."""
     if isinstance(model := trainer.accelerator.unwrap_model(trainer.model), PeftModel):
         # PEFT would load the weights, and scale them as it is told now.
         then, now = PeftConfig.from_pretrained(checkpoint).to_dict(), model.active_peft_config.to_dict()
@@ -134,10 +128,7 @@ def check_same_draft(trainer: Eagle3Trainer, checkpoint: str) -> None:
 
 
 def check_same_settings(trainer: Eagle3Trainer, checkpoint: str, state: TrainerState, record: dict) -> None:
-    """
-    Raises:
-        ValueError: if a checkpoint was trained on other data or with other settings.
-    """
+    """Raises `ValueError` if a checkpoint was trained on other data or with other settings."""
     args, then, now = trainer.args, record["arguments"], training_record(trainer)
     if args.auto_find_batch_size and state.train_batch_size is not None:  # `Trainer` restores it, but later
         now["sequences_per_step"] = state.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -157,13 +148,8 @@ def check_same_settings(trainer: Eagle3Trainer, checkpoint: str, state: TrainerS
 
 def of_draft(config: Eagle3Config) -> dict:
     """Returns the fields of a draft's configuration that change what it computes."""
-    others = {
-        *PreTrainedConfig().to_dict(),
-        "weights_digest",
-        "speculators_config",
-        "static_tree",
-        "verifier_fingerprint",
-    }
+    others = {"weights_digest", "speculators_config", "static_tree", "verifier_fingerprint"}
+    others |= PreTrainedConfig().to_dict().keys()
     facts = config.to_dict()
     facts = {item.name: facts.get(item.name) for item in fields(config) if item.name not in others}
     layer = facts.pop("transformer_layer_config") or {}
@@ -206,12 +192,8 @@ def order_of_rows(rows: Dataset | IterableDataset, args: Eagle3TrainingArguments
 
 def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] | None = None) -> dict:
     """
-    Returns the data, the arguments that differ from their defaults, the length, the machine and the last evaluation.
-
-    Args:
-        trainer ([`Eagle3Trainer`]): The trainer, at any point of training.
-        state_dict (`dict[str, torch.Tensor]`, *optional*):
-            The draft's weights. Their digest says which draft the record is about.
+    Returns the data, the arguments that differ from their defaults, the length, the machine and the last evaluation. The
+    digest of the draft's weights (`state_dict`) says which draft the record is about.
     """
     args = trainer.args
     datasets = [public_name(name) for name in trainer.dataset_names]

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.utils import ModelOutput
 
 from ..assisting import assist
@@ -64,8 +64,7 @@ def assist_rollouts(
         if learning_rate is not None:
             if trainer.accelerator.num_processes > 1:
                 raise ValueError(
-                    "A draft can follow the target in one process only. Leave `learning_rate` out, and train the draft again "
-                    "afterwards."
+                    "A draft can follow the target in one process only. Leave `learning_rate` out, and train it afterwards."
                 )
             callback.learner = DraftLearner(target, draft, learning_rate, ttt_steps, ttt_step_decay)
             stack.enter_context(callback.learner.listening())
@@ -83,22 +82,13 @@ class RolloutCallback(TrainerCallback):
         self.lengths: list[int] = []
         self.learner: DraftLearner | None = None
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         last = self.draft.last_generation
         if last is not None and last is not self.last:  # several steps may learn from one rollout
             self.last = last
             self.lengths += last.accepted_lengths
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float],
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         new = {}
         if self.lengths:
             new["acceptance_length"] = sum(self.lengths) / len(self.lengths)
@@ -111,13 +101,7 @@ class RolloutCallback(TrainerCallback):
 
 
 class DraftLearner:
-    """
-    Trains a draft on the forwards of a target that learns.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        draft, learning_rate, ttt_steps, ttt_step_decay: See [`assist_rollouts`].
-    """
+    """Trains a draft on the forwards of a target that learns. For the arguments see [`assist_rollouts`]."""
 
     def __init__(
         self,
@@ -161,8 +145,7 @@ class DraftLearner:
             return None
         if kwargs.get("input_ids") is None:
             raise ValueError(
-                "The trainer passes embeddings in place of `input_ids`, and a draft cannot learn from them. Leave "
-                "`learning_rate` out."
+                "No draft learns from the trainer's embeddings in place of `input_ids`. Leave `learning_rate` out."
             )
         return args, kwargs | {"output_hidden_states": select_hidden_states(self.layer_ids)}
 

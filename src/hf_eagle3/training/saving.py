@@ -37,10 +37,8 @@ logger = get_logger(__name__)
 
 def check_output_folder(folder: str | Path, target_name: str | None, is_adapter: bool) -> None:
     """
-    Checks that the output folder of a training may hold its draft. It may be that of an earlier training.
-
-    Raises:
-        ValueError: if the folder is the target's, or has another model.
+    Checks that the output folder of a training may hold its draft. It may be that of an earlier training. Raises `ValueError`
+    if the folder is the target's, or has another model.
     """
     folder, taken = Path(folder), []
     if target_name:
@@ -177,12 +175,9 @@ class DraftSavingTrainer(SFTTrainer):
         tags: str | list[str] | None = None,
     ) -> None:
         """
-        Writes README.md to the output folder; see [`render_card`]. An edited card stays as it is.
-
-        Args:
-            model_name (`str`, *optional*): The name in the card. By default the Hub id, or else the folder's name.
-            dataset_name (`str` or `list[str]`, *optional*): The names of the data.
-            tags (`str` or `list[str]`, *optional*): Tags besides those of every draft.
+        Writes README.md to the output folder; see [`render_card`]. An edited card stays as it is. `model_name` is by default
+        the Hub id, or else the folder's name. `dataset_name` has the names of the data, and `tags` more tags than those of
+        every draft.
         """
         if not self.is_world_process_zero() or self.draft.config.model_type != Eagle3Config.model_type:
             return  # drafts of other methods have no cards
@@ -222,11 +217,8 @@ class DraftSavingTrainer(SFTTrainer):
         self, *args: Any, dataset_name: str | list[str] | None = None, **kwargs: Any
     ) -> CommitInfo | str | None:
         """
-        Pushes the draft with its card and `training.json`, in one commit. See [`~trl.SFTTrainer.push_to_hub`].
-
-        Args:
-            dataset_name (`str` or `list[str]`, *optional*): The names of the data, for the card.
-            args, kwargs (*optional*): The arguments of [`~trl.SFTTrainer.push_to_hub`].
+        Pushes the draft with its card and `training.json`, in one commit; see [`~trl.SFTTrainer.push_to_hub`] for `args` and
+        `kwargs`. `dataset_name` has the names of the data, for the card.
         """
         self._name_datasets(dataset_name)
         try:

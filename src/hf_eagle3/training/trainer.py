@@ -115,8 +115,7 @@ class Eagle3Trainer(DraftSavingTrainer):
             The arguments. By default the trainer writes to a folder named after the target.
         processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`, *optional*):
             The target's tokenizer, or its processor if the data has images. By default it is loaded by the target's name.
-        kwargs (*optional*):
-            Other arguments of [`~trl.SFTTrainer`].
+        kwargs (*optional*): Other arguments of [`~trl.SFTTrainer`].
 
     Raises:
         TypeError: if `model` is not a draft, `target_model` not a target, or `args` of another class.
@@ -200,8 +199,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         args = copy.copy(args)
         if args.n_gpu > 1:  # `nn.DataParallel` cannot split the target's states of a batch
             logger.warning(
-                f"One process trains the draft on one GPU, the first of {args.n_gpu} here. `accelerate launch` starts a process "
-                "for each."
+                f"One process trains on one GPU, the first of {args.n_gpu} here. `accelerate launch` starts a process for each."
             )
             args._n_gpu = 1
         return args
@@ -477,14 +475,8 @@ class Eagle3Trainer(DraftSavingTrainer):
             arguments = fixed_arguments(self.args)
             lock = start_store(folder, self.train_dataset, description, rows_per_shard, dtype, arguments)
         self.accelerator.wait_for_everyone()
-        extract(
-            folder,
-            self.train_dataset,
-            self.target_states,
-            self.data_collator,
-            self.args.per_device_train_batch_size,
-            dtype,
-        )
+        batch_size = self.args.per_device_train_batch_size
+        extract(folder, self.train_dataset, self.target_states, self.data_collator, batch_size, dtype)
         self.accelerator.wait_for_everyone()
         del lock
         return FeatureStore(folder)
@@ -517,11 +509,8 @@ class Eagle3Trainer(DraftSavingTrainer):
 
     def _check_loss(self) -> None:
         """
-        Checks the latest loss. This is done when the next batch begins, and before anything is logged or saved: to look at
-        a loss at once would wait for the device.
-
-        Raises:
-            FloatingPointError: if the loss is not finite.
+        Checks the latest loss, when the next batch begins, and before anything is logged or saved: to look at a loss at once
+        would wait for the device. Raises `FloatingPointError` if it is not finite.
         """
         if self._unchecked_loss is None:
             return
@@ -560,9 +549,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         Lets all processes end a pass over a stream at the same step. Their parts of it may have different lengths, and
         processes that begin the next pass alone wait for the others forever.
 
-        Raises:
-            ValueError: if the data is a stream that ends before the first step. `Trainer` would end without training, or
-                begin the stream again and again.
+        Raises `ValueError` if the data is a stream that ends before the first step. `Trainer` would end, or begin it again and
+        again.
         """
         if self.args.world_size > 1 and not isinstance(self.train_dataset, Dataset):
             if epoch_iterator is self._ended_pass:
@@ -658,12 +646,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         metric_key_prefix: str = "test",
     ) -> PredictionOutput:
         """
-        Returns what [`~Eagle3Trainer.evaluate`] measures, for other data. There are no predictions.
-
-        Args:
-            test_dataset (`Dataset` or `IterableDataset`): Data of any kind that can be trained on.
-            ignore_keys (`list[str]`, *optional*): See [`~transformers.Trainer.predict`].
-            metric_key_prefix (`str`, *optional*, defaults to `"test"`): The prefix of the metrics' names.
+        Returns what [`~Eagle3Trainer.evaluate`] measures, for other data of any kind that can be trained on. There are no
+        predictions.
         """
         if not self._skip_prepare_dataset:
             packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing

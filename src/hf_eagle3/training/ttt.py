@@ -38,29 +38,16 @@ MAX_LOGITS_ON_CPU, MAX_LOGITS_ELSEWHERE = 2**25, 2**27
 
 @dataclass
 class TTTBatch:
-    """
-    The input of one unroll, for `B` sequences of `L` tokens.
+    """The input of one unroll, for `B` sequences of `L` tokens."""
 
-    Args:
-        input_ids (`torch.LongTensor` of shape `(B, L)`): Token ids.
-        aux_hidden_states (`torch.FloatTensor` of shape `(B, L, n_aux * H)`): The target's states.
-        target_logits (`torch.FloatTensor` of shape `(B, L, draft_vocab_size)`):
-            The target's logits on the draft vocabulary.
-        target_mass (`torch.FloatTensor` of shape `(B, L)`): The target's probability of the draft vocabulary.
-        target_tokens (`torch.LongTensor` of shape `(B, L)`): The target's most probable tokens, as target ids.
-        labels (`torch.LongTensor` of shape `(B, L)`): Token ids; -100 where the token is not learned.
-        documents (`torch.LongTensor` of shape `(B, L)`): The number of each token's document; -1 on padding.
-        position_ids (`torch.LongTensor` of shape `(B, L)`): Positions within the document.
-    """
-
-    input_ids: torch.Tensor
-    aux_hidden_states: torch.Tensor
-    target_logits: torch.Tensor
-    target_mass: torch.Tensor
-    target_tokens: torch.Tensor
-    labels: torch.Tensor
-    documents: torch.Tensor
-    position_ids: torch.Tensor
+    input_ids: torch.Tensor  # (B, L)
+    aux_hidden_states: torch.Tensor  # (B, L, n_aux * H): the target's states
+    target_logits: torch.Tensor  # (B, L, draft_vocab_size): the target's logits of the draft's tokens
+    target_mass: torch.Tensor  # (B, L): the target's probability of all these tokens
+    target_tokens: torch.Tensor  # (B, L): the target's most probable tokens, as target ids
+    labels: torch.Tensor  # (B, L): token ids; -100 where the token is not learned
+    documents: torch.Tensor  # (B, L): the number of each token's document; -1 on padding
+    position_ids: torch.Tensor  # (B, L): positions within the document
 
     @classmethod
     def of(
@@ -81,28 +68,17 @@ class TTTBatch:
 @dataclass
 class TTTOutput:
     """
-    Sums over rows, one entry per step.
-
-    Args:
-        loss_sums (`torch.FloatTensor` of shape `(steps,)`):
-            The loss, summed over the rows that count. If a step has a share of the rows, this estimates the sum over all
-            rows. The other fields are sums over the share.
-        num_rows (`torch.LongTensor` of shape `(steps,)`): The number of rows that count.
-        num_correct (`torch.LongTensor` of shape `(steps,)`): Rows in which the draft's best token is the target's.
-        num_sampled (`torch.LongTensor` of shape `(steps,)`): Rows in which the acceptance rate is measured.
-        acceptance_sums (`torch.FloatTensor` of shape `(steps,)`): The sum of these [`acceptance_rates`].
-        num_reached (`torch.LongTensor` of shape `(steps,)`):
-            Rows that count at this and all earlier steps and were correct at the earlier ones.
-        num_accepted (`torch.LongTensor` of shape `(steps,)`): Rows among those that are correct at this step, too.
+    Sums over rows, one entry per step, `(steps,)`. If a step has a share of the rows, `loss_sums` estimates the sum over all
+    rows. The other fields are sums over the share.
     """
 
-    loss_sums: torch.Tensor
-    num_rows: torch.Tensor
-    num_correct: torch.Tensor
-    num_sampled: torch.Tensor
-    acceptance_sums: torch.Tensor
-    num_reached: torch.Tensor
-    num_accepted: torch.Tensor
+    loss_sums: torch.Tensor  # the loss of the rows that count
+    num_rows: torch.Tensor  # rows that count
+    num_correct: torch.Tensor  # rows in which the draft's best token is the target's
+    num_sampled: torch.Tensor  # rows in which the acceptance rate is measured
+    acceptance_sums: torch.Tensor  # the sum of these [`acceptance_rates`]
+    num_reached: torch.Tensor  # rows that count at this and all earlier steps and were correct at the earlier ones
+    num_accepted: torch.Tensor  # rows among those that are correct at this step, too
 
 
 def documents_of(
@@ -133,57 +109,28 @@ def counted_rows(labels: torch.Tensor, documents: torch.Tensor, step: int) -> to
 
 
 class UnrollStep(NamedTuple):
-    """
-    One step of an unroll. Its row `t` predicts the token at `t + 2 + step`.
+    """One step of an unroll. Its row `t` predicts the token at `t + 2 + step`."""
 
-    Args:
-        states (`torch.FloatTensor` of shape `(B, L, H)`):
-            The input of the head. The last rows have no token left to predict.
-        head (`nn.Module`): The head. It returns logits `(..., draft_vocab_size)`.
-        row_losses (`torch.FloatTensor` of shape `(B, L)`, *optional*): Losses to add in the rows that count.
-        rows (`torch.LongTensor` of shape `(B, K)`, *optional*):
-            The rows that `states` `(B, K, H)` has, if it does not have all.
-        row_weights (`torch.FloatTensor` of shape `(B, K)`, *optional*):
-            The number of rows that each of `rows` stands for in the loss. By default `L / K`.
-    """
-
-    states: torch.Tensor
-    head: Callable
-    row_losses: torch.Tensor | None = None
-    rows: torch.Tensor | None = None
-    row_weights: torch.Tensor | None = None
+    states: torch.Tensor  # (B, L, H): the input of the head. The last rows have no token left to predict
+    head: Callable  # returns logits (..., draft_vocab_size)
+    row_losses: torch.Tensor | None = None  # (B, L): losses to add in the rows that count
+    rows: torch.Tensor | None = None  # (B, K): the rows that `states` (B, K, H) has, if it does not have all
+    row_weights: torch.Tensor | None = None  # (B, K): how many rows each of `rows` stands for. By default L / K
 
 
 class RowTargets(NamedTuple):
-    """
-    What the rows of a step predict.
+    """What the rows of a step predict."""
 
-    Args:
-        probs (`torch.FloatTensor` of shape `(B, R, draft_vocab_size)`):
-            The target's probabilities of the draft's tokens, renormalized to sum to one.
-        mass (`torch.FloatTensor` of shape `(B, R)`): Their sum before that, in the target's whole vocabulary.
-        entropy (`torch.FloatTensor` of shape `(B, R)`): The entropy of `probs`.
-        best (`torch.LongTensor` of shape `(B, R)`): The target's most probable tokens.
-        actual (`torch.LongTensor` of shape `(B, R)`): The tokens of the text.
-    """
-
-    probs: torch.Tensor
-    mass: torch.Tensor
-    entropy: torch.Tensor
-    best: torch.Tensor
-    actual: torch.Tensor
+    probs: torch.Tensor  # (B, R, draft_vocab_size): the target's probabilities of the draft's tokens, with sum one
+    mass: torch.Tensor  # (B, R): their sum before that, in the target's whole vocabulary
+    entropy: torch.Tensor  # (B, R): the entropy of `probs`
+    best: torch.Tensor  # (B, R): the target's most probable tokens
+    actual: torch.Tensor  # (B, R): the tokens of the text
 
 
 def ttt_unroll(draft: DraftModel, batch: TTTBatch, steps: int, row_share: float = 1.0) -> Iterator[UnrollStep]:
     """
-    Unrolls the draft, and yields each step.
-
-    Args:
-        draft ([`DraftModel`]): The draft.
-        batch (`TTTBatch`): The batch.
-        steps (`int`): The number of drafting steps.
-        row_share (`float`, *optional*, defaults to 1.0):
-            The share of its rows that each step passes on to the next, drawn at random.
+    Unrolls the draft, and yields each step. Each step passes a `row_share` of its rows, drawn at random, on to the next.
     """
     length = batch.input_ids.shape[1]
     hidden_states = draft.combine_hidden_states(batch.aux_hidden_states)
@@ -227,19 +174,12 @@ class SampledVocabulary(NamedTuple):
     """
     A sample of the draft vocabulary that estimates the softmax over all of it (sampled softmax,
     https://huggingface.co/papers/1412.2007).
-
-    Args:
-        tokens (`torch.LongTensor` of shape `(S,)`): Places in the draft vocabulary.
-        log_weights (`torch.FloatTensor` of shape `(S,)`):
-            The logarithm of the number of tokens that each one stands for.
-        weight (`torch.FloatTensor` of shape `(S, H)`): The rows of the head for these tokens.
-        scale (`Callable`, *optional*): What the draft does to logits of its head.
     """
 
-    tokens: torch.Tensor
-    log_weights: torch.Tensor
-    weight: torch.Tensor
-    scale: Callable | None = None
+    tokens: torch.Tensor  # (S,): places in the draft vocabulary
+    log_weights: torch.Tensor  # (S,): the logarithm of the number of tokens that each one stands for
+    weight: torch.Tensor  # (S, H): the rows of the head for these tokens
+    scale: Callable | None = None  # what the draft does to logits of its head
 
     @classmethod
     def of(cls, batch: TTTBatch, draft: DraftModel, num_sampled: int) -> "SampledVocabulary":
@@ -294,16 +234,8 @@ def ttt_loss(
     unroll: Iterable[UnrollStep] | None = None,
 ) -> TTTOutput:
     """
-    Returns the loss of training-time test.
-
-    Args:
-        draft ([`DraftModel`]): The draft.
-        batch (`TTTBatch`): The batch.
-        steps (`int`): The number of drafting steps.
-        row_share (`float`, *optional*, defaults to 1.0): See [`ttt_unroll`].
-        num_sampled (`int`, *optional*): See [`SampledVocabulary`]. By default the softmax is over all tokens.
-        max_logits (`int`, *optional*): See [`unroll_loss`].
-        unroll (`Iterable[UnrollStep]`, *optional*): The steps. By default those of [`ttt_unroll`].
+    Returns the loss of training-time test. By default the steps are those of [`ttt_unroll`], and the softmax is over all
+    tokens, not over `num_sampled` besides the likely ones ([`SampledVocabulary`]). For `max_logits` see [`unroll_loss`].
     """
     vocabulary = None if num_sampled is None else SampledVocabulary.of(batch, draft, num_sampled)
     unroll = ttt_unroll(draft, batch, steps, row_share) if unroll is None else unroll
@@ -329,8 +261,7 @@ def unroll_loss(
         draft ([`DraftModel`]): The draft.
         batch (`TTTBatch`): The batch.
         unroll (`Iterable[UnrollStep]`): The steps.
-        row_loss (`Callable`):
-            `row_loss(logits (B, R, draft_vocab_size), targets: RowTargets) -> losses (B, R)`.
+        row_loss (`Callable`): `row_loss(logits (B, R, draft_vocab_size), targets: RowTargets) -> losses (B, R)`.
         max_logits (`int`, *optional*):
             The number of draft logits that may be in memory, by default as many as suit the device. A step with more
             computes them in pieces, and again in backward.
