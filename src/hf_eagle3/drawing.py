@@ -14,7 +14,13 @@ COLUMN, LINE, BOX = 124, 28, (100, 20)  # pixels
 
 
 def describe_step(step: Eagle3Step, row: int = 0) -> str:
-    """Returns one line about a `row` of a `step`: how many tokens were checked, accepted and written."""
+    """
+    Returns one line about a step: how many tokens were checked, accepted and written.
+
+    Args:
+        step ([`Eagle3Step`]): The step.
+        row (`int`, *optional*, defaults to `0`): The row of the batch, as an index into `step.rows`.
+    """
     num_checked, num_accepted = len(step.tokens[row]) - 1, len(step.accepted[row])
     if num_checked == 0:
         return "a plain step: nothing was checked"
@@ -24,8 +30,12 @@ def describe_step(step: Eagle3Step, row: int = 0) -> str:
 
 def tree_text(step: Eagle3Step, tokenizer: PreTrainedTokenizerBase, row: int = 0) -> str:
     """
-    Returns the tree of a `step` as lines of text. Accepted nodes have a tick. `tokenizer` is the target's, and `row` an index
-    into `step.rows`.
+    Returns the tree of a step as lines of text. Accepted nodes have a tick.
+
+    Args:
+        step ([`Eagle3Step`]): The step.
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        row (`int`, *optional*, defaults to `0`): The row of the batch, as an index into `step.rows`.
     """
     nodes, marks = nodes_of(step, tokenizer, row), {"accepted": " ✓", "target": " (the target's own)"}
     lines, stack = [], [(0, "", "")]  # a node, what stands before it, and what stands before its children
@@ -41,8 +51,12 @@ def tree_text(step: Eagle3Step, tokenizer: PreTrainedTokenizerBase, row: int = 0
 
 def tree_svg(step: Eagle3Step, tokenizer: PreTrainedTokenizerBase, row: int = 0) -> str:
     """
-    Returns the tree of a `step` as SVG, from left to right. Accepted nodes have the color of their origin, and rejected nodes
-    are grey. `tokenizer` is the target's, and `row` an index into `step.rows`.
+    Returns the tree of a step as SVG, from left to right. Accepted nodes have the color of their origin, and rejected nodes are grey.
+
+    Args:
+        step ([`Eagle3Step`]): The step.
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        row (`int`, *optional*, defaults to `0`): The row of the batch, as an index into `step.rows`.
     """
     nodes = nodes_of(step, tokenizer, row)
     lines = lines_of(nodes)

@@ -61,8 +61,10 @@ class EagleDecoderLayer(nn.Module):
 class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
     """
     Reads the state of the target's head at position `t` and the token at `t + 1`, and predicts the state at `t + 1`. Each
-    drafting step reads the prediction of the step before. The head is a copy of the target's, and is not trained. See
-    [`EagleConfig`] for the `config`.
+    drafting step reads the prediction of the step before. The head is a copy of the target's, and is not trained.
+
+    Args:
+        config ([`EagleConfig`]): The configuration.
     """
 
     config_class = EagleConfig

@@ -26,8 +26,10 @@ class HassForSpeculation(EagleForSpeculation):
     Harmonized context alignment (section 3.2): each step of training reads the predictions of the step before, with the
     attention of drafting. EAGLE-3 calls this training-time test. Gradients flow through all steps.
 
-    Harmonized objective distillation (section 3.1): a loss on the target's `TOP_K` most probable tokens. See [`HassConfig`]
-    for the `config`.
+    Harmonized objective distillation (section 3.1): a loss on the target's `TOP_K` most probable tokens.
+
+    Args:
+        config ([`HassConfig`]): The configuration.
     """
 
     config_class = HassConfig

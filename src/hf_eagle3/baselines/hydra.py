@@ -20,9 +20,12 @@ class HydraConfig(MedusaConfig):
 
 class HydraForSpeculation(MedusaForSpeculation):
     """
-    Head `k` reads the target's state at position `t` and the embeddings of the tokens from `t + 1` to `t + 1 + k` (section 3),
-    so its prediction depends on the path. Each head has one layer, as in the paper's first form. Training is that of Medusa.
-    See [`HydraConfig`] for the `config`.
+    Head `k` reads the target's state at position `t` and the embeddings of the tokens from `t + 1` to `t + 1 + k`
+    (section 3), so its prediction depends on the path. Each head has one layer, as in the paper's first form. Training is
+    that of Medusa.
+
+    Args:
+        config ([`HydraConfig`]): The configuration.
     """
 
     config_class = HydraConfig

@@ -49,9 +49,11 @@ class MedusaHead(nn.Module):
 
 class MedusaForSpeculation(BaselineDraft):
     """
-    Medusa-1: the target is not trained. Head `k` reads the target's state at position `t`, and predicts the token at `t + 2 +
-    k`, independently of the tokens between. (The target's own head predicts the token at `t + 1`.) See [`MedusaConfig`] for
-    the `config`.
+    Medusa-1: the target is not trained. Head `k` reads the target's state at position `t`, and predicts the token at
+    `t + 2 + k`, independently of the tokens between. (The target's own head predicts the token at `t + 1`.)
+
+    Args:
+        config ([`MedusaConfig`]): The configuration.
     """
 
     config_class = MedusaConfig
@@ -83,8 +85,15 @@ class MedusaForSpeculation(BaselineDraft):
 
     def inputs_after(self, hidden_states: torch.Tensor, tokens: torch.Tensor, embedding: nn.Embedding) -> torch.Tensor:
         """
-        Returns the input of the next head for the children of some nodes: `(B, K, n)`, or `(B, 1, n)` if it is the same for
-        all. `hidden_states` `(B, K, m)` are the inputs of the head before at these nodes, and `tokens` `(B, K)` their tokens.
+        Returns the input of the next head for the children of some nodes.
+
+        Args:
+            hidden_states (`torch.FloatTensor` of shape `(B, K, m)`): The inputs of the head before at these nodes.
+            tokens (`torch.LongTensor` of shape `(B, K)`): The tokens of these nodes.
+            embedding (`nn.Embedding`): The target's embedding.
+
+        Returns:
+            `torch.FloatTensor` of shape `(B, K, n)`, or `(B, 1, n)` if it is the same for all nodes.
         """
         return hidden_states[:, :1]
 

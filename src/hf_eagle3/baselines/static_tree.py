@@ -16,10 +16,15 @@ GUESSED_ACCURACIES = (0.5 ** torch.arange(1, 9, dtype=torch.float64)).expand(8, 
 
 def best_static_tree(accuracies: torch.Tensor, num_nodes: int = 64) -> list[list[int]]:
     """
-    Returns the tree of `num_nodes` with the most expected accepted tokens, as the path to each node in ranks of children. The
-    first `n` entries are the best tree of `n` nodes. It grows greedily by the node with the most probable path, and treats
-    depths as independent (Medusa, https://huggingface.co/papers/2401.10774, section 2.3.3). `accuracies` `(depth, width)` say
-    how often the child of each rank is right, at each depth.
+    Returns the tree with the most expected accepted tokens. It grows greedily by the node with the most probable path, and
+    treats depths as independent (Medusa, https://huggingface.co/papers/2401.10774, section 2.3.3).
+
+    Args:
+        accuracies (`torch.Tensor` of shape `(depth, width)`): How often the child of each rank is right, at each depth.
+        num_nodes (`int`, *optional*, defaults to `64`): The most nodes that it may have.
+
+    Returns:
+        `list[list[int]]`: The path to each node, as ranks of children. The first `n` entries are the best tree of `n` nodes.
     """
     depth, width = accuracies.shape
     rates = accuracies.double().tolist()

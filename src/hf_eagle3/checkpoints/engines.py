@@ -39,8 +39,14 @@ ENGINES = (
 
 def describe_engines(draft: DraftModel, format: str = "speculators") -> list[tuple[str, str]]:
     """
-    Returns for each engine its name, and whether it takes this `draft`, which was read from a `format`: as it is, after an
-    export, or why not. Raises `ValueError` if it is a draft of another method.
+    Returns for each engine its name, and whether it takes this draft: as it is, after an export, or why not.
+
+    Args:
+        draft ([`Eagle3ForSpeculation`]): The draft.
+        format (`str`, *optional*, defaults to `"speculators"`): The format that it was read from.
+
+    Raises:
+        ValueError: if it is a draft of another method.
     """
     check_is_eagle3(draft)
     return [(engine.name, describe(engine, draft, format)) for engine in ENGINES]

@@ -113,8 +113,15 @@ def format_of(config: dict) -> str:
 
 def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, dict[str, torch.Tensor], dict]:
     """
-    Reads a draft from the contents of its `config.json` and all its tensors. Returns the configuration, the tensors by our
-    names, and a report: the `format`, and what was `renamed`, `ignored` and `assumed`.
+    Reads a draft from its configuration and tensors.
+
+    Args:
+        config (`dict`): The contents of `config.json`.
+        tensors (`dict[str, torch.Tensor]`): All tensors of the checkpoint.
+
+    Returns:
+        `tuple[Eagle3Config, dict[str, torch.Tensor], dict]`: The configuration, the tensors by our names, and a
+        report: the `format`, and what was `renamed`, `ignored` and `assumed`.
 
     Raises:
         ValueError: if the draft is of an unsupported kind, or has unknown keys.

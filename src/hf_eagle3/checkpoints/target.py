@@ -11,9 +11,15 @@ from ..tokenizer import check_is_target
 
 def target_class(name: str | Path, with_images: bool = False, **kwargs: Any) -> Any:
     """
-    Returns the class of transformers that loads a target (`name`): one that sees, if it is to read images (`with_images`) or
-    no other class takes it. `kwargs` are for `AutoConfig.from_pretrained`. Raises `ValueError` if it is a draft, or an
-    adapter.
+    Returns the class of transformers that loads a target: one that sees if there are images, or no other class takes it.
+
+    Args:
+        name (`str` or `Path`): Folder or Hub id.
+        with_images (`bool`, *optional*, defaults to `False`): Whether the target is to read images.
+        kwargs (*optional*): For `AutoConfig.from_pretrained`.
+
+    Raises:
+        ValueError: if it is a draft, or an adapter.
     """
     check_is_target(name, **kwargs)
     config = AutoConfig.from_pretrained(name, **kwargs)
@@ -25,8 +31,12 @@ def target_class(name: str | Path, with_images: bool = False, **kwargs: Any) -> 
 
 def load_ends(name: str | Path, revision: str | None = None, **kwargs: Any) -> PreTrainedModel:
     """
-    Loads only the embedding and head of a target (`name`, `revision`). Checking a draft and training from features need no
-    more. `kwargs` are for `from_pretrained`.
+    Loads only the embedding and head of a target. Checking a draft and training from features need no more.
+
+    Args:
+        name (`str` or `Path`): Folder or Hub id.
+        revision (`str`, *optional*): Branch, tag or commit.
+        kwargs (*optional*): For `from_pretrained`.
 
     Raises:
         ValueError: if the checkpoint lacks them, or their sizes differ from its configuration, or it is no target.

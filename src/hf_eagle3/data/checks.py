@@ -29,8 +29,11 @@ def check_is_dataset(dataset: Any, name: str) -> None:
 
 def plain_rows(dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
     """
-    Returns the `dataset` with rows of Python objects, whatever its format (NumPy, torch, ...). `name` (`"train"` or `"eval"`)
-    is for messages.
+    Returns the data set with rows of Python objects, whatever its format (NumPy, torch, ...).
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): The data.
+        name (`str`): `"train"` or `"eval"`, for messages.
 
     Raises:
         TypeError: if it is not of the library `datasets`.
@@ -46,8 +49,15 @@ def plain_rows(dataset: Dataset | IterableDataset, name: str) -> Dataset | Itera
 
 def kind_of_data(dataset: Dataset | IterableDataset, text_field: str, name: str) -> str:
     """
-    Returns the kind of a `dataset`; see [`~hf_eagle3.data.kind_of`]. `text_field` is the column that has texts, and `name`
-    (`"train"` or `"eval"`) is for messages. Raises `ValueError` if the data has no rows, or no column to train on.
+    Returns the kind of a data set. See [`~hf_eagle3.data.kind_of`].
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): The data.
+        text_field (`str`): The column that has texts.
+        name (`str`): `"train"` or `"eval"`, for messages.
+
+    Raises:
+        ValueError: if the data has no rows, or no column to train on.
     """
     first = next(iter(dataset), None)
     if first is None:
@@ -59,7 +69,15 @@ def kind_of_data(dataset: Dataset | IterableDataset, text_field: str, name: str)
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises `ValueError` if the target's `tokenizer` has no chat template for conversations."""
+    """
+    Checks that there is a chat template for conversations.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
+
+    Raises:
+        ValueError: if it has no chat template.
+    """
     if tokenizer.chat_template is None:
         name = tokenizer.name_or_path or "the tokenizer"
         raise ValueError(
@@ -69,9 +87,16 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def check_positions(dataset: Dataset | IterableDataset, num_positions: int, max_length: int | None, name: str) -> None:
     """
-    Checks that no row of the `dataset` has more tokens than the target's table of positions (`num_positions`) has entries.
-    Rows are cut, split or dropped beyond `max_length`. `name` (`"train"` or `"eval"`) is for messages. Raises `ValueError` if
-    a row has more, or a row of a stream may have more.
+    Checks that no row has more tokens than the target's table of positions has entries.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): With `input_ids`.
+        num_positions (`int`): The size of the table.
+        max_length (`int`, *optional*): Rows are cut, split or dropped beyond it.
+        name (`str`): `"train"` or `"eval"`, for messages.
+
+    Raises:
+        ValueError: if a row has more, or a row of a stream may have more.
     """
     if max_length is not None and max_length <= num_positions:
         return
@@ -91,11 +116,20 @@ def report_long_rows(
     dataset: Dataset | IterableDataset, max_length: int | None, fate: str, name: str
 ) -> Dataset | IterableDataset:
     """
-    Logs a warning if tokenized rows of the `dataset` are longer than `max_length`: how many, and what happens to their tokens
-    (`fate`). Without a `max_length` it warns of rows that take very long. `name` (`"train"` or `"eval"`) is for messages.
+    Logs a warning if tokenized rows are longer than `max_length`: how many, and what happens to their tokens. Without a
+    `max_length` it warns of rows that take very long.
 
-    The rows of a stream are not known in advance. It is returned with the warning built in, which comes at the first long row,
-    the tenth, the hundredth, and so on.
+    The rows of a stream are not known in advance. There the warning comes at the first long row, the tenth, the hundredth,
+    and so on.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): With `input_ids`.
+        max_length (`int`, *optional*): Rows are cut, split or dropped beyond it. `None` keeps them whole.
+        fate (`str`): What happens to the tokens beyond it, for the message.
+        name (`str`): `"train"` or `"eval"`, for messages.
+
+    Returns:
+        The data set, unchanged, or the stream with the warning built in.
     """
     if max_length is None and isinstance(dataset, Dataset):
         longest = max(int(lengths.max()) for lengths in row_lengths(dataset))
@@ -124,8 +158,15 @@ def drop_cut_images(
     dataset: Dataset | IterableDataset, max_length: int | None, name: str
 ) -> Dataset | IterableDataset:
     """
-    Drops rows of the `dataset` that `max_length` would cut before the end of their last image (`image_end`), and logs a
-    warning with their number. `name` (`"train"` or `"eval"`) is for messages. Raises `ValueError` if no row is left.
+    Drops rows that `max_length` would cut before the end of their last image, and logs a warning with their number.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): With `image_end` if it has images.
+        max_length (`int`, *optional*): Rows are cut beyond it.
+        name (`str`): `"train"` or `"eval"`, for messages.
+
+    Raises:
+        ValueError: if no row is left.
     """
     if max_length is None or "image_end" not in get_dataset_column_names(dataset):
         return dataset

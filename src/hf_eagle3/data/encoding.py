@@ -306,7 +306,15 @@ class RowEncoder(PromptEncoder):
 
     def report_lost(self, rows: Sequence[int], num_rows: int, name: str) -> None:
         """
-        Warns that assistant turns were not found in these of `num_rows` rows. Raises `ValueError` if they are more than 5%.
+        Warns that assistant turns were not found in some rows.
+
+        Args:
+            rows (sequence of `int`): The numbers of these rows.
+            num_rows (`int`): How many rows there are in all.
+            name (`str`): `"train"` or `"eval"`, for messages.
+
+        Raises:
+            ValueError: if these are more than 5% of all rows.
         """
         message = (
             f"In {len(rows)} of {num_rows} rows of the {name} data (the first are {list(rows[:3])}) assistant turns cannot be found. The "

@@ -28,14 +28,21 @@ SECONDS = 60  # that a server of images may be silent
 
 
 def sees_images(config: PreTrainedConfig) -> bool:
-    """Returns whether a target of this `config` reads images beside its text."""
+    """
+    Returns whether a target reads images beside its text.
+
+    Args:
+        config (`PreTrainedConfig`): The target's configuration.
+    """
     return getattr(config, "vision_config", None) is not None
 
 
 def shows_images(dataset: Any) -> bool:
     """
-    Returns whether a `dataset` has a column for images, or an image in the messages of its first rows. What is no data set has
-    none.
+    Returns whether a data set has a column for images, or an image in the messages of its first rows.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`, *optional*): The data. Anything else shows no images.
     """
     if not isinstance(dataset, Dataset | IterableDataset):
         return False
@@ -138,7 +145,12 @@ class Expansion:
 
 
 class ImageReader:
-    """Turns images into what a target reads, by its `processor`."""
+    """
+    Turns images into what a target reads.
+
+    Args:
+        processor (`ProcessorMixin`): The target's processor.
+    """
 
     def __init__(self, processor: ProcessorMixin):
         self.processor = processor
@@ -167,8 +179,11 @@ class ImageReader:
 
     def expand(self, text: str, images: list[Any]) -> Expansion:
         """
-        Returns what the processor writes in place of a text's `images`; see [`load`]. The `text` has its `image_token` for
-        each.
+        Returns what the processor writes in place of a text's images.
+
+        Args:
+            text (`str`): A text with the processor's `image_token` for each image.
+            images (`list`): The images; see [`load`].
 
         Raises:
             RowError: if an image cannot be loaded, or there are more or fewer of them than the text has places for.
@@ -247,8 +262,11 @@ class ImageReader:
 
 class ImageCollator:
     """
-    Collates rows with another `collator`, and adds what the target reads of their `images` (an [`ImageReader`]), with
-    `image_input_` before each name.
+    Collates rows with another collator, and adds what the target reads of their images, with `image_input_` before each name.
+
+    Args:
+        collator (`Callable`): The other collator.
+        images ([`ImageReader`]): The reader.
     """
 
     def __init__(self, collator: Any, images: ImageReader):

@@ -8,8 +8,13 @@ from ..remote_code.target_eagle3 import position_limits
 
 def documents_of_row(row: dict[str, list[int]]) -> list[dict[str, list[int]]]:
     """
-    Returns the documents that are packed in a `row` of `input_ids` and optionally `labels` and `seq_lengths`, or the row
-    itself if nothing is packed. Each has `input_ids` and `labels`. Without labels every token is learned.
+    Returns the documents that are packed in a row, or the row itself if nothing is packed.
+
+    Args:
+        row (`dict[str, list[int]]`): `input_ids`, and optionally `labels` and `seq_lengths`.
+
+    Returns:
+        `list[dict[str, list[int]]]`: `input_ids` and `labels` of each. Without labels every token is learned.
     """
     documents, start = [], 0
     for length in row.get("seq_lengths") or [len(row["input_ids"])]:
@@ -22,8 +27,11 @@ def documents_of_row(row: dict[str, list[int]]) -> list[dict[str, list[int]]]:
 
 def prompt_of(document: dict[str, list[int]], image_end: int = 0) -> torch.Tensor:
     """
-    Returns a prompt `(1, L)`: the tokens before the first learned one of a `document` (see [`documents_of_row`]), or else its
-    first half. All of the first `image_end` tokens, in which the images are, belong to it.
+    Returns a prompt `(1, L)`: the tokens before the first learned one, or else the first half of the document.
+
+    Args:
+        document (`dict[str, list[int]]`): See [`documents_of_row`].
+        image_end (`int`, *optional*, defaults to 0): The number of tokens up to the end of the last image. All are in the prompt.
     """
     tokens, learned = document["input_ids"], [label != -100 for label in document["labels"]]
     num_tokens = learned.index(True, image_end) if True in learned[image_end:] else 0
@@ -31,7 +39,12 @@ def prompt_of(document: dict[str, list[int]], image_end: int = 0) -> torch.Tenso
 
 
 def num_positions(target: PreTrainedModel) -> int | None:
-    """Returns the longest text that a `target` with a table of positions takes (GPT-2, OPT), or `None` if it has no table."""
+    """
+    Returns the longest text that a target with a table of positions takes (GPT-2, OPT), or `None` if it has no table.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+    """
     size = dict(position_limits(target.config.get_text_config(decoder=True))).get("table")
     tokens = target.get_input_embeddings()
     tables = [each for each in target.modules() if isinstance(each, torch.nn.Embedding) and each is not tokens]

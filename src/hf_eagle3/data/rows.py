@@ -45,7 +45,12 @@ WEIGHTS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
 
 
 class RowError(ValueError):
-    """Says what is wrong with a row (`reason`). The code that iterates over rows adds the row's number."""
+    """
+    Says what is wrong with a row. The code that iterates over rows adds the row's number.
+
+    Args:
+        reason (`str`): What is wrong.
+    """
 
     def __init__(self, reason: str):
         super().__init__(reason)
@@ -81,9 +86,16 @@ class Row:
 
 def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
     """
-    Returns the kind of a data set, by the names of its `columns`: `"input_ids"`, `"prompt"` (with `"completion"`),
-    `"messages"`, `"conversations"`, or `text_field`. A data set with conversations and their first prompt in a column `prompt`
-    (ultrachat_200k) is one of conversations. A `text_field` other than `"text"` was asked for, and comes first.
+    Returns the kind of a data set, by the names of its columns.
+
+    Args:
+        columns (iterable of `str`): The names.
+        text_field (`str`, *optional*, defaults to `"text"`): The column that has texts.
+
+    Returns:
+        `str`: `"input_ids"`, `"prompt"` (with `"completion"`), `"messages"`, `"conversations"`, or `text_field`. A data set
+        with conversations and their first prompt in a column `prompt` (ultrachat_200k) is one of conversations. A
+        `text_field` other than `"text"` was asked for, and comes first.
 
     Raises:
         ValueError: if no column can be learned from.
@@ -113,8 +125,14 @@ def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
 
 def read_row(row: dict[str, Any], kind: str) -> Row:
     """
-    Reads a `row` of a data set of this `kind`, to learn from; see [`~hf_eagle3.data.kind_of`]. Raises `RowError` if it has
-    another form.
+    Reads a row to learn from.
+
+    Args:
+        row (`dict`): A row of the data set.
+        kind (`str`): See [`~hf_eagle3.data.kind_of`].
+
+    Raises:
+        RowError: if the row has another form.
     """
     images = read_images(row)
     if kind == "input_ids":
@@ -190,8 +208,13 @@ def with_places(messages: list[dict], images: list[Any]) -> tuple[list[dict], li
 
 def read_prompt(row: dict[str, Any]) -> Row:
     """
-    Reads a `row` to answer: `messages` (or `conversations`), or a `prompt` that is a text or messages. Raises `RowError` if it
-    has another form.
+    Reads a row to answer: `messages` (or `conversations`), or a `prompt` that is a text or messages.
+
+    Args:
+        row (`dict`): A row of the data set or file.
+
+    Raises:
+        RowError: if the row has another form.
     """
     kind = next((name for name in (*CONVERSATIONS, "prompt") if row.get(name) is not None), None)
     if kind is None:
@@ -490,8 +513,13 @@ def summary(problems: Iterable[tuple[int, str]]) -> str:
 
 def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict]]:
     """
-    Yields the objects of a JSON Lines file at a `path`, in UTF-8, with the numbers of their lines, from 1. Raises `ValueError`
-    if a line is not a JSON object. The message names the file and the line.
+    Yields the objects of a JSON Lines file with the numbers of their lines, from 1.
+
+    Args:
+        path (`str` or `Path`): The file, in UTF-8.
+
+    Raises:
+        ValueError: if a line is not a JSON object. The message names the file and the line.
     """
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):

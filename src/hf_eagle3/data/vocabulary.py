@@ -9,8 +9,15 @@ from datasets.utils import tqdm
 
 def count_tokens(dataset: Dataset | IterableDataset, vocab_size: int, max_streamed_rows: int = 100_000) -> np.ndarray:
     """
-    Returns how often each of the target's `vocab_size` tokens occurs in a tokenized `dataset`: in its `labels` (negative ones
-    are not counted), or its `input_ids`. Of a stream it reads `max_streamed_rows`.
+    Counts how often each token occurs in a tokenized data set.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): With `labels` (negative ones are not counted), or `input_ids`.
+        vocab_size (`int`): The target's vocabulary size.
+        max_streamed_rows (`int`, *optional*, defaults to 100000): How many rows of a stream to read.
+
+    Returns:
+        `np.ndarray` of shape `(vocab_size,)`.
 
     Raises:
         ValueError: if nothing is supervised, or a token is outside the vocabulary.
@@ -35,11 +42,23 @@ def count_tokens(dataset: Dataset | IterableDataset, vocab_size: int, max_stream
 
 
 def most_frequent_tokens(counts: np.ndarray, size: int) -> list[int]:
-    """Returns the ids of the `size` most frequent tokens, ascending, by the `counts` of [`count_tokens`]."""
+    """
+    Returns the ids of the `size` most frequent tokens, ascending. EAGLE-3 drafts for large vocabularies propose only those.
+
+    Args:
+        counts (`np.ndarray`): How often each token occurs: see [`count_tokens`].
+        size (`int`): How many tokens.
+    """
     # Ties go to the lower id, so that the same data gives the same vocabulary everywhere.
     return np.sort(np.argsort(-counts, kind="stable")[:size]).tolist()
 
 
 def coverage(counts: np.ndarray, token_ids: Sequence[int]) -> float:
-    """Returns the share of the counted tokens that are among `token_ids`, by the `counts` of [`count_tokens`]."""
+    """
+    Returns the share of the counted tokens that are among `token_ids`.
+
+    Args:
+        counts (`np.ndarray`): How often each token occurs: see [`count_tokens`].
+        token_ids (`Sequence[int]`): The draft vocabulary.
+    """
     return float(counts[token_ids].sum() / counts.sum())

@@ -208,7 +208,15 @@ class BenchmarkResults:
 
     @classmethod
     def read(cls, path: str | Path) -> "BenchmarkResults":
-        """Reads JSON Lines from a `path`. Raises `ValueError` if the file has no results of a benchmark."""
+        """
+        Reads JSON Lines.
+
+        Args:
+            path (`str` or `Path`): The file.
+
+        Raises:
+            ValueError: if the file has no results of a benchmark.
+        """
         # `splitlines` would also split at separators that JSON allows inside of strings.
         lines = Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n")
         entries = []
@@ -222,7 +230,12 @@ class BenchmarkResults:
         return cls(entries[0], entries[1:])
 
     def write(self, path: str | Path) -> None:
-        """Writes JSON Lines to a `path`, completely or not at all."""
+        """
+        Writes JSON Lines, completely or not at all.
+
+        Args:
+            path (`str` or `Path`): The file.
+        """
         lines = [json.dumps(entry, ensure_ascii=False) for entry in (self.run, *self.measurements)]
         write_atomically(path, "".join(line + "\n" for line in lines))
 
@@ -253,7 +266,12 @@ def cells(row: BenchmarkRow) -> list[str]:
 
 
 def format_table(rows: Sequence[BenchmarkRow]) -> str:
-    """Returns the `rows` as a Markdown table. It shows task and batch size if they differ, and memory if it was measured."""
+    """
+    Returns the rows as a Markdown table.
+
+    Args:
+        rows (`Sequence[BenchmarkRow]`): The rows.
+    """
     header, table = list(HEADER), [cells(row) for row in rows]
     for name in ("batch_size", "task"):
         if len({getattr(row, name) for row in rows}) > 1:
@@ -290,9 +308,12 @@ def chance(before: Sequence[float], after: Sequence[float]) -> float:
 
 def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
     """
-    Returns what changed from the run `before` to the run `after`, as a Markdown table, and whether each change exceeds the noise. It does
+    Returns what changed from one run to another, as a Markdown table, and whether each change exceeds the noise. It does
     if two runs of the same thing would differ so much in less than one of 20 cases (`chance`). That takes five repeats in
     each run. Speed-ups are compared, not tokens per second, because a busy machine slows all methods down.
+
+    Args:
+        before, after ([`BenchmarkResults`]): The runs.
     """
     lines = [
         "| task | batch size | T | method | speed-up before | after | change | exceeds the noise |",
@@ -335,8 +356,14 @@ def plot_names(rows: Sequence[BenchmarkRow]) -> list[str]:
 
 def plot_all(results: BenchmarkResults, folder: str | Path) -> list[Path]:
     """
-    Saves the plots of `results` that there are figures for (speed-up by task, acceptance by position, speed-up against batch
-    size) in a `folder`, and returns their paths.
+    Saves the plots that there are figures for: speed-up by task, acceptance by position, speed-up against batch size.
+
+    Args:
+        results ([`BenchmarkResults`]): What was measured.
+        folder (`str` or `Path`): The folder. It is created if it does not exist.
+
+    Returns:
+        `list[Path]`: The files.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     draw = {"speedup.png": plot_speedups, "acceptance.png": plot_acceptance, "batch_size.png": plot_batch_sizes}

@@ -189,8 +189,12 @@ def file_prompts(
 
 def read_prompts(path: str | Path, num_prompts: int | None = None) -> list[Row]:
     """
-    Returns the prompts of a JSON Lines file at a `path`, the first `num_prompts` or all. Each line is `{"prompt": "..."}` or
-    `{"messages": [...]}`. Messages may have `tools` and `chat_template_kwargs`.
+    Returns the prompts of a JSON Lines file. Each line is `{"prompt": "..."}` or `{"messages": [...]}`. Messages may have
+    `tools` and `chat_template_kwargs`.
+
+    Args:
+        path (`str` or `Path`): The file.
+        num_prompts (`int`, *optional*): How many prompts are taken, from the first on.
 
     Raises:
         ValueError: if a line is something else (it names file and line), or if there is none.

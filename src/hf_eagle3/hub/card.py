@@ -329,8 +329,11 @@ def card_digest(card: ModelCard) -> str:
 
 def is_edited(card: ModelCard) -> bool:
     """
-    Returns whether somebody wrote or changed a `card` by hand. One without text, and with no metadata but a licence, counts as
-    unwritten.
+    Returns whether somebody wrote or changed this card by hand. A card without text, and with no metadata but a
+    licence, counts as unwritten.
+
+    Args:
+        card (`ModelCard`): The card.
     """
     if not card.text.strip() and set(card.data.to_dict()) <= {"license"}:
         return False

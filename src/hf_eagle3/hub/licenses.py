@@ -5,8 +5,16 @@ from huggingface_hub import ModelCard
 
 def check_license(license: str | None, name: str | None = None, link: str | None = None) -> None:
     """
-    Raises `ValueError` if a `license` does not fit its `name` and `link` (an address, or the name of a file in the repo),
-    which only `"other"` has. The Hub knows which ids there are: it checks the card before anything is pushed.
+    Checks whether a licence, its name and its link fit each other. The Hub knows which ids there are: it checks the card
+    before anything is pushed.
+
+    Args:
+        license (`str`, *optional*): A licence id of the Hub, or `"other"`.
+        name (`str`, *optional*): With `"other"`: the licence's name.
+        link (`str`, *optional*): With `"other"`: an address, or the name of a file in the repo.
+
+    Raises:
+        ValueError: if name and link do not fit the licence.
     """
     if license == "other" and not (name and link):
         raise ValueError(

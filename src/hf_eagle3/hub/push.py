@@ -35,7 +35,12 @@ logger = logging.get_logger(__name__)
 
 
 def repo_name(verifier: str) -> str:
-    """Returns `<target>-speculator.eagle3` for a `verifier`, without its owner."""
+    """
+    Returns `<target>-speculator.eagle3`, without the target's owner.
+
+    Args:
+        verifier (`str`): Name or path of the target.
+    """
     return f"{Path(verifier).name}-speculator.eagle3"
 
 
@@ -240,8 +245,10 @@ def weights_of(record: dict | BenchmarkResults | None) -> str | None:
 
 def read_record(path: Path) -> dict | BenchmarkResults | None:
     """
-    Reads a record of training or, if the name of the `path` ends in `.jsonl`, of a benchmark. Returns `None` if there is no
-    such file.
+    Reads a record of training or of a benchmark. Returns `None` if there is no such file.
+
+    Args:
+        path (`Path`): The file. A name that ends in `.jsonl` has [`BenchmarkResults`].
     """
     if not path.is_file():
         return None
@@ -249,7 +256,14 @@ def read_record(path: Path) -> dict | BenchmarkResults | None:
 
 
 def write_records(folder: Path, training: dict | None, benchmark: BenchmarkResults | None) -> None:
-    """Writes the records of `training` and of a `benchmark`, with its plots, into a draft's `folder`."""
+    """
+    Writes a draft's records, and the plots of its benchmark, beside its weights.
+
+    Args:
+        folder (`Path`): The draft's folder.
+        training (`dict`, *optional*): How it was trained.
+        benchmark ([`BenchmarkResults`], *optional*): What was measured with it.
+    """
     if training is not None:
         write_atomically(folder / TRAINING_RECORD, json.dumps(training, indent=2) + "\n")
     if benchmark is not None:
@@ -258,7 +272,14 @@ def write_records(folder: Path, training: dict | None, benchmark: BenchmarkResul
 
 
 def card_on_hub(repo_id: str, revision: str | None = None, token: bool | str | None = None) -> ModelCard | None:
-    """Returns the card of the repo `repo_id` at a `revision`, read with a `token`, or `None` if it has none."""
+    """
+    Returns the card of a repo, or `None` if it has none.
+
+    Args:
+        repo_id (`str`): The repo.
+        revision (`str`, *optional*): Branch, tag or commit.
+        token (`bool` or `str`, *optional*): To read it with.
+    """
     try:
         path = HfApi().hf_hub_download(repo_id, "README.md", revision=revision, token=token)
     except LocalEntryNotFoundError:  # the Hub was not reached, so the card may exist
@@ -317,8 +338,12 @@ def refresh_card(
 
 def card_of_records(repo_id: str, folder: Path, **kwargs: Any) -> ModelCard:
     """
-    Renders the card of `repo_id` from the configurations and records in a `folder`. Needs no weights. `kwargs` are for
-    [`render_card`].
+    Renders a draft's card from the configurations and records in a folder. Needs no weights.
+
+    Args:
+        repo_id (`str`): The draft's repo.
+        folder (`Path`): The folder.
+        kwargs (*optional*): For [`render_card`].
     """
     config = Eagle3Config.from_pretrained(folder)
     with torch.device("meta"):

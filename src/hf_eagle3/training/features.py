@@ -344,8 +344,15 @@ class FeatureStore:
 
     def check(self, description: dict, arguments: dict | None = None) -> None:
         """
-        Raises `ValueError` if the features do not belong to the target, tokenizer and layers of a `description` (see
-        `hf_eagle3.training.features.describe`), and to these `arguments` (see `hf_eagle3.training.features.fixed_arguments`).
+        Checks whether the features belong to a target, a tokenizer and layers, and to these arguments.
+
+        Args:
+            description (`dict`): The target, tokenizer and layers, as `hf_eagle3.training.features.describe` returns them.
+            arguments (`dict`, *optional*):
+                The output of `hf_eagle3.training.features.fixed_arguments`.
+
+        Raises:
+            ValueError: if they belong to others.
         """
         for name, value in description.items():
             stored = self.index["description"][name]

@@ -646,8 +646,12 @@ class Eagle3Trainer(DraftSavingTrainer):
         metric_key_prefix: str = "test",
     ) -> PredictionOutput:
         """
-        Returns what [`~Eagle3Trainer.evaluate`] measures, for other data of any kind that can be trained on. There are no
-        predictions.
+        Returns what [`~Eagle3Trainer.evaluate`] measures, for other data. There are no predictions.
+
+        Args:
+            test_dataset (`Dataset` or `IterableDataset`): Data of any kind that can be trained on.
+            ignore_keys (`list[str]`, *optional*): See [`~transformers.Trainer.predict`].
+            metric_key_prefix (`str`, *optional*, defaults to `"test"`): The prefix of the metrics' names.
         """
         if not self._skip_prepare_dataset:
             packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
