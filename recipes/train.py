@@ -357,8 +357,12 @@ def main() -> None:
     target, base = target_config.model_name_or_path, script_args.draft_name_or_path
     trainer.accelerator.print(next_steps(trainer, target, base, target_config.use_peft))
     # A process that ends while others still talk to its threads may be aborted.
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
+    accelerator = trainer.accelerator
+    accelerator.wait_for_everyone()
+    # PyTorch's reducer must not be the last to hold the processes' group: it would wait for threads that wait for Python.
+    del trainer
+    accelerator.free_memory()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

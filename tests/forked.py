@@ -15,6 +15,8 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 
+SECONDS = 300  # after which processes are taken to wait for each other
+
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["hf_eagle3.training.trainer", "hf_eagle3.evaluation", "torch.distributed.fsdp"])
 
@@ -37,7 +39,7 @@ def run_in_two(*command, config=None) -> subprocess.CompletedProcess:
 
 
 def run_all(command, environments: list[dict[str, str]]) -> subprocess.CompletedProcess:
-    """A process for each environment; when one fails, the others are ended."""
+    """A process for each environment; when one fails, or none ends, the others are ended."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, str(number)) for number in range(len(environments))]
         started = [
@@ -47,8 +49,7 @@ def run_all(command, environments: list[dict[str, str]]) -> subprocess.Completed
         for process in started:
             process.start()
         while running := [process.sentinel for process in started if process.exitcode is None]:
-            wait(running)
-            if any(process.exitcode for process in started):
+            if not wait(running, SECONDS) or any(process.exitcode for process in started):
                 for process in started:
                     process.terminate()
         stdout, stderr = ("".join(path.with_suffix(kind).read_text() for path in outputs) for kind in (".out", ".err"))

@@ -57,7 +57,7 @@ def gathered(weight: torch.Tensor) -> torch.Tensor:
 def is_packed(module: nn.Module) -> bool:
     """Whether an embedding or a head stores no floating-point weight, so that only the module itself can unpack it."""
     # PEFT's wrappers show the weight of what they wrap. Others compute one each time.
-    is_stored = "weight" in module._parameters or type(module).__module__.startswith("peft.")
+    is_stored = "weight" in dict(module.named_parameters(recurse=False)) or type(module).__module__.startswith("peft.")
     return not is_stored or module.weight.dtype not in FLOATS
 
 

@@ -556,7 +556,8 @@ class Eagle3Trainer(DraftSavingTrainer):
             if epoch_iterator is self._ended_pass:
                 return [], None
             mine = list(islice(epoch_iterator, num_batches))
-            fewest = int(self.accelerator.gather(torch.tensor([len(mine)], device=device)).min())
+            fewest = torch.tensor(len(mine), device=device)
+            torch.distributed.all_reduce(fewest, torch.distributed.ReduceOp.MIN)
             if fewest < num_batches:
                 self._ended_pass = epoch_iterator
             epoch_iterator = iter(mine[:fewest])
