@@ -112,7 +112,7 @@ def test_remembers_plain_steps(kind):
     """Which are rare where drafting pays, and without which nothing can be judged, nor looked up."""
     machine = Machine(skill=0.8, **kind)
     machine.speedup(60)
-    for _ in range(2000):
+    for _ in range(600):  # a size is forgotten after 256 others
         machine.step()
         assert machine.policy.plain_seconds(1) is not None
 

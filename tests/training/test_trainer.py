@@ -486,7 +486,8 @@ def test_one_command_for_all_runs_of_a_job(tmp_path, tokenizer):
     for step in (0, 2):
         for checkpoint in tmp_path.glob("checkpoint-*"):
             if int(checkpoint.name.split("-")[1]) > step:
-                (checkpoint / "trainer_state.json").unlink()
+                for name in ("trainer_state.json", "config.json"):
+                    (checkpoint / name).unlink()
         trainer = make_trainer(tmp_path, tokenizer, **arguments)
         trainer.train(resume_from_checkpoint="auto")
         assert trainer.is_resumed == (step > 0)

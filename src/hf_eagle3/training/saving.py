@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from trl import SFTTrainer
 
 from ..checkpoints.files import check_folder, check_repo
@@ -123,6 +124,8 @@ class DraftSavingTrainer(SFTTrainer):
             return
         trained, dtype = self.model, self.target_model.dtype
         is_checkpoint = folder.name == f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if is_checkpoint and not (folder / CONFIG_NAME).exists():  # broken, and written again
+            (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
         is_cast = dtype in (torch.bfloat16, torch.float16) and not is_checkpoint
         # FSDP replaces the draft's class. Its code, not the draft's, would be saved beside the weights.
         if is_cast or self.is_fsdp_enabled:
