@@ -210,6 +210,14 @@ def test_lily_is_refused(target, draft):
         adapted.generate(input_ids=make_prompt(5), assistant_model=draft, **SETTINGS)
 
 
+def test_layers_that_compute_one_token_otherwise_than_several_are_refused(draft):
+    target = make_target("llama")
+    nvfp4 = type("NVFP4Linear", (torch.nn.Linear,), {"__module__": "transformers.integrations.nvfp4"})
+    target.model.layers[1].mlp.up_proj.__class__ = nvfp4
+    with pytest.raises(ValueError, match="in NVFP4"):
+        target.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
+
+
 @pytest.mark.parametrize(
     ("settings", "is_refused"),
     [

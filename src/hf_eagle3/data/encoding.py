@@ -196,7 +196,7 @@ class RowEncoder(PromptEncoder):
                 )
         elif not all(map(is_learned, row.messages[row.num_given or 0 :])):
             raise RowError(
-                f"one of {WEIGHTS} is 0 or false, but all messages are learned. Pass `assistant_only_loss=True`, or remove it"
+                f"one of {WEIGHTS} is 0 or false, but all messages are learned. Pass `assistant_only_loss=True`, or remove the key"
             )
         if row.num_given is not None and self.completion_only_loss:
             start = common_prefix_length(self._prompt(row, row.num_given, expansion), tokens)

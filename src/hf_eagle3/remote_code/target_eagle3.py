@@ -156,7 +156,7 @@ def check_call(
             ),
             # Other tokens of a tree would change what it predicts.
             f"{name} has layers that depend on all tokens of a forward: quantized with one scale for them, and not token by token "
-            "(torchao's `PerRow`), or adapted by Lily": mixes_tokens(target),
+            "(torchao's `PerRow`), in NVFP4, or adapted by Lily": mixes_tokens(target),
             f"{name}.prepare_inputs_for_generation was replaced, as PEFT does for prompt and prefix tuning": (
                 target.prepare_inputs_for_generation != prepare
             ),
@@ -175,11 +175,13 @@ def check_call(
 
 
 def mixes_tokens(target: PreTrainedModel) -> bool:
-    """Whether linear layers compute something of all tokens of a forward: a scale of activations, or the weights of experts."""
-    if any(
-        type(module).__module__.startswith(("torch.ao.nn.quantized.", "peft.tuners.lily."))
-        for module in target.modules()
-    ):
+    """
+    Whether linear layers compute something of all tokens of a forward: a scale of activations, the weights of experts, or
+    the precision. transformers' NVFP4 keeps 16 bits of a single token, and 4 of several.
+    """
+    classes = {type(module) for module in target.modules()}
+    libraries = ("torch.ao.nn.quantized.", "peft.tuners.lily.", "transformers.integrations.nvfp4")
+    if any(each.__module__.startswith(libraries) for each in classes):
         return True
     # Of torchao, whose calibrated scales are stored.
     scaled = (weight for weight in target.parameters() if getattr(weight, "act_quant_scale", None) is None)
