@@ -5,8 +5,8 @@ Measures time and memory of a step of training-time test, for sequences of sever
         --lengths 512 1024 2048 4096
 
 Each length runs in its own process: forward and backward over one sequence of random tokens and random target states. The
-target itself does not run. Memory is the peak, without the draft and the inputs. Then a step of Muon is timed, torch's in
-bfloat16 and ours in float32.
+target itself does not run. Memory is the peak, without the draft and the inputs. Then steps of the optimizers are timed:
+torch's Muon, which computes in bfloat16, ours in float32, and both forms of AdamW.
 """
 
 import argparse
@@ -65,15 +65,22 @@ def measure(args, length: int, results) -> None:
     results.put((seconds, (peak - before) / 2**20))
 
 
-def seconds_of(muon: type[torch.optim.Optimizer], args) -> float:
-    """Returns the median time of a step of Muon, in seconds."""
+def step_of(name: str, matrices: list, others: list):
+    """Returns an optimizer's `step`, for parameters that have gradients."""
+    muon = Float32Muon if name == "Muon, float32" else torch.optim.Muon
+    if name.startswith("Muon"):
+        return muon(matrices, adjust_lr_fn="match_rms_adamw").step
+    return torch.optim.AdamW(others, fused=name == "AdamW, fused" or None).step
+
+
+def seconds_of(name: str, args) -> float:
+    """Returns the median time of an optimizer's step, in seconds."""
     target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.target))
     draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(args.draft_vocab_size)).float()
-    matrices, _ = split_parameters(draft.to(args.device).named_parameters(), exclude=("lm_head",))
-    optimizer = muon(matrices, adjust_lr_fn="match_rms_adamw")
-    for weight in matrices:
+    matrices, others = split_parameters(draft.to(args.device).named_parameters(), exclude=("lm_head",))
+    for weight in (*matrices, *others):
         weight.grad = torch.randn_like(weight)
-    return median_ms(optimizer.step, matrices[0].device, args.repeats) / 1000
+    return median_ms(step_of(name, matrices, others), matrices[0].device, args.repeats) / 1000
 
 
 def main():
@@ -101,8 +108,8 @@ def main():
             raise SystemExit(f"Length {length} failed.")
         seconds, peak = results.get()
         print(f"| {length} | {seconds:.2f} | {length / seconds:.0f} | {peak:.0f} |", flush=True)
-    for name, muon in (("torch, in bfloat16", torch.optim.Muon), ("in float32", Float32Muon)):
-        print(f"Muon's step, {name}: {seconds_of(muon, args):.3f} s, {torch.get_num_threads()} threads", flush=True)
+    for name in ("Muon, bfloat16", "Muon, float32", "AdamW, torch's default", "AdamW, fused"):
+        print(f"A step of {name}: {seconds_of(name, args):.3f} s, {torch.get_num_threads()} threads", flush=True)
 
 
 if __name__ == "__main__":
