@@ -93,14 +93,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
             muon = Float32Muon if is_emulated else torch.optim.Muon
             self.parts.append(muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
         if groups:  # LoRA may train matrices only
-            settings = {
-                "lr": lr if adamw_lr is None else adamw_lr,
-                "weight_decay": weight_decay,
-                "betas": betas,
-                "eps": eps,
-            }
-            # The default on a CPU goes through the memory of the weights many times.
-            self.parts.append(torch.optim.AdamW(groups, **settings, fused=True))
+            adamw_lr = lr if adamw_lr is None else adamw_lr
+            # torch's default for CPUs goes through the memory of the weights many times.
+            self.parts.append(
+                torch.optim.AdamW(groups, lr=adamw_lr, weight_decay=weight_decay, betas=betas, eps=eps, fused=True)
+            )
         # Some schedules of transformers read the first learning rate from `defaults`.
         super().__init__([group for part in self.parts for group in part.param_groups], defaults={"lr": lr})
         self._share()
