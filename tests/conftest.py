@@ -457,7 +457,7 @@ def make_baseline(method, target, **overrides):
 @torch.no_grad()
 def features_of(target, draft, input_ids):
     """A training batch of one document a row."""
-    from hf_eagle3.training.features import TargetStates
+    from hf_eagle3.training.target_states import TargetStates
 
     aux, last = TargetStates(target, draft.resolve_aux_layer_ids(target))({"input_ids": input_ids})
     logits = target.lm_head(last)

@@ -96,32 +96,24 @@ def draft_config(
     if gguf_file is not None:
         return None
     hub_kwargs = {name: kwargs[name] for name in (*HUB_ARGUMENTS, "variant") if name in kwargs}
+    # Tensors tell what transformers could read. What it could not may be `speculators`', which says what it is.
     kind, names = (None, []) if content is None else kind_of_draft(content, name_or_path, hub_kwargs)
     if content is not None and kind is None:
         return None
     content, kwargs = PreTrainedConfig.get_config_dict(name_or_path, **kwargs)
-    auto_map = content.get("auto_map") or {}
+    auto_map, algorithm = content.get("auto_map") or {}, content.get("speculators_model_type")
     if trust_remote_code and "AutoConfig" in auto_map:  # its own code has failed, and said why
         return None
-    if (algorithm := content.get("speculators_model_type")) is None and kind is None:
+    if kind is None and algorithm is None:
         kind, names = kind_of_draft(content, name_or_path, hub_kwargs)
         if kind is None:
             return None
     if not content:
         raise ValueError(f"{name_or_path} has the weights of a draft, but no config.json. Download it again.")
     if algorithm == "dflash" or kind is is_block_draft:
-        from .baselines.dflash import DFlashConfig
-
         if trust_remote_code and "AutoModel" in auto_map:  # the caller wants the code that it brings
             return None
-        model_type = content.get("model_type")
-        # Some take the target's configuration for the draft's. Their layers are Qwen3's all the same.
-        if algorithm is None and model_type not in ("qwen3", None) and (others := unlike_qwen3(names)):
-            raise ValueError(
-                f"{name_or_path} is a block draft (DFlash) with layers of {model_type!r}, but only Qwen3's are supported. They "
-                f"differ in {others[:6]}. vLLM or SGLang run it."
-            )
-        return DFlashConfig.from_dict(content, name_or_path=str(name_or_path), **kwargs)
+        return block_draft_config(name_or_path, content, names, **kwargs)
 
     # Here, so that `import hf_eagle3` is quick.
     from .checkpoints import read
@@ -135,6 +127,22 @@ def draft_config(
     return Eagle3Config.from_dict(content, name_or_path=str(name_or_path), **kwargs)
 
 
+def block_draft_config(
+    name_or_path: str | Path, content: dict, names: list[str], **kwargs: Any
+) -> "DFlashConfig | tuple[DFlashConfig, dict]":
+    """Returns a block draft's configuration. Raises `ValueError` if it has other layers than Qwen3's."""
+    from .baselines.dflash import DFlashConfig
+
+    # Some take the target's configuration for the draft's. Their layers are Qwen3's all the same.
+    is_of_qwen3 = content.get("speculators_model_type") is not None or content.get("model_type") in ("qwen3", None)
+    if not is_of_qwen3 and (others := unlike_qwen3(names)):
+        raise ValueError(
+            f"{name_or_path} is a block draft (DFlash) with layers of {content['model_type']!r}, but only Qwen3's are supported. They "
+            f"differ in {others[:6]}. vLLM or SGLang run it."
+        )
+    return DFlashConfig.from_dict(content, name_or_path=str(name_or_path), **kwargs)
+
+
 def kind_of_draft(
     content: dict, name_or_path: str | Path, hub_kwargs: dict[str, Any]
 ) -> tuple[Callable[[Iterable[str]], bool] | None, list[str]]:
@@ -146,10 +154,11 @@ def kind_of_draft(
     if names is None and not Path(name_or_path).exists() and not hub_kwargs.get("local_files_only"):
         may_be, is_certain = may_be_draft(content)
         names = tensor_names_on_hub(name_or_path, is_certain, **hub_kwargs) if may_be else None
-    names = names or []
-    path = None if names or not may_be_draft(content)[1] else weights_file(name_or_path, **hub_kwargs)
+    if names:
+        return next((kind for kind in (is_draft, is_block_draft) if kind(names)), None), names
+    path = weights_file(name_or_path, **hub_kwargs) if may_be_draft(content)[1] else None
     if path is not None and path.suffix != ".json":  # transformers would not say what is broken
         from .checkpoints.files import read_file
 
         read_file(path)
-    return next((kind for kind in (is_draft, is_block_draft) if kind(names)), None), names
+    return None, []

@@ -218,10 +218,8 @@ def check_table(draft: "DraftModel", target: PreTrainedModel) -> None:
 
 def borrow_head(draft: "DraftModel", target: PreTrainedModel) -> None:
     """
-    Copies the target's head for the draft vocabulary into a draft that stores none, unless it did so before.
-
-    Raises:
-        ValueError: if the head has another width, too few rows, or is offloaded.
+    Copies the target's head for the draft vocabulary into a draft that stores none, unless it did so before. Raises
+    `ValueError` if the head has another width, too few rows, or is offloaded.
     """
     own, head = draft.get_output_embeddings(), target.get_output_embeddings()
     is_own = not draft._borrowed_head or own.weight._version != draft._borrowed_version  # or was trained since
@@ -261,10 +259,7 @@ def pair_with(draft: "DraftModel", target: PreTrainedModel) -> None:
 
 
 def check_not_offloaded(target: PreTrainedModel) -> None:
-    """
-    Raises:
-        ValueError: if the target's embeddings or head are offloaded, so that their weights cannot be read.
-    """
+    """Raises `ValueError` if the target's embeddings or head are offloaded, so that their weights cannot be read."""
     for name, module in (("embeddings", target.get_input_embeddings()), ("head", target.get_output_embeddings())):
         if any(parameter.is_meta for parameter in module.parameters()):
             raise ValueError(
@@ -283,8 +278,8 @@ def config_for_target(
             f"{type(target).__name__} cannot be an EAGLE-3 target: it must be a decoder-only language model with embeddings."
         )
     text_config = target.config.get_text_config(decoder=True)
-    config_fields = {field.name for field in fields(config_class)} - {"transformer_layer_config"}
-    config_overrides = {name: overrides.pop(name) for name in list(overrides) if name in config_fields}
+    names = {field.name for field in fields(config_class)} - {"transformer_layer_config"}
+    own = {name: overrides.pop(name) for name in list(overrides) if name in names}
     table = table_of(target)
     width = table.weight.shape[-1]  # may be less than that of the target's layers (OPT-350m)
     layer_config = {**layer_config_for(text_config, num_hidden_layers), "hidden_size": width, **overrides}
@@ -294,36 +289,30 @@ def config_for_target(
             f"Unknown overrides {unknown}: neither {config_class.__name__} nor the {layer_config['model_type']} layer "
             "configuration has such a field."
         )
-    # The default ids have a repetition with six layers ([2, 3, 3]), and with fewer they begin with the embedding, which
-    # the formats of some engines cannot name.
-    depth = text_config.num_hidden_layers
-    layer_ids = [1, depth // 2, depth - 1] if 4 <= depth <= 6 else default_aux_layer_ids(depth)
     if layer_config["hidden_size"] != width:
         raise ValueError(
             f"`hidden_size` is {layer_config['hidden_size']}, but must be {width}, the width of the embeddings "
             f"that the draft takes from {type(target).__name__}. Leave it out."
         )
-    tokens = {
-        key: getattr(target.generation_config or text_config, key, None)
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-    }
-    if config_overrides.get("mask_token_id") == "pad":
+    # The default ids have a repetition with six layers ([2, 3, 3]), and with fewer they begin with the embedding, which
+    # the formats of some engines cannot name.
+    depth = text_config.num_hidden_layers
+    layer_ids = [1, depth // 2, depth - 1] if 4 <= depth <= 6 else default_aux_layer_ids(depth)
+    special = target.generation_config or text_config
+    tokens = {name: getattr(special, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if own.get("mask_token_id") == "pad":
         pad = tokens["pad_token_id"]
-        config_overrides["mask_token_id"] = pad if pad is not None and 0 <= pad < text_config.vocab_size else 0
-    return config_class(
-        **{
-            "transformer_layer_config": layer_config,
-            "draft_vocab_size": text_config.vocab_size,
-            "eagle_aux_hidden_state_layer_ids": layer_ids,
-            "target_hidden_size": text_config.hidden_size,
-            "verifier_fingerprint": None if table.weight.is_meta else fingerprint(table),
-            **tokens,
-            "speculators_config": speculators_config_for(
-                target, "eagle3" if config_overrides.get("mask_token_id") is None else "peagle"
-            ),
-            **config_overrides,
-        }
-    )
+        own["mask_token_id"] = pad if pad is not None and 0 <= pad < text_config.vocab_size else 0
+    algorithm = "eagle3" if own.get("mask_token_id") is None else "peagle"
+    defaults = {
+        "transformer_layer_config": layer_config,
+        "draft_vocab_size": text_config.vocab_size,
+        "eagle_aux_hidden_state_layer_ids": layer_ids,
+        "target_hidden_size": text_config.hidden_size,
+        "verifier_fingerprint": None if table.weight.is_meta else fingerprint(table),
+        "speculators_config": speculators_config_for(target, algorithm),
+    }
+    return config_class(**defaults | tokens | own)
 
 
 def speculators_config_for(target: PreTrainedModel, algorithm: str) -> dict[str, Any]:
@@ -361,9 +350,8 @@ def layer_config_for(text_config: PreTrainedConfig, num_hidden_layers: int) -> d
     """Returns the configuration of Llama layers with the target's width."""
     stored = text_config.to_dict()
 
-    def get(
-        name: str,
-    ) -> Any:  # attributes that differ by layer raise an error (Gemma 4); their common value is stored
+    def get(name: str) -> Any:
+        # Attributes that differ by layer raise an error (Gemma 4). Their common value is stored.
         return stored[name] if name in stored else getattr(text_config, name, None)
 
     num_heads, intermediate_size = get("num_attention_heads"), get("intermediate_size")
@@ -374,9 +362,7 @@ def layer_config_for(text_config: PreTrainedConfig, num_hidden_layers: int) -> d
             f"No draft can be made for a target of type {text_config.model_type!r}: it has no attention (`num_attention_heads`). "
             "Without attention a target cannot drop rejected tokens."
         )
-    head_dim = get("head_dim") or text_config.hidden_size // num_heads
-    if get("kv_lora_rank") is not None:  # with MLA `head_dim` means something else
-        head_dim = text_config.hidden_size // num_heads
+    head_dim = None if get("kv_lora_rank") is not None else get("head_dim")  # with MLA it means something else
     rope = get("rope_parameters") or {}
     rope = rope.get("full_attention", rope) or {}  # one set per layer type (Gemma 3), or none (BEAM)
     if rope.get("rope_type", "default") in PORTABLE_ROPE_TYPES:
@@ -392,7 +378,7 @@ def layer_config_for(text_config: PreTrainedConfig, num_hidden_layers: int) -> d
         "num_hidden_layers": num_hidden_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": get("num_key_value_heads") or num_heads,
-        "head_dim": head_dim,
+        "head_dim": head_dim or text_config.hidden_size // num_heads,
         "hidden_act": "silu",
         "max_position_embeddings": get("max_position_embeddings") or 2048,
         "rms_norm_eps": get("rms_norm_eps") or 1e-6,

@@ -30,8 +30,8 @@ from hf_eagle3.hub import render_card
 from hf_eagle3.remote_code.policy_eagle3 import Calibration
 from hf_eagle3.remote_code.tree_eagle3 import GenerationCall, Plan
 from hf_eagle3.training import ttt
-from hf_eagle3.training.features import TargetStates
 from hf_eagle3.training.models import draft_to_train
+from hf_eagle3.training.target_states import TargetStates
 from hf_eagle3.training.ttt import ttt_unroll
 
 

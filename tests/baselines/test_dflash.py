@@ -21,7 +21,7 @@ from hf_eagle3.baselines.block_tree import grow_block_tree
 from hf_eagle3.baselines.dflash import BlockProposer, spread_layer_ids
 from hf_eagle3.remote_code.policy_eagle3 import Calibration
 from hf_eagle3.remote_code.tree_eagle3 import GenerationCall, Plan, Prices
-from hf_eagle3.training.features import TargetStates
+from hf_eagle3.training.target_states import TargetStates
 
 
 MASK, BLOCK = 3, 6

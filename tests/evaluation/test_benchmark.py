@@ -39,8 +39,9 @@ from hf_eagle3.evaluation import (
 )
 from hf_eagle3.evaluation.benchmark import synchronize, without_padding
 from hf_eagle3.evaluation.drafts import sampled_digest
+from hf_eagle3.evaluation.plots import plot_acceptance, plot_batch_sizes, subtitle
 from hf_eagle3.evaluation.profile import OwnTimes, profile_steps, timed_parts
-from hf_eagle3.evaluation.results import chance, plot_acceptance, plot_batch_sizes, subtitle
+from hf_eagle3.evaluation.results import chance
 from hf_eagle3.remote_code import decoding_eagle3
 from hf_eagle3.remote_code.verify_eagle3 import Verifier
 from hf_eagle3.tokenizer import padded_inputs

@@ -13,8 +13,9 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
-from hf_eagle3.training import FeatureStore, features
-from hf_eagle3.training.features import COUNTS_CHUNKS_BY_DOCUMENT, TargetStates, shard_path
+from hf_eagle3.training import FeatureStore, features, target_states
+from hf_eagle3.training.features import shard_path
+from hf_eagle3.training.target_states import COUNTS_CHUNKS_BY_DOCUMENT, TargetStates
 
 
 TEXTS = Dataset.from_dict({"text": [f"the {i} of {i * 7}"[: 5 + i] for i in range(20)]})
@@ -92,7 +93,7 @@ def test_packed_documents_are_read_apart(family):
 @pytest.mark.parametrize("is_flash", [False, True])
 def test_packed_rows_are_one_row_for_flash_attention_only(monkeypatch, is_flash):
     states = TargetStates(make_target("llama"), [0, 2])
-    monkeypatch.setattr(features, "is_flash_attention_requested", lambda config: is_flash)
+    monkeypatch.setattr(target_states, "is_flash_attention_requested", lambda config: is_flash)
     input_ids = make_prompt(12, batch_size=2)
     position_ids = torch.tensor([[*range(7), *range(5)], [*range(9), 0, 0, 0]])  # the last two tokens are padding
     batch = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": torch.ones(2, 12).long()}

@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
 from hf_eagle3.data.images import IMAGE_INPUT
-from hf_eagle3.training.features import TargetStates
 from hf_eagle3.training.record import training_record
+from hf_eagle3.training.target_states import TargetStates
 from hf_eagle3.training.ttt import ttt_unroll
 
 

@@ -490,7 +490,7 @@ def test_one_command_for_all_runs_of_a_job(tmp_path, tokenizer):
                     (checkpoint / name).unlink()
         trainer = make_trainer(tmp_path, tokenizer, **arguments)
         trainer.train(resume_from_checkpoint="auto")
-        assert trainer.is_resumed == (step > 0)
+        assert bool(trainer.resumed_from) == (step > 0)
         history = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         assert history == pytest.approx(expected, rel=1e-5)
 

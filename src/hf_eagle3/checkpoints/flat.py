@@ -113,18 +113,9 @@ def format_of(config: dict) -> str:
 
 def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, dict[str, torch.Tensor], dict]:
     """
-    Reads a draft from its configuration and tensors.
-
-    Args:
-        config (`dict`): The contents of `config.json`.
-        tensors (`dict[str, torch.Tensor]`): All tensors of the checkpoint.
-
-    Returns:
-        `tuple[Eagle3Config, dict[str, torch.Tensor], dict]`: The configuration, the tensors by our names, and a
-        report: the `format`, and what was `renamed`, `ignored` and `assumed`.
-
-    Raises:
-        ValueError: if the draft is of an unsupported kind, or has unknown keys.
+    Reads a draft from the contents of its `config.json` and its tensors. Returns the configuration, the tensors by our names,
+    and a report: the `format`, and what was `renamed`, `ignored` and `assumed`. Raises `ValueError` if the draft is of an
+    unsupported kind, or has unknown keys.
     """
     if missing := [key for key in REQUIRED_KEYS if config.get(key) is None]:
         raise ValueError(f"config.json lacks {missing}.")
@@ -136,11 +127,10 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
     assumed: dict[str, Any] = {}
     layer_config = layer_config_of(config, ours, assumed)
     # If no flag says otherwise, a norm that the checkpoint holds is used.
-    norms = {"norm_before_fc": "input_norm.weight" in ours, "fc_norm": "fc_norm.0.weight" in ours}
-    for flag, default in {"norm_before_residual": False, "norm_output": False, **norms}.items():
-        if flags.get(flag) is None:
-            assumed[flag] = default
-    if flags.get("norm_output") and not flags.get("fc_norm"):
+    held = {"norm_before_fc": "input_norm.weight" in ours, "fc_norm": "fc_norm.0.weight" in ours}
+    norms = {"norm_before_residual": False, "norm_output": False, **held}
+    assumed |= {flag: norm for flag, norm in norms.items() if flags[flag] is None}
+    if flags["norm_output"] and not flags["fc_norm"]:
         assumed["norm_output"] = (
             "true, as SGLang reads it, but SpecForge has exported it for drafts trained without it"
         )
@@ -158,9 +148,8 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
         "has_own_embed_tokens": "embed_tokens.weight" in ours,
         "eagle_aux_hidden_state_layer_ids": ids,
         "aux_layer_ids_assumed": not counts_inputs,
-        "target_hidden_size": flags.get("target_hidden_size"),
-        **{flag: bool(flags.get(flag)) for flag in ("norm_before_residual", "norm_output")},
-        **{flag: held if flags.get(flag) is None else bool(flags[flag]) for flag, held in norms.items()},
+        "target_hidden_size": flags["target_hidden_size"],
+        **{flag: norm if flags[flag] is None else bool(flags[flag]) for flag, norm in norms.items()},
         **{key: config.get(key) for key in TOKEN_KEYS},
     }
     return Eagle3Config(**fields), ours, {"format": format_of(config), **report, "assumed": assumed}
@@ -201,10 +190,9 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
         raise ValueError(
             f"it is a draft of experts (MoE, {num_experts or 'some'} of them), but one MLP per layer is supported. SpecForge runs it."
         )
-    if flags["use_aux_hidden_state"] is False or not any("hidden_norm" in name for name in names):
-        why = (
-            "`use_aux_hidden_state` is false" if flags["use_aux_hidden_state"] is False else "it has no `hidden_norm`"
-        )
+    reads_one_state = flags["use_aux_hidden_state"] is False
+    if reads_one_state or not any("hidden_norm" in name for name in names):
+        why = "`use_aux_hidden_state` is false" if reads_one_state else "it has no `hidden_norm`"
         raise ValueError(
             f"it is a draft of EAGLE-1 and 2 ({why}), which reads one state. SGLang and vLLM run it as EAGLE, not EAGLE3."
         )
@@ -262,8 +250,7 @@ def check_keys(config: dict, flags: dict) -> None:
 def layer_config_of(config: dict, tensors: dict[str, torch.Tensor], assumed: dict) -> dict:
     """Returns the configuration of the layers. Where `tensors` contradict `config`, the correction goes into `assumed`."""
     layer_config = {key: config[key] for key in LAYER_KEYS if config.get(key) is not None}
-    is_held = tensors.keys().__contains__
-    layer_config["model_type"] = "qwen3" if is_held("layers.0.self_attn.q_norm.weight") else "llama"
+    layer_config["model_type"] = "qwen3" if "layers.0.self_attn.q_norm.weight" in tensors else "llama"
     layer_config.setdefault("num_hidden_layers", 1)
     held = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     if layer_config["num_hidden_layers"] > 1 and held == {"0"}:
@@ -274,15 +261,14 @@ def layer_config_of(config: dict, tensors: dict[str, torch.Tensor], assumed: dic
     layer_config.setdefault("num_key_value_heads", config["num_attention_heads"])
     layer_config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     # Versions of EAGLE's own code differ: some take `head_dim` from the configuration, some compute it.
-    if format_of(config) == "safeailab" and is_held("layers.0.self_attn.q_proj.weight"):
-        num_rows = len(tensors["layers.0.self_attn.q_proj.weight"])
-        layer_config["head_dim"] = num_rows // config["num_attention_heads"]
+    query = tensors.get("layers.0.self_attn.q_proj.weight")
+    if format_of(config) == "safeailab" and query is not None:
+        layer_config["head_dim"] = len(query) // config["num_attention_heads"]
     for name, weight in list(tensors.items()):  # Qwen2's attention has three biases, Llama's four
         if name.endswith("self_attn.q_proj.bias"):
             layer_config["attention_bias"] = True
-            tensors.setdefault(
-                name.replace("q_proj", "o_proj"), torch.zeros(layer_config["hidden_size"], dtype=weight.dtype)
-            )
+            zeros = torch.zeros(layer_config["hidden_size"], dtype=weight.dtype)
+            tensors.setdefault(name.replace("q_proj", "o_proj"), zeros)
     layer_config["tie_word_embeddings"] = False
     rope = rope_of(config)  # unknown keys are refused later
     layer_config["rope_parameters"] = {key: value for key, value in rope.items() if key in ROPE_KEYS or value}

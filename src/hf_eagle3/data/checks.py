@@ -1,7 +1,6 @@
 """Checks of training data, before or while it is prepared."""
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -102,7 +101,7 @@ def check_positions(dataset: Dataset | IterableDataset, num_positions: int, max_
         return
     rows = f"rows of the {name} data may be longer"
     if isinstance(dataset, Dataset):
-        lengths = np.concatenate(list(row_lengths(dataset)))
+        lengths = row_lengths(dataset)
         if not (num_long := int((lengths > num_positions).sum())):
             return
         rows = f"{num_long} of {len(dataset)} rows of the {name} data are longer (up to {lengths.max()} tokens)"
@@ -132,7 +131,7 @@ def report_long_rows(
         The data set, unchanged, or the stream with the warning built in.
     """
     if max_length is None and isinstance(dataset, Dataset):
-        longest = max(int(lengths.max()) for lengths in row_lengths(dataset))
+        longest = row_lengths(dataset).max()
         if longest > VERY_LONG:
             logger.warning(
                 f"The longest row of the {name} data has {longest} tokens, and `max_length=None` keeps it whole. Attention over it takes "
@@ -144,7 +143,7 @@ def report_long_rows(
     if isinstance(dataset, IterableDataset):
         message = f"longer than `max_length={max_length}`. The tokens beyond it are {fate}."
         return dataset.filter(LongRows(max_length, name, message, are_kept=True), input_columns="input_ids")
-    lengths = np.concatenate(list(row_lengths(dataset)))
+    lengths = row_lengths(dataset)
     too_long = lengths > max_length
     if too_long.any():
         logger.warning(
@@ -185,10 +184,23 @@ def drop_cut_images(
     return dataset.select(kept)
 
 
-def row_lengths(dataset: Dataset) -> Iterator[np.ndarray]:
-    """Yields the numbers of tokens of 1,000 rows at a time."""
-    for table in dataset.select_columns("input_ids").with_format("arrow").iter(batch_size=1000):
-        yield pc.list_value_length(table["input_ids"]).to_numpy()
+def row_lengths(dataset: Dataset) -> np.ndarray:
+    """Returns the number of tokens of each row."""
+    tables = dataset.select_columns("input_ids").with_format("arrow").iter(batch_size=1000)
+    return np.concatenate([pc.list_value_length(table["input_ids"]).to_numpy() for table in tables])
+
+
+def report_dropped(
+    dataset: Dataset | IterableDataset, kept: Dataset | IterableDataset, max_length: int | None, name: str
+) -> None:
+    """Warns of rows that were dropped, because `max_length` cuts what they teach, or raises `ValueError` if all were."""
+    if not isinstance(dataset, Dataset) or len(kept) == len(dataset):
+        return
+    dropped = f"{len(dataset) - len(kept)} of {len(dataset)} rows of the {name} data"
+    why = f"have nothing to learn within `max_length={max_length}`"
+    if len(kept) == 0:
+        raise ValueError(f"{dropped} {why}. Raise `max_length`.")
+    logger.warning(f"{dropped} {why}, and are dropped.")
 
 
 class LongRows:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
@@ -18,6 +19,8 @@ from .rows import IMAGES, WEIGHTS, Row, RowError, is_learned, read_images, read_
 
 
 logger = logging.getLogger(__name__)
+
+Span = tuple[int, int]  # where a part of a text or of its tokens begins and ends
 
 # If assistant turns cannot be found in at most this share of the rows, they are not learned. Above it training is refused.
 # The same holds for rows of a stream that cannot be learned from.
@@ -99,20 +102,8 @@ class RowEncoder(PromptEncoder):
         Raises:
             RowError: if the row cannot be learned from.
         """
+        content = self._read(row)
         encoded: dict[str, Any] = {"lost": 0}
-        if self.formatting_func is not None and self.kind != "input_ids":
-            text = self.formatting_func(row)
-            if not isinstance(text, str):
-                raise RowError(
-                    f"`formatting_func` returned {type(text).__name__}, but gets one row and must return its text"
-                )
-            content = Row(text=text, images=read_images(row))
-        else:
-            content = read_row(row, self.kind)
-        if content.images and isinstance(self.images, str):
-            raise RowError(f"it has images, {self.images}")
-        if content.images and any(name in row for name in IMAGES) and not read_images(row):
-            raise RowError("it has images in its messages, but the data has a column for images. Use one of them")
         if content.tokens is not None:
             encoded |= content.tokens if "attention_mask" in row else self._without_padding(content.tokens)
         elif content.messages:
@@ -129,6 +120,23 @@ class RowEncoder(PromptEncoder):
                 )
         return encoded
 
+    def _read(self, row: dict[str, Any]) -> Row:
+        """Reads a row, or the text that `formatting_func` makes of it. Refuses images that cannot be read."""
+        if self.formatting_func is None or self.kind == "input_ids":
+            content = read_row(row, self.kind)
+        else:
+            text = self.formatting_func(row)
+            if not isinstance(text, str):
+                raise RowError(
+                    f"`formatting_func` returned {type(text).__name__}, but gets one row and must return its text"
+                )
+            content = Row(text=text, images=read_images(row))
+        if content.images and isinstance(self.images, str):
+            raise RowError(f"it has images, {self.images}")
+        if content.images and any(name in row for name in IMAGES) and not read_images(row):
+            raise RowError("it has images in its messages, but the data has a column for images. Use one of them")
+        return content
+
     def _without_padding(self, tokens: dict[str, list[int]]) -> dict[str, list[int]]:
         """Removes padding tokens at both ends of a row without an attention mask, if they cannot be anything else."""
         padding, text = self.tokenizer.pad_token_id, tokens["input_ids"]
@@ -143,10 +151,10 @@ class RowEncoder(PromptEncoder):
         """Encodes a text, or a prompt and its completion."""
         text, eos = prompt + (completion or ""), self.tokenizer.eos_token
         # The processor reads the special tokens as a part of the text.
-        special = self.tokenizer.convert_ids_to_tokens(self.text(text)[: len(self.special_tokens)])
-        before = "" if text.startswith(start := "".join(special)) else start
+        before = "".join(self.tokenizer.convert_ids_to_tokens(self.text(text)[: len(self.special_tokens)]))
         after = "" if eos is None or text.rstrip().endswith(eos) else eos
-        expansion = self._expansion(before + text + after, images)
+        whole = ("" if text.startswith(before) else before) + text + after
+        expansion = self._expansion(whole, images)
         tokens = self.text(expansion.of(text))
         if after:
             tokens = [*tokens, self.tokenizer.eos_token_id]
@@ -154,7 +162,7 @@ class RowEncoder(PromptEncoder):
         if completion is not None and self.completion_only_loss:
             num_given = common_prefix_length(self.text(expansion.of(prompt)), tokens)
         encoded = {"input_ids": tokens, "labels": [-100] * num_given + tokens[num_given:]}
-        return encoded | self._image_columns(before + text + after, expansion, tokens)
+        return encoded | self._image_columns(whole, expansion, tokens)
 
     def _expansion(self, text: str, images: Sequence[Any]) -> Expansion:
         return self.images.expand(text, list(images)) if isinstance(self.images, ImageReader) else Expansion()
@@ -169,45 +177,52 @@ class RowEncoder(PromptEncoder):
 
     def encode_chat(self, row: Row) -> dict[str, Any]:
         """Encodes a conversation, or a prompt and its completion that are messages."""
-        text, spans = self._render(row)
-        expansion = self._expansion(text, row.images)
-        spans = [(len(expansion.of(text[:start])), len(expansion.of(text[:end]))) for start, end in spans]
-        rendered, text = text, expansion.of(text)
+        rendered, spans = self._render(row)
+        expansion = self._expansion(rendered, row.images)
+        text = expansion.of(rendered)
         tokens = self.rendered_tokens(text)
-        ranges, lost, start = [(0, len(tokens))], 0, 0
         if self.assistant_only_loss:
-            turns = [is_learned(message) for message in row.messages if message["role"] == "assistant"]
-            if not turns:
-                roles = sorted({message["role"] for message in row.messages})
-                raise RowError(
-                    f"it has no assistant turn, but {roles}. With `assistant_only_loss=True` it has nothing to learn"
-                )
-            if self.is_marked and not all(turns):
-                if len(spans) != len(turns):
-                    raise RowError(
-                        f"the chat template marks {len(spans)} of its {len(turns)} assistant turns, so those with one of {WEIGHTS} of 0 "
-                        "cannot be left out. Remove the row or the key"
-                    )
-                spans = [span for span, is_kept in zip(spans, turns) if is_kept]
-            ranges = []
-            if any(turns):
-                ranges, lost = (
-                    self._marked(text, tokens, spans) if self.is_marked else self._turns(row, tokens, expansion)
-                )
-        elif not all(map(is_learned, row.messages[row.num_given or 0 :])):
+            spans = [(len(expansion.of(rendered[:start])), len(expansion.of(rendered[:end]))) for start, end in spans]
+            ranges, lost = self._learned_turns(row, text, tokens, spans, expansion)
+        elif all(map(is_learned, row.messages[row.num_given or 0 :])):
+            ranges, lost = [(0, len(tokens))], 0
+        else:
             raise RowError(
                 f"one of {WEIGHTS} is 0 or false, but all messages are learned. Pass `assistant_only_loss=True`, or remove the key"
             )
+        num_given = 0
         if row.num_given is not None and self.completion_only_loss:
-            start = common_prefix_length(self._prompt(row, row.num_given, expansion), tokens)
+            num_given = common_prefix_length(self._prompt(row, row.num_given, expansion), tokens)
         labels = [-100] * len(tokens)
-        for first, last in ranges:
-            labels[max(first, start) : last] = tokens[max(first, start) : last]
+        for start, end in ranges:
+            start = max(start, num_given)
+            labels[start:end] = tokens[start:end]
         encoded = {"input_ids": tokens, "labels": labels, "lost": lost}
         return encoded | self._image_columns(rendered, expansion, tokens)
 
-    def _render(self, row: Row) -> tuple[str, list[tuple[int, int]]]:
-        """Renders a conversation, and returns its text and the spans `(start, end)` between markers."""
+    def _learned_turns(
+        self, row: Row, text: str, tokens: list[int], spans: list[Span], expansion: Expansion
+    ) -> tuple[list[Span], int]:
+        """Returns the assistant's turns that are learned, as spans of tokens, and how many could not be found."""
+        are_learned = [is_learned(message) for message in row.messages if message["role"] == "assistant"]
+        if not are_learned:
+            roles = sorted({message["role"] for message in row.messages})
+            raise RowError(
+                f"it has no assistant turn, but {roles}. With `assistant_only_loss=True` it has nothing to learn"
+            )
+        if self.is_marked and not all(are_learned):
+            if len(spans) != len(are_learned):
+                raise RowError(
+                    f"the chat template marks {len(spans)} of its {len(are_learned)} assistant turns, so those with one of {WEIGHTS} of "
+                    "0 cannot be left out. Remove the row or the key"
+                )
+            spans = list(compress(spans, are_learned))
+        if not any(are_learned):
+            return [], 0
+        return self._marked(text, tokens, spans) if self.is_marked else self._turns(row, tokens, expansion)
+
+    def _render(self, row: Row) -> tuple[str, list[Span]]:
+        """Renders a conversation, and returns its text and the spans between markers."""
         try:
             if not (self.assistant_only_loss and self.is_marked):
                 text = self.render(row.messages, **row.template_kwargs)
@@ -236,7 +251,7 @@ class RowEncoder(PromptEncoder):
         except Exception as error:
             raise RowError(f"the chat template refuses its prompt: {error or type(error).__name__}") from error
 
-    def _marked(self, text: str, tokens: list[int], spans: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], int]:
+    def _marked(self, text: str, tokens: list[int], spans: list[Span]) -> tuple[list[Span], int]:
         """Returns the ranges of tokens between markers, and how many could not be found."""
         if not spans:
             raise RowError("the chat template marks no assistant turn in it")
@@ -277,14 +292,13 @@ class RowEncoder(PromptEncoder):
         rest = self.tokenizer.decode(alone[num_tokens:], skip_special_tokens=True) if num_tokens < len(alone) else ""
         return None if rest.strip() else num_tokens
 
-    def _turns(self, row: Row, tokens: list[int], expansion: Expansion) -> tuple[list[tuple[int, int]], int]:
+    def _turns(self, row: Row, tokens: list[int], expansion: Expansion) -> tuple[list[Span], int]:
         """Returns the ranges of tokens of the assistant's turns, and how many turns could not be found."""
         ranges, lost = [], 0
         for number, message in enumerate(row.messages):
-            is_asked = any(each["role"] != "system" for each in row.messages[:number])
-            if message["role"] != "assistant" or not is_asked:  # a target is never asked for a greeting
-                continue
-            if not is_learned(message):
+            answers = any(each["role"] != "system" for each in row.messages[:number])
+            # A target is never asked for a greeting.
+            if message["role"] != "assistant" or not answers or not is_learned(message):
                 continue
             try:
                 before = self.render(row.messages[:number], add_generation_prompt=True, **row.template_kwargs)
@@ -359,10 +373,9 @@ def encode_rows(
     if isinstance(dataset, IterableDataset):
         encoded = dataset.map(EncodedStream(encoder, name), with_indices=True, remove_columns=columns)
         return encoded.filter(bool, input_columns="input_ids")
-    lists = {column: List(Value("int64")) for column in ("input_ids", "labels")}
-    if "seq_lengths" in dataset.column_names:
-        lists["seq_lengths"] = List(Value("int64"))
-    features = Features({**lists, "lost": Value("int32"), "teaches": Value("bool"), "problem": Value("string")})
+    lists = ["input_ids", "labels"] + ["seq_lengths"] * ("seq_lengths" in columns)
+    features: dict[str, Any] = {column: List(Value("int64")) for column in lists}
+    features |= {"lost": Value("int32"), "teaches": Value("bool"), "problem": Value("string")}
     if isinstance(encoder.images, ImageReader):
         features |= {"image_text": Value("string"), "image_end": Value("int32")}
         features |= {} if image_column else {"image_data": List(Value("string"))}
@@ -370,8 +383,8 @@ def encode_rows(
         encoded = dataset.map(
             encode_or_explain,
             fn_kwargs={"encoder": encoder, "columns": list(features)},
-            remove_columns=[column for column in dataset.column_names if column not in features],
-            features=features,
+            remove_columns=[column for column in columns if column not in features],
+            features=Features(features),
             num_proc=num_proc,
             desc=f"Tokenizing {name} dataset",
         )

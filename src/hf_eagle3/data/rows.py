@@ -405,19 +405,17 @@ def read_tokens(row: dict[str, Any]) -> dict[str, list[int]]:
     Returns `input_ids` and `labels`. A label is -100 if the row's `labels` or one of its masks exclude the token. Padding
     at both ends, which the attention mask excludes, is removed.
     """
-    tokens = [] if (tokens := row.get("input_ids")) is None else _integers(tokens, "input_ids")
+    tokens = [] if row.get("input_ids") is None else _integers(row["input_ids"], "input_ids")
     if not tokens:
         raise RowError("'input_ids' is missing or has nothing in it")
-    labels = row.get("labels")
-    labels = list(tokens) if labels is None else _integers(labels, "labels")
+    labels = list(tokens) if row.get("labels") is None else _integers(row["labels"], "labels")
     masks = {name: _mask(row[name], name) for name in MASKS if row.get(name) is not None}
-    for name, mask in {"labels": labels, **masks}.items():
-        if len(mask) != len(tokens):
-            raise RowError(f"{name!r} has {len(mask)} entries, but there are {len(tokens)} tokens")
-        if name != "labels":
-            labels = [label if seen else -100 for label, seen in zip(labels, mask)]
-    if (attended := masks.get("attention_mask")) is not None:
-        places = [place for place, seen in enumerate(attended) if seen]
+    for name, values in {"labels": labels, **masks}.items():
+        if len(values) != len(tokens):
+            raise RowError(f"{name!r} has {len(values)} entries, but there are {len(tokens)} tokens")
+    labels = [label if all(seen) else -100 for label, *seen in zip(labels, *masks.values())]
+    if "attention_mask" in masks:
+        places = [place for place, seen in enumerate(masks["attention_mask"]) if seen]
         if not places or len(places) != places[-1] - places[0] + 1:
             raise RowError(
                 "'attention_mask' excludes tokens in the middle, or all, but a draft learns from whole texts. Remove these tokens"

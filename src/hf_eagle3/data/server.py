@@ -143,20 +143,20 @@ class ServerClient:
             is_finished = conversation.answer(message_of(choice), reason)
         return conversation.result()
 
-    async def request(self, session: aiohttp.ClientSession, conversation: Conversation) -> dict:
-        """Returns the server's choice for the next answer. Sends the request again if its failure may pass."""
-        payload = {
-            "model": self.model,
-            "messages": with_image_urls(
-                [with_arguments_as_text(turn) for turn in conversation.turns], conversation.images
-            ),
-            **self.sampling,
-        }
+    def payload(self, conversation: Conversation) -> dict[str, Any]:
+        """Returns the body of the request for the next answer."""
+        messages = with_image_urls(map(with_arguments_as_text, conversation.turns), conversation.images)
+        payload = {"model": self.model, "messages": messages, **self.sampling}
         kwargs = dict(conversation.template_kwargs)
         if tools := kwargs.pop("tools", None):
             payload["tools"] = tools
         if kwargs:
             payload["chat_template_kwargs"] = kwargs
+        return payload
+
+    async def request(self, session: aiohttp.ClientSession, conversation: Conversation) -> dict:
+        """Returns the server's choice for the next answer. Sends the request again if its failure may pass."""
+        payload = self.payload(conversation)
         url, attempt = f"{self.base_url.rstrip('/')}/chat/completions", 0
         while True:
             try:
@@ -249,7 +249,7 @@ def message_of(choice: dict) -> dict:
     return message
 
 
-def with_image_urls(messages: list[dict], images: Iterable[Any]) -> list[dict]:
+def with_image_urls(messages: Iterable[dict], images: Iterable[Any]) -> list[dict]:
     """Returns messages whose images are in them, as servers read them."""
     upcoming = iter(images)
 

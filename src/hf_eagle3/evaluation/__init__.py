@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from .benchmark import run_benchmark
-from .results import METHODS, BenchmarkResults, BenchmarkRow, compare, format_table, plot_all
+from .plots import plot_all
+from .results import METHODS, BenchmarkResults, BenchmarkRow, compare, format_table
 
 
 if TYPE_CHECKING:

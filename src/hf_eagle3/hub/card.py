@@ -21,7 +21,8 @@ from ..checkpoints import ENGINES, describe_engines, sglang
 from ..checkpoints.engines import check_vllm
 from ..environment import public_name
 from ..evaluation import BenchmarkResults, BenchmarkRow, format_table
-from ..evaluation.results import TITLES, plot_names
+from ..evaluation.plots import plot_names
+from ..evaluation.results import TITLES
 from ..remote_code.configuration_eagle3 import FLAGS
 from ..remote_code.policy_eagle3 import tree_settings
 

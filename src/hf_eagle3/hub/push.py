@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ..checkpoints.files import check_new_folder, check_repo, full_name
 from ..environment import public_name, without_paths
 from ..evaluation import BenchmarkResults, plot_all
-from ..evaluation.results import PLOTS
+from ..evaluation.plots import PLOTS
 from ..files import write_atomically
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.loading_eagle3 import weights_digest

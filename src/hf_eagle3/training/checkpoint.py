@@ -1,9 +1,13 @@
 """Finds checkpoints that training can go on from: those whose files are all as they were written."""
 
 import json
+import math
 import zlib
 from pathlib import Path
 
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from transformers.utils import logging
@@ -85,3 +89,42 @@ def last_whole_checkpoint(folder: str | Path, may_be_none: bool = False) -> str 
     if may_be_none and not list(Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")):
         return None
     raise ValueError(f"There is no checkpoint to go on from in {folder}.{skipped} Begin anew, in another folder.")
+
+
+def checkpoint_to_resume(checkpoint: str | bool | None, output_dir: str | Path) -> str | None:
+    """Returns the checkpoint that training goes on from. Raises `ValueError` if it is not whole, or there is none."""
+    if checkpoint is True or checkpoint == "auto":
+        return agreed_last_checkpoint(output_dir, may_be_none=checkpoint == "auto")
+    if not checkpoint:
+        return None
+    if (reason := what_is_broken(checkpoint)) is not None:
+        raise ValueError(
+            f"Training cannot go on from {checkpoint}: {reason}. Pass `resume_from_checkpoint=True` to go on "
+            "from the last checkpoint that is whole, or begin a new training with its draft (`model`)."
+        )
+    return str(checkpoint)
+
+
+def agreed_last_checkpoint(folder: str | Path, may_be_none: bool) -> str | None:
+    """Returns the [`last_whole_checkpoint`] that the main process finds, because only one reads the gigabytes."""
+    found: str | Exception | None = None
+    if PartialState().is_main_process:
+        try:
+            found = last_whole_checkpoint(folder, may_be_none)
+        except Exception as error:  # the other processes wait, and must raise it, too
+            found = error
+    (found,) = broadcast_object_list([found])
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def place_in_stream(checkpoint: str | Path, batches_per_step: int) -> tuple[int, int]:
+    """
+    Returns the pass over a stream in which a checkpoint was written, and how many batches of the pass came before it. `Trainer`
+    does not know how long a stream is, takes all steps for one pass, and would begin a later pass anew.
+    """
+    state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+    epoch = state.epoch or 0.0  # the number of passes, and a share of all steps for the steps of the last one
+    passes = max(math.ceil(epoch) - 1, 0)  # a whole number is the end of a pass
+    return passes, round((epoch - passes) * state.max_steps) * batches_per_step

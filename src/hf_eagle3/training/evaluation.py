@@ -124,6 +124,19 @@ def continue_rows(trainer: Eagle3Trainer, dataset: Dataset | IterableDataset, dr
     return sums
 
 
+def without_repeated_rows(trainer: Eagle3Trainer, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """
+    Masks the labels of rows that accelerate repeats, so that all processes have as many. `Trainer` drops their losses, but
+    our counts have no rows. With `padding_free` a batch is one row, which counts if any of it is new.
+    """
+    state, process = trainer.accelerator.gradient_state, trainer.accelerator.process_index
+    if trainer.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
+        return inputs
+    num_new = max(state.remainder - process * trainer.args.eval_batch_size, 0)
+    is_new = torch.arange(len(inputs["labels"]), device=inputs["labels"].device) < num_new
+    return {**inputs, "labels": inputs["labels"].where(is_new[:, None], -100)}
+
+
 @contextmanager
 def kept_precision(model: torch.nn.Module) -> Iterator[None]:
     """

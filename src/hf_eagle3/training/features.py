@@ -1,248 +1,43 @@
-"""The target's states and distributions that a draft learns from, computed in training or read from a folder."""
+"""Stores the target's states on the training data in a folder, and reads them from it."""
+
+from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
 from datasets import Dataset, load_from_disk
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
-from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerBase, masking_utils
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
-from transformers.utils.generic import is_flash_attention_requested
 
 from ..data.answers import locked
-from ..data.images import IMAGE_INPUT
 from ..environment import public_name
 from ..files import UNFINISHED, write_atomically
-from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
 from ..remote_code.loading_eagle3 import fingerprint
-from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
-from ..remote_code.target_eagle3 import device_of, is_sharded, table_of, unpack
+from ..remote_code.target_eagle3 import device_of, is_sharded, table_of
 from .arguments import Eagle3TrainingArguments
-from .losses import log_sum_exp
-from .models import without_adapter
-from .ttt import documents_of
+from .target_states import TargetStates
 
+
+if TYPE_CHECKING:
+    from .trainer import Eagle3Trainer
 
 logger = logging.get_logger(__name__)
-
-# The states that a draft reads, and the target's distributions: logits, mass and most probable tokens.
-Features = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 FORMAT_VERSION = 1
 FP8 = torch.float8_e4m3fn
 LOCK = ".lock"
 STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, FP8)  # integers would keep no fractions
-# Older transformers (5.17) counts attention chunks from the beginning of the row, not of the document.
-COUNTS_CHUNKS_BY_DOCUMENT = hasattr(masking_utils, "remap_positions_for_packed_sequence")
-
-
-class TargetStates:
-    """
-    Runs a target on collated batches of `B` sequences of `L` tokens. Returns the states that a draft reads,
-    `(B, L, n_aux * H)`, and the last states, which the target's head reads, `(B, L, H)`. Targets that FSDP shards return
-    their logits instead of the last states.
-
-    Under tensor parallelism each process holds a part of every layer. The processes run the target together, on the
-    batch of one process after the other.
-
-    Packed documents (`position_ids` that begin again at 0) do not see each other. Some targets do not keep them apart:
-    they pass no `position_ids` to their masks, or have convolutional or recurrent states. These get each document in a
-    row of its own. Flash attention keeps the documents of one row apart, so it gets all rows as one.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        aux_layer_ids (`list[int]`): The layers whose states the draft reads.
-    """
-
-    def __init__(self, target: PreTrainedModel, aux_layer_ids: list[int]):
-        self.target = without_adapter(target)
-        base = self.target.base_model
-        # Llama 4's text model has the name of its own base, so transformers takes it for the base.
-        self.base_model = self.target.model if base is self.target else base
-        self.aux_layer_ids = aux_layer_ids
-        # FSDP runs only the whole model, because its hooks gather the last norm and the head together.
-        self.is_fsdp = isinstance(self.target, FSDPModule)
-        self.is_tensor_parallel = (self.target.tp_size or 1) > 1
-        self.num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-        # LLaVA and Aria pass the selection on to the layers of their images, and then read this one.
-        of_images = getattr(target.config, "vision_feature_layer", None) or []
-        self.selected = [*aux_layer_ids, *(of_images if isinstance(of_images, list) else [of_images])]
-        self.keeps_documents_apart: bool | None = None  # unknown until a batch is packed
-        unpack(self.target)  # training runs only its base
-
-    @torch.no_grad()
-    def __call__(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        documents = documents_of(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids"))
-        if "position_ids" in batch:
-            if self.keeps_documents_apart is None:  # all processes ask at once
-                self.keeps_documents_apart = self._keeps_documents_apart()
-            if self.is_fsdp and not self.keeps_documents_apart:
-                raise ValueError(
-                    f"{type(self.target).__name__} does not keep packed documents apart. A row per document takes different "
-                    "numbers of forwards in each process, and a target sharded by FSDP cannot do that. Leave out `packing`."
-                )
-            if not self.keeps_documents_apart and documents.max() > 1:
-                return self._document_by_document(batch["input_ids"], documents)
-            return self._packed(batch["input_ids"], batch["position_ids"])
-        images = {key.removeprefix(IMAGE_INPUT): value for key, value in batch.items() if key.startswith(IMAGE_INPUT)}
-        texts = {key: batch[key] for key in ("input_ids", "attention_mask") if key in batch}
-        return self._forward(**texts, **images)
-
-    def _packed(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs packed rows without an attention mask. With one, transformers would not look for documents."""
-        if not is_flash_attention_requested(self.target.config.get_text_config(decoder=True)):
-            return self._forward(input_ids=input_ids, position_ids=position_ids)
-        aux, last = self._forward(input_ids=input_ids.reshape(1, -1), position_ids=position_ids.reshape(1, -1))
-        return aux.view(*input_ids.shape, -1), last.view(*input_ids.shape, -1)
-
-    def _forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        model, device = self.target if self.is_fsdp else self.base_model, inputs["input_ids"].device
-        in_dtype = BatchFeature(inputs).to(self.target.dtype)  # casts floats only, such as pixels
-        with CUDNN_ATTENTION.off():  # it may fail at the masks of padded and packed batches
-            states = select_hidden_states(self.selected)
-            outputs = model(**in_dtype, output_hidden_states=states, use_cache=False, return_dict=True)
-        last = outputs.logits if self.is_fsdp else outputs.last_hidden_state
-        return aux_hidden_states(outputs, self.aux_layer_ids, self.num_layers).to(device), last.to(device)
-
-    def _keeps_documents_apart(self) -> bool:
-        """Whether a document has the same states after different documents."""
-        length, device = 8, device_of(self.target.get_input_embeddings())
-        config = self.target.config.get_text_config(decoder=True)
-        if getattr(config, "attention_chunk_size", None) is not None and not COUNTS_CHUNKS_BY_DOCUMENT:
-            return False
-        tokens = torch.randint(config.vocab_size, (3, length), generator=torch.Generator().manual_seed(0)).to(device)
-        position_ids = torch.arange(length, device=device).repeat(2)[None]
-        first, second = (
-            self._forward(input_ids=torch.cat([before, tokens[2]])[None], position_ids=position_ids)[1][0, length:]
-            for before in tokens[:2]
-        )
-        # Not exactly equal, because experts may be summed in another order.
-        return bool((first - second).norm() < 0.02 * first.norm())
-
-    def _document_by_document(
-        self, input_ids: torch.Tensor, documents: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs each document in a row of its own, and puts its states where its tokens are."""
-        numbered = [(row, number) for row in range(len(documents)) for number in documents[row].unique().tolist()]
-        places = [(row, (documents[row] == number).nonzero()[:, 0]) for row, number in numbered if number >= 0]
-        places.sort(key=lambda place: -len(place[1]))
-        outputs: list[torch.Tensor] = []
-        while places:  # no group has more tokens than the batch
-            num_rows = documents.numel() // len(places[0][1])
-            group, places = places[:num_rows], places[num_rows:]
-            tokens = [input_ids[place] for place in group]
-            padded = pad_sequence(tokens, batch_first=True)
-            attention_mask = pad_sequence(list(map(torch.ones_like, tokens)), batch_first=True)
-            states = self._forward(input_ids=padded, attention_mask=attention_mask)
-            outputs = outputs or [each.new_zeros(*documents.shape, each.shape[-1]) for each in states]
-            for output, of_group in zip(outputs, states):
-                for place, each in zip(group, of_group):
-                    output[place] = each[: len(place[1])]
-        aux, last = outputs  # a batch has documents
-        return aux, last
-
-    @torch.no_grad()
-    def logits(self, last_hidden_state: torch.Tensor) -> torch.Tensor:
-        """Returns the target's logits `(B, L, V)` of states `(B, L, H)`, with its scales and soft caps."""
-        if self.is_fsdp:
-            return last_hidden_state
-        last_hidden_state = last_hidden_state.to(device_of(self.target.get_output_embeddings()))
-        with replaced_forward(self.base_model, StoredOutput(last_hidden_state=last_hidden_state)):
-            # Only the shape and device of `inputs_embeds` are read.
-            return self.target(inputs_embeds=last_hidden_state, use_cache=False, return_dict=True).logits
-
-    @torch.no_grad()
-    def distributions(
-        self, last_hidden_state: torch.Tensor, draft_token_ids: torch.Tensor, rows_at_a_time: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """
-        Returns the target's distributions as a draft learns them.
-
-        Args:
-            last_hidden_state (`torch.Tensor` of shape `(B, L, H)`): The target's last states.
-            draft_token_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`): The draft vocabulary.
-            rows_at_a_time (`int`, *optional*):
-                Positions, of all sequences together, whose logits of the whole vocabulary are in memory at once. By default
-                256 on a CPU, and 1,024 elsewhere, where each piece costs kernel launches.
-
-        Returns:
-            `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: The logits of the draft's tokens
-            `(B, L, draft_vocab_size)`, their total probability `(B, L)`, and the most probable tokens of the whole
-            vocabulary `(B, L)`.
-        """
-        pieces, device, num_rows = [], last_hidden_state.device, last_hidden_state.shape[:2].numel()
-        if is_sharded(self.target):  # all processes must run the head equally often
-            rows_at_a_time = num_rows
-        elif rows_at_a_time is None:
-            rows_at_a_time = 256 if device.type == "cpu" else 1024
-        for states in last_hidden_state.flatten(0, 1).split(rows_at_a_time):
-            logits = self.logits(states[None]).to(device)  # a CPU would copy the head's weight for a slice's strides
-            if len(draft_token_ids) == logits.shape[-1]:
-                draft_logits, mass = logits, torch.ones(logits.shape[:2], device=device)
-            else:
-                draft_logits = logits[..., draft_token_ids]
-                mass = (log_sum_exp(draft_logits) - log_sum_exp(logits)).exp()
-            pieces.append((draft_logits, mass, logits.max(dim=-1).indices))  # argmax is slow in bfloat16
-        return tuple(torch.cat(each, dim=1).unflatten(1, last_hidden_state.shape[:2])[0] for each in zip(*pieces))
-
-    def features(self, batch: dict[str, torch.Tensor], draft_token_ids: torch.Tensor) -> Features:
-        """Returns the states that a draft reads of a collated batch, and its [`~TargetStates.distributions`]."""
-        if not self.is_tensor_parallel:
-            return self._features(batch, draft_token_ids)
-        device = batch["input_ids"].device
-        mine: Features | None = None
-        cpu_batch = {key: value.cpu() for key, value in batch.items() if isinstance(value, torch.Tensor)}
-        for process, other in enumerate(gather_object([cpu_batch])):
-            other = {key: value.to(device) for key, value in other.items()}
-            features = self._features(other, draft_token_ids)
-            if process == PartialState().process_index:
-                mine = features
-        assert mine is not None  # one of the batches is this process's
-        return mine
-
-    def _features(self, batch: dict[str, torch.Tensor], draft_token_ids: torch.Tensor) -> Features:
-        if "states" in batch:
-            aux, last = batch["states"][:, :, :-1].flatten(2), batch["states"][:, :, -1].to(self.target.dtype)
-        else:
-            aux, last = self(batch)
-        return aux, *self.distributions(last, draft_token_ids)
-
-
-class StoredOutput(BaseModelOutputWithPast):
-    """The output of a base model that has only its last states."""
-
-    def __getattr__(self, name: str) -> None:  # some heads read router logits, image features and the like
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
-
-
-@contextmanager
-def replaced_forward(module: torch.nn.Module, output: BaseModelOutputWithPast) -> Iterator[None]:
-    """Lets a module return `output` for a while."""
-    before = module.__dict__.get("forward")  # accelerate puts one on the instance
-    module.forward = lambda *args, **kwargs: output
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
 
 
 def describe(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, aux_layer_ids: list[int]) -> dict:
@@ -323,7 +118,7 @@ class FeatureStore:
     @property
     def num_shards(self) -> int:
         """The number of files with states."""
-        return -(-self.index["num_rows"] // self.index["rows_per_shard"])
+        return num_shards(self.index)
 
     def dataset(self) -> Dataset:
         """Returns the rows, each with its number as `feature_row`."""
@@ -407,18 +202,8 @@ def start_store(
     folder: str | Path, rows: Dataset, description: dict, rows_per_shard: int, dtype: torch.dtype, arguments: dict
 ) -> FileLock:
     """
-    Writes rows and index of a [`FeatureStore`], or checks that they are there already. Returns the lock of the folder.
-
-    Args:
-        folder (`str` or `Path`): The folder.
-        rows (`Dataset`): The prepared data.
-        description (`dict`): The output of [`describe`].
-        rows_per_shard (`int`): Rows per file.
-        dtype (`torch.dtype`): The dtype of stored states.
-        arguments (`dict`): The output of [`fixed_arguments`].
-
-    Raises:
-        ValueError: if the folder holds something else, or another run writes to it.
+    Writes rows and index of a [`FeatureStore`], or checks that they are there already. Returns the lock of the folder. Raises
+    `ValueError` if the folder holds something else, or another run writes to it.
     """
     folder = Path(folder)
     unfinished = folder / f"rows{UNFINISHED}"  # of a run that was killed
@@ -440,26 +225,27 @@ def start_store(
         **({} if images is None else {"images": images}),
     }
     if (folder / "index.json").exists():
-        known = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-        ours, theirs = (each.with_format("arrow")[:] for each in (rows, load_from_disk(str(folder / "rows"))))
-        before, now = known["description"]["target"], description["target"]
-        description = {**description, "target": before}  # it may have moved to another folder
-        if (
-            known != {**index, "description": description}
-            or ours.column_names != theirs.column_names
-            or not ours.equals(theirs)
-        ):
-            raise ValueError(
-                f"{folder} holds features of other rows or another target, or stored in another way. Choose another folder, or "
-                "the arguments of its first run."
-            )
-        warn_of_other_target(folder, before, now)
+        check_same_store(folder, index, rows)
         return lock
     shutil.rmtree(unfinished, ignore_errors=True)
     rows.save_to_disk(str(unfinished))
     unfinished.rename(folder / "rows")
     write_atomically(folder / "index.json", json.dumps(index, indent=2))
     return lock
+
+
+def check_same_store(folder: Path, index: dict, rows: Dataset) -> None:
+    """Raises `ValueError` if a folder has another index, or other rows. Its target may have moved to another folder."""
+    known = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+    before, now = known["description"]["target"], index["description"]["target"]
+    known["description"]["target"] = now
+    ours, theirs = (each.with_format("arrow")[:] for each in (rows, load_from_disk(str(folder / "rows"))))
+    if known != index or ours.column_names != theirs.column_names or not ours.equals(theirs):
+        raise ValueError(
+            f"{folder} holds features of other rows or another target, or stored in another way. Choose another folder, or "
+            "the arguments of its first run."
+        )
+    warn_of_other_target(folder, before, now)
 
 
 def images_digest(rows: Dataset) -> str | None:
@@ -480,18 +266,8 @@ def write_shard(
     dtype: torch.dtype,
 ) -> None:
     """
-    Writes one shard completely or not at all.
-
-    Args:
-        folder (`Path`, *optional*):
-            The folder. `None` if another process writes, and this one only takes part in the target's forward.
-        shard (`int`): The number of the shard.
-        target_states ([`TargetStates`]): The target.
-        batches (iterable of `tuple[dict, list[int]]`): Collated batches, and the lengths of the rows in each.
-        dtype (`torch.dtype`): The dtype of stored states.
-
-    Raises:
-        ValueError: if the states are not finite, or the dtype cannot hold them.
+    Writes a shard completely or not at all, from collated batches and the lengths of the rows in each. Without a folder another
+    process writes, and this one only takes part in the target's forward.
     """
     rows, lengths = list[dict[str, torch.Tensor]](), [0]
     for batch, batch_lengths in batches:
@@ -512,10 +288,8 @@ def write_shard(
 
 def stored(states: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """
-    Returns the states of a row as they are stored, on the CPU. A whole shard in float32 may not fit there.
-
-    Raises:
-        ValueError: if the states are not finite, or the dtype cannot hold them.
+    Returns the states of a row as they are stored, on the CPU. A whole shard in float32 may not fit there. Raises `ValueError`
+    if the states are not finite, or the dtype cannot hold them.
     """
     if not states.isfinite().all():
         raise ValueError(
@@ -534,21 +308,38 @@ def stored(states: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def extract(
-    folder: str | Path,
-    rows: Dataset,
-    target_states: TargetStates,
-    collator: Callable,
-    batch_size: int,
-    dtype: torch.dtype,
-) -> None:
-    """
-    Writes this process's share of the shards of a store that are missing after [`start_store`], `batch_size` rows at a time.
-    """
-    folder = Path(folder)
+    trainer: Eagle3Trainer, folder: str | Path, rows_per_shard: int, dtype: torch.dtype | str | None
+) -> FeatureStore:
+    """Writes the features of a trainer's data. See [`~Eagle3Trainer.extract_features`]."""
+    target, rows = trainer.target_model, trainer.train_dataset
+    if not isinstance(rows, Dataset):
+        raise ValueError(
+            "Features of a stream cannot be extracted, because its rows have no numbers. Load the data whole."
+        )
+    if trainer.target_states.is_fsdp:
+        raise ValueError(
+            "A target sharded by FSDP gives no last states to store. Spread it by `device_map` or tensor parallelism."
+        )
+    if rows_per_shard < 1:
+        raise ValueError(f"`rows_per_shard` must be at least 1, got {rows_per_shard}.")
+    dtype, state, lock = state_dtype(dtype or target.dtype), PartialState(), None
+    if state.is_main_process:
+        description = describe(target, trainer.processing_class, trainer.aux_layer_ids)
+        lock = start_store(folder, rows, description, rows_per_shard, dtype, fixed_arguments(trainer.args))
+    state.wait_for_everyone()
+    write_shards(trainer, Path(folder), rows, dtype)
+    state.wait_for_everyone()
+    del lock
+    return FeatureStore(folder)
+
+
+def write_shards(trainer: Eagle3Trainer, folder: Path, rows: Dataset, dtype: torch.dtype) -> None:
+    """Writes this process's share of the shards of a store that are missing after [`start_store`]."""
     index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-    rows_per_shard, device = index["rows_per_shard"], device_of(target_states.target.get_input_embeddings())
+    rows_per_shard, batch_size = index["rows_per_shard"], trainer.args.per_device_train_batch_size
+    target, device = trainer.target_model, device_of(trainer.target_model.get_input_embeddings())
     missing = missing_shards(folder, index)
-    state, runs_together = PartialState(), is_sharded(target_states.target)
+    state, runs_together = PartialState(), is_sharded(target)
     state.wait_for_everyone()  # all have to list the same shards, so none may write before that
     if not runs_together:
         missing = missing[state.process_index :: state.num_processes]
@@ -558,18 +349,21 @@ def extract(
         end = min((shard + 1) * rows_per_shard, len(rows))
         for start in range(shard * rows_per_shard, end, batch_size):
             examples = [rows[row] for row in range(start, min(start + batch_size, end))]
-            batch = collator(examples)
+            batch = trainer.data_collator(examples)
             batch = {key: value.to(device) for key, value in batch.items() if isinstance(value, torch.Tensor)}
             yield batch, [len(example["input_ids"]) for example in examples]
 
     for shard in tqdm(missing, desc="Shards", disable=not state.is_main_process):
-        write_shard(written_to, shard, target_states, batches(shard), dtype)
+        write_shard(written_to, shard, trainer.target_states, batches(shard), dtype)
+
+
+def num_shards(index: dict) -> int:
+    return math.ceil(index["num_rows"] / index["rows_per_shard"])
 
 
 def missing_shards(folder: Path, index: dict) -> list[int]:
     """Returns the shards that are not there, or not whole: a machine that crashes may cut off a file that it has written."""
-    num_shards = -(-index["num_rows"] // index["rows_per_shard"])
-    return [shard for shard in range(num_shards) if not is_whole(shard_path(folder, shard))]
+    return [shard for shard in range(num_shards(index)) if not is_whole(shard_path(folder, shard))]
 
 
 def is_whole(path: Path) -> bool:

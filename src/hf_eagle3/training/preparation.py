@@ -10,21 +10,27 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_pt_utils import LengthGroupedSampler
+from trl.data_utils import get_dataset_column_names
 
 from ..data import (
     ImageReader,
     RowEncoder,
     check_chat_template,
+    check_positions,
     count_tokens,
     coverage,
+    drop_cut_images,
     encode_rows,
     kind_of_data,
     most_frequent_tokens,
     plain_rows,
+    report_long_rows,
     sees_images,
 )
+from ..data.checks import report_dropped
+from ..data.encoding import split_documents, taught_within
 from ..data.images import without_images
-from ..data.rows import MASKS
+from ..data.rows import CONVERSATIONS, MASKS
 from ..remote_code.modeling_eagle3 import DraftModel
 from ..tokenizer import padding_token, read_template
 from .arguments import Eagle3TrainingArguments
@@ -113,51 +119,68 @@ def image_reader(
 
 
 def encode(
+    trainer: Eagle3Trainer,
     dataset: Dataset | IterableDataset,
     tokenizer: PreTrainedTokenizerBase,
-    args: Eagle3TrainingArguments,
-    assistant_only_loss: bool,
-    target_vocab_size: int,
     formatting_func: Callable | None,
     name: str,
-    images: ImageReader | str,
 ) -> Dataset | IterableDataset:
-    """
-    Returns the data, called `name` in messages, as `input_ids` and masks of what is learned. `images` reads the images of
-    rows, or says why rows with images are refused. Raises `ValueError` if a row cannot be learned from.
-    """
+    """Returns the data, `name` in messages, as `input_ids` and `labels`. Raises `ValueError` if a row teaches nothing."""
+    args = trainer.given_args
     dataset = plain_rows(dataset, name)
     texts = without_images(dataset)
     kind = "text" if formatting_func is not None else kind_of_data(texts, args.dataset_text_field, name)
-    is_chat = kind in ("messages", "conversations") or (
-        kind == "prompt" and not isinstance(next(iter(texts))["prompt"], str)
-    )
+    first = next(iter(texts))
+    is_chat = kind in CONVERSATIONS or (kind == "prompt" and not isinstance(first["prompt"], str))
     # Not by the attention mask, which leaves out only padding.
-    says_what_to_learn = bool(({"labels", *MASKS} - {"attention_mask"}) & set(next(iter(texts))))
+    says_what_to_learn = kind == "input_ids" and bool(({"labels", *MASKS} - {"attention_mask"}) & first.keys())
     if is_chat:
         check_chat_template(tokenizer)
-    elif assistant_only_loss and not (kind == "input_ids" and says_what_to_learn):
+    elif args.assistant_only_loss and not says_what_to_learn:
         raise ValueError(
             f"`assistant_only_loss=True` needs conversations, but the {name} data has {kind!r}. Leave it out, or pass "
             "`messages`, or `input_ids` with `labels` or a mask of the assistant's tokens."
         )
-    if args.completion_only_loss and kind != "prompt" and not (kind == "input_ids" and says_what_to_learn):
+    if args.completion_only_loss and kind != "prompt" and not says_what_to_learn:
         raise ValueError(
             f"`completion_only_loss=True` needs `prompt` and `completion`, but the {name} data has {kind!r}. Leave it out. To "
             "learn only what the assistant says in `messages`, pass `assistant_only_loss=True`."
         )
     if not is_chat and kind != "input_ids" and tokenizer.eos_token is None:
         logger.warning("The tokenizer has no EOS token: texts are learned without an end. Name one with `eos_token`.")
-    completion_only_loss = args.completion_only_loss
-    encoder = RowEncoder(
-        tokenizer, kind, target_vocab_size, assistant_only_loss, completion_only_loss, formatting_func, images
-    )
-    if is_chat and assistant_only_loss and (end := encoder.unlearned_end(next(iter(texts)))) is not None:
+    learned = args.assistant_only_loss, args.completion_only_loss
+    encoder = RowEncoder(tokenizer, kind, trainer.target_vocab_size, *learned, formatting_func, trainer.images)
+    if is_chat and args.assistant_only_loss and (end := encoder.unlearned_end(first)) is not None:
         logger.warning(
             f"The chat template ends the assistant's turns with {end!r} outside of `{{% generation %}}`, so the draft does not learn "
             "where the target stops. Pass a template with it inside (`chat_template_path`)."
         )
     return encode_rows(dataset, encoder, name, args.dataset_num_proc)
+
+
+def fit_rows(
+    trainer: Eagle3Trainer, dataset: Dataset | IterableDataset, packing: bool, name: str
+) -> Dataset | IterableDataset:
+    """
+    Drops encoded rows that `max_length` would leave with a part of an image or, if they are packed, with nothing to learn. Warns
+    of these, and of rows that are cut or split. Raises `ValueError` if no row is left, or one has more tokens than the target
+    has positions.
+    """
+    args = trainer.given_args
+    # Only batches without padding keep packed documents apart, and `SFTTrainer` would pack rows as if each were one.
+    if (packing or not trainer.padding_free) and "seq_lengths" in get_dataset_column_names(dataset):
+        dataset = split_documents(dataset, name)
+    if trainer.num_positions is not None:
+        check_positions(dataset, trainer.num_positions, args.max_length, name)
+    dataset = drop_cut_images(dataset, args.max_length, name)
+    is_split = packing and args.packing_strategy != "bfd"
+    fate = "split off" if is_split else "cut off (`packing=True` with `packing_strategy='bfd_split'` keeps them)"
+    dataset = report_long_rows(dataset, args.max_length, fate, name)
+    if not packing or is_split or args.max_length is None:
+        return dataset
+    taught = taught_within(dataset, args.max_length)  # `SFTTrainer` drops the others only without packing
+    report_dropped(dataset, taught, args.max_length, name)
+    return taught
 
 
 def prepare_vocabulary(

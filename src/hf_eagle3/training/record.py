@@ -90,10 +90,7 @@ def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
 
 
 def check_unfinished(args: Eagle3TrainingArguments, checkpoint: str, state: TrainerState, record: dict) -> None:
-    """
-    Raises:
-        ValueError: if the training of a checkpoint is finished.
-    """
+    """Raises `ValueError` if the training of a checkpoint is finished."""
     max_steps: float = args.max_steps
     if max_steps < 0:
         default = type(args).num_train_epochs
@@ -226,7 +223,7 @@ def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] 
         "steps": step,
         "epochs": epoch,
         "sequences_per_step": trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size,
-        "seconds": None if trainer.is_resumed else logged.get("train_runtime"),  # of the last run only
+        "seconds": None if trainer.resumed_from else logged.get("train_runtime"),  # of the last run only
         "num_processes": args.world_size,
         "environment": environment(trainer.accelerator.device),
         "evaluation": evaluation_of(trainer, log, step),

@@ -11,8 +11,8 @@ from transformers.utils import ModelOutput
 from ..assisting import assist
 from ..remote_code.modeling_eagle3 import DraftModel
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
-from .features import TargetStates
 from .models import check_layers, check_vocabulary, without_adapter
+from .target_states import TargetStates
 from .ttt import TTTBatch, counted_rows, draft_loss
 
 

@@ -13,6 +13,7 @@ import torch
 from accelerate.logging import get_logger
 from huggingface_hub import CommitInfo, ModelCard
 from peft import PeftModel, get_peft_model
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -92,6 +93,16 @@ class DraftSavingTrainer(SFTTrainer):
         model.load_state_dict({name.removeprefix("_orig_mod."): value for name, value in state_dict.items()})
         return draft
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch does not say that a disk is full
+            free = shutil.disk_usage(self.args.output_dir).free / 1e9
+            raise RuntimeError(
+                f"The checkpoint of step {self.state.global_step} could not be saved: {error}. The disk of {self.args.output_dir} has "
+                f"{free:.2f} GB left. Training can resume from the checkpoint before."
+            ) from error
+
     def _save_rng_state(self, output_dir: str) -> None:
         """Adds the list of files. All processes write this part of a checkpoint last; one then writes the trainer's state."""
         super()._save_rng_state(output_dir)
@@ -129,8 +140,8 @@ class DraftSavingTrainer(SFTTrainer):
         is_cast = dtype in (torch.bfloat16, torch.float16) and not is_checkpoint
         # FSDP replaces the draft's class. Its code, not the draft's, would be saved beside the weights.
         if is_cast or self.is_fsdp_enabled:
-            self.model = self._copy_of_draft(self.draft.state_dict() if state_dict is None else state_dict)
-            self.model, state_dict = self.model.to(dtype) if is_cast else self.model, None
+            draft, state_dict = self._copy_of_draft(weights), None
+            self.model = draft.to(dtype) if is_cast else draft
         # A published draft does not name the target's folder on this machine.
         is_published = self.hub_model_id is not None
         try:

@@ -1,10 +1,7 @@
 """[`Eagle3Trainer`]: TRL's `SFTTrainer`, training a draft by training-time test."""
 
 import copy
-import math
-import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -13,34 +10,22 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
-from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from ..data import (
-    ImageCollator,
-    ImageReader,
-    check_positions,
-    drop_cut_images,
-    num_positions,
-    report_long_rows,
-    shows_images,
-)
-from ..data.checks import row_lengths
-from ..data.encoding import split_documents, taught_within
+from ..data import ImageCollator, ImageReader, num_positions, shows_images
+from ..data.checks import report_dropped, row_lengths
 from ..hub import repo_name
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.modeling_eagle3 import DraftModel
 from ..remote_code.target_eagle3 import is_sharded
 from .arguments import Eagle3TrainingArguments
-from .checkpoint import last_whole_checkpoint, what_is_broken
+from .checkpoint import checkpoint_to_resume, place_in_stream
 from .checks import (
     all_datasets,
     check_batches,
@@ -50,16 +35,19 @@ from .checks import (
     optimizer_name,
 )
 from .console import show_few
-from .evaluation import check_best_metric, check_decoding, decoding_metrics, kept_precision
+from .evaluation import (
+    check_best_metric,
+    check_decoding,
+    decoding_metrics,
+    kept_precision,
+    without_repeated_rows,
+)
 from .features import (
     FeatureCollator,
     FeatureStore,
-    TargetStates,
     describe,
     extract,
     fixed_arguments,
-    start_store,
-    state_dtype,
 )
 from .metrics import TTTMetrics
 from .models import draft_to_train, load_target
@@ -68,12 +56,14 @@ from .preparation import (
     CheckedCollator,
     SeededLengthSampler,
     encode,
+    fit_rows,
     image_reader,
     prepare_tokenizer,
     prepare_vocabulary,
 )
 from .record import check_resumption, order_of_rows, rows_with_images
 from .saving import DraftSavingTrainer, check_output_folder
+from .target_states import TargetStates
 from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, draft_loss
 
 
@@ -167,22 +157,26 @@ class Eagle3Trainer(DraftSavingTrainer):
         self.num_positions = num_positions(target_model)
         self.callers_optimizer = optimizer_name(kwargs)
         self.dataset_names, self.script_settings = [], {}
-        self.is_resumed = False
+        self.resumed_from: str | None = None  # a checkpoint
         # The step of the weights that were loaded at the end, and the length of the log then.
         self.best: tuple[int, int] | None = None
-        # The latest loss, its step, and the beginning of its batch.
+        # The latest loss, whether the target's states were finite, the step, and the beginning of the batch.
         self._unchecked_loss: tuple[torch.Tensor, torch.Tensor, int, torch.Tensor] | None = None
         self._ended_pass: Iterator | None = None  # over a stream
+        self._encoded: Dataset | IterableDataset | None = None  # the train data, before it is prepared
 
-        if isinstance(kwargs.get("train_dataset"), FeatureStore) and args.packing:
+        store = kwargs["train_dataset"] if isinstance(kwargs["train_dataset"], FeatureStore) else None
+        if store is not None and args.packing:
             raise ValueError("Rows of a feature store are packed when they are extracted. Leave `packing` out.")
-        store = self._init_sft_trainer(draft, args, tokenizer, kwargs)
+        prepare_tokenizer(tokenizer, args)
+        self._init_sft_trainer(draft, args, tokenizer, store, kwargs)
         check_parallelism(self)
         prepare_vocabulary(self.draft, target_model, self.train_dataset, vocab_size_from_data)
         # Here, because these read rows, and each checkpoint has them.
         self.rows_with_images = rows_with_images(self.train_dataset)
         self.order_of_rows = order_of_rows(self.train_dataset, args)
         self._connect_models(store)
+        self._complete_collator(store, is_callers=kwargs.get("data_collator") is not None)
         check_batches(self)
         check_optimizer(self)
         check_best_metric(self)
@@ -202,6 +196,7 @@ class Eagle3Trainer(DraftSavingTrainer):
                 f"One process trains on one GPU, the first of {args.n_gpu} here. `accelerate launch` starts a process for each."
             )
             args._n_gpu = 1
+        args.accelerator_config = copy.copy(args.accelerator_config)  # `SFTTrainer` writes into it
         return args
 
     def _init_sft_trainer(
@@ -209,52 +204,44 @@ class Eagle3Trainer(DraftSavingTrainer):
         draft: DraftModel | PeftModel,
         args: Eagle3TrainingArguments,
         tokenizer: PreTrainedTokenizerBase,
+        store: FeatureStore | None,
         kwargs: dict[str, Any],
-    ) -> FeatureStore | None:
-        """Encodes the data and calls `SFTTrainer.__init__`. Returns the feature store, if the data is one."""
-        prepare_tokenizer(tokenizer, args)
-        self._encode = partial(
-            encode,
-            assistant_only_loss=args.assistant_only_loss,
-            target_vocab_size=self.target_vocab_size,
-            images=self.images,
-        )
-        # `SFTTrainer` has no hook for these arguments, so it gets others. It would look for the assistant's turns in our
-        # tokens, and warn that `model_init_kwargs` are ignored.
-        hidden = {"assistant_only_loss": False, "model_init_kwargs": None}
-        train_dataset = kwargs.pop("train_dataset", None)
-        store = train_dataset if isinstance(train_dataset, FeatureStore) else None
-        assert not isinstance(args.dataset_kwargs, str)  # the arguments check it
-        skips = (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
-        if store is not None:
-            train_dataset = store.dataset()
-            if "seq_lengths" in store.rows.column_names:
-                args.padding_free = True
-                hidden["max_length"] = None  # rows were cut when they were extracted
-        elif isinstance(train_dataset, Dataset | IterableDataset) and not skips:
-            # `SFTTrainer` looks at the first row before it prepares the data.
-            train_dataset = self._encode(
-                train_dataset, tokenizer, args, formatting_func=kwargs.get("formatting_func"), name="train"
-            )
+    ) -> None:
+        """Calls `SFTTrainer.__init__` with encoded data, and with a few other arguments than the caller's."""
         if isinstance(self.images, ImageReader):
             # Batches have other numbers of images than rows, and accelerate would split them like rows.
-            args.accelerator_config = copy.copy(args.accelerator_config)
             args.accelerator_config.dispatch_batches = False
-        self._encoded = train_dataset
-        self._hidden = {name: getattr(args, name) for name in hidden}
-        args.__dict__.update(hidden)
-        kwargs |= {"train_dataset": train_dataset, "processing_class": tokenizer}
-        super().__init__(model=draft, args=args, **kwargs)
-        args.__dict__.update(self._hidden)
-        if kwargs.get("data_collator") is not None:
+        is_packed = store is not None and "seq_lengths" in store.rows.column_names
+        args.padding_free = args.padding_free or is_packed
+        self.given_args = given = copy.copy(args)
+        # It would look for the assistant's turns in our tokens, and warn that `model_init_kwargs` are ignored.
+        args.assistant_only_loss, args.model_init_kwargs = False, None
+        if is_packed:  # it refuses `max_length` without padding, but rows were cut when they were extracted
+            args.max_length = None
+        assert not isinstance(args.dataset_kwargs, str)  # the arguments check it
+        if store is not None:
+            kwargs["train_dataset"] = store.dataset()
+        elif not (args.dataset_kwargs or {}).get("skip_prepare_dataset", False):
+            # It looks at the first row before it prepares the data.
+            self._encoded = encode(self, kwargs["train_dataset"], tokenizer, kwargs.get("formatting_func"), "train")
+            kwargs["train_dataset"] = self._encoded
+        super().__init__(model=draft, args=args, **kwargs | {"processing_class": tokenizer})
+        args.assistant_only_loss, args.model_init_kwargs = given.assistant_only_loss, given.model_init_kwargs
+        args.max_length = given.max_length
+
+    def _complete_collator(self, store: FeatureStore | None, is_callers: bool) -> None:
+        """Adds to batches what the target reads beside the tokens. Checks those of a caller's collator."""
+        if is_callers:
             self.data_collator = CheckedCollator(self.data_collator)
-        if type(self.data_collator) is DataCollatorForLanguageModeling and self.padding_free:
+        elif isinstance(self.data_collator, DataCollatorForLanguageModeling) and self.padding_free:
             # TRL joins packed rows to one. Most kinds of attention would then compute each row against all the others.
             is_packed = "seq_lengths" in get_dataset_column_names(self.train_dataset)
-            self.data_collator = replace(
-                self.data_collator, padding_free=args.padding_free and not is_packed, return_position_ids=True
-            )
-        return store
+            self.data_collator.padding_free = self.args.padding_free and not is_packed
+            self.data_collator.return_position_ids = True
+        if store is not None:
+            self.data_collator = FeatureCollator(self.data_collator, store)
+        if isinstance(self.images, ImageReader):
+            self.data_collator = ImageCollator(self.data_collator, self.images)
 
     def _connect_models(self, store: FeatureStore | None) -> None:
         """Lets the draft read the target, or its stored features."""
@@ -268,9 +255,6 @@ class Eagle3Trainer(DraftSavingTrainer):
         if store is not None:
             description = describe(self.target_model, self.processing_class, self.aux_layer_ids)
             store.check(description, fixed_arguments(self.args))
-            self.data_collator = FeatureCollator(self.data_collator, store)
-        if isinstance(self.images, ImageReader):
-            self.data_collator = ImageCollator(self.data_collator, self.images)
         # One forward of the wrapped model is one unroll, so DDP, FSDP and autocast work as around any forward. This
         # replaces the fused loss that `SFTTrainer` puts there.
         draft.forward = MethodType(_forward_or_unroll, draft)
@@ -291,35 +275,16 @@ class Eagle3Trainer(DraftSavingTrainer):
         formatting_func: Callable | None,
         dataset_name: str,
     ) -> Dataset | IterableDataset:
-        """Reports rows that `SFTTrainer` would shorten, split or drop silently."""
-        if isinstance(dataset, Dataset) and "feature_row" in dataset.column_names:
-            return dataset  # prepared when its features were extracted
+        """Encodes rows, and reports those that `SFTTrainer` would shorten, split or drop silently."""
         if dataset is not self._encoded:
-            if isinstance(dataset, Dataset) and "image_data" in dataset.column_names:
-                return dataset  # prepared before, as `eval_dataset` is
-            dataset = self._encode(dataset, processing_class, args, formatting_func=formatting_func, name=dataset_name)
-        # Only batches without padding keep packed documents apart, and `SFTTrainer` would pack rows as if each were one.
-        if (packing or not self.padding_free) and "seq_lengths" in get_dataset_column_names(dataset):
-            dataset = split_documents(dataset, dataset_name)
-        if "max_length" in self._hidden:
-            args = copy.copy(args)
-            args.max_length = self._hidden["max_length"]
-        if self.num_positions is not None:
-            check_positions(dataset, self.num_positions, args.max_length, dataset_name)
-        dataset = drop_cut_images(dataset, args.max_length, dataset_name)
-        is_split = packing and args.packing_strategy != "bfd"
-        fate = "split off" if is_split else "cut off (`packing=True` with `packing_strategy='bfd_split'` keeps them)"
-        dataset = report_long_rows(dataset, args.max_length, fate, dataset_name)
+            if isinstance(dataset, Dataset) and {"feature_row", "image_data"} & set(dataset.column_names):
+                return dataset  # prepared before, as a feature store and `eval_dataset` are
+            dataset = encode(self, dataset, processing_class, formatting_func, dataset_name)
+        dataset = fit_rows(self, dataset, packing, dataset_name)
+        args = copy.copy(self.given_args)
         has_images = isinstance(dataset, Dataset) and "image_data" in dataset.column_names
-        if has_images and args.max_length is not None:
-            longest = max(int(lengths.max()) for lengths in row_lengths(dataset))
-            if longest <= args.max_length:
-                args = copy.copy(args)
-                args.max_length = None  # to cut rows is to write all images to the disk again
-        if packing and not is_split and args.max_length is not None:
-            taught = taught_within(dataset, args.max_length)  # `SFTTrainer` drops the others only without packing
-            self._report_dropped(dataset, taught, args.max_length, dataset_name)
-            dataset = taught
+        if has_images and args.max_length is not None and row_lengths(dataset).max() <= args.max_length:
+            args.max_length = None  # to cut rows is to write all images to the disk again
         try:
             prepared = super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
         except StopIteration:  # it looks at the first row of a stream
@@ -327,20 +292,8 @@ class Eagle3Trainer(DraftSavingTrainer):
                 f"No row of the {dataset_name} data has something to learn within `max_length={args.max_length}`. Raise `max_length`."
             ) from None
         if not packing:
-            self._report_dropped(dataset, prepared, args.max_length, dataset_name)
+            report_dropped(dataset, prepared, args.max_length, dataset_name)
         return prepared
-
-    def _report_dropped(
-        self, dataset: Dataset | IterableDataset, kept: Dataset | IterableDataset, max_length: int | None, name: str
-    ) -> None:
-        """Warns of rows that were dropped, because `max_length` cuts what they teach, or raises an error if all were."""
-        if not isinstance(dataset, Dataset) or len(kept) == len(dataset):
-            return
-        dropped = f"{len(dataset) - len(kept)} of {len(dataset)} rows of the {name} data"
-        why = f"have nothing to learn within `max_length={max_length}`"
-        if len(kept) == 0:
-            raise ValueError(f"{dropped} {why}. Raise `max_length`.")
-        logger.warning(f"{dropped} {why}, and are dropped.")
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
@@ -365,48 +318,18 @@ class Eagle3Trainer(DraftSavingTrainer):
             ValueError: if there is no whole checkpoint, its training is finished, or it was begun with other data or
                 settings.
         """
-        if (is_auto := resume_from_checkpoint == "auto") or resume_from_checkpoint is True:
-            resume_from_checkpoint = self._last_whole_checkpoint(may_be_none=is_auto)
-        elif (
-            resume_from_checkpoint
-            and not isinstance(resume_from_checkpoint, bool)
-            and (reason := what_is_broken(resume_from_checkpoint)) is not None
-        ):
-            raise ValueError(
-                f"Training cannot go on from {resume_from_checkpoint}: {reason}. Pass `resume_from_checkpoint=True` to go on "
-                "from the last checkpoint that is whole, or begin a new training with its draft (`model`)."
-            )
-        self.is_resumed, self.best = bool(resume_from_checkpoint), None
-        if self.is_resumed:
-            check_resumption(self, str(resume_from_checkpoint))
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-
-    def _last_whole_checkpoint(self, may_be_none: bool) -> str | None:
-        found: list[str | Exception | None] = [None]
-        if self.accelerator.is_main_process:  # one process reads the gigabytes
-            try:
-                found = [last_whole_checkpoint(self.args.output_dir, may_be_none)]
-            except Exception as error:  # the other processes wait, and must raise it, too
-                found = [error]
-        (checkpoint,) = broadcast_object_list(found)
-        if isinstance(checkpoint, Exception):
-            raise checkpoint
-        return checkpoint
+        self.resumed_from, self.best = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), None
+        if self.resumed_from is not None:
+            check_resumption(self, self.resumed_from)
+        return super().train(resume_from_checkpoint=self.resumed_from, **kwargs)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """
-        Returns the pass over the data, and how many of its batches come before the next one. `Trainer` does not know how
-        long a stream is, takes all steps for one pass, and would begin a later pass anew. The state says where in which
-        pass training was: `epoch` is the number of passes, and a share of all steps for the steps of the last one.
-        """
+        """Returns the pass over the data, and how many of its batches come before the next one."""
         place = super()._init_training_state(*args, **kwargs)
-        if isinstance(self.train_dataset, Dataset) or not self.state.epoch or self.args.ignore_data_skip:
+        is_stream = not isinstance(self.train_dataset, Dataset)
+        if self.resumed_from is None or not is_stream or self.args.ignore_data_skip:
             return place
-        checkpoint = kwargs.get("resume_from_checkpoint") or args[3]
-        max_steps = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME))).max_steps
-        passes = math.ceil(self.state.epoch) - 1  # a whole number is the end of a pass
-        steps = round((self.state.epoch - passes) * max_steps)
-        return passes, steps * self.args.gradient_accumulation_steps
+        return place_in_stream(self.resumed_from, self.args.gradient_accumulation_steps)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Drops the counts first: `auto_find_batch_size` may have begun with a larger batch."""
@@ -420,16 +343,12 @@ class Eagle3Trainer(DraftSavingTrainer):
         self.best = self.state.best_global_step, len(self.state.log_history)
 
     @property
-    def progress(self) -> float:
-        """The share of training that is done. It must not change within an optimizer step."""
-        return self.state.global_step / max(self.state.max_steps, 1)
-
-    @property
     def num_ttt_steps(self) -> int:
-        """The steps of the unroll at this point of training."""
-        if self.progress >= self.args.ttt_warmup:
+        """The steps of the unroll at this point of training. They must not change within an optimizer step."""
+        progress = self.state.global_step / max(self.state.max_steps, 1)
+        if progress >= self.args.ttt_warmup:
             return self.args.ttt_steps
-        return 1 + int(self.progress / self.args.ttt_warmup * (self.args.ttt_steps - 1))
+        return 1 + int(progress / self.args.ttt_warmup * (self.args.ttt_steps - 1))
 
     @torch.no_grad()
     def target_features(self, inputs: dict[str, torch.Tensor]) -> TTTBatch:
@@ -458,28 +377,7 @@ class Eagle3Trainer(DraftSavingTrainer):
             ValueError: if the data is a stream, the target is sharded by FSDP, the folder holds something else, or states cannot
                 be stored in the dtype.
         """
-        if not isinstance(self.train_dataset, Dataset):
-            raise ValueError(
-                "Features of a stream cannot be extracted, because its rows have no numbers. Load the data whole."
-            )
-        if self.target_states.is_fsdp:
-            raise ValueError(
-                "A target sharded by FSDP gives no last states to store. Spread it by `device_map` or tensor parallelism."
-            )
-        if rows_per_shard < 1:
-            raise ValueError(f"`rows_per_shard` must be at least 1, got {rows_per_shard}.")
-        dtype = state_dtype(dtype or self.target_model.dtype)
-        description = describe(self.target_model, self.processing_class, self.aux_layer_ids)
-        lock = None
-        if self.accelerator.is_main_process:
-            arguments = fixed_arguments(self.args)
-            lock = start_store(folder, self.train_dataset, description, rows_per_shard, dtype, arguments)
-        self.accelerator.wait_for_everyone()
-        batch_size = self.args.per_device_train_batch_size
-        extract(folder, self.train_dataset, self.target_states, self.data_collator, batch_size, dtype)
-        self.accelerator.wait_for_everyone()
-        del lock
-        return FeatureStore(folder)
+        return extract(self, folder, rows_per_shard, dtype)
 
     def compute_loss(
         self,
@@ -493,8 +391,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         if model.training:
             steps = self.num_ttt_steps
             shares = {"row_share": self.args.ttt_row_share, "num_sampled": self.args.sampled_vocab_size}
-        unroll = partial(draft_loss, batch=batch, steps=steps, **shares)
-        outputs: TTTOutput = model(unroll=unroll)
+        outputs: TTTOutput = model(unroll=partial(draft_loss, batch=batch, steps=steps, **shares))
         num_rows = outputs.num_rows if num_items_in_batch is None else num_items_in_batch
         weights = self.args.ttt_step_decay ** torch.arange(steps, device=num_rows.device)
         loss = (weights * outputs.loss_sums / num_rows.clamp(min=1)).sum()
@@ -527,14 +424,7 @@ class Eagle3Trainer(DraftSavingTrainer):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self._check_loss()
-        try:
-            super()._save_checkpoint(*args, **kwargs)
-        except (OSError, RuntimeError, SafetensorError) as error:  # torch does not say that a disk is full
-            free = shutil.disk_usage(self.args.output_dir).free / 1e9
-            raise RuntimeError(
-                f"The checkpoint of step {self.state.global_step} could not be saved: {error}. The disk of {self.args.output_dir} has "
-                f"{free:.2f} GB left. Training can resume from the checkpoint before."
-            ) from error
+        super()._save_checkpoint(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         if not self.args.use_muon or self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
@@ -586,29 +476,10 @@ class Eagle3Trainer(DraftSavingTrainer):
         return num_rows
 
     def prediction_step(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, torch.Tensor],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: torch.nn.Module, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None, None]:
-        inputs = self._without_repeated_rows(self._prepare_inputs(inputs))
-        with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, inputs)
-        assert isinstance(loss, torch.Tensor)  # without outputs
-        return loss.detach(), None, None
-
-    def _without_repeated_rows(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """
-        Masks the labels of rows that accelerate repeats, so that all processes have as many. `Trainer` drops their losses, but
-        our counts have no rows. With `padding_free` a batch is one row, which counts if any of it is new.
-        """
-        state, process = self.accelerator.gradient_state, self.accelerator.process_index
-        if self.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
-            return inputs
-        num_new = max(state.remainder - process * self.args.eval_batch_size, 0)
-        is_new = torch.arange(len(inputs["labels"]), device=inputs["labels"].device) < num_new
-        return {**inputs, "labels": inputs["labels"].where(is_new[:, None], -100)}
+        """Returns the loss only, because there are no predictions."""
+        return super().prediction_step(model, without_repeated_rows(self, inputs), prediction_loss_only=True)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics of training-time test to a log of the loss."""
@@ -621,19 +492,12 @@ class Eagle3Trainer(DraftSavingTrainer):
         super().log(logs, start_time)
 
     def evaluation_loop(
-        self,
-        dataloader: torch.utils.data.DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
+        self, dataloader: torch.utils.data.DataLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> EvalLoopOutput:
         """Adds the metrics of training-time test, and the acceptance length of decoding with the draft."""
         self._move_target()  # training from stored features moves only the ends
         with kept_precision(self.draft):
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
             metrics = self.metrics.pop("eval") | decoding_metrics(self, dataloader.dataset)
         if (loss := output.metrics.get(f"{metric_key_prefix}_loss")) is not None:
             metrics["loss_per_step"] = self.metrics.loss_per_step(loss, "eval")

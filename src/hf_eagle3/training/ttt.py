@@ -134,22 +134,22 @@ def ttt_unroll(draft: DraftModel, batch: TTTBatch, steps: int, row_share: float 
     """
     length = batch.input_ids.shape[1]
     hidden_states = draft.combine_hidden_states(batch.aux_hidden_states)
-    cache = TTTCache(batch.documents)
-    tree_cache: TreeTTTCache | None = None
+    if draft.config.is_parallel:  # only later steps read the mask, but DDP may expect every parameter in each graph
+        hidden_states = hidden_states + 0 * draft.mask_hidden.sum()
+    cache: TTTCache | TreeTTTCache = TTTCache(batch.documents)
     rows: torch.Tensor | None = None
     masks = dict.fromkeys(draft.config.transformer_layer_config.layer_types)  # the cache masks
     for step in range(steps):
-        tokens, position_ids = F.pad(batch.input_ids[:, 1 + step :], (0, min(1 + step, length))), batch.position_ids
+        tokens = F.pad(batch.input_ids[:, 1 + step :], (0, min(1 + step, length)))
+        position_ids = batch.position_ids
         if step > 0 and row_share < 1:
             kept = some_of(hidden_states, math.ceil(row_share**step * length))
             rows = kept if rows is None else rows.gather(1, kept)
-            tree_cache = TreeTTTCache(cache) if tree_cache is None else tree_cache
-            tree_cache.descend(kept, rows)
+            if isinstance(cache, TTTCache):
+                cache = TreeTTTCache(cache)
+            cache.descend(kept, rows)
             hidden_states = take_rows(hidden_states, kept)
             tokens, position_ids = tokens.gather(1, rows), position_ids.gather(1, rows)
-        if step == 0 and draft.config.is_parallel:
-            # Only later steps read the mask, but DDP may expect every parameter in each graph.
-            hidden_states = hidden_states + 0 * draft.mask_hidden.sum()
         if step > 0 and draft.config.is_parallel:
             mask_inputs = draft.mask_inputs(hidden_states.shape[1])
             inputs_embeds, hidden_states = (each.expand_as(hidden_states) for each in mask_inputs)
@@ -160,7 +160,7 @@ def ttt_unroll(draft: DraftModel, batch: TTTBatch, steps: int, row_share: float 
             hidden_states=hidden_states,
             attention_mask=masks,
             position_ids=position_ids + step,
-            cache=cache if tree_cache is None else tree_cache,
+            cache=cache,
         )
         yield UnrollStep(normed, draft.lm_head, rows=rows)
 
@@ -268,89 +268,95 @@ def unroll_loss(
         vocabulary (`SampledVocabulary`, *optional*):
             The tokens to compute logits of, for steps whose head is `draft.lm_head`. By default all.
     """
-    target_logits, token_ids = batch.target_logits, draft.draft_token_ids
+    target_logits, token_ids, head = batch.target_logits, draft.draft_token_ids, None
     if vocabulary is not None:
-        target_logits, token_ids = vocabulary.of_logits(target_logits), token_ids[vocabulary.tokens]
+        target_logits, head = vocabulary.of_logits(target_logits), vocabulary.head
+        token_ids = token_ids[vocabulary.tokens]
     target_probs, entropy = probabilities(target_logits)  # (B, L, V_draft), (B, L)
     next_tokens = F.pad(batch.input_ids[:, 1:], (0, 1))
     all_targets = RowTargets(target_probs, batch.target_mass, entropy, batch.target_tokens, next_tokens)
-
     if max_logits is None:
         max_logits = MAX_LOGITS_ON_CPU if target_probs.device.type == "cpu" else MAX_LOGITS_ELSEWHERE
     # A multiple of `ONE_IN`, so that pieces do not change which rows are sampled.
     rows_of_piece = max(max_logits // target_probs[:, 0].numel() // ONE_IN, 1) * ONE_IN
 
-    def score(head: Callable, states: torch.Tensor, weights: torch.Tensor, *of_rows: torch.Tensor) -> tuple:
+    def score(head: Callable, states: torch.Tensor, weights: torch.Tensor, *targets: torch.Tensor) -> tuple:
+        """Returns the loss of some rows, the tokens that the draft proposes there, and the logits of every 64th row."""
         logits = head(states)
-        loss, logits = (row_loss(logits, RowTargets(*of_rows)) * weights).sum(), logits.detach()
+        loss, logits = (row_loss(logits, RowTargets(*targets)) * weights).sum(), logits.detach()
         unweighted = logits if vocabulary is None else logits - vocabulary.log_weights
         return loss, token_ids[unweighted.max(dim=-1).indices], logits[:, ::ONE_IN].clone()
 
-    losses, counts, sampled = [], [], []
-    reached = torch.ones_like(batch.input_ids, dtype=torch.bool)
-    for number, step in enumerate(unroll):
-        head = step.head if vocabulary is None else vocabulary.head
-        is_counted, kept, weight, targets = targets_of(batch, all_targets, number, step.rows)
-        weights = is_counted * (weight if step.row_weights is None else step.row_weights)
-        of_rows = step.states[:, : is_counted.shape[1]], weights, *targets
-        of_pieces, best, sampled_logits = zip(*in_pieces(score, rows_of_piece, head, *of_rows))
-        loss = sum(of_pieces)
+    losses, counts, samples = [], [], []
+    reached = torch.ones_like(batch.input_ids, dtype=torch.bool)  # the rows whose earlier tokens were all accepted
+    for number, step in enumerate(unroll):  # each predicts one token further ahead
+        rows, is_counted, weights, targets = rows_of_step(batch, all_targets, number, step)
+        states = step.states[:, : rows.shape[1]]
+        loss, proposed, logits = in_pieces(score, rows_of_piece, head or step.head, states, weights, *targets)
         if step.row_losses is not None:
-            loss = loss + (step.row_losses[:, : is_counted.shape[1]] * is_counted).sum()
+            loss = loss + (step.row_losses[:, : rows.shape[1]] * is_counted).sum()
         losses.append(loss)
-        shown = (each[:, ::ONE_IN] for each in (targets.probs, targets.mass, is_counted))
-        sampled.append((torch.cat(sampled_logits, dim=1), *shown))
-        correct = torch.cat(best, dim=1) == targets.best
-        now = is_counted & reached.gather(1, kept)
-        accepted = now & correct
-        reached = torch.zeros_like(reached).scatter(1, kept, accepted)
-        counts.append([count.sum() for count in (is_counted, correct & is_counted, now, accepted)])
+
+        is_correct = proposed == targets.best
+        is_reached = is_counted & reached.gather(1, rows)
+        is_accepted = is_reached & is_correct
+        reached = torch.zeros_like(reached).scatter(1, rows, is_accepted)
+        counts.append([each.sum() for each in (is_counted, is_correct & is_counted, is_reached, is_accepted)])
+        samples.append((logits, *(each[:, ::ONE_IN] for each in (targets.probs, targets.mass, is_counted))))
     num_rows, num_correct, num_reached, num_accepted = map(torch.stack, zip(*counts))
-    # All steps at once, because the rates of a few rows take many kernels.
-    logits, probs, mass, is_sampled = (torch.cat(each, dim=1) for each in zip(*sampled))
-    rates = acceptance_rates(logits, probs, mass) * is_sampled
-    num_sampled, acceptance_sums = (
-        torch.stack([each.sum() for each in sums.split([step[0].shape[1] for step in sampled], dim=1)])
-        for sums in (is_sampled, rates)
-    )
+    num_sampled, acceptance_sums = sampled_acceptance(samples)
     return TTTOutput(
         torch.stack(losses), num_rows, num_correct, num_sampled, acceptance_sums, num_reached, num_accepted
     )
 
 
-def targets_of(
-    batch: TTTBatch, all_targets: RowTargets, step: int, kept: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, float, RowTargets]:
+def rows_of_step(
+    batch: TTTBatch, all_targets: RowTargets, number: int, step: UnrollStep
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RowTargets]:
     """
-    Returns which rows of a step count `(B, R)`, their numbers `(B, R)`, the number of rows that each one stands for, and
-    what they predict.
-
-    Args:
-        batch (`TTTBatch`): The batch.
-        all_targets (`RowTargets`): What the target predicts at each of the `L` positions, and the token after it.
-        step (`int`): The number of the step.
-        kept (`torch.LongTensor` of shape `(B, R)`, *optional*): The rows that the step has, if not all.
+    Returns the `R` rows of a step that have a token left to predict, which of them count, the weights of their losses, all
+    `(B, R)`, and what they predict. `all_targets` is what the target predicts at each of the `L` positions.
     """
-    is_counted, length = counted_rows(batch.labels, batch.documents, step), batch.input_ids.shape[1]
-    num = is_counted.shape[1]
-    # The draft's row t predicts what the target predicts in its row t + 1 + step: the token after that row.
-    if kept is None:
-        targets = RowTargets._make(each[:, 1 + step : 1 + step + num] for each in all_targets)
-        return is_counted, torch.arange(num, device=is_counted.device).expand(len(is_counted), -1), 1, targets
-    is_counted = F.pad(is_counted, (0, length - num)).gather(1, kept)
-    predicted = (kept + 1 + step).clamp(max=length - 1)  # rows beyond the text do not count
-    probs, *others = all_targets
-    targets = RowTargets._make([take_rows(probs, predicted), *(each.gather(1, predicted) for each in others)])
-    return is_counted, kept, length / kept.shape[1], targets
+    is_counted, length = counted_rows(batch.labels, batch.documents, number), batch.input_ids.shape[1]
+    num, ahead = is_counted.shape[1], 1 + number
+    # The draft's row t predicts what the target predicts in its row t + 1 + s: the token after that row.
+    if step.rows is None:
+        rows, weight = torch.arange(num, device=is_counted.device).expand(len(is_counted), -1), 1.0
+        targets = RowTargets._make(each[:, ahead : ahead + num] for each in all_targets)
+    else:
+        rows, weight = step.rows, length / step.rows.shape[1]  # each stands for several
+        is_counted = F.pad(is_counted, (0, length - num)).gather(1, rows)
+        predicted = (rows + ahead).clamp(max=length - 1)  # rows beyond the text do not count
+        probs, *others = all_targets
+        targets = RowTargets._make([take_rows(probs, predicted), *(each.gather(1, predicted) for each in others)])
+    return rows, is_counted, is_counted * (weight if step.row_weights is None else step.row_weights), targets
 
 
-def in_pieces(score: Callable, rows: int, head: Callable, *tensors: torch.Tensor) -> list:
+def sampled_acceptance(samples: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Returns `score(head, *tensors)` for each piece of tensors `(B, R, ...)`, with at most so many `rows`. If there are
-    several pieces, backward computes them again.
+    Returns how many sampled rows of each step count, and the sums of their [`acceptance_rates`], both `(steps,)`. The samples
+    of a step are the draft's logits, the target's probabilities with their mass, and which rows count.
+    """
+    # All steps at once, because the rates of a few rows take many kernels.
+    logits, probs, mass, is_counted = (torch.cat(each, dim=1) for each in zip(*samples))
+    rates = acceptance_rates(logits, probs, mass) * is_counted
+    num_rows = [logits.shape[1] for logits, *_ in samples]
+
+    def sums(values: torch.Tensor) -> torch.Tensor:
+        return torch.stack([of_step.sum() for of_step in values.split(num_rows, dim=1)])
+
+    return sums(is_counted), sums(rates)
+
+
+def in_pieces(score: Callable, rows: int, head: Callable, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """
+    Returns `score(head, *tensors)`, a sum and tensors `(B, R, ...)`, of tensors `(B, R, ...)`. Computes it for at most so many
+    `rows` at once. If there are several such pieces, backward computes them again.
     """
     if tensors[0].shape[1] <= rows:
-        return [score(head, *tensors)]
+        return score(head, *tensors)
     parts = zip(*(tensor.split(rows, dim=1) for tensor in tensors))
     # No head draws random numbers.
-    return [checkpoint(score, head, *each, use_reentrant=False, preserve_rng_state=False) for each in parts]
+    scores = [checkpoint(score, head, *each, use_reentrant=False, preserve_rng_state=False) for each in parts]
+    sums, *others = zip(*scores)
+    return sum(sums), *(torch.cat(each, dim=1) for each in others)
