@@ -1330,6 +1330,21 @@ def test_evaluation_in_half_precision_leaves_the_draft_as_it_is(tmp_path, tokeni
     assert trainer.draft.dtype == trainer.target_model.dtype == torch.float32
 
 
+def test_streams_that_processes_evaluate(tmp_path, tokenizer, monkeypatch):
+    """They are read whole: processes must evaluate the same number of batches, with rows of several lengths."""
+    rows = Dataset.from_dict({"text": ["abcdefgh", "ijk", "ab" * 9]})
+    expected = make_trainer(tmp_path, tokenizer, eval_dataset=rows).eval_dataset
+    stream = rows.to_iterable_dataset(num_shards=2)
+    for dataset in (stream, {"a": stream}):
+        assert not isinstance(make_trainer(tmp_path, tokenizer, eval_dataset=stream).eval_dataset, Dataset)
+        with monkeypatch.context() as patches:
+            patches.setattr(Eagle3TrainingArguments, "world_size", 2)
+            trainer = make_trainer(tmp_path, tokenizer, eval_dataset=dataset)
+        read = trainer.eval_dataset["a"] if isinstance(dataset, dict) else trainer.eval_dataset
+        assert isinstance(read, Dataset) and read.to_list() == expected.to_list()
+        assert trainer.accelerator.dataloader_config.dispatch_batches is False
+
+
 def test_batches_that_are_not_filled_are_not_all(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="has 3 rows, which `dataloader_drop_last=True` drops"):
         make_trainer(tmp_path, tokenizer, dataset=TEXTS.select(range(3)), dataloader_drop_last=True)

@@ -34,7 +34,7 @@ from ..data import (
     shows_images,
 )
 from ..data.checks import row_lengths
-from ..data.encoding import split_documents, taught_within
+from ..data.encoding import read_whole, split_documents, taught_within
 from ..hub import repo_name
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.modeling_eagle3 import DraftModel
@@ -236,10 +236,9 @@ class Eagle3Trainer(DraftSavingTrainer):
             train_dataset = self._encode(
                 train_dataset, tokenizer, args, formatting_func=kwargs.get("formatting_func"), name="train"
             )
-        if isinstance(self.images, ImageReader):
-            # Batches have other numbers of images than rows, and accelerate would split them like rows.
-            args.accelerator_config = copy.copy(args.accelerator_config)
-            args.accelerator_config.dispatch_batches = False
+        # Accelerate joins and splits batches, which have rows of several lengths and other numbers of images than rows.
+        args.accelerator_config = copy.copy(args.accelerator_config)
+        args.accelerator_config.dispatch_batches = False
         self._encoded = train_dataset
         self._hidden = {name: getattr(args, name) for name in hidden}
         args.__dict__.update(hidden)
@@ -298,6 +297,8 @@ class Eagle3Trainer(DraftSavingTrainer):
             if isinstance(dataset, Dataset) and "image_data" in dataset.column_names:
                 return dataset  # prepared before, as `eval_dataset` is
             dataset = self._encode(dataset, processing_class, args, formatting_func=formatting_func, name=dataset_name)
+            if isinstance(dataset, IterableDataset) and args.world_size > 1:
+                dataset = read_whole(dataset)  # processes must evaluate the same number of batches
         # Only batches without padding keep packed documents apart, and `SFTTrainer` would pack rows as if each were one.
         if (packing or not self.padding_free) and "seq_lengths" in get_dataset_column_names(dataset):
             dataset = split_documents(dataset, dataset_name)
