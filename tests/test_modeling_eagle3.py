@@ -243,6 +243,12 @@ def test_saving_and_loading_keep_everything(tmp_path, target, overrides, draft_t
     assert torch.equal(loaded(input_ids, loaded.combine_hidden_states(aux)).logits, expected)
 
 
+def test_where_settings_of_the_tree_are(target):
+    draft = Eagle3ForSpeculation.from_target(target)
+    with pytest.raises(AttributeError, match="Set `draft.generation_config.tree_depth`"):
+        draft.tree_depth = 3
+
+
 def test_draft_vocabulary(target):
     draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=[9, 2, 40, 9])
     assert draft.draft_token_ids.tolist() == [2, 9, 40]

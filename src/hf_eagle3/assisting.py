@@ -4,7 +4,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -34,8 +34,7 @@ OTHER_DECODING = (
 )
 
 
-@contextmanager
-def assist(target: PreTrainedModel, draft: "AssistantMixin") -> Iterator[None]:
+def assist(target: PreTrainedModel, draft: "AssistantMixin") -> AbstractContextManager[None]:
     """
     Assists every call of `target.generate` inside the context with a draft. It does not matter who makes the call, or in
     which thread: a pipeline, an evaluation, a trainer's rollouts. The text is the same as without the draft.
@@ -57,6 +56,24 @@ def assist(target: PreTrainedModel, draft: "AssistantMixin") -> Iterator[None]:
         TypeError: if `draft` is a name, or not a draft, or the target cannot generate.
         ValueError: if the draft is not for this target.
     """
+    entries: list[object] = []
+    context = _assist(target, draft, entries)
+    weakref.finalize(context, warn_if_unused, entries).atexit = False
+    return context
+
+
+def warn_if_unused(entries: list[object]) -> None:
+    """Warns if a context was never entered."""
+    if not entries:
+        logger.warning(
+            "`assist(target, draft)` alone does nothing. Write `with assist(target, draft):` around the calls."
+        )
+
+
+@contextmanager
+def _assist(target: PreTrainedModel, draft: "AssistantMixin", entries: list[object]) -> Iterator[None]:
+    """The context of [`assist`]. Adds to `entries` when it is entered."""
+    entries.append(entry := object())
     if not hasattr(draft, "validate_target"):
         raise TypeError(
             f"`assist(target, draft)` takes a draft that is loaded, not {type(draft).__name__}. Load it with "
@@ -68,7 +85,6 @@ def assist(target: PreTrainedModel, draft: "AssistantMixin") -> Iterator[None]:
         raise TypeError(f"`assist(target, draft)` takes a model that generates, not {type(target).__name__}.")
     draft.validate_target(model)
     hook_method(GenerationMixin, "generate", "_looks_for_drafts", generate_with_drafts)
-    entry = object()
     with _LOCK:
         _DRAFTS.setdefault(model, {})[entry] = draft
     try:

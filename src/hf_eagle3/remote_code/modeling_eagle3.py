@@ -227,6 +227,11 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             **DEFAULT_TREE_SETTINGS,
         )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in DEFAULT_TREE_SETTINGS:
+            raise AttributeError(f"The draft itself has no `{name}`. Set `draft.generation_config.{name}`.")
+        super().__setattr__(name, value)
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *args: Any, **kwargs: Any) -> Any:
         """
