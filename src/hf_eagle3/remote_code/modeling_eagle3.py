@@ -343,8 +343,8 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         """
         Saves the draft and its code in `save_directory`. See [`~transformers.PreTrainedModel.save_pretrained`], also for
         `is_main_process`, `state_dict`, `args` and `kwargs`. Raises `ValueError` if the draft stores no head, and has not met
-        the target whose head it uses, if the folder has another model, or if it is to be pushed, for which there is
-        [`push_to_hub`].
+        the target whose head it uses, if it could not be loaded again, if the folder has another model, or if it is to be pushed,
+        for which there is [`push_to_hub`].
 
         The folder also serves as `custom_generate`:
         `target.generate(..., custom_generate=folder, assistant_model=draft, trust_remote_code=True)`.
@@ -355,6 +355,12 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             )
         if self.get_output_embeddings().out_features == 0:
             raise ValueError("This draft stores no head and uses its target's. Call `draft.pair_with(target)` first.")
+        quantization = getattr(self.config, "quantization_config", None)
+        if self.d2t is not None and getattr(quantization, "quant_method", None) == "torchao":
+            raise ValueError(  # torchao 0.18 reads no names without a dot, such as `d2t`
+                "torchao could not load this draft again, because its vocabulary is smaller than the target's. Save it before it is "
+                "quantized, and quantize it when you load it (`quantization_config`)."
+            )
         tree_settings(self.generation_config)  # raises for settings that could not be loaded
         if IS_INSTALLED and is_main_process and not self._hf_peft_config_loaded:
             installed_module("checkpoints.files", "Saving").check_folder(save_directory)
