@@ -40,7 +40,7 @@ from .loading_eagle3 import (
 )
 from .outputs_eagle3 import CACHE, keep_state_after_last_layer
 from .policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
-from .target_eagle3 import gathered_table, look_up, table_of
+from .target_eagle3 import Borrowed, gathered_table, look_up, table_of
 from .tree_eagle3 import GenerationCall, grow_tree
 
 
@@ -217,8 +217,8 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         else:
             self.d2t = self.t2d = None
         # In lists, so that they are no submodules: the target's are not saved, moved or trained with the draft.
-        self._borrowed_embedding: list[nn.Embedding] = []
-        self._borrowed_head: list[nn.Module] = []
+        self._borrowed_embedding = Borrowed()
+        self._borrowed_head = Borrowed()
         self._borrowed_version: int | None = None
         self.generation_config = GenerationConfig(
             bos_token_id=config.bos_token_id,
@@ -400,7 +400,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
 
     def borrow_embeddings(self, target: PreTrainedModel) -> None:
         """Lets `forward` use the target's table and head if the draft stores none of its own."""
-        self._borrowed_embedding = [gathered_table(table_of(target))]
+        self._borrowed_embedding = Borrowed([gathered_table(table_of(target))])
         self._borrow_head(target)
 
     def _borrow_head(self, target: PreTrainedModel) -> None:
