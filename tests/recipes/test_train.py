@@ -466,6 +466,19 @@ def test_numbers_of_a_file(tmp_path):
     assert arguments.lr_scheduler_kwargs == {"min_lr": 1e-5, "list": [-2500.0]}
 
 
+@pytest.mark.parametrize("form", [["--config", "{}"], ["--config={}"]])
+def test_the_home_folder(tmp_path, monkeypatch, form):
+    """A shell expands it only where it begins an argument."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    content = "output_dir: ~/out\nmodel_init_kwargs: {paths: [~/a], text: a~/b}\nuse_cpu: true\nbf16: false\n"
+    (tmp_path / "config.yaml").write_text(content)
+    (arguments,) = Eagle3Parser((Eagle3TrainingArguments,)).parse_args_and_config(
+        [*(part.format("~/config.yaml") for part in form), "--chat_template_path=~/chat.jinja"]
+    )
+    assert arguments.output_dir == f"{tmp_path}/out" and arguments.chat_template_path == f"{tmp_path}/chat.jinja"
+    assert arguments.model_init_kwargs == {"paths": [f"{tmp_path}/a"], "text": "a~/b"}
+
+
 def test_help(run_recipe):
     help_ = run_recipe("train.py", "--help").stdout
     titles = re.findall(r"^(\S.*):$", help_, re.M)
