@@ -33,6 +33,7 @@ from ..data import (
     report_long_rows,
     shows_images,
 )
+from ..data.answers import locked
 from ..data.checks import row_lengths
 from ..data.encoding import read_whole, split_documents, taught_within
 from ..hub import repo_name
@@ -363,8 +364,8 @@ class Eagle3Trainer(DraftSavingTrainer):
             kwargs (*optional*): Other arguments of [`~transformers.Trainer.train`].
 
         Raises:
-            ValueError: if there is no whole checkpoint, its training is finished, or it was begun with other data or
-                settings.
+            ValueError: if another process trains into `output_dir`, there is no whole checkpoint, its training is finished, or
+                it was begun with other data or settings.
         """
         if (is_auto := resume_from_checkpoint == "auto") or resume_from_checkpoint is True:
             resume_from_checkpoint = self._last_whole_checkpoint(may_be_none=is_auto)
@@ -410,9 +411,16 @@ class Eagle3Trainer(DraftSavingTrainer):
         return passes, steps * self.args.gradient_accumulation_steps
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Drops the counts first: `auto_find_batch_size` may have begun with a larger batch."""
+        """Drops the counts first: `auto_find_batch_size` may have begun with a larger batch. Locks the output folder."""
         self.metrics.clear()
-        output = super()._inner_training_loop(*args, **kwargs)
+        folder = Path(self.args.output_dir, ".cache", "huggingface")  # whose files are not pushed
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = locked(folder / "training.lock", self.args.output_dir) if self.accelerator.is_main_process else None
+        try:
+            output = super()._inner_training_loop(*args, **kwargs)
+        finally:
+            if lock is not None:
+                lock.release()
         self._check_loss()
         return output
 
