@@ -267,11 +267,11 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path, tokenizer):
     with another_run(tmp_path / "features" / ".lock"), pytest.raises(ValueError, match="Another run writes to"):
         trainer.extract_features(tmp_path / "features")
     assert trainer.extract_features(tmp_path / "features").num_shards == 1
-    with another_run(tmp_path / ".cache" / "huggingface" / "training.lock"):
-        with pytest.raises(ValueError, match=f"Another run writes to {tmp_path}. Wait"):
-            trainer.train()
+    lock, refusal = tmp_path / ".cache" / "huggingface" / "training.lock", f"Another run writes to {tmp_path}. Wait"
+    with another_run(lock), pytest.raises(ValueError, match=refusal):
+        trainer.train()
     trainer.train()
-    with another_run(tmp_path / ".cache" / "huggingface" / "training.lock"):  # ours has ended
+    with another_run(lock):  # ours has ended
         pass
 
 

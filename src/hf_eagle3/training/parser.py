@@ -81,7 +81,7 @@ class Eagle3Parser(TrlParser):
         print_any_character()  # TRL's help has a square root
         args = list(sys.argv[1:] if args is None else args)
         args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
-        args = in_home(args)
+        args = [in_home(arg) for arg in args]
         options = {*self._option_string_actions, "--config"}
         given = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
         if "--config" in args[:-1]:
