@@ -5,7 +5,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
@@ -18,6 +19,7 @@ from .remote_code.target_eagle3 import check_given_cache
 if TYPE_CHECKING:
     from .remote_code.assistant_eagle3 import AssistantMixin
 
+P = ParamSpec("P")
 # For each target the drafts of the open contexts, the innermost last.
 _DRAFTS: "weakref.WeakKeyDictionary[PreTrainedModel, dict[object, AssistantMixin]]" = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
@@ -34,7 +36,34 @@ OTHER_DECODING = (
 )
 
 
-def assist(target: PreTrainedModel, draft: "AssistantMixin") -> AbstractContextManager[None]:
+def context_manager(function: Callable[P, Iterator[None]]) -> Callable[P, AbstractContextManager[None]]:
+    """`contextlib.contextmanager` for contexts that do nothing alone: warns if one is never entered."""
+
+    @wraps(function)
+    def make(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[None]:
+        entries: list[bool] = []
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            entries.append(True)
+            with contextmanager(function)(*args, **kwargs):
+                yield
+
+        made = context()
+        weakref.finalize(made, warn_if_unused, function.__name__, entries).atexit = False
+        return made
+
+    return make
+
+
+def warn_if_unused(name: str, entries: list[bool]) -> None:
+    """Warns if a context of the function with this name was never entered."""
+    if not entries:
+        logger.warning(f"`{name}(...)` alone does nothing. Write `with {name}(...):` around the calls.")
+
+
+@context_manager
+def assist(target: PreTrainedModel, draft: "AssistantMixin") -> Iterator[None]:
     """
     Assists every call of `target.generate` inside the context with a draft. It does not matter who makes the call, or in
     which thread: a pipeline, an evaluation, a trainer's rollouts. The text is the same as without the draft.
@@ -56,24 +85,6 @@ def assist(target: PreTrainedModel, draft: "AssistantMixin") -> AbstractContextM
         TypeError: if `draft` is a name, or not a draft, or the target cannot generate.
         ValueError: if the draft is not for this target.
     """
-    entries: list[object] = []
-    context = _assist(target, draft, entries)
-    weakref.finalize(context, warn_if_unused, entries).atexit = False
-    return context
-
-
-def warn_if_unused(entries: list[object]) -> None:
-    """Warns if a context was never entered."""
-    if not entries:
-        logger.warning(
-            "`assist(target, draft)` alone does nothing. Write `with assist(target, draft):` around the calls."
-        )
-
-
-@contextmanager
-def _assist(target: PreTrainedModel, draft: "AssistantMixin", entries: list[object]) -> Iterator[None]:
-    """The context of [`assist`]. Adds to `entries` when it is entered."""
-    entries.append(entry := object())
     if not hasattr(draft, "validate_target"):
         raise TypeError(
             f"`assist(target, draft)` takes a draft that is loaded, not {type(draft).__name__}. Load it with "
@@ -85,6 +96,7 @@ def _assist(target: PreTrainedModel, draft: "AssistantMixin", entries: list[obje
         raise TypeError(f"`assist(target, draft)` takes a model that generates, not {type(target).__name__}.")
     draft.validate_target(model)
     hook_method(GenerationMixin, "generate", "_looks_for_drafts", generate_with_drafts)
+    entry = object()
     with _LOCK:
         _DRAFTS.setdefault(model, {})[entry] = draft
     try:
