@@ -23,7 +23,7 @@ from ..data import (
     plain_rows,
     sees_images,
 )
-from ..data.images import with_unread_images, without_images
+from ..data.images import without_images
 from ..data.rows import MASKS
 from ..remote_code.modeling_eagle3 import DraftModel
 from ..tokenizer import padding_token, read_template
@@ -126,9 +126,7 @@ def encode(
     Returns the data, called `name` in messages, as `input_ids` and masks of what is learned. `images` reads the images of
     rows, or says why rows with images are refused. Raises `ValueError` if a row cannot be learned from.
     """
-    dataset = plain_rows(dataset, name)
-    if formatting_func is None:  # which may look at images
-        dataset = with_unread_images(dataset)
+    dataset = plain_rows(dataset, name, decodes_images=formatting_func is not None)  # which may look at them
     texts = without_images(dataset)
     kind = "text" if formatting_func is not None else kind_of_data(texts, args.dataset_text_field, name)
     is_chat = kind in ("messages", "conversations") or (
