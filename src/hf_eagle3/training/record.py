@@ -203,13 +203,13 @@ def target_digest(trainer: Eagle3Trainer) -> str | None:
     offloaded or sharded, or only the target's features are read.
     """
     target, digest = trainer.target_model, hashlib.sha256()
-    weights = target.state_dict()
-    is_plain = all(type(weight) is torch.Tensor and not weight.is_meta for weight in weights.values())
+    weights = dict(target.named_parameters())  # `state_dict` would shard those of FSDP anew, in one process alone
+    is_plain = all(type(weight) is torch.nn.Parameter and not weight.is_meta for weight in weights.values())
     has_features = isinstance(trainer.train_dataset, Dataset) and "feature_row" in trainer.train_dataset.column_names
     if not is_plain or has_features or getattr(target, "hf_quantizer", None) is not None:
         return None
     for _, weight in sorted(weights.items()):
-        some = weight.flatten()[:: max(weight.numel() // 64, 1)].to(torch.bfloat16)
+        some = weight.detach().flatten()[:: max(weight.numel() // 64, 1)].to(torch.bfloat16)
         digest.update(some.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
