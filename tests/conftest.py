@@ -532,7 +532,7 @@ def tokenizer():
 @contextmanager
 def chat_server(reply):
     """An OpenAI-compatible server; `reply(payload, number)` gives a text, a message, with its `finish_reason` if that is not
-    "stop", the bytes of a whole body, or an HTTP status to fail with."""
+    "stop", the bytes of a whole body, or an HTTP status to fail with, alone or with a dictionary of headers."""
     requests, lock = [], threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -542,6 +542,7 @@ def chat_server(reply):
                 requests.append((self.path, payload))
                 number = len(requests)
             answer = reply(payload, number)
+            answer, headers = answer if isinstance(answer, tuple) else (answer, {})
             status, body = 200, {}
             if isinstance(answer, int):
                 status, body = answer, {"error": "no"}
@@ -562,6 +563,8 @@ def chat_server(reply):
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
+            for name, value in headers.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(content)
 

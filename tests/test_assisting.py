@@ -1,6 +1,7 @@
 """`assist`: calls of `generate` that somebody else writes."""
 
 import copy
+import logging
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin, Static
 
 from hf_eagle3 import assist, assisting
 from hf_eagle3.assisting import other_decoding
+from hf_eagle3.training import assist_rollouts
 
 
 SETTINGS = {"max_new_tokens": 20, "do_sample": False}
@@ -44,6 +46,22 @@ def test_calls_are_assisted_within_it_and_not_after(pair):
         raise KeyboardInterrupt
     assert num_forwards(target, lambda: target.generate(prompt, **SETTINGS))[1] == plain
     assert vars(target).keys() == attributes.keys() and "generate" not in vars(target)
+
+
+def test_a_context_that_is_not_entered(pair, caplog):
+    target, draft, _ = pair
+    with caplog.at_level(logging.WARNING):
+        with assist(target, draft):
+            pass
+        context = assist(target, draft)
+        with context:
+            pass
+        del context
+        assert "alone does nothing" not in caplog.text
+        assist(target, draft)
+        assist_rollouts(None, draft)
+    for name in ("assist", "assist_rollouts"):
+        assert f"`{name}(...)` alone does nothing" in caplog.text
 
 
 def test_what_is_no_draft(pair):

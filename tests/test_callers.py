@@ -147,6 +147,22 @@ def test_quantized_weights(target, tmp_path, kind):
     assert max(assert_same_text(quantized, oracle, prompt).accepted_lengths) >= 4
 
 
+@pytest.mark.parametrize("draft_token_ids", [None, range(60)])
+def test_saving_what_torchao_quantized(target, tmp_path, draft_token_ids):
+    """It would not load again with buffers at the top: names without a dot."""
+    torchao = pytest.importorskip("torchao.quantization")
+    config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    Eagle3ForSpeculation.from_target(target, draft_token_ids=draft_token_ids).save_pretrained(tmp_path / "draft")
+    quantized = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft", quantization_config=config)
+    refusal = (
+        nullcontext() if draft_token_ids is None else pytest.raises(ValueError, match="torchao could not load this")
+    )
+    with refusal:
+        quantized.save_pretrained(tmp_path / "saved")
+        loaded = Eagle3ForSpeculation.from_pretrained(tmp_path / "saved")
+        assert_same_text(target, loaded.eval())
+
+
 class QuantizedWeight(torch.nn.Parameter):
     """Like torchao's: layers compute with it, and it makes no other tensors."""
 

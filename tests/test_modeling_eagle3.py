@@ -2,6 +2,7 @@ import copy
 import itertools
 import json
 import math
+import pickle
 from functools import partial
 
 import pytest
@@ -241,6 +242,24 @@ def test_saving_and_loading_keep_everything(tmp_path, target, overrides, draft_t
     loaded.borrow_embeddings(target)
     expected = draft(input_ids, draft.combine_hidden_states(aux)).logits
     assert torch.equal(loaded(input_ids, loaded.combine_hidden_states(aux)).logits, expected)
+
+
+def test_copies_share_the_target_s_table_and_pickles_leave_it_out(target):
+    draft, token_ids = Eagle3ForSpeculation.from_target(target), make_prompt(5)
+    copied, pickled = copy.deepcopy(draft), pickle.loads(pickle.dumps(draft))
+    assert copied._borrowed_embedding[0] is draft._borrowed_embedding[0]
+    assert copied.lm_head.weight is not draft.lm_head.weight
+    with pytest.raises(ValueError, match="stores no embedding table"):
+        pickled.embed(token_ids)
+    pickled.borrow_embeddings(target)
+    for each in (copied, pickled):
+        assert torch.equal(each.embed(token_ids), draft.embed(token_ids))
+
+
+def test_where_settings_of_the_tree_are(target):
+    draft = Eagle3ForSpeculation.from_target(target)
+    with pytest.raises(AttributeError, match="Set `draft.generation_config.tree_depth`"):
+        draft.tree_depth = 3
 
 
 def test_draft_vocabulary(target):

@@ -4,8 +4,9 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
@@ -18,6 +19,7 @@ from .remote_code.target_eagle3 import check_given_cache
 if TYPE_CHECKING:
     from .remote_code.assistant_eagle3 import AssistantMixin
 
+P = ParamSpec("P")
 # For each target the drafts of the open contexts, the innermost last.
 _DRAFTS: "weakref.WeakKeyDictionary[PreTrainedModel, dict[object, AssistantMixin]]" = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
@@ -34,7 +36,33 @@ OTHER_DECODING = (
 )
 
 
-@contextmanager
+def context_manager(function: Callable[P, Iterator[None]]) -> Callable[P, AbstractContextManager[None]]:
+    """`contextlib.contextmanager` for contexts that do nothing alone: warns if one is never entered."""
+
+    @wraps(function)
+    def make(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[None]:
+        entries: list[bool] = []
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            entries.append(True)
+            with contextmanager(function)(*args, **kwargs):
+                yield
+
+        made = context()
+        weakref.finalize(made, warn_if_unused, function.__name__, entries).atexit = False
+        return made
+
+    return make
+
+
+def warn_if_unused(name: str, entries: list[bool]) -> None:
+    """Warns if a context of the function with this name was never entered."""
+    if not entries:
+        logger.warning(f"`{name}(...)` alone does nothing. Write `with {name}(...):` around the calls.")
+
+
+@context_manager
 def assist(target: PreTrainedModel, draft: "AssistantMixin") -> Iterator[None]:
     """
     Assists every call of `target.generate` inside the context with a draft. It does not matter who makes the call, or in

@@ -14,7 +14,7 @@ from .config_checks import ROPE_KEYS
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import Eagle3Config, default_aux_layer_ids
 from .remote_code.loading_eagle3 import check_is_model, fingerprint, similarity
-from .remote_code.target_eagle3 import gathered_head, gathered_table, look_up, table_of
+from .remote_code.target_eagle3 import Borrowed, gathered_head, gathered_table, look_up, table_of
 
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def borrow_head(draft: "DraftModel", target: PreTrainedModel) -> None:
     with torch.inference_mode(False), torch.no_grad():
         resize_head(own, draft.config.draft_vocab_size)
         own.weight.copy_(weight[token_ids.to(weight.device)])
-    draft._borrowed_head, draft._borrowed_version = [head], own.weight._version
+    draft._borrowed_head, draft._borrowed_version = Borrowed([head]), own.weight._version
 
 
 def pair_with(draft: "DraftModel", target: PreTrainedModel) -> None:

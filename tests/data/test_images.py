@@ -3,6 +3,7 @@
 import threading
 import time
 from base64 import b64encode
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 
@@ -12,7 +13,7 @@ import pytest
 from PIL import Image
 from PIL.Image import DecompressionBombError
 
-from hf_eagle3.data import images
+from hf_eagle3.data import images, plain_rows
 from hf_eagle3.data.images import load, storable, with_unread_images
 from hf_eagle3.data.rows import RowError, UnreachableError, read_images
 
@@ -40,7 +41,8 @@ def test_columns_that_cannot_be_decoded(error):
     assert len(str(caught.value)) < 600
 
 
-def test_a_broken_image_of_a_message_spoils_its_row_alone():
+@pytest.mark.parametrize("read", [with_unread_images, partial(plain_rows, name="train")])
+def test_a_broken_image_of_a_message_spoils_its_row_alone(read):
     file = BytesIO()
     Image.new("RGB", (2, 2)).save(file, format="PNG")
     part = {"type": datasets.Value("string"), "image": datasets.Image()}
@@ -48,10 +50,7 @@ def test_a_broken_image_of_a_message_spoils_its_row_alone():
     contents = [file.getvalue(), b"no image"]
     parts = [{"type": "image", "image": {"bytes": content, "path": None}} for content in contents]
     rows = [{"messages": [{"content": [part]}]} for part in parts]
-    found = [
-        row["messages"][0]["content"][0]["image"]
-        for row in with_unread_images(datasets.Dataset.from_list(rows, features))
-    ]
+    found = [row["messages"][0]["content"][0]["image"] for row in read(datasets.Dataset.from_list(rows, features))]
     assert load(found[0]).size == (2, 2)
     with pytest.raises(RowError, match="cannot be read"):
         load(found[1])

@@ -60,6 +60,15 @@ def test_what_may_pass_is_tried_again(tmp_path, status):
     assert len(read_answers(tmp_path)) == 4 and len(requests) > 4
 
 
+@pytest.mark.parametrize("asked, expected", [("7", 7), ("3600", 60), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)])
+def test_a_server_says_how_long_to_wait(tmp_path, monkeypatch, asked, expected):
+    waits, sleep = [], asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: waits.append(seconds) or sleep(0))
+    with chat_server(lambda payload, number: (429, {"Retry-After": asked}) if number == 1 else "fine") as (url, _):
+        assert ask(url, [{"messages": [user("a")]}], Output(tmp_path, {})) == 0
+    assert max(waits) == pytest.approx(expected, abs=0.02)
+
+
 def test_failed_rows_are_reported_and_tried_again_by_the_next_run(tmp_path, caplog):
     rows = [{"messages": [user(str(i))]} for i in range(5)]
 

@@ -211,15 +211,22 @@ def test_two_processes_give_the_losses_of_one(files, evaluated_run, whole_run, k
 
 
 def test_parts_of_a_stream_with_different_lengths(files, tmp_path):
-    """Processes end their passes at the same step, or one would begin the next alone, and wait forever."""
+    """
+    Processes end their passes at the same step, or one would begin the next alone, and wait forever. They evaluate as many
+    batches.
+    """
     lines = (files / "chats" / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "parts").mkdir()
-    for name, part in (("train-0", lines[:14]), ("train-1", lines[14:21])):
+    parts = {"train-0": lines[:14], "train-1": lines[14:21], "test-0": lines[:6], "test-1": lines[6:7]}
+    for name, part in parts.items():
         (tmp_path / "parts" / f"{name}.jsonl").write_text("".join(part))
     settings = ("--dataset_name", tmp_path / "parts", "--dataset_streaming", "--max_steps", 9)
-    result = train_in_two("ddp", files, tmp_path, *FRESH, *settings, "--per_device_train_batch_size", 2)
-    *epochs, _ = losses(result, "epoch")  # of the steps, and at the end
+    settings += ("--eval_strategy", "steps", "--eval_steps", 9, "--num_eval_prompts", 1, "--eval_max_new_tokens", 4)
+    batches = ("--per_device_train_batch_size", 2, "--per_device_eval_batch_size", 1)
+    result = train_in_two("ddp", files, tmp_path, *FRESH, *settings, *batches)
+    *epochs, _, _ = losses(result, "epoch")  # of the steps, of the evaluation, and at the end
     assert epochs == pytest.approx([step / 9 for step in (1, 2, 3, 4, 10, 11, 12, 13, 19)], rel=1e-2)
+    assert len(losses(result, "eval_loss_per_step")) == 1
 
 
 def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path, run_recipe):
@@ -457,6 +464,19 @@ def test_numbers_of_a_file(tmp_path):
     assert arguments.learning_rate == 1e-4
     assert arguments.model_init_kwargs == {"rms_norm_eps": 1e-6, "name": "e5"}
     assert arguments.lr_scheduler_kwargs == {"min_lr": 1e-5, "list": [-2500.0]}
+
+
+@pytest.mark.parametrize("form", [["--config", "{}"], ["--config={}"]])
+def test_the_home_folder(tmp_path, monkeypatch, form):
+    """A shell expands it only where it begins an argument."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    content = "output_dir: ~/out\nmodel_init_kwargs: {paths: [~/a], text: a~/b}\nuse_cpu: true\nbf16: false\n"
+    (tmp_path / "config.yaml").write_text(content)
+    (arguments,) = Eagle3Parser((Eagle3TrainingArguments,)).parse_args_and_config(
+        [*(part.format("~/config.yaml") for part in form), "--chat_template_path=~/chat.jinja"]
+    )
+    assert arguments.output_dir == f"{tmp_path}/out" and arguments.chat_template_path == f"{tmp_path}/chat.jinja"
+    assert arguments.model_init_kwargs == {"paths": [f"{tmp_path}/a"], "text": "a~/b"}
 
 
 def test_help(run_recipe):

@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -251,17 +252,28 @@ def test_a_shard_that_is_cut_off_is_written_again(tmp_path, tokenizer):
         assert torch.equal(trainer.extract_features(folder, rows_per_shard=8)[3], expected)
 
 
-def test_two_extractions_do_not_write_into_one_folder(tmp_path, tokenizer):
-    trainer = make_trainer(tmp_path, tokenizer, make_target("llama"))
-    (tmp_path / "features").mkdir()
-    run = "from filelock import FileLock; import sys; lock = FileLock(sys.argv[1]); lock.acquire(); print(1, flush=True); input()"
-    command = [sys.executable, "-c", run, tmp_path / "features" / ".lock"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
-        with pytest.raises(ValueError, match="Another run writes to"):
-            trainer.extract_features(tmp_path / "features")
+@contextmanager
+def another_run(path):
+    """Another process that has locked a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    run = "from filelock import FileLock; import sys; lock = FileLock(sys.argv[1]); lock.acquire(5); print(1, flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", run, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline()
+        yield
         other.communicate(b"\n")
+
+
+def test_two_runs_do_not_write_into_one_folder(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer, make_target("llama"))
+    with another_run(tmp_path / "features" / ".lock"), pytest.raises(ValueError, match="Another run writes to"):
+        trainer.extract_features(tmp_path / "features")
     assert trainer.extract_features(tmp_path / "features").num_shards == 1
+    lock, refusal = tmp_path / ".cache" / "huggingface" / "training.lock", f"Another run writes to {tmp_path}. Wait"
+    with another_run(lock), pytest.raises(ValueError, match=refusal):
+        trainer.train()
+    trainer.train()
+    with another_run(lock):  # ours has ended
+        pass
 
 
 def test_no_process_writes_before_all_have_listed_the_missing_shards(tmp_path, tokenizer, monkeypatch):

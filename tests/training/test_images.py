@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import CHAT_TEMPLATE, VOCAB_SIZE, make_target
-from datasets import Dataset
+from datasets import Dataset, Features, Value
 from datasets import Image as ImageFeature
 from datasets import List as ListFeature
 from peft import LoraConfig
@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
+from hf_eagle3.data.encoding import read_whole
 from hf_eagle3.data.images import IMAGE_INPUT
 from hf_eagle3.training.record import training_record
 from hf_eagle3.training.target_states import TargetStates
@@ -57,8 +58,11 @@ def make_vision_trainer(tmp_path, family=qwen3_vl, template=VISION_TEMPLATE, **a
     return make_trainer(tmp_path, make_processor(family, template), **arguments)
 
 
-def batches(trainer):
-    return [trainer._prepare_inputs(batch) for batch in trainer.get_eval_dataloader(trainer.train_dataset)]
+def batches(trainer, rows=None):
+    return [
+        trainer._prepare_inputs(batch)
+        for batch in trainer.get_eval_dataloader(trainer.train_dataset if rows is None else rows)
+    ]
 
 
 def shake(draft):
@@ -293,6 +297,9 @@ def test_streams(tmp_path):
     kept = make_vision_trainer(tmp_path, eval_dataset=rows(), max_length=64)
     for ours, theirs in zip(evaluated.get_eval_dataloader(), kept.get_eval_dataloader()):
         assert ours[IMAGE_INPUT + "pixel_values"].shape == theirs[IMAGE_INPUT + "pixel_values"].shape
+    read = read_whole(evaluated.eval_dataset)  # as several processes do
+    for ours, theirs in zip(batches(evaluated, read), batches(kept, kept.eval_dataset), strict=True):
+        assert torch.equal(ours[IMAGE_INPUT + "pixel_values"], theirs[IMAGE_INPUT + "pixel_values"])
 
 
 def test_max_length_cuts_no_image(tmp_path, caplog):
@@ -326,7 +333,7 @@ def test_errors(tmp_path):
     with pytest.raises(ValueError, match="Row 0: there is no image nothing.png .from the folder .*Correct the path"):
         wrong(tmp_path, images=["nothing.png"])
     missing = Dataset.from_list([{"messages": turns("a", "b"), "image": str(tmp_path / "gone.png")}])
-    with pytest.raises(ValueError, match="Row 0: 'image' cannot be read: .*gone.png"):
+    with pytest.raises(ValueError, match="Row 0: an image cannot be read: .*gone.png"):
         make_vision_trainer(tmp_path, dataset=missing.cast_column("image", ImageFeature()))
     (tmp_path / "broken.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match="Row 0: an image cannot be read"):
@@ -354,6 +361,34 @@ def test_errors(tmp_path):
     make_vision_trainer(tmp_path, truncation_mode="keep_end", max_length=None)
     texts = Dataset.from_list([{"messages": turns("what is a", "it is b"), "images": []}] * 4)
     make_vision_trainer(tmp_path, dataset=texts, packing=True).train()  # no images, nothing to refuse
+
+
+@pytest.mark.parametrize("name", ["messages", "prompt"])
+def test_a_broken_image_of_a_message_is_named(tmp_path, caplog, name):
+    """Reading its row decodes it."""
+    part = {"type": Value("string"), "text": Value("string"), "image": ImageFeature()}
+    message = {"role": Value("string"), "content": ListFeature(part)}
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    make_image(0).save(tmp_path / "whole.png")
+
+    def messages(role, file):
+        shown = {"type": "image", "image": {"path": str(tmp_path / file), "bytes": None}}
+        return [{"role": role, "content": [shown, {"type": "text", "text": "what"}]}]
+
+    answer = [{"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
+    examples = [messages("user", file) for file in ("whole.png", "broken.png")]
+    examples.append(examples[0] + answer + messages("tool", "broken.png"))
+    columns = [name, "completion"] if name == "prompt" else [name]
+    examples = [{columns[0]: example, "completion": answer} for example in examples]
+    if name == "messages":
+        examples = [{name: example[name] + answer} for example in examples]
+    dataset = Dataset.from_list(examples, Features({column: ListFeature(message) for column in columns}))
+    with pytest.raises(ValueError, match="2 of 3 rows .* Row 1 .1 more: 2.: an image cannot be read"):
+        make_vision_trainer(tmp_path, dataset=dataset)
+    with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
+        stream = make_vision_trainer(tmp_path, dataset=dataset.to_iterable_dataset())
+        assert len(list(stream.train_dataset)) == 1
+    assert "Row 1 of the train data cannot be learned from: an image cannot be read" in caplog.text
 
 
 def test_errors_of_targets_and_processors(tmp_path, tokenizer):

@@ -50,7 +50,7 @@ from hf_eagle3.training import models, ttt
 from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
 from hf_eagle3.training.console import shown
 from hf_eagle3.training.evaluation import check_best_metric
-from hf_eagle3.training.record import non_defaults, training_record
+from hf_eagle3.training.record import non_defaults, target_digest, training_record
 from hf_eagle3.training.saving import check_output_folder
 
 
@@ -1055,7 +1055,14 @@ def test_resuming_what_was_begun_otherwise(tmp_path, tokenizer):
         arguments = {**settings, "num_train_epochs": 1.0, **changed}
         with pytest.raises(ValueError, match=match):
             make_trainer(tmp_path, tokenizer, **arguments).train(resume_from_checkpoint=True)
+    tuned = make_target("llama")
+    with torch.no_grad():
+        tuned.model.layers[1].mlp.up_proj.weight.mul_(1.1)
+    with pytest.raises(ValueError, match="for a target with other weights"):
+        make_trainer(tmp_path, tokenizer, target=tuned, **{**settings, "num_train_epochs": 1.0}).train(True)
+    half = make_trainer(tmp_path, tokenizer, target=make_target("llama").bfloat16())
     longer = make_trainer(tmp_path, tokenizer, **{**settings, "num_train_epochs": 1.0})
+    assert target_digest(half) == target_digest(longer)
     longer.train(resume_from_checkpoint=True)
     assert longer.state.global_step == 10
     for shorter in ({}, {"max_steps": 5}):  # than what was trained
@@ -1328,6 +1335,21 @@ def test_evaluation_in_half_precision_leaves_the_draft_as_it_is(tmp_path, tokeni
     assert all(torch.equal(after[name], value) and after[name].dtype == value.dtype for name, value in before.items())
     trainer.train()
     assert trainer.draft.dtype == trainer.target_model.dtype == torch.float32
+
+
+def test_streams_that_processes_evaluate(tmp_path, tokenizer, monkeypatch):
+    """They are read whole: processes must evaluate the same number of batches, with rows of several lengths."""
+    rows = Dataset.from_dict({"text": ["abcdefgh", "ijk", "ab" * 9]})
+    expected = make_trainer(tmp_path, tokenizer, eval_dataset=rows).eval_dataset
+    stream = rows.to_iterable_dataset(num_shards=2)
+    for dataset in (stream, {"a": stream}):
+        assert not isinstance(make_trainer(tmp_path, tokenizer, eval_dataset=stream).eval_dataset, Dataset)
+        with monkeypatch.context() as patches:
+            patches.setattr(Eagle3TrainingArguments, "world_size", 2)
+            trainer = make_trainer(tmp_path, tokenizer, eval_dataset=dataset)
+        read = trainer.eval_dataset["a"] if isinstance(dataset, dict) else trainer.eval_dataset
+        assert isinstance(read, Dataset) and read.to_list() == expected.to_list()
+        assert trainer.accelerator.dataloader_config.dispatch_batches is False
 
 
 def test_batches_that_are_not_filled_are_not_all(tmp_path, tokenizer):

@@ -137,9 +137,10 @@ class Output:
         return " ".join(parts)
 
 
-def locked(path: Path) -> FileLock:
+def locked(path: Path, folder: str | Path | None = None) -> FileLock:
     """
-    Locks a file until the returned lock is gone. This process may lock it again. Raises `ValueError` if another process has.
+    Locks a file until the returned lock is gone. This process may lock it again. Raises `ValueError` if another process has. The
+    lock is for `folder`, or else for that of the file.
     """
     # A soft lock would outlive a killed process.
     lock = FileLock(path, is_singleton=True, fallback_to_soft=False)
@@ -147,8 +148,7 @@ def locked(path: Path) -> FileLock:
         lock.acquire(timeout=0)
     except Timeout:
         raise ValueError(
-            f"Another run writes to {path.parent}, and both would do the same work. Wait until it has ended, or choose "
-            "another folder."
+            f"Another run writes to {folder or path.parent}. Wait until it has ended, or choose another folder."
         ) from None
     except (NotImplementedError, OSError) as error:
         logger.debug(f"{path} is in a file system without locks: {error}")

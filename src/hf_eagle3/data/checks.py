@@ -9,6 +9,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import get_dataset_column_names
 
+from .images import with_unread_images
 from .rows import kind_of
 
 
@@ -26,13 +27,17 @@ def check_is_dataset(dataset: Any, name: str) -> None:
         )
 
 
-def plain_rows(dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
+def plain_rows(
+    dataset: Dataset | IterableDataset, name: str, decodes_images: bool = False
+) -> Dataset | IterableDataset:
     """
     Returns the data set with rows of Python objects, whatever its format (NumPy, torch, ...).
 
     Args:
         dataset (`Dataset` or `IterableDataset`): The data.
         name (`str`): `"train"` or `"eval"`, for messages.
+        decodes_images (`bool`, *optional*, defaults to `False`):
+            Whether reading a row decodes its images. Otherwise it has their bytes and paths.
 
     Raises:
         TypeError: if it is not of the library `datasets`.
@@ -43,7 +48,8 @@ def plain_rows(dataset: Dataset | IterableDataset, name: str) -> Dataset | Itera
         raise ValueError(
             f"The {name} data computes its rows each time they are read (`with_transform`). Compute them once (`dataset.map`)."
         )
-    return dataset.with_format(None)
+    dataset = dataset.with_format(None)
+    return dataset if decodes_images else with_unread_images(dataset)
 
 
 def kind_of_data(dataset: Dataset | IterableDataset, text_field: str, name: str) -> str:

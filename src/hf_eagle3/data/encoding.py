@@ -405,6 +405,15 @@ def encode_rows(
     return drop_untaught(encoded, taught, name)
 
 
+def read_whole(stream: IterableDataset) -> Dataset:
+    """Returns the rows of an encoded stream, in memory."""
+    rows = list(stream)
+    for row in rows:
+        if "image_data" in row:
+            row["image_data"] = list(map(storable, row["image_data"]))
+    return Dataset.from_list(rows)
+
+
 def drop_untaught(encoded: Dataset, taught: list[int], name: str) -> Dataset:
     """Returns the rows with something to learn. Warns of the others. Raises `ValueError` if there is no such row."""
     if not taught:

@@ -48,7 +48,7 @@ def shows_images(dataset: Any) -> bool:
         return False
     if any(column in get_dataset_column_names(dataset) for column in IMAGES):
         return True
-    rows: list[dict[str, Any]] = list(islice(dataset.with_format(None), ROWS_LOOKED_AT))
+    rows: list[dict[str, Any]] = list(islice(with_unread_images(dataset.with_format(None)), ROWS_LOOKED_AT))
     names = *CONVERSATIONS, "prompt"
     turns = [turn for row in rows for name in names for turn in row.get(name) or [] if isinstance(turn, dict)]
     parts = [part for turn in turns if isinstance(turn.get("content"), list) for part in turn["content"]]

@@ -45,7 +45,8 @@ async def regenerate_by_server(
     """
     Answers with an OpenAI-compatible server (vLLM, SGLang), `concurrency` conversations at a time.
 
-    A request is sent again if its failure may pass (no connection, timeout, rate limit, 5xx), after waits that double. A
+    A request is sent again if its failure may pass (no connection, timeout, rate limit, 5xx), after waits that double, and not
+    before the time that the server asks for (`Retry-After`, at most a minute). A
     row is left out for good if the server refuses it for its content (400, 413, 422) or filters the answer, or if the
     answer is empty.
 
@@ -169,7 +170,8 @@ class ServerClient:
             except Exception as error:
                 if is_refusal(error) or attempt == self.max_retries:
                     raise
-            await asyncio.sleep(self.first_wait * 2**attempt * random.uniform(0.5, 1.0))
+                asked = seconds_asked(error)
+            await asyncio.sleep(max(asked, self.first_wait * 2**attempt * random.uniform(0.5, 1.0)))
             attempt += 1
 
     def fail(self, row: int, reason: str) -> None:
@@ -217,6 +219,12 @@ def is_refusal(error: Exception) -> TypeGuard[aiohttp.ClientResponseError]:
     if not isinstance(error, aiohttp.ClientResponseError):
         return False
     return 400 <= error.status < 500 and error.status not in RETRIED_STATUS
+
+
+def seconds_asked(error: Exception) -> float:
+    """Returns the seconds that a server asks to wait (`Retry-After`), at most a minute, or 0."""
+    value = (getattr(error, "headers", None) or {}).get("Retry-After", "")
+    return min(float(value), 60.0) if value.isdigit() else 0.0
 
 
 def choice_in(body: str) -> dict:

@@ -40,7 +40,7 @@ from .loading_eagle3 import (
 )
 from .outputs_eagle3 import CACHE, keep_state_after_last_layer
 from .policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
-from .target_eagle3 import gathered_table, look_up, table_of
+from .target_eagle3 import Borrowed, gathered_table, look_up, table_of
 from .tree_eagle3 import GenerationCall, grow_tree
 
 
@@ -217,8 +217,8 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         else:
             self.d2t = self.t2d = None
         # In lists, so that they are no submodules: the target's are not saved, moved or trained with the draft.
-        self._borrowed_embedding: list[nn.Embedding] = []
-        self._borrowed_head: list[nn.Module] = []
+        self._borrowed_embedding = Borrowed()
+        self._borrowed_head = Borrowed()
         self._borrowed_version: int | None = None
         self.generation_config = GenerationConfig(
             bos_token_id=config.bos_token_id,
@@ -226,6 +226,11 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             pad_token_id=config.pad_token_id,
             **DEFAULT_TREE_SETTINGS,
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in DEFAULT_TREE_SETTINGS:
+            raise AttributeError(f"The draft itself has no `{name}`. Set `draft.generation_config.{name}`.")
+        super().__setattr__(name, value)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *args: Any, **kwargs: Any) -> Any:
@@ -338,8 +343,8 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         """
         Saves the draft and its code in `save_directory`. See [`~transformers.PreTrainedModel.save_pretrained`], also for
         `is_main_process`, `state_dict`, `args` and `kwargs`. Raises `ValueError` if the draft stores no head, and has not met
-        the target whose head it uses, if the folder has another model, or if it is to be pushed, for which there is
-        [`push_to_hub`].
+        the target whose head it uses, if it could not be loaded again, if the folder has another model, or if it is to be pushed,
+        for which there is [`push_to_hub`].
 
         The folder also serves as `custom_generate`:
         `target.generate(..., custom_generate=folder, assistant_model=draft, trust_remote_code=True)`.
@@ -350,6 +355,12 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             )
         if self.get_output_embeddings().out_features == 0:
             raise ValueError("This draft stores no head and uses its target's. Call `draft.pair_with(target)` first.")
+        quantization = getattr(self.config, "quantization_config", None)
+        if self.d2t is not None and getattr(quantization, "quant_method", None) == "torchao":
+            raise ValueError(  # torchao 0.18 reads no names without a dot, such as `d2t`
+                "torchao could not load this draft again, because its vocabulary is smaller than the target's. Save it before it is "
+                "quantized, and quantize it when you load it (`quantization_config`)."
+            )
         tree_settings(self.generation_config)  # raises for settings that could not be loaded
         if IS_INSTALLED and is_main_process and not self._hf_peft_config_loaded:
             installed_module("checkpoints.files", "Saving").check_folder(save_directory)
@@ -389,7 +400,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
 
     def borrow_embeddings(self, target: PreTrainedModel) -> None:
         """Lets `forward` use the target's table and head if the draft stores none of its own."""
-        self._borrowed_embedding = [gathered_table(table_of(target))]
+        self._borrowed_embedding = Borrowed([gathered_table(table_of(target))])
         self._borrow_head(target)
 
     def _borrow_head(self, target: PreTrainedModel) -> None:

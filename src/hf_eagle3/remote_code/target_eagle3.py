@@ -81,6 +81,16 @@ def device_of(module: nn.Module) -> torch.device:
     return next(iter((*module.parameters(), *module.buffers()))).device
 
 
+class Borrowed(list):
+    """Modules of a target that a draft uses. Copies of the draft share them, and pickles have none."""
+
+    def __deepcopy__(self, memo: dict) -> "Borrowed":
+        return self
+
+    def __reduce__(self) -> tuple:
+        return Borrowed, ()
+
+
 def table_of(target: PreTrainedModel) -> nn.Embedding:
     """The target's input embedding, for [`look_up`]."""
     embedding = target.get_input_embeddings()

@@ -14,6 +14,17 @@ from trl import TrlParser
 from ..environment import print_any_character
 
 
+def in_home(value: Any) -> Any:
+    """Returns arguments, or a value of a YAML file, with `~/` expanded, as shells do it at the beginning of an argument."""
+    if isinstance(value, dict):
+        return {key: in_home(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return list(map(in_home, value))
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"^(--\w+=)?~/", lambda found: f"{found[1] or ''}{Path.home()}/", value)
+
+
 def with_numbers(value: Any) -> Any:
     """Returns a value of a YAML file with the numbers of its dictionaries and lists that YAML takes for texts (`1e-5`)."""
     if isinstance(value, dict):
@@ -57,6 +68,7 @@ class Eagle3Parser(TrlParser):
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
         """Takes the values of the YAML file as defaults. YAML reads `eval_strategy: no` as false, and `1e-5` as a text."""
+        kwargs = in_home(kwargs)
         strategies = {key: "no" for key, value in kwargs.items() if value is False and key.endswith("_strategy")}
         nested = {key: with_numbers(value) for key, value in kwargs.items() if isinstance(value, dict | list)}
         return super().set_defaults_with_config(**kwargs | nested | strategies)
@@ -69,6 +81,7 @@ class Eagle3Parser(TrlParser):
         print_any_character()  # TRL's help has a square root
         args = list(sys.argv[1:] if args is None else args)
         args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+        args = [in_home(arg) for arg in args]
         options = {*self._option_string_actions, "--config"}
         given = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
         if "--config" in args[:-1]:

@@ -127,7 +127,7 @@ def encode(
 ) -> Dataset | IterableDataset:
     """Returns the data, `name` in messages, as `input_ids` and `labels`. Raises `ValueError` if a row teaches nothing."""
     args = trainer.given_args
-    dataset = plain_rows(dataset, name)
+    dataset = plain_rows(dataset, name, decodes_images=formatting_func is not None)  # which may look at them
     texts = without_images(dataset)
     kind = "text" if formatting_func is not None else kind_of_data(texts, args.dataset_text_field, name)
     first = next(iter(texts))

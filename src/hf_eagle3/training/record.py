@@ -85,6 +85,13 @@ def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     check_unfinished(trainer.args, checkpoint, state, record)
     check_same_draft(trainer, checkpoint)
+    then, now = record.get("target_weights"), target_digest(trainer)
+    if None not in (then, now) and then != now:
+        raise ValueError(
+            f"{checkpoint} was trained for a target with other weights than {trainer.draft.config.verifier}, such as a fine-tune of the "
+            "same model. Pass the target that this training began with, or begin a new training with its draft (`model`, or "
+            "`--draft_name_or_path`)."
+        )
     if record:
         check_same_settings(trainer, checkpoint, state, record)
 
@@ -187,6 +194,23 @@ def order_of_rows(rows: Dataset | IterableDataset, args: Eagle3TrainingArguments
     return hashlib.sha256(repr([tokens[-32:] for tokens in sample["input_ids"]]).encode()).hexdigest()[:16]
 
 
+def target_digest(trainer: Eagle3Trainer) -> str | None:
+    """
+    Returns a digest of some numbers of each of the target's weights, in any precision. `None` if the weights are quantized,
+    offloaded or sharded, or only the target's features are read.
+    """
+    target, digest = trainer.target_model, hashlib.sha256()
+    weights = dict(target.named_parameters())  # `state_dict` would shard those of FSDP anew, in one process alone
+    is_plain = all(type(weight) is torch.nn.Parameter and not weight.is_meta for weight in weights.values())
+    has_features = isinstance(trainer.train_dataset, Dataset) and "feature_row" in trainer.train_dataset.column_names
+    if not is_plain or has_features or getattr(target, "hf_quantizer", None) is not None:
+        return None
+    for _, weight in sorted(weights.items()):
+        some = weight.detach().flatten()[:: max(weight.numel() // 64, 1)].to(torch.bfloat16)
+        digest.update(some.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] | None = None) -> dict:
     """
     Returns the data, the arguments that differ from their defaults, the length, the machine and the last evaluation. The
@@ -216,6 +240,7 @@ def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] 
         "datasets": datasets,
         "rows": len(trainer.train_dataset) if isinstance(trainer.train_dataset, Dataset) else None,  # prepared
         "order_of_rows": trainer.order_of_rows,
+        "target_weights": target_digest(trainer),
         **({} if trainer.rows_with_images == 0 else {"rows_with_images": trainer.rows_with_images}),
         # The command of a user's own script is not known.
         "command": "accelerate launch recipes/train.py --config training.yaml" if trainer.script_settings else None,

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.utils import ModelOutput
 
-from ..assisting import assist
+from ..assisting import assist, context_manager
 from ..remote_code.modeling_eagle3 import DraftModel
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
 from .models import check_layers, check_vocabulary, without_adapter
@@ -16,7 +16,7 @@ from .target_states import TargetStates
 from .ttt import TTTBatch, counted_rows, draft_loss
 
 
-@contextmanager
+@context_manager
 def assist_rollouts(
     trainer: Trainer,
     draft: DraftModel,

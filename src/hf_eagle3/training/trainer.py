@@ -19,7 +19,9 @@ from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..data import ImageCollator, ImageReader, num_positions, shows_images
+from ..data.answers import locked
 from ..data.checks import report_dropped, row_lengths
+from ..data.encoding import read_whole
 from ..hub import repo_name
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.modeling_eagle3 import DraftModel
@@ -208,9 +210,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         kwargs: dict[str, Any],
     ) -> None:
         """Calls `SFTTrainer.__init__` with encoded data, and with a few other arguments than the caller's."""
-        if isinstance(self.images, ImageReader):
-            # Batches have other numbers of images than rows, and accelerate would split them like rows.
-            args.accelerator_config.dispatch_batches = False
+        # Accelerate joins and splits batches, which have rows of several lengths and other numbers of images than rows.
+        args.accelerator_config.dispatch_batches = False
         is_packed = store is not None and "seq_lengths" in store.rows.column_names
         args.padding_free = args.padding_free or is_packed
         self.given_args = given = copy.copy(args)
@@ -280,6 +281,8 @@ class Eagle3Trainer(DraftSavingTrainer):
             if isinstance(dataset, Dataset) and {"feature_row", "image_data"} & set(dataset.column_names):
                 return dataset  # prepared before, as a feature store and `eval_dataset` are
             dataset = encode(self, dataset, processing_class, formatting_func, dataset_name)
+            if isinstance(dataset, IterableDataset) and args.world_size > 1:
+                dataset = read_whole(dataset)  # processes must evaluate the same number of batches
         dataset = fit_rows(self, dataset, packing, dataset_name)
         args = copy.copy(self.given_args)
         has_images = isinstance(dataset, Dataset) and "image_data" in dataset.column_names
@@ -315,8 +318,8 @@ class Eagle3Trainer(DraftSavingTrainer):
             kwargs (*optional*): Other arguments of [`~transformers.Trainer.train`].
 
         Raises:
-            ValueError: if there is no whole checkpoint, its training is finished, or it was begun with other data or
-                settings.
+            ValueError: if another process trains into `output_dir`, there is no whole checkpoint, its training is finished, or
+                it was begun with other data or settings.
         """
         self.resumed_from, self.best = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), None
         if self.resumed_from is not None:
@@ -332,9 +335,16 @@ class Eagle3Trainer(DraftSavingTrainer):
         return place_in_stream(self.resumed_from, self.args.gradient_accumulation_steps)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Drops the counts first: `auto_find_batch_size` may have begun with a larger batch."""
+        """Drops the counts first: `auto_find_batch_size` may have begun with a larger batch. Locks the output folder."""
         self.metrics.clear()
-        output = super()._inner_training_loop(*args, **kwargs)
+        folder = Path(self.args.output_dir, ".cache", "huggingface")  # whose files are not pushed
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = locked(folder / "training.lock", self.args.output_dir) if self.accelerator.is_main_process else None
+        try:
+            output = super()._inner_training_loop(*args, **kwargs)
+        finally:
+            if lock is not None:
+                lock.release()
         self._check_loss()
         return output
 
