@@ -344,6 +344,21 @@ def test_what_threads_share_is_replaced_not_changed():
     assert now is not shared and now.costs.num_recorded["verify"] > shared.costs.num_recorded["verify"]
 
 
+def test_a_grammar_leaves_the_measurements_of_other_calls_alone():
+    """It takes time at each token, and forbids what the draft proposes."""
+    target, prompt, settings = make_target("llama"), make_prompt(9), {"max_new_tokens": 24, "do_sample": False}
+    draft = make_draft(target, [prompt])
+    draft.generation_config.tree_policy = "auto"
+    target.generate(prompt, assistant_model=draft, repetition_penalty=1.1, **settings)
+    policies = policy_eagle3._POLICIES[target][draft]
+    (free,) = policies.values()
+    target.generate(prompt, assistant_model=draft, prefix_allowed_tokens_fn=lambda row, ids: [1, 5], **settings)
+    grammar = policies[free.kind._replace(exposes_ids=True)]
+    assert len(policies) == 2 and policies[free.kind] is free
+    target.generate(prompt, assistant_model=draft, **settings)
+    assert len(policies) == 2 and policies[grammar.kind] is grammar and policies[free.kind] is not free
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=ids)
 def test_a_tree_that_was_taken_back_was_drafted(kind):
     """Where the states of a token are no numbers, all that is left of a tree is its root."""

@@ -139,6 +139,7 @@ class TreeDecoding:
             may_retire=self.text.may_retire,
             drafts_whole_trees=captures_graphs(device) and not cache.is_chain,
             drafts_in_one_pass=self.assistant.drafts_in_one_pass,
+            exposes_ids=self.text.exposes_ids,
         )
         known = policies_of(self.target, self.assistant).get(kind)
         return Policy(kind) if known is None else copy.deepcopy(known)

@@ -240,6 +240,7 @@ class CallKind(NamedTuple):
     may_retire: bool = False  # finished rows leave the batch
     drafts_whole_trees: bool = False  # the draft makes only the largest tree, at one cost
     drafts_in_one_pass: bool = False  # drafting costs the same at any depth
+    exposes_ids: bool = False  # a grammar, or other code of the caller, takes time and forbids tokens
 
 
 class Policy(StaticPolicy):
