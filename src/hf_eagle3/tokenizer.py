@@ -84,9 +84,13 @@ def read_template(path: str | Path) -> str:
         raise ValueError(f"{path} is not in UTF-8: {error}. Save the chat template in UTF-8.") from None
 
 
-def padding_token(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns a token to pad with. Any token will do if the tokenizer has none for it, because padding is masked."""
-    return tokenizer.pad_token or tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+def padding_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> str:
+    """
+    Returns a token to pad with. Any token will do if the tokenizer has none for it, or added one that the target's table of
+    `vocab_size` tokens does not have, because padding is masked.
+    """
+    tokens = (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+    return tokenizer.convert_ids_to_tokens(next(token for token in tokens if token < vocab_size))
 
 
 def padded_inputs(
@@ -166,7 +170,10 @@ class PromptEncoder:
         for number, message in enumerate(messages):
             role, content = message["role"], message["content"]
             thoughts = next((message[name] for name in THOUGHTS if message.get(name)), None)
-            if message.get("tool_calls") and not content:  # a content may have them, too
+            if message.get("tools"):
+                what, content = "tools of a message. Write them into the column `tools`", None
+                instead = [{name: value for name, value in message.items() if name != "tools"}]
+            elif message.get("tool_calls") and not content:  # a content may have them, too
                 what, instead = "tool calls", [{**message, "tool_calls": []}]
             elif content and role not in ("user", "assistant"):
                 what, instead = f"messages of {role!r}", []

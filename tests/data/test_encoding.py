@@ -295,6 +295,7 @@ def test_what_a_template_leaves_out_is_refused(assistant_only_loss):
     for name, row, left_out in (
         ("phi3", {"messages": CALLS, "tools": [TOOL]}, "tool calls"),
         ("phi3", {"messages": [{"role": "tool", "content": prompt}, *PLAIN]}, "messages of 'tool'"),
+        ("phi3", {"messages": [{"role": "system", "content": prompt, "tools": [TOOL]}, *PLAIN]}, "tools of a message"),
         ("phi3", {"messages": THOUGHTS[:2]}, "the assistant's thoughts"),
         ("phi3", {"messages": THOUGHTS}, None),  # templates may drop those of earlier turns
         ("qwen3", {"messages": [{"role": "critic", "content": prompt}, *PLAIN]}, "messages of 'critic'"),

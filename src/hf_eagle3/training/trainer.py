@@ -212,7 +212,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         kwargs: dict[str, Any],
     ) -> FeatureStore | None:
         """Encodes the data and calls `SFTTrainer.__init__`. Returns the feature store, if the data is one."""
-        prepare_tokenizer(tokenizer, args)
+        prepare_tokenizer(tokenizer, args, self.target_vocab_size)
         self._encode = partial(
             encode,
             assistant_only_loss=args.assistant_only_loss,
