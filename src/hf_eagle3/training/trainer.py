@@ -358,13 +358,16 @@ class Eagle3Trainer(DraftSavingTrainer):
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
                 The checkpoint to go on from. `True` takes the last whole one, and skips those with a missing, cut off or
-                changed file. `"auto"` does so, or begins anew if none was written to its end.
+                changed file. `"auto"` does so, or begins anew if none was written to its end. By default that of the arguments
+                counts; `False` begins anew.
             kwargs (*optional*): Other arguments of [`~transformers.Trainer.train`].
 
         Raises:
             ValueError: if there is no whole checkpoint, its training is finished, or it was begun with other data or
                 settings.
         """
+        if resume_from_checkpoint is None:  # `Trainer` would begin anew, and overwrite the checkpoints
+            resume_from_checkpoint = self.args.resume_from_checkpoint
         if (is_auto := resume_from_checkpoint == "auto") or resume_from_checkpoint is True:
             resume_from_checkpoint = self._last_whole_checkpoint(may_be_none=is_auto)
         elif (
