@@ -74,7 +74,9 @@ def check_safetensors(path: str | Path, is_quantized: bool = False) -> None:
             dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} is no whole safetensors file ({error}). Download it again.") from None
-    integers = sorted(name for name, dtype in dtypes.items() if name.endswith("weight") and dtype.startswith(("I", "U")))
+    integers = sorted(
+        name for name, dtype in dtypes.items() if name.endswith("weight") and dtype.startswith(("I", "U"))
+    )
     if integers and not is_quantized:  # transformers would take them for floating-point numbers
         raise ValueError(
             f"{path} has weights that are integers, such as {integers[0]} ({dtypes[integers[0]]}), but config.json has no "

@@ -170,6 +170,8 @@ class PromptEncoder:
         for number, message in enumerate(messages):
             role, content = message["role"], message["content"]
             thoughts = next((message[name] for name in THOUGHTS if message.get(name)), None)
+            within, mark, answer = content.partition("</think>") if isinstance(content, str) else ("", "", "")
+            within = within.replace("<think>", "").strip()
             if message.get("tools"):
                 what, content = "tools of a message. Write them into the column `tools`", None
                 instead = [{name: value for name, value in message.items() if name != "tools"}]
@@ -180,6 +182,9 @@ class PromptEncoder:
             elif role == "assistant" and number == len(messages) - 1 and thoughts:  # templates drop earlier ones
                 what, content = "the assistant's thoughts", thoughts
                 instead = [{name: value for name, value in message.items() if name not in THOUGHTS}]
+            elif role == "assistant" and number == len(messages) - 1 and mark and within:  # DeepSeek-R1's template
+                what, content = "the assistant's thoughts (what is before </think>)", within
+                instead = [{**message, "content": answer}]
             else:
                 continue
             if what in self.written:

@@ -75,7 +75,10 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"use_mrope": True}, "three positions"),
         ({"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}, "`alpha` .1000.0"),
         ({"rope_scaling": "yarn"}, "`rope_scaling` is 'yarn', but must be a mapping"),
-        ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "is 5.0 in config.json, but 6.0 in its `rope_para"),
+        (
+            {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
+            "is 5.0 in config.json, but 6.0 in its `rope_para",
+        ),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "EAGLE-1 and 2"),
         ({"use_aux_hidden_state": False}, "EAGLE-1 and 2"),
         ({"kv_lora_rank": 8}, "MLA.*SGLang and vLLM"),

@@ -201,6 +201,10 @@ BAD = {
         {"messages": CHAT, "chat_template_kwargs": [1]},
         r"'chat_template_kwargs' is \[1\], but must be a dictionary",
     ),
+    "an argument that is not the template's": (
+        {"messages": CHAT, "chat_template_kwargs": {"add_generation_prompt": True}},
+        "'chat_template_kwargs' has 'add_generation_prompt', which is set here",
+    ),
     "calls of another type": ({"messages": [U, {**A, "tool_calls": ["f"]}]}, "'f' among its tool_calls"),
     "no text": ({"text": None}, "'text' is missing or has nothing in it"),
     "a number as text": ({"text": 5}, "'text' is 5, but must be a text"),

@@ -42,6 +42,8 @@ PROMPT_PARTS = ("input", "history")
 NUM_SHOWN = 3  # how many reasons, and rows for each, a message names
 # An assistant's message without content may have one of these.
 WITHOUT_CONTENT = {"tool_calls", *THOUGHTS}
+# Arguments of `apply_chat_template` that are not the template's.
+RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "tokenize"}
 # Keys that are 0 or false in messages that are not to be learned: those of OpenAI, axolotl, verl and ms-swift.
 WEIGHTS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
 # axolotl's weights of characters.
@@ -400,6 +402,8 @@ def read_template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
     if kwargs is not None and not isinstance(kwargs, dict):
         raise RowError(f"'chat_template_kwargs' is {_shown(kwargs)}, but must be a dictionary or JSON of one")
     kwargs = without_nulls(kwargs or {})
+    if reserved := RESERVED & kwargs.keys():
+        raise RowError(f"'chat_template_kwargs' has {min(reserved)!r}, which is set here. Remove it")
     tools = _from_json(row.get("tools"), "tools")
     if not tools and (functions := _from_json(row.get("functions"), "functions")):  # OpenAI's older form
         tools = [{"type": "function", "function": each} for each in _as_list(functions, "'functions'")]
