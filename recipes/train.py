@@ -25,6 +25,7 @@ and `test.jsonl`, or the output of `regenerate.py`. Rows may have images if the 
 """
 
 import argparse
+import glob
 import logging
 import sys
 import tempfile
@@ -147,6 +148,11 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
     if Path(name, "state.json").is_file():  # by `Dataset.save_to_disk`
         rows = load_from_disk(name)
         return DatasetDict({split: rows.to_iterable_dataset() if script_args.dataset_streaming else rows})
+    if Path(name, "dataset_dict.json").is_file():  # by `DatasetDict.save_to_disk`
+        splits = load_from_disk(name)
+        if script_args.dataset_streaming:
+            splits = {each: rows.to_iterable_dataset() for each, rows in splits.items()}
+        return DatasetDict(splits)
     suffix = Path(name.removesuffix(".gz")).suffix
     if suffix in FILE_FORMATS and not Path(name).is_file():
         raise FileNotFoundError(f"There is no file {name} (`--dataset_name`).")
@@ -164,7 +170,8 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
     def load(features: Features | None = None) -> DatasetDict:
         kwargs = {"streaming": streaming, "features": features}
         if files:
-            return load_dataset(FILE_FORMATS.get(suffix, "json"), data_files={split: files}, **kwargs)
+            data_files = {split: list(map(glob.escape, files))}  # brackets and the like are parts of names
+            return load_dataset(FILE_FORMATS.get(suffix, "json"), data_files=data_files, **kwargs)
         return load_dataset(name, name=script_args.dataset_config, **kwargs)
 
     def features_of_lines() -> Features | None:  # or the error says which line is broken

@@ -62,14 +62,26 @@ def check_is_fetched(path: str | Path) -> None:
             raise ValueError(f"{path} is a Git LFS pointer, not the file itself. Run `git lfs pull` in its folder.")
 
 
-def check_safetensors(path: str | Path) -> None:
-    """Raises `ValueError` if a safetensors file is a pointer of Git LFS, is not whole, or has a rounded `d2t`."""
+def check_safetensors(path: str | Path, is_quantized: bool = False) -> None:
+    """
+    Raises `ValueError` if a safetensors file is a pointer of Git LFS, is not whole, has a rounded `d2t`, or has weights that are
+    integers, though the configuration does not say that they are quantized.
+    """
     check_is_fetched(path)
     try:
         with safe_open(path, "pt") as tensors:
             d2t = tensors.get_tensor("d2t") if "d2t" in tensors.keys() else None  # noqa: SIM118  it is no dict
+            dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} is no whole safetensors file ({error}). Download it again.") from None
+    integers = sorted(
+        name for name, dtype in dtypes.items() if name.endswith("weight") and dtype.startswith(("I", "U"))
+    )
+    if integers and not is_quantized:  # transformers would take them for floating-point numbers
+        raise ValueError(
+            f"{path} has weights that are integers, such as {integers[0]} ({dtypes[integers[0]]}), but config.json has no "
+            "`quantization_config` that says how to read them. Load the draft that is not quantized."
+        )
     if d2t is not None:  # transformers would round it to integers
         check_mapping(d2t, f"{path}: ")
 
@@ -104,17 +116,18 @@ def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: An
     """
     if is_missing_folder(str(source)):
         raise FileNotFoundError(f"There is no folder {source}. Pass the folder of a draft, or a Hub id (owner/name).")
+    path = find(source, "config.json", **hub_kwargs)
+    config = {} if path is None else read_json(path)
+    is_quantized = bool(config.get("quantization_config") or config.get("quantization"))
     weights = {with_variant("model.safetensors", variant)}
     for name in INDEX_FILES:
         if (path := find(source, with_variant(name, variant), **hub_kwargs)) is not None:
             weights |= set(read_index(path).values())
     for name in weights:
         if name.endswith(".safetensors") and (path := find(source, name, **hub_kwargs)) is not None:
-            check_safetensors(path)
+            check_safetensors(path, is_quantized)
     if (path := find(source, "generation_config.json", **hub_kwargs)) is not None:
         check_token_ids(read_json(path))
-    if (path := find(source, "config.json", **hub_kwargs)) is not None:
-        read_json(path)
 
 
 def read_and_mend(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoTokenizer, BatchFeature, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
-from .file_checks import read_json
+from .file_checks import check_is_fetched, read_json
 from .remote_code.configuration_eagle3 import DRAFT_KEYS
 from .tensor_names import LENIENT, find
 
@@ -45,16 +45,24 @@ def load_tokenizer(name: str | Path, **kwargs: Any) -> PreTrainedTokenizerBase:
 
     Raises:
         FileNotFoundError: if the folder has no tokenizer. (`AutoTokenizer` asks for a missing package instead.)
-        ValueError: if it is a draft.
+        ValueError: if it is a draft, or a file of the tokenizer is broken.
     """
     check_is_target(name, **kwargs)
     if Path(name).is_dir():
-        files = [path.name for path in Path(name).iterdir()]
-        if not any("token" in file or "vocab" in file or file.endswith((".model", ".tiktoken")) for file in files):
+        paths = [path for path in Path(name).iterdir() if path.is_file()]
+        marks = ("tekken", "token", "vocab", ".model", ".tiktoken")
+        if not (held := [path for path in paths if any(mark in path.name for mark in marks)]):
             raise FileNotFoundError(
                 f"{name} has no tokenizer. Save the target's there by `tokenizer.save_pretrained({str(name)!r})`."
             )
-    tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+        for path in held:
+            check_is_fetched(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"A file of the tokenizer of {name} is not valid JSON: {error}. Download it again."
+        ) from error
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _processor_template(name, **kwargs)
     return tokenizer
@@ -79,14 +87,18 @@ def read_template(path: str | Path) -> str:
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no file {path}. `chat_template_path` must be a Jinja file.")
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # some editors begin files with a byte order mark
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not in UTF-8: {error}. Save the chat template in UTF-8.") from None
 
 
-def padding_token(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns a token to pad with. Any token will do if the tokenizer has none for it, because padding is masked."""
-    return tokenizer.pad_token or tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+def padding_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> str:
+    """
+    Returns a token to pad with. Any token will do if the tokenizer has none for it, or added one that the target's table of
+    `vocab_size` tokens does not have, because padding is masked.
+    """
+    tokens = (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+    return tokenizer.convert_ids_to_tokens(next(token for token in tokens if token < vocab_size))
 
 
 def padded_inputs(
@@ -166,13 +178,21 @@ class PromptEncoder:
         for number, message in enumerate(messages):
             role, content = message["role"], message["content"]
             thoughts = next((message[name] for name in THOUGHTS if message.get(name)), None)
-            if message.get("tool_calls") and not content:  # a content may have them, too
+            within, mark, answer = content.partition("</think>") if isinstance(content, str) else ("", "", "")
+            within = within.replace("<think>", "").strip()
+            if message.get("tools"):
+                what, content = "tools of a message. Write them into the column `tools`", None
+                instead = [{name: value for name, value in message.items() if name != "tools"}]
+            elif message.get("tool_calls") and not content:  # a content may have them, too
                 what, instead = "tool calls", [{**message, "tool_calls": []}]
             elif content and role not in ("user", "assistant"):
                 what, instead = f"messages of {role!r}", []
             elif role == "assistant" and number == len(messages) - 1 and thoughts:  # templates drop earlier ones
                 what, content = "the assistant's thoughts", thoughts
                 instead = [{name: value for name, value in message.items() if name not in THOUGHTS}]
+            elif role == "assistant" and number == len(messages) - 1 and mark and within:  # DeepSeek-R1's template
+                what, content = "the assistant's thoughts (what is before </think>)", within
+                instead = [{**message, "content": answer}]
             else:
                 continue
             if what in self.written:

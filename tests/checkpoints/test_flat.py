@@ -75,6 +75,10 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"use_mrope": True}, "three positions"),
         ({"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}, "`alpha` .1000.0"),
         ({"rope_scaling": "yarn"}, "`rope_scaling` is 'yarn', but must be a mapping"),
+        (
+            {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
+            "is 5.0 in config.json, but 6.0 in its `rope_para",
+        ),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "EAGLE-1 and 2"),
         ({"use_aux_hidden_state": False}, "EAGLE-1 and 2"),
         ({"kv_lora_rank": 8}, "MLA.*SGLang and vLLM"),
@@ -116,6 +120,16 @@ def test_kinds_are_told_by_tensors(tmp_path, reference):
         for loader in (Eagle3ForSpeculation, AutoModel):
             with pytest.raises(ValueError, match=reason):
                 load(tmp_path / "draft", config, held, loader)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_weights_that_are_integers(tmp_path, reference, dtype):
+    """transformers would take them for floating-point numbers."""
+    tensors = midlayer(reference)
+    tensors["midlayer.mlp.up_proj.weight"] = tensors["midlayer.mlp.up_proj.weight"].to(dtype)
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        with pytest.raises(ValueError, match="has weights that are integers, such as midlayer.mlp.up_proj.weight"):
+            load(tmp_path / "draft", sglang(reference), tensors, loader)
 
 
 @pytest.mark.parametrize("prefix", ["model.", "module.model.", "draft_model."])

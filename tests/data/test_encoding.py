@@ -291,12 +291,18 @@ def test_texts_begin_and_end_once(puts, text):
 
 @pytest.mark.parametrize("assistant_only_loss", [False, True])
 def test_what_a_template_leaves_out_is_refused(assistant_only_loss):
-    prompt = "Be brief."
+    prompt, within = "Be brief.", assistant("<think>\nIt is.\n</think>\n\nYes.")
     for name, row, left_out in (
         ("phi3", {"messages": CALLS, "tools": [TOOL]}, "tool calls"),
         ("phi3", {"messages": [{"role": "tool", "content": prompt}, *PLAIN]}, "messages of 'tool'"),
+        ("phi3", {"messages": [{"role": "system", "content": prompt, "tools": [TOOL]}, *PLAIN]}, "tools of a message"),
         ("phi3", {"messages": THOUGHTS[:2]}, "the assistant's thoughts"),
         ("phi3", {"messages": THOUGHTS}, None),  # templates may drop those of earlier turns
+        ("deepseekv3", {"messages": [PLAIN[0], within]}, r"the assistant's thoughts \(what is before </think>\)"),
+        ("deepseekv3", {"messages": [PLAIN[0], within, *PLAIN[2:]]}, None),
+        ("qwen3", {"messages": [PLAIN[0], within]}, None),
+        ("phi3", {"messages": [PLAIN[0], within]}, None),
+        ("deepseekv3", {"messages": [PLAIN[0], assistant("<think>\n\n</think>Yes.")]}, None),
         ("qwen3", {"messages": [{"role": "critic", "content": prompt}, *PLAIN]}, "messages of 'critic'"),
         ("qwen3", {"messages": CALLS, "tools": [TOOL]}, None),
         ("qwen2_5", {"messages": [{"role": "system", "content": QWEN_PROMPT}, *PLAIN]}, None),  # the default one

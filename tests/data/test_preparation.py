@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, ProcessorMixin
 from trl.chat_template_utils import qwen3_chat_template
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
-from hf_eagle3.tokenizer import load_tokenizer
+from hf_eagle3.tokenizer import load_tokenizer, padding_token, read_template
 from hf_eagle3.training import ttt
 from hf_eagle3.training.models import load_target
 
@@ -405,3 +405,36 @@ def test_tokenizers_without_eos_or_padding(tokenizer, tmp_path, rows, caplog):
         trainer = make_trainer(tokenizer, rows, tmp_path)
     assert tokenizer.decode(trainer.train_dataset[0]["input_ids"]) == "abcdef"
     assert "has no EOS token: texts are learned without an end" in caplog.text
+
+
+def test_files_of_tokenizers(tokenizer, tmp_path, monkeypatch):
+    make_target("llama").config.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for content, told in (
+        ("version https://git-lfs.github.com/spec/v1\n", "tokenizer.json is a Git LFS pointer"),
+        ("{", "A file of the tokenizer of .* is not valid JSON"),
+    ):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(ValueError, match=told):
+            load_tokenizer(tmp_path)
+    for path in tmp_path.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(FileNotFoundError, match="has no tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tekken.json").write_text("{}")  # Mistral's
+    monkeypatch.setattr("hf_eagle3.tokenizer.AutoTokenizer.from_pretrained", lambda name: tokenizer)
+    assert load_tokenizer(tmp_path) is tokenizer
+    (tmp_path / "a.jinja").write_bytes(b"\xef\xbb\xbfabc")
+    assert read_template(tmp_path / "a.jinja") == "abc"
+
+
+def test_a_padding_token_that_the_target_does_not_have(tokenizer, tmp_path):
+    """`add_special_tokens` is often called without `resize_token_embeddings`."""
+    target, tokenizer = make_target("llama"), copy.deepcopy(tokenizer)
+    num_tokens = target.config.vocab_size
+    tokenizer.add_tokens([f"<{number}>" for number in range(num_tokens - len(tokenizer))])
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokenizer.pad_token_id == num_tokens
+    assert padding_token(tokenizer, num_tokens) == "</s>" and padding_token(tokenizer, num_tokens + 1) == "[PAD]"
+    rows = {"text": ["abc", "abcdefgh"] * 4}
+    make_trainer(tokenizer, rows, tmp_path, max_steps=1, per_device_train_batch_size=4).train()

@@ -41,6 +41,10 @@ GOOD = {
         {"messages": [{"role": "system", "content": "s"}, *CHAT]},
     ),
     "text in place of value": ({"conversations": [{"from": "human", "text": "a"}, SHAREGPT[1]]}, {"messages": CHAT}),
+    "an empty content of other rows": (
+        {"messages": [{"role": "user", "content": "", "value": "a"}, {**A, "value": "b"}]},
+        {"messages": CHAT},
+    ),
     "a structure of lists": (
         {"messages": {"role": ["user", "assistant"], "content": ["a", "b"]}},
         {"messages": CHAT},
@@ -197,6 +201,10 @@ BAD = {
         {"messages": CHAT, "chat_template_kwargs": [1]},
         r"'chat_template_kwargs' is \[1\], but must be a dictionary",
     ),
+    "an argument that is not the template's": (
+        {"messages": CHAT, "chat_template_kwargs": {"add_generation_prompt": True}},
+        "'chat_template_kwargs' has 'add_generation_prompt', which is set here",
+    ),
     "calls of another type": ({"messages": [U, {**A, "tool_calls": ["f"]}]}, "'f' among its tool_calls"),
     "no text": ({"text": None}, "'text' is missing or has nothing in it"),
     "a number as text": ({"text": 5}, "'text' is 5, but must be a text"),
@@ -207,6 +215,25 @@ BAD = {
     "tools beside a text": (
         {"prompt": "a", "completion": "b", "tools": [TOOL]},
         "has 'tools' beside a text, but only",
+    ),
+    "a mask beside a conversation": ({"messages": CHAT, "loss_mask": [0, 1]}, "'loss_mask' beside 'messages', but"),
+    "Alpaca's input": (
+        {"prompt": "a", "input": "c", "completion": "b"},
+        "it has 'input' beside 'prompt'. Write it into",
+    ),
+    "its history": ({"prompt": "a", "history": [["c", "d"]], "completion": "b"}, "it has 'history' beside 'prompt'"),
+    "a prompt twice": ({"prompt": [U], "completion": CHAT}, "its completion begins with the prompt again"),
+    "two contents": (
+        {"messages": [{**U, "value": "c"}, A]},
+        "message 0 of 'messages' has two contents, 'a' and 'c'. Remove one",
+    ),
+    "half an answer": (
+        {"messages": [U, {**A, "content": [{"type": "text", "text": "b", "weight": 0}]}]},
+        "message 1 of 'messages' is to be learned in part",
+    ),
+    "characters of an answer": (
+        {"messages": [U, {**A, "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}]},
+        "message 1 of 'messages' is to be learned in part",
     ),
     "no completion": ({"prompt": "a", "completion": None}, "'completion' is missing or has nothing in it"),
     "half a conversation": ({"prompt": [U], "completion": "b"}, "'prompt' is .*, but must be a text"),
@@ -237,6 +264,10 @@ BAD = {
     "a hole": ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, "excludes tokens in the middle"),
     "only padding": ({"input_ids": [0, 0], "attention_mask": [0, 0]}, "excludes tokens in the middle, or all"),
     "documents of another length": ({"input_ids": [5, 6], "seq_lengths": [1]}, "sum to 1, but there are 2 tokens"),
+    "documents of less than nothing": (
+        {"input_ids": [5, 6], "seq_lengths": [3, -1]},
+        "'seq_lengths' has -1, but must",
+    ),
     "documents by positions": ({"input_ids": [5, 6], "position_ids": [0, 0]}, "Say where documents end"),
 }
 

@@ -305,6 +305,27 @@ def test_files(files, tmp_path, run_recipe):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+def test_saved_splits_stay_apart(tmp_path, streaming):
+    """`load_dataset` would join those whose names it does not know."""
+    splits = {name: Dataset.from_list([{"text": name}]) for name in ("chats", "held_out")}
+    DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    script = load_script("recipes/train.py")
+    args = script.TrainScriptArguments(dataset_name=str(tmp_path / "saved"), dataset_streaming=streaming)
+    read = script.load_data(args, DatasetMixtureConfig())
+    assert {name: [row["text"] for row in rows] for name, rows in read.items()} == {name: [name] for name in splits}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_names_of_files_are_no_patterns(tmp_path, streaming):
+    script = load_script("recipes/train.py")
+    for name in ("chats [v2]*.jsonl", "chats [v2]-old.jsonl", "chats v-old.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    args = script.TrainScriptArguments(dataset_name=str(tmp_path / "chats [v2]*.jsonl"), dataset_streaming=streaming)
+    read = script.load_data(args, DatasetMixtureConfig())["train"]
+    assert [row["text"] for row in read] == ["chats [v2]*.jsonl"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("place", ["file", "folder"])
 def test_columns_of_later_rows(tmp_path, monkeypatch, place, streaming):
     """`datasets` takes the columns from the first rows that it reads, and would fail at the others."""

@@ -253,6 +253,17 @@ def test_resuming_as_the_command_line_says_it(tmp_path):
     assert [args.resume_from_checkpoint for args in said.values()] == [False, True, "a"]
 
 
+def test_resuming_as_the_arguments_say_it(tmp_path, tokenizer):
+    """`Trainer` itself would begin anew, over the checkpoints."""
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    make_trainer(tmp_path, tokenizer, max_steps=1, **settings).train()
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=2, resume_from_checkpoint=True, **settings)
+    trainer.train()
+    assert trainer.resumed_from is not None
+    trainer.train(resume_from_checkpoint=False)
+    assert trainer.resumed_from is None
+
+
 def test_collators_of_callers(tmp_path, tokenizer):
     """Are used if they learn what the rows say."""
     arguments = {"use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 1, "assistant_only_loss": True}
@@ -595,16 +606,22 @@ def test_an_adapter_goes_on_with_its_settings(tmp_path, tokenizer):
     target = make_target("llama")
     arguments = {"target": target, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
 
-    def train(alpha, resume=None):
+    def train(alpha, resume=None, folder="adapter"):
         draft, lora = Eagle3ForSpeculation.from_target(target), LoraConfig(lora_alpha=alpha, target_modules=["q_proj"])
-        trainer = make_trainer(tmp_path, tokenizer, model=draft, peft_config=lora, **arguments)
+        lora = None if alpha is None else lora
+        trainer = make_trainer(tmp_path / folder, tokenizer, model=draft, peft_config=lora, **arguments)
         trainer.train(resume_from_checkpoint=resume)
         return trainer.state.global_step
 
     train(8)
     with pytest.raises(ValueError, match="has another draft: lora_alpha was 8 before, 16 after"):
-        train(16, str(tmp_path / "checkpoint-1"))
-    assert train(8, str(tmp_path / "checkpoint-1")) == 2
+        train(16, str(tmp_path / "adapter" / "checkpoint-1"))
+    assert train(8, str(tmp_path / "adapter" / "checkpoint-1")) == 2
+    train(None, folder="whole")
+    with pytest.raises(ValueError, match="has a whole draft, but an adapter is trained here"):
+        train(8, str(tmp_path / "whole" / "checkpoint-1"), "other adapter")
+    with pytest.raises(ValueError, match="has an adapter, but a whole draft is trained here"):
+        train(None, str(tmp_path / "adapter" / "checkpoint-1"), "other whole")
 
 
 @pytest.mark.parametrize(
@@ -855,13 +872,23 @@ def test_wrong_arguments(tmp_path, tokenizer):
     ):
         with pytest.raises(ValueError, match=f"`{name}` has no effect"):
             make_trainer(tmp_path, tokenizer, **{name: value})
+    for name, value, told in (
+        ("learning_rate", "1e-4", "'1e-4', but must be a number. YAML reads"),
+        ("warmup_steps", "10", "'10', but must be a number"),
+        ("max_grad_norm", None, "None, but must be a number"),
+        ("max_steps", 2.0, "2.0, but must be an integer"),
+        ("ttt_steps", 2.5, "2.5, but must be an integer"),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}` is {told}"):
+            make_trainer(tmp_path, tokenizer, **{name: value})
     with pytest.raises(ValueError, match="torch_compile"):
         make_trainer(tmp_path, tokenizer, model=torch.compile(draft), target=target)
     with pytest.raises(ValueError, match="gradient_checkpointing"):
         make_trainer(tmp_path, tokenizer, gradient_checkpointing=True)
     for name, value in (
+        ("gradient_accumulation_steps", 0),
+        ("per_device_train_batch_size", 0),
         ("ttt_steps", 0),
-        ("ttt_steps", 2.5),
         ("draft_vocab_size", -3),
         ("max_length", 2),
         ("eval_max_new_tokens", 0),

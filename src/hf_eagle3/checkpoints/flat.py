@@ -278,7 +278,7 @@ def layer_config_of(config: dict, tensors: dict[str, torch.Tensor], assumed: dic
 def rope_of(config: dict) -> dict:
     """
     Returns the rotary embedding's parameters, from the new `rope_parameters`, or the old `rope_theta` and `rope_scaling`.
-    Raises `ValueError` if one of them is not a mapping.
+    Raises `ValueError` if one of them is not a mapping, or they contradict each other.
     """
     rope: dict[str, Any] = {"rope_type": "default"}
     for key in ("rope_parameters", "rope_scaling"):  # as transformers reads both
@@ -289,8 +289,12 @@ def rope_of(config: dict) -> dict:
             given = {"rope_type": given["type"], **given}
         rope |= given
     rope.pop("type", None)
-    if rope.get("rope_theta") is None:
-        rope["rope_theta"] = config.get("rope_theta") or 10000.0
+    thetas = [theta for theta in (rope.get("rope_theta"), config.get("rope_theta")) if theta is not None]
+    if len(thetas) == 2 and thetas[0] != thetas[1]:
+        raise ValueError(
+            f"`rope_theta` is {thetas[1]!r} in config.json, but {thetas[0]!r} in its `rope_parameters`. Remove the wrong one."
+        )
+    rope["rope_theta"] = (thetas or [10000.0])[0]
     return rope
 
 

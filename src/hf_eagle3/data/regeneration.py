@@ -76,7 +76,7 @@ def regenerate_locally(
     An earlier draft of the target makes it faster. Without a reader of images, rows with images are left out. Returns the
     number of rows with an image that could not be reached. Another run tries them again.
     """
-    tokenizer.pad_token = padding_token(tokenizer)
+    tokenizer.pad_token = padding_token(tokenizer, target.config.get_text_config(decoder=True).vocab_size)
     try:
         tokenizer = add_response_schema(tokenizer)  # separates reasoning from answers
     except ValueError:

@@ -37,11 +37,17 @@ OTHER_MEDIA = ("audio", "audios", "video", "videos")
 TEXT_PARTS, IMAGE_PARTS = (None, "text", "input_text", "output_text"), ("image", "image_url", "input_image")
 IMAGE_KEYS = ("image", "image_url", "url", "path")
 MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask")
+# Columns of Alpaca's format that belong to the prompt, and stay behind when the others are renamed.
+PROMPT_PARTS = ("input", "history")
 NUM_SHOWN = 3  # how many reasons, and rows for each, a message names
 # An assistant's message without content may have one of these.
 WITHOUT_CONTENT = {"tool_calls", *THOUGHTS}
+# Arguments of `apply_chat_template` that are not the template's.
+RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "tokenize"}
 # Keys that are 0 or false in messages that are not to be learned: those of OpenAI, axolotl, verl and ms-swift.
 WEIGHTS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
+# axolotl's weights of characters.
+DETAILS = ("train_detail", "training_detail")
 
 
 class RowError(ValueError):
@@ -139,6 +145,11 @@ def read_row(row: dict[str, Any], kind: str) -> Row:
         if images:
             raise RowError("it has images beside 'input_ids'. Pass messages or a text with its images")
         return Row(tokens=read_tokens(row))
+    if masks := [name for name in MASKS[1:] if _is_something(row.get(name))]:
+        raise RowError(
+            f"it has {masks[0]!r} beside {kind!r}, but masks are for 'input_ids'. Remove the column. To leave out turns of a "
+            "conversation, give their messages a `weight` of 0"
+        )
     if kind in CONVERSATIONS:
         messages, images = with_places(read_conversation(row, kind), images)
         return Row(messages=messages, template_kwargs=read_template_kwargs(row), images=images)
@@ -150,7 +161,10 @@ def read_row(row: dict[str, Any], kind: str) -> Row:
         _refuse_beside_text(row)
         return Row(text=read_text(prompt, "prompt"), completion=read_text(completion, "completion"), images=images)
     given = read_conversation(row, "prompt")
-    messages, images = with_places(given + read_messages(completion, "completion"), images)
+    answer = read_messages(completion, "completion")
+    if answer[: len(given)] == given:
+        raise RowError("its completion begins with the prompt again. Remove these messages from one of them")
+    messages, images = with_places(given + answer, images)
     return Row(messages=messages, num_given=len(given), template_kwargs=read_template_kwargs(row), images=images)
 
 
@@ -285,6 +299,14 @@ def read_message(message: Any, where: str) -> dict:
         raise RowError(f"{where} has no role: {_shown(message)}")
     role = ROLES.get(role.lower(), role)  # templates may have more roles
     contents = [others.pop(key) for key in ("content", "value", "text") if key in others]
+    contents = [content for content in contents if _is_something(content)] or contents[:1]
+    if len(contents) > 1 and contents[1:] != contents[:-1]:
+        raise RowError(f"{where} has two contents, {_shown(contents[0])} and {_shown(contents[1])}. Remove one")
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    if role == "assistant" and (any(map(others.get, DETAILS)) or not all(map(is_learned, parts))):
+        raise RowError(
+            f"{where} is to be learned in part, but a message is learned whole or not (`weight`). Split or remove it"
+        )
     calls = calls_of(others)
     others.pop("function_call", None)
     if calls is not None:
@@ -380,6 +402,8 @@ def read_template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
     if kwargs is not None and not isinstance(kwargs, dict):
         raise RowError(f"'chat_template_kwargs' is {_shown(kwargs)}, but must be a dictionary or JSON of one")
     kwargs = without_nulls(kwargs or {})
+    if reserved := RESERVED & kwargs.keys():
+        raise RowError(f"'chat_template_kwargs' has {min(reserved)!r}, which is set here. Remove it")
     tools = _from_json(row.get("tools"), "tools")
     if not tools and (functions := _from_json(row.get("functions"), "functions")):  # OpenAI's older form
         tools = [{"type": "function", "function": each} for each in _as_list(functions, "'functions'")]
@@ -430,6 +454,8 @@ def read_tokens(row: dict[str, Any]) -> dict[str, list[int]]:
     read = {"input_ids": tokens, "labels": labels}
     if row.get("seq_lengths") is not None:
         read["seq_lengths"] = _integers(row["seq_lengths"], "seq_lengths")
+        if min(read["seq_lengths"], default=0) < 0:
+            raise RowError(f"'seq_lengths' has {min(read['seq_lengths'])}, but must be the lengths of documents")
         if sum(read["seq_lengths"]) != len(tokens):
             raise RowError(f"'seq_lengths' sum to {sum(read['seq_lengths'])}, but there are {len(tokens)} tokens")
     elif row.get("position_ids") is not None and _integers(row["position_ids"], "position_ids")[1:].count(0):
@@ -484,6 +510,9 @@ def _refuse_beside_text(row: dict[str, Any]) -> None:
             raise RowError(
                 f"it has {name!r} beside a text, but only conversations can have that. Remove the column, or use messages"
             )
+    for name in PROMPT_PARTS:
+        if "prompt" in row and _is_something(row.get(name)):
+            raise RowError(f"it has {name!r} beside 'prompt'. Write it into the prompt, or remove the column")
 
 
 def _is_something(value: Any) -> bool:

@@ -92,8 +92,7 @@ def run_benchmark(
     methods = check_methods(methods, drafts, assistant, dflash)
     results = results or BenchmarkResults({})
     left_out = results.run.setdefault("left_out", {})
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = padding_token(tokenizer)
+    tokenizer.pad_token = padding_token(tokenizer, target.config.get_text_config(decoder=True).vocab_size)
     settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id, **(call or {})}
     settings["return_dict_in_generate"] = False  # some targets' generation configs say True
     generate = TimedGeneration(target, settings, sampling or {}, assistance_of(drafts, assistant, dflash))

@@ -2,7 +2,8 @@
 
 import copy
 import json
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
+from numbers import Integral, Real
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +28,7 @@ def check_integers(args: Any, **least: int) -> None:
     """Raises `ValueError` if an argument is not an integer, or below its least value."""
     for name, bound in least.items():
         value = getattr(args, name)
-        if type(value) is not int or value < bound:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < bound:
             raise ValueError(f"`{name}` must be an integer of at least {bound}, got {value!r}.")
 
 
@@ -228,6 +229,7 @@ class Eagle3TrainingArguments(SFTConfig):
             self.greater_is_better: bool | None = False  # transformers recognizes losses by the end of their names
         if (said := str(self.resume_from_checkpoint).lower()) in ("true", "false"):  # the command line gives a text
             self.resume_from_checkpoint: Any = said == "true"
+        self._check_numbers()
         has_default = self.accelerator_config is None
         super().__post_init__()
         if has_default and not isinstance(self.accelerator_config, str | dict | None):
@@ -242,6 +244,16 @@ class Eagle3TrainingArguments(SFTConfig):
         self._check_values()
         self._check_optimizer()
         self._check_without_effect()
+
+    def _check_numbers(self) -> None:
+        for each in fields(self):
+            value, kinds = getattr(self, each.name), {int: Integral, float: Real}
+            if each.type in kinds and value != each.default and not isinstance(value, kinds[each.type]):
+                number = "an integer" if each.type is int else "a number"
+                hint = " YAML reads 1e-4 as a text: write 1.0e-4." if isinstance(value, str) else ""
+                raise ValueError(f"`{each.name}` is {value!r}, but must be {number}.{hint}")
+        names = ("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size")
+        check_integers(self, **dict.fromkeys(names, 1))
 
     def _check_values(self) -> None:
         for name in ("dataset_kwargs", "model_init_kwargs", "target_model_init_kwargs"):

@@ -42,10 +42,11 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, args: Eagle3TrainingArguments) -> None:
+def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, args: Eagle3TrainingArguments, vocab_size: int) -> None:
     """
-    Gives the tokenizer the chat template and the EOS token of the arguments, and the arguments a padding token. Raises
-    `ValueError` if the template is no Jinja file, or the tokenizer does not have the token.
+    Gives the tokenizer the chat template and the EOS token of the arguments, and the arguments a padding token that the target's
+    table of `vocab_size` tokens has. Raises `ValueError` if the template is no Jinja file, or the tokenizer does not have the
+    token.
     """
     if args.chat_template_path is not None:
         if not args.chat_template_path.endswith((".jinja", ".j2")):
@@ -60,7 +61,7 @@ def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, args: Eagle3TrainingAr
                 f"`eos_token` is {args.eos_token!r}, which the tokenizer does not have. Pass one of its tokens."
             )
         tokenizer.eos_token = args.eos_token
-    args.pad_token = args.pad_token or padding_token(tokenizer)
+    args.pad_token = args.pad_token or padding_token(tokenizer, vocab_size)
 
 
 class CheckedCollator:

@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedConfig, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from ..environment import environment, public_name, what_differs, without_paths
 from ..hub.card import TRAINING_RECORD
@@ -112,7 +113,17 @@ def check_unfinished(args: Eagle3TrainingArguments, checkpoint: str, state: Trai
 
 def check_same_draft(trainer: Eagle3Trainer, checkpoint: str) -> None:
     """Raises `ValueError` if a checkpoint has another draft, or an adapter with other settings."""
-    if isinstance(model := trainer.accelerator.unwrap_model(trainer.model), PeftModel):
+    model, has_adapter = (
+        trainer.accelerator.unwrap_model(trainer.model),
+        Path(checkpoint, ADAPTER_CONFIG_NAME).is_file(),
+    )
+    if has_adapter != isinstance(model, PeftModel):
+        what = ("an adapter", "a whole draft") if has_adapter else ("a whole draft", "an adapter")
+        raise ValueError(
+            f"{checkpoint} has {what[0]}, but {what[1]} is trained here. Pass the draft, and the `peft_config` or none, that this "
+            "training began with."
+        )
+    if isinstance(model, PeftModel):
         # PEFT would load the weights, and scale them as it is told now.
         then, now = PeftConfig.from_pretrained(checkpoint).to_dict(), model.active_peft_config.to_dict()
         then, now = (

@@ -170,7 +170,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         store = kwargs["train_dataset"] if isinstance(kwargs["train_dataset"], FeatureStore) else None
         if store is not None and args.packing:
             raise ValueError("Rows of a feature store are packed when they are extracted. Leave `packing` out.")
-        prepare_tokenizer(tokenizer, args)
+        prepare_tokenizer(tokenizer, args, self.target_vocab_size)
         self._init_sft_trainer(draft, args, tokenizer, store, kwargs)
         check_parallelism(self)
         prepare_vocabulary(self.draft, target_model, self.train_dataset, vocab_size_from_data)
@@ -314,13 +314,16 @@ class Eagle3Trainer(DraftSavingTrainer):
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
                 The checkpoint to go on from. `True` takes the last whole one, and skips those with a missing, cut off or
-                changed file. `"auto"` does so, or begins anew if none was written to its end.
+                changed file. `"auto"` does so, or begins anew if none was written to its end. By default that of the arguments
+                counts; `False` begins anew.
             kwargs (*optional*): Other arguments of [`~transformers.Trainer.train`].
 
         Raises:
             ValueError: if another process trains into `output_dir`, there is no whole checkpoint, its training is finished, or
                 it was begun with other data or settings.
         """
+        if resume_from_checkpoint is None:  # `Trainer` would begin anew, and overwrite the checkpoints
+            resume_from_checkpoint = self.args.resume_from_checkpoint
         self.resumed_from, self.best = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), None
         if self.resumed_from is not None:
             check_resumption(self, self.resumed_from)
