@@ -124,6 +124,10 @@ GOOD = {
     "a prompt in a column of its own": ({"messages": CHAT, "prompt": "a"}, {"messages": CHAT}),
     "a completion of messages": ({"prompt": [U], "completion": [A]}, {"messages": CHAT, "num_given": 1}),
     "a completion": ({"prompt": "a", "completion": "b"}, {"text": "a", "completion": "b"}),
+    "a prompt written from an input": (
+        {"prompt": "a: c", "input": "c", "completion": "b"},
+        {"text": "a: c", "completion": "b"},
+    ),
     "a text": ({"text": "a", "tools": None}, {"text": "a"}),
     "an empty text": ({"text": ""}, {"text": ""}),
     "tokens": ({"input_ids": [5, 6]}, {"tokens": {"input_ids": [5, 6], "labels": [5, 6]}}),
@@ -219,7 +223,7 @@ BAD = {
     "a mask beside a conversation": ({"messages": CHAT, "loss_mask": [0, 1]}, "'loss_mask' beside 'messages', but"),
     "Alpaca's input": (
         {"prompt": "a", "input": "c", "completion": "b"},
-        "it has 'input' beside 'prompt'. Write it into",
+        "it has 'input' beside 'prompt', which does not have it. Write it into",
     ),
     "its history": ({"prompt": "a", "history": [["c", "d"]], "completion": "b"}, "it has 'history' beside 'prompt'"),
     "a prompt twice": ({"prompt": [U], "completion": CHAT}, "its completion begins with the prompt again"),

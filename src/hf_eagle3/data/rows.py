@@ -510,9 +510,12 @@ def _refuse_beside_text(row: dict[str, Any]) -> None:
             raise RowError(
                 f"it has {name!r} beside a text, but only conversations can have that. Remove the column, or use messages"
             )
-    for name in PROMPT_PARTS:
-        if "prompt" in row and _is_something(row.get(name)):
-            raise RowError(f"it has {name!r} beside 'prompt'. Write it into the prompt, or remove the column")
+    for name in PROMPT_PARTS if "prompt" in row else ():
+        value = row.get(name)
+        if _is_something(value) and not (isinstance(value, str) and value in str(row["prompt"])):
+            raise RowError(
+                f"it has {name!r} beside 'prompt', which does not have it. Write it into the prompt, or remove the column"
+            )
 
 
 def _is_something(value: Any) -> bool:
