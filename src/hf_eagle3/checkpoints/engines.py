@@ -12,8 +12,8 @@ from .writing import OTHER_ORDER, CannotExpress, draft_features
 class Engine(NamedTuple):
     """
     An engine that serves drafts, and the format that it reads. `version` is the one that tests/engines runs. It is `None` if
-    tests only check names, shapes and keys of the exported files. `check(draft)` raises a `ValueError` if the engine cannot
-    express the draft, or would silently ignore a part.
+    they run no engine: of SGLang they run only its models, of others nothing. `check(draft)` raises a `ValueError` if the engine
+    cannot express the draft, or would silently ignore a part.
     """
 
     name: str

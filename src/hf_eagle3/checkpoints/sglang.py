@@ -9,7 +9,8 @@ from .writing import CONFIGURED, CannotExpress, flat_config, flat_tensors, layer
 
 
 NAME = "sglang"
-# This module follows SGLang 0.5.23. That takes several layers, several states, and (since 0.5.17) `norm_before_fc`.
+# What the models of SGLang 0.5.23 compute, as tests/engines shows. They have several layers, any number of states, and (since
+# 0.5.17) `norm_before_fc`.
 TAKES = {
     *CONFIGURED,
     "`fc_norm`",
