@@ -184,8 +184,8 @@ def run(rng, scratch) -> tuple[int, str | None]:
     if form in ("ours", "sharded"):
         draft.save_pretrained(folder, max_shard_size="10KB" if form == "sharded" else "5GB")
     else:
-        if form == "safeailab":  # which takes these of six layers
-            draft.config.eagle_aux_hidden_state_layer_ids = [2, 3, 3]
+        if form == "safeailab":  # which takes these of eight layers
+            draft.config.eagle_aux_hidden_state_layer_ids = [2, 4, 5]
         try:
             export(draft, folder, form)
         except ValueError:  # it cannot be expressed there

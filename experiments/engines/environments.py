@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 def make_environment(engine: str, folder: Path) -> str:
     """
-    Installs an engine (`"vllm"`, `"llama_cpp"` or `"openvino"`) in its own environment in the folder, unless an earlier call
+    Installs an engine (`"vllm"`, `"llama_cpp"`, `"openvino"` or `"sglang"`) in its own environment in the folder, unless an earlier call
     did. Returns its interpreter.
     """
     requirements = HERE / f"requirements-{engine}.txt"

@@ -50,9 +50,9 @@ def test_of_speculators(tmp_path, monkeypatch, auto_class, kind):
 
 @pytest.mark.parametrize("to", ["sglang", "safeailab"])
 def test_of_other_formats(tmp_path, to):
-    target = make_target("llama", num_hidden_layers=6)
+    target = make_target("llama", num_hidden_layers=8)
     draft = make_draft(
-        target, [make_prompt(5)], fc_norm=False, norm_output=False, eagle_aux_hidden_state_layer_ids=[2, 3, 3]
+        target, [make_prompt(5)], fc_norm=False, norm_output=False, eagle_aux_hidden_state_layer_ids=[2, 4, 5]
     )
     export(draft, tmp_path / to, to)
     for auto_class in AUTO_CLASSES:
@@ -84,7 +84,7 @@ for name in ("speculator.eagle3", "sglang", "dflash", "target"):
     target.save_pretrained(tmp_path / "target")
     make_baseline("dflash", target).save_pretrained(tmp_path / "dflash")
     shutil.copytree(FIXTURES / "classic", tmp_path / "speculator.eagle3")
-    target = make_target("llama", num_hidden_layers=6)
+    target = make_target("llama", num_hidden_layers=8)
     export(Eagle3ForSpeculation.from_target(target, fc_norm=False, norm_output=False), tmp_path / "sglang", "sglang")
     config = json.loads((tmp_path / "sglang" / "config.json").read_text())
     plain = {key: value for key, value in config.items() if not any(word in key for word in ("eagle", "draft"))}

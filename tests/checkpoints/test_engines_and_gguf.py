@@ -174,6 +174,12 @@ def test_versions_are_those_that_are_run():
     assert f"openvino-genai=={versions['OpenVINO GenAI']}.0\n" in pinned["requirements-openvino"]
 
 
+def test_engines_collect_states_layer_by_layer():
+    target = make_target("qwen3", num_hidden_layers=8)
+    draft = Eagle3ForSpeculation.from_target(target, eagle_aux_hidden_state_layer_ids=[5, 4, 2], **FORMS["classic"])
+    assert all("in another order than the target's layers" in text for _, text in describe_engines(draft))
+
+
 def test_a_classic_draft_is_for_all(tmp_path):
     target = make_target("qwen3", num_hidden_layers=8)
     draft = Eagle3ForSpeculation.from_target(target, **FORMS["classic"])

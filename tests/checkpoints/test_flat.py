@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoints.test_formats import assert_same, export, make_reference, midlayer, sglang, write
 from conftest import make_prompt, make_target
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
@@ -445,3 +445,21 @@ def test_what_sglang_takes_since_it_was_first_served(tmp_path, target, overrides
     assert config["num_hidden_layers"] == draft.config.num_hidden_layers
     assert config["eagle_config"].get("norm_before_fc", False) == draft.config.norm_before_fc
     assert_same(Eagle3ForSpeculation.from_pretrained(tmp_path / "other"), draft, target)
+
+
+def test_the_norm_of_later_layers_that_sglang_reads(tmp_path, target):
+    """SGLang calls it `hidden_norm`. It would skip `input_layernorm`, and normalize by ones."""
+    draft = make_reference(target, num_hidden_layers=3)
+    export(draft, tmp_path / "other", "sglang")
+    tensors = load_file(tmp_path / "other" / "model.safetensors")
+    for i in (1, 2):
+        names = [f"layers.{i}.{name}.weight" for name in ("hidden_norm", "input_layernorm")]
+        assert all(torch.equal(tensors[name], draft.layers[i].input_layernorm.weight) for name in names)
+    back, info = Eagle3ForSpeculation.from_pretrained(tmp_path / "other", output_loading_info=True)
+    assert info["ignored"] == ["layers.1.hidden_norm.weight", "layers.2.hidden_norm.weight"]
+    assert_same(back, draft, target)
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    alone = {name: weight for name, weight in tensors.items() if name != "layers.2.input_layernorm.weight"}
+    assert_same(load(tmp_path / "alone", config, alone), draft, target)
+    with pytest.raises(ValueError, match="layers.2.hidden_norm.weight and layers.2.input_layernorm.weight differ"):
+        load(tmp_path / "differ", config, {**tensors, "layers.2.hidden_norm.weight": torch.ones(32)})

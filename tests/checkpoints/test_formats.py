@@ -27,13 +27,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 @pytest.fixture(scope="module")
 def target():
-    return make_target("llama", num_hidden_layers=6)
+    return make_target("llama", num_hidden_layers=8)
 
 
 def make_reference(target, rope=None, full=False, own_embedding=False, **overrides):
     """A draft of ours with random weights, to be written by hand in another format."""
     torch.manual_seed(1)
-    usual = [2, 3, 3]  # what readers take of six layers
+    usual = [2, 4, 5]  # what readers take of eight layers
     overrides = {"fc_norm": False, "norm_output": False, "eagle_aux_hidden_state_layer_ids": usual, **overrides}
     if rope is not None:
         overrides["rope_parameters"] = {**rope, "rope_theta": 5000.0}
@@ -304,7 +304,7 @@ def test_what_sglang_checks_of_what_we_export(tmp_path, target):
     )
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
     assert config["draft_vocab_size"] == 32 and config["fc_norm"] and config["norm_output"]
-    assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [1, 2, 2], "use_aux_hidden_state": True}
+    assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True}
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] and config["rope_scaling"] is None
     # It skips names that it does not know, so that all must be known.
     layer = {f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"}
@@ -337,6 +337,10 @@ def test_what_sglang_checks_of_what_we_export(tmp_path, target):
         ({"rope": LLAMA3}, "safeailab", "scaled rotary"),
         ({"attention_bias": True}, "safeailab", "biases"),
         ({"attention_bias": True}, "sglang", "biases"),
+        ({"hidden_act": "gelu"}, "sglang", "an activation"),
+        ({"eagle_aux_hidden_state_layer_ids": [2]}, "sglang", "SGLang skips `fc`"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 5, 4]}, "sglang", "in another order"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4, 4]}, "sglang", "one state twice"),
         ({}, "onnx", "exported to"),
     ],
 )

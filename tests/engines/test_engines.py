@@ -5,13 +5,16 @@ percent.
 """
 
 import pytest
-from conftest import load_script
-from transformers import AutoTokenizer
+import torch
+from conftest import load_script, make_target
+from transformers import AutoTokenizer, DynamicCache
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.baselines import DFlashForSpeculation
-from hf_eagle3.checkpoints import describe_engines, export
+from hf_eagle3.checkpoints import describe_engines, export, sglang
 from hf_eagle3.checkpoints.openvino import convert
+from hf_eagle3.making import FORMS
+from hf_eagle3.remote_code.outputs_eagle3 import aux_hidden_states
 from hf_eagle3.remote_code.policy_eagle3 import Calibration
 
 
@@ -165,6 +168,94 @@ def test_openvino(models, target, openvino_target, prompts, python_of, tmp_path,
         assert found["tokens"] == expected["tokens"] and found["forwards"] != expected["forwards"]
     else:
         assert_same(found, expected)
+
+
+# SGLang ---------------------------------------------------------------------------------------------------------------
+# Its engine does not speculate on CPUs, but its models draft there: `run_sglang.py` says how.
+
+YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+OF_SGLANG = {
+    "classic": {},
+    "eagle3.1": {"fc_norm": True, "norm_output": True},
+    "norm_before_fc": {"norm_before_fc": True, "norm_output": True},
+    "layers": {"num_hidden_layers": 3, "rope_parameters": YARN},
+    "states": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4, 7], "head_dim": 16},
+    "vocabulary": {"draft_token_ids": None, "has_own_embed_tokens": True},
+}
+
+
+def make_random(family, **overrides):
+    target = make_target(family, num_hidden_layers=8)
+    settings = {**FORMS["classic"], "draft_token_ids": range(1, 96, 3), **overrides}
+    draft = Eagle3ForSpeculation.from_target(target, **settings).eval()
+    for name, parameter in draft.named_parameters():
+        if "embed_tokens" not in name:
+            parameter.data += torch.randn_like(parameter) * 0.1
+    return target, draft
+
+
+@torch.no_grad()
+def drafted(target, draft, prompt, num_draft_tokens):
+    """The logits of each step, and the tokens that it drafts."""
+    outputs = target(torch.tensor([prompt]), output_hidden_states=True)
+    aux = aux_hidden_states(outputs, draft.resolve_aux_layer_ids(target), target.config.num_hidden_layers)
+    tokens = torch.tensor([[*prompt[1:], outputs.logits[0, -1].argmax()]])
+    draft.borrow_embeddings(target)
+    states, cache, logits, drafted = draft.combine_hidden_states(aux), DynamicCache(), [], []
+    for _ in range(num_draft_tokens + 1):
+        output = draft(tokens, states, cache=cache)
+        tokens, states = draft.draft_token_ids[output.logits[:, -1:].argmax(-1)], output.last_hidden_state[:, -1:]
+        logits.append(output.logits[0])
+        drafted.append(tokens.item())
+    return logits, drafted[:-1]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("form", OF_SGLANG)
+def test_sglang(python_of, tmp_path, form, family):
+    if form != "classic" and family != "llama":
+        pytest.skip("one form for each family")
+    target, draft = make_random(family, **OF_SGLANG[form])
+    target.save_pretrained(tmp_path / "target")
+    export(draft, tmp_path / "draft", "sglang")
+    prompts = [[3, 5, 7, 9, 11, 13, 40, 2], [50, 60, 70, 1, 2, 3]]
+    job = {"target": tmp_path / "target", "draft": tmp_path / "draft", "prompts": prompts, "num_draft_tokens": 4}
+    found = run_engine(python_of("sglang"), "sglang", **job)
+    assert set(found["ignored"]) <= {"t2d"}
+    assert found["unfilled"] == ([] if draft.config.has_own_embed_tokens else ["model.embed_tokens.weight"])
+    for prompt, logits, tokens in zip(prompts, found["logits"], found["tokens"]):
+        expected, expected_tokens = drafted(target, draft, prompt, job["num_draft_tokens"])
+        assert tokens == expected_tokens
+        for ours, theirs in zip(expected, logits, strict=True):
+            torch.testing.assert_close(torch.tensor(theirs), ours, atol=1e-5, rtol=1e-5)
+    draft.config.eagle_aux_hidden_state_layer_ids[0] += 1
+    assert not torch.allclose(
+        drafted(target, draft, prompts[0], 0)[0][0], torch.tensor(found["logits"][0][0]), atol=0.1
+    )
+
+
+def test_layers_that_sglang_captures(python_of, tmp_path):
+    """Of all classes of targets, without those that ask a model within."""
+    target, draft = make_random("llama")
+    target.save_pretrained(tmp_path / "target")
+    export(draft, tmp_path / "draft", "sglang")
+    written = [[1, 5, 8], [2, 5, 8], [3, 6, 9], [0, 5, 8]]
+    job = {"target": tmp_path / "target", "draft": tmp_path / "draft", "prompts": [], "layer_ids": written}
+    captured = run_engine(python_of("sglang"), "sglang", **job)["captured"]
+    assert {"LlamaForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM"} <= captured.keys()
+    for name, of_written in captured.items():
+        if None in of_written or name.endswith(("Eagle", "Eagle3", "MTP", "NextN")):  # the latter are drafts
+            continue
+        draft.config.speculators_config["verifier"]["architectures"] = [name]
+        for layer_ids in ([2, 6, 9], [3, 6, 9], [1, 6, 9]):
+            draft.config.eagle_aux_hidden_state_layer_ids = layer_ids
+            if layer_ids not in of_written:
+                with pytest.raises(ValueError, match="adds one to ids that begin with 1"):
+                    sglang.write(draft)
+                continue
+            config, _ = sglang.write(draft)
+            ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+            assert of_written[written.index(ids)] == layer_ids, name
 
 
 # What they would leave out without a word -----------------------------------------------------------------------------

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 from ..environment import is_path
 from ..remote_code.modeling_eagle3 import DraftModel
 from . import llama_cpp, openvino, safeailab, sglang
-from .writing import CannotExpress
+from .writing import OTHER_ORDER, CannotExpress, draft_features
 
 
 class Engine(NamedTuple):
     """
     An engine that serves drafts, and the format that it reads. `version` is the one that tests/engines runs. It is `None` if
-    tests only check names, shapes and keys of the exported files. `check(draft)` raises a `ValueError` if the engine cannot
-    express the draft, or would silently ignore a part.
+    they run no engine: of SGLang they run only its models, of others nothing. `check(draft)` raises a `ValueError` if the engine
+    cannot express the draft, or would silently ignore a part.
     """
 
     name: str
@@ -24,8 +24,13 @@ class Engine(NamedTuple):
 
 def check_vllm(draft: DraftModel) -> None:
     """Raises `CannotExpress`, naming what vLLM would ignore."""
+    reasons = []
     if draft.config.is_parallel and draft.config.fc_norm:  # vLLM does not pass the flag to the layers of such drafts
-        raise CannotExpress("speculators", ["`fc_norm` in a parallel draft"])
+        reasons.append("`fc_norm` in a parallel draft")
+    if draft_features(draft)[OTHER_ORDER]:
+        reasons.append(OTHER_ORDER)
+    if reasons:
+        raise CannotExpress("speculators", reasons)
 
 
 ENGINES = (

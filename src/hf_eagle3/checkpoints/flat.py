@@ -3,6 +3,7 @@ Reading drafts with a flat Llama configuration, as most projects write them. Key
 side, or those of EAGLE in `eagle_config`. The names of the tensors show what a draft is, whoever wrote it.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -344,6 +345,7 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
         if new_name in ours:
             raise ValueError(f"two tensors are called {new_name}; one of them is stored as {name}.")
         ours[new_name] = tensors[name]
+    merge_norms(ours, renamed, ignored)
     if "lm_head.weight" not in ours and config.get("tie_word_embeddings") and "embed_tokens.weight" in ours:
         ours["lm_head.weight"] = ours["embed_tokens.weight"].clone()
         renamed["embed_tokens.weight"] = "lm_head.weight (tied)"
@@ -365,3 +367,21 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
         if "t2d" in ours:
             ours["t2d"] = ours["t2d"].bool()
     return ours, {"renamed": renamed, "ignored": ignored}
+
+
+def merge_norms(tensors: dict[str, torch.Tensor], renamed: dict[str, str], ignored: list[str]) -> None:
+    """
+    Layers after the first have one norm before their attention. SGLang calls it `hidden_norm`, vLLM and we `input_layernorm`.
+    Raises `ValueError` if a layer has both and they differ.
+    """
+    for name in [name for name in tensors if re.fullmatch(r"layers\.[1-9]\d*\.hidden_norm\.weight", name)]:
+        weight, other = tensors.pop(name), name.replace("hidden_norm", "input_layernorm")
+        if other not in tensors:
+            tensors[other], renamed[name] = weight, other
+            continue
+        if not torch.equal(tensors[other], weight):
+            raise ValueError(
+                f"{name} and {other} differ. SGLang normalizes the input of this layer by the first, vLLM by the second. Remove the "
+                "one that the draft was not trained with."
+            )
+        ignored.append(name)

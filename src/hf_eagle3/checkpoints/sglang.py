@@ -9,14 +9,13 @@ from .writing import CONFIGURED, CannotExpress, flat_config, flat_tensors, layer
 
 
 NAME = "sglang"
-# This module follows the source of SGLang 0.5.23. That takes several layers, any number of states, and (since 0.5.17)
-# `norm_before_fc`.
+# What the models of SGLang 0.5.23 compute, as tests/engines shows. They have several layers, any number of states, and (since
+# 0.5.17) `norm_before_fc`.
 TAKES = {
     *CONFIGURED,
     "`fc_norm`",
     "`norm_before_fc`",
     "`norm_output`",
-    "an activation other than silu",
     "more or fewer than three states",
     "more than one layer",
     "rotary embeddings scaled other than by linear or llama3",
@@ -35,6 +34,10 @@ def write(draft: DraftModel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         ValueError: if the layer ids depend on the target, and the draft does not name it.
     """
     config = draft.config
+    num_entries = config.num_aux_hidden_states * config.target_hidden_size
+    if num_entries == config.hidden_size:
+        reason = f"states of {num_entries} entries together, as many as its own width, for which SGLang skips `fc`"
+        raise CannotExpress(NAME, [reason])
     flat = flat_config(draft, TAKES, NAME)
     flat |= {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -48,7 +51,11 @@ def write(draft: DraftModel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     if config.norm_before_fc:
         flat["norm_before_fc"] = True
         flat.setdefault("eagle_config", {})["norm_before_fc"] = True
-    return flat, flat_tensors(draft)
+    tensors = flat_tensors(draft)
+    # Layers after the first have one norm before their attention. SGLang calls it `hidden_norm`.
+    for i in range(1, config.num_hidden_layers):
+        tensors[f"layers.{i}.hidden_norm.weight"] = tensors[f"layers.{i}.input_layernorm.weight"].clone()
+    return flat, tensors
 
 
 def reads_ids_unchanged(draft: DraftModel) -> bool:

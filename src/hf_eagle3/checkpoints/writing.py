@@ -18,6 +18,8 @@ CONFIGURED = {
     "states other than the default three",
     "target states of another width than its own",
 }
+# Engines collect the states layer by layer.
+OTHER_ORDER = "one state twice, or its states in another order than the target's layers"
 
 
 def flat_config(draft: DraftModel, takes: Collection[str], to: str) -> dict[str, Any]:
@@ -69,6 +71,7 @@ def draft_features(draft: DraftModel) -> dict[str, bool]:
         "target states of another width than its own": config.target_hidden_size != config.hidden_size,
         "more or fewer than three states": config.num_aux_hidden_states != 3,
         "states other than the default three": not has_default_ids,
+        OTHER_ORDER: ids is not None and ids != sorted(set(ids)),
         "the target's embedding (id 0) among its states": 0 in (ids or ()) and not config.aux_layer_ids_assumed,
     }
 
