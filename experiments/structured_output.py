@@ -23,6 +23,7 @@ The draft grows the largest tree in every step, so nothing depends on times. Wit
 
 import argparse
 import functools
+import importlib
 import json
 import statistics
 import sys
@@ -32,7 +33,6 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-import xgrammar
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -42,18 +42,6 @@ from transformers import (
 )
 
 from hf_eagle3.evaluation.drafts import load_draft
-
-
-# lm-format-enforcer 0.11.3 imports this name from where transformers 4 had it.
-sys.modules["transformers.tokenization_utils"] = transformers.tokenization_utils_base
-
-import outlines  # noqa: E402
-from lmformatenforcer import JsonSchemaParser, RegexParser  # noqa: E402
-from lmformatenforcer.integrations.transformers import (  # noqa: E402
-    build_token_enforcer_tokenizer_data,
-    build_transformers_prefix_allowed_tokens_fn,
-)
-from outlines.backends import get_json_schema_logits_processor, get_regex_logits_processor  # noqa: E402
 
 
 SENTENCES = [
@@ -99,7 +87,8 @@ class Masked:
     def __init__(self, draft, grammar, watch: Watch, prompt_length: int, most_levels: int):
         self.grow_tree, self.vocab_size = type(draft).grow_tree, draft.config.vocab_size
         self.watch, self.prompt_length, self.most_levels = watch, prompt_length, most_levels
-        self.matchers = {(): xgrammar.GrammarMatcher(grammar)}
+        self.xgrammar = importlib.import_module("xgrammar")
+        self.matchers = {(): self.xgrammar.GrammarMatcher(grammar)}
 
     def matcher(self, tokens: tuple):
         """The state of the grammar after these tokens; `None` if it does not allow them."""
@@ -113,10 +102,10 @@ class Masked:
         state = self.matcher(tokens)
         if state is None or state.is_terminated():
             return logits
-        bitmask = xgrammar.allocate_token_bitmask(1, self.vocab_size)
+        bitmask = self.xgrammar.allocate_token_bitmask(1, self.vocab_size)
         state.fill_next_token_bitmask(bitmask)
         scores = torch.zeros(1, self.vocab_size)
-        xgrammar.apply_token_bitmask_inplace(scores, bitmask)
+        self.xgrammar.apply_token_bitmask_inplace(scores, bitmask)
         return logits + (scores[0] if token_ids is None else scores[0, token_ids])
 
     def __call__(self, root_tokens, logits, hidden_states, advance, token_ids, *settings):
@@ -146,6 +135,18 @@ class Grammar(NamedTuple):
 
 def grammars(target, tokenizer) -> dict[str, Grammar]:
     """Grammars by name. None of them is compiled yet, because that may take long."""
+    # Here, so that `--help` needs none of these libraries. lm-format-enforcer 0.11.3 imports a name from where
+    # transformers 4 had it.
+    sys.modules["transformers.tokenization_utils"] = transformers.tokenization_utils_base
+    import outlines
+    import xgrammar
+    from lmformatenforcer import JsonSchemaParser, RegexParser
+    from lmformatenforcer.integrations.transformers import (
+        build_token_enforcer_tokenizer_data,
+        build_transformers_prefix_allowed_tokens_fn,
+    )
+    from outlines.backends import get_json_schema_logits_processor, get_regex_logits_processor
+
     schema, model = json.dumps(SCHEMA), outlines.from_transformers(target, tokenizer)
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=target.config.vocab_size)
     compiler = xgrammar.GrammarCompiler(info, max_threads=1)

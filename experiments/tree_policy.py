@@ -132,8 +132,8 @@ def compare_ways(time_call, ways: dict[str, dict], batches, repeats: int) -> lis
 def main():
     args = parse_arguments()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    tokenizer.pad_token = padding_token(tokenizer)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(args.device).eval()
+    tokenizer.pad_token = padding_token(tokenizer, target.config.get_text_config(decoder=True).vocab_size)
     draft = load_draft(args.draft, args.code, dtype=target.dtype).to(args.device)
     target.generation_config.eos_token_id = None  # texts of one length
     prompts = load_prompts(args.prompts, tokenizer, args.num_prompts)

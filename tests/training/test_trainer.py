@@ -50,6 +50,7 @@ from hf_eagle3.training import models, ttt
 from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
 from hf_eagle3.training.console import shown
 from hf_eagle3.training.evaluation import check_best_metric
+from hf_eagle3.training.parser import Eagle3Parser
 from hf_eagle3.training.record import non_defaults, target_digest, training_record
 from hf_eagle3.training.saving import check_output_folder
 
@@ -872,6 +873,8 @@ def test_wrong_arguments(tmp_path, tokenizer):
     ):
         with pytest.raises(ValueError, match=f"`{name}` has no effect"):
             make_trainer(tmp_path, tokenizer, **{name: value})
+    Eagle3Parser([Eagle3TrainingArguments])  # takes `None` out of the types of fields
+    assert Eagle3TrainingArguments(str(tmp_path), use_cpu=True, max_length=None).max_length is None
     for name, value, told in (
         ("learning_rate", "1e-4", "'1e-4', but must be a number. YAML reads"),
         ("warmup_steps", "10", "'10', but must be a number"),

@@ -1,6 +1,7 @@
 """Arguments of [`Eagle3Trainer`]."""
 
 import copy
+import inspect
 import json
 from dataclasses import dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
@@ -246,10 +247,13 @@ class Eagle3TrainingArguments(SFTConfig):
         self._check_without_effect()
 
     def _check_numbers(self) -> None:
+        # Not the types of the fields, from which transformers' parser removes `None`.
+        of_classes = map(inspect.get_annotations, reversed(type(self).__mro__))
+        types = {name: kind for of_class in of_classes for name, kind in of_class.items()}
         for each in fields(self):
-            value, kinds = getattr(self, each.name), {int: Integral, float: Real}
-            if each.type in kinds and value != each.default and not isinstance(value, kinds[each.type]):
-                number = "an integer" if each.type is int else "a number"
+            value, kind, kinds = getattr(self, each.name), types[each.name], {int: Integral, float: Real}
+            if kind in kinds and value != each.default and not isinstance(value, kinds[kind]):
+                number = "an integer" if kind is int else "a number"
                 hint = " YAML reads 1e-4 as a text: write 1.0e-4." if isinstance(value, str) else ""
                 raise ValueError(f"`{each.name}` is {value!r}, but must be {number}.{hint}")
         names = ("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size")
