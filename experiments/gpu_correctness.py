@@ -107,10 +107,11 @@ def caches(kind: str) -> dict[str, dict]:
     return {"dynamic": {}, **static}
 
 
-def in_low_precision(device: str) -> dict:
+def in_low_precision(device: str, max_new_tokens: int) -> dict:
     """In bfloat16 a text may part from the plain one only where two tokens are nearly tied."""
     target, draft = make_small_pairing("llama", {}, device, torch.bfloat16)
-    rows = [compare(target, draft, make_batch([length], device)["input_ids"], 48) for length in (40, 17, 9)]
+    prompts = [make_batch([length], device)["input_ids"] for length in (40, 17, 9)]
+    rows = [compare(target, draft, prompt, max_new_tokens) for prompt in prompts]
     noise, gaps = max(row["noise"] for row in rows), [abs(row["gap"]) for row in rows if "gap" in row]
     return {
         "is_right": all(gap <= 2 * noise for gap in gaps),
@@ -236,7 +237,7 @@ def attention_in_training(device: str, tiny: bool) -> dict:
     return {"is_right": errors["float32"] < 1e-3 and errors["bfloat16"] < 2e-2, **errors}
 
 
-def learning(device: str) -> dict:
+def learning(device: str, length: int) -> dict:
     """Trains a few steps on one batch, with Muon under bfloat16 autocast. The loss must fall, and nothing may be NaN."""
     from training_step import random_batch
 
@@ -245,7 +246,7 @@ def learning(device: str) -> dict:
 
     target, draft = make_small_pairing("llama", {}, device)
     draft = draft.float().train()
-    batch = random_batch(draft, SIZES["vocab_size"], 256, 64)
+    batch = random_batch(draft, SIZES["vocab_size"], length, 64)
     matrices, others = split_parameters(draft.named_parameters(), exclude=("lm_head",))
     optimizer, losses = MuonWithAdamW(matrices, others, lr=1e-2), []
     for _ in range(8):
@@ -293,13 +294,13 @@ def measure(args, sections) -> None:
                 sections.measure(section, on_family, compare_texts, name, batch, **short, **call)
         batch = make_batch(LENGTHS[1], device)
         sections.measure("remote code from a saved folder", on_family, as_remote_code, "llama", batch)
-        sections.measure("bfloat16 (near ties only)", in_low_precision, device)
+        sections.measure("bfloat16 (near ties only)", in_low_precision, device, 12 if args.tiny else 48)
         sections.measure("prompt on the host", on_family, with_prompt_on_host, "qwen3")
         if device != "cpu":
             sections.measure("two threads, each with its stream", on_family, in_two_streams, "llama", batch)
         if importlib.util.find_spec("trl") is not None:
             sections.measure("flex attention in training", attention_in_training, device, args.tiny, seconds=8 * some)
-            sections.measure("Muon, bfloat16 autocast", learning, device, seconds=some)
+            sections.measure("Muon, bfloat16 autocast", learning, device, 64 if args.tiny else 256, seconds=some)
         compiler = CompileConfig(backend="eager", mode=None) if args.tiny else CompileConfig()
         compiler._compile_all_devices = True
         call = {"cache_implementation": "static", "compile_config": compiler}

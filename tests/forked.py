@@ -3,6 +3,7 @@ Scripts in processes of their own, forked from one that has imported what traini
 trainings of tests.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -60,6 +61,7 @@ def run_all(command, environments: list[dict[str, str]]) -> subprocess.Completed
 def run_here(command: list[str], environment: dict[str, str], output: Path) -> None:
     for descriptor, kind in ((1, ".out"), (2, ".err")):
         os.dup2(os.open(output.with_suffix(kind), os.O_WRONLY | os.O_CREAT), descriptor)
+    faulthandler.enable()  # or nothing would say where a process crashed
     os.environ.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment)
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))

@@ -428,7 +428,7 @@ def test_learns_nothing_from_padding(monkeypatch, cache):
     monkeypatch.setattr(DraftingTrial, "judge", lambda self, tokens, *seconds: judged.append((tokens, of_padding[-1])))
     monkeypatch.setattr(StepCosts, "seconds", lambda self, part, size: times.random())
     monkeypatch.setattr(StepCosts, "known", lambda self, part: [(1, 0.2), (4, 0.5)])
-    for seed in range(60):
+    for seed in range(30):
         draft = make_oracle(target, expected, seed, padding)
         draft.generation_config.update(tree_policy="auto", tree_depth=4, branching_factor=1)
         outputs = target.generate(**batch, assistant_model=draft, **kwargs, **cache)

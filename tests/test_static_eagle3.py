@@ -381,7 +381,7 @@ def test_a_draft_that_is_captured(graphs, family, cache, sampling, lengths, poli
     target, batch = make_target(family), make_batch(lengths)
     draft = make_draft(target, [make_prompt(9)], num_tokens=8)
     draft.generation_config.tree_policy = policy
-    settings = {"max_new_tokens": 60, "do_sample": False, **sampling}
+    settings = {"max_new_tokens": 40, "do_sample": False, **sampling}
     torch.manual_seed(5)
     expected, state = target.generate(**batch, **settings), torch.get_rng_state()
     torch.manual_seed(5)

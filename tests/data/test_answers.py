@@ -13,10 +13,10 @@ from hf_eagle3.data.answers import Output
 def test_two_runs_do_not_write_into_one_folder(tmp_path):
     Output(tmp_path, {}).write(0, {"messages": [user("a")]})
     written = (tmp_path / "rows-00000.jsonl").read_text()
-    run = "from hf_eagle3.data.answers import Output; import sys; output = Output(sys.argv[1], {}); print(1, flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", run, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
+    (lock,) = tmp_path.glob(".lock-*")
+    # What `Output` does in another process, which would take long to import it.
+    run = "import filelock, sys; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print(1, flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", run, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         other.stdout.readline()
         with (tmp_path / "rows-00000.jsonl").open("a") as file:
             file.write('{"row": 1')  # the other run is writing
