@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.making import architecture_of
 from hf_eagle3.remote_code.target_eagle3 import gathered
-from hf_eagle3.training.target_states import TargetStates
 
 
 class MyLlama(LlamaForCausalLM):
@@ -84,6 +83,9 @@ def test_a_quantized_head_of_the_target():
 
 def test_layers_that_are_unpacked_at_the_first_forward():
     """As of compressed-tensors, by a hook of the whole model. Training runs only its base, and a draft takes the head."""
+    pytest.importorskip("trl")
+    from hf_eagle3.training.target_states import TargetStates
+
     target, inputs = make_target("llama"), {"input_ids": torch.tensor([[5, 6, 7]])}
     expected = TargetStates(target, [1, 2, 3])(inputs)
     layers = [module for module in target.modules() if isinstance(module, torch.nn.Linear)]

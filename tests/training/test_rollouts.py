@@ -130,6 +130,11 @@ def test_a_draft_in_half_precision_learns_small_steps(tmp_path, tokenizer):
     assert any(not torch.equal(before[name], draft.get_parameter(name)) for name in norms)
 
 
+def test_a_context_that_is_not_entered(caplog):
+    assist_rollouts(None, None)
+    assert "`assist_rollouts(...)` alone does nothing" in caplog.text
+
+
 def test_nothing_is_left_after_an_exception(tmp_path, tokenizer):
     trainer = make_trainer(tmp_path, tokenizer)
     draft = make_draft(trainer.model, [make_prompt(9)])

@@ -76,6 +76,7 @@ class DFlashConfig(BaselineConfig):
     """
 
     model_type = "dflash"
+    has_no_defaults_at_init: ClassVar[bool] = True  # older transformers would make a default one to save another
     reads_one_state: ClassVar[bool] = False
 
     block_size: int = 16
