@@ -283,8 +283,8 @@ def print_report(args, results: BenchmarkResults, dtype: torch.dtype) -> None:
             )
             drafting = f"Drafting took {row.draft_share:.0%} of the time. " if row.draft_share else ""
             print(
-                f"{where}: of {row.target_forwards} forwards, {row.plain_steps} were plain steps without a tree, and {row.lookup_steps} verified "
-                f"looked-up tokens. {drafting}The share of trees{alone} with an accepted first, "
+                f"{where}: of {row.target_forwards} forwards, {row.plain_steps} were plain steps and {row.lookup_steps} verified looked-up "
+                f"tokens. The others read prompts or verified trees. {drafting}The share of trees{alone} with an accepted first, "
                 f"second, ... drafted token: {shares}"
             )
     if any(row.accepted_lengths for row in rows):

@@ -34,6 +34,7 @@ def main():
     )
     target.save_pretrained(args.output_dir)
     AutoTokenizer.from_pretrained(**source).save_pretrained(args.output_dir)
+    print(f"Wrote {args.output_dir}.")
 
 
 if __name__ == "__main__":

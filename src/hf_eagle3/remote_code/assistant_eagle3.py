@@ -217,8 +217,12 @@ def generate_with_assistant(generate: Callable, target: Any, /, *args: Any, **kw
     if not hasattr(assistant, "assisted_decoding"):
         return generate(target, *args, **kwargs)
     if settings := {name: arguments.pop(name) for name in CALL_SETTINGS if name in arguments}:
-        # `generate` would take them for arguments of the target.
-        config = copy.copy(arguments.get("generation_config")) or GenerationConfig()
+        # `generate` would take them for arguments of the target, and warns of arguments beside a `generation_config`.
+        config = copy.copy(arguments.pop("generation_config", None))
+        if config is None:
+            config = copy.deepcopy(target.generation_config)
+            unset = {name: value for name, value in arguments.items() if value is None}
+            arguments = unset | config.update(**{name: arguments[name] for name in arguments if name not in unset})
         vars(config).update(settings)
         args, kwargs = (), {**arguments, "generation_config": config}
     before = assistant.last_generation
