@@ -92,7 +92,7 @@ class AssistantMixin:
 
     @property
     def last_generation(self) -> Eagle3GenerationStats | None:
-        """Statistics of this thread's last call of `generate` with this assistant, or of any thread's if it made none."""
+        """Statistics of this thread's last `generate` with this assistant. If it made none: of any thread's last one."""
         return _IN_THREAD.stats.get(self) or _IN_ANY_THREAD.get(self)
 
 
