@@ -88,25 +88,34 @@ def parse_arguments():
         help="By default plain, the methods that have a model, and prompt-lookup at batch size 1",
     )
     parser.add_argument(
-        "--batch_size", "--batch_sizes", type=positive_integer, nargs="+", default=[1], dest="batch_sizes"
+        "--batch_size",
+        "--batch_sizes",
+        type=positive_integer,
+        nargs="+",
+        default=[1],
+        dest="batch_sizes",
+        help="By default 1",
     )
-    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument(
+        "--temperatures", nargs="+", type=float, default=[0.0, 1.0], help="By default 0 (greedy) and 1"
+    )
     for name, kind in (("top_k", int), ("top_p", float)):
         parser.add_argument(f"--{name}", type=kind, help="For sampling. By default `generate` decides")
-    parser.add_argument("--max_new_tokens", type=positive_integer, default=128)
+    parser.add_argument("--max_new_tokens", type=positive_integer, default=128, help="By default %(default)s")
     parser.add_argument(
         "--eos_token_id", type=int, nargs="+", help="Tokens that end a text, instead of the target's own"
     )
     parser.add_argument(
-        "--num_prompts", type=positive_integer, help="How many prompts of each task, from the first on"
+        "--num_prompts", type=positive_integer, help="How many prompts of each task, from the first on. By default all"
     )
-    parser.add_argument("--repeats", type=positive_integer, default=3)
+    parser.add_argument("--repeats", type=positive_integer, default=3, help="By default %(default)s")
     parser.add_argument(
         "--chat_template_path", help="Jinja file, in place of the chat template of the target's tokenizer"
     )
     parser.add_argument("--chat_template_kwargs", type=json.loads, help="Such as '{\"enable_thinking\": false}'")
-    parser.add_argument("--dtype", default="auto", help="Dtype of target and draft")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="auto", help="Dtype of target and draft. By default each one's own")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="By default a GPU, if there is one")
     for name, default in DEFAULT_TREE_SETTINGS.items():
         choices = ("auto", "static") if name == "tree_policy" else None
         parser.add_argument(f"--{name}", type=type(default), choices=choices, help="Overrides the draft's own setting")
@@ -283,8 +292,8 @@ def print_report(args, results: BenchmarkResults, dtype: torch.dtype) -> None:
             )
             drafting = f"Drafting took {row.draft_share:.0%} of the time. " if row.draft_share else ""
             print(
-                f"{where}: of {row.target_forwards} forwards, {row.plain_steps} were plain steps without a tree, and {row.lookup_steps} verified "
-                f"looked-up tokens. {drafting}The share of trees{alone} with an accepted first, "
+                f"{where}: of {row.target_forwards} forwards, {row.plain_steps} were plain steps and {row.lookup_steps} verified looked-up "
+                f"tokens. The others read prompts or verified trees. {drafting}The share of trees{alone} with an accepted first, "
                 f"second, ... drafted token: {shares}"
             )
     if any(row.accepted_lengths for row in rows):

@@ -51,9 +51,11 @@ def main():
     parser.add_argument("--tasks", nargs="+", required=True, help="Tasks of lm_eval, or of `--include_path`")
     parser.add_argument("--include_path", help="Folder of tasks of your own, as lm_eval takes it")
     parser.add_argument("--limit", type=positive_integer, help="How many questions of each task, from the first on")
-    parser.add_argument("--batch_size", type=positive_integer, default=1)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--json", help="Where results go")
+    parser.add_argument(
+        "--batch_size", type=positive_integer, default=1, help="By default %(default)s, which gains most"
+    )
+    parser.add_argument("--dtype", default="auto", help="Dtype of target and draft. By default each one's own")
+    parser.add_argument("--json", help="JSON file to write the results to")
     args = parser.parse_args()
 
     if find_spec("lm_eval") is None:

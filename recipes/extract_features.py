@@ -61,7 +61,7 @@ def main():
     trainer = make_trainer(script_args, training_args, target_config, mixture)
     store = trainer.extract_features(folder, script_args.rows_per_shard, script_args.feature_dtype)
     trainer.accelerator.print(
-        f"{store.index['num_tokens']} tokens in {store.index['num_rows']} rows, {store.num_shards} shards in {folder}."
+        f"Wrote {store.index['num_tokens']} tokens in {store.index['num_rows']} rows to {folder} (files: {store.num_shards})."
     )
     # Otherwise a process may abort at its end, while its threads still communicate.
     trainer.accelerator.wait_for_everyone()

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="The GGUF file")
-    parser.add_argument("output_dir")
+    parser.add_argument("output_dir", help="Folder to write to")
     args = parser.parse_args()
     try:
         import gguf  # noqa: F401  transformers needs it, and reports too late that it is missing
@@ -34,6 +34,7 @@ def main():
     )
     target.save_pretrained(args.output_dir)
     AutoTokenizer.from_pretrained(**source).save_pretrained(args.output_dir)
+    print(f"Wrote {args.output_dir}.")
 
 
 if __name__ == "__main__":

@@ -179,7 +179,9 @@ def main():
     parser.add_argument(
         "--prompt", help="Print the trees after this prompt. The target's chat template is used, if it has one"
     )
-    parser.add_argument("--steps", type=positive_integer, default=3, help="How many trees --prompt prints")
+    parser.add_argument(
+        "--steps", type=positive_integer, default=3, help="How many trees --prompt prints. By default %(default)s"
+    )
     args = parser.parse_args()
     if args.prompt is not None and args.target is None:
         parser.error("--prompt needs a model to go on from it: pass --target")

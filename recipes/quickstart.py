@@ -211,55 +211,81 @@ def check_arguments(file: Path, now: dict) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--target", type=folder_or_hub_id, help="Folder or Hub id of a target; by default a small one is trained"
+        "--target", type=folder_or_hub_id, help="Folder or Hub id of a target. By default a small one is trained"
     )
     parser.add_argument(
         "--dataset", help="File, folder or Hub id with `messages` or `text`. By default the standard library's sources"
     )
-    parser.add_argument("--prompts", help="JSON Lines file of held-out prompts; by default the end of the data set")
-    parser.add_argument("--output_dir", default="outputs/quickstart")
-    parser.add_argument("--target_minutes", type=float, default=2, help="Time to train the small target")
-    parser.add_argument("--draft_minutes", type=float, default=1.5, help="Time to train the draft")
+    parser.add_argument("--prompts", help="JSON Lines file of held-out prompts. By default the end of the data set")
+    parser.add_argument("--output_dir", default="outputs/quickstart", help="By default %(default)s")
     parser.add_argument(
-        "--min_steps", type=int, default=100, help="Least steps of each training, in up to five times its minutes"
+        "--target_minutes", type=float, default=2, help="Time to train the small target. By default %(default)s"
     )
     parser.add_argument(
-        "--draft_vocab_size", type=int, default=32000, help="Size of the draft vocabulary, at most all of the target's"
+        "--draft_minutes", type=float, default=1.5, help="Time to train the draft. By default %(default)s"
     )
     parser.add_argument(
-        "--draft_form", choices=list(FORMS), default="eagle3.1", help="classic: for most engines, but less is accepted"
+        "--min_steps",
+        type=int,
+        default=100,
+        help="Least number of training steps, even if they take up to five times the minutes. By default %(default)s",
+    )
+    parser.add_argument(
+        "--draft_vocab_size",
+        type=int,
+        default=32000,
+        help="Size of the draft vocabulary. By default %(default)s, or the target's if that is smaller",
+    )
+    parser.add_argument(
+        "--draft_form",
+        choices=list(FORMS),
+        default="eagle3.1",
+        help="By default %(default)s. Most engines take classic, but its acceptance length is lower",
     )
     parser.add_argument(
         "--layer_type", choices=["llama", "qwen3"], help="By default qwen3, or llama for --draft_form classic"
     )
     parser.add_argument(
-        "--sampled_vocab_size", type=int, default=1024, help="Improbable tokens in the loss. A large number takes all"
+        "--sampled_vocab_size",
+        type=int,
+        default=1024,
+        help="Number of improbable tokens in the loss. By default %(default)s. A large number takes all",
     )
     # In minutes on a CPU new tokens teach more than later TTT steps: those come when the first one is learned.
     parser.add_argument(
         "--learning_rate",
         type=float,
-        help=f"By default {LEARNING_RATE}, and {LEARNING_RATE_OF_CONVERSATIONS} for conversations. Tried with small targets only",
-    )
-    parser.add_argument("--ttt_steps", type=int, default=5, help="Drafting steps unrolled in training")
-    parser.add_argument(
-        "--ttt_warmup", type=float, default=0.8, help="Share of the time in which the unroll grows to --ttt_steps"
+        help=f"By default {LEARNING_RATE}, or {LEARNING_RATE_OF_CONVERSATIONS} for conversations. Tried with small targets only",
     )
     parser.add_argument(
-        "--ttt_row_share", type=float, default=0.6, help="Share of its rows that each step passes on to the next"
+        "--ttt_steps", type=int, default=5, help="Drafting steps in the unroll. By default %(default)s"
+    )
+    parser.add_argument(
+        "--ttt_warmup",
+        type=float,
+        default=0.8,
+        help="Share of the time in which the unroll grows to --ttt_steps. By default %(default)s",
+    )
+    parser.add_argument(
+        "--ttt_row_share",
+        type=float,
+        default=0.6,
+        help="Share of positions that each drafting step passes on to the next. By default %(default)s",
     )
     parser.add_argument(
         "--max_length",
         type=int,
-        help=f"Tokens of a row; by default {MAX_LENGTH}, and {MAX_LENGTH_OF_CONVERSATIONS} of conversations",
+        help=f"Tokens of a row. By default {MAX_LENGTH}, or {MAX_LENGTH_OF_CONVERSATIONS} for conversations",
     )
     parser.add_argument(
-        "--batch_size", type=int, help="Rows a step; by default 1,024 tokens in all, and on GPUs twice as many"
+        "--batch_size",
+        type=int,
+        help="Rows per training step. By default as many as make 1,024 tokens, or 2,048 on GPUs",
     )
     parser.add_argument(
         "--max_new_tokens", type=int, help="New tokens per prompt. By default 48, or 96 for conversations"
     )
-    parser.add_argument("--repeats", type=positive_integer, default=1)
+    parser.add_argument("--repeats", type=positive_integer, default=1, help="By default %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     # Many processors compute in bfloat16 only by emulation, at a third of float32's speed.
     parser.add_argument(

@@ -29,9 +29,9 @@ def main():
     parser.add_argument("--draft", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     parser.add_argument("--dtype", default="auto", help="Dtype of both")
     parser.add_argument("--device", default="auto", help="Device of both: cpu, cuda:0, ...")
-    parser.add_argument("--host", default="localhost")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--log_level", default="warning")
+    parser.add_argument("--host", default="localhost", help="By default %(default)s")
+    parser.add_argument("--port", type=int, default=8000, help="By default %(default)s")
+    parser.add_argument("--log_level", default="warning", help="By default %(default)s")
     args = parser.parse_args()
 
     draft = load_draft(args.draft, dtype=args.dtype)

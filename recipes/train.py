@@ -332,6 +332,8 @@ def next_steps(trainer: Eagle3Trainer, target: str, base: str | None, is_adapter
         )
         draft = str(folder)
     measure = ["python", "recipes/benchmark.py", "--target", target, "--draft", draft, "--json", "results.jsonl"]
+    if trainer.args.chat_template_path is not None:
+        measure += ["--chat_template_path", trainer.args.chat_template_path]
     return (
         f"Saved the {saved} to {output_dir}. " + (merge or "To use it:\n\n") + "    draft = "
         f"AutoModel.from_pretrained({draft!r}, trust_remote_code=True)\n"

@@ -7,8 +7,8 @@ draft cannot propose the removed tokens, so the target accepts a little less. Te
 
     python recipes/trim_vocabulary.py my-draft --dataset_name outputs/answers --draft_vocab_size 16384 --output_dir my-draft-16k
 
-Data is what `recipes/train.py` takes: a Hub id, a folder of JSON Lines files, or a file (JSON, Parquet, text). The most frequent tokens stay;
-of conversations the assistant's tokens count. Texts that the target wrote itself are best.
+Data is what `recipes/train.py` takes: a Hub id, a folder of JSON Lines files, or a file (JSON, Parquet, text). The most frequent tokens stay.
+In conversations only the assistant's tokens count. Texts that the target wrote itself are best.
 
 If the draft has a record of its training (`training.json`), the new draft gets one, too, for its card. It leaves out what an
 evaluation measured.

@@ -534,6 +534,23 @@ def test_settings_of_draft_and_call(target):
         generate(target, prompt, assistant_model=oracle)
 
 
+def test_settings_beside_other_arguments(target, monkeypatch, said):
+    """All arguments count, `None` too, and transformers does not warn that some are beside a `generation_config`."""
+    prompt = make_prompt(8)
+    oracle = make_oracle(target, generate(target, prompt))
+    monkeypatch.setattr(target, "generation_config", copy.deepcopy(target.generation_config))
+    target.generation_config.update(repetition_penalty=1.3, do_sample=True, top_k=3)
+    for arguments in ({"temperature": 0.7}, {"top_k": None, "attention_mask": torch.ones_like(prompt)}):
+        texts = []
+        for extra in ({}, {"assistant_model": oracle, "tree_depth": 2}):
+            torch.manual_seed(0)
+            texts.append(target.generate(prompt, **arguments, **extra, max_new_tokens=NEW_TOKENS))
+        assert torch.equal(*texts) and max(oracle.last_generation.accepted_lengths) <= 3
+        if "temperature" in arguments:
+            assert not said
+    assert not hasattr(target.generation_config, "tree_depth")
+
+
 @pytest.mark.parametrize("threshold", [0.01, 0.3, 0.99])
 def test_confidence_threshold(target, threshold):
     prompt = make_prompt(8)

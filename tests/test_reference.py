@@ -88,6 +88,15 @@ def test_pages_name_what_exists(name):
         assert inspect.getdoc(inspect.getattr_static(thing, member)), f"{name}.{member}"
 
 
+@pytest.mark.parametrize("page", sorted(PAGES.glob("*.md")), ids=lambda page: page.stem)
+def test_members_of_a_base_class_are_shown(page):
+    """mkdocstrings leaves them out, even if they are listed, unless a block asks for inherited members."""
+    for name, options in re.findall(r"^::: (hf_eagle3\S+)\n((?: {4}.*\n?)*)", page.read_text(encoding="utf-8"), re.M):
+        options = (yaml.safe_load(options) or {}).get("options", {})
+        own = vars(thing) if inspect.isclass(thing := pydoc.locate(name)) else dir(thing)
+        assert options.get("inherited_members") or {*options.get("members", ())} <= {*own}, name
+
+
 @pytest.mark.parametrize(
     ("name", "thing"), callables().items(), ids=lambda each: each if isinstance(each, str) else ""
 )

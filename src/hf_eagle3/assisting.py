@@ -73,8 +73,8 @@ def assist(target: PreTrainedModel, draft: "AssistantMixin") -> Iterator[None]:
         results = lm_eval.simple_evaluate(HFLM(pretrained=target), tasks=["gsm8k"])
     ```
 
-    Calls that ask for attentions or another way of decoding (beams, no cache, another assistant), or pass a cache in which
-    tokens cannot be rolled back, run without the draft, and a warning says why. Contexts of one target may be nested: the
+    Some calls run without the draft, and a warning says why: those that ask for attentions or another way of decoding (beams,
+    no cache, another assistant), or pass a cache that cannot roll back tokens. Contexts of one target may be nested: the
     innermost draft is used. The target is unchanged, except that transformers' hooks for hidden states stay on it.
 
     Args:

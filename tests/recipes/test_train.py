@@ -414,6 +414,7 @@ def test_the_chat_of_the_docs(files, tmp_path, tokenizer, monkeypatch, run_recip
     shared = ("--max_steps", 2, "--report_to", "none", "--use_cpu", "true", "--eval_max_new_tokens", 4)
     result = run_recipe("train.py", "--config", "chat.yaml", *target, *shared)
     assert "Saved the draft to my-target-speculator.eagle3" in result.stdout
+    assert "--json results.jsonl --chat_template_path chat.jinja" in result.stdout  # to measure as it was trained
     assert Path("my-target-speculator.eagle3", "model.safetensors").exists()
 
 

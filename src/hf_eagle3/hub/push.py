@@ -175,8 +175,8 @@ def write_draft(
     verifier = draft.config.verifier
     if not is_hub_id(verifier):
         logger.warning(
-            f"The draft's target is {verifier}, which is not on the Hub, so nobody else can use the draft. The published files say "
-            f"{public_name(verifier)}. If the target has another name on the Hub, push with `recipes/push.py --target`."
+            f"The draft's target is {verifier}, which is not on the Hub, so nobody else can use the draft. The published files name it "
+            f"{public_name(verifier)!r}. If the target has another name on the Hub, push with `recipes/push.py --target`."
         )
     with verifier_without_path(draft):
         draft.save_pretrained(folder, max_shard_size=max_shard_size)

@@ -92,7 +92,7 @@ class AssistantMixin:
 
     @property
     def last_generation(self) -> Eagle3GenerationStats | None:
-        """Statistics of this thread's last call of `generate` with this assistant, or of any thread's if it made none."""
+        """Statistics of this thread's last `generate` with this assistant. If it made none: of any thread's last one."""
         return _IN_THREAD.stats.get(self) or _IN_ANY_THREAD.get(self)
 
 
@@ -217,8 +217,12 @@ def generate_with_assistant(generate: Callable, target: Any, /, *args: Any, **kw
     if not hasattr(assistant, "assisted_decoding"):
         return generate(target, *args, **kwargs)
     if settings := {name: arguments.pop(name) for name in CALL_SETTINGS if name in arguments}:
-        # `generate` would take them for arguments of the target.
-        config = copy.copy(arguments.get("generation_config")) or GenerationConfig()
+        # `generate` would take them for arguments of the target, and warns of arguments beside a `generation_config`.
+        config = copy.copy(arguments.pop("generation_config", None))
+        if config is None:
+            config = copy.deepcopy(target.generation_config)
+            unset = {name: value for name, value in arguments.items() if value is None}
+            arguments = unset | config.update(**{name: arguments[name] for name in arguments if name not in unset})
         vars(config).update(settings)
         args, kwargs = (), {**arguments, "generation_config": config}
     before = assistant.last_generation

@@ -164,7 +164,7 @@ class DraftTree:
         ]
 
     def with_padded_rows(self, rows: list[bool], pad_token: int, depth: int) -> "DraftTree":
-        """The tree, with chains of at most `depth` nodes of padding in these rows, which are known to continue with it."""
+        """The tree, in which these rows have a chain of padding, of at most `depth` nodes. They continue with padding."""
         if self.num_nodes == 1 or not any(rows):
             return self
         depth = min(self.depth, depth)

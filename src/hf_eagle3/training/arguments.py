@@ -71,9 +71,9 @@ class Eagle3TrainingArguments(SFTConfig):
         ttt_step_decay (`float`, *optional*, defaults to `0.8`):
             Step `s` has the weight `ttt_step_decay ** s` in the loss.
         ttt_row_share (`float`, *optional*, defaults to `1.0`):
-            The share of its rows that each drafting step passes on to the next, drawn at random. Step `s` computes
-            `ttt_row_share ** s` of the rows, and their loss stands for all. Below 1, training sees more tokens in the same
-            time, and fewer rows of the later steps.
+            The share of its positions that each drafting step passes on to the next, drawn at random. Step `s` computes
+            `ttt_row_share ** s` of all positions, and their loss is an estimate of the loss at all. Below 1, training sees
+            more tokens in the same time, and fewer positions of the later steps.
         sampled_vocab_size (`int`, *optional*):
             Computes the loss on a sample of the draft vocabulary (sampled softmax,
             https://huggingface.co/papers/1412.2007): all tokens to which the target gives 1% or more anywhere in the batch,
@@ -83,16 +83,16 @@ class Eagle3TrainingArguments(SFTConfig):
             The number of evaluation rows whose beginnings `evaluate` continues, to measure the acceptance length. 0
             continues none.
         eval_max_new_tokens (`int`, *optional*, defaults to `64`):
-            The number of tokens that it generates for each.
+            The number of tokens by which `evaluate` continues each of them.
         use_muon (`bool`, *optional*, defaults to `True`):
             Whether Muon trains the matrices other than `lm_head`, and AdamW the rest at a fifth of `learning_rate`. The
-            head begins as the target's, and large steps would undo that. `False` trains everything by `optim`.
+            head begins as a copy of the target's, and large steps would undo that. `False` trains everything with `optim`.
         learning_rate (`float`, *optional*, defaults to `1e-3`):
             The peak learning rate.
         adam_beta2 (`float`, *optional*, defaults to `0.95`), max_grad_norm (`float`, *optional*, defaults to `0.5`):
             The second beta of AdamW, and the norm that gradients are clipped to.
         logging_nan_inf_filter (`bool`, *optional*, defaults to `False`):
-            It would wait for the device in each step. A loss that is not finite ends training anyway.
+            Off, because the filter forces a sync in each step. A loss that is not finite ends training anyway.
         ddp_timeout (`int`, *optional*, defaults to 21600):
             The seconds that processes wait for each other. transformers' half an hour may be too short to tokenize the data,
             which one process does for all.
@@ -151,11 +151,13 @@ class Eagle3TrainingArguments(SFTConfig):
 
     logging_nan_inf_filter: bool = field(
         default=False,
-        metadata={"help": "Would wait for the device in each step. Losses that are not finite end training."},
+        metadata={
+            "help": "Off, because it forces a sync in each step. A loss that is not finite ends training anyway."
+        },
     )
     ddp_timeout: int = field(
         default=6 * 3600,
-        metadata={"help": "Seconds that processes wait for each other: also for the one that tokenizes the data."},
+        metadata={"help": "Seconds that processes wait for each other. One process tokenizes the data for all."},
     )
 
     # Parameters that control the target and the draft
@@ -185,7 +187,7 @@ class Eagle3TrainingArguments(SFTConfig):
         default=0.8, metadata={"help": "Step `s` has the weight `ttt_step_decay ** s` in the loss."}
     )
     ttt_row_share: float = field(
-        default=1.0, metadata={"help": "The share of its rows that each drafting step passes on to the next."}
+        default=1.0, metadata={"help": "The share of its positions that each drafting step passes on to the next."}
     )
     sampled_vocab_size: int | None = field(
         default=None,

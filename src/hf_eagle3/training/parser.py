@@ -75,8 +75,8 @@ class Eagle3Parser(TrlParser):
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *others: Any, **kwargs: Any) -> tuple:
         """
-        Returns an instance of each dataclass. Ends the script if the YAML file cannot be read, or a flag or a key of it does
-        not exist.
+        Returns an instance of each dataclass. Ends the script if the YAML file cannot be read, a flag or a key of it does not
+        exist, or a value is wrong.
         """
         print_any_character()  # TRL's help has a square root
         args = list(sys.argv[1:] if args is None else args)
@@ -98,4 +98,7 @@ class Eagle3Parser(TrlParser):
                 hints.append(f"{flag}" + (f" (did you mean {meant[0]}?)" if meant else ""))
         if hints:
             self.error(f"the command line or the YAML file has unknown arguments: {', '.join(hints)}")
-        return super().parse_args_and_config(args, *others, **kwargs)
+        try:
+            return super().parse_args_and_config(args, *others, **kwargs)
+        except ValueError as error:
+            self.exit(2, f"{self.prog}: error: {error}\n")

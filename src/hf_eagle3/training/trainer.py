@@ -314,8 +314,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
                 The checkpoint to go on from. `True` takes the last whole one, and skips those with a missing, cut off or
-                changed file. `"auto"` does so, or begins anew if none was written to its end. By default that of the arguments
-                counts; `False` begins anew.
+                changed file. `"auto"` does the same, or begins anew if none was written to its end. `False` begins anew. By
+                default the arguments decide.
             kwargs (*optional*): Other arguments of [`~transformers.Trainer.train`].
 
         Raises:
