@@ -404,8 +404,17 @@ def test_saving_beside_another_model(tmp_path, target):
         with pytest.raises(ValueError, match="has config.json of another model, which the draft would damage"):
             other.save_pretrained(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    # Nor if its configuration is broken or missing, or its weights are in several files.
+    for options in ({}, {"max_shard_size": "10KB"}):
+        folder = tmp_path / f"broken{len(options)}"
+        target.save_pretrained(folder, **options)
+        for content in ('{"model_type": "lla', "\ufeff{}", "[]", None):
+            (folder / "config.json").unlink() if content is None else (folder / "config.json").write_text(content)
+            with pytest.raises(ValueError, match="of another model, which the draft would damage"):
+                draft.save_pretrained(folder)
     for _ in range(2):
         draft.save_pretrained(tmp_path / "draft")
+        (tmp_path / "draft" / "config.json").write_text('{"speculators_mo')  # cut off
     adapted = get_peft_model(copy.deepcopy(draft), LoraConfig(target_modules=["q_proj"]))
     adapted.save_pretrained(tmp_path / "draft")
     adapted.save_pretrained(tmp_path / "adapter")
