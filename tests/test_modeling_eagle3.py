@@ -396,6 +396,22 @@ def test_what_is_no_target_and_no_name(target):
             Eagle3ForSpeculation.from_pretrained(other)
 
 
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_saving_again_in_another_number_of_files(tmp_path, target, variant):
+    """transformers leaves a single file beside shards, and would load it."""
+    draft, suffix = Eagle3ForSpeculation.from_target(target).half(), "" if variant is None else ".fp16"
+    for options in ({}, {"max_shard_size": "10KB"}, {"max_shard_size": "5KB"}, {}):
+        draft.norm.weight.data += 1
+        draft.save_pretrained(tmp_path, variant=variant, **options)
+        single, index = (
+            tmp_path / f"model{middle}{suffix}{end}"
+            for middle, end in (("", ".safetensors"), (".safetensors.index", ".json"))
+        )
+        assert (single.exists(), index.exists()) == (not options, bool(options))
+        again = Eagle3ForSpeculation.from_pretrained(tmp_path, variant=variant)
+        assert again.norm.weight.equal(draft.norm.weight)
+
+
 def test_saving_beside_another_model(tmp_path, target):
     draft = Eagle3ForSpeculation.from_target(target)
     target.save_pretrained(tmp_path)

@@ -178,8 +178,7 @@ def check_fields(config: Eagle3Config) -> None:
         raise ValueError(
             f"`draft_vocab_size` is {config.draft_vocab_size}, but must be from 1 to {config.vocab_size}."
         )
-    if config.target_hidden_size < 1:
-        raise ValueError(f"`target_hidden_size` is {config.target_hidden_size}, but must be positive.")
+    check_sizes({"target_hidden_size": config.target_hidden_size})
     if config.fc_norm and config.norm_before_fc:
         raise ValueError("`fc_norm` and `norm_before_fc` exclude each other; set at most one of them.")
     if config.speculators_model_type != ("peagle" if config.is_parallel else "eagle3"):

@@ -285,6 +285,7 @@ def test_layers_that_would_compute_something_else(tmp_path, changes, reason):
         ({"quantization_config": {}}, "`quantization_config` is {}, but must be a mapping that names .* Remove it"),
         ({"quantization_config": "fp8"}, "`quantization_config` is 'fp8', but must be a mapping"),
         ({"verifier_fingerprint": "é"}, "`verifier_fingerprint` is 'é', but must be 128 bytes"),
+        ({"target_hidden_size": 10**30}, "`target_hidden_size` is 10+, but must be a positive integer, up to"),
     ],
     ids=str,
 )

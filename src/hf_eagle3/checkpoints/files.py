@@ -101,6 +101,17 @@ def check_folder(folder: str | Path, is_adapter: bool = False) -> None:
         )
 
 
+def remove_stale_weights(folder: str | Path, variant: str | None = None) -> None:
+    """
+    Removes what an earlier draft left beside one that was just saved: a single file beside shards, or the index of shards that
+    are gone. transformers leaves both, and readers would take the single file, and vLLM the index.
+    """
+    single, index = (Path(folder, with_variant(name, variant)) for name in WEIGHT_FILES[:2])
+    if single.exists() and index.exists():
+        has_shards = all(Path(folder, name).exists() for name in read_index(index).values())
+        (single if has_shards else index).unlink()
+
+
 def full_name(repo_id: str, token: bool | str | None) -> str:
     """Returns `<owner>/<name>` of a repo. A name alone is one in the caller's account."""
     return repo_id if "/" in repo_id else f"{HfApi().whoami(token)['name']}/{repo_id}"
