@@ -10,6 +10,17 @@ def test_paths_are_not_published(tmp_path):
     assert without_paths(facts) == {"target": "model", "draft": "owner/draft", "tasks": [tmp_path.name], "seed": 0}
 
 
+@pytest.mark.parametrize(
+    "path", ["C:\\models\\Llama-8B", "C:/models/Llama-8B", "/models/Llama-8B", "\\\\server\\share\\Llama-8B"]
+)
+def test_paths_of_another_system_are_not_published(path):
+    assert without_paths([path, "meta-llama/Llama-8B", "Q: is a/b right?"]) == [
+        "Llama-8B",
+        "meta-llama/Llama-8B",
+        "Q: is a/b right?",
+    ]
+
+
 def test_long_strings_are_no_paths():
     """Such as the error of a method that a benchmark left out."""
     facts = {"left_out": {"mtp": "x" * 300}}

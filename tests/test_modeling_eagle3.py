@@ -396,6 +396,22 @@ def test_what_is_no_target_and_no_name(target):
             Eagle3ForSpeculation.from_pretrained(other)
 
 
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_saving_again_in_another_number_of_files(tmp_path, target, variant):
+    """transformers leaves a single file beside shards, and would load it."""
+    draft, suffix = Eagle3ForSpeculation.from_target(target).half(), "" if variant is None else ".fp16"
+    for options in ({}, {"max_shard_size": "10KB"}, {"max_shard_size": "5KB"}, {}):
+        draft.norm.weight.data += 1
+        draft.save_pretrained(tmp_path, variant=variant, **options)
+        single, index = (
+            tmp_path / f"model{middle}{suffix}{end}"
+            for middle, end in (("", ".safetensors"), (".safetensors.index", ".json"))
+        )
+        assert (single.exists(), index.exists()) == (not options, bool(options))
+        again = Eagle3ForSpeculation.from_pretrained(tmp_path, variant=variant)
+        assert again.norm.weight.equal(draft.norm.weight)
+
+
 def test_saving_beside_another_model(tmp_path, target):
     draft = Eagle3ForSpeculation.from_target(target)
     target.save_pretrained(tmp_path)
@@ -404,8 +420,17 @@ def test_saving_beside_another_model(tmp_path, target):
         with pytest.raises(ValueError, match="has config.json of another model, which the draft would damage"):
             other.save_pretrained(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    # Nor if its configuration is broken or missing, or its weights are in several files.
+    for options in ({}, {"max_shard_size": "10KB"}):
+        folder = tmp_path / f"broken{len(options)}"
+        target.save_pretrained(folder, **options)
+        for content in ('{"model_type": "lla', "\ufeff{}", "[]", None):
+            (folder / "config.json").unlink() if content is None else (folder / "config.json").write_text(content)
+            with pytest.raises(ValueError, match="of another model, which the draft would damage"):
+                draft.save_pretrained(folder)
     for _ in range(2):
         draft.save_pretrained(tmp_path / "draft")
+        (tmp_path / "draft" / "config.json").write_text('{"speculators_mo')  # cut off
     adapted = get_peft_model(copy.deepcopy(draft), LoraConfig(target_modules=["q_proj"]))
     adapted.save_pretrained(tmp_path / "draft")
     adapted.save_pretrained(tmp_path / "adapter")

@@ -157,8 +157,8 @@ def kind_of_draft(
     if names:
         return next((kind for kind in (is_draft, is_block_draft) if kind(names)), None), names
     path = weights_file(name_or_path, **hub_kwargs) if may_be_draft(content)[1] else None
-    if path is not None and path.suffix != ".json":  # transformers would not say what is broken
-        from .checkpoints.files import read_file
+    if path is not None:  # transformers would not say what is broken
+        from .file_checks import read_file, read_index
 
-        read_file(path)
+        (read_index if path.suffix == ".json" else read_file)(path)
     return None, []

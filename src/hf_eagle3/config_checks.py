@@ -5,7 +5,7 @@ shows that it is as we saved it.
 """
 
 import base64
-import binascii
+import sys
 from typing import Any
 
 import torch
@@ -43,22 +43,26 @@ DEFAULTS = {
     "use_rotary_pos_emb": True,
 }
 
-ROPE_KEYS = {
+ROPE_NUMBERS = (
     "attention_factor",
     "beta_fast",
     "beta_slow",
     "factor",
     "high_freq_factor",
-    "long_factor",
     "low_freq_factor",
-    "mrope_interleaved",  # without effect if there is no `mrope_section`
-    "mscale",
-    "mscale_all_dim",
     "original_max_position_embeddings",
     "partial_rotary_factor",
     "rope_theta",
+)
+# One number for each two entries of a head.
+ROPE_LISTS = {"long_factor", "short_factor"}
+ROPE_KEYS = {
+    *ROPE_NUMBERS,
+    *ROPE_LISTS,
+    "mrope_interleaved",  # without effect if there is no `mrope_section`
+    "mscale",
+    "mscale_all_dim",
     "rope_type",
-    "short_factor",
     "truncate",
     "type",  # the old name of `rope_type`
 }
@@ -71,6 +75,7 @@ SIZES = (
     "num_hidden_layers",
     "vocab_size",
 )
+LARGEST_SIZE = 2**31 - 1
 # These may be null, which stands for a default.
 OPTIONAL_SIZES = ("draft_vocab_size", "head_dim", "num_key_value_heads", "target_hidden_size")
 
@@ -85,8 +90,8 @@ def check_sizes(config_dict: dict[str, Any]) -> None:
     for name in (*SIZES, *OPTIONAL_SIZES):
         value = config_dict.get(name, 1)
         is_default = value is None and name in OPTIONAL_SIZES
-        if not is_default and (type(value) is not int or value < 1):
-            raise ValueError(f"`{name}` is {value!r}, but must be a positive integer.")
+        if not is_default and (type(value) is not int or not 1 <= value <= LARGEST_SIZE):
+            raise ValueError(f"`{name}` is {value!r}, but must be a positive integer, up to {LARGEST_SIZE}.")
     num_heads, num_key_value_heads = (config_dict.get(f"num_{kind}_heads") for kind in ("attention", "key_value"))
     if num_heads and num_key_value_heads and num_heads % num_key_value_heads:
         raise ValueError(
@@ -103,17 +108,17 @@ def check_layer_config(layer_config: dict[str, Any]) -> None:
     if (activation := layer_config.get("hidden_act", "silu")) not in ACT2FN:
         raise ValueError(f"`hidden_act` is {activation!r}, which transformers does not know.")
     check_positive(layer_config, "rope_theta", "rms_norm_eps")
-    if (model_type := layer_config.get("model_type", "llama")) in ("llama", "qwen3"):
-        known = AutoConfig.for_model(model_type).to_dict().keys() | NEUTRAL_LAYER_KEYS
-        changed = {*changed_defaults(layer_config)} - {"partial_rotary_factor"}  # that is checked later
-        check_keys("`transformer_layer_config`", {**layer_config, **dict.fromkeys(changed, True)}, known - changed)
+    check_model_type(model_type := layer_config.get("model_type", "llama"))
+    known = AutoConfig.for_model(model_type).to_dict().keys() | NEUTRAL_LAYER_KEYS
+    changed = {*changed_defaults(layer_config)} - {"partial_rotary_factor"}  # that is checked later
+    check_keys("`transformer_layer_config`", {**layer_config, **dict.fromkeys(changed, True)}, known - changed)
 
 
 def check_positive(config_dict: dict[str, Any], *names: str) -> None:
     """Raises `ValueError` if a value of these names is not a positive number. It may be null."""
     for name in names:
         value = config_dict.get(name)
-        if value is not None and not (type(value) in (int, float) and value > 0):
+        if value is not None and not (type(value) in (int, float) and 0 < value < sys.float_info.max):
             raise ValueError(f"`{name}` is {value!r}, but must be a positive number.")
 
 
@@ -122,9 +127,10 @@ def check_rope(rope: dict[str, Any]) -> None:
     Raises `ValueError` if transformers does not know the kind of rotary embedding, a number is out of range, or a key unknown.
     """
     check_keys("The rotary embedding (`rope_parameters`, `rope_scaling`)", rope, ROPE_KEYS)
-    check_positive(rope, "factor", "rope_theta")
-    if rope.get("rope_theta", 1) is None:
-        raise ValueError("`rope_theta` is None, but must be a positive number.")
+    check_positive(rope, *ROPE_NUMBERS)
+    for name in ("original_max_position_embeddings", "rope_theta"):
+        if rope.get(name, 1) is None:
+            raise ValueError(f"`{name}` is None, but must be a positive number.")
     rope_type, rope_types = rope.get("rope_type", "default"), ["default", *ROPE_INIT_FUNCTIONS]
     if rope_type not in rope_types:
         raise ValueError(f"`rope_type` is {rope_type!r}, but must be one of {rope_types}.")
@@ -137,14 +143,23 @@ def check_config(config: Eagle3Config) -> None:
     check_verifier(config)
 
 
+def check_model_type(model_type: Any) -> None:
+    if model_type not in ("llama", "qwen3"):
+        raise ValueError(
+            f"`transformer_layer_config.model_type` is {model_type!r}; a draft has 'llama' or 'qwen3' layers."
+        )
+
+
 def check_layers(config: Eagle3Config) -> None:
     layer_config = config.transformer_layer_config
-    if layer_config.model_type not in ("llama", "qwen3"):
-        raise ValueError(
-            f"`transformer_layer_config.model_type` is {layer_config.model_type!r}; a draft has 'llama' or 'qwen3' layers."
-        )
+    check_model_type(layer_config.model_type)
     rope = layer_config.rope_parameters or {}  # here also what stood in old keys
     check_rope(rope)
+    for name in rope.keys() & ROPE_LISTS:
+        factors, length = rope[name], layer_config.head_dim // 2
+        is_list = isinstance(factors, list) and all(type(factor) in (int, float) for factor in factors)
+        if not (is_list and len(factors) == length):
+            raise ValueError(f"`{name}` is {factors!r}, but must be a list of {length} numbers, half of `head_dim`.")
     factor = rope.get("partial_rotary_factor") or 1.0
     if factor != 1:  # transformers' Llama would ignore it
         raise ValueError(f"`partial_rotary_factor` is {factor}, but the layers of a draft rotate whole heads.")
@@ -163,8 +178,7 @@ def check_fields(config: Eagle3Config) -> None:
         raise ValueError(
             f"`draft_vocab_size` is {config.draft_vocab_size}, but must be from 1 to {config.vocab_size}."
         )
-    if config.target_hidden_size < 1:
-        raise ValueError(f"`target_hidden_size` is {config.target_hidden_size}, but must be positive.")
+    check_sizes({"target_hidden_size": config.target_hidden_size})
     if config.fc_norm and config.norm_before_fc:
         raise ValueError("`fc_norm` and `norm_before_fc` exclude each other; set at most one of them.")
     if config.speculators_model_type != ("peagle" if config.is_parallel else "eagle3"):
@@ -185,7 +199,7 @@ def check_verifier(config: Eagle3Config) -> None:
         )
     try:
         is_fingerprint = len(base64.b64decode(config.verifier_fingerprint or "", validate=True)) in (0, 128)
-    except binascii.Error:
+    except ValueError:
         is_fingerprint = False
     if not is_fingerprint:
         raise ValueError(
@@ -210,5 +224,15 @@ def check_config_dict(config_dict: dict[str, Any]) -> None:
         raise ValueError("This config.json has no `transformer_layer_config`, which describes the draft's layers.")
     for name in ("dtype", "torch_dtype"):
         dtype = config_dict.get(name)
-        if not isinstance(getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype, torch.dtype | None):
-            raise ValueError(f"`{name}` is {dtype!r}, which torch does not know.")
+        known = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+        if known is not None and not (
+            isinstance(known, torch.dtype) and known.is_floating_point and known.itemsize > 1
+        ):
+            raise ValueError(
+                f"`{name}` is {dtype!r}, but must be a dtype of torch in which it computes, like 'bfloat16'."
+            )
+    quantization = config_dict.get("quantization_config")
+    if isinstance(quantization, str | list) or quantization == {}:
+        raise ValueError(
+            f"`quantization_config` is {quantization!r}, but must be a mapping that names a `quant_method`. Remove it."
+        )

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, TypeGuard
 
 import torch
@@ -43,11 +43,12 @@ def environment(device: torch.device | str) -> dict[str, str | int]:
 
 
 def is_path(name: str | None) -> TypeGuard[str]:
-    """Whether the name of a model is a path on this machine."""
+    """Whether the name of a model is a path on this machine, or was one where the model was trained."""
     if not name:
         return False
     # `Path.exists` raises an error for strings that are too long for a path, up to Python 3.13.
-    return Path(name).is_absolute() or name.startswith((".", "~")) or os.path.exists(name)
+    is_absolute = Path(name).is_absolute() or PureWindowsPath(name).is_absolute()
+    return is_absolute or name.startswith((".", "~")) or os.path.exists(name)
 
 
 def is_missing_folder(name: str) -> bool:
@@ -74,7 +75,7 @@ def positive_integer(text: str) -> int:
 
 def public_name(name: str | None) -> str | None:
     """Returns a name that is safe to publish: a Hub id as it is, a path without its parent folders."""
-    return Path(name).name if is_path(name) else name
+    return PureWindowsPath(name).name if is_path(name) else name  # takes both kinds of slashes
 
 
 def without_paths(facts: Any) -> Any:

@@ -6,6 +6,7 @@ checkpoint is as we saved it.
 
 import json
 import re
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from logging import LogRecord
@@ -14,27 +15,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from transformers.utils import logging
 
 from .environment import is_missing_folder
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import default_aux_layer_ids
-from .tensor_names import find, our_names, with_variant
+from .tensor_names import WEIGHT_FILES, find, our_names, with_variant
 
 
 if TYPE_CHECKING:
     from .remote_code.modeling_eagle3 import DraftModel
 
 LFS_POINTER = b"version https://git-lfs"
-INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
     """Raises `ValueError` if the file holds no JSON object."""
+    check_is_fetched(path)
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON; is it complete? {error}") from error
+        raise ValueError(
+            f"{path} is not valid JSON in UTF-8 without a byte order mark; is it complete? {error}"
+        ) from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} does not hold a JSON object.")
     return content
@@ -45,7 +49,7 @@ def read_index(path: str | Path) -> dict[str, str]:
     content = read_json(path)
     index = content.get("weight_map")
     if not isinstance(content.get("metadata"), dict):  # transformers reads it, too
-        raise ValueError(f"{path} has no `metadata`. Is it complete?")
+        raise ValueError(f'{path} has no `metadata`. If it is complete, add `"metadata": {{}}` to it.')
     if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
         raise ValueError(f"{path} does not say which file holds which tensor (`weight_map`).")
     for name in index.values():
@@ -62,18 +66,25 @@ def check_is_fetched(path: str | Path) -> None:
             raise ValueError(f"{path} is a Git LFS pointer, not the file itself. Run `git lfs pull` in its folder.")
 
 
-def check_safetensors(path: str | Path, is_quantized: bool = False) -> None:
+def check_weights_file(path: Path, is_quantized: bool = False) -> None:
     """
-    Raises `ValueError` if a safetensors file is a pointer of Git LFS, is not whole, has a rounded `d2t`, or has weights that are
+    Raises `ValueError` if a file of weights is a pointer of Git LFS, is not whole, has a rounded `d2t`, or has weights that are
     integers, though the configuration does not say that they are quantized.
     """
     check_is_fetched(path)
-    try:
-        with safe_open(path, "pt") as tensors:
-            d2t = tensors.get_tensor("d2t") if "d2t" in tensors.keys() else None  # noqa: SIM118  it is no dict
-            dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path} is no whole safetensors file ({error}). Download it again.") from None
+    if path.suffix == ".safetensors":
+        try:
+            with safe_open(path, "pt") as content:
+                d2t = content.get_tensor("d2t") if "d2t" in content.keys() else None  # noqa: SIM118  it is no dict
+                dtypes = {name: content.get_slice(name).get_dtype() for name in content.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no whole safetensors file ({error}). Download it again.") from None
+    else:
+        tensors = read_file(
+            path, mmap=zipfile.is_zipfile(path)
+        )  # reads no weights, in the format of torch 1.6 and later
+        d2t = tensors.get("d2t")
+        dtypes = {name: str(tensor.dtype).removeprefix("torch.").upper() for name, tensor in tensors.items()}
     integers = sorted(
         name for name, dtype in dtypes.items() if name.endswith("weight") and dtype.startswith(("I", "U"))
     )
@@ -95,6 +106,23 @@ def check_mapping(d2t: torch.Tensor, place: str = "") -> None:
             f"{place}`d2t` is stored in {d2t.dtype}, which is exact only below {limit:.0f}, and has larger offsets. They map to wrong "
             "tokens. Download the draft again, or convert it from the original with `d2t` in int64."
         )
+
+
+def read_file(path: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
+    """Returns the tensors in a safetensors file, or in a pickle (`kwargs` are for `torch.load`). Raises `ValueError` if it is broken."""
+    check_is_fetched(path)
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        # `weights_only`, because a pickle can hold code.
+        tensors = torch.load(path, map_location="cpu", weights_only=True, **kwargs)
+    except (SafetensorError, RuntimeError, EOFError, OSError) as error:
+        raise ValueError(f"{path} cannot be read. Check that it is complete: {error}") from error
+    except Exception as error:  # unpickling fails in many ways
+        raise ValueError(f"{path} holds other things than tensors, which are never loaded: {error}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
+        raise ValueError(f"{path} holds other things than tensors: a {type(tensors).__name__}, not tensors by name.")
+    return tensors
 
 
 def check_token_ids(generation_config: dict[str, Any]) -> None:
@@ -119,13 +147,14 @@ def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: An
     path = find(source, "config.json", **hub_kwargs)
     config = {} if path is None else read_json(path)
     is_quantized = bool(config.get("quantization_config") or config.get("quantization"))
-    weights = {with_variant("model.safetensors", variant)}
-    for name in INDEX_FILES:
-        if (path := find(source, with_variant(name, variant), **hub_kwargs)) is not None:
-            weights |= set(read_index(path).values())
-    for name in weights:
-        if name.endswith(".safetensors") and (path := find(source, name, **hub_kwargs)) is not None:
-            check_safetensors(path, is_quantized)
+    candidates = ((name, find(source, with_variant(name, variant), **hub_kwargs)) for name in WEIGHT_FILES)
+    name, path = next(((name, path) for name, path in candidates if path is not None), ("", None))
+    paths = [path]
+    if path is not None and name.endswith(".json"):
+        paths = [find(source, part, **hub_kwargs) for part in sorted(set(read_index(path).values()))]
+    for path in paths:
+        if path is not None:
+            check_weights_file(path, is_quantized)
     if (path := find(source, "generation_config.json", **hub_kwargs)) is not None:
         check_token_ids(read_json(path))
 

@@ -25,6 +25,7 @@ QWEN3_LAYER = {
     *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
     *(f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
 }
+WRAPPERS = r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\."
 # Arguments of `cached_file` that make it return `None` for a missing file.
 LENIENT = {
     "_raise_exceptions_for_missing_entries": False,
@@ -80,9 +81,9 @@ def without_prefix(names: Iterable[str]) -> dict[str, str]:
     Maps names of tensors to the names without the prefix that wrappers added (`model.`, `module.model.`).
 
     The prefix is what stands before `fc` or the first layer. A name that has only a part of it loses that part.
-    `torch.compile` may add its own also within names.
+    `torch.compile`, FSDP and activation checkpointing may add theirs also within names.
     """
-    shorter = {name: name.replace("_orig_mod.", "") for name in names}
+    shorter = {name: re.sub(WRAPPERS, "", name) for name in names}
     marks = ("fc.weight", "midlayer.self_attn.o_proj.weight", "layers.0.self_attn.o_proj.weight")
     prefixes = [name[: -len(mark)] for name in shorter.values() for mark in marks if name.endswith(mark)]
     prefixes = [prefix for prefix in prefixes if not prefix or prefix.endswith(".")]
@@ -142,7 +143,8 @@ def names_in(path: Path) -> list[str]:
             import torch  # here, so that `import hf_eagle3` is quick
 
             can_map = zipfile.is_zipfile(path)  # the format of torch 1.6 and later
-            return list(torch.load(path, map_location="meta", weights_only=True, mmap=can_map))
+            content = torch.load(path, map_location="meta", weights_only=True, mmap=can_map)
+            return [name for name, value in content.items() if isinstance(value, torch.Tensor)]
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as tensors:
                 return list(tensors.keys())

@@ -184,6 +184,15 @@ def test_what_is_said_of_broken_files(tmp_path, loader):
         (tmp_path / "bin" / name).write_text(pointer)
         with pytest.raises(ValueError, match=f"{name} is a Git LFS pointer, not the file itself. Run `git lfs pull`"):
             loader.from_pretrained(tmp_path / "bin")
+        (tmp_path / "bin" / name).unlink()
+    for content, reason in (
+        ("[]", "does not hold a JSON object"),
+        ('{"weight_map": {}', "index.json is not valid JSON"),
+        ('{"weight_map": {}}', "has no `metadata`. If it is complete, add"),
+    ):
+        (tmp_path / "bin" / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(ValueError, match=reason):
+            loader.from_pretrained(tmp_path / "bin")
 
 
 def test_a_broken_draft_of_others(tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.tensor_names import is_draft, without_prefix
+
+
+YARN = {"type": "yarn", "factor": 4.0}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +50,8 @@ def load(folder, config, tensors, loader=Eagle3ForSpeculation, **kwargs):
         {"sliding_window": 512, "id2label": {"0": "LABEL_0"}, "return_dict": True, "is_encoder_decoder": False},
         {"eagle_config": {"use_mtp_layernorm": False, "something_new": None, "other": 0, "use_last_layernorm": True}},
         {"rope_scaling": {"rope_type": "default", "mrope_section": None, "alpha": 0}},
+        {"rope_parameters": {"rope_type": None, "rope_theta": None, "factor": None}},
+        {"norm_before_residual": 0, "fc_norm": 0, "use_aux_hidden_state": 1},
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -58,9 +65,24 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"use_magic": True, "depth_scale": 0.5}, r"does not know: \['depth_scale', 'use_magic'\]"),
         ({"eagle_config": {"new_norm": True}}, r"does not know: \['eagle_config.new_norm'\]"),
         ({"rope_scaling": {"rope_type": "default", "twist": 2}}, r"rotary embedding .* does not know: \['twist'\]"),
-        ({"quantization_config": {"bits": 4}}, "quantized by an unnamed method .`quantization_config`"),
-        ({"quantization": {"group_size": 64, "bits": 4}}, "quantized by an unnamed method"),
-        ({"quantization_config": {"quant_method": "fp8", "bits": 8}}, "quantized by fp8 .*vLLM or SGLang"),
+        ({"norm_before_residual": "false"}, "`norm_before_residual` is 'false', but must be true or false"),
+        (
+            {"eagle_config": {"use_aux_hidden_state": "no"}},
+            "`use_aux_hidden_state` is 'no', but must be true or false",
+        ),
+        ({"use_aux_hidden_state": 0}, "EAGLE-1 and 2"),
+        ({"draft_vocab_size": "32"}, "`draft_vocab_size` is '32', but must be a positive integer"),
+        ({"intermediate_size": 10**12}, "`intermediate_size` is 1000000000000, but must be a positive integer, up to"),
+        ({"vocab_size": 10**30}, "`vocab_size` is 10+, but must be a positive integer, up to"),
+        ({"rms_norm_eps": math.inf}, "`rms_norm_eps` is inf, but must be a positive number"),
+        ({"rope_theta": 10**400}, "`rope_theta` is 10+, but must be a positive number"),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 0}}, "`original_max_position_embeddings` is 0"),
+        ({"rope_scaling": {**YARN, "beta_fast": "32"}}, "`beta_fast` is '32', but must be a positive number"),
+        (
+            {"rope_scaling": {**LONGROPE, "short_factor": [1.0] * 3}},
+            "`short_factor` is .* must be a list of 4 numbers",
+        ),
+        ({"rope_scaling": {**LONGROPE, "long_factor": ["1"] * 4}}, "`long_factor` is .* must be a list of 4 numbers"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"norm_type": "layer"}, "norm_type"),
@@ -122,14 +144,36 @@ def test_kinds_are_told_by_tensors(tmp_path, reference):
                 load(tmp_path / "draft", config, held, loader)
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "old bin"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
-def test_weights_that_are_integers(tmp_path, reference, dtype):
+def test_weights_that_are_integers(tmp_path, reference, dtype, kind):
     """transformers would take them for floating-point numbers."""
     tensors = midlayer(reference)
     tensors["midlayer.mlp.up_proj.weight"] = tensors["midlayer.mlp.up_proj.weight"].to(dtype)
+    folder = write(tmp_path / "draft", sglang(reference), tensors, kind)
     for loader in (Eagle3ForSpeculation, AutoModel):
         with pytest.raises(ValueError, match="has weights that are integers, such as midlayer.mlp.up_proj.weight"):
-            load(tmp_path / "draft", sglang(reference), tensors, loader)
+            loader.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "quantization, method",
+    [
+        ({"quantization_config": {"bits": 4}}, "an unnamed method"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "an unnamed method"),
+        ({"quantization_config": "fp8"}, "an unnamed method"),
+        ({"quantization_config": {"quant_method": "fp8", "bits": 8}}, "fp8"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_weights_that_are_quantized(tmp_path, target, reference, quantization, method, dtype):
+    """A draft may have its target's configuration, but weights that are not quantized."""
+    config, tensors = sglang(reference, **quantization), midlayer(reference)
+    assert_same(load(tmp_path / "draft", config, tensors), reference, target)
+    tensors["fc.weight"] = tensors["fc.weight"].to(dtype)
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        with pytest.raises(ValueError, match=f"quantized by {method} .`quantization_config`.*vLLM or SGLang"):
+            load(tmp_path / "draft", config, tensors, loader)
 
 
 @pytest.mark.parametrize("prefix", ["model.", "module.model.", "draft_model."])
@@ -173,6 +217,14 @@ def test_what_a_draft_holds(names, expected):
 def test_names_without_prefix():
     names = ["module.model.fc.weight", "module.model.layers.0.self_attn.o_proj.weight", "module.lm_head.weight", "d2t"]
     assert list(without_prefix(names).values())[1:] == ["layers.0.self_attn.o_proj.weight", "lm_head.weight", "d2t"]
+
+
+@pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel, AutoModelForCausalLM])
+@pytest.mark.parametrize("wrapped", [lambda held: {"state_dict": held}, lambda held: {"model": held, "epoch": 3}])
+def test_what_a_trainer_saved_is_taken_for_no_random_model(tmp_path, reference, loader, wrapped):
+    folder = write(tmp_path / "draft", sglang(reference), wrapped(midlayer(reference)), "bin")
+    with pytest.raises(ValueError, match="holds other things than tensors"):
+        loader.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("loader", [AutoModel, AutoModelForCausalLM])

@@ -279,6 +279,10 @@ def test_a_folder_may_be_empty(tmp_path, target, monkeypatch):
     folder.mkdir()
     export(make_reference(target), folder, "sglang")
     assert (folder / "config.json").exists()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    export(make_reference(target), tmp_path / "link", "sglang")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "elsewhere" / "config.json").exists()
 
 
 @pytest.mark.parametrize("to", ["sglang", "safeailab"])

@@ -260,6 +260,10 @@ THETA = {"rope_type": "default", "rope_theta": 10000.0}
         ({"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}, "rotary embedding .*'alpha'"),
         ({"rope_parameters": {"full_attention": THETA, "sliding_attention": THETA}}, "'full_attention', 'sliding"),
         ({"rope_scaling": {"type": "yarn"}}, "cannot be read.*factor"),
+        ({"rope_parameters": {**THETA, "original_max_position_embeddings": None}}, "embeddings` is None"),
+        ({"model_type": "eagle3"}, "model_type` is 'eagle3'; a draft has 'llama' or 'qwen3' layers"),
+        ({"model_type": None}, "model_type` is None; a draft has 'llama' or 'qwen3' layers"),
+        ({"vocab_size": 10**30}, "`vocab_size` is 10+, but must be a positive integer, up to"),
     ],
     ids=str,
 )
@@ -271,6 +275,52 @@ def test_layers_that_would_compute_something_else(tmp_path, changes, reason):
     for loader in (Eagle3ForSpeculation, AutoModel):
         with pytest.raises(ValueError, match=reason):
             loader.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"dtype": "float8_e4m3fn"}, "`dtype` is 'float8_e4m3fn', but must be a dtype of torch in which it computes"),
+        ({"dtype": "int8"}, "`dtype` is 'int8', but must be a dtype of torch in which it computes"),
+        ({"quantization_config": {}}, "`quantization_config` is {}, but must be a mapping that names .* Remove it"),
+        ({"quantization_config": "fp8"}, "`quantization_config` is 'fp8', but must be a mapping"),
+        ({"verifier_fingerprint": "é"}, "`verifier_fingerprint` is 'é', but must be 128 bytes"),
+        ({"target_hidden_size": 10**30}, "`target_hidden_size` is 10+, but must be a positive integer, up to"),
+    ],
+    ids=str,
+)
+def test_values_that_are_none(tmp_path, changes, reason):
+    folder = copy_of(tmp_path / "draft", "classic")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        with pytest.raises(ValueError, match=reason):
+            loader.from_pretrained(folder, dtype="auto")
+
+
+def test_a_null_for_code(tmp_path):
+    folder = copy_of(tmp_path / "draft", "classic")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": None}))
+    assert type(AutoModel.from_pretrained(folder)) is Eagle3ForSpeculation
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", {"state_dict": {}}])
+def test_a_broken_pickle(tmp_path, content):
+    folder = copy_of(tmp_path / "draft", "classic")
+    weights = folder / "pytorch_model.bin"
+    torch.save(load_file(folder / "model.safetensors"), weights)
+    (folder / "model.safetensors").unlink()
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        loader.from_pretrained(folder)
+    torch.save(content, weights) if isinstance(content, dict) else weights.write_bytes(content)
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        with pytest.raises(
+            ValueError, match="pytorch_model.bin (cannot be read|is a Git LFS pointer|holds other things)"
+        ):
+            loader.from_pretrained(folder)
+    (folder / "model.safetensors").write_bytes((FIXTURES / "classic" / "model.safetensors").read_bytes())
+    Eagle3ForSpeculation.from_pretrained(folder)  # which goes first
 
 
 def test_old_names_and_missing_flags(tmp_path):
@@ -330,8 +380,9 @@ def test_names_of_tensors_that_wrappers_and_converters_change(tmp_path, prefix, 
     outside = () if prefix == "_orig_mod." else ("lm_head.weight", "d2t", "t2d")
     names = {name: name.replace("layers.0.", "midlayer.") for name in expected}
     names |= {name: prefix + names[name] for name in expected if name not in outside}
-    if prefix == "_orig_mod.":  # a layer may be compiled, too
-        names = {name: theirs.replace("midlayer.", "midlayer._orig_mod.") for name, theirs in names.items()}
+    if prefix in ("_orig_mod.", "module."):  # a layer may be compiled, or wrapped, too
+        wrapper = prefix if prefix == "_orig_mod." else "_fsdp_wrapped_module._checkpoint_wrapped_module."
+        names = {name: theirs.replace("midlayer.", f"midlayer.{wrapper}") for name, theirs in names.items()}
     folder = copy_of(
         tmp_path / "draft",
         "classic",

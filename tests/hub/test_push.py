@@ -189,6 +189,17 @@ def test_a_card_that_cannot_be_read_is_not_taken_for_none(hub, draft, monkeypatc
     assert len(hub.repos[REPO]["main"]) == 2
 
 
+@pytest.mark.parametrize(
+    "card", [b"---\nlicense: [\n---\n", b"---\n\tlicense: mit\n---\n", b"---\n- a\n---\n", b"---\n---\n\xe9"]
+)
+def test_a_broken_card_is_named(hub, draft, card):
+    hub.repos[REPO] = {"main": [{"README.md": card}]}
+    for use in (lambda: push_draft(draft, REPO), lambda: refresh_card(REPO)):
+        with pytest.raises(ValueError, match=f"(?s)The README.md of {REPO} is no card: .* delete it there"):
+            use()
+    assert len(hub.repos[REPO]["main"]) == 1
+
+
 def test_branches(hub, draft):
     push_draft(draft, REPO)
     main = files_of(hub)
@@ -236,6 +247,16 @@ def test_records_beside_a_draft_are_its_own(hub, draft, tmp_path, caplog):
     stale.write(tmp_path / "draft" / "benchmark.jsonl")
     Eagle3ForSpeculation.from_pretrained(tmp_path / "draft").push_to_hub(REPO)
     assert "benchmark.jsonl" not in files_of(hub)
+
+
+@pytest.mark.parametrize(
+    "name, content", [("training.json", '{"seed": '), ("training.json", "5"), ("benchmark.jsonl", "5")]
+)
+def test_a_broken_record_is_named(hub, draft, tmp_path, name, content):
+    draft.save_pretrained(tmp_path / "draft")
+    (tmp_path / "draft" / name).write_text(content)
+    with pytest.raises(ValueError, match=f"draft/{name} (is not valid JSON|does not hold|holds no results)"):
+        Eagle3ForSpeculation.from_pretrained(tmp_path / "draft").push_to_hub(REPO)
 
 
 def make_trainer(tmp_path, tokenizer, model=None, peft_config=None, target_name="big/Model-8B", **settings):

@@ -115,7 +115,7 @@ def export(draft: DraftModel, folder: str | Path, to: str, **options: Any) -> No
         raise ValueError(f"Unknown format {to!r}. Drafts can be exported to {WRITABLE}.")
     check_is_eagle3(draft)
     check_new_folder(folder)
-    folder = Path(folder).absolute()
+    folder = Path(folder).resolve()  # a link stays one
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as scratch:  # all or nothing
         written = Path(scratch, folder.name)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,11 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from ..auto import kind_of_draft
-from ..file_checks import check_is_fetched, read_index
+from ..file_checks import read_file, read_index, read_json
 from ..remote_code.configuration_eagle3 import DRAFT_KEYS
 from ..tensor_names import WEIGHT_FILES, find, with_variant
 
@@ -45,23 +45,6 @@ def read_tensors(source: str | Path, variant: str | None = None, **hub_kwargs: A
     raise FileNotFoundError(f"{source} has no weights: none of {', '.join(names)}.")
 
 
-def read_file(path: Path) -> dict[str, torch.Tensor]:
-    """Returns the tensors in a safetensors file or a pickle."""
-    check_is_fetched(path)
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        # `weights_only`, because a pickle can hold code.
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"{path} cannot be read. Check that it is complete: {error}") from error
-    except Exception as error:  # unpickling fails in many ways
-        raise ValueError(f"{path} holds other things than tensors, which are never loaded: {error}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
-        raise ValueError(f"{path} holds other things than tensors: a {type(tensors).__name__}, not tensors by name.")
-    return tensors
-
-
 def check_new_folder(folder: str | Path) -> None:
     """Raises `ValueError` if a folder is not empty."""
     if Path(folder).exists() and any(Path(folder).iterdir()):
@@ -80,7 +63,8 @@ def check_no_other_model(
     adapter of a draft must not be beside a whole model, because transformers would load it into that model. Raises
     `ValueError` if there is another model.
     """
-    weights = [name for name in names if name.endswith((".safetensors", ".bin")) and name != "training_args.bin"]
+    ends = (".safetensors", ".bin", ".index.json")
+    weights = [name for name in names if name.endswith(ends) and name != "training_args.bin"]
     if is_adapter:
         if "config.json" in names:
             raise ValueError(
@@ -89,11 +73,14 @@ def check_no_other_model(
         return
     other = min(weights, default=None)
     if "config.json" in names:
-        try:
-            content = json.loads(Path(fetch("config.json")).read_text(encoding="utf-8"))
-            is_draft = DRAFT_KEYS & content.keys() or kind_of_draft(content, place, hub_kwargs)[0] is not None
-        except (AttributeError, ValueError):  # cut off: no model can be loaded from there
-            is_draft = True
+        content = None
+        with suppress(ValueError):  # cut off: the weights show what it is, if they are not, too
+            content = read_json(fetch("config.json"))
+        is_draft = True
+        if not DRAFT_KEYS & (content or {}).keys():
+            with suppress(ValueError):  # a draft that is broken
+                kind, held = kind_of_draft(content or {}, place, hub_kwargs)
+                is_draft = kind is not None or (content is None and not held)
         other = None if is_draft else "config.json"
     if other is not None:
         raise ValueError(f"{place} has {other} of another model, which the draft would damage. Choose another place.")
@@ -112,6 +99,17 @@ def check_folder(folder: str | Path, is_adapter: bool = False) -> None:
         raise ValueError(
             f"{folder} has an adapter ({ADAPTER_CONFIG_NAME}), which transformers would load into the draft. Choose another folder."
         )
+
+
+def remove_stale_weights(folder: str | Path, variant: str | None = None) -> None:
+    """
+    Removes what an earlier draft left beside one that was just saved: a single file beside shards, or the index of shards that
+    are gone. transformers leaves both, and readers would take the single file, and vLLM the index.
+    """
+    single, index = (Path(folder, with_variant(name, variant)) for name in WEIGHT_FILES[:2])
+    if single.exists() and index.exists():
+        has_shards = all(Path(folder, name).exists() for name in read_index(index).values())
+        (single if has_shards else index).unlink()
 
 
 def full_name(repo_id: str, token: bool | str | None) -> str:

@@ -47,6 +47,7 @@ EAGLE_KEYS = (
     "target_hidden_size",
     "use_aux_hidden_state",
 )
+BOOLEANS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "use_aux_hidden_state")
 # Model-Optimizer's flags, and their values for the network that is implemented here.
 EXPECTED = {
     "next_layer_regular": True,
@@ -80,6 +81,8 @@ NEUTRAL_KEYS = {
     "pool_type",
     "prefix",
     "pretraining_tp",
+    "quantization",
+    "quantization_config",
     "reuse_target_lm_head",
     "rope_parameters",
     "rope_scaling",
@@ -120,7 +123,7 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
     """
     if missing := [key for key in REQUIRED_KEYS if config.get(key) is None]:
         raise ValueError(f"config.json lacks {missing}.")
-    check_sizes({key: config[key] for key in LAYER_KEYS if config.get(key) is not None})
+    check_sizes({key: config[key] for key in (*LAYER_KEYS, "draft_vocab_size") if config.get(key) is not None})
     flags = flags_of(config)
     check_kind(config, flags, tensors)
     check_keys(config, flags)
@@ -150,7 +153,7 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
         "eagle_aux_hidden_state_layer_ids": ids,
         "aux_layer_ids_assumed": not counts_inputs,
         "target_hidden_size": flags["target_hidden_size"],
-        **{flag: norm if flags[flag] is None else bool(flags[flag]) for flag, norm in norms.items()},
+        **{flag: norm if flags[flag] is None else flags[flag] for flag, norm in norms.items()},
         **{key: config.get(key) for key in TOKEN_KEYS},
     }
     return Eagle3Config(**fields), ours, {"format": format_of(config), **report, "assumed": assumed}
@@ -159,7 +162,7 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
 def flags_of(config: dict) -> dict:
     """
     Returns the keys that describe the draft, from the top level and `eagle_config`. Missing ones are `None`. Raises
-    `ValueError` if the two places contradict each other.
+    `ValueError` if the two places contradict each other, or a value is neither true nor false.
     """
     eagle_config = config.get("eagle_config") or {}
     flags = {}
@@ -168,18 +171,26 @@ def flags_of(config: dict) -> dict:
         if len(said) == 2 and said[0] != said[1]:
             raise ValueError(f"`{key}` is {said[0]!r} in config.json, but {said[1]!r} in its `eagle_config`.")
         flags[key] = said[0] if said else None
+        if key in BOOLEANS and said:
+            if said[0] and said[0] != 1:  # text would count as true
+                raise ValueError(f"`{key}` is {said[0]!r}, but must be true or false.")
+            flags[key] = bool(said[0])
     return flags
 
 
 def check_kind(config: dict, flags: dict, tensors: dict) -> None:
     """Raises `ValueError` if the draft is of an unsupported kind. The message says which, and what can run it."""
-    if quantization := config.get("quantization_config") or config.get("quantization"):  # MLX writes the latter
-        method = quantization.get("quant_method") or quantization.get("quant_algo") or "an unnamed method"
+    names = without_prefix(tensors).values()
+    quantization = config.get("quantization_config") or config.get("quantization")  # MLX writes the latter
+    weights = [tensor for tensor, name in zip(tensors.values(), names, strict=True) if name not in ("d2t", "t2d")]
+    # A draft may have its target's configuration, but weights that are not quantized.
+    if quantization and any(tensor.itemsize == 1 or not tensor.is_floating_point() for tensor in weights):
+        methods = quantization if isinstance(quantization, dict) else {}
+        method = methods.get("quant_method") or methods.get("quant_algo") or "an unnamed method"
         raise ValueError(
             f"its weights are quantized by {method} (`quantization_config`), which is not supported. Load the draft that is not "
             "quantized, or run this one in an engine such as vLLM or SGLang."
         )
-    names = without_prefix(tensors).values()
     if config.get("kv_lora_rank") or any("kv_a_proj" in name for name in names):
         raise ValueError(
             "it has multi-head latent attention (MLA), but only Llama and Qwen3 layers are supported. SGLang and vLLM run it."
@@ -288,7 +299,7 @@ def rope_of(config: dict) -> dict:
             raise ValueError(f"`{key}` is {given!r}, but must be a mapping.")
         if given.get("type") is not None:  # the old name
             given = {"rope_type": given["type"], **given}
-        rope |= given
+        rope |= {name: value for name, value in given.items() if value is not None}
     rope.pop("type", None)
     thetas = [theta for theta in (rope.get("rope_theta"), config.get("rope_theta")) if theta is not None]
     if len(thetas) == 2 and thetas[0] != thetas[1]:
@@ -322,9 +333,9 @@ def layer_ids_of(config: dict, flags: dict) -> tuple[list[int] | None, bool]:
                 )
         ids, exact = ids or outputs, inputs
     if ids and num_states is not None and len(ids) != num_states:
-        raise ValueError(f"`num_aux_hidden_states` is {num_states}, but there are {len(ids)} layer ids.")
+        raise ValueError(f"`num_aux_hidden_states` is {num_states!r}, but there are {len(ids)} layer ids.")
     if not ids and num_states not in (None, 3):
-        raise ValueError(f"`num_aux_hidden_states` is {num_states}, but `{key}` does not say which they are.")
+        raise ValueError(f"`num_aux_hidden_states` is {num_states!r}, but `{key}` does not say which they are.")
     if exact:
         return exact, True
     return ([layer_id + 1 for layer_id in ids] if ids else None), False

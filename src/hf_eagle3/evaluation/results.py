@@ -218,7 +218,7 @@ class BenchmarkResults:
                 entries.append(json.loads(line))
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}, is not JSON: {error}") from error
-        if not entries or "environment" not in entries[0]:
+        if not all(isinstance(entry, dict) for entry in entries) or "environment" not in entries[0]:
             raise ValueError(f"{path} holds no results of recipes/benchmark.py.")
         return cls(entries[0], entries[1:])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from huggingface_hub import CommitInfo, HfApi, ModelCard, get_token, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -22,6 +23,7 @@ from ..checkpoints.files import check_new_folder, check_repo, full_name
 from ..environment import public_name, without_paths
 from ..evaluation import BenchmarkResults, plot_all
 from ..evaluation.plots import PLOTS
+from ..file_checks import read_json
 from ..files import write_atomically
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.loading_eagle3 import weights_digest
@@ -252,7 +254,7 @@ def read_record(path: Path) -> dict | BenchmarkResults | None:
     """
     if not path.is_file():
         return None
-    return BenchmarkResults.read(path) if path.suffix == ".jsonl" else json.loads(path.read_text(encoding="utf-8"))
+    return BenchmarkResults.read(path) if path.suffix == ".jsonl" else read_json(path)
 
 
 def write_records(folder: Path, training: dict | None, benchmark: BenchmarkResults | None) -> None:
@@ -279,6 +281,9 @@ def card_on_hub(repo_id: str, revision: str | None = None, token: bool | str | N
         repo_id (`str`): The repo.
         revision (`str`, *optional*): Branch, tag or commit.
         token (`bool` or `str`, *optional*): To read it with.
+
+    Raises:
+        ValueError: if its metadata is no YAML, or it is not in UTF-8.
     """
     try:
         path = HfApi().hf_hub_download(repo_id, "README.md", revision=revision, token=token)
@@ -286,7 +291,10 @@ def card_on_hub(repo_id: str, revision: str | None = None, token: bool | str | N
         raise
     except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
         return None
-    return ModelCard(Path(path).read_text(encoding="utf-8"), ignore_metadata_errors=True)
+    try:
+        return ModelCard(Path(path).read_text(encoding="utf-8"), ignore_metadata_errors=True)
+    except (ValueError, yaml.YAMLError) as error:  # somebody wrote it by hand
+        raise ValueError(f"The README.md of {repo_id} is no card: {error}. Correct it, or delete it there.") from error
 
 
 def refresh_card(

@@ -167,7 +167,8 @@ class Eagle3Config(PreTrainedConfig):
         known = {field.name for field in fields(cls)} | PreTrainedConfig().to_dict().keys() | NEUTRAL_KEYS
         known |= {"quantization_config"}  # transformers reads it
         check_keys("This config.json", config_dict, known)
-        config_dict = {name: value for name, value in config_dict.items() if value is not None or name not in FLAGS}
+        nullable = config_dict.keys() - {*FLAGS, "auto_map"}
+        config_dict = {name: value for name, value in config_dict.items() if value is not None or name in nullable}
         if digest is not None and digest != config_digest(config_dict):
             raise ValueError(
                 f"This config.json is not what was saved: one of {', '.join(DIGESTED)} was changed. Download it again, or remove "

@@ -362,8 +362,10 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
                 "quantized, and quantize it when you load it (`quantization_config`)."
             )
         tree_settings(self.generation_config)  # raises for settings that could not be loaded
+        files = None
         if IS_INSTALLED and is_main_process and not self._hf_peft_config_loaded:
-            installed_module("checkpoints.files", "Saving").check_folder(save_directory)
+            files = installed_module("checkpoints.files", "Saving")
+            files.check_folder(save_directory)
         weights = self.state_dict() if state_dict is None else state_dict
         if is_main_process and all(type(weight) is torch.Tensor and not weight.is_meta for weight in weights.values()):
             self.config.weights_digest = weights_digest(weights)
@@ -371,6 +373,8 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
         finally:
             self.config.weights_digest = None
+        if files is not None:
+            files.remove_stale_weights(save_directory, kwargs.get("variant"))
         if self._auto_class is not None:  # transformers saved the code
             if self.config.speculators_config is None:
                 logger.warning_once(
