@@ -431,6 +431,23 @@ def test_decoding_of_its_own_is_refused(draft):
         target.generate(make_prompt(5), assistant_model=draft, max_new_tokens=4)
 
 
+def test_arguments_that_count_tokens_are_refused(draft):
+    class Counter(LlamaForCausalLM):
+        def _update_model_kwargs_for_generation(self, *args, **kwargs):
+            updated = super()._update_model_kwargs_for_generation(*args, **kwargs)
+            return {**updated, "num_calls": updated.get("num_calls", 0) + 1}
+
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, num_calls=0, **kwargs):
+            outputs = super().forward(input_ids, attention_mask, position_ids, **kwargs)
+            outputs.logits = outputs.logits.roll(num_calls, dims=-1)
+            return outputs
+
+    target = make_target("llama")
+    target.__class__ = Counter
+    with pytest.raises(ValueError, match="Counter has an `_update_model_kwargs_for_generation` of its own"):
+        target.generate(make_prompt(5), assistant_model=draft, max_new_tokens=4)
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [

@@ -177,6 +177,10 @@ def check_call(
             f"{name} has a `_sample` of its own, whose text may be another one": (
                 getattr(target._sample, "__func__", None) is not GenerationMixin._sample
             ),
+            # It may count its calls, and a step that writes several tokens makes one.
+            f"{name} has an `_update_model_kwargs_for_generation` of its own, which may depend on single tokens": (
+                not target._update_model_kwargs_for_generation.__module__.startswith("transformers.")
+            ),
         }
     )
     check_dropout("target", target)
