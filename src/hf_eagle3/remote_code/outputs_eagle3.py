@@ -74,22 +74,22 @@ def keep_state_after_last_layer(target: PreTrainedModel) -> Iterator[None]:
             f"The draft reads the state after the last layer, but {type(target).__name__} has no list of its "
             f"{num_layers} layers. Use a draft that reads other layers."
         )
-    kept = threading.local()
-    kept.state = None  # only in this thread: the hooks do nothing in others, which may be in the middle of a forward
+    kept: list[torch.Tensor] = []
+    thread = threading.get_ident()  # the hooks also run in other threads, which may be in the middle of a forward
 
     def keep(module: torch.nn.Module, args: tuple, output: Any) -> None:
-        if hasattr(kept, "state"):
-            kept.state = output[0] if isinstance(output, tuple) else output
+        if threading.get_ident() == thread:
+            kept[:] = [output[0] if isinstance(output, tuple) else output]
 
     def hand_over(module: torch.nn.Module, args: tuple, outputs: Any) -> None:
-        if not hasattr(kept, "state"):
+        if threading.get_ident() != thread:
             return
-        if kept.state is None:
+        if not kept:
             raise ValueError(
                 f"The draft reads the state after the last layer, but a forward of {type(target).__name__} did not call that "
                 "layer as a module. Do not compile the target before the call, or use a draft that reads other layers."
             )
-        outputs.state_after_last_layer, kept.state = kept.state, None
+        outputs.state_after_last_layer = kept.pop()
 
     handles = layers[-1].register_forward_hook(keep), target.register_forward_hook(hand_over)
     try:
