@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from .auto_eagle3 import IS_INSTALLED, installed_module
+from .auto_eagle3 import IS_INSTALLED
 from .target_eagle3 import check_dropout, gathered_table, look_up, table_of
 
 
@@ -25,10 +25,8 @@ UNREADABLE_TARGETS = {
 # Checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def read_config(source: str, variant: str | None = None, **hub_kwargs: Any) -> dict[str, Any] | None:
-    """The content of `config.json`, or `None` if there is none. The installed package checks all files before."""
-    if IS_INSTALLED:
-        installed_module("file_checks", "Loading").check_files(source, variant, **hub_kwargs)
+def read_config(source: str, **hub_kwargs: Any) -> dict[str, Any] | None:
+    """The content of `config.json`, or `None` if there is none."""
     path = cached_file(source, "config.json", _raise_exceptions_for_missing_entries=False, **hub_kwargs)
     return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
 

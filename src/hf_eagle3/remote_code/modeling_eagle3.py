@@ -5,7 +5,6 @@ import importlib.util
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -259,40 +258,30 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         wants_loading_info = kwargs.pop("output_loading_info", False)
         # This class's code runs. Transformers would also run the folder's `custom_generate`.
         kwargs.pop("trust_remote_code", None)
-        variant, hub_kwargs = kwargs.get("variant"), {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        content = None if path is None else read_config(source, variant, **hub_kwargs)
-        report = {"format": "speculators"}
-        if content is not None and not cls.config_class.recognises(content, source):
-            if not IS_INSTALLED:
+        hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused by name below
+        read = super().from_pretrained
+        if IS_INSTALLED:
+            reader = installed_module("file_checks", "Loading")
+            model, info, content = reader.read_draft(cls, read, path, args, kwargs, hub_kwargs)
+        else:  # a copy reads what was saved, as `weights_digest` shows
+            content = None if path is None else read_config(source, **hub_kwargs)
+            if content is not None and not cls.config_class.recognises(content, source):
                 raise ValueError(
                     f"{source} is not in the speculators format. `pip install hf-eagle3` reads others, too."
                 )
-            reader = installed_module("checkpoints", f"Reading {source}")
-            config, tensors, report = reader.read(content, source, variant=variant, **hub_kwargs)
-            path, kwargs = None, {**reader.with_config(config, kwargs), "state_dict": tensors}
-        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused by name below
-        read = partial(super().from_pretrained, path, *args)
-        if IS_INSTALLED:
-            files = None if content is None else source
-            model, info = installed_module("file_checks", "Loading").read_and_mend(read, kwargs, files, **hub_kwargs)
-        else:  # what was saved, as `weights_digest` shows
-            model, info = read(**kwargs)
-        check_loading_info(info, source)
-        if IS_INSTALLED:
-            installed_module("file_checks", "Loading").check_draft_vocabulary(model, source)
+            model, info = read(path, *args, **kwargs)
+            check_loading_info(info, source)
         for name, value in tree_settings(model.generation_config).items():  # drafts of others have none
             setattr(model.generation_config, name, value)
         if not hasattr(model, "hf_quantizer"):
             # These weights are not those that were saved: other variants, float16, adapters, and the caller's own.
-            is_changed = variant or kwargs.get("state_dict") is not None
+            is_changed = kwargs.get("variant") or kwargs.get("state_dict") is not None
             is_changed = is_changed or model.dtype == torch.float16 or model._hf_peft_config_loaded
             digest = None if is_changed or content is None else content.get("weights_digest")
             check_weights(model.state_dict(), source, digest)
-        if report["format"] != "speculators":
-            model.name_or_path = model.config.name_or_path = source
-            logger.info(f"{source} was read as a checkpoint of the {report['format']} format: {report}")
         model.loaded_with = {name: hub_kwargs[name] for name in ("revision", "subfolder") if name in hub_kwargs}
-        return (model, {**info, **report}) if wants_loading_info else model
+        return (model, {"format": "speculators", **info}) if wants_loading_info else model
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, *args: Any, **kwargs: Any) -> "DraftModel":
