@@ -342,17 +342,9 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             raise ValueError(
                 "`push_to_hub=True` would push a part of the draft, over whatever is in the repo. Call `draft.push_to_hub(repo_id)`."
             )
-        if self.get_output_embeddings().out_features == 0:
-            raise ValueError("This draft stores no head and uses its target's. Call `draft.pair_with(target)` first.")
-        quantization = getattr(self.config, "quantization_config", None)
-        if self.d2t is not None and getattr(quantization, "quant_method", None) == "torchao":
-            raise ValueError(  # torchao 0.18 reads no names without a dot, such as `d2t`
-                "torchao could not load this draft again, because its vocabulary is smaller than the target's. Save it before it is "
-                "quantized, and quantize it when you load it (`quantization_config`)."
-            )
         tree_settings(self.generation_config)  # raises for settings that could not be loaded
-        if IS_INSTALLED and is_main_process and not self._hf_peft_config_loaded:
-            installed_module("checkpoints.files", "Saving").check_folder(save_directory)
+        if IS_INSTALLED:  # a copy is as it was saved
+            installed_module("checkpoints.files", "Saving").check_saving(self, save_directory, is_main_process)
         weights = self.state_dict() if state_dict is None else state_dict
         if is_main_process and all(type(weight) is torch.Tensor and not weight.is_meta for weight in weights.values()):
             self.config.weights_digest = weights_digest(weights)
@@ -361,11 +353,6 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         finally:
             self.config.weights_digest = None
         if self._auto_class is not None:  # transformers saved the code
-            if self.config.speculators_config is None:
-                logger.warning_once(
-                    f"The draft saved in {save_directory} does not name its target, and vLLM does not load such drafts. Call "
-                    "`draft.pair_with(target)` before you save it."
-                )
             folder = Path(save_directory) / "custom_generate"
             folder.mkdir(exist_ok=True)
             (folder / "generate.py").write_text(CUSTOM_GENERATE, encoding="utf-8")
