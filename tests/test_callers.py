@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.remote_code import loading_eagle3
+from hf_eagle3.remote_code import assistant_eagle3
 
 
 SETTINGS = {"max_new_tokens": 24, "do_sample": False}
@@ -94,14 +94,14 @@ def test_pipelines_do_not_load_a_draft_by_its_name(target, draft, tokenizer, tmp
 def test_a_draft_that_was_left_on_the_host(target, draft, monkeypatch):
     """Warns once: it is slow, and nothing else would tell why."""
     warnings = []
-    monkeypatch.setattr(loading_eagle3.logger, "warning_once", warnings.append)
+    monkeypatch.setattr(assistant_eagle3.logger, "warning_once", warnings.append)
     assert_same_text(target, draft)
     assert warnings == []
     with monkeypatch.context() as context:
-        context.setattr(type(target), "device", torch.device("cuda:0"))
-        loading_eagle3.check_draft(draft, target)
+        context.setattr(type(draft), "device", torch.device("xpu"))
+        assert_same_text(target, draft)
     (warning,) = warnings
-    assert "on cuda:0 and the draft on cpu" in warning and "draft.to(target.device)" in warning
+    assert "on xpu and the target on cpu" in warning and "draft.to(target.device)" in warning
 
 
 def test_peft_target(target):

@@ -9,6 +9,7 @@ import re
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from logging import LogRecord
 from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from transformers.utils import logging
 from .environment import is_missing_folder
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import default_aux_layer_ids
+from .remote_code.loading_eagle3 import check_loading_info, read_config
 from .tensor_names import WEIGHT_FILES, find, our_names, with_variant
 
 
@@ -157,6 +159,47 @@ def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: An
             check_weights_file(path, is_quantized)
     if (path := find(source, "generation_config.json", **hub_kwargs)) is not None:
         check_token_ids(read_json(path))
+
+
+def read_draft(
+    cls: "type[DraftModel]",
+    read: Callable[..., tuple["DraftModel", dict[str, Any]]],
+    path: str | Path | None,
+    args: tuple,
+    kwargs: dict[str, Any],
+    hub_kwargs: dict[str, Any],
+) -> tuple["DraftModel", dict[str, Any], dict[str, Any] | None]:
+    """
+    Reads a draft of any format, of this class `cls`.
+
+    `read(path, *args, **kwargs)` is `from_pretrained` of transformers. `path` is a folder or Hub id, or `None` if there are no
+    files.
+
+    Returns:
+        `tuple[DraftModel, dict, dict | None]`: The draft; transformers' report, with the `format` and what was `renamed`,
+        `ignored` and `assumed` if it is in another format; and the content of its `config.json` if it is in ours.
+
+    Raises:
+        ValueError: see [`~modeling_eagle3.DraftModel.from_pretrained`].
+    """
+    source, variant, content = str(path), kwargs.get("variant"), None
+    report: dict[str, Any] = {}
+    if path is not None:
+        check_files(source, variant, **hub_kwargs)
+        content = read_config(source, **hub_kwargs)
+    if content is not None and not cls.config_class.recognises(content, source):
+        from . import checkpoints  # here, because that module imports this one
+
+        config, tensors, report = checkpoints.read(content, source, variant=variant, **hub_kwargs)
+        path, kwargs = None, {**checkpoints.with_config(config, kwargs), "state_dict": tensors}
+    files = None if content is None else source
+    draft, info = read_and_mend(partial(read, path, *args), kwargs, files, **hub_kwargs)
+    check_loading_info(info, source)
+    check_draft_vocabulary(draft, source)
+    if report:
+        draft.name_or_path = draft.config.name_or_path = source
+        logger.info(f"{source} was read as a checkpoint of the {report['format']} format: {report}")
+    return draft, {**info, **report}, None if report else content
 
 
 def read_and_mend(

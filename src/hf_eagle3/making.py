@@ -14,7 +14,16 @@ from .config_checks import ROPE_KEYS
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import Eagle3Config, default_aux_layer_ids
 from .remote_code.loading_eagle3 import check_is_model, fingerprint, similarity
-from .remote_code.target_eagle3 import Borrowed, gathered_head, gathered_table, look_up, table_of
+from .remote_code.target_eagle3 import (
+    Borrowed,
+    device_of,
+    gathered,
+    gathered_table,
+    is_packed,
+    is_sharded,
+    look_up,
+    table_of,
+)
 
 
 if TYPE_CHECKING:
@@ -121,6 +130,25 @@ def set_draft_vocabulary(
         draft._init_weights(head)
     draft.set_output_embeddings(head)
     store_draft_vocabulary(draft, token_ids.to(device))
+
+
+@torch.no_grad()
+def unpack(target: PreTrainedModel) -> None:
+    """Lets a hook of the whole target unpack its layers, as compressed-tensors' does at the first forward."""
+    if target._forward_pre_hooks and not is_sharded(target):
+        target(torch.zeros(1, 1, dtype=torch.long, device=device_of(target.get_input_embeddings())))
+
+
+@torch.no_grad()
+def gathered_head(target: PreTrainedModel) -> torch.Tensor:
+    """Returns the whole weight of the target's head."""
+    head = target.get_output_embeddings()
+    if is_packed(head):
+        unpack(target)
+    if not is_packed(head):
+        return gathered(head.weight.detach())
+    columns = torch.eye(head.in_features, dtype=target.dtype, device=device_of(head))
+    return (head(columns) - head(torch.zeros_like(columns[:1]))).T  # without a bias
 
 
 def ascending(token_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:

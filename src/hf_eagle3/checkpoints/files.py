@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import HfApi
@@ -15,8 +15,13 @@ from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from ..auto import kind_of_draft
 from ..file_checks import read_file, read_index, read_json
+from ..remote_code.auto_eagle3 import logger
 from ..remote_code.configuration_eagle3 import DRAFT_KEYS
 from ..tensor_names import WEIGHT_FILES, find, with_variant
+
+
+if TYPE_CHECKING:
+    from ..remote_code.modeling_eagle3 import DraftModel
 
 
 def read_tensors(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> dict[str, torch.Tensor]:
@@ -84,6 +89,28 @@ def check_no_other_model(
         other = None if is_draft else "config.json"
     if other is not None:
         raise ValueError(f"{place} has {other} of another model, which the draft would damage. Choose another place.")
+
+
+def check_saving(draft: "DraftModel", folder: str | Path, is_main_process: bool) -> None:
+    """
+    Checks that a draft can be loaded again, and that it may be saved to a folder (see [`check_folder`]). Raises `ValueError` if
+    not, and warns if it does not name its target.
+    """
+    if draft.get_output_embeddings().out_features == 0:
+        raise ValueError("This draft stores no head and uses its target's. Call `draft.pair_with(target)` first.")
+    quantization = getattr(draft.config, "quantization_config", None)
+    if draft.d2t is not None and getattr(quantization, "quant_method", None) == "torchao":
+        raise ValueError(  # torchao 0.18 reads no names without a dot, such as `d2t`
+            "torchao could not load this draft again, because its vocabulary is smaller than the target's. Save it before it is "
+            "quantized, and quantize it when you load it (`quantization_config`)."
+        )
+    if is_main_process and not draft._hf_peft_config_loaded:
+        check_folder(folder)
+    if draft._auto_class is not None and draft.config.speculators_config is None:
+        logger.warning_once(
+            f"The draft saved in {folder} does not name its target, and vLLM does not load such drafts. Call "
+            "`draft.pair_with(target)` before you save it."
+        )
 
 
 def check_folder(folder: str | Path, is_adapter: bool = False) -> None:

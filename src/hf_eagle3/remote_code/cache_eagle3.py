@@ -12,9 +12,7 @@ from transformers.cache_utils import (
     Cache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
     StaticCache,
     StaticLayer,
 )
@@ -23,10 +21,13 @@ from .devices_eagle3 import GraphedFunction, captures_graphs, on_device
 from .text_eagle3 import align_right, flat_indices
 
 
-# Classes that older transformers do not have: layers that share another layer's keys, layers with keys of an index beside
-# them, which only `crop` keeps in step, and layers with convolutions beside a window.
-SHARING, INDEXED = ("DummyLayer",), ("DynamicIndexedLayer",)
-SLIDING_LINEAR = ("LinearAttentionAndSlidingWindowAttentionLayer",)
+# The classes of layers that can be rolled back, by name because older transformers do not have all. Layers that share
+# another layer's keys, and layers with keys of an index beside them, which only `crop` keeps in step:
+SHARING, INDEXED = "DummyLayer", "DynamicIndexedLayer"
+ATTENTION = {"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", SHARING, INDEXED}
+# Layers with convolutions, or with recurrent states that can be replayed, and those with convolutions beside a window:
+LINEAR = {"LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"}
+SLIDING_LINEAR = "LinearAttentionAndSlidingWindowAttentionLayer"
 
 
 def additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -119,7 +120,7 @@ class TreeCache:
         self.length = int(cache.get_seq_length()) - num_new  # kept in Python: a static cache counts on its device
         # States updated by every token can follow one path only.
         is_linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
-        is_indexed = any(type(layer).__name__ in INDEXED for layer in cache.layers)
+        is_indexed = any(type(layer).__name__ == INDEXED for layer in cache.layers)
         self.is_chain = is_linear or is_indexed or not self.takes_trees
         self.is_static, self.graphed_keep = is_static(cache), None
         devices = {layer.keys.device for layer in filter(has_keys, cache.layers)}
@@ -294,7 +295,7 @@ def is_static(cache: Cache) -> bool:
 
 def is_unused_static(cache: Any) -> bool:
     """Whether a cache is a static one that `generate` made for this call, of layers that [`with_room`] can make anew."""
-    known = "StaticLayer", "StaticSlidingWindowLayer", *SHARING
+    known = "StaticLayer", "StaticSlidingWindowLayer", SHARING
     return (
         type(cache) is StaticCache
         and not is_user_defined(cache)
@@ -398,15 +399,12 @@ def check_cache(cache: Cache | None, may_replay: bool) -> Cache:
     if cache.offloading and is_static(cache):
         raise ValueError("EAGLE-3 decoding does not offload a static cache. Use `cache_implementation='static'`.")
     for layer in cache.layers:
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer):
+        name = type(layer).__name__
+        if name in ATTENTION:
             continue
-        if type(layer).__name__ in (*SHARING, *INDEXED):
-            continue
-        has_window = type(layer).__name__ in SLIDING_LINEAR
-        is_linear = has_window or type(layer) in (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
-        if is_linear and not is_static(cache):
+        if name in {*LINEAR, SLIDING_LINEAR} and not is_static(cache):
             is_recurrent = any(layer.is_recurrent_states_initialized.values())
-            if not is_recurrent or (may_replay and not has_window):
+            if not is_recurrent or (may_replay and name in LINEAR):
                 continue
         raise ValueError(
             f"EAGLE-3 decoding cannot roll back a {type(cache).__name__} with {type(layer).__name__} layers. Use the default "

@@ -242,17 +242,20 @@ class Drafter(Proposer):
                     self._move(num_places, self.keys[0].shape[2])
 
     def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Sampler | None = None) -> DraftTree:
+        has_fixed_shape = self.is_static or (self.graphed_tree is not None and plan == self.max_plan)
         with self.inference_mode():
-            if self.is_static or (self.graphed_tree is not None and plan == self.max_plan):
-                return self._fixed_tree(sampler)
-            state, unread = self._prepare(has_fixed_shape=False)
+            blocks, counts = self.read_all_but_newest(has_fixed_shape)
+            if has_fixed_shape:
+                blocks = [_padded(block, self.most_new - block.shape[1]) for block in blocks]
+            state, unread = self._inputs(blocks, counts, self.num_spare, has_fixed_shape)
+            if has_fixed_shape:
+                return self._fixed_tree(state, unread, sampler)
             # Counting the nodes above a threshold forces a sync. Verifying more costs little.
             threshold = self.call.threshold if reads_without_sync(unread.tokens.device) else 0.0
             guess = None if sampler is None else partial(sampler.guess, token_ids=self.token_ids)
             return read_and_grow(state, unread, plan, threshold, self.call.calibration.power, guess)
 
-    def _fixed_tree(self, sampler: Sampler | None) -> DraftTree:
-        state, unread = self._prepare(has_fixed_shape=True)
+    def _fixed_tree(self, state: DraftState, unread: Unread, sampler: Sampler | None) -> DraftTree:
         device = unread.tokens.device
         noise = temperature = None
         if sampler is not None:
@@ -269,13 +272,6 @@ class Drafter(Proposer):
         tokens, parents, depths, ancestors, confidences = of_rows
         # The next CUDA graph overwrites what this one returned. Tokens may be needed longer (see `ReplayCache`).
         return DraftTree(tokens.clone(), parents, depths, ancestors, self.max_plan.depth, confidences)
-
-    def _prepare(self, has_fixed_shape: bool) -> tuple[DraftState, Unread]:
-        """The inputs of a tree: the newest tokens. Reads all others."""
-        blocks, counts = self.read_all_but_newest(has_fixed_shape)
-        if has_fixed_shape:
-            blocks = [_padded(block, self.most_new - block.shape[1]) for block in blocks]
-        return self._inputs(blocks, counts, self.num_spare, has_fixed_shape)
 
     def _inputs(
         self, blocks: Sequence[torch.Tensor], counts: list[int], num_spare: int, has_fixed_shape: bool

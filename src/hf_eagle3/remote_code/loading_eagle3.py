@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from .auto_eagle3 import IS_INSTALLED, installed_module, logger
+from .auto_eagle3 import IS_INSTALLED
 from .target_eagle3 import check_dropout, gathered_table, look_up, table_of
 
 
@@ -25,10 +25,8 @@ UNREADABLE_TARGETS = {
 # Checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def read_config(source: str, variant: str | None = None, **hub_kwargs: Any) -> dict[str, Any] | None:
-    """The content of `config.json`, or `None` if there is none. The installed package checks all files before."""
-    if IS_INSTALLED:
-        installed_module("file_checks", "Loading").check_files(source, variant, **hub_kwargs)
+def read_config(source: str, **hub_kwargs: Any) -> dict[str, Any] | None:
+    """The content of `config.json`, or `None` if there is none."""
     path = cached_file(source, "config.json", _raise_exceptions_for_missing_entries=False, **hub_kwargs)
     return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
 
@@ -134,16 +132,10 @@ def mismatch_of(draft: PreTrainedModel, target: PreTrainedModel) -> str | None:
 
 def check_draft(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     """Raises `ValueError` if the draft or the target is not ready: on the meta device, in training mode or offloaded."""
-    device, target_device = draft.get_output_embeddings().weight.device, target.device
-    if device.type == "meta":
+    if draft.get_output_embeddings().weight.device.type == "meta":
         raise ValueError(
             "The draft's weights are not loaded or are offloaded: it is on the meta device. Load it with `from_pretrained`, "
             "whole on one device (without `device_map='auto'`)."
-        )
-    if target_device.type not in ("meta", device.type):
-        logger.warning_once(
-            f"The target is on {target_device} and the draft on {device}, which may make drafting too slow to pay. Call "
-            "`draft.to(target.device)`."
         )
     check_dropout("draft", draft)
     if not draft.config.has_own_embed_tokens and table_of(target).weight.device.type == "meta":

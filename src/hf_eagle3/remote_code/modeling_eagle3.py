@@ -5,7 +5,6 @@ import importlib.util
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -259,40 +258,30 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         wants_loading_info = kwargs.pop("output_loading_info", False)
         # This class's code runs. Transformers would also run the folder's `custom_generate`.
         kwargs.pop("trust_remote_code", None)
-        variant, hub_kwargs = kwargs.get("variant"), {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        content = None if path is None else read_config(source, variant, **hub_kwargs)
-        report = {"format": "speculators"}
-        if content is not None and not cls.config_class.recognises(content, source):
-            if not IS_INSTALLED:
+        hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused by name below
+        read = super().from_pretrained
+        if IS_INSTALLED:
+            reader = installed_module("file_checks", "Loading")
+            model, info, content = reader.read_draft(cls, read, path, args, kwargs, hub_kwargs)
+        else:  # a copy reads what was saved, as `weights_digest` shows
+            content = None if path is None else read_config(source, **hub_kwargs)
+            if content is not None and not cls.config_class.recognises(content, source):
                 raise ValueError(
                     f"{source} is not in the speculators format. `pip install hf-eagle3` reads others, too."
                 )
-            reader = installed_module("checkpoints", f"Reading {source}")
-            config, tensors, report = reader.read(content, source, variant=variant, **hub_kwargs)
-            path, kwargs = None, {**reader.with_config(config, kwargs), "state_dict": tensors}
-        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused by name below
-        read = partial(super().from_pretrained, path, *args)
-        if IS_INSTALLED:
-            files = None if content is None else source
-            model, info = installed_module("file_checks", "Loading").read_and_mend(read, kwargs, files, **hub_kwargs)
-        else:  # what was saved, as `weights_digest` shows
-            model, info = read(**kwargs)
-        check_loading_info(info, source)
-        if IS_INSTALLED:
-            installed_module("file_checks", "Loading").check_draft_vocabulary(model, source)
+            model, info = read(path, *args, **kwargs)
+            check_loading_info(info, source)
         for name, value in tree_settings(model.generation_config).items():  # drafts of others have none
             setattr(model.generation_config, name, value)
         if not hasattr(model, "hf_quantizer"):
             # These weights are not those that were saved: other variants, float16, adapters, and the caller's own.
-            is_changed = variant or kwargs.get("state_dict") is not None
+            is_changed = kwargs.get("variant") or kwargs.get("state_dict") is not None
             is_changed = is_changed or model.dtype == torch.float16 or model._hf_peft_config_loaded
             digest = None if is_changed or content is None else content.get("weights_digest")
             check_weights(model.state_dict(), source, digest)
-        if report["format"] != "speculators":
-            model.name_or_path = model.config.name_or_path = source
-            logger.info(f"{source} was read as a checkpoint of the {report['format']} format: {report}")
         model.loaded_with = {name: hub_kwargs[name] for name in ("revision", "subfolder") if name in hub_kwargs}
-        return (model, {**info, **report}) if wants_loading_info else model
+        return (model, {"format": "speculators", **info}) if wants_loading_info else model
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, *args: Any, **kwargs: Any) -> "DraftModel":
@@ -342,9 +331,9 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
     ) -> None:
         """
         Saves the draft and its code in `save_directory`. See [`~transformers.PreTrainedModel.save_pretrained`], also for
-        `is_main_process`, `state_dict`, `args` and `kwargs`. Raises `ValueError` if the draft stores no head, and has not met
-        the target whose head it uses, if it could not be loaded again, if the folder has another model, or if it is to be pushed,
-        for which there is [`push_to_hub`].
+        `is_main_process`, `state_dict`, `args` and `kwargs`. Raises `ValueError` if the draft is to be pushed, for which there
+        is [`push_to_hub`]. If hf-eagle3 is installed, also if the draft stores no head and has not met the target whose head it
+        uses, if it could not be loaded again, or if the folder has another model.
 
         The folder also serves as `custom_generate`:
         `target.generate(..., custom_generate=folder, assistant_model=draft, trust_remote_code=True)`.
@@ -353,19 +342,10 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             raise ValueError(
                 "`push_to_hub=True` would push a part of the draft, over whatever is in the repo. Call `draft.push_to_hub(repo_id)`."
             )
-        if self.get_output_embeddings().out_features == 0:
-            raise ValueError("This draft stores no head and uses its target's. Call `draft.pair_with(target)` first.")
-        quantization = getattr(self.config, "quantization_config", None)
-        if self.d2t is not None and getattr(quantization, "quant_method", None) == "torchao":
-            raise ValueError(  # torchao 0.18 reads no names without a dot, such as `d2t`
-                "torchao could not load this draft again, because its vocabulary is smaller than the target's. Save it before it is "
-                "quantized, and quantize it when you load it (`quantization_config`)."
-            )
         tree_settings(self.generation_config)  # raises for settings that could not be loaded
-        files = None
-        if IS_INSTALLED and is_main_process and not self._hf_peft_config_loaded:
-            files = installed_module("checkpoints.files", "Saving")
-            files.check_folder(save_directory)
+        files = installed_module("checkpoints.files", "Saving") if IS_INSTALLED else None  # a copy is as it was saved
+        if files is not None:
+            files.check_saving(self, save_directory, is_main_process)
         weights = self.state_dict() if state_dict is None else state_dict
         if is_main_process and all(type(weight) is torch.Tensor and not weight.is_meta for weight in weights.values()):
             self.config.weights_digest = weights_digest(weights)
@@ -373,14 +353,9 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
         finally:
             self.config.weights_digest = None
-        if files is not None:
+        if files is not None and is_main_process and not self._hf_peft_config_loaded:
             files.remove_stale_weights(save_directory, kwargs.get("variant"))
         if self._auto_class is not None:  # transformers saved the code
-            if self.config.speculators_config is None:
-                logger.warning_once(
-                    f"The draft saved in {save_directory} does not name its target, and vLLM does not load such drafts. Call "
-                    "`draft.pair_with(target)` before you save it."
-                )
             folder = Path(save_directory) / "custom_generate"
             folder.mkdir(exist_ok=True)
             (folder / "generate.py").write_text(CUSTOM_GENERATE, encoding="utf-8")

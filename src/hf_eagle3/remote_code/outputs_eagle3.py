@@ -74,22 +74,22 @@ def keep_state_after_last_layer(target: PreTrainedModel) -> Iterator[None]:
             f"The draft reads the state after the last layer, but {type(target).__name__} has no list of its "
             f"{num_layers} layers. Use a draft that reads other layers."
         )
-    kept = threading.local()
-    kept.state = None  # only in this thread: the hooks do nothing in others, which may be in the middle of a forward
+    kept: list[torch.Tensor] = []
+    thread = threading.get_ident()  # the hooks also run in other threads, which may be in the middle of a forward
 
     def keep(module: torch.nn.Module, args: tuple, output: Any) -> None:
-        if hasattr(kept, "state"):
-            kept.state = output[0] if isinstance(output, tuple) else output
+        if threading.get_ident() == thread:
+            kept[:] = [output[0] if isinstance(output, tuple) else output]
 
     def hand_over(module: torch.nn.Module, args: tuple, outputs: Any) -> None:
-        if not hasattr(kept, "state"):
+        if threading.get_ident() != thread:
             return
-        if kept.state is None:
+        if not kept:
             raise ValueError(
                 f"The draft reads the state after the last layer, but a forward of {type(target).__name__} did not call that "
                 "layer as a module. Do not compile the target before the call, or use a draft that reads other layers."
             )
-        outputs.state_after_last_layer, kept.state = kept.state, None
+        outputs.state_after_last_layer = kept.pop()
 
     handles = layers[-1].register_forward_hook(keep), target.register_forward_hook(hand_over)
     try:
@@ -109,20 +109,17 @@ class ReturnedOutputs:
         # A list of entries for each row.
         self.collected: dict[str, list[list]] = {name: [[] for _ in range(batch_size)] for name in names}
         self.scores_of_batch: list[torch.Tensor] = []  # the scores of all rows together
-
-        if type(self.wants_hidden_states) is int:
-            self.wants_hidden_states = [self.wants_hidden_states]
-        if isinstance(self.wants_hidden_states, list) and not CAN_SELECT_HIDDEN_STATES:
+        if not isinstance(self.wants_hidden_states, (bool, type(None))):
             raise ValueError(
-                f"`output_hidden_states` is {self.wants_hidden_states}, but EAGLE-3 decoding takes a list only from "
-                "transformers 5.23 on. Pass True instead."
+                f"`output_hidden_states` is {self.wants_hidden_states}, but EAGLE-3 decoding returns the states of all layers or "
+                "of none. Pass True instead."
             )
 
     def hidden_states_with(self, layer_ids: Sequence[int]) -> bool | list[int] | None:
-        """The `output_hidden_states` to pass to the target: the caller's choice and `layer_ids`."""
-        if self.wants_hidden_states is True or not layer_ids:
+        """The `output_hidden_states` to pass to the target: all that the caller wants, or those of `layer_ids`."""
+        if self.wants_hidden_states or not layer_ids:
             return self.wants_hidden_states
-        return select_hidden_states([*(self.wants_hidden_states or []), *layer_ids])
+        return select_hidden_states(layer_ids)
 
     def all_scores(self) -> tuple[torch.Tensor, ...] | None:
         """The scores that stopping criteria and the caller get: `(B, vocab_size)` for each token."""
@@ -140,13 +137,9 @@ class ReturnedOutputs:
         if "hidden_states" in self.collected:
             first, is_plain = outputs.num_replayed, outputs.logits.shape[1] == 1
             nodes = slice(first, None) if is_plain else slice(first + node, first + node + 1)
-            states = outputs.target_outputs.hidden_states
-            if self.wants_hidden_states is not True:
-                wanted = {index % len(states) for index in self.wants_hidden_states}
-                states = [state if index in wanted else None for index, state in enumerate(states)]
-            states = (None if state is None else state[row : row + 1, nodes] for state in states)
+            states = (state[row : row + 1, nodes] for state in outputs.target_outputs.hidden_states)
             # A view would keep the states of the whole tree.
-            new["hidden_states"] = tuple(state if state is None or is_plain else state.clone() for state in states)
+            new["hidden_states"] = tuple(state if is_plain else state.clone() for state in states)
         for name, rows in self.collected.items():
             rows[row].append(new[name])
 
@@ -161,8 +154,8 @@ class ReturnedOutputs:
 
 
 def stack(entries: Sequence[Any]) -> Any:
-    """The entries of all rows as one: tensors, or tuples of tensors and `None`."""
-    if len(entries) == 1 or entries[0] is None:
+    """The entries of all rows as one: tensors, or tuples of tensors."""
+    if len(entries) == 1:
         return entries[0]
     if isinstance(entries[0], tuple):
         return tuple(stack(layer) for layer in zip(*entries))

@@ -111,25 +111,6 @@ def gathered_table(table: nn.Embedding) -> nn.Embedding:
     return nn.Embedding.from_pretrained(gathered(table.weight.detach()))
 
 
-@torch.no_grad()
-def unpack(target: PreTrainedModel) -> None:
-    """Lets a hook of the whole target unpack its layers, as compressed-tensors' does at the first forward."""
-    if target._forward_pre_hooks and not is_sharded(target):
-        target(torch.zeros(1, 1, dtype=torch.long, device=device_of(target.get_input_embeddings())))
-
-
-@torch.no_grad()
-def gathered_head(target: PreTrainedModel) -> torch.Tensor:
-    """The whole weight of the target's head."""
-    head = target.get_output_embeddings()
-    if is_packed(head):
-        unpack(target)
-    if not is_packed(head):
-        return gathered(head.weight.detach())
-    columns = torch.eye(head.in_features, dtype=target.dtype, device=device_of(head))
-    return (head(columns) - head(torch.zeros_like(columns[:1]))).T  # without a bias
-
-
 def check_call(
     target: PreTrainedModel,
     input_ids: torch.Tensor,

@@ -13,9 +13,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..data.images import IMAGE_INPUT
+from ..making import unpack
 from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
-from ..remote_code.target_eagle3 import device_of, is_sharded, unpack
+from ..remote_code.target_eagle3 import device_of, is_sharded
 from .losses import log_sum_exp
 from .models import without_adapter
 from .ttt import documents_of
