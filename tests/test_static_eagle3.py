@@ -12,6 +12,7 @@ from test_retired_rows import end_token
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
+from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.baselines import BASELINES
 from hf_eagle3.remote_code.drafter_eagle3 import Drafter, can_be_captured
 from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
@@ -264,6 +265,19 @@ def test_nothing_is_compiled_twice(target, policy):
             generate(make_prompt(length, seed=length), seed=length, temperature=1 + 1 / length)
     assert counters["stats"]["unique_graphs"] <= 5
     assert policy == "auto" or graphs == 4 and max(draft.last_generation.accepted_lengths) > 1
+
+
+def test_the_state_after_the_last_layer_is_compiled(target):
+    """It is kept by hooks, which are in the graph."""
+    layer_ids = [1, 2, target.config.num_hidden_layers]
+    draft = Eagle3ForSpeculation.from_target(target, eagle_aux_hidden_state_layer_ids=layer_ids).eval()
+    draft.generation_config.update(tree_depth=1, branching_factor=2, num_assistant_tokens=2, tree_policy="static")
+    counters.clear()
+    settings = {"max_new_tokens": 4, "do_sample": False}
+    expected = target.generate(make_prompt(9), **settings)
+    compiled = {"compile_config": compile_config(), **STATIC}
+    assert torch.equal(target.generate(make_prompt(9), assistant_model=draft, **settings, **compiled), expected)
+    assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
 
 
 def makes_streams():

@@ -74,22 +74,24 @@ def keep_state_after_last_layer(target: PreTrainedModel) -> Iterator[None]:
             f"The draft reads the state after the last layer, but {type(target).__name__} has no list of its "
             f"{num_layers} layers. Use a draft that reads other layers."
         )
-    kept: list[torch.Tensor] = []
-    thread = threading.get_ident()  # the hooks also run in other threads, which may be in the middle of a forward
+    # Other threads, which may be in the middle of a forward, have no `state` here: the hooks do nothing in them. Dynamo
+    # compiles this, but not `threading.get_ident`.
+    kept = threading.local()
+    kept.state = None
 
     def keep(module: torch.nn.Module, args: tuple, output: Any) -> None:
-        if threading.get_ident() == thread:
-            kept[:] = [output[0] if isinstance(output, tuple) else output]
+        if hasattr(kept, "state"):
+            kept.state = output[0] if isinstance(output, tuple) else output
 
     def hand_over(module: torch.nn.Module, args: tuple, outputs: Any) -> None:
-        if threading.get_ident() != thread:
+        if not hasattr(kept, "state"):
             return
-        if not kept:
+        if kept.state is None:
             raise ValueError(
                 f"The draft reads the state after the last layer, but a forward of {type(target).__name__} did not call that "
                 "layer as a module. Do not compile the target before the call, or use a draft that reads other layers."
             )
-        outputs.state_after_last_layer = kept.pop()
+        outputs.state_after_last_layer, kept.state = kept.state, None
 
     handles = layers[-1].register_forward_hook(keep), target.register_forward_hook(hand_over)
     try:
