@@ -33,7 +33,7 @@ test: $(VENV)/.tested
 	$(BIN)/python -m ruff check src tests recipes experiments
 	$(BIN)/python -m ruff format --check src tests recipes experiments
 	$(BIN)/python -m mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Types of the package. Half a minute the first time, then only what changed.
 types: install

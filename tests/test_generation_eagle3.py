@@ -74,15 +74,14 @@ def assert_same_text(target, draft, prompt, **kwargs):
 # The text is the target's ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "settings"), each_once(FAMILIES | MORE_FAMILIES, GREEDY))
-@pytest.mark.parametrize("prompt_length", [5, 40])
+@pytest.mark.parametrize(
+    ("family", "prompt_length", "settings"), each_once(FAMILIES | MORE_FAMILIES, [5, 40], [{}, *GREEDY])
+)
 def test_greedy_text_of_every_family(family, prompt_length, settings):
     target = make_target(family)
     prompt = make_prompt(prompt_length)
     draft = make_draft(target, [prompt], num_tokens=8)
     draft.generation_config.num_assistant_tokens = 72  # all pairs of 8 tokens
-    if prompt_length == 5:
-        settings = {}
     text = generate(target, prompt, **settings)
     oracle = make_oracle(target, text)
     for assistant in (draft, oracle):
