@@ -12,7 +12,7 @@ from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedCon
 
 from .auto_eagle3 import logger
 from .cache_eagle3 import check_cache, is_static, is_unused_static, is_user_defined
-from .outputs_eagle3 import CACHE, INPUTS_BY_TOKEN
+from .outputs_eagle3 import CACHE, CAN_SELECT_HIDDEN_STATES, INPUTS_BY_TOKEN
 from .text_eagle3 import max_length_of
 
 
@@ -154,6 +154,9 @@ def check_call(
             # PEFT binds an argument to a hook of each layer.
             "an activated LoRA (aLoRA) adapts only the last tokens of each forward": any(
                 isinstance(hook, functools.partial) and "alora_offsets" in hook.keywords for hook in hooks
+            ),
+            f"{name} of transformers before 5.23 reads several tokens with another mask than one": (
+                target.config.model_type == "git" and not CAN_SELECT_HIDDEN_STATES
             ),
             f"{name} has a `_sample` of its own, whose text may be another one": (
                 getattr(target._sample, "__func__", None) is not GenerationMixin._sample
