@@ -1,14 +1,23 @@
 """`assist`: calls of `generate` that somebody else writes."""
 
 import copy
+import functools
 import logging
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 from conftest import make_draft, make_prompt, make_target, make_tokenizer
-from peft import LoraConfig, get_peft_model
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, StaticCache, pipeline
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LlamaForCausalLM,
+    StaticCache,
+    pipeline,
+)
 
 from hf_eagle3 import assist, assisting
 from hf_eagle3.assisting import other_decoding
@@ -162,7 +171,7 @@ def test_other_ways_are_left_as_they_are(pair, settings, named, is_model_s, monk
     with assist(target, draft):
         assert torch.equal(target.generate(prompt, **{**SETTINGS, **settings}), expected)
     assert draft.last_generation is None
-    assert said == [f"A call of `generate` runs without the draft of `assist`, because of its `{named}`."]
+    assert said == [f"A call of `generate` runs without the draft of `assist`. It asks for `{named}`."]
 
 
 def test_nothing_is_said_of_calls_with_a_draft(pair, monkeypatch):
@@ -175,7 +184,7 @@ def test_nothing_is_said_of_calls_with_a_draft(pair, monkeypatch):
     assert draft.last_generation and own.last_generation and said == []
 
 
-@pytest.mark.parametrize("implementation", ["quantized", "offloaded_static", "paged"])
+@pytest.mark.parametrize("implementation", ["quantized", "offloaded_static", "offloaded_hybrid", "paged"])
 def test_caches_that_cannot_forget_are_left_to_plain_decoding(pair, implementation):
     """They need other packages, a GPU or much memory, so nothing is decoded here."""
     target, draft, _ = pair
@@ -209,6 +218,16 @@ def test_caches_that_the_caller_passes(family, make_cache, is_assisted):
     assert (draft.last_generation is not None) == is_assisted
 
 
+@pytest.mark.parametrize(("family", "is_assisted"), [("llama", True), ("gemma3", True), ("qwen3_5", False)])
+def test_static_caches_that_generate_makes(family, is_assisted):
+    target, prompt, static = make_target(family), make_prompt(9), {"cache_implementation": "static"}
+    draft = make_draft(target, [prompt])
+    expected = target.generate(prompt, **static, **SETTINGS)
+    with assist(target, draft):
+        assert torch.equal(target.generate(prompt, **static, **SETTINGS), expected)
+    assert (draft.last_generation is not None) == is_assisted
+
+
 def test_attentions_are_left_to_plain_decoding(pair):
     target, draft, prompt = pair
     target.set_attn_implementation("eager")
@@ -217,6 +236,74 @@ def test_attentions_are_left_to_plain_decoding(pair):
         assert len(output.attentions) == 20 and draft.last_generation is None
         target.generate(prompt, return_dict_in_generate=True, **SETTINGS)
     assert draft.last_generation.new_tokens == 20
+
+
+def make_dropout(target):
+    return get_peft_model(target, LoraConfig(target_modules=["q_proj"], lora_dropout=0.5, task_type="CAUSAL_LM"))
+
+
+def make_prompt_tuning(target):
+    return get_peft_model(target, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)).eval()
+
+
+@pytest.mark.parametrize(
+    ("adapt", "reason"),
+    [(make_dropout, "drops out at random"), (make_prompt_tuning, "`prepare_inputs_for_generation` was replaced")],
+)
+def test_targets_that_take_no_draft_for_now_are_left_to_plain_decoding(pair, adapt, reason, warned):
+    """A trainer generates in training mode, and adapters come and go."""
+    target, draft, prompt = pair
+    adapted = adapt(copy.deepcopy(target))
+    texts = []
+    for context in (nullcontext(), assist(adapted, draft)):
+        with context:
+            torch.manual_seed(0)
+            texts.append(adapted.generate(input_ids=prompt, **SETTINGS))
+    assert torch.equal(*texts) and draft.last_generation is None
+    (message,) = warned
+    assert reason.replace("`", "") in message
+    with assist(adapted, draft), adapted.disable_adapter():
+        text = adapted.eval().generate(input_ids=prompt, **SETTINGS)
+    assert torch.equal(text, target.generate(prompt, **SETTINGS)) and draft.last_generation.new_tokens == 20
+
+
+def test_a_target_that_is_transformers_own_assistant(pair):
+    """Of another target, or of itself with fewer layers: it drafts for somebody else then."""
+    target, draft, prompt = pair
+    larger = make_target("llama", seed=1)
+    for kwargs in ({"assistant_early_exit": 2}, {"assistant_model": target}):
+        model = larger if "assistant_model" in kwargs else target
+        expected = model.generate(prompt, **SETTINGS)
+        with assist(target, draft):
+            assert torch.equal(model.generate(prompt, **SETTINGS, **kwargs), expected)
+        assert draft.last_generation is None
+
+
+class OwnGenerate(LlamaForCausalLM):
+    def generate(self, *args, **kwargs):
+        return args[0]
+
+
+def test_contexts_in_which_nothing_was_assisted(pair, warned, monkeypatch):
+    """They look like others, so it is said: `generate` was bound before, is the model's own, or batches continuously."""
+    target, draft, prompt = pair
+    stored = functools.partial(GenerationMixin.generate.__wrapped__, target)
+    monkeypatch.setattr(target, "generate", stored)
+    with assist(target, draft):
+        target.generate(prompt, **SETTINGS)
+    monkeypatch.undo()
+    with assist(target, draft):
+        target.generate_batch([])
+    target.__class__ = OwnGenerate
+    with assist(target, draft):
+        target.generate(prompt)
+    assert len(warned) == 3 and all("so no draft was used" in message for message in warned)
+    target.__class__ = LlamaForCausalLM
+    with assist(target, draft), assist(target, copy.deepcopy(draft)):
+        target.generate(prompt, **SETTINGS)
+    with pytest.raises(KeyboardInterrupt), assist(target, draft):
+        raise KeyboardInterrupt
+    assert len(warned) == 3
 
 
 def test_an_argument_that_is_given_twice(pair):

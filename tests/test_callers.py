@@ -352,6 +352,10 @@ def test_caches_that_record_their_past_are_refused(family):
     ("make_broken", "message"),
     [
         (lambda target: target.train(), "The target is in training mode"),
+        (
+            lambda target: get_peft_model(target, LoraConfig(target_modules=["q_proj"], lora_dropout=0.3)),
+            "The target is in training mode",  # in its new layers
+        ),
         (lambda target: cpu_offload(target, execution_device="cpu"), "embedding of LlamaForCausalLM.* is offloaded"),
         (
             lambda target: get_peft_model(target, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)),
@@ -362,7 +366,7 @@ def test_caches_that_record_their_past_are_refused(family):
             "as PEFT does for prompt and prefix tuning",
         ),
     ],
-    ids=["dropout", "offload", "prompt tuning", "prefix tuning"],
+    ids=["dropout", "dropout of LoRA", "offload", "prompt tuning", "prefix tuning"],
 )
 def test_targets_of_which_the_draft_sees_something_else_are_refused(draft, make_broken, message):
     target = make_broken(make_target("llama", attention_dropout=0.3))

@@ -8,28 +8,30 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec
 
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StaticCache
 
 from .remote_code.assistant_eagle3 import hook_method
 from .remote_code.auto_eagle3 import logger
 from .remote_code.cache_eagle3 import check_cache
-from .remote_code.target_eagle3 import check_given_cache
+from .remote_code.target_eagle3 import check_given_cache, check_target
 
 
 if TYPE_CHECKING:
     from .remote_code.assistant_eagle3 import AssistantMixin
 
 P = ParamSpec("P")
-# For each target the drafts of the open contexts, the innermost last.
-_DRAFTS: "weakref.WeakKeyDictionary[PreTrainedModel, dict[object, AssistantMixin]]" = weakref.WeakKeyDictionary()
+# For each target the drafts of the open contexts, the innermost last, and whether `generate` was called in them.
+_DRAFTS: "weakref.WeakKeyDictionary[PreTrainedModel, dict[threading.Event, AssistantMixin]]" = (
+    weakref.WeakKeyDictionary()
+)
 _LOCK = threading.Lock()
 # Arguments with which the caller chooses another way of decoding.
 OTHER_DECODING = (
     "assistant_early_exit",
     "assistant_ensemble_weight",
-    "assistant_model",
     "custom_generate",
     "dola_layers",
+    "is_assistant",  # transformers' own, of another target or of this one's first layers
     "prompt_lookup_num_tokens",
     "synced_gpus",
     "use_mtp",
@@ -74,8 +76,9 @@ def assist(target: PreTrainedModel, draft: "AssistantMixin") -> Iterator[None]:
     ```
 
     Some calls run without the draft, and a warning says why: those that ask for attentions or another way of decoding (beams,
-    no cache, another assistant), or pass a cache that cannot roll back tokens. Contexts of one target may be nested: the
-    innermost draft is used. The target is unchanged, except that transformers' hooks for hidden states stay on it.
+    no cache, another assistant), or pass a cache that cannot roll back tokens, and those of a target that drops out at random
+    or is adapted by prompt tuning, say. Contexts of one target may be nested: the innermost draft is used. The target is
+    unchanged, except that transformers' hooks for hidden states stay on it.
 
     Args:
         target (`PreTrainedModel`): The target. It may be compiled, or adapted (`PeftModel`).
@@ -96,50 +99,65 @@ def assist(target: PreTrainedModel, draft: "AssistantMixin") -> Iterator[None]:
         raise TypeError(f"`assist(target, draft)` takes a model that generates, not {type(target).__name__}.")
     draft.validate_target(model)
     hook_method(GenerationMixin, "generate", "_looks_for_drafts", generate_with_drafts)
-    entry = object()
+    was_called = threading.Event()
     with _LOCK:
-        _DRAFTS.setdefault(model, {})[entry] = draft
+        _DRAFTS.setdefault(model, {})[was_called] = draft
     try:
         yield
     finally:
         with _LOCK:
-            del _DRAFTS[model][entry]
+            del _DRAFTS[model][was_called]
+    if not was_called.is_set():
+        logger.warning(
+            f"No call of `generate` of this {type(model).__name__} was seen in its `assist` context, so no draft was used. Copies of "
+            "the model, `generate_batch`, a `generate` of the model's own, and one that was stored before the context do not look for it."
+        )
 
 
 def draft_for(model: PreTrainedModel) -> "AssistantMixin | None":
-    """Returns the draft that assists a model now, or `None`."""
+    """Returns the draft that assists this call of `generate` of a model, or `None`."""
     with _LOCK:
-        drafts = _DRAFTS.get(model)
-        return list(drafts.values())[-1] if drafts else None
+        if not (drafts := _DRAFTS.get(model)):
+            return None
+        for was_called in drafts:
+            was_called.set()
+        return list(drafts.values())[-1]
 
 
 def other_decoding(
     model: PreTrainedModel, draft: "AssistantMixin", generation_config: GenerationConfig | None = None, **kwargs: Any
 ) -> str | None:
-    """What a call of `generate` with these arguments asks for that a draft cannot do, or `None`."""
+    """Why a draft cannot assist a call of `generate` with these arguments, or `None`."""
     # In the order of `generate`: the call's arguments, then its configuration, then the model's.
     configs = [vars(config) for config in (generation_config, model.generation_config) if config is not None]
 
     def asked(name: str) -> Any:
         return next((each[name] for each in (kwargs, *configs) if each.get(name) is not None), None)
 
-    if asked("return_dict_in_generate") and asked("output_attentions"):
-        return "output_attentions"
-    if not kwargs.get("use_cache", True) or asked("use_cache") is False:
-        return "use_cache=False"
     # Continuous batching, and caches that cannot forget a token.
-    if (implementation := asked("cache_implementation")) in ("paged", "quantized", "offloaded_static"):
-        return f"cache_implementation={implementation!r}"
-    if (asked("num_beams") or 1) > 1:
-        return "num_beams"
-    given = (name for name in ("cache", "past_key_values") if kwargs.get(name) is not None)  # newer, older
-    if (name := next(given, None)) is not None:
-        try:
-            check_cache(kwargs[name], draft.may_replay(model))
-            check_given_cache(model, kwargs[name], kwargs.get("attention_mask"), draft.may_replay(model))
-        except ValueError:
-            return name
-    return next(filter(asked, OTHER_DECODING), None)
+    implementation = asked("cache_implementation") or ""
+    others = {
+        "output_attentions": asked("return_dict_in_generate") and asked("output_attentions"),
+        "use_cache=False": not kwargs.get("use_cache", True) or asked("use_cache") is False,
+        f"cache_implementation={implementation!r}": implementation.startswith(("paged", "quantized", "offloaded_")),
+        "num_beams": (asked("num_beams") or 1) > 1,
+        **{name: asked(name) for name in OTHER_DECODING},
+    }
+    if (name := next(filter(others.get, others), None)) is not None:
+        return f"It asks for `{name}`."
+    names = ("cache", "past_key_values")  # newer, older
+    caches = [kwargs[name] for name in names if kwargs.get(name) is not None]
+    try:
+        check_target(model)
+        for cache in caches:
+            check_cache(cache, draft.may_replay(model))
+        if implementation in ("static", "sliding_window", "hybrid_chunked"):  # as `generate` will make it
+            caches.append(StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=1))
+        for cache in caches:
+            check_given_cache(model, cache, kwargs.get("attention_mask"), draft.may_replay(model))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def generate_with_drafts(generate: Callable, target: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -150,8 +168,9 @@ def generate_with_drafts(generate: Callable, target: Any, /, *args: Any, **kwarg
     signature = inspect.signature(generate)
     signature.bind(target, *args, **kwargs)  # raises like `generate` if an argument is passed twice
     kwargs |= zip(list(signature.parameters)[1:], args)
-    if (asked := other_decoding(target, draft, **kwargs)) is None:
-        kwargs["assistant_model"] = draft
-    elif asked != "assistant_model":
-        logger.warning_once(f"A call of `generate` runs without the draft of `assist`, because of its `{asked}`.")
+    if kwargs.get("assistant_model") is None:
+        if (reason := other_decoding(target, draft, **kwargs)) is None:
+            kwargs["assistant_model"] = draft
+        else:
+            logger.warning_once(f"A call of `generate` runs without the draft of `assist`. {reason}")
     return generate(target, **kwargs)

@@ -145,10 +145,11 @@ def test_nothing_is_left_after_an_exception(tmp_path, tokenizer):
     embeds = trainer.model.get_input_embeddings()(make_prompt(5))
     with assist_rollouts(trainer, draft, 1e-3), pytest.raises(ValueError, match="embeddings in place of `input_ids`"):
         trainer.model(inputs_embeds=embeds)
-    trainer.args.use_vllm = True
-    with pytest.raises(ValueError, match="`use_vllm=True`"), assist_rollouts(trainer, draft):
-        pass
-    trainer.args.use_vllm = False
+    for name in ("use_vllm", "use_transformers_continuous_batching"):
+        setattr(trainer.args, name, True)
+        with pytest.raises(ValueError, match=f"`{name}=True`"), assist_rollouts(trainer, draft):
+            pass
+        setattr(trainer.args, name, False)
     other = make_draft(make_target("llama", seed=1), [make_prompt(9)])
     with pytest.raises(ValueError, match="trained for another model"), assist_rollouts(trainer, other):
         pass

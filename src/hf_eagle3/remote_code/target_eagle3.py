@@ -121,9 +121,6 @@ def check_call(
     """Raises `ValueError` if EAGLE-3 decoding does not take the settings, the target, the prompt or the cache of a call."""
     name, config, mask = type(target).__name__, generation_config, model_kwargs.get("attention_mask")
     window = getattr(target.config.get_text_config(decoder=True), "keep_window_size", None)
-    prepare = types.MethodType(type(target).prepare_inputs_for_generation, target)
-    adapted = (module for module in target.modules() if not getattr(module, "disable_adapters", False))
-    hooks = (hook for module in adapted for hook in module._forward_pre_hooks.values())
     refuse(
         {
             # With `custom_generate`. Otherwise transformers ignores the draft.
@@ -145,6 +142,21 @@ def check_call(
             f"{name} takes no `position_ids`, or `generate` makes none for it, but siblings in a tree share a position": (
                 model_kwargs.get("position_ids") is None
             ),
+        }
+    )
+    check_target(target)
+    if model_kwargs.get(CACHE) is not None:
+        check_given_cache(target, model_kwargs[CACHE], mask, may_replay)
+
+
+def check_target(target: PreTrainedModel) -> None:
+    """Raises `ValueError` if the target, as it is now, computes or decodes in a way that EAGLE-3 decoding does not take."""
+    name = type(target).__name__
+    prepare = types.MethodType(type(target).prepare_inputs_for_generation, target)
+    adapted = (module for module in target.modules() if not getattr(module, "disable_adapters", False))
+    hooks = (hook for module in adapted for hook in module._forward_pre_hooks.values())
+    refuse(
+        {
             # Other tokens of a tree would change what it predicts.
             f"{name} has layers that depend on all tokens of a forward: quantized with one scale for them, and not token by token "
             "(torchao's `PerRow`), in NVFP4, or adapted by Lily": mixes_tokens(target),
@@ -168,8 +180,6 @@ def check_call(
         }
     )
     check_dropout("target", target)
-    if model_kwargs.get(CACHE) is not None:
-        check_given_cache(target, model_kwargs[CACHE], mask, may_replay)
 
 
 def mixes_tokens(target: PreTrainedModel) -> bool:
@@ -219,13 +229,16 @@ def refuse(obstacles: dict[str, bool]) -> None:
 
 
 def check_dropout(name: str, model: PreTrainedModel) -> None:
-    if not model.training:
-        return
-    holders = [model.config.get_text_config(decoder=True), *model.modules()]
+    training = [
+        module for module in model.modules() if module.training
+    ]  # in a model that is not, perhaps: PEFT's are new
+    holders = [*training, model.config.get_text_config(decoder=True)] if model.training else training
     rates = [rate for each in holders for field, rate in vars(each).items() if "drop" in field or "jitter" in field]
-    rates += [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    rates += [module.p for module in training if isinstance(module, nn.Dropout)]
     if any(isinstance(rate, float) and rate > 0 for rate in rates):
-        raise ValueError(f"The {name} is in training mode and drops out at random. Call `{name}.eval()` first.")
+        raise ValueError(
+            f"The {name} is in training mode and drops out at random. Call `{name}.eval()`, or set its dropout to 0."
+        )
 
 
 def takes_trees(target: PreTrainedModel) -> bool:

@@ -50,7 +50,7 @@ def assist_rollouts(
         ValueError: if the draft is for another model, the trainer does not call `generate`, or several processes would
             each train a draft of their own.
     """
-    for name in ("use_vllm", "use_transformers_paged"):
+    for name in ("use_vllm", "use_transformers_continuous_batching"):
         if getattr(trainer.args, name, False):
             raise ValueError(
                 f"With `{name}=True` the trainer does not call `generate`, so no draft can assist it. Leave `{name}` out."
