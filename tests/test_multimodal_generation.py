@@ -15,6 +15,8 @@ from seeing import (
     llama4,
     llava,
     make,
+    make_image,
+    make_processor,
     mistral3,
     paligemma,
     qwen2_5_vl,
@@ -22,7 +24,7 @@ from seeing import (
     qwen3_5,
     qwen3_vl,
 )
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, ImageTextToTextPipeline
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
@@ -102,6 +104,21 @@ def test_batches(family):
     draft = make_oracle(target, expected)
     actual = target.generate(**batch, max_new_tokens=20, do_sample=False, assistant_model=draft)
     assert actual.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("family", [gemma3, qwen3_vl])
+def test_pipelines(family):
+    """transformers' own do not pass on the assistant that they were made with."""
+    target, _ = make(family, 1)
+    draft, processor = make_draft(target, [make_prompt(5) % 90 + 3]), make_processor(family)
+    content = [{"type": "image", "image": make_image(0)}, {"type": "text", "text": "what"}]
+    results = []
+    for assistant in ({}, {"assistant_model": draft}):
+        generate = ImageTextToTextPipeline(target, processor=processor, **assistant)
+        results.append(generate(text=[{"role": "user", "content": content}], max_new_tokens=12))
+        results.append(generate(text="abc", generate_kwargs={"do_sample": False}, max_new_tokens=6))
+        assert (draft.last_generation is None) == (not assistant)
+    assert results[:2] == results[2:] and draft.last_generation.new_tokens == 6
 
 
 @pytest.mark.parametrize("num_images", [0, 1])

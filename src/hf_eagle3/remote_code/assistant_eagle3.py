@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.pipelines import base as pipelines
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel, pipelines
 
 from .auto_eagle3 import logger
 from .configuration_eagle3 import DRAFT_KEYS
@@ -142,7 +141,9 @@ def install_generation_hook() -> None:
     hook_method(GenerationMixin, "_assisted_decoding", "_decodes_with_assistant", decode_or_assist)
     for name in ("generate", "generate_batch"):
         hook_method(GenerationMixin, name, "_serves_assistants", generate_with_assistant)
-    hook_method(pipelines, "load_assistant_model", "_takes_assistants", load_or_take)
+    hook_method(pipelines.base, "load_assistant_model", "_takes_assistants", load_or_take)
+    for pipeline in (pipelines.ImageTextToTextPipeline, pipelines.AnyToAnyPipeline):
+        hook_method(pipeline, "forward", "_passes_assistants", forward_with_assistant)
 
 
 def hook_method(owner: Any, name: str, mark: str, hook: Callable) -> None:
@@ -165,6 +166,14 @@ def load_or_take(load_model: Callable, target: Any, assistant: Any, *args: Any) 
         if DRAFT_KEYS & content.keys():
             raise ValueError(NAME_OF_DRAFT.format(str(assistant)))
     return (assistant, None) if hasattr(assistant, "assisted_decoding") else load_model(target, assistant, *args)
+
+
+def forward_with_assistant(forward: Callable, pipeline: Any, model_inputs: Any, **kwargs: Any) -> Any:
+    """`forward` of pipelines that take an assistant, but do not pass it to `generate`."""
+    if hasattr(pipeline.assistant_model, "assisted_decoding"):
+        given = kwargs.get("generate_kwargs") or {}
+        kwargs["generate_kwargs"] = {"assistant_model": pipeline.assistant_model, **given}
+    return forward(pipeline, model_inputs, **kwargs)
 
 
 def validate_with_assistant(
