@@ -104,6 +104,10 @@ def check_saving(draft: "DraftModel", folder: str | Path, is_main_process: bool)
             "torchao could not load this draft again, because its vocabulary is smaller than the target's. Save it before it is "
             "quantized, and quantize it when you load it (`quantization_config`)."
         )
+    try:
+        type(draft.config).from_dict(draft.config.to_diff_dict())
+    except ValueError as error:
+        raise ValueError(f"This draft could not be loaded again. Change its `config` first: {error}") from error
     if is_main_process and not draft._hf_peft_config_loaded:
         check_folder(folder)
     if draft._auto_class is not None and draft.config.speculators_config is None:

@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from .auto_eagle3 import IS_INSTALLED, installed_module
+from .policy_eagle3 import DEFAULT_TREE_SETTINGS
 
 
 # One name per class that `AutoXxx.from_pretrained(..., trust_remote_code=True)` may be asked for. All name the same file,
@@ -149,6 +150,13 @@ class Eagle3Config(PreTrainedConfig):
         super().__post_init__(**kwargs)
         # vLLM takes the width of `fc` from here, and assumes 3 states without it.
         layer_config.num_aux_hidden_states = self.num_aux_hidden_states
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in DEFAULT_TREE_SETTINGS:
+            raise AttributeError(
+                f"The configuration of a draft has no `{name}`. Set `draft.generation_config.{name}`."
+            )
+        super().__setattr__(name, value)
 
     @classmethod
     def recognises(cls, config_dict: dict[str, Any], source: str | Path) -> bool:
