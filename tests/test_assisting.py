@@ -197,12 +197,26 @@ class Uncroppable(DynamicCache):
         raise NotImplementedError
 
 
+class Evicting(DynamicCache):
+    """It keeps the first token and the latest."""
+
+    def update(self, *args, **kwargs):
+        states = super().update(*args, **kwargs)
+        for layer in self.layers:
+            if layer.is_initialized and layer.keys.shape[-2] > 9:
+                layer.keys, layer.values = (
+                    torch.cat([each[..., :1, :], each[..., -8:, :]], dim=-2) for each in (layer.keys, layer.values)
+                )
+        return states
+
+
 @pytest.mark.parametrize(
     ("family", "make_cache", "is_assisted"),
     [
         ("llama", lambda config: DynamicCache(config=config), True),
         ("llama", lambda config: StaticCache(config=config, max_cache_len=64), True),
         ("llama", lambda config: Uncroppable(config=config), False),
+        ("llama", lambda config: Evicting(config=config), False),
         ("gemma3", lambda config: StaticCache(config=config, max_cache_len=64), False),
         ("qwen3_5", lambda config: DynamicCache(config=config), True),
     ],
@@ -211,7 +225,7 @@ def test_caches_that_the_caller_passes(family, make_cache, is_assisted):
     """Those in which tokens cannot be rolled back are left to plain decoding."""
     target, prompt = make_target(family), make_prompt(9)
     draft = make_draft(target, [prompt])
-    expected = target.generate(prompt, **SETTINGS)
+    expected = target.generate(prompt, past_key_values=make_cache(target.config), **SETTINGS)
     with assist(target, draft):
         text = target.generate(prompt, past_key_values=make_cache(target.config), **SETTINGS)
     assert torch.equal(text, expected)

@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    Cache,
     DynamicCache,
     GenerationConfig,
     LlamaForCausalLM,
@@ -25,6 +26,7 @@ from transformers import (
     TorchAoConfig,
     pipeline,
 )
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code import assistant_eagle3
@@ -346,6 +348,12 @@ def test_caches_that_record_their_past_are_refused(family):
     with pytest.raises(ValueError, match="its cache records the past"):
         target.generate(prompt, past_key_values=cache, assistant_model=draft, **SETTINGS)
     assert cache.get_seq_length() == 0
+
+
+def test_caches_that_are_static_in_some_layers_are_refused(target, draft):
+    cache = Cache(layers=[StaticLayer(64), *(DynamicLayer() for _ in range(3))])
+    with pytest.raises(ValueError, match="cannot roll back a Cache with DynamicLayer layers"):
+        target.generate(make_prompt(9), past_key_values=cache, assistant_model=draft, **SETTINGS)
 
 
 @pytest.mark.parametrize(

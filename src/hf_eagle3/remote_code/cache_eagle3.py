@@ -387,20 +387,26 @@ def await_prefetch(cache: Cache) -> None:
         torch.cuda.default_stream(cache.prefetch_stream.device).wait_stream(cache.prefetch_stream)
 
 
+def has_own_methods(cache: Cache) -> bool:
+    """Whether methods of a cache are not transformers' own. They may evict or change what a tree, or a rollback, needs."""
+    methods = [name for name, value in vars(Cache).items() if callable(value) and not name.startswith("__")]
+    return any(name in vars(cache) or getattr(type(cache), name) is not getattr(Cache, name) for name in methods)
+
+
 def check_cache(cache: Cache | None, may_replay: bool) -> Cache:
     """Returns the cache. Raises `ValueError` if it is missing, or tokens cannot be rolled back in it."""
     if cache is None:
         raise ValueError("EAGLE-3 decoding needs a target that returns a cache. Leave `assistant_model` out.")
-    if not isinstance(cache, Cache) or type(cache).crop is not Cache.crop:
+    if not isinstance(cache, Cache) or has_own_methods(cache):
         raise ValueError(
-            f"EAGLE-3 decoding cannot roll back a {type(cache).__name__}. Use the default `DynamicCache`. If the target takes no "
-            "other cache, leave out the draft."
+            f"EAGLE-3 decoding cannot roll back a {type(cache).__name__}, which is no cache of transformers or has methods of its "
+            "own. Use the default `DynamicCache`. If the target takes no other cache, leave out the draft."
         )
     if cache.offloading and is_static(cache):
         raise ValueError("EAGLE-3 decoding does not offload a static cache. Use `cache_implementation='static'`.")
     for layer in cache.layers:
         name = type(layer).__name__
-        if name in ATTENTION:
+        if name in ATTENTION and not (is_static(cache) and name.startswith("Dynamic")):
             continue
         if name in {*LINEAR, SLIDING_LINEAR} and not is_static(cache):
             is_recurrent = any(layer.is_recurrent_states_initialized.values())
