@@ -142,8 +142,8 @@ def install_generation_hook() -> None:
     for name in ("generate", "generate_batch"):
         hook_method(GenerationMixin, name, "_serves_assistants", generate_with_assistant)
     hook_method(pipelines.base, "load_assistant_model", "_takes_assistants", load_or_take)
-    for pipeline in (pipelines.ImageTextToTextPipeline, pipelines.AnyToAnyPipeline):
-        hook_method(pipeline, "forward", "_passes_assistants", forward_with_assistant)
+    for name in ("ImageTextToTextPipeline", "AnyToAnyPipeline"):
+        hook_method(getattr(pipelines, name, None), "forward", "_passes_assistants", forward_with_assistant)
 
 
 def hook_method(owner: Any, name: str, mark: str, hook: Callable) -> None:
@@ -170,9 +170,9 @@ def load_or_take(load_model: Callable, target: Any, assistant: Any, *args: Any) 
 
 def forward_with_assistant(forward: Callable, pipeline: Any, model_inputs: Any, **kwargs: Any) -> Any:
     """`forward` of pipelines that take an assistant, but do not pass it to `generate`."""
-    if hasattr(pipeline.assistant_model, "assisted_decoding"):
-        given = kwargs.get("generate_kwargs") or {}
-        kwargs["generate_kwargs"] = {"assistant_model": pipeline.assistant_model, **given}
+    assistant = getattr(pipeline, "assistant_model", None)
+    if hasattr(assistant, "assisted_decoding"):
+        kwargs["generate_kwargs"] = {"assistant_model": assistant, **(kwargs.get("generate_kwargs") or {})}
     return forward(pipeline, model_inputs, **kwargs)
 
 
