@@ -76,9 +76,9 @@ def assist(target: PreTrainedModel, draft: "AssistantMixin") -> Iterator[None]:
     ```
 
     Some calls run without the draft, and a warning says why: those that ask for attentions or another way of decoding (beams,
-    no cache, another assistant), or pass a cache that cannot roll back tokens, and those of a target that drops out at random
-    or is adapted by prompt tuning, say. Contexts of one target may be nested: the innermost draft is used. The target is
-    unchanged, except that transformers' hooks for hidden states stay on it.
+    no cache, another assistant), that pass a cache that cannot roll back tokens, or whose target takes no draft at the moment
+    (dropout, prompt tuning). If no call is seen in the context, a warning says so. Contexts of one target may be nested: the
+    innermost draft is used. The target is unchanged, except that transformers' hooks for hidden states stay on it.
 
     Args:
         target (`PreTrainedModel`): The target. It may be compiled, or adapted (`PeftModel`).
