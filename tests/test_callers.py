@@ -479,6 +479,15 @@ def test_attentions_are_refused(target, draft):
         assert_same_text(target, draft, return_dict_in_generate=True, output_attentions=True)
 
 
+@pytest.mark.parametrize(("family", "is_argument"), [("mixtral", False), ("qwen3_moe", True)])
+def test_targets_that_return_what_their_router_computes(family, is_argument):
+    """As mixtures of experts do that are trained, for a loss of their experts."""
+    target, prompt = make_target(family), make_prompt(12)
+    draft = make_draft(target, [prompt])
+    target.config.output_router_logits = not is_argument
+    assert_same_text(target, draft, prompt, **({"output_router_logits": True} if is_argument else {}))
+
+
 def test_dtypes_of_target_and_draft(target, draft):
     assert_same_text(copy.deepcopy(target).double(), draft)
     assert_same_text(target, copy.deepcopy(draft).half())
