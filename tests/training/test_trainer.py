@@ -404,12 +404,12 @@ def test_a_stream_that_is_shorter_than_training_goes_on_where_it_was(tmp_path, t
         return history, [entry["epoch"] for entry in trainer.state.log_history]
 
     expected = train(tmp_path / "whole", 8)
-    for step in (2, 3, 4, 7):
+    for step in (2, 3, 7):
         assert train(tmp_path / "resumed", 8, str(tmp_path / "whole" / f"checkpoint-{step}")) == expected
     with pytest.raises(ValueError, match="order_of_rows was 'read by 1 x 1' before, 'read by 1 x 2' after"):
         train(tmp_path / "resumed", 8, str(tmp_path / "whole" / "checkpoint-2"), dataloader_num_workers=4)
     # More steps than at first. In the state of the shorter training they are other shares of it.
-    for step in (2, 3, 5):
+    for step in (3, 5):
         train(tmp_path / f"short-{step}", step)
         history, _ = train(tmp_path / f"short-{step}", 8, True)
         assert history == expected[0]
