@@ -356,12 +356,16 @@ class Eagle3Trainer(DraftSavingTrainer):
         self.best = self.state.best_global_step, len(self.state.log_history)
 
     @property
+    def progress(self) -> float:
+        """The share of training that is done. It must not change within an optimizer step."""
+        return self.state.global_step / max(self.state.max_steps, 1)
+
+    @property
     def num_ttt_steps(self) -> int:
-        """The steps of the unroll at this point of training. They must not change within an optimizer step."""
-        progress = self.state.global_step / max(self.state.max_steps, 1)
-        if progress >= self.args.ttt_warmup:
+        """The steps of the unroll at this point of training."""
+        if self.progress >= self.args.ttt_warmup:
             return self.args.ttt_steps
-        return 1 + int(progress / self.args.ttt_warmup * (self.args.ttt_steps - 1))
+        return 1 + int(self.progress / self.args.ttt_warmup * (self.args.ttt_steps - 1))
 
     @torch.no_grad()
     def target_features(self, inputs: dict[str, torch.Tensor]) -> TTTBatch:
