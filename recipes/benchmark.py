@@ -17,7 +17,7 @@ Compares plain generation, a draft, and transformers' other ways to speed up gen
 
 A task that cannot be reached is left out and reported.
 
-The JSON Lines file keeps the results. After an interruption, the same command goes on. `--plots FOLDER` draws the results,
+The JSON Lines file keeps the results. After an interruption, the same command continues. `--plots FOLDER` draws the results,
 and `--markdown FILE` writes the table. To compare two runs without measuring anything:
 
     python recipes/benchmark.py --compare before.jsonl after.jsonl
@@ -121,7 +121,9 @@ def parse_arguments():
         parser.add_argument(f"--{name}", type=type(default), choices=choices, help="Overrides the draft's own setting")
     parser.add_argument("--cache_implementation", help="For all methods that take one, such as `static`")
     parser.add_argument(
-        "--compile", metavar="MODE", help="Compile the steps with a static cache: `reduce-overhead` on GPUs, `default`"
+        "--compile",
+        metavar="MODE",
+        help="Compile the steps with a static cache: `reduce-overhead` on GPUs, else `default`",
     )
     parser.add_argument("--json", help="JSON Lines file to keep the results in")
     parser.add_argument("--plots", metavar="FOLDER", help="Where to save plots")

@@ -114,7 +114,7 @@ def describe_states(draft, target=None) -> str:
     if target is None and config.aux_layer_ids_assumed:
         return (
             f"the states entering layers {ids} of the target, if its ids {[layer_id - 1 for layer_id in ids]} count outputs of "
-            "layers; --target tells"
+            "layers (pass --target to see)"
         )
     if target is None:
         return f"the states entering layers {ids} of the target"
@@ -184,7 +184,7 @@ def main():
     )
     args = parser.parse_args()
     if args.prompt is not None and args.target is None:
-        parser.error("--prompt needs a model to go on from it: pass --target")
+        parser.error("--prompt needs a model that continues it: pass --target")
     draft, info = load_draft(args.draft, revision=args.revision, output_loading_info=True)
     rows, fits = [*describe(draft, info), ("transformers", "generate(assistant_model=draft)")], []
     if args.target:

@@ -131,7 +131,7 @@ def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
 
 def read_row(row: dict[str, Any], kind: str) -> Row:
     """
-    Reads a row to learn from.
+    Reads a row to learn from, and returns its content.
 
     Args:
         row (`dict`): A row of the data set.
@@ -222,7 +222,7 @@ def with_places(messages: list[dict], images: list[Any]) -> tuple[list[dict], li
 
 def read_prompt(row: dict[str, Any]) -> Row:
     """
-    Reads a row to answer: `messages` (or `conversations`), or a `prompt` that is a text or messages.
+    Reads a row to answer, and returns its content: `messages` (or `conversations`), or a `prompt` that is a text or messages.
 
     Args:
         row (`dict`): A row of the data set or file.
