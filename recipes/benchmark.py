@@ -275,13 +275,17 @@ def print_report(args, results: BenchmarkResults, dtype: torch.dtype) -> None:
     rows, run = results.rows, results.run
     several = f"medians of {args.repeats} interleaved repeats (range in brackets)"
     print(f"{args.target}, {several if args.repeats > 1 else 'one repeat'}\n\n{format_table(rows)}\n")
-    if dtype != torch.float32 and any(
-        row.method in (*OTHER_DRAFTS, *OURS) and row.num_identical < row.num_prompts for row in rows
-    ):
+    differ = any(row.method in (*OTHER_DRAFTS, *OURS) and row.num_identical < row.num_prompts for row in rows)
+    if differ and dtype == torch.float32:
+        print(
+            "In float32 texts differ only where the scores of two tokens agree to about six digits. Please report it if several texts "
+            "differ."
+        )
+    elif differ:
         print(
             f"In {run['environment']['dtype']} a forward over several tokens rounds differently than one over a single token. So texts "
             "may differ once two tokens are nearly tied. experiments/low_precision.py checks that, and --dtype float32 "
-            "(--no-bf16 of quickstart.py) compares without rounding."
+            "(--no-bf16 of quickstart.py) rounds much less."
         )
     for row in rows:
         if row.accepted_lengths:
