@@ -110,7 +110,7 @@ def describe_states(draft, target=None) -> str:
     """Returns which of the target's states a draft reads, and how that is known."""
     config, ids = draft.config, draft.config.eagle_aux_hidden_state_layer_ids
     if target is None and ids is None:
-        return "[2, L // 2, L - 3] of the target's L layers, since it does not say which"
+        return "[2, L // 2, L - 3] of the target's L layers, since its config.json names none"
     if target is None and config.aux_layer_ids_assumed:
         return (
             f"the states entering layers {ids} of the target, if its ids {[layer_id - 1 for layer_id in ids]} count outputs of "
@@ -120,9 +120,9 @@ def describe_states(draft, target=None) -> str:
         return f"the states entering layers {ids} of the target"
     text_config = target.config.get_text_config(decoder=True)
     depth, read = text_config.num_hidden_layers, draft.resolve_aux_layer_ids(target)
-    known = "as it says"
+    known = "as its config.json says"
     if ids is None:
-        known = "the usual ones, since it does not say which"
+        known = "the usual ones, since its config.json names none"
     elif config.aux_layer_ids_assumed:
         kind = "outputs" if read == ids else "inputs"
         known = f"its ids {[layer_id - 1 for layer_id in ids]} taken for {kind} of layers"

@@ -117,8 +117,10 @@ def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
         if name in columns:
             return name
     if "prompt" in columns:
+        others = sorted(columns - {"prompt"})
         raise ValueError(
-            f"has prompts, but no 'completion' to learn. Remove 'prompt' to learn from another column of {sorted(columns)}."
+            "has prompts, but no 'completion' to learn. Let the target write completions (recipes/regenerate.py)"
+            + (f", or remove 'prompt' to learn from another column of {others}." if others else ".")
         )
     if text_field in columns:
         return text_field
