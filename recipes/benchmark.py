@@ -17,7 +17,7 @@ Compares plain generation, a draft, and transformers' other ways to speed up gen
 
 A task that cannot be reached is left out and reported.
 
-The JSON Lines file keeps the results. After an interruption, the same command goes on. `--plots FOLDER` draws the results,
+The JSON Lines file keeps the results. After an interruption, the same command continues. `--plots FOLDER` draws the results,
 and `--markdown FILE` writes the table. To compare two runs without measuring anything:
 
     python recipes/benchmark.py --compare before.jsonl after.jsonl
@@ -121,7 +121,9 @@ def parse_arguments():
         parser.add_argument(f"--{name}", type=type(default), choices=choices, help="Overrides the draft's own setting")
     parser.add_argument("--cache_implementation", help="For all methods that take one, such as `static`")
     parser.add_argument(
-        "--compile", metavar="MODE", help="Compile the steps with a static cache: `reduce-overhead` on GPUs, `default`"
+        "--compile",
+        metavar="MODE",
+        help="Compile the steps with a static cache: `reduce-overhead` on GPUs, else `default`",
     )
     parser.add_argument("--json", help="JSON Lines file to keep the results in")
     parser.add_argument("--plots", metavar="FOLDER", help="Where to save plots")
@@ -273,13 +275,17 @@ def print_report(args, results: BenchmarkResults, dtype: torch.dtype) -> None:
     rows, run = results.rows, results.run
     several = f"medians of {args.repeats} interleaved repeats (range in brackets)"
     print(f"{args.target}, {several if args.repeats > 1 else 'one repeat'}\n\n{format_table(rows)}\n")
-    if dtype != torch.float32 and any(
-        row.method in (*OTHER_DRAFTS, *OURS) and row.num_identical < row.num_prompts for row in rows
-    ):
+    differ = any(row.method in (*OTHER_DRAFTS, *OURS) and row.num_identical < row.num_prompts for row in rows)
+    if differ and dtype == torch.float32:
+        print(
+            "In float32 texts differ only where the scores of two tokens agree to about six digits. Please report it if several texts "
+            "differ."
+        )
+    elif differ:
         print(
             f"In {run['environment']['dtype']} a forward over several tokens rounds differently than one over a single token. So texts "
             "may differ once two tokens are nearly tied. experiments/low_precision.py checks that, and --dtype float32 "
-            "(--no-bf16 of quickstart.py) compares without rounding."
+            "(--no-bf16 of quickstart.py) rounds much less."
         )
     for row in rows:
         if row.accepted_lengths:

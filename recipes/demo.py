@@ -237,7 +237,7 @@ class Comparison:
         place = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
         dtype = str(self.target.dtype).removeprefix("torch.")
         why = (
-            "In float32 that must not happen: please report it."
+            "In float32 only a tie within its rounding can do that. Please report it if it happens with other seeds, too."
             if self.target.dtype == torch.float32
             else f"In {dtype} a forward pass over several tokens rounds differently than one over a single token. So texts may "
             "differ once two tokens are nearly tied. In float32 they are identical."

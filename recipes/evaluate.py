@@ -2,7 +2,7 @@
 # dependencies = ["hf-eagle3", "lm_eval[hf]"]
 # ///
 """
-Evaluates a target on generating tasks of lm-evaluation-harness, with and without a draft. In float32 the results are the same. It
+Evaluates a target on tasks of lm-evaluation-harness that generate, with and without a draft. In float32 the results are the same. It
 prints the time that each took.
 
     python recipes/evaluate.py --target Qwen/Qwen3-8B --draft RedHatAI/Qwen3-8B-speculator.eagle3 --tasks gsm8k --limit 100

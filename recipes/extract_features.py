@@ -11,7 +11,7 @@ without running the target again.
 Evaluation loads the whole target, so the second command turns it off. Arguments are those of `recipes/train.py`. Data, chat
 template, packing and layers are fixed here.
 
-Each token takes `(n_aux + 1) * hidden_size` numbers: 32 kB for Qwen3-8B in bfloat16, and half of that with
+Each token takes `(n_aux + 1) * hidden_size` numbers: 32 KiB for Qwen3-8B in bfloat16, and half of that with
 `--feature_dtype float8_e4m3fn`. After an interruption the same command writes the missing shards.
 """
 
@@ -32,7 +32,7 @@ class ExtractionScriptArguments(TrainScriptArguments):
     """Arguments of this script."""
 
     features_dir: str | None = field(
-        default=None, metadata={"help": "Folder to write the features to. An interrupted run goes on there."}
+        default=None, metadata={"help": "Folder to write the features to. An interrupted run continues there."}
     )
     rows_per_shard: int = field(
         default=64,

@@ -291,7 +291,7 @@ def make_trainer(
 
 
 def train(trainer: Eagle3Trainer) -> None:
-    """Trains, saves and pushes the draft. An error ends with the command that goes on from there."""
+    """Trains, saves and pushes the draft. An interruption ends with the command that continues from there."""
     args, folder = trainer.args, Path(trainer.args.output_dir)
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
@@ -303,7 +303,7 @@ def train(trainer: Eagle3Trainer) -> None:
         if checkpoint is not None and "--resume_from_checkpoint" not in command:
             command += " --resume_from_checkpoint true"
         where = f"after {Path(checkpoint).name}" if checkpoint else "from the beginning: there is no checkpoint yet"
-        raise SystemExit(f"Interrupted. To go on {where}:\n\n    {command}") from None
+        raise SystemExit(f"Interrupted. To continue {where}:\n\n    {command}") from None
     if not args.push_to_hub:
         trainer.save_model(args.output_dir)
         trainer.create_model_card()

@@ -668,7 +668,7 @@ def test_tokens_that_were_added_to_the_target(num_known, overrides, settings):
         text = generate(target, **inputs, **settings)
         assert generate(target, **inputs, assistant_model=draft, **settings).tolist() == text.tolist()
         assert (text[:, 12:] >= VOCAB_SIZE).any()
-    with pytest.raises(NotImplementedError, match="A draft is not resized"):
+    with pytest.raises(NotImplementedError, match="A draft cannot be resized"):
         draft.resize_token_embeddings(VOCAB_SIZE + 4)
 
 

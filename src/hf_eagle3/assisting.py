@@ -73,9 +73,10 @@ def assist(target: PreTrainedModel, draft: "AssistantMixin") -> Iterator[None]:
         results = lm_eval.simple_evaluate(HFLM(pretrained=target), tasks=["gsm8k"])
     ```
 
-    Some calls run without the draft, and a warning says why: those that ask for attentions or another way of decoding (beams,
-    no cache, another assistant), or pass a cache that cannot roll back tokens. Contexts of one target may be nested: the
-    innermost draft is used. The target is unchanged, except that transformers' hooks for hidden states stay on it.
+    Calls run without the draft if they ask for attentions or another way of decoding (beams, no cache), or pass a cache that
+    cannot roll back tokens. A warning says why. Calls with an `assistant_model` of their own use that one. Contexts of one
+    target may be nested: the innermost draft is used. The target is unchanged, except that transformers' hooks for hidden
+    states stay on it.
 
     Args:
         target (`PreTrainedModel`): The target. It may be compiled, or adapted (`PeftModel`).

@@ -138,7 +138,7 @@ def block_draft_config(
     if not is_of_qwen3 and (others := unlike_qwen3(names)):
         raise ValueError(
             f"{name_or_path} is a block draft (DFlash) with layers of {content['model_type']!r}, but only Qwen3's are supported. They "
-            f"differ in {others[:6]}. vLLM or SGLang run it."
+            f"differ in {others[:6]}. An engine such as vLLM may run it."
         )
     return DFlashConfig.from_dict(content, name_or_path=str(name_or_path), **kwargs)
 

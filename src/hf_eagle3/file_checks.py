@@ -80,7 +80,7 @@ def check_weights_file(path: Path, is_quantized: bool = False) -> None:
                 d2t = content.get_tensor("d2t") if "d2t" in content.keys() else None  # noqa: SIM118  it is no dict
                 dtypes = {name: content.get_slice(name).get_dtype() for name in content.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise ValueError(f"{path} is no whole safetensors file ({error}). Download it again.") from None
+            raise ValueError(f"{path} is not a complete safetensors file ({error}). Download it again.") from None
     else:
         tensors = read_file(
             path, mmap=zipfile.is_zipfile(path)

@@ -60,7 +60,7 @@ def test_a_line_cut_off_by_a_crash_is_written_again(tmp_path):
         Output(tmp_path / "fresh", {"model": "m"})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "diary.txt").write_text("dear diary")
-    with pytest.raises(ValueError, match="not begun by this script"):
+    with pytest.raises(ValueError, match="not made by this script"):
         Output(tmp_path / "other", {})
 
 

@@ -75,7 +75,7 @@ def test_inspect_and_export(tmp_path, run_recipe):
             {
                 "method": "jetspec",
                 "layers": "2 x qwen3",
-                "reads": "layers [1, 3] of the target's 4 (as it says)",
+                "reads": "layers [1, 3] of the target's 4 (as its config.json says)",
                 "embedding": "the target's",
                 "head": "the target's",
                 "block": "6 tokens: one that is known, then masks (token 3)",
@@ -184,7 +184,7 @@ def test_engines_are_named_for_the_target_that_is_given(tmp_path, run_recipe):
             "if its ids [4, 8, 11]",
             "outputs of layers; 12 is what leaves the last one, before the final norm",
         ),
-        (None, "since it does not say which", "[2, 6, 9] of the target's 12 (the usual ones, since"),
+        (None, "since its config.json names none", "[2, 6, 9] of the target's 12 (the usual ones, since"),
     ],
 )
 def test_which_states_are_read_is_said(tmp_path, run_recipe, ids, alone, with_target):

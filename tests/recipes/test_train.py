@@ -155,7 +155,7 @@ def test_an_interrupted_run_says_how_to_go_on(files, tmp_path, monkeypatch, run_
     monkeypatch.undo()
     monkeypatch.setattr(EaglePrinterCallback, "on_save", interrupt, raising=False)
     result = run_recipe("train.py", *arguments)
-    assert result.returncode == 1 and "Interrupted. To go on after checkpoint-2:" in result.stderr
+    assert result.returncode == 1 and "Interrupted. To continue after checkpoint-2:" in result.stderr
     assert "Traceback" not in result.stderr
     monkeypatch.undo()
     command = shlex.split(result.stderr.strip().splitlines()[-1])
@@ -174,7 +174,7 @@ def test_a_terminated_run_does_not_look_finished(files, tmp_path, monkeypatch, r
     monkeypatch.setattr(JITCheckpointCallback, "on_step_begin", terminated)
     arguments = [*arguments_of(files, tmp_path / "out"), *FRESH, "--enable_jit_checkpoint", "--resume_from_checkpoint"]
     result = run_recipe("train.py", *arguments, "auto")
-    assert result.returncode == 1 and "Interrupted. To go on after checkpoint-2:" in result.stderr
+    assert result.returncode == 1 and "Interrupted. To continue after checkpoint-2:" in result.stderr
     assert not (tmp_path / "out" / "model.safetensors").exists()
     monkeypatch.undo()
     assert len(losses(run_recipe("train.py", *arguments, "auto"))) == 2

@@ -464,22 +464,22 @@ def test_checkpoints_that_are_not_whole_are_passed_over(tmp_path, tokenizer):
         broken = tmp_path / "checkpoint-6"
         break_it(broken / name)
         resumed = make_trainer(tmp_path, tokenizer, **arguments)
-        with pytest.raises(ValueError, match=f"{name}.*last checkpoint that is whole"):
+        with pytest.raises(ValueError, match=f"{name}.*last intact checkpoint"):
             resumed.train(resume_from_checkpoint=str(broken))
         assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
         resumed.train(resume_from_checkpoint=True)
         history = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
         assert history == pytest.approx(expected, rel=1e-5) and what_is_broken(broken) is None
     for no_checkpoint in (tmp_path, tmp_path / "none"):  # the folder of all checkpoints
-        with pytest.raises(ValueError, match="has no trainer_state.json.*last checkpoint that is whole"):
+        with pytest.raises(ValueError, match="has no trainer_state.json.*last intact checkpoint"):
             resumed.train(resume_from_checkpoint=str(no_checkpoint))
     for step in (2, 4, 6):
         (tmp_path / f"checkpoint-{step}" / "optimizer.pt").unlink()
-    with pytest.raises(ValueError, match="no checkpoint to go on from"):
+    with pytest.raises(ValueError, match="no checkpoint to resume from"):
         make_trainer(tmp_path, tokenizer, **arguments).train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="no checkpoint to go on from"):
+    with pytest.raises(ValueError, match="no checkpoint to resume from"):
         make_trainer(tmp_path / "empty", tokenizer, **arguments).train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="no checkpoint to go on from"):  # it may be the disk that is broken
+    with pytest.raises(ValueError, match="no checkpoint to resume from"):  # it may be the disk that is broken
         make_trainer(tmp_path, tokenizer, **arguments).train(resume_from_checkpoint="auto")
 
 

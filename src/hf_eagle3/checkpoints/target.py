@@ -31,7 +31,8 @@ def target_class(name: str | Path, with_images: bool = False, **kwargs: Any) -> 
 
 def load_ends(name: str | Path, revision: str | None = None, **kwargs: Any) -> PreTrainedModel:
     """
-    Loads only the embedding and head of a target. Checking a draft and training from features need no more.
+    Returns a target without its layers. Only its embedding and head are loaded, because checking a draft and training from
+    features need no more.
 
     Args:
         name (`str` or `Path`): Folder or Hub id.

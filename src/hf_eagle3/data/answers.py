@@ -68,13 +68,13 @@ class Output:
         folder.mkdir(parents=True, exist_ok=True)
         kept = folder / SETTINGS
         if not kept.exists() and any(not part.match(LOCK) for part in folder.iterdir()):
-            raise ValueError(f"{folder} is not empty, and was not begun by this script. Choose another folder.")
+            raise ValueError(f"{folder} is not empty, and was not made by this script. Choose another folder.")
         self.lock = locked(folder / LOCK.replace("*", f"{process_index:05d}"))  # until this process ends
         known = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
         if known != settings:
             if any(part.stat().st_size for part in folder.glob("rows-*.jsonl")):
                 difference = what_differs(known or {}, settings)
-                raise ValueError(f"{folder} was begun with other settings: {difference}. Choose another folder.")
+                raise ValueError(f"{folder} was made with other settings: {difference}. Choose another folder.")
             for part in folder.glob(LEFT_OUT):  # of an earlier run that wrote no row
                 part.unlink()
             write_atomically(kept, json.dumps(settings))  # other processes read it

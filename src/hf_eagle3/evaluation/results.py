@@ -202,7 +202,7 @@ class BenchmarkResults:
     @classmethod
     def read(cls, path: str | Path) -> "BenchmarkResults":
         """
-        Reads JSON Lines.
+        Returns the results in a JSON Lines file.
 
         Args:
             path (`str` or `Path`): The file.
@@ -224,7 +224,7 @@ class BenchmarkResults:
 
     def write(self, path: str | Path) -> None:
         """
-        Writes JSON Lines, completely or not at all.
+        Writes the results to a JSON Lines file, completely or not at all.
 
         Args:
             path (`str` or `Path`): The file.

@@ -43,7 +43,7 @@ class Prices(NamedTuple):
 
 class Plan(NamedTuple):
     """
-    What a step does.
+    The plan of a step: who proposes tokens, and how large their tree may be.
 
     Args:
         proposer (`str`, *optional*): `"draft"`, `"lookup"`, or `None` to decode plainly.
@@ -208,7 +208,7 @@ class Accepted:
 
 class GenerationCall(NamedTuple):
     """
-    One call of `generate`.
+    What a proposer knows of one call of `generate`.
 
     Args:
         target (`PreTrainedModel`): The target.
@@ -341,7 +341,7 @@ def grow_tree(
 
 
 class Candidates(NamedTuple):
-    """Nodes of one level, of which a tree takes the best. Each field is `(B, N)`."""
+    """Nodes of one level. A tree takes the best of them. Each field is `(B, N)`."""
 
     values: torch.Tensor  # log-probabilities of their paths
     parents: torch.Tensor  # their places among the candidates of all levels; -1 is the root

@@ -278,7 +278,7 @@ class Eagle3TrainingArguments(SFTConfig):
         check_shares(self, "ttt_step_decay", "ttt_row_share", above_zero=True)
         if self.eval_packing and not (self.packing or self.padding_free):
             raise ValueError(
-                "`eval_packing=True` needs `packing=True`: other batches are padded, and documents in a row would read each other."
+                "`eval_packing=True` needs `packing=True`: other batches are padded, and the documents of a row would read each other."
             )
         if self.draft_form not in FORMS:
             raise ValueError(f"`draft_form` must be one of {list(FORMS)}, got {self.draft_form!r}.")

@@ -107,7 +107,7 @@ class FeatureStore:
         if missing:
             raise ValueError(
                 f"{folder} is not complete: {len(missing)} of {self.num_shards} shards are missing or cut off, the first of them "
-                f"{shard_path(self.folder, missing[0]).name}. Run the extraction again: it goes on where it stopped."
+                f"{shard_path(self.folder, missing[0]).name}. Run the extraction again: it continues where it stopped."
             )
         self.rows = load_from_disk(str(self.folder / "rows"))
         self._open_shards: dict[int, tuple[Any, list[int]]] = {}
@@ -314,7 +314,7 @@ def extract(
     target, rows = trainer.target_model, trainer.train_dataset
     if not isinstance(rows, Dataset):
         raise ValueError(
-            "Features of a stream cannot be extracted, because its rows have no numbers. Load the data whole."
+            "Features of a stream cannot be extracted, because its rows are not numbered. Load the data whole."
         )
     if trainer.target_states.is_fsdp:
         raise ValueError(

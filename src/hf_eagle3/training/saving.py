@@ -170,7 +170,7 @@ class DraftSavingTrainer(SFTTrainer):
         """Logs the error of a push in the background, which would be silent otherwise."""
         if not job.cancelled() and (error := job.exception()) is not None:
             logger.warning(
-                f"A push to {self.hub_model_id} in the background failed: {type(error).__name__}: {error}. Training goes on, and "
+                f"A push to {self.hub_model_id} in the background failed: {type(error).__name__}: {error}. Training continues, and "
                 f"the files to push are in {self.args.output_dir}."
             )
 

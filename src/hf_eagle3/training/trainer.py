@@ -313,14 +313,14 @@ class Eagle3Trainer(DraftSavingTrainer):
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
-                The checkpoint to go on from. `True` takes the last whole one, and skips those with a missing, cut off or
-                changed file. `"auto"` does the same, or begins anew if none was written to its end. `False` begins anew. By
-                default the arguments decide.
+                The checkpoint to resume from. `True` takes the last intact one, and skips those with a missing, truncated or
+                changed file. `"auto"` does the same, or starts from the beginning if no checkpoint was completed. `False` starts
+                from the beginning. By default the arguments decide.
             kwargs (*optional*): Other arguments of [`~transformers.Trainer.train`].
 
         Raises:
-            ValueError: if another process trains into `output_dir`, there is no whole checkpoint, its training is finished, or
-                it was begun with other data or settings.
+            ValueError: if another process trains into `output_dir`, there is no intact checkpoint, its training is finished, or
+                it was started with other data or settings.
         """
         if resume_from_checkpoint is None:  # `Trainer` would begin anew, and overwrite the checkpoints
             resume_from_checkpoint = self.args.resume_from_checkpoint
@@ -356,12 +356,16 @@ class Eagle3Trainer(DraftSavingTrainer):
         self.best = self.state.best_global_step, len(self.state.log_history)
 
     @property
+    def progress(self) -> float:
+        """The share of training that is done. It must not change within an optimizer step."""
+        return self.state.global_step / max(self.state.max_steps, 1)
+
+    @property
     def num_ttt_steps(self) -> int:
-        """The steps of the unroll at this point of training. They must not change within an optimizer step."""
-        progress = self.state.global_step / max(self.state.max_steps, 1)
-        if progress >= self.args.ttt_warmup:
+        """The steps of the unroll at this point of training."""
+        if self.progress >= self.args.ttt_warmup:
             return self.args.ttt_steps
-        return 1 + int(progress / self.args.ttt_warmup * (self.args.ttt_steps - 1))
+        return 1 + int(self.progress / self.args.ttt_warmup * (self.args.ttt_steps - 1))
 
     @torch.no_grad()
     def target_features(self, inputs: dict[str, torch.Tensor]) -> TTTBatch:
