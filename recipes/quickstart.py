@@ -36,7 +36,14 @@ from trl import DatasetMixtureConfig, SFTConfig, SFTTrainer
 
 from hf_eagle3 import Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
-from hf_eagle3.environment import command_line, folder_or_hub_id, positive_integer, public_name, what_differs
+from hf_eagle3.environment import (
+    command_line,
+    folder_or_hub_id,
+    positive_integer,
+    public_name,
+    run_script,
+    what_differs,
+)
 from hf_eagle3.evaluation.tasks import standard_library
 from hf_eagle3.hub import write_records
 from hf_eagle3.making import FORMS
@@ -395,4 +402,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -1,4 +1,5 @@
 import io
+import sys
 
 import pytest
 
@@ -34,6 +35,14 @@ def test_errors_of_scripts_are_shown_in_a_line(error):
 
     with pytest.raises(SystemExit, match=f"^{error.__name__}: what to do$"):
         run_script(main)
+
+
+def test_the_home_folder(tmp_path, monkeypatch):
+    """A shell expands it only where it begins an argument."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["script.py", "~/draft", "--target=~/model", "--prompt", "is ~/a"])
+    run_script(lambda: None)
+    assert sys.argv == ["script.py", f"{tmp_path}/draft", f"--target={tmp_path}/model", "--prompt", "is ~/a"]
 
 
 def test_scripts_print_any_character(monkeypatch):

@@ -8,7 +8,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
 from typing import Any, TypeGuard
 
@@ -73,6 +74,15 @@ def positive_integer(text: str) -> int:
     return number
 
 
+def add_quantization(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of TRL's scripts that quantize the target, of which at most one may be given."""
+    group = parser.add_mutually_exclusive_group()
+    for bits in (8, 4):
+        group.add_argument(
+            f"--load_in_{bits}bit", action="store_true", help=f"Quantize the target to {bits} bits (bitsandbytes)"
+        )
+
+
 def public_name(name: str | None) -> str | None:
     """Returns a name that is safe to publish: a Hub id as it is, a path without its parent folders."""
     return PureWindowsPath(name).name if is_path(name) else name  # takes both kinds of slashes
@@ -100,19 +110,41 @@ def command_line(arguments: Sequence[str]) -> str:
     return subprocess.list2cmdline(arguments) if sys.platform == "win32" else shlex.join(arguments)
 
 
+def in_home(value: Any) -> Any:
+    """
+    Returns arguments of a command line, or a value of a YAML file, with `~/` expanded. Shells do it only where it begins an
+    argument, and not after `--flag=`.
+    """
+    if isinstance(value, dict):
+        return {key: in_home(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return list(map(in_home, value))
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"^(--\w+=)?~/", lambda found: f"{found[1] or ''}{Path.home()}/", value)
+
+
 def print_any_character() -> None:
     """Prints `?` for characters that the output cannot hold: Windows writes to files and pipes in a code page."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
-def run_script(main: Callable[[], None]) -> None:
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
     """
-    Runs the main function of a script. Errors that its user can mend (a package, file or model is missing, or an argument is
-    wrong) end it with one line, without a traceback.
+    Ends a script with one line, without a traceback, at errors that its user can mend: a package, file or model is missing, or
+    an argument is wrong.
     """
-    print_any_character()
     try:
-        main()
+        yield
     except (ImportError, OSError, ValueError) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from None
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Runs the main function of a script, with `~/` expanded in its arguments, and [`errors_in_one_line`]."""
+    print_any_character()
+    sys.argv[1:] = in_home(sys.argv[1:])
+    with errors_in_one_line():
+        main()
