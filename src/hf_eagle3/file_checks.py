@@ -23,7 +23,7 @@ from .environment import is_missing_folder
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import default_aux_layer_ids
 from .remote_code.loading_eagle3 import check_loading_info, read_config
-from .tensor_names import WEIGHT_FILES, find, our_names, with_variant
+from .tensor_names import HUB_ARGUMENTS, LENIENT, WEIGHT_FILES, find, our_names, with_variant
 
 
 if TYPE_CHECKING:
@@ -44,6 +44,17 @@ def read_json(path: str | Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} does not hold a JSON object.")
     return content
+
+
+def check_is_object(source: str | Path, **kwargs: Any) -> None:
+    """
+    Raises `ValueError` if the `config.json` of a folder or Hub id holds no JSON object, which transformers takes for granted.
+    `kwargs` may be any of `from_pretrained`.
+    """
+    hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+    path = Path(source) if Path(source).is_file() else find(source, "config.json", **hub_kwargs, **LENIENT)
+    if path is not None:
+        read_json(path)
 
 
 def read_index(path: str | Path) -> dict[str, str]:

@@ -62,7 +62,8 @@ def test_of_other_formats(tmp_path, to):
     assert info["format"] == to
     settings = {"max_new_tokens": 12, "do_sample": False}
     prompt = make_prompt(9)
-    assert target.generate(prompt, assistant_model=loaded, **settings).equal(target.generate(prompt, **settings))
+    output = target.generate(prompt, assistant_model=loaded, tree_policy="static", **settings)
+    assert output.equal(target.generate(prompt, **settings))
     assert loaded.last_generation.acceptance_length > 1
 
 
@@ -193,6 +194,16 @@ def test_what_is_said_of_broken_files(tmp_path, loader):
         (tmp_path / "bin" / "model.safetensors.index.json").write_text(content)
         with pytest.raises(ValueError, match=reason):
             loader.from_pretrained(tmp_path / "bin")
+
+
+@pytest.mark.parametrize("content", ["null", "[]", '"a"', "5"])
+def test_a_config_that_is_no_object(tmp_path, content):
+    draft = make_draft(make_target("llama"), [make_prompt(5)])
+    draft.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    for loader in (Eagle3Config, Eagle3ForSpeculation, AutoConfig, AutoModel):
+        with pytest.raises(ValueError, match="config.json does not hold a JSON object"):
+            loader.from_pretrained(tmp_path, trust_remote_code=True)
 
 
 def test_a_broken_draft_of_others(tmp_path):
