@@ -1090,6 +1090,16 @@ def test_resuming_what_was_begun_otherwise(tmp_path, tokenizer):
         tuned.model.layers[1].mlp.up_proj.weight.mul_(1.1)
     with pytest.raises(ValueError, match="for a target with other weights"):
         make_trainer(tmp_path, tokenizer, target=tuned, **{**settings, "num_train_epochs": 1.0}).train(True)
+    checkpoint = tmp_path / "checkpoint-5"
+    for name, match in (("pytorch_model_fsdp.bin", "with FSDP"), ("global_step6", "with DeepSpeed")):
+        (checkpoint / name).touch()  # beside the list of files
+        with pytest.raises(ValueError, match=f"it was written {match}, and this training runs without them"):
+            make_trainer(tmp_path, tokenizer, **{**settings, "num_train_epochs": 1.0}).train(True)
+        (checkpoint / name).unlink()
+    with_fsdp = make_trainer(tmp_path, tokenizer, **{**settings, "num_train_epochs": 1.0})
+    with_fsdp.is_fsdp_enabled = True
+    with pytest.raises(ValueError, match="it was written without them, and this training runs with FSDP"):
+        with_fsdp.train(True)
     half = make_trainer(tmp_path, tokenizer, target=make_target("llama").bfloat16())
     longer = make_trainer(tmp_path, tokenizer, **{**settings, "num_train_epochs": 1.0})
     assert target_digest(half) == target_digest(longer)
