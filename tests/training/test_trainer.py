@@ -1390,6 +1390,12 @@ def test_streams_that_processes_evaluate(tmp_path, tokenizer, monkeypatch):
         read = trainer.eval_dataset["a"] if isinstance(dataset, dict) else trainer.eval_dataset
         assert isinstance(read, Dataset) and read.to_list() == expected.to_list()
         assert trainer.accelerator.dataloader_config.dispatch_batches is False
+    # Those that are prepared before, too. Three files and two processes would end at different batches.
+    arguments = {"dataset": expected, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    trainer = make_trainer(tmp_path, tokenizer, eval_dataset=expected.to_iterable_dataset(num_shards=3), **arguments)
+    monkeypatch.setattr(Eagle3TrainingArguments, "world_size", 2)
+    for loader in (trainer.get_eval_dataloader(), trainer.get_test_dataloader(trainer.eval_dataset)):
+        assert isinstance(loader.dataset, Dataset) and loader.dataset["input_ids"][:] == expected["input_ids"][:]
 
 
 def test_batches_that_are_not_filled_are_not_all(tmp_path, tokenizer):
