@@ -307,7 +307,9 @@ class Eagle3Trainer(DraftSavingTrainer):
         sampler = super()._get_train_sampler(train_dataset)
         return SeededLengthSampler(sampler, self) if isinstance(sampler, LengthGroupedSampler) else sampler
 
-    def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> torch.utils.data.DataLoader:
+    def _get_dataloader(
+        self, dataset: Any, description: str, *args: Any, **kwargs: Any
+    ) -> torch.utils.data.DataLoader:
         """Reads a stream whole that several processes evaluate: its files may give them other numbers of batches."""
         if isinstance(dataset, IterableDataset) and self.args.world_size > 1 and description != "Training":
             dataset = read_whole(dataset)
