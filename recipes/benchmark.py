@@ -40,11 +40,13 @@ from transformers import AutoModel, AutoModelForCausalLM, CompileConfig, Process
 from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.data import ImageReader, num_positions
 from hf_eagle3.environment import (
+    DTYPES,
     add_quantization,
     environment,
     folder_or_hub_id,
     positive_integer,
     run_script,
+    usable_device,
     what_differs,
 )
 from hf_eagle3.evaluation import (
@@ -120,16 +122,21 @@ def parse_arguments():
         "--chat_template_path", help="Jinja file, in place of the chat template of the target's tokenizer"
     )
     parser.add_argument("--chat_template_kwargs", type=json.loads, help="Such as '{\"enable_thinking\": false}'")
-    parser.add_argument("--dtype", default="auto", help="Dtype of target and draft. By default each one's own")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="Dtype of target and draft. By default each one's own"
+    )
     add_quantization(parser)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=device, help="By default a GPU, if there is one")
+    parser.add_argument("--device", type=usable_device, default=device, help="By default a GPU, if there is one")
     for name, default in DEFAULT_TREE_SETTINGS.items():
         choices = ("auto", "static") if name == "tree_policy" else None
         parser.add_argument(f"--{name}", type=type(default), choices=choices, help="Overrides the draft's own setting")
     parser.add_argument("--cache_implementation", help="For all methods that take one, such as `static`")
     parser.add_argument(
-        "--compile", metavar="MODE", help="Compile the steps with a static cache: `reduce-overhead` on GPUs, `default`"
+        "--compile",
+        metavar="MODE",
+        choices=("default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        help="Compile the steps with a static cache: `reduce-overhead` on GPUs, `default`",
     )
     parser.add_argument("--json", help="JSON Lines file to keep the results in")
     parser.add_argument("--plots", metavar="FOLDER", help="Where to save plots")

@@ -20,7 +20,14 @@ import torch
 
 from hf_eagle3 import assist
 from hf_eagle3.checkpoints.target import load_on_device
-from hf_eagle3.environment import add_quantization, environment, folder_or_hub_id, positive_integer, run_script
+from hf_eagle3.environment import (
+    DTYPES,
+    add_quantization,
+    environment,
+    folder_or_hub_id,
+    positive_integer,
+    run_script,
+)
 from hf_eagle3.evaluation.drafts import load_draft
 from hf_eagle3.files import write_atomically
 from hf_eagle3.tokenizer import load_tokenizer
@@ -54,7 +61,9 @@ def main():
     parser.add_argument(
         "--batch_size", type=positive_integer, default=1, help="By default %(default)s, which gains most"
     )
-    parser.add_argument("--dtype", default="auto", help="Dtype of target and draft. By default each one's own")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="Dtype of target and draft. By default each one's own"
+    )
     add_quantization(parser)
     parser.add_argument("--json", help="JSON file to write the results to")
     args = parser.parse_args()

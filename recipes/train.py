@@ -139,7 +139,7 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
             return dataset
         # TRL splits without a seed. Processes, and a run that goes on after an interruption, must agree about the rows.
         return dataset["train"].train_test_split(test_size=mixture.test_split_size, seed=0)
-    if name is None:
+    if not name:
         what = (
             "train on" if script_args.features_dir is None else "evaluate on, or leave it out (`--eval_strategy no`)"
         )
@@ -364,7 +364,8 @@ def main() -> None:
     script_args, training_args, target_config, mixture = parser.parse_args_and_config()
     with errors_in_one_line():
         check_output_dir(training_args)
-        for name in filter(None, (target_config.model_name_or_path, script_args.draft_name_or_path)):
+        names = (target_config.model_name_or_path, script_args.draft_name_or_path)
+        for name in (name for name in names if name is not None):
             try:
                 folder_or_hub_id(name)
             except argparse.ArgumentTypeError as error:

@@ -19,6 +19,10 @@ import transformers
 from . import __version__
 
 
+# What `--dtype` may be on a command line, as in TRL's scripts.
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
 def machine_name(device: torch.device | str) -> str:
     """Returns the name of the accelerator, or of the processor with its number of cores."""
     device = torch.device(device)
@@ -59,12 +63,23 @@ def is_missing_folder(name: str) -> bool:
 
 def folder_or_hub_id(name: str) -> str:
     """Returns the name of a model on a command line (argparse `type`), and refuses a path that does not exist."""
+    if not name:
+        raise argparse.ArgumentTypeError("the name of a model is empty. Is a variable of the shell not set?")
     if not Path(name).is_dir():
         if is_missing_folder(name):
             raise argparse.ArgumentTypeError(f"there is no folder {name}")
         if Path(name).parent.is_dir():
             print(f"There is no folder {name}. Looking for it on the Hub.", file=sys.stderr)
     return name
+
+
+def usable_device(text: str) -> str:
+    """Returns the name of a device on a command line (argparse `type`), which this machine must have."""
+    try:
+        torch.empty(0, device=text)
+    except (AssertionError, RuntimeError) as error:  # torch without CUDA raises the former
+        raise argparse.ArgumentTypeError(f"{text} cannot be used: {str(error).splitlines()[0]}") from None
+    return text
 
 
 def positive_integer(text: str) -> int:

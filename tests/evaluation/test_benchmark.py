@@ -405,6 +405,20 @@ def test_numbers_that_measure_nothing(run_recipe):
         assert result.returncode == 2 and "positive_integer value: '0'" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "option, value, reason",
+    [
+        ("--device", "gpu", "gpu cannot be used"),
+        ("--dtype", "half", "invalid choice: 'half'"),
+        ("--compile", "fast", "invalid choice: 'fast'"),
+        ("--target", "", "the name of a model is empty"),
+    ],
+)
+def test_what_torch_does_not_know(run_recipe, option, value, reason):
+    result = run_recipe("benchmark.py", "--target", "me/model", "--cache_implementation", "static", option, value)
+    assert result.returncode == 2 and f"argument {option}: {reason}" in result.stderr
+
+
 def test_methods_that_cannot_be(tokenizer):
     target, tasks = make_target("llama"), {"words": [[1, 2, 3]]}
     with pytest.raises(ValueError, match="medusa"):

@@ -855,6 +855,15 @@ def test_wrong_arguments(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, model=draft, target=target, draft_vocab_size=20)
     with pytest.raises(ValueError, match="model_init_kwargs"):
         make_trainer(tmp_path, tokenizer, model=draft, target=target, model_init_kwargs={"model_type": "qwen3"})
+    for wrong in (
+        {"lr_scheduler_kwargs": "[1]"},
+        {"lr_scheduler_kwargs": [1]},
+        {"dataloader_num_workers": -1},
+        {"learning_rate": -1.0},
+    ):
+        (name,) = wrong
+        with pytest.raises(ValueError, match=f"`{name}` must (be a dictionary|be an integer|not be negative)"):
+            Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False, **wrong)
     with pytest.raises(ValueError, match="`model_init_kwargs` must be a dictionary.*dtype=float32"):
         make_trainer(tmp_path, tokenizer, model_init_kwargs="dtype=float32")
     with pytest.raises(ValueError, match="draft_form"):
