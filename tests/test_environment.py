@@ -2,6 +2,7 @@ import io
 import sys
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
 
 from hf_eagle3.environment import command_line, is_path, run_script, without_paths
 
@@ -28,7 +29,7 @@ def test_long_strings_are_no_paths():
     assert without_paths(facts) == facts and not is_path("x" * 5000)
 
 
-@pytest.mark.parametrize("error", [ModuleNotFoundError, FileNotFoundError, ValueError])
+@pytest.mark.parametrize("error", [ModuleNotFoundError, FileNotFoundError, StrictDataclassError, ValueError])
 def test_errors_of_scripts_are_shown_in_a_line(error):
     def main():
         raise error("what to do")

@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from . import __version__
 
@@ -153,7 +154,7 @@ def errors_in_one_line() -> Iterator[None]:
     """
     try:
         yield
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, StrictDataclassError, ValueError) as error:  # the third of configurations
         raise SystemExit(f"{type(error).__name__}: {error}") from None
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoTokenizer, BatchFeature, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
-from .file_checks import check_is_fetched, read_json
+from .file_checks import check_is_fetched, check_is_object, read_json
 from .remote_code.configuration_eagle3 import DRAFT_KEYS
 from .tensor_names import LENIENT, find
 
@@ -27,7 +27,11 @@ PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
 
 
 def check_is_target(name: str | Path, **kwargs: Any) -> None:
-    """Raises `ValueError` if a model is a draft or an adapter. `kwargs` are for `PreTrainedConfig.get_config_dict`."""
+    """
+    Raises `ValueError` if a model is a draft or an adapter, or its config.json no object. `kwargs` are for
+    `PreTrainedConfig.get_config_dict`.
+    """
+    check_is_object(name, **kwargs)
     try:
         content, _ = PreTrainedConfig.get_config_dict(name, **kwargs)
     except OSError:  # the code that loads the model reports what is missing

@@ -14,7 +14,8 @@ from loopback_hub import serve_hub
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
-from hf_eagle3.checkpoints import export
+from hf_eagle3.checkpoints import export, target_class
+from hf_eagle3.tokenizer import load_tokenizer
 
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -201,9 +202,10 @@ def test_a_config_that_is_no_object(tmp_path, content):
     draft = make_draft(make_target("llama"), [make_prompt(5)])
     draft.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(content)
-    for loader in (Eagle3Config, Eagle3ForSpeculation, AutoConfig, AutoModel):
+    loaders = [each.from_pretrained for each in (Eagle3Config, Eagle3ForSpeculation, AutoConfig, AutoModel)]
+    for load in (*loaders, target_class, load_tokenizer):
         with pytest.raises(ValueError, match="config.json does not hold a JSON object"):
-            loader.from_pretrained(tmp_path, trust_remote_code=True)
+            load(tmp_path, trust_remote_code=True)
 
 
 def test_a_broken_draft_of_others(tmp_path):
