@@ -297,7 +297,7 @@ def test_files(files, tmp_path, run_recipe):
         (tmp_path / file).write_bytes(content)
         arguments[name] = tmp_path / file
         result = run_recipe("train.py", *arguments, "--output_dir", tmp_path / f"of-{file}")
-        assert error is None or re.search(f"^ValueError: .*{error}", result.stderr, re.M)
+        assert error is None or re.search(f"ValueError: .*{error}", result.stderr)
         assert (tmp_path / f"of-{file}" / "model.safetensors").exists() == (error is None)
     rows = Dataset.from_list([{"text": "what is up"}] * 20)
     for number, saved in enumerate((rows, DatasetDict(train=rows))):
