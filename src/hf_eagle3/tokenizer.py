@@ -204,9 +204,8 @@ class PromptEncoder:
             if what in self.written:
                 continue
             others = [*messages[:number], *instead, *messages[number + 1 :]]
-            if self._renders(text, others, **kwargs) and not (
-                content and str(content) in text
-            ):  # it may be the template's own prompt
+            is_written = content and str(content) in text  # if only because the template's own prompt is the same
+            if not is_written and self._renders(text, others, **kwargs):
                 raise ValueError(f"it leaves out {what}. Remove or rename them, or pass another template")
             self.written.add(what)
         for name in filter(kwargs.get, CONTEXT - self.written):
