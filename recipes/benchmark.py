@@ -37,9 +37,18 @@ from pathlib import Path
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, CompileConfig, ProcessorMixin
 
-from hf_eagle3.checkpoints import target_class
+from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.data import ImageReader, num_positions
-from hf_eagle3.environment import environment, folder_or_hub_id, positive_integer, run_script, what_differs
+from hf_eagle3.environment import (
+    DTYPES,
+    add_quantization,
+    environment,
+    folder_or_hub_id,
+    positive_integer,
+    run_script,
+    usable_device,
+    what_differs,
+)
 from hf_eagle3.evaluation import (
     METHODS,
     BenchmarkResults,
@@ -113,9 +122,12 @@ def parse_arguments():
         "--chat_template_path", help="Jinja file, in place of the chat template of the target's tokenizer"
     )
     parser.add_argument("--chat_template_kwargs", type=json.loads, help="Such as '{\"enable_thinking\": false}'")
-    parser.add_argument("--dtype", default="auto", help="Dtype of target and draft. By default each one's own")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="Dtype of target and draft. By default each one's own"
+    )
+    add_quantization(parser)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=device, help="By default a GPU, if there is one")
+    parser.add_argument("--device", type=usable_device, default=device, help="By default a GPU, if there is one")
     for name, default in DEFAULT_TREE_SETTINGS.items():
         choices = ("auto", "static") if name == "tree_policy" else None
         parser.add_argument(f"--{name}", type=type(default), choices=choices, help="Overrides the draft's own setting")
@@ -123,6 +135,7 @@ def parse_arguments():
     parser.add_argument(
         "--compile",
         metavar="MODE",
+        choices=("default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
         help="Compile the steps with a static cache: `reduce-overhead` on GPUs, else `default`",
     )
     parser.add_argument("--json", help="JSON Lines file to keep the results in")
@@ -249,7 +262,8 @@ def load_models(args, with_images: bool) -> dict:
     def load(auto_class, name, **kwargs):
         return auto_class.from_pretrained(name, dtype=args.dtype, **kwargs).to(args.device).eval() if name else None
 
-    target = load(target_class(args.target, with_images, **trust), args.target, **trust)
+    bits = {"load_in_8bit": args.load_in_8bit, "load_in_4bit": args.load_in_4bit}
+    target = load_on_device(args.target, args.device, args.dtype, with_images=with_images, **bits, **trust)
     if args.eos_token_id is not None:
         target.generation_config.eos_token_id = args.eos_token_id
     return {
@@ -337,6 +351,8 @@ def main():
     loaded = load_models(args, with_images=images is not None)
     target, draft, tree, weights = loaded["target"], None, {}, None
     facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
+    if args.load_in_8bit or args.load_in_4bit:
+        facts["dtype"] += f" with a target of {8 if args.load_in_8bit else 4} bits"
     if args.draft:
         draft, weights = load_measured_draft(args, target.dtype)
         facts["draft_code"], tree = code_of(draft), tree_settings(draft.generation_config)

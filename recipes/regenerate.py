@@ -41,6 +41,7 @@ from hf_eagle3.data.answers import Output, push_dataset
 from hf_eagle3.data.regeneration import beginnings, has_texts, regenerate_locally
 from hf_eagle3.data.rows import RowError, read_template_kwargs
 from hf_eagle3.data.server import regenerate_by_server
+from hf_eagle3.environment import run_script
 from hf_eagle3.evaluation.drafts import load_draft
 from hf_eagle3.tokenizer import read_template
 from hf_eagle3.training.arguments import check_integers, check_shares
@@ -265,4 +266,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

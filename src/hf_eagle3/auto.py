@@ -45,6 +45,9 @@ def install_auto_hook() -> None:
         except Exception as error:
             if "trust_remote_code" in str(error):  # whether to trust code is the caller's decision
                 raise
+            from .file_checks import check_is_object  # here, so that `import hf_eagle3` is quick
+
+            check_is_object(pretrained_model_name_or_path, **kwargs)
             # The configuration classes of transformers reject the keys of drafts with many kinds of errors.
             draft = draft_config(pretrained_model_name_or_path, **kwargs)
             if draft is None:

@@ -164,15 +164,18 @@ def test_the_page_says_what_is_refused(target, module):
 
 def test_the_other_half_of_an_export(target, tmp_path, target_gguf, monkeypatch):
     draft = Eagle3ForSpeculation.from_target(target, model_type="llama", **CLASSIC)
-    with pytest.raises(ValueError, match="--target_gguf"):
+    with pytest.raises(ValueError, match="Pass the target's GGUF file, .*convert_hf_to_gguf.* as `--target_gguf`"):
         export(draft, tmp_path / "out", "gguf")
     shallow = make_target("qwen3", tie_word_embeddings=True, num_hidden_layers=5)
     write_target(shallow, make_tokenizer(), tmp_path / "shallow.gguf")
     with pytest.raises(ValueError, match="with 5 layers .* reads layer 5"):
         export(draft, tmp_path / "out", "gguf", target_gguf=tmp_path / "shallow.gguf")
     (tmp_path / "broken.gguf").write_bytes(target_gguf.read_bytes()[:200])
-    for name in ("broken.gguf", "none.gguf"):
-        with pytest.raises((ValueError, FileNotFoundError), match=name):
+    for name, reason in (
+        ("broken.gguf", "is not a complete GGUF file"),
+        ("none.gguf", "Pass the target's GGUF file, .*convert_hf_to_gguf.* as `--target_gguf`"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=f"{name}.*{reason}"):
             export(draft, tmp_path / "out", "gguf", target_gguf=tmp_path / name)
     with pytest.raises(ValueError, match="could not convert the model"):
         export(draft, tmp_path / "out", "openvino", python=str(tmp_path / "no-python"))

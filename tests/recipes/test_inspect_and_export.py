@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from conftest import RECIPES, make_baseline, make_draft, make_prompt, make_target
+from huggingface_hub import HfApi
 from loopback_hub import serve_hub
 from transformers import AutoModelForCausalLM
 
@@ -230,3 +231,17 @@ for sys.argv in {commands}:
     assert not [name for name in pushed if name.endswith(".py")] and "generation_config.json" not in pushed
     assert pushed["model.safetensors"] == (tmp_path / "sglang" / "model.safetensors").read_bytes()
     assert "format            sglang" in result.stdout
+
+
+def test_a_branch_does_not_name_a_folder(tmp_path, monkeypatch, run_recipe):
+    draft = make_draft(make_target("llama"), [make_prompt(5)])
+    (tmp_path / "secret" / "target").mkdir(parents=True)
+    draft.config.speculators_config["verifier"]["name_or_path"] = str(tmp_path / "secret" / "target")
+    draft.save_pretrained(tmp_path / "draft")
+    for name in ("create_branch", "upload_folder", "list_repo_files"):
+        monkeypatch.setattr(HfApi, name, lambda *args, **kwargs: [])
+    command = ("export.py", tmp_path / "draft", "--to", "speculators", "--output_dir")
+    run_recipe(*command, tmp_path / "pushed", "--push_to", "me/draft")
+    run_recipe(*command, tmp_path / "kept")
+    named = {name: "secret" in (tmp_path / name / "config.json").read_text() for name in ("pushed", "kept")}
+    assert named == {"pushed": False, "kept": True}

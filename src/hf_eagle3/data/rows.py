@@ -107,6 +107,10 @@ def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
         ValueError: if no column can be learned from.
     """
     columns = set(columns)
+    if text_field not in columns | {"text"} and "input_ids" not in columns:
+        raise ValueError(
+            f"has no column {text_field!r}, which `dataset_text_field` names, but {sorted(columns)}. Correct it, or leave it out."
+        )
     if text_field in columns - {"text", "input_ids", "prompt", *CONVERSATIONS}:
         return text_field
     if "input_ids" in columns:

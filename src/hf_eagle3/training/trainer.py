@@ -307,6 +307,14 @@ class Eagle3Trainer(DraftSavingTrainer):
         sampler = super()._get_train_sampler(train_dataset)
         return SeededLengthSampler(sampler, self) if isinstance(sampler, LengthGroupedSampler) else sampler
 
+    def _get_dataloader(
+        self, dataset: Any, description: str, *args: Any, **kwargs: Any
+    ) -> torch.utils.data.DataLoader:
+        """Reads a stream whole that several processes evaluate: its files may give them other numbers of batches."""
+        if isinstance(dataset, IterableDataset) and self.args.world_size > 1 and description != "Training":
+            dataset = read_whole(dataset)
+        return super()._get_dataloader(dataset, description, *args, **kwargs)
+
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         """
         Trains the draft; see [`~transformers.Trainer.train`].
