@@ -39,7 +39,7 @@ test: $(VENV)/.tested
 types: install
 	$(BIN)/python -m mypy
 
-# One draft in vLLM, llama.cpp and OpenVINO, each in its own environment. The first run takes 6 GB and half an hour.
+# One draft in vLLM, llama.cpp, OpenVINO and SGLang's models, each in its own environment. The first run takes 9 GB and half an hour or more.
 test-engines: install
 	HF_EAGLE3_ENGINES=outputs/engines $(BIN)/python -m pytest tests/engines -v -rs
 

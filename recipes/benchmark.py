@@ -17,7 +17,7 @@ Compares plain generation, a draft, and transformers' other ways to speed up gen
 
 A task that cannot be reached is left out and reported.
 
-The JSON Lines file keeps the results. After an interruption, the same command goes on. `--plots FOLDER` draws the results,
+The JSON Lines file keeps the results. After an interruption, the same command continues. `--plots FOLDER` draws the results,
 and `--markdown FILE` writes the table. To compare two runs without measuring anything:
 
     python recipes/benchmark.py --compare before.jsonl after.jsonl
@@ -37,9 +37,18 @@ from pathlib import Path
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, CompileConfig, ProcessorMixin
 
-from hf_eagle3.checkpoints import target_class
+from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.data import ImageReader, num_positions
-from hf_eagle3.environment import environment, folder_or_hub_id, positive_integer, run_script, what_differs
+from hf_eagle3.environment import (
+    DTYPES,
+    add_quantization,
+    environment,
+    folder_or_hub_id,
+    positive_integer,
+    run_script,
+    usable_device,
+    what_differs,
+)
 from hf_eagle3.evaluation import (
     METHODS,
     BenchmarkResults,
@@ -113,15 +122,21 @@ def parse_arguments():
         "--chat_template_path", help="Jinja file, in place of the chat template of the target's tokenizer"
     )
     parser.add_argument("--chat_template_kwargs", type=json.loads, help="Such as '{\"enable_thinking\": false}'")
-    parser.add_argument("--dtype", default="auto", help="Dtype of target and draft. By default each one's own")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="Dtype of target and draft. By default each one's own"
+    )
+    add_quantization(parser)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=device, help="By default a GPU, if there is one")
+    parser.add_argument("--device", type=usable_device, default=device, help="By default a GPU, if there is one")
     for name, default in DEFAULT_TREE_SETTINGS.items():
         choices = ("auto", "static") if name == "tree_policy" else None
         parser.add_argument(f"--{name}", type=type(default), choices=choices, help="Overrides the draft's own setting")
     parser.add_argument("--cache_implementation", help="For all methods that take one, such as `static`")
     parser.add_argument(
-        "--compile", metavar="MODE", help="Compile the steps with a static cache: `reduce-overhead` on GPUs, `default`"
+        "--compile",
+        metavar="MODE",
+        choices=("default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        help="Compile the steps with a static cache: `reduce-overhead` on GPUs, else `default`",
     )
     parser.add_argument("--json", help="JSON Lines file to keep the results in")
     parser.add_argument("--plots", metavar="FOLDER", help="Where to save plots")
@@ -247,7 +262,8 @@ def load_models(args, with_images: bool) -> dict:
     def load(auto_class, name, **kwargs):
         return auto_class.from_pretrained(name, dtype=args.dtype, **kwargs).to(args.device).eval() if name else None
 
-    target = load(target_class(args.target, with_images, **trust), args.target, **trust)
+    bits = {"load_in_8bit": args.load_in_8bit, "load_in_4bit": args.load_in_4bit}
+    target = load_on_device(args.target, args.device, args.dtype, with_images=with_images, **bits, **trust)
     if args.eos_token_id is not None:
         target.generation_config.eos_token_id = args.eos_token_id
     return {
@@ -273,13 +289,17 @@ def print_report(args, results: BenchmarkResults, dtype: torch.dtype) -> None:
     rows, run = results.rows, results.run
     several = f"medians of {args.repeats} interleaved repeats (range in brackets)"
     print(f"{args.target}, {several if args.repeats > 1 else 'one repeat'}\n\n{format_table(rows)}\n")
-    if dtype != torch.float32 and any(
-        row.method in (*OTHER_DRAFTS, *OURS) and row.num_identical < row.num_prompts for row in rows
-    ):
+    differ = any(row.method in (*OTHER_DRAFTS, *OURS) and row.num_identical < row.num_prompts for row in rows)
+    if differ and dtype == torch.float32:
+        print(
+            "In float32 texts differ only where the scores of two tokens agree to about six digits. Please report it if several texts "
+            "differ."
+        )
+    elif differ:
         print(
             f"In {run['environment']['dtype']} a forward over several tokens rounds differently than one over a single token. So texts "
             "may differ once two tokens are nearly tied. experiments/low_precision.py checks that, and --dtype float32 "
-            "(--no-bf16 of quickstart.py) compares without rounding."
+            "(--no-bf16 of quickstart.py) rounds much less."
         )
     for row in rows:
         if row.accepted_lengths:
@@ -331,6 +351,8 @@ def main():
     loaded = load_models(args, with_images=images is not None)
     target, draft, tree, weights = loaded["target"], None, {}, None
     facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
+    if args.load_in_8bit or args.load_in_4bit:
+        facts["dtype"] += f" with a target of {8 if args.load_in_8bit else 4} bits"
     if args.draft:
         draft, weights = load_measured_draft(args, target.dtype)
         facts["draft_code"], tree = code_of(draft), tree_settings(draft.generation_config)

@@ -30,7 +30,15 @@ from transformers.generation.streamers import BaseStreamer
 from hf_eagle3 import Eagle3GenerationStats, Eagle3Step
 from hf_eagle3.checkpoints import target_class
 from hf_eagle3.drawing import NUM_DEPTHS, color, decode, describe_origin, describe_step, tree_svg
-from hf_eagle3.environment import folder_or_hub_id, is_path, machine_name, public_name, run_script
+from hf_eagle3.environment import (
+    DTYPES,
+    folder_or_hub_id,
+    is_path,
+    machine_name,
+    public_name,
+    run_script,
+    usable_device,
+)
 from hf_eagle3.evaluation.drafts import load_draft
 from hf_eagle3.remote_code.policy_eagle3 import tree_settings
 from hf_eagle3.tokenizer import PromptEncoder, load_tokenizer
@@ -237,7 +245,7 @@ class Comparison:
         place = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
         dtype = str(self.target.dtype).removeprefix("torch.")
         why = (
-            "In float32 that must not happen: please report it."
+            "In float32 only a tie within its rounding can do that. Please report it if it happens with other seeds, too."
             if self.target.dtype == torch.float32
             else f"In {dtype} a forward pass over several tokens rounds differently than one over a single token. So texts may "
             "differ once two tokens are nearly tied. In float32 they are identical."
@@ -439,8 +447,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     parser.add_argument("--draft", type=folder_or_hub_id, required=True, help="Folder or Hub id")
-    parser.add_argument("--dtype", default="auto", help="Dtype of target and draft; float32 for identical texts")
-    parser.add_argument("--device", help="By default a GPU, if there is one")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="Dtype of target and draft; float32 for identical texts"
+    )
+    parser.add_argument("--device", type=usable_device, help="By default a GPU, if there is one")
     parser.add_argument("--push_to", metavar="OWNER/NAME", help="Make it a Space on the Hub, and open nothing")
     parser.add_argument("--private", action="store_true", help="Make a new Space private")
     parser.add_argument("--package", default="hf-eagle3[demo]", help="What the Space installs, such as a git URL")

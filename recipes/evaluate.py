@@ -2,7 +2,7 @@
 # dependencies = ["hf-eagle3", "lm_eval[hf]"]
 # ///
 """
-Evaluates a target on generating tasks of lm-evaluation-harness, with and without a draft. In float32 the results are the same. It
+Evaluates a target on tasks of lm-evaluation-harness that generate, with and without a draft. In float32 the results are the same. It
 prints the time that each took.
 
     python recipes/evaluate.py --target Qwen/Qwen3-8B --draft RedHatAI/Qwen3-8B-speculator.eagle3 --tasks gsm8k --limit 100
@@ -19,8 +19,15 @@ from importlib.util import find_spec
 import torch
 
 from hf_eagle3 import assist
-from hf_eagle3.checkpoints import target_class
-from hf_eagle3.environment import environment, folder_or_hub_id, positive_integer, run_script
+from hf_eagle3.checkpoints.target import load_on_device
+from hf_eagle3.environment import (
+    DTYPES,
+    add_quantization,
+    environment,
+    folder_or_hub_id,
+    positive_integer,
+    run_script,
+)
 from hf_eagle3.evaluation.drafts import load_draft
 from hf_eagle3.files import write_atomically
 from hf_eagle3.tokenizer import load_tokenizer
@@ -54,14 +61,18 @@ def main():
     parser.add_argument(
         "--batch_size", type=positive_integer, default=1, help="By default %(default)s, which gains most"
     )
-    parser.add_argument("--dtype", default="auto", help="Dtype of target and draft. By default each one's own")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="Dtype of target and draft. By default each one's own"
+    )
+    add_quantization(parser)
     parser.add_argument("--json", help="JSON file to write the results to")
     args = parser.parse_args()
 
     if find_spec("lm_eval") is None:
         parser.error("this needs lm-evaluation-harness: pip install 'lm_eval[hf]'")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = target_class(args.target).from_pretrained(args.target, dtype=args.dtype).to(device).eval()
+    bits = {"load_in_8bit": args.load_in_8bit, "load_in_4bit": args.load_in_4bit}
+    target = load_on_device(args.target, device, args.dtype, **bits)
     draft = load_draft(args.draft, dtype=target.dtype).to(device)
     tokenizer = load_tokenizer(args.target)
     for context in (nullcontext(), assist(target, draft)):  # download the data, and warm up

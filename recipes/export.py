@@ -20,12 +20,13 @@ format's name, or that of `--revision`:
 """
 
 import argparse
+from contextlib import nullcontext
 
 from huggingface_hub import HfApi
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import WRITABLE, export, load_ends
-from hf_eagle3.checkpoints.files import check_new_folder, check_repo
+from hf_eagle3.checkpoints.files import check_new_folder, check_repo, verifier_without_path
 from hf_eagle3.environment import folder_or_hub_id, run_script
 
 
@@ -57,7 +58,9 @@ def main():
         if draft.config.speculators_config is None:
             raise SystemExit("vLLM needs the target's name, and this draft's format does not have it. Pass --target.")
         check_new_folder(args.output_dir)
-        draft.save_pretrained(args.output_dir)
+        # What is published does not name a folder on this machine.
+        with verifier_without_path(draft) if args.push_to else nullcontext():
+            draft.save_pretrained(args.output_dir)
     else:
         given = {"gguf": {"target_gguf": args.target_gguf}, "openvino": {"python": args.python}}
         export(draft, args.output_dir, args.to, **given.get(args.to, {}))

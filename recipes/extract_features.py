@@ -11,7 +11,7 @@ without running the target again.
 Evaluation loads the whole target, so the second command turns it off. Arguments are those of `recipes/train.py`. Data, chat
 template, packing and layers are fixed here.
 
-Each token takes `(n_aux + 1) * hidden_size` numbers: 32 kB for Qwen3-8B in bfloat16, and half of that with
+Each token takes `(n_aux + 1) * hidden_size` numbers: 32 KiB for Qwen3-8B in bfloat16, and half of that with
 `--feature_dtype float8_e4m3fn`. After an interruption the same command writes the missing shards.
 """
 
@@ -21,6 +21,7 @@ from train import TargetConfig, TrainScriptArguments, make_trainer
 from trl import DatasetMixtureConfig
 
 from hf_eagle3 import Eagle3TrainingArguments
+from hf_eagle3.environment import run_script
 from hf_eagle3.training.parser import Eagle3Parser
 
 
@@ -32,7 +33,7 @@ class ExtractionScriptArguments(TrainScriptArguments):
     """Arguments of this script."""
 
     features_dir: str | None = field(
-        default=None, metadata={"help": "Folder to write the features to. An interrupted run goes on there."}
+        default=None, metadata={"help": "Folder to write the features to. An interrupted run continues there."}
     )
     rows_per_shard: int = field(
         default=64,
@@ -69,4 +70,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -110,19 +110,19 @@ def describe_states(draft, target=None) -> str:
     """Returns which of the target's states a draft reads, and how that is known."""
     config, ids = draft.config, draft.config.eagle_aux_hidden_state_layer_ids
     if target is None and ids is None:
-        return "[2, L // 2, L - 3] of the target's L layers, since it does not say which"
+        return "[2, L // 2, L - 3] of the target's L layers, since its config.json names none"
     if target is None and config.aux_layer_ids_assumed:
         return (
             f"the states entering layers {ids} of the target, if its ids {[layer_id - 1 for layer_id in ids]} count outputs of "
-            "layers; --target tells"
+            "layers (pass --target to see)"
         )
     if target is None:
         return f"the states entering layers {ids} of the target"
     text_config = target.config.get_text_config(decoder=True)
     depth, read = text_config.num_hidden_layers, draft.resolve_aux_layer_ids(target)
-    known = "as it says"
+    known = "as its config.json says"
     if ids is None:
-        known = "the usual ones, since it does not say which"
+        known = "the usual ones, since its config.json names none"
     elif config.aux_layer_ids_assumed:
         kind = "outputs" if read == ids else "inputs"
         known = f"its ids {[layer_id - 1 for layer_id in ids]} taken for {kind} of layers"
@@ -184,7 +184,7 @@ def main():
     )
     args = parser.parse_args()
     if args.prompt is not None and args.target is None:
-        parser.error("--prompt needs a model to go on from it: pass --target")
+        parser.error("--prompt needs a model that continues it: pass --target")
     draft, info = load_draft(args.draft, revision=args.revision, output_loading_info=True)
     rows, fits = [*describe(draft, info), ("transformers", "generate(assistant_model=draft)")], []
     if args.target:

@@ -36,8 +36,16 @@ from trl import DatasetMixtureConfig, SFTConfig, SFTTrainer
 
 from hf_eagle3 import Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
-from hf_eagle3.environment import command_line, folder_or_hub_id, positive_integer, public_name, what_differs
+from hf_eagle3.environment import (
+    command_line,
+    folder_or_hub_id,
+    positive_integer,
+    public_name,
+    run_script,
+    what_differs,
+)
 from hf_eagle3.evaluation.tasks import standard_library
+from hf_eagle3.file_checks import read_json
 from hf_eagle3.hub import write_records
 from hf_eagle3.making import FORMS
 from hf_eagle3.tokenizer import load_tokenizer
@@ -199,7 +207,7 @@ def check_arguments(file: Path, now: dict) -> None:
     output_dir = file.parent
     has_draft = (output_dir / "draft").exists()
     if has_draft or (output_dir / "target").exists():
-        then = json.loads(file.read_text(encoding="utf-8"))
+        then = read_json(file)
         free = () if has_draft else OF_DRAFT
         if difference := what_differs(*({k: v for k, v in each.items() if k not in free} for each in (then, now))):
             raise SystemExit(
@@ -339,9 +347,7 @@ def compare_in_fresh_process(
 def closing_message(output_dir: Path, results: Path, min_steps: int, is_small_target: bool) -> str:
     """Returns how to publish the draft, or why the figures mean little."""
     records = {name: output_dir / name / "training.json" for name in ("target", "draft")}
-    steps = {
-        name: json.loads(file.read_text(encoding="utf-8"))["steps"] for name, file in records.items() if file.exists()
-    }
+    steps = {name: read_json(file)["steps"] for name, file in records.items() if file.exists()}
     for name, num in steps.items():  # a draft is trained anew after its target
         if num < min_steps:
             return (
@@ -395,4 +401,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

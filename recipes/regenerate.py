@@ -16,9 +16,9 @@ With an OpenAI-compatible server (vLLM, SGLang), which is faster:
 
 Each of the assistant's turns is replaced, and later answers see the new earlier ones. Prompts that are texts are continued.
 Rows with only a `text` are cut into prompts of `--prompt_tokens`, so that prompts and answers together are as long as the
-text. Texts need no chat template. Rows may have images if the target sees; new rows have their paths or the images themselves.
+text. Texts need no chat template. Rows may have images if the target takes them. New rows have their paths or the images themselves.
 
-Finished rows are written at once. After an interruption the same command goes on, and tries failed rows again. Then train
+Finished rows are written at once. After an interruption the same command continues, and tries failed rows again. Then train
 on the folder with `recipes/train.py --dataset_name ultrachat-qwen3-8b ...`, or on the data set that `--push_to_hub
 me/ultrachat-qwen3-8b` makes of it.
 """
@@ -41,6 +41,7 @@ from hf_eagle3.data.answers import Output, push_dataset
 from hf_eagle3.data.regeneration import beginnings, has_texts, regenerate_locally
 from hf_eagle3.data.rows import RowError, read_template_kwargs
 from hf_eagle3.data.server import regenerate_by_server
+from hf_eagle3.environment import run_script
 from hf_eagle3.evaluation.drafts import load_draft
 from hf_eagle3.tokenizer import read_template
 from hf_eagle3.training.arguments import check_integers, check_shares
@@ -241,7 +242,7 @@ def main():
             )
     except KeyboardInterrupt:
         raise SystemExit(
-            f"Interrupted. {args.output_dir} has {len(output.done)} rows. The same command goes on from there."
+            f"Interrupted. {args.output_dir} has {len(output.done)} rows. The same command continues from there."
         ) from None
     print(
         f"{len(output.done) - num_done} rows written to {args.output_dir}, {num_done} were there, {num_failed} failed, "
@@ -265,4 +266,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -17,7 +17,7 @@ import argparse
 from transformers.cli.serve import Serve
 
 from hf_eagle3 import assist
-from hf_eagle3.environment import folder_or_hub_id, run_script
+from hf_eagle3.environment import DTYPES, add_quantization, folder_or_hub_id, run_script
 from hf_eagle3.evaluation.drafts import load_draft
 
 
@@ -27,7 +27,8 @@ def main():
         "--target", type=folder_or_hub_id, required=True, help="Folder or Hub id. Requests use it as the model's name"
     )
     parser.add_argument("--draft", type=folder_or_hub_id, required=True, help="Folder or Hub id")
-    parser.add_argument("--dtype", default="auto", help="Dtype of both")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="Dtype of both")
+    add_quantization(parser)
     parser.add_argument("--device", default="auto", help="Device of both: cpu, cuda:0, ...")
     parser.add_argument("--host", default="localhost", help="By default %(default)s")
     parser.add_argument("--port", type=int, default=8000, help="By default %(default)s")
@@ -38,6 +39,7 @@ def main():
     server = Serve(
         force_model=args.target,
         dtype=args.dtype,
+        quantization="bnb-8bit" if args.load_in_8bit else "bnb-4bit" if args.load_in_4bit else None,
         device=args.device,
         host=args.host,
         port=args.port,

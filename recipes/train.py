@@ -60,7 +60,7 @@ from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArgumen
 from hf_eagle3.checkpoints import load_ends, target_class
 from hf_eagle3.data import read_json_lines, shows_images
 from hf_eagle3.data.answers import features_of
-from hf_eagle3.environment import command_line, folder_or_hub_id
+from hf_eagle3.environment import command_line, errors_in_one_line, folder_or_hub_id
 from hf_eagle3.training import FeatureStore
 from hf_eagle3.training.models import load_processing_class
 from hf_eagle3.training.parser import Eagle3Parser
@@ -139,7 +139,7 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
             return dataset
         # TRL splits without a seed. Processes, and a run that goes on after an interruption, must agree about the rows.
         return dataset["train"].train_test_split(test_size=mixture.test_split_size, seed=0)
-    if name is None:
+    if not name:
         what = (
             "train on" if script_args.features_dir is None else "evaluate on, or leave it out (`--eval_strategy no`)"
         )
@@ -234,8 +234,17 @@ def load_configured_target(
     )
 
 
-def check_writable(folder: Path) -> None:
-    """Raises `ValueError` if the folder cannot be written to: before training, whose result would be lost."""
+def check_output_dir(args: Eagle3TrainingArguments) -> None:
+    """
+    Raises `ValueError` if the folder has checkpoints of another run, or cannot be written to: before training, whose result would
+    be lost.
+    """
+    folder = Path(args.output_dir)
+    if not args.resume_from_checkpoint and folder.is_dir() and get_last_checkpoint(folder) is not None:
+        raise ValueError(
+            f"{folder} has checkpoints of another run, which would be overwritten. To continue it, pass `--resume_from_checkpoint "
+            "true`. Otherwise choose another `--output_dir`."
+        )
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
         tempfile.TemporaryFile(dir=parent).close()
@@ -291,7 +300,7 @@ def make_trainer(
 
 
 def train(trainer: Eagle3Trainer) -> None:
-    """Trains, saves and pushes the draft. An error ends with the command that goes on from there."""
+    """Trains, saves and pushes the draft. An interruption ends with the command that continues from there."""
     args, folder = trainer.args, Path(trainer.args.output_dir)
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
@@ -303,7 +312,11 @@ def train(trainer: Eagle3Trainer) -> None:
         if checkpoint is not None and "--resume_from_checkpoint" not in command:
             command += " --resume_from_checkpoint true"
         where = f"after {Path(checkpoint).name}" if checkpoint else "from the beginning: there is no checkpoint yet"
-        raise SystemExit(f"Interrupted. To go on {where}:\n\n    {command}") from None
+        raise SystemExit(f"Interrupted. To continue {where}:\n\n    {command}") from None
+    except ValueError as error:
+        if trainer.is_in_train:  # earlier errors are about the checkpoint to resume from
+            raise
+        raise SystemExit(f"ValueError: {error}") from None
     if not args.push_to_hub:
         trainer.save_model(args.output_dir)
         trainer.create_model_card()
@@ -349,19 +362,15 @@ def main() -> None:
     logging.getLogger("hf_eagle3").setLevel(logging.INFO)
     parser = Eagle3Parser((TrainScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig))
     script_args, training_args, target_config, mixture = parser.parse_args_and_config()
-    folder = Path(training_args.output_dir)
-    if not training_args.resume_from_checkpoint and folder.is_dir() and get_last_checkpoint(folder) is not None:
-        raise ValueError(
-            f"{folder} has checkpoints of another run, which would be overwritten. To continue it, pass `--resume_from_checkpoint "
-            "true`. Otherwise choose another `--output_dir`."
-        )
-    check_writable(folder)
-    for name in filter(None, (target_config.model_name_or_path, script_args.draft_name_or_path)):
-        try:
-            folder_or_hub_id(name)
-        except argparse.ArgumentTypeError as error:
-            raise SystemExit(f"train.py: error: {error}") from None
-    trainer = make_trainer(script_args, training_args, target_config, mixture)
+    with errors_in_one_line():
+        check_output_dir(training_args)
+        names = (target_config.model_name_or_path, script_args.draft_name_or_path)
+        for name in (name for name in names if name is not None):
+            try:
+                folder_or_hub_id(name)
+            except argparse.ArgumentTypeError as error:
+                raise SystemExit(f"train.py: error: {error}") from None
+        trainer = make_trainer(script_args, training_args, target_config, mixture)
     train(trainer)
     target, base = target_config.model_name_or_path, script_args.draft_name_or_path
     trainer.accelerator.print(next_steps(trainer, target, base, target_config.use_peft))

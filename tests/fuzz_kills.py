@@ -47,7 +47,7 @@ def train(folder: Path, resume: bool, save_total_limit: int | None) -> None:
         try:
             trainer.train(resume_from_checkpoint=True)
         except ValueError as error:
-            if "no checkpoint to go on from" not in str(error) and "finished training" not in str(error):
+            if "no checkpoint to resume from" not in str(error) and "finished training" not in str(error):
                 raise
             if "no checkpoint" in str(error):
                 trainer.train()

@@ -1,6 +1,8 @@
 import io
+import sys
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
 
 from hf_eagle3.environment import command_line, is_path, run_script, without_paths
 
@@ -27,13 +29,21 @@ def test_long_strings_are_no_paths():
     assert without_paths(facts) == facts and not is_path("x" * 5000)
 
 
-@pytest.mark.parametrize("error", [ModuleNotFoundError, FileNotFoundError, ValueError])
+@pytest.mark.parametrize("error", [ModuleNotFoundError, FileNotFoundError, StrictDataclassError, ValueError])
 def test_errors_of_scripts_are_shown_in_a_line(error):
     def main():
         raise error("what to do")
 
     with pytest.raises(SystemExit, match=f"^{error.__name__}: what to do$"):
         run_script(main)
+
+
+def test_the_home_folder(tmp_path, monkeypatch):
+    """A shell expands it only where it begins an argument."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["script.py", "~/draft", "--target=~/model", "--prompt", "is ~/a"])
+    run_script(lambda: None)
+    assert sys.argv == ["script.py", f"{tmp_path}/draft", f"--target={tmp_path}/model", "--prompt", "is ~/a"]
 
 
 def test_scripts_print_any_character(monkeypatch):

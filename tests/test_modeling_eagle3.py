@@ -648,7 +648,9 @@ def test_a_file_of_weights_that_was_cut_off_is_named(draft, tmp_path):
     content = file.read_bytes()
     for cut in (content[:-10], content[:40], content + b" ", b"", b"x" * 100):
         file.write_bytes(cut)
-        with pytest.raises(ValueError, match=r"model.safetensors is no whole safetensors file .*Download it again"):
+        with pytest.raises(
+            ValueError, match=r"model.safetensors is not a complete safetensors file .*Download it again"
+        ):
             Eagle3ForSpeculation.from_pretrained(tmp_path)
 
 

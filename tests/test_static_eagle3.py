@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from unittest import mock
 
 import pytest
@@ -384,15 +385,20 @@ def graphs(monkeypatch, waiting_host):
     return SimulatedGraph.made
 
 
-@pytest.mark.parametrize("policy", ["static", "auto"])
-@pytest.mark.parametrize("lengths", [[40], [40, 3, 17]])
 @pytest.mark.parametrize(
-    "sampling", [{}, {"do_sample": True, "temperature": 0.8, "top_k": 20}], ids=["greedy", "sampling"]
+    ("kind", "rows"),
+    each_once(
+        list(
+            itertools.product(
+                [("llama", {}), ("gemma3", {}), ("qwen3_5", {}), ("llama", STATIC), ("gemma3", STATIC)],
+                [{}, {"do_sample": True, "temperature": 0.8, "top_k": 20}],
+            )
+        ),
+        [([40], "static"), ([40, 3, 17], "static"), ([40, 3, 17], "auto")],
+    ),
 )
-@pytest.mark.parametrize(
-    "family, cache", [("llama", {}), ("gemma3", {}), ("qwen3_5", {}), ("llama", STATIC), ("gemma3", STATIC)]
-)
-def test_a_draft_that_is_captured(graphs, family, cache, sampling, lengths, policy):
+def test_a_draft_that_is_captured(graphs, kind, rows):
+    ((family, cache), sampling), (lengths, policy) = kind, rows
     target, batch = make_target(family), make_batch(lengths)
     draft = make_draft(target, [make_prompt(9)], num_tokens=8)
     draft.generation_config.tree_policy = policy

@@ -34,9 +34,10 @@ def make_trainer(
     target=None,
     eval_dataset=None,
     peft_config=None,
+    trainer_class=Eagle3Trainer,
     **arguments,
 ):
-    """A trainer of a few short steps; `arguments` are those of its class."""
+    """A trainer of a few short steps, with these training arguments."""
     arguments = {
         "max_steps": 3,
         "learning_rate": 1e-2,
@@ -51,7 +52,7 @@ def make_trainer(
         "eval_max_new_tokens": 10,
         **arguments,
     }
-    return Eagle3Trainer(
+    return trainer_class(
         model=model,
         target_model=make_target("llama") if target is None else target,
         args=Eagle3TrainingArguments(str(tmp_path), **arguments),

@@ -75,9 +75,9 @@ def assist(target: PreTrainedModel, draft: "AssistantMixin") -> Iterator[None]:
         results = lm_eval.simple_evaluate(HFLM(pretrained=target), tasks=["gsm8k"])
     ```
 
-    Some calls run without the draft, and a warning says why: those that ask for attentions or another way of decoding (beams,
-    no cache, another assistant), that pass a cache that cannot roll back tokens, or whose target takes no draft at the moment
-    (dropout, prompt tuning). If no call is seen in the context, a warning says so. Contexts of one target may be nested: the
+    Calls run without the draft if they ask for attentions or another way of decoding (beams, no cache), pass a cache that cannot
+    roll back tokens, or their target takes no draft at the moment (dropout, prompt tuning). A warning says why, or that no call
+    was seen in the context. Calls with an `assistant_model` of their own use that one. Contexts of one target may be nested: the
     innermost draft is used. The target is unchanged, except that transformers' hooks for hidden states stay on it.
 
     Args:

@@ -45,6 +45,9 @@ def install_auto_hook() -> None:
         except Exception as error:
             if "trust_remote_code" in str(error):  # whether to trust code is the caller's decision
                 raise
+            from .file_checks import check_is_object  # here, so that `import hf_eagle3` is quick
+
+            check_is_object(pretrained_model_name_or_path, **kwargs)
             # The configuration classes of transformers reject the keys of drafts with many kinds of errors.
             draft = draft_config(pretrained_model_name_or_path, **kwargs)
             if draft is None:
@@ -138,7 +141,7 @@ def block_draft_config(
     if not is_of_qwen3 and (others := unlike_qwen3(names)):
         raise ValueError(
             f"{name_or_path} is a block draft (DFlash) with layers of {content['model_type']!r}, but only Qwen3's are supported. They "
-            f"differ in {others[:6]}. vLLM or SGLang run it."
+            f"differ in {others[:6]}. An engine such as vLLM may run it."
         )
     return DFlashConfig.from_dict(content, name_or_path=str(name_or_path), **kwargs)
 

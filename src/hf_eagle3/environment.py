@@ -8,14 +8,20 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
 from typing import Any, TypeGuard
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from . import __version__
+
+
+# What `--dtype` may be on a command line, as in TRL's scripts.
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 def machine_name(device: torch.device | str) -> str:
@@ -58,6 +64,8 @@ def is_missing_folder(name: str) -> bool:
 
 def folder_or_hub_id(name: str) -> str:
     """Returns the name of a model on a command line (argparse `type`), and refuses a path that does not exist."""
+    if not name:
+        raise argparse.ArgumentTypeError("the name of a model is empty. Is a variable of the shell not set?")
     if not Path(name).is_dir():
         if is_missing_folder(name):
             raise argparse.ArgumentTypeError(f"there is no folder {name}")
@@ -66,11 +74,29 @@ def folder_or_hub_id(name: str) -> str:
     return name
 
 
+def usable_device(text: str) -> str:
+    """Returns the name of a device on a command line (argparse `type`), which this machine must have."""
+    try:
+        torch.empty(0, device=text)
+    except (AssertionError, RuntimeError) as error:  # torch without CUDA raises the former
+        raise argparse.ArgumentTypeError(f"{text} cannot be used: {str(error).splitlines()[0]}") from None
+    return text
+
+
 def positive_integer(text: str) -> int:
     """Returns a number on a command line (argparse `type`), which must be at least 1."""
     if (number := int(text)) < 1:
         raise ValueError
     return number
+
+
+def add_quantization(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of TRL's scripts that quantize the target, of which at most one may be given."""
+    group = parser.add_mutually_exclusive_group()
+    for bits in (8, 4):
+        group.add_argument(
+            f"--load_in_{bits}bit", action="store_true", help=f"Quantize the target to {bits} bits (bitsandbytes)"
+        )
 
 
 def public_name(name: str | None) -> str | None:
@@ -100,19 +126,41 @@ def command_line(arguments: Sequence[str]) -> str:
     return subprocess.list2cmdline(arguments) if sys.platform == "win32" else shlex.join(arguments)
 
 
+def in_home(value: Any) -> Any:
+    """
+    Returns arguments of a command line, or a value of a YAML file, with `~/` expanded. Shells do it only where it begins an
+    argument, and not after `--flag=`.
+    """
+    if isinstance(value, dict):
+        return {key: in_home(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return list(map(in_home, value))
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"^(--\w+=)?~/", lambda found: f"{found[1] or ''}{Path.home()}/", value)
+
+
 def print_any_character() -> None:
     """Prints `?` for characters that the output cannot hold: Windows writes to files and pipes in a code page."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
-def run_script(main: Callable[[], None]) -> None:
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
     """
-    Runs the main function of a script. Errors that its user can mend (a package, file or model is missing, or an argument is
-    wrong) end it with one line, without a traceback.
+    Ends a script with one line, without a traceback, at errors that its user can mend: a package, file or model is missing, or
+    an argument is wrong.
     """
-    print_any_character()
     try:
-        main()
-    except (ImportError, OSError, ValueError) as error:
+        yield
+    except (ImportError, OSError, StrictDataclassError, ValueError) as error:  # the third of configurations
         raise SystemExit(f"{type(error).__name__}: {error}") from None
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Runs the main function of a script, with `~/` expanded in its arguments, and [`errors_in_one_line`]."""
+    print_any_character()
+    sys.argv[1:] = in_home(sys.argv[1:])
+    with errors_in_one_line():
+        main()

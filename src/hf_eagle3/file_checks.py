@@ -23,7 +23,7 @@ from .environment import is_missing_folder
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import default_aux_layer_ids
 from .remote_code.loading_eagle3 import check_loading_info, read_config
-from .tensor_names import WEIGHT_FILES, find, our_names, with_variant
+from .tensor_names import HUB_ARGUMENTS, LENIENT, WEIGHT_FILES, find, our_names, with_variant
 
 
 if TYPE_CHECKING:
@@ -44,6 +44,17 @@ def read_json(path: str | Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} does not hold a JSON object.")
     return content
+
+
+def check_is_object(source: str | Path, **kwargs: Any) -> None:
+    """
+    Raises `ValueError` if the `config.json` of a folder or Hub id holds no JSON object, which transformers takes for granted.
+    `kwargs` may be any of `from_pretrained`.
+    """
+    hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+    path = Path(source) if Path(source).is_file() else find(source, "config.json", **hub_kwargs, **LENIENT)
+    if path is not None:
+        read_json(path)
 
 
 def read_index(path: str | Path) -> dict[str, str]:
@@ -80,7 +91,7 @@ def check_weights_file(path: Path, is_quantized: bool = False) -> None:
                 d2t = content.get_tensor("d2t") if "d2t" in content.keys() else None  # noqa: SIM118  it is no dict
                 dtypes = {name: content.get_slice(name).get_dtype() for name in content.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise ValueError(f"{path} is no whole safetensors file ({error}). Download it again.") from None
+            raise ValueError(f"{path} is not a complete safetensors file ({error}). Download it again.") from None
     else:
         tensors = read_file(
             path, mmap=zipfile.is_zipfile(path)
@@ -216,6 +227,8 @@ def read_and_mend(
     unexpected tensors, which leaves here without what was mended. `source` is a folder or Hub id, or `None` if there are no
     files.
     """
+    path = None if source is None else find(source, "config.json", **hub_kwargs)
+    content = {} if path is None else read_json(path)
     with without_load_report():
         draft, info = read(**kwargs)
         names = our_names(info["unexpected_keys"])
@@ -225,6 +238,10 @@ def read_and_mend(
         renamed = {f"^{re.escape(name)}$": new for name, new in names.items() if name != new and new in wanted}
         if has_table or renamed:
             draft.config.has_own_embed_tokens |= has_table
+            # transformers would take the caller's, which it has put there, for that of quantized weights.
+            draft.config.__dict__.pop("quantization_config", None)
+            if (stored := content.get("quantization_config")) is not None:
+                draft.config.quantization_config = stored
             is_read = vars(draft.config).keys() - {"dtype", "quantization_config"}
             kwargs = {name: value for name, value in kwargs.items() if name not in is_read}
             key_mapping = renamed or kwargs.get("key_mapping")
@@ -234,9 +251,7 @@ def read_and_mend(
 
         info["missing_keys"].remove("lm_head.weight")
         resize_head(draft.get_output_embeddings(), 0)
-    path = None if source is None else find(source, "config.json", **hub_kwargs)
-    if source is not None and path is not None:
-        content = read_json(path)
+    if source is not None and content:
         is_ours = "weights_digest" in content or "_eagle3.Eagle3Config" in str(content.get("auto_map"))
         if not is_ours:
             sort_tokens(draft, info)

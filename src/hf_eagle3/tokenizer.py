@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoTokenizer, BatchFeature, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
-from .file_checks import check_is_fetched, read_json
+from .file_checks import check_is_fetched, check_is_object, read_json
 from .remote_code.configuration_eagle3 import DRAFT_KEYS
 from .tensor_names import LENIENT, find
 
@@ -20,12 +20,18 @@ if TYPE_CHECKING:
 
 # Keys of what an assistant thinks before it answers.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+# Arguments of chat templates that bring texts of their own.
+CONTEXT = {"documents", "tools"}
 # Older processors store their chat template here, where `AutoTokenizer` does not read it.
 PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
 
 
 def check_is_target(name: str | Path, **kwargs: Any) -> None:
-    """Raises `ValueError` if a model is a draft or an adapter. `kwargs` are for `PreTrainedConfig.get_config_dict`."""
+    """
+    Raises `ValueError` if a model is a draft or an adapter, or its config.json no object. `kwargs` are for
+    `PreTrainedConfig.get_config_dict`.
+    """
+    check_is_object(name, **kwargs)
     try:
         content, _ = PreTrainedConfig.get_config_dict(name, **kwargs)
     except OSError:  # the code that loads the model reports what is missing
@@ -168,9 +174,9 @@ class PromptEncoder:
 
     def check_written(self, messages: list[dict], text: str, **kwargs: Any) -> None:
         """
-        Checks that the chat template writes messages of all roles, tool calls, and the thoughts of a last answer. Many
-        templates leave out, without an error, what they do not know. `text` is what [`~PromptEncoder.render`] makes of the
-        messages.
+        Checks that the chat template writes messages of all roles, tool calls, the thoughts of a last answer, tools and
+        documents. Many templates leave out, without an error, what they do not know. `text` is what
+        [`~PromptEncoder.render`] makes of the messages.
 
         Raises:
             ValueError: if the template leaves something out.
@@ -197,15 +203,22 @@ class PromptEncoder:
                 continue
             if what in self.written:
                 continue
-            try:
-                makes_difference = text != self.render(
-                    [*messages[:number], *instead, *messages[number + 1 :]], **kwargs
-                )
-            except Exception:
-                makes_difference = True
-            if not makes_difference and not (content and str(content) in text):  # it may be the template's own prompt
+            others = [*messages[:number], *instead, *messages[number + 1 :]]
+            is_written = content and str(content) in text  # if only because the template's own prompt is the same
+            if not is_written and self._renders(text, others, **kwargs):
                 raise ValueError(f"it leaves out {what}. Remove or rename them, or pass another template")
             self.written.add(what)
+        for name in filter(kwargs.get, CONTEXT - self.written):
+            if self._renders(text, messages, **{key: value for key, value in kwargs.items() if key != name}):
+                raise ValueError(f"it leaves out the `{name}`. Remove them, or pass another template")
+            self.written.add(name)
+
+    def _renders(self, text: str, messages: list[dict], **kwargs: Any) -> bool:
+        """Whether the template makes this text of messages. It may refuse them."""
+        try:
+            return self.render(messages, **kwargs) == text
+        except Exception:
+            return False
 
     def render(self, messages: list[dict], with_parts: bool | None = None, **kwargs: Any) -> str:
         """

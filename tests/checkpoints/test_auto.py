@@ -14,7 +14,8 @@ from loopback_hub import serve_hub
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
-from hf_eagle3.checkpoints import export
+from hf_eagle3.checkpoints import export, target_class
+from hf_eagle3.tokenizer import load_tokenizer
 
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -62,7 +63,8 @@ def test_of_other_formats(tmp_path, to):
     assert info["format"] == to
     settings = {"max_new_tokens": 12, "do_sample": False}
     prompt = make_prompt(9)
-    assert target.generate(prompt, assistant_model=loaded, **settings).equal(target.generate(prompt, **settings))
+    output = target.generate(prompt, assistant_model=loaded, tree_policy="static", **settings)
+    assert output.equal(target.generate(prompt, **settings))
     assert loaded.last_generation.acceptance_length > 1
 
 
@@ -193,6 +195,17 @@ def test_what_is_said_of_broken_files(tmp_path, loader):
         (tmp_path / "bin" / "model.safetensors.index.json").write_text(content)
         with pytest.raises(ValueError, match=reason):
             loader.from_pretrained(tmp_path / "bin")
+
+
+@pytest.mark.parametrize("content", ["null", "[]", '"a"', "5"])
+def test_a_config_that_is_no_object(tmp_path, content):
+    draft = make_draft(make_target("llama"), [make_prompt(5)])
+    draft.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    loaders = [each.from_pretrained for each in (Eagle3Config, Eagle3ForSpeculation, AutoConfig, AutoModel)]
+    for load in (*loaders, target_class, load_tokenizer):
+        with pytest.raises(ValueError, match="config.json does not hold a JSON object"):
+            load(tmp_path, trust_remote_code=True)
 
 
 def test_a_broken_draft_of_others(tmp_path):

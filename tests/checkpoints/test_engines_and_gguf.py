@@ -8,7 +8,7 @@ import torch
 from conftest import EXPERIMENTS, load_script, make_target, make_tokenizer
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.checkpoints import ENGINES, describe_engines, export, writing
+from hf_eagle3.checkpoints import ENGINES, describe_engines, export, llama_cpp, openvino, sglang, writing
 from hf_eagle3.making import FORMS, resize_head
 
 
@@ -140,17 +140,42 @@ def test_a_new_flag_is_refused_by_all_formats(target, monkeypatch):
             engine.check(draft)
 
 
+# What docs/engines.md calls features. Flags have their own names there.
+WORDS = {
+    "Qwen3 layers, with q_norm and k_norm": "Qwen3 layers",
+    "layers with a window": "windows",
+    "parallel drafting": "parallel drafts",
+    "an activation other than silu": "activations other than silu",
+    "rotary embeddings scaled other than by linear or llama3": "yarn",
+    "more or fewer than three states": "other than three states",
+    "the target's embedding (id 0) among its states": "the state that is the embedding",
+}
+
+
+@pytest.mark.parametrize("module", [llama_cpp, openvino, sglang], ids=lambda module: module.NAME)
+def test_the_page_says_what_is_refused(target, module):
+    page = (EXPERIMENTS.parent / "docs" / "engines.md").read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if f"| `--to {module.NAME}` |" in line)
+    refused = row.split("|")[3]
+    for feature in writing.draft_features(Eagle3ForSpeculation.from_target(target)):
+        if feature != writing.OTHER_ORDER:  # which all refuse: it stands below the table
+            assert (WORDS.get(feature, feature) in refused) == (feature not in module.TAKES), feature
+
+
 def test_the_other_half_of_an_export(target, tmp_path, target_gguf, monkeypatch):
     draft = Eagle3ForSpeculation.from_target(target, model_type="llama", **CLASSIC)
-    with pytest.raises(ValueError, match="--target_gguf"):
+    with pytest.raises(ValueError, match="Pass the target's GGUF file, .*convert_hf_to_gguf.* as `--target_gguf`"):
         export(draft, tmp_path / "out", "gguf")
     shallow = make_target("qwen3", tie_word_embeddings=True, num_hidden_layers=5)
     write_target(shallow, make_tokenizer(), tmp_path / "shallow.gguf")
     with pytest.raises(ValueError, match="with 5 layers .* reads layer 5"):
         export(draft, tmp_path / "out", "gguf", target_gguf=tmp_path / "shallow.gguf")
     (tmp_path / "broken.gguf").write_bytes(target_gguf.read_bytes()[:200])
-    for name in ("broken.gguf", "none.gguf"):
-        with pytest.raises((ValueError, FileNotFoundError), match=name):
+    for name, reason in (
+        ("broken.gguf", "is not a complete GGUF file"),
+        ("none.gguf", "Pass the target's GGUF file, .*convert_hf_to_gguf.* as `--target_gguf`"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=f"{name}.*{reason}"):
             export(draft, tmp_path / "out", "gguf", target_gguf=tmp_path / name)
     with pytest.raises(ValueError, match="could not convert the model"):
         export(draft, tmp_path / "out", "openvino", python=str(tmp_path / "no-python"))

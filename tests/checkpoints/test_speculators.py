@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from checkpoints.make_fixtures import LENGTH, STEPS, VARIANTS, make, run
 from conftest import make_target
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, BitsAndBytesConfig
 from transformers.utils import logging
 
 from hf_eagle3 import Eagle3ForSpeculation
@@ -94,6 +94,17 @@ def test_fields_that_the_caller_sets(tmp_path, loader):
     assert draft.config.has_own_embed_tokens and draft.dtype == torch.bfloat16
     assert draft.config.eagle_aux_hidden_state_layer_ids == [1, 2, 3]
     assert draft.layers[0].norm_before_residual and draft.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel])
+def test_weights_are_quantized_on_loading(loader, bits):
+    """Also those of drafts with a table of their own, which are read twice."""
+    pytest.importorskip("bitsandbytes")
+    config = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    draft = loader.from_pretrained(FIXTURES / "classic", quantization_config=config)
+    assert draft.config.has_own_embed_tokens and not draft.fc.weight.is_floating_point()
+    assert draft.config.quantization_config.load_in_8bit == (bits == 8)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")

@@ -33,6 +33,18 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     assert not Output(tmp_path, {}).lock.is_locked and not Output(tmp_path, {}).done
 
 
+@pytest.mark.parametrize("line", ['{"row": 1, "messages": [}', '{"messages": []}', "[]", "\0\0\0"])
+def test_what_somebody_has_broken_is_named(tmp_path, line):
+    Output(tmp_path, {}).write(0, {"messages": [user("a")]})
+    with (tmp_path / "rows-00000.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(ValueError, match="rows-00000.jsonl, line 2 is not a row with its number .* Delete the line"):
+        Output(tmp_path, {})
+    (tmp_path / ".settings.json").write_text("{")
+    with pytest.raises(ValueError, match="settings.json is not valid JSON"):
+        Output(tmp_path, {})
+
+
 def test_a_line_cut_off_by_a_crash_is_written_again(tmp_path):
     output = Output(tmp_path, {"model": "m"})
     output.write(0, {"messages": [user("a")]})
@@ -60,7 +72,7 @@ def test_a_line_cut_off_by_a_crash_is_written_again(tmp_path):
         Output(tmp_path / "fresh", {"model": "m"})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "diary.txt").write_text("dear diary")
-    with pytest.raises(ValueError, match="not begun by this script"):
+    with pytest.raises(ValueError, match="not made by this script"):
         Output(tmp_path / "other", {})
 
 

@@ -1,6 +1,7 @@
 """The tokens of a row, and what of them is learned: as TRL's marked templates say it, and without markers."""
 
 import copy
+import json
 import logging
 import re
 from functools import partial
@@ -12,6 +13,7 @@ from datasets import Dataset
 from messages import assistant, user
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+from trl.data_utils import apply_chat_template
 
 from hf_eagle3.data import RowEncoder, RowError, encode_rows
 from hf_eagle3.data.encoding import has_markers, split_documents
@@ -26,6 +28,7 @@ TOOL = {
 }
 
 
+RAIN = {"title": "Ulm", "text": "It rains."}
 PLAIN = [user("Is it raining?"), assistant("Yes."), user("Thanks"), assistant("Bye.")]
 THOUGHTS = [user("Is it?"), assistant("Yes.", reasoning_content="It is."), user("Thanks"), assistant("Bye.")]
 QWEN_PROMPT = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
@@ -296,6 +299,9 @@ def test_what_a_template_leaves_out_is_refused(assistant_only_loss):
         ("phi3", {"messages": CALLS, "tools": [TOOL]}, "tool calls"),
         ("phi3", {"messages": [{"role": "tool", "content": prompt}, *PLAIN]}, "messages of 'tool'"),
         ("phi3", {"messages": [{"role": "system", "content": prompt, "tools": [TOOL]}, *PLAIN]}, "tools of a message"),
+        ("phi3", {"messages": PLAIN, "tools": [TOOL]}, "the `tools`"),
+        ("phi3", {"messages": PLAIN, "tools": []}, None),
+        ("qwen3", {"messages": PLAIN[:2], "chat_template_kwargs": {"documents": [RAIN]}}, "the `documents`"),
         ("phi3", {"messages": THOUGHTS[:2]}, "the assistant's thoughts"),
         ("phi3", {"messages": THOUGHTS}, None),  # templates may drop those of earlier turns
         ("deepseekv3", {"messages": [PLAIN[0], within]}, r"the assistant's thoughts \(what is before </think>\)"),
@@ -315,6 +321,18 @@ def test_what_a_template_leaves_out_is_refused(assistant_only_loss):
             continue
         with pytest.raises(RowError, match=f"the chat template refuses it: it leaves out {left_out}"):
             encoder(row)
+
+
+@pytest.mark.parametrize("assistant_only_loss", [False, True])
+def test_templates_get_what_those_of_trl_get(assistant_only_loss):
+    """Documents are an argument like others, as for retrieval-augmented generation."""
+    template = "{{ tools }}{% for each in documents %}{{ each.title }}: {{ each.text }}{% endfor %}{{ style }}"
+    tokenizer = byte_tokenizer(template + TEMPLATES["qwen3_training"])
+    row = {"messages": PLAIN, "chat_template_kwargs": {"documents": [RAIN, RAIN], "style": "brief"}, "tools": [TOOL]}
+    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=assistant_only_loss)
+    assert tokenizer.decode(encoder(row)["input_ids"]) == apply_chat_template(row, tokenizer, tools=[TOOL])["text"]
+    row["chat_template_kwargs"] = json.dumps(row["chat_template_kwargs"])
+    assert "Ulm: It rains.Ulm: It rains.brief" in tokenizer.decode(encoder(row)["input_ids"])
 
 
 def test_templates_that_take_arguments_as_text():

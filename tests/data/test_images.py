@@ -108,7 +108,7 @@ def test_what_servers_answer(monkeypatch):
 
     monkeypatch.setattr(images, "SECONDS", 0.3)
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         assert load(f"{url}/image").size == (2, 2)
         with pytest.raises(RowError, match="cannot be read") as caught:  # and will not be later

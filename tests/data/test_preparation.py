@@ -116,7 +116,7 @@ def test_conversations_with_their_first_prompt_in_a_column_of_its_own(tokenizer,
         trainer = make_trainer(tokenizer, rows, tmp_path, assistant_only_loss=True, stream=stream)
         if not stream:
             assert {learned(trainer, index)[0] for index in range(4)} == {f"d{i}</s>" for i in range(4)}
-    with pytest.raises(ValueError, match="no 'completion' to learn"):
+    with pytest.raises(ValueError, match=r"no 'completion' to learn\. .*regenerate\.py\)\.$"):
         make_trainer(tokenizer, {"prompt": ["abc"]}, tmp_path)
 
 

@@ -307,6 +307,9 @@ def test_rows_to_answer():
 def test_a_column_of_texts_that_was_asked_for_comes_first():
     columns = {"content", "messages", "text"}
     assert kind_of(columns, "content") == "content" and kind_of(columns) == "messages"
+    with pytest.raises(ValueError, match="has no column 'contents', which `dataset_text_field` names"):
+        kind_of(columns, "contents")
+    assert kind_of(["input_ids"], "contents") == "input_ids"  # of texts that were tokenized before
 
 
 def test_a_summary_names_the_first_few_of_each_kind():

@@ -132,7 +132,7 @@ def test_a_server_that_refuses_everything_after_an_interruption(tmp_path):
     with chat_server(lambda *args: "fine") as (url, _):
         ask(url, rows[:1], Output(tmp_path, {}))
     output = Output(tmp_path, {})
-    refused = pytest.raises(ConnectionRefusedError, match="refuses 1[0-2] requests in a row")
+    refused = pytest.raises(ConnectionRefusedError, match="refuses 1[0-2] requests in succession")
     with chat_server(lambda *args: 400) as (url, _):
         with refused:
             ask(url, rows, output)
@@ -248,7 +248,9 @@ def test_a_server_that_is_down_ends_the_run(tmp_path, num_answers):
             ask(url, rows, output, max_retries=0)
         assert len(requests) <= num_answers + NUM_REFUSED + 3
     assert not output.left_out and len(output.done) == num_answers
-    with pytest.raises(ConnectionError, match="No server answers at http://127.0.0.1:9/v1: 10 rows in a row failed"):
+    with pytest.raises(
+        ConnectionError, match="No server answers at http://127.0.0.1:9/v1: 10 rows in succession failed"
+    ):
         ask("http://127.0.0.1:9/v1", rows, Output(tmp_path, {}), max_retries=0)
 
 

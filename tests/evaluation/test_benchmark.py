@@ -405,6 +405,20 @@ def test_numbers_that_measure_nothing(run_recipe):
         assert result.returncode == 2 and "positive_integer value: '0'" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "option, value, reason",
+    [
+        ("--device", "gpu", "gpu cannot be used"),
+        ("--dtype", "half", "invalid choice: 'half'"),
+        ("--compile", "fast", "invalid choice: 'fast'"),
+        ("--target", "", "the name of a model is empty"),
+    ],
+)
+def test_what_torch_does_not_know(run_recipe, option, value, reason):
+    result = run_recipe("benchmark.py", "--target", "me/model", "--cache_implementation", "static", option, value)
+    assert result.returncode == 2 and f"argument {option}: {reason}" in result.stderr
+
+
 def test_methods_that_cannot_be(tokenizer):
     target, tasks = make_target("llama"), {"words": [[1, 2, 3]]}
     with pytest.raises(ValueError, match="medusa"):
@@ -560,6 +574,34 @@ def test_line_separators_that_json_leaves_alone(tmp_path):
     results = results_of(2.0, task="a\u2028b\u0085")
     results.write(tmp_path / "results.jsonl")
     assert BenchmarkResults.read(tmp_path / "results.jsonl") == results
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_target(tmp_path, tokenizer, monkeypatch, run_recipe, bits):
+    pytest.importorskip("bitsandbytes")
+    target = make_target("llama", hidden_size=64, intermediate_size=128, head_dim=16)
+    make_draft(target, [make_prompt(5)]).save_pretrained(tmp_path / "draft")
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "what is 3"}')
+    models = ("--target", tmp_path / "target", "--draft", tmp_path / "draft", f"--load_in_{bits}bit")
+    arguments = ("--prompts", tmp_path / "prompts.jsonl", "--max_new_tokens", 6, "--repeats", 1, "--device", "cpu")
+    arguments += ("--methods", "plain", "eagle3", "--json", tmp_path / "results.jsonl")
+    result = run_recipe("benchmark.py", *models, *arguments)
+    assert result.returncode == 0, result.stderr[-3000:]
+    results = BenchmarkResults.read(tmp_path / "results.jsonl")
+    assert results.run["arguments"][f"load_in_{bits}bit"]
+    assert results.run["environment"]["dtype"].endswith(f" with a target of {bits} bits")
+    # Its tensors are others.
+    assert results.run["models"]["target"] != sampled_digest(target)
+    result = run_recipe("benchmark.py", *models, *arguments, f"--load_in_{12 - bits}bit")
+    assert result.returncode == 2 and "not allowed with argument" in result.stderr
+
+    def serve(quantization, **others):
+        raise ValueError(f"quantized as {quantization}")
+
+    monkeypatch.setattr("transformers.cli.serve.Serve", serve)
+    assert f"quantized as bnb-{bits}bit" in run_recipe("serve.py", *models).stderr
 
 
 def test_prompts_with_images(tmp_path, run_recipe):

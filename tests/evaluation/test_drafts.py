@@ -142,7 +142,7 @@ def test_what_is_no_draft_is_refused(pairing, tmp_path):
     with pytest.raises(ValueError, match="keys that DFlash does not have: .'selector_rank'"):
         load_draft(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"broken")
-    with pytest.raises(ValueError, match="is no whole safetensors file"):
+    with pytest.raises(ValueError, match="is not a complete safetensors file"):
         load_draft(str(tmp_path))
     # z-lab's own code is saved with its drafts. It does not draft for our decoding.
     code = "from transformers import Qwen3Config, PreTrainedModel\n\n\nclass DFlashDraftModel(PreTrainedModel):\n"

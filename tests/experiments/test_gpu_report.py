@@ -37,7 +37,7 @@ def test_a_rehearsal(gpu_report, tmp_path, monkeypatch):
     states = json.loads((tmp_path / "states.json").read_text())["states"]
     assert {name: state["state"] for name, state in states.items()} == dict.fromkeys(PARTS, "complete")
     correctness = json.loads((tmp_path / "gpu_correctness.json").read_text())
-    assert len(correctness) > 20 and all(check["is_right"] for check in correctness.values())
+    assert len(correctness) > 15 and all(check["is_right"] for check in correctness.values())
     accepted = [check["acceptance_length"] for name, check in correctness.items() if "acceptance_length" in check]
     assert sum(length > 1 for length in accepted) > len(accepted) / 2  # or nothing would be tested
     steps = json.loads((tmp_path / "gpu_steps.json").read_text())

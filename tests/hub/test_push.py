@@ -3,6 +3,7 @@
 import json
 import re
 from concurrent.futures import Future
+from contextlib import nullcontext
 
 import huggingface_hub.constants
 import huggingface_hub.hf_api
@@ -45,6 +46,7 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setenv("HF_TOKEN", "hf_test")
         if not VALIDATES_CARDS_HERE:
             monkeypatch.setattr(RepoCard, "validate", lambda card, **kwargs: None)
+        hub.repos["big/Model-8B"] = {"main": [{}]}  # the target
         yield hub
 
 
@@ -250,12 +252,20 @@ def test_records_beside_a_draft_are_its_own(hub, draft, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "name, content", [("training.json", '{"seed": '), ("training.json", "5"), ("benchmark.jsonl", "5")]
+    "name, content",
+    [
+        ("training.json", '{"seed": '),
+        ("training.json", "5"),
+        ("benchmark.jsonl", "5"),
+        ("benchmark.jsonl", '{"environment": {}}\n{"task": "gsm8k"}'),
+    ],
 )
 def test_a_broken_record_is_named(hub, draft, tmp_path, name, content):
     draft.save_pretrained(tmp_path / "draft")
     (tmp_path / "draft" / name).write_text(content)
-    with pytest.raises(ValueError, match=f"draft/{name} (is not valid JSON|does not hold|holds no results)"):
+    with pytest.raises(
+        ValueError, match=f"draft/{name} (is not valid JSON|does not hold|holds no results|has measurements)"
+    ):
         Eagle3ForSpeculation.from_pretrained(tmp_path / "draft").push_to_hub(REPO)
 
 
@@ -353,8 +363,7 @@ def test_recipes_say_what_was_not_pushed(hub, tokenizer, tmp_path, run_recipe):
         3,
         "--push_to_hub",
     )
-    with pytest.raises(ValueError, match="Repo id"):
-        run_recipe(*regenerate, "my rows")
+    assert "Error: Repo id" in run_recipe(*regenerate, "my rows").stderr
     assert not (tmp_path / "rows").exists()
     hub.cut = ["commit"]
     result = run_recipe(*regenerate, "me/rows")
@@ -496,6 +505,39 @@ def test_paths_of_this_machine_stay_here(hub, draft, tmp_path):
     assert "secret-folder" in draft.config.verifier
 
 
+@pytest.mark.parametrize("name", ["outputs/target", "runs/outputs/target", r"outputs\target"])
+def test_a_target_in_a_folder_that_is_gone(hub, draft, name):
+    draft.config.speculators_config["verifier"]["name_or_path"] = name
+    with pytest.raises(ValueError, match=f"target is {re.escape(repr(name))}, .* Push with .*--target OWNER/NAME"):
+        draft.push_to_hub(REPO)
+    assert REPO not in hub.repos
+
+
+@pytest.mark.parametrize(
+    "changes, wrong",
+    [
+        ({"steps": "all", "epochs": None}, "epochs, steps"),
+        (
+            {"environment": {"machine": "a laptop"}},
+            "environment hf_eagle3, environment torch, environment transformers",
+        ),
+        ({"environment": []}, "environment hf_eagle3, .*"),
+        ({"evaluation": {"accuracy_0": 0.5}}, "evaluation acceptance_length"),
+        ({"evaluation": 3}, "evaluation acceptance_length, evaluation accuracy_0"),
+        ({"arguments": 5, "seconds": "60"}, "arguments, seconds"),
+        ({"evaluation": None, "command": None, "seconds": None}, None),
+    ],
+)
+def test_a_record_that_was_edited_is_named(hub, draft, tmp_path, changes, wrong):
+    draft.save_pretrained(tmp_path / "draft")
+    record = json.dumps(training_of(draft) | changes)
+    (tmp_path / "draft" / "training.json").write_text(record)
+    message = f"draft/training.json is not as training wrote it. Missing or of another type: {wrong}[.] Correct it, or delete"
+    with nullcontext() if wrong is None else pytest.raises(ValueError, match=message):
+        Eagle3ForSpeculation.from_pretrained(tmp_path / "draft").push_to_hub(REPO)
+    assert (REPO in hub.repos) == (wrong is None)
+
+
 def test_push_recipe(hub, draft, tmp_path, run_recipe):
     draft.save_pretrained(tmp_path / "draft")
     benchmark_of(draft).write(tmp_path / "results.jsonl")
@@ -527,6 +569,7 @@ def hub_sha(hub, repo):
 
 def test_model_cards_recipe(hub, draft, run_recipe):
     draft.config.speculators_config["verifier"]["name_or_path"] = "Qwen/Qwen3-8B"
+    hub.repos["Qwen/Qwen3-8B"] = {"main": [{}]}
     push_draft(draft, "me/Qwen3-8B-speculator.eagle3", benchmark=benchmark_of(draft))
     hub.repos["me/something-else"] = {"main": [{}]}
     run_recipe("model_cards.py", "--push_to", "me", "--create")

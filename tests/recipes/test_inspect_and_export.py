@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from conftest import RECIPES, make_baseline, make_draft, make_prompt, make_target
+from huggingface_hub import HfApi
 from loopback_hub import serve_hub
 from transformers import AutoModelForCausalLM
 
@@ -75,7 +76,7 @@ def test_inspect_and_export(tmp_path, run_recipe):
             {
                 "method": "jetspec",
                 "layers": "2 x qwen3",
-                "reads": "layers [1, 3] of the target's 4 (as it says)",
+                "reads": "layers [1, 3] of the target's 4 (as its config.json says)",
                 "embedding": "the target's",
                 "head": "the target's",
                 "block": "6 tokens: one that is known, then masks (token 3)",
@@ -184,7 +185,7 @@ def test_engines_are_named_for_the_target_that_is_given(tmp_path, run_recipe):
             "if its ids [4, 8, 11]",
             "outputs of layers; 12 is what leaves the last one, before the final norm",
         ),
-        (None, "since it does not say which", "[2, 6, 9] of the target's 12 (the usual ones, since"),
+        (None, "since its config.json names none", "[2, 6, 9] of the target's 12 (the usual ones, since"),
     ],
 )
 def test_which_states_are_read_is_said(tmp_path, run_recipe, ids, alone, with_target):
@@ -230,3 +231,17 @@ for sys.argv in {commands}:
     assert not [name for name in pushed if name.endswith(".py")] and "generation_config.json" not in pushed
     assert pushed["model.safetensors"] == (tmp_path / "sglang" / "model.safetensors").read_bytes()
     assert "format            sglang" in result.stdout
+
+
+def test_a_branch_does_not_name_a_folder(tmp_path, monkeypatch, run_recipe):
+    draft = make_draft(make_target("llama"), [make_prompt(5)])
+    (tmp_path / "secret" / "target").mkdir(parents=True)
+    draft.config.speculators_config["verifier"]["name_or_path"] = str(tmp_path / "secret" / "target")
+    draft.save_pretrained(tmp_path / "draft")
+    for name in ("create_branch", "upload_folder", "list_repo_files"):
+        monkeypatch.setattr(HfApi, name, lambda *args, **kwargs: [])
+    command = ("export.py", tmp_path / "draft", "--to", "speculators", "--output_dir")
+    run_recipe(*command, tmp_path / "pushed", "--push_to", "me/draft")
+    run_recipe(*command, tmp_path / "kept")
+    named = {name: "secret" in (tmp_path / name / "config.json").read_text() for name in ("pushed", "kept")}
+    assert named == {"pushed": False, "kept": True}

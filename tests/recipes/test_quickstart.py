@@ -75,8 +75,7 @@ def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe, monkeypatch):
     shutil.rmtree(tmp_path / "target")
     shutil.rmtree(tmp_path / "draft")
     known = (tmp_path / "arguments.json").read_text()  # of what another process may be training
-    with pytest.raises((OSError, ValueError)):
-        run_recipe("quickstart.py", *arguments, "--dataset", "none")
+    assert run_recipe("quickstart.py", *arguments, "--dataset", "none").returncode == 1
     assert (tmp_path / "arguments.json").read_text() == known
 
 
@@ -105,8 +104,8 @@ def test_given_target_and_chat_data(tmp_path, tokenizer, run_recipe, monkeypatch
     make_target("llama").bfloat16().save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     # Of a run that failed, nothing is left to disagree with.
-    with pytest.raises((OSError, ValueError)):
-        run_recipe("quickstart.py", "--output_dir", tmp_path / "out", "--target", "none", "--dataset", "none")
+    failed = run_recipe("quickstart.py", "--output_dir", tmp_path / "out", "--target", "none", "--dataset", "none")
+    assert failed.returncode == 1
     chat = [{"role": "user", "content": "what is up"}, {"role": "assistant", "content": "this and that"}]
     (tmp_path / "chats").mkdir()  # as `regenerate.py` names its files
     (tmp_path / "chats" / "rows-00000.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 60)

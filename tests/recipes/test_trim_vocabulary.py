@@ -5,6 +5,7 @@ import json
 import torch
 from conftest import make_target
 from datasets import Dataset
+from hub.test_card import TRAINING
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -24,12 +25,7 @@ def test_trimming(tmp_path, tokenizer, run_recipe, caplog):
     said = set(tokenizer(chat[1]["content"], add_special_tokens=False)["input_ids"])
     size, small_size = draft.config.draft_vocab_size, len(said) + 2
     draft.save_pretrained(tmp_path / "draft")
-    record = {
-        "draft_weights": weights_digest(draft.state_dict()),
-        "command": "train",
-        "steps": 3,
-        "evaluation": {"loss": 1.0},
-    }
+    record = {**TRAINING, "draft_weights": weights_digest(draft.state_dict()), "command": "train", "steps": 3}
     (tmp_path / "draft" / "training.json").write_text(json.dumps(record))
 
     call = ("trim_vocabulary.py", tmp_path / "draft", "--dataset_name", tmp_path / "chats.jsonl", "--draft_vocab_size")

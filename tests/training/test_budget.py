@@ -2,8 +2,9 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
+from trainers import make_trainer
 
-from hf_eagle3.training.budget import TimeBudget
+from hf_eagle3.training.budget import BY_TIME, TimeBudget, TimedEagle3Trainer, train_for
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,12 @@ def test_how_long_it_takes(capsys, seconds_a_step, min_steps, expected):
     budget.on_train_end(None, state, control)
     # Whoever waits longer than they asked for is told why.
     assert ("this machine took" in capsys.readouterr().out) == (expected in (30, 50, 17))
+
+
+def test_the_unroll_grows_by_time(tmp_path, tokenizer):
+    """The number of steps is not known in advance, and `max_steps` is far beyond it."""
+    settings = {**BY_TIME, "ttt_steps": 3, "ttt_warmup": 0.8}
+    trainer = make_trainer(tmp_path, tokenizer, trainer_class=TimedEagle3Trainer, **settings)
+    train_for(trainer, TimeBudget(1.0, "Draft", clock=lambda: 6.0 * trainer.state.global_step))
+    unrolls = [entry["ttt_steps"] for entry in trainer.state.log_history if "loss" in entry]
+    assert unrolls == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3]

@@ -323,6 +323,10 @@ def test_features_of_something_else_are_refused(tmp_path, tokenizer):
     (tmp_path / "features" / "index.json").write_text(json.dumps({**index, "version": 99}))
     with pytest.raises(ValueError, match="version 99"):
         FeatureStore(tmp_path / "features")
+    for content, reason in (("{", "index.json is not valid JSON"), ("{}", "has version None of the format")):
+        (tmp_path / "features" / "index.json").write_text(content)
+        with pytest.raises(ValueError, match=reason):
+            FeatureStore(tmp_path / "features")
 
 
 def test_features_of_a_base_for_its_fine_tune(tmp_path, tokenizer, caplog):

@@ -175,8 +175,8 @@ class DFlashDecoderLayer(nn.Module):
 
 class DFlashForSpeculation(BaselineDraft):
     r"""
-    A DFlash or JetSpec draft. It reads the target's fused states at all positions of the text, and a block: the newest
-    token, of which there is no state yet, and masks. At each mask it predicts the token that stands there.
+    A DFlash or JetSpec draft. It reads the target's fused states at all positions of the text, and a block. The block is
+    the newest token, which has no state yet, and masks. At each mask the draft predicts the token in its place.
 
     ```py
     import hf_eagle3
@@ -368,7 +368,7 @@ class DFlashForSpeculation(BaselineDraft):
         Args:
             visible (`torch.BoolTensor` of shape `(B, K)`): Which keys hold something.
             distances (`torch.LongTensor` of shape `(B or 1, Q, K)`):
-                How far keys are before the block's tokens, of which the first is the known one.
+                How far keys are before the block's tokens. The first of these is the known one.
             dtype (`torch.dtype`): Of the masks.
         """
         layer_config, masks = self.config.transformer_layer_config, {}

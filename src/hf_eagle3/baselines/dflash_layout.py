@@ -70,7 +70,7 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
     """
     Returns the fields of a [`DFlashConfig`], given them or a `config.json` in z-lab's layout or that of `speculators`. In
     z-lab's, ids of layers count outputs, so `k` is the state that enters layer `k + 1`. Raises `ValueError` if it is not a
-    block draft's, or has keys that nobody here understands.
+    block draft's, or has unknown keys.
     """
     if content.get("speculators_model_type") == "dflash":
         return speculators_form(content)
@@ -134,8 +134,8 @@ def without_defaults(content: dict[str, Any]) -> dict[str, Any]:
 def speculators_form(content: dict[str, Any]) -> dict[str, Any]:
     """
     Returns the fields of a [`DFlashConfig`], given a `config.json` of a DFlash draft of `speculators`. There, ids of layers
-    count inputs, so `k` is the state that enters layer `k`. Raises `ValueError` if something is missing or ambiguous, or has
-    keys that nobody here understands.
+    count inputs, so `k` is the state that enters layer `k`. Raises `ValueError` if something is missing or ambiguous, or
+    there are unknown keys.
     """
     if missing := [key for key in REQUIRED_KEYS if content.get(key) is None]:
         raise ValueError(f"This config.json of a DFlash draft of speculators lacks {missing}. Download it again.")

@@ -60,8 +60,8 @@ class EagleDecoderLayer(nn.Module):
 
 class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
     """
-    Reads the state of the target's head at position `t` and the token at `t + 1`, and predicts the state at `t + 1`. Each
-    drafting step reads the prediction of the step before. The head is a copy of the target's, and is not trained.
+    EAGLE's draft. It reads the state of the target's head at position `t` and the token at `t + 1`, and predicts the state at
+    `t + 1`. Each drafting step reads the prediction of the step before. The head is a copy of the target's, and is not trained.
 
     Args:
         config ([`EagleConfig`]): The configuration.

@@ -23,10 +23,11 @@ class HassConfig(EagleConfig):
 
 class HassForSpeculation(EagleForSpeculation):
     """
-    Harmonized context alignment (section 3.2): each step of training reads the predictions of the step before, with the
-    attention of drafting. EAGLE-3 calls this training-time test. Gradients flow through all steps.
+    HASS's draft: EAGLE's network, with another training.
 
-    Harmonized objective distillation (section 3.1): a loss on the target's `TOP_K` most probable tokens.
+    - Harmonized context alignment (section 3.2): each step of training reads the predictions of the step before, with the
+      attention of drafting. EAGLE-3 calls this training-time test. Gradients flow through all steps.
+    - Harmonized objective distillation (section 3.1): a loss on the target's `TOP_K` most probable tokens.
 
     Args:
         config ([`HassConfig`]): The configuration.

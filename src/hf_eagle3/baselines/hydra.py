@@ -20,9 +20,9 @@ class HydraConfig(MedusaConfig):
 
 class HydraForSpeculation(MedusaForSpeculation):
     """
-    Head `k` reads the target's state at position `t` and the embeddings of the tokens from `t + 1` to `t + 1 + k`
-    (section 3), so its prediction depends on the path. Each head has one layer, as in the paper's first form. Training is
-    that of Medusa.
+    Hydra's draft. Head `k` reads the target's state at position `t` and the embeddings of the tokens from `t + 1` to
+    `t + 1 + k` (section 3), so its prediction depends on the path. Each head has one layer, as in the paper's first form. It
+    is trained as Medusa is.
 
     Args:
         config ([`HydraConfig`]): The configuration.

@@ -49,8 +49,9 @@ class MedusaHead(nn.Module):
 
 class MedusaForSpeculation(BaselineDraft):
     """
-    Medusa-1: the target is not trained. Head `k` reads the target's state at position `t`, and predicts the token at
-    `t + 2 + k`, independently of the tokens between. (The target's own head predicts the token at `t + 1`.)
+    Medusa's draft, trained as Medusa-1: the target is not trained. Head `k` reads the target's state at position `t`, and
+    predicts the token at `t + 2 + k`, independently of the tokens between. (The target's own head predicts the token at
+    `t + 1`.)
 
     Args:
         config ([`MedusaConfig`]): The configuration.

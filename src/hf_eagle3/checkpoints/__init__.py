@@ -43,7 +43,7 @@ def read(
     config: dict, source: str | Path, variant: str | None = None, **hub_kwargs: Any
 ) -> tuple[Eagle3Config, dict[str, torch.Tensor], dict[str, Any]]:
     """
-    Reads a checkpoint of another project.
+    Returns the configuration and tensors of a checkpoint of another project.
 
     Args:
         config (`dict`): The contents of its `config.json`.

@@ -1,8 +1,8 @@
 """Reading and writing the files of a checkpoint, in a folder or on the Hub."""
 
 import json
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from ..auto import kind_of_draft
+from ..environment import public_name
 from ..file_checks import read_file, read_index, read_json
 from ..remote_code.auto_eagle3 import logger
 from ..remote_code.configuration_eagle3 import DRAFT_KEYS
@@ -163,6 +164,18 @@ def check_repo(repo_id: str, revision: str | None, token: bool | str | None, is_
     except RepositoryNotFoundError:
         return
     check_no_other_model(repo_id, names, partial(api.hf_hub_download, repo_id, **at), is_adapter, **at)
+
+
+@contextmanager
+def verifier_without_path(draft: "DraftModel") -> Iterator[None]:
+    """Removes the path on this machine from the target's name in the draft's configuration, inside the context."""
+    verifier = (draft.config.speculators_config or {}).get("verifier", {})
+    name = verifier.get("name_or_path")
+    verifier["name_or_path"] = public_name(name)
+    try:
+        yield
+    finally:
+        verifier["name_or_path"] = name
 
 
 def save_checkpoint(folder: str | Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:

@@ -200,7 +200,7 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
     is_of_experts = num_experts > 1 and not any(name.endswith(".mlp.down_proj.weight") for name in names)
     if any(".experts." in name for name in names) or is_of_experts:
         raise ValueError(
-            f"it is a draft of experts (MoE, {num_experts or 'some'} of them), but one MLP per layer is supported. SpecForge runs it."
+            f"it is a draft of experts (MoE, {num_experts or 'some'} of them), but only one MLP per layer is supported. SpecForge runs it."
         )
     reads_one_state = flags["use_aux_hidden_state"] is False
     if reads_one_state or not any("hidden_norm" in name for name in names):

@@ -12,6 +12,7 @@ from .writing import CONFIGURED, check_features, check_head, check_layer_ids
 
 NAME = "gguf"
 ARCHITECTURE = "eagle3"
+TARGET_FILE = "the target's GGUF file, which llama.cpp serves, too (its `convert_hf_to_gguf.py TARGET` writes one),"
 TAKES = {*CONFIGURED, "`norm_before_fc`", "`norm_before_residual`", "the target's embedding (id 0) among its states"}
 # Our names of tensors, and llama.cpp's (gguf-py's constants, `MODEL_ARCH.EAGLE3`).
 TENSORS = {
@@ -45,14 +46,17 @@ def write(draft: DraftModel, folder: str | Path, target_gguf: str | Path | None 
     Writes `draft.gguf` to a new or empty folder. The draft gets the tokenizer of `target_gguf`, the target's GGUF file.
 
     Raises:
+        FileNotFoundError: if there is no file `target_gguf`.
         ValueError: if llama.cpp cannot express the draft, or the file is not its target's.
         ModuleNotFoundError: if the package `gguf` is not installed.
     """
     check(draft)
     if target_gguf is None:
         raise ValueError(
-            "llama.cpp needs the tokenizer in the draft's file, too. Pass the target's file (`--target_gguf`)."
+            f"llama.cpp needs the tokenizer in the draft's file, too. Pass {TARGET_FILE} as `--target_gguf`."
         )
+    if not Path(target_gguf).is_file():
+        raise FileNotFoundError(f"There is no file {target_gguf}. Pass {TARGET_FILE} as `--target_gguf`.")
     try:
         import gguf
     except ModuleNotFoundError as error:

@@ -3,7 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+)
 
 from ..file_checks import without_load_report
 from ..tokenizer import check_is_target
@@ -29,9 +36,40 @@ def target_class(name: str | Path, with_images: bool = False, **kwargs: Any) -> 
     return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
 
 
+def load_on_device(
+    name: str | Path,
+    device: torch.device | str,
+    dtype: torch.dtype | str = "auto",
+    load_in_8bit: bool = False,
+    load_in_4bit: bool = False,
+    with_images: bool = False,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """
+    Loads a target to decode with, on one device, and quantized by bitsandbytes if asked to, as TRL's scripts do it.
+
+    Args:
+        name (`str` or `Path`): Folder or Hub id.
+        device (`torch.device` or `str`): The device.
+        dtype (`torch.dtype` or `str`, *optional*, defaults to `"auto"`): The dtype. 4-bit layers compute in bfloat16 by default.
+        load_in_8bit, load_in_4bit (`bool`, *optional*, defaults to `False`): Whether to quantize, and to how many bits.
+        with_images, kwargs (*optional*): See [`target_class`].
+    """
+    auto_class = target_class(name, with_images, **kwargs)
+    if not (load_in_8bit or load_in_4bit):
+        return auto_class.from_pretrained(name, dtype=dtype, **kwargs).to(device).eval()
+    dtype = "bfloat16" if load_in_4bit and dtype == "auto" else dtype
+    in_4_bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+    quantization_config = BitsAndBytesConfig(**(in_4_bits if load_in_4bit else {"load_in_8bit": True}))
+    # Quantized weights are not moved.
+    kwargs |= {"device_map": {"": device}, "quantization_config": quantization_config}
+    return auto_class.from_pretrained(name, dtype=dtype, **kwargs).eval()
+
+
 def load_ends(name: str | Path, revision: str | None = None, **kwargs: Any) -> PreTrainedModel:
     """
-    Loads only the embedding and head of a target. Checking a draft and training from features need no more.
+    Returns a target without its layers. Only its embedding and head are loaded, because checking a draft and training from
+    features need no more.
 
     Args:
         name (`str` or `Path`): Folder or Hub id.

@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 from huggingface_hub import CommitInfo, CommitOperationAdd, DatasetCard, DatasetCardData, HfApi
 
 from ..environment import what_differs, without_paths
+from ..file_checks import read_json
 from ..files import write_atomically
 from .conversation import Conversation
 from .images import with_unread_images
@@ -68,13 +69,13 @@ class Output:
         folder.mkdir(parents=True, exist_ok=True)
         kept = folder / SETTINGS
         if not kept.exists() and any(not part.match(LOCK) for part in folder.iterdir()):
-            raise ValueError(f"{folder} is not empty, and was not begun by this script. Choose another folder.")
+            raise ValueError(f"{folder} is not empty, and was not made by this script. Choose another folder.")
         self.lock = locked(folder / LOCK.replace("*", f"{process_index:05d}"))  # until this process ends
-        known = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
+        known = read_json(kept) if kept.exists() else None
         if known != settings:
             if any(part.stat().st_size for part in folder.glob("rows-*.jsonl")):
                 difference = what_differs(known or {}, settings)
-                raise ValueError(f"{folder} was begun with other settings: {difference}. Choose another folder.")
+                raise ValueError(f"{folder} was made with other settings: {difference}. Choose another folder.")
             for part in folder.glob(LEFT_OUT):  # of an earlier run that wrote no row
                 part.unlink()
             write_atomically(kept, json.dumps(settings))  # other processes read it
@@ -156,8 +157,19 @@ def locked(path: Path, folder: str | Path | None = None) -> FileLock:
 
 
 def rows_in(paths: Iterable[Path]) -> Iterator[dict]:
-    """Yields the rows of JSON Lines files."""
-    return (json.loads(line) for path in paths for line in complete_lines(path))
+    """Yields the rows of an [`Output`]'s files. Raises `ValueError`, naming file and line, if somebody has broken one."""
+    for path in paths:
+        for number, line in enumerate(complete_lines(path), start=1):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict) or "row" not in row:
+                raise ValueError(
+                    f"{path}, line {number} is not a row with its number (`row`), as regenerate.py wrote it. Delete the line, and the "
+                    "row is answered again."
+                )
+            yield row
 
 
 def features_of(rows: Iterator[dict]) -> Features | None:
@@ -197,7 +209,7 @@ def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) 
         ValueError: if there are no rows, or the data set has rows that were made with other settings.
     """
     folder, api = Path(folder), HfApi()
-    settings = without_paths(json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
+    settings = without_paths(read_json(folder / SETTINGS))
     files = [path for path in sorted(folder.glob("rows-*.jsonl")) if path.stat().st_size > 0]
     if not files:
         raise ValueError(f"{folder} has no rows to push. Run recipes/regenerate.py until some are written.")
@@ -209,7 +221,7 @@ def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) 
         known = None
         if SETTINGS in there:
             path = api.hf_hub_download(repo_id, SETTINGS, repo_type="dataset")
-            known = json.loads(Path(path).read_text(encoding="utf-8"))
+            known = read_json(path)
         others = [] if known == settings else [files[0].name]
     if others:
         raise ValueError(

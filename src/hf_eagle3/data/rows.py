@@ -107,6 +107,10 @@ def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
         ValueError: if no column can be learned from.
     """
     columns = set(columns)
+    if text_field not in columns | {"text"} and "input_ids" not in columns:
+        raise ValueError(
+            f"has no column {text_field!r}, which `dataset_text_field` names, but {sorted(columns)}. Correct it, or leave it out."
+        )
     if text_field in columns - {"text", "input_ids", "prompt", *CONVERSATIONS}:
         return text_field
     if "input_ids" in columns:
@@ -117,8 +121,10 @@ def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
         if name in columns:
             return name
     if "prompt" in columns:
+        others = sorted(columns - {"prompt"})
         raise ValueError(
-            f"has prompts, but no 'completion' to learn. Remove 'prompt' to learn from another column of {sorted(columns)}."
+            "has prompts, but no 'completion' to learn. Let the target write completions (recipes/regenerate.py)"
+            + (f", or remove 'prompt' to learn from another column of {others}." if others else ".")
         )
     if text_field in columns:
         return text_field
@@ -131,7 +137,7 @@ def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
 
 def read_row(row: dict[str, Any], kind: str) -> Row:
     """
-    Reads a row to learn from.
+    Reads a row to learn from, and returns its content.
 
     Args:
         row (`dict`): A row of the data set.
@@ -222,7 +228,7 @@ def with_places(messages: list[dict], images: list[Any]) -> tuple[list[dict], li
 
 def read_prompt(row: dict[str, Any]) -> Row:
     """
-    Reads a row to answer: `messages` (or `conversations`), or a `prompt` that is a text or messages.
+    Reads a row to answer, and returns its content: `messages` (or `conversations`), or a `prompt` that is a text or messages.
 
     Args:
         row (`dict`): A row of the data set or file.

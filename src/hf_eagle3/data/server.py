@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 RETRIED_STATUS = {408, 409, 425, 429}
 # These may be caused by the row, for example by a prompt that is too long.
 ROW_STATUS = {400, 413, 422}
-# If so many requests in a row are refused with one status, or get no answer, the rows are not the cause.
+# If so many requests in succession are refused with one status, or get no answer, the rows are not the cause.
 NUM_REFUSED = 10
 # Finish reasons of answers that the server did not complete.
 GIVEN_UP = {"abort", "error"}
@@ -67,7 +67,7 @@ async def regenerate_by_server(
 
     Raises:
         ConnectionRefusedError: if the server refuses all of the first requests with one status.
-        ConnectionError: if so many rows in a row get no answer that the server must be down. What is written stays.
+        ConnectionError: if so many rows in succession get no answer that the server must be down. What is written stays.
         ValueError: if a prompt is a text. Servers answer messages.
     """
     most_failed = max(NUM_REFUSED, concurrency)
@@ -180,14 +180,14 @@ class ServerClient:
         self.num_failed += 1
 
     def check_unanswered(self, row: int, error: Exception) -> None:
-        """Counts a row without an answer. Stops the run after too many in a row."""
+        """Counts a row without an answer. Stops the run after too many in succession."""
         self.num_unanswered += 1
         if self.num_unanswered < self.most_failed:
             return
         what = f"{self.base_url} stopped answering" if self.has_answered else f"No server answers at {self.base_url}"
         raise ConnectionError(
-            f"{what}: {self.num_unanswered} rows in a row failed. Row {row}: {type(error).__name__}: {error}. Check the address "
-            "(`--base_url`) and the server's log. Finished rows are kept: the same command goes on."
+            f"{what}: {self.num_unanswered} rows in succession failed. Row {row}: {type(error).__name__}: {error}. Check the address "
+            "(`--base_url`) and the server's log. Finished rows are kept: the same command continues."
         )
 
     def settle_refused(self) -> None:
@@ -208,7 +208,7 @@ class ServerClient:
         if self.refused and not is_of_rows and (has_stuck or is_end and is_first_run):
             row, error = self.refused[0]
             raise ConnectionRefusedError(
-                f"{self.base_url} refuses {len(self.refused)} requests in a row. Row {row}: {error.status} {error.message}. "
+                f"{self.base_url} refuses {len(self.refused)} requests in succession. Row {row}: {error.status} {error.message}. "
                 "Check the address (`--base_url`; most end with /v1), the name of the model (`--served_model_name`), the key "
                 "(`--api_key`) and the sampling arguments. No row was left out."
             )

@@ -9,7 +9,7 @@ from datasets.utils import tqdm
 
 def count_tokens(dataset: Dataset | IterableDataset, vocab_size: int, max_streamed_rows: int = 100_000) -> np.ndarray:
     """
-    Counts how often each token occurs in a tokenized data set.
+    Returns how often each token occurs in a tokenized data set.
 
     Args:
         dataset (`Dataset` or `IterableDataset`): With `labels` (negative ones are not counted), or `input_ids`.

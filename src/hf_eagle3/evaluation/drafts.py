@@ -52,8 +52,8 @@ def load_draft(name: str, code: str = "installed", **kwargs: Any) -> Any:
 
 def class_of(name: str, **kwargs: Any) -> Any:
     """
-    Returns the class of a draft, by its `config.json` and the names of its tensors. What is no draft has
-    [`Eagle3ForSpeculation`], which says why it is none.
+    Returns the class of a draft, by its `config.json` and the names of its tensors. For anything else it returns
+    [`Eagle3ForSpeculation`], whose error says why it is not a draft.
     """
     hub_kwargs = {argument: kwargs[argument] for argument in HUB_ARGUMENTS if argument in kwargs}
     try:
@@ -92,8 +92,8 @@ def code_of(draft: PreTrainedModel) -> str:
 
 def sampled_digest(model: PreTrainedModel) -> str:
     """
-    SHA-256 of some numbers of each of a model's tensors, which tells a model from another or retrained one in moments,
-    however large it is.
+    Returns the SHA-256 of some numbers of each of a model's tensors. Another or retrained model has another one. It takes
+    moments, however large the model is.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):

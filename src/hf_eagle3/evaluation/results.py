@@ -202,7 +202,7 @@ class BenchmarkResults:
     @classmethod
     def read(cls, path: str | Path) -> "BenchmarkResults":
         """
-        Reads JSON Lines.
+        Returns the results in a JSON Lines file.
 
         Args:
             path (`str` or `Path`): The file.
@@ -220,11 +220,18 @@ class BenchmarkResults:
                 raise ValueError(f"{path}, line {number}, is not JSON: {error}") from error
         if not all(isinstance(entry, dict) for entry in entries) or "environment" not in entries[0]:
             raise ValueError(f"{path} holds no results of recipes/benchmark.py.")
-        return cls(entries[0], entries[1:])
+        results = cls(entries[0], entries[1:])
+        try:
+            _ = results.rows
+        except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise ValueError(
+                f"{path} has measurements that recipes/benchmark.py did not write so ({error!r}). Measure again, into another file."
+            ) from error
+        return results
 
     def write(self, path: str | Path) -> None:
         """
-        Writes JSON Lines, completely or not at all.
+        Writes the results to a JSON Lines file, completely or not at all.
 
         Args:
             path (`str` or `Path`): The file.

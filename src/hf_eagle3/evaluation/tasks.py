@@ -24,7 +24,7 @@ logger = logging.get_logger(__name__)
 @dataclass(frozen=True)
 class Task:
     """
-    A data set of the Hub, of which the first `num_prompts` rows are taken. `turns_of` returns the user's turns in a row, and
+    A data set of the Hub. A benchmark takes its first `num_prompts` rows. `turns_of` returns the user's turns in a row, and
     `load` has arguments of [`~datasets.load_dataset`].
     """
 

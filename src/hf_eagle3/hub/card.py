@@ -53,7 +53,7 @@ def render_card(
     note: str = "",
 ) -> ModelCard:
     """
-    Renders the card of a draft.
+    Returns the card of a draft.
 
     Args:
         repo_id (`str`): The draft's repo, `<owner>/<name>`.

@@ -1,9 +1,9 @@
 """Pushing a draft with its card and records to the Hub."""
 
 import json
+import re
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from huggingface_hub.errors import (
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ..checkpoints.files import check_new_folder, check_repo, full_name
-from ..environment import public_name, without_paths
+from ..checkpoints.files import check_new_folder, check_repo, full_name, verifier_without_path
+from ..environment import is_path, public_name, without_paths
 from ..evaluation import BenchmarkResults, plot_all
 from ..evaluation.plots import PLOTS
 from ..file_checks import read_json
@@ -34,6 +34,27 @@ from .licenses import check_license, license_of
 
 
 logger = logging.get_logger(__name__)
+
+GONE = (
+    "The draft's target is {!r}, which is no folder here, and no model on the Hub that this token can read. Users of the draft could "
+    "not find it. Push with the target's name on the Hub (`recipes/push.py --target OWNER/NAME`), or from where its folder is."
+)
+NUMBER = int | float
+# The types of what a card tells of a training, by the parts of its record.
+FACTS: dict[str, dict[str, Any]] = {
+    "": {
+        "arguments": dict,
+        "command": str | None,
+        "datasets": list,
+        "epochs": NUMBER,
+        "num_processes": int,
+        "seconds": NUMBER | None,
+        "sequences_per_step": int,
+        "steps": int,
+    },
+    "environment": dict.fromkeys(("hf_eagle3", "machine", "torch", "transformers"), str),
+    "evaluation": dict.fromkeys(("acceptance_length", "accuracy_0"), NUMBER),
+}
 
 
 def repo_name(verifier: str) -> str:
@@ -84,8 +105,8 @@ def push_draft(
 
     Raises:
         PermissionError: if there is no token.
-        ValueError: if `training` or `benchmark` is about other weights, the Hub does not know the licence, or the repo has
-            another model.
+        ValueError: if `training` or `benchmark` is about other weights, the Hub does not know the licence or the draft's target,
+            or the repo has another model.
     """
     check_license(license, license_name, license_link)
     if token in (None, True) and get_token() is None:
@@ -93,6 +114,8 @@ def push_draft(
     api = HfApi()
     repo_id = full_name(repo_id, token)
     check_repo(repo_id, revision, token)
+    if is_hub_id(verifier := draft.config.verifier) and not api.repo_exists(verifier, token=token):
+        raise ValueError(GONE.format(verifier))
     # A new branch begins as a copy of the main branch.
     existing = card_on_hub(repo_id, revision, token) or card_on_hub(repo_id, None, token)
     with tempfile.TemporaryDirectory() as folder:
@@ -162,7 +185,8 @@ def write_draft(
         `ModelCard`: The card, which is the folder's README.md.
 
     Raises:
-        ValueError: if the folder is not empty, the draft has an adapter, or a record is about other weights.
+        ValueError: if the folder is not empty, the draft has an adapter, its target was a folder that is gone, or a record is about
+            other weights.
     """
     folder = Path(folder)
     check_new_folder(folder)
@@ -175,6 +199,8 @@ def write_draft(
     if benchmark is not None:
         benchmark = BenchmarkResults(without_paths(benchmark.run), benchmark.measurements)
     verifier = draft.config.verifier
+    if not is_path(verifier) and re.search(r"\\|/.*/", verifier):  # ids of the Hub have one slash
+        raise ValueError(GONE.format(verifier))
     if not is_hub_id(verifier):
         logger.warning(
             f"The draft's target is {verifier}, which is not on the Hub, so nobody else can use the draft. The published files name it "
@@ -186,18 +212,6 @@ def write_draft(
         rendered = render_card(repo_id, draft, training=training, benchmark=benchmark, **card)
     rendered.save(folder / "README.md")
     return rendered
-
-
-@contextmanager
-def verifier_without_path(draft: Eagle3ForSpeculation) -> Iterator[None]:
-    """Removes the path on this machine from the target's name in the draft's configuration, inside the context."""
-    verifier = (draft.config.speculators_config or {}).get("verifier", {})
-    name = verifier.get("name_or_path")
-    verifier["name_or_path"] = public_name(name)
-    try:
-        yield
-    finally:
-        verifier["name_or_path"] = name
 
 
 def records_of(
@@ -254,7 +268,26 @@ def read_record(path: Path) -> dict | BenchmarkResults | None:
     """
     if not path.is_file():
         return None
-    return BenchmarkResults.read(path) if path.suffix == ".jsonl" else read_json(path)
+    if path.suffix == ".jsonl":
+        return BenchmarkResults.read(path)
+    record = read_json(path)
+    check_training(record, path)
+    return record
+
+
+def check_training(record: dict, path: Path) -> None:
+    """Raises `ValueError` if a record of training lacks what the card tells, or has it in another type."""
+    wrong: list[str] = []
+    for part, kinds in FACTS.items():
+        held = record.get(part) if part else record
+        if held or part != "evaluation":  # there need not be one
+            held = held if isinstance(held, dict) else {}
+            wrong += [f"{part} {name}".strip() for name, kind in kinds.items() if not isinstance(held.get(name), kind)]
+    if wrong:
+        raise ValueError(
+            f"{path} is not as training wrote it. Missing or of another type: {', '.join(wrong)}. Correct it, or delete the file. "
+            "The card then says that the training is not recorded."
+        )
 
 
 def write_records(folder: Path, training: dict | None, benchmark: BenchmarkResults | None) -> None:

@@ -39,11 +39,11 @@ class AssistantMixin:
         """Raises `ValueError` if this is no assistant for `target`. Called before anything else happens."""
 
     def resolve_aux_layer_ids(self, target: PreTrainedModel) -> list[int]:
-        """The `hidden_states` of `target` that its proposers read, by index. Index `k` is the state entering layer `k`."""
+        """Returns the indices of the `hidden_states` of `target` that its proposers read. Index `k` is the state entering layer `k`."""
         return []
 
     def may_replay(self, target: PreTrainedModel) -> bool:
-        """Whether recurrent layers of `target` compute the same over several tokens at once as over one after another."""
+        """Returns whether recurrent layers of `target` compute the same over several tokens at once as over one after another."""
         config = target.config.get_text_config(decoder=True)
         # Mamba 2 has limits of its time steps, which transformers applies only when it reads several tokens.
         least, most = getattr(config, "time_step_limit", None) or (0.0, math.inf)
@@ -238,8 +238,8 @@ def generate_with_assistant(generate: Callable, target: Any, /, *args: Any, **kw
     output = generate(target, *args, **kwargs)
     if assistant.last_generation is before:
         logger.warning(
-            f"`{generate.__name__}` did not use its `assistant_model`, {type(assistant).__name__}. Continuous batching, search with "
-            "beams, `penalty_alpha`, most `custom_generate`, and an `_assisted_decoding` that is not transformers' own do not "
+            f"`{generate.__name__}` did not use its `assistant_model`, {type(assistant).__name__}. Continuous batching, beam "
+            "search, `penalty_alpha`, most `custom_generate`, and an `_assisted_decoding` that is not transformers' own do not "
             "take it. Change that to decode faster, or leave out the assistant."
         )
     return output

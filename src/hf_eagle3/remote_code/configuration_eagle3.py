@@ -159,6 +159,13 @@ class Eagle3Config(PreTrainedConfig):
         super().__setattr__(name, value)
 
     @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Any:
+        """[`~transformers.PreTrainedConfig.get_config_dict`] that raises `ValueError` if there is something else in the file."""
+        if IS_INSTALLED:
+            installed_module("file_checks", "A configuration").check_is_object(pretrained_model_name_or_path, **kwargs)
+        return super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+
+    @classmethod
     def recognises(cls, config_dict: dict[str, Any], source: str | Path) -> bool:
         """Whether the content of a `config.json` is in this schema. Block drafts of `speculators` are not."""
         return config_dict.get("speculators_model_type") not in (None, "dflash")

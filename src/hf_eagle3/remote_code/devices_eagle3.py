@@ -182,7 +182,7 @@ class GraphedFunction:
                 self.graph = CudaGraph(function, inputs, self.stream)
             except RuntimeError as error:
                 CudaGraph.has_failed = True
-                logger.warning(f"A CUDA graph could not be captured. Decoding goes on without one: {error}")
+                logger.warning(f"A CUDA graph could not be captured. Decoding continues without one: {error}")
         if self.graph is not None:
             return self.graph(*inputs)
         with on_stream(self.stream):

@@ -373,8 +373,8 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
-            "A draft is not resized. It goes on with a target to which tokens were added, and never proposes these. To propose "
-            "them, it must be made and trained for the larger target."
+            "A draft cannot be resized. It works with a target to which tokens were added, but never proposes these. To propose "
+            "them, make and train a draft for the larger target."
         )
 
     def borrow_embeddings(self, target: PreTrainedModel) -> None:
@@ -411,7 +411,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
 
     def resolve_aux_layer_ids(self, target: PreTrainedModel) -> list[int]:
         """
-        The indices of the `hidden_states` of `target` that this draft reads. Some formats do not say what their ids count
+        Returns the indices of the `hidden_states` of `target` that this draft reads. Some formats do not say what their ids count
         (`config.aux_layer_ids_assumed`). Then they count outputs of layers, unless they are the usual inputs
         `[2, L // 2, L - 3]` or one of them is `L`. A warning says what was assumed.
         """

@@ -196,7 +196,7 @@ class Eagle3Step:
 @dataclass(repr=False)
 class Eagle3GenerationStats:
     """
-    How one call of `generate` went.
+    Statistics of one call of `generate`.
 
     Args:
         new_tokens (`int`): Generated tokens of all rows. Each row's first comes from the forward over the prompt.
@@ -239,7 +239,7 @@ class Eagle3GenerationStats:
 
     def origins(self, row: int = 0) -> list[tuple[str, int]]:
         """
-        Where each new token of a `row` of the call came from. `("draft", 2)` was drafted at the second level of a tree,
+        Returns where each new token of a `row` of the call came from. `("draft", 2)` was drafted at the second level of a tree,
         `("lookup", 5)` was the fifth that was looked up, and `("target", 0)` is the target's own. Raises `ValueError` if the
         call kept no steps.
         """

@@ -139,9 +139,9 @@ def check_call(
             f"its prompt has {input_ids.shape[1]} tokens, but the `attention_mask` fewer, as after `token_healing`": (
                 mask is not None and mask.shape[-1] < input_ids.shape[1]
             ),
-            f"{name} takes no `position_ids`, or `generate` makes none for it, but siblings in a tree share a position": (
-                model_kwargs.get("position_ids") is None
-            ),
+            # `generate` makes them if `forward` has an argument of that name.
+            f"{name}.forward takes no `position_ids`, but siblings in a tree share a position (add the argument to a model of your "
+            "own)": model_kwargs.get("position_ids") is None,
         }
     )
     check_target(target)
@@ -224,7 +224,7 @@ def refuse(obstacles: dict[str, bool]) -> None:
     """Raises `ValueError` with those that are there."""
     if found := [obstacle for obstacle, is_there in obstacles.items() if is_there]:
         raise ValueError(
-            f"EAGLE-3 decoding does not take this call: {', and '.join(found)}. Change that, or leave out the draft."
+            f"EAGLE-3 decoding does not take this call: {', and '.join(found)}. Change that if you can, or leave out the draft."
         )
 
 

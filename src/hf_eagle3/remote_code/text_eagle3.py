@@ -43,7 +43,7 @@ class Text:
         self.in_lockstep, self.exposes_ids = in_lockstep, exposes_ids
         self._ids = input_ids.long()  # (B, capacity)
         self.lengths = [self.prompt_length] * self.num_rows
-        self.unwritten: list[list[int]] = [[] for _ in self.rows]  # the last tokens of each row, not yet in `_ids`
+        self.unwritten: list[tuple[int, int, int]] = []  # row, column and id of tokens that are not yet in `_ids`
         self.is_finished = [False] * self.num_rows
         # A caller's criterion may be met by the prompt. Each row takes a token in any case.
         self.max_length = max(max_length_of(stopping_criteria), self.prompt_length + 1)
@@ -99,22 +99,20 @@ class Text:
     def append(self, row: int, token: int) -> int:
         """Appends a token, or padding if the row is finished, and returns it. It is copied to the device with later ones."""
         token = self.pad_token if self.is_finished[row] and self.pads_finished_rows else token
-        self.unwritten[row].append(token)
+        self.unwritten.append((row, self.lengths[row], token))
         self.lengths[row] += 1
         return token
 
     @property
     def ids(self) -> torch.Tensor:
         """The ids of all rows, `(B, capacity)`. Entries beyond the end of a row mean nothing."""
-        if any(self.unwritten):
+        if self.unwritten:
             if self.longest > self._ids.shape[1]:
                 # If others may edit or keep these ids, there is no room to spare: the next token makes another tensor.
                 self._ids = F.pad(self._ids, (0, 1 if self.exposes_ids else max(self.longest, 256)))
-            of_rows = enumerate(zip(self.lengths, self.unwritten))
-            new = [(row, end - len(each) + i, token) for row, (end, each) in of_rows for i, token in enumerate(each)]
-            rows, columns, tokens = on_device(new, self._ids.device).T
+            rows, columns, tokens = on_device(list(zip(*self.unwritten)), self._ids.device)
             self._ids[rows, columns] = tokens
-            self.unwritten = [[] for _ in self.rows]
+            self.unwritten = []
         return self._ids
 
     def read(self, rows: list[int], length: int) -> torch.Tensor:
@@ -139,7 +137,7 @@ class Text:
                 self.retired[row] = ids[i, : self.lengths[i]].clone()
         self._ids = ids[on_device(staying, ids.device)]
         self.rows, self.lengths = [self.rows[i] for i in staying], [self.lengths[i] for i in staying]
-        self.is_finished, self.unwritten = [False] * len(staying), [[] for _ in staying]
+        self.is_finished = [False] * len(staying)
         return staying
 
     def sequences(self) -> torch.Tensor:

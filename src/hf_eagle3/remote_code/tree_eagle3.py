@@ -43,7 +43,7 @@ class Prices(NamedTuple):
 
 class Plan(NamedTuple):
     """
-    What a step does.
+    The plan of a step: who proposes tokens, and how large their tree may be.
 
     Args:
         proposer (`str`, *optional*): `"draft"`, `"lookup"`, or `None` to decode plainly.
@@ -126,11 +126,9 @@ class DraftTree:
     @classmethod
     def chain(cls, tokens: torch.Tensor) -> "DraftTree":
         """A tree of one path, or of the root alone, with target token ids `tokens` `(B, N)`, the root's first."""
-        num_nodes = tokens.shape[1]
-        depths = torch.arange(num_nodes, device=tokens.device).expand_as(tokens)
-        ancestors = torch.ones(num_nodes, num_nodes, dtype=torch.bool, device=tokens.device).tril()
-        ancestors = ancestors.expand(len(tokens), -1, -1)
-        return cls(tokens, (depths - 1).clamp(min=0), depths, ancestors, depth=num_nodes - 1)
+        depths = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        ancestors = depths[:, :, None] >= depths[:, None]
+        return cls(tokens, (depths - 1).clamp(min=0), depths, ancestors, depth=tokens.shape[1] - 1)
 
     def to(self, device: torch.device) -> "DraftTree":
         """The tree on a device."""
@@ -145,18 +143,19 @@ class DraftTree:
         if self._on_host is None:
             padded = () if self.confidences is None else [F.pad(self.confidences, (1, 0))]
             unread += [self.tokens, self.parents, *padded]
-        read: list[Any] = torch.stack([each.float() for each in unread]).tolist() if unread else []
         num_integers = len(others) + 2  # float32 holds them exactly, up to 2**24
-        read[:num_integers] = [[list(map(int, row)) for row in rows] for rows in read[:num_integers]]
+        stacked = torch.stack([each.float() for each in unread]).cpu() if unread else torch.empty(0)
+        read = stacked[:num_integers].long().tolist()
         if self._on_host is None:
-            tokens, parents, *confidences = read[len(others) :]
-            self._on_host = TreeOnHost(tokens, parents, *confidences or [[[0.0] * self.num_nodes] * len(tokens)])
+            tokens, parents = read[len(others) :]
+            missing = [[0.0] * self.num_nodes] * len(tokens)
+            self._on_host = TreeOnHost(tokens, parents, *stacked[num_integers:].tolist() or [missing])
         return self._on_host, read[: len(others)]
 
     def children(self) -> list[dict[tuple[int, int], int]]:
         """For each row `{(parent, token): node}`: what a walk from the root looks up."""
         if self.num_nodes == 1:
-            return [{} for _ in self.tokens]
+            return [{}] * len(self.tokens)
         read, _ = self.on_host()
         return [
             {(parents[node], tokens[node]): node for node in range(1, self.num_nodes)}
@@ -209,7 +208,7 @@ class Accepted:
 
 class GenerationCall(NamedTuple):
     """
-    One call of `generate`.
+    What a proposer knows of one call of `generate`.
 
     Args:
         target (`PreTrainedModel`): The target.
@@ -342,7 +341,7 @@ def grow_tree(
 
 
 class Candidates(NamedTuple):
-    """Nodes of one level, of which a tree takes the best. Each field is `(B, N)`."""
+    """Nodes of one level. A tree takes the best of them. Each field is `(B, N)`."""
 
     values: torch.Tensor  # log-probabilities of their paths
     parents: torch.Tensor  # their places among the candidates of all levels; -1 is the root

@@ -262,10 +262,13 @@ class Eagle3TrainingArguments(SFTConfig):
         check_integers(self, **dict.fromkeys(names, 1))
 
     def _check_values(self) -> None:
-        for name in ("dataset_kwargs", "model_init_kwargs", "target_model_init_kwargs"):
-            if isinstance(value := getattr(self, name), str):  # transformers reads only those that begin with {
+        for name in ("dataset_kwargs", "lr_scheduler_kwargs", "model_init_kwargs", "target_model_init_kwargs"):
+            # transformers reads only texts that begin with {
+            if not isinstance(value := getattr(self, name), dict | None):
                 raise ValueError(f"`{name}` must be a dictionary, or the JSON text of one, got {value!r}.")
-        check_integers(self, ttt_steps=1, num_eval_prompts=0, eval_max_new_tokens=1)
+        check_integers(self, ttt_steps=1, num_eval_prompts=0, eval_max_new_tokens=1, dataloader_num_workers=0)
+        if self.learning_rate < 0:
+            raise ValueError(f"`learning_rate` must not be negative, got {self.learning_rate}.")
         # A row of three tokens has one whose state is read, the next one, and the one that both predict.
         for name, least in {"draft_vocab_size": 1, "sampled_vocab_size": 1, "max_length": 3}.items():
             if getattr(self, name) is not None:
@@ -278,7 +281,7 @@ class Eagle3TrainingArguments(SFTConfig):
         check_shares(self, "ttt_step_decay", "ttt_row_share", above_zero=True)
         if self.eval_packing and not (self.packing or self.padding_free):
             raise ValueError(
-                "`eval_packing=True` needs `packing=True`: other batches are padded, and documents in a row would read each other."
+                "`eval_packing=True` needs `packing=True`: other batches are padded, and the documents of a row would read each other."
             )
         if self.draft_form not in FORMS:
             raise ValueError(f"`draft_form` must be one of {list(FORMS)}, got {self.draft_form!r}.")

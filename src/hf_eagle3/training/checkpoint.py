@@ -1,4 +1,4 @@
-"""Finds checkpoints that training can go on from: those whose files are all as they were written."""
+"""Finds checkpoints that training can resume from: those whose files are all as they were written."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def size_and_checksum(path: Path) -> list[int]:
 
 
 def what_is_broken(folder: str | Path) -> str | None:
-    """Returns why training cannot go on from a checkpoint, or `None` if it can."""
+    """Returns why training cannot resume from a checkpoint, or `None` if it can."""
     folder = Path(folder)
     content = {}
     for name in (TRAINER_STATE_NAME, CHECKPOINT_FILES):
@@ -88,19 +88,19 @@ def last_whole_checkpoint(folder: str | Path, may_be_none: bool = False) -> str 
         skipped += f" {Path(checkpoint).name}: {reason}."
     if may_be_none and not list(Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")):
         return None
-    raise ValueError(f"There is no checkpoint to go on from in {folder}.{skipped} Begin anew, in another folder.")
+    raise ValueError(f"There is no checkpoint to resume from in {folder}.{skipped} Start again, in another folder.")
 
 
 def checkpoint_to_resume(checkpoint: str | bool | None, output_dir: str | Path) -> str | None:
-    """Returns the checkpoint that training goes on from. Raises `ValueError` if it is not whole, or there is none."""
+    """Returns the checkpoint that training resumes from. Raises `ValueError` if it is not intact, or there is none."""
     if checkpoint is True or checkpoint == "auto":
         return agreed_last_checkpoint(output_dir, may_be_none=checkpoint == "auto")
     if not checkpoint:
         return None
     if (reason := what_is_broken(checkpoint)) is not None:
         raise ValueError(
-            f"Training cannot go on from {checkpoint}: {reason}. Pass `resume_from_checkpoint=True` to go on "
-            "from the last checkpoint that is whole, or begin a new training with its draft (`model`)."
+            f"Training cannot resume from {checkpoint}: {reason}. Pass `resume_from_checkpoint=True` to resume from the last intact "
+            "checkpoint, or start a new training with its draft (`model`)."
         )
     return str(checkpoint)
 

@@ -83,7 +83,7 @@ def check_optimizer(trainer: Eagle3Trainer) -> None:
     groups = [] if trainer.optimizer is None else trainer.optimizer.param_groups
     if others := sum(id(parameter) not in own for group in groups for parameter in group["params"]):
         raise ValueError(
-            f"The optimizer has {others} parameters that are not the draft's. Make it of the parameters of the draft that you pass as "
+            f"The optimizer has {others} parameters that are not the draft's. Make it from the parameters of the draft that you pass as "
             "`model`. If that stores no head, call `draft.pair_with(target)` before."
         )
 

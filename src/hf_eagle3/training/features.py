@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from ..data.answers import locked
 from ..environment import public_name
+from ..file_checks import read_json
 from ..files import UNFINISHED, write_atomically
 from ..remote_code.loading_eagle3 import fingerprint
 from ..remote_code.target_eagle3 import device_of, is_sharded, table_of
@@ -98,16 +99,16 @@ class FeatureStore:
             raise FileNotFoundError(
                 f"{folder} has no index.json: it is not a folder of features. Extract them by `extract_features`."
             )
-        self.index = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))
-        if self.index["version"] != FORMAT_VERSION:
+        self.index = read_json(self.folder / "index.json")
+        if (version := self.index.get("version")) != FORMAT_VERSION:
             raise ValueError(
-                f"{folder} has version {self.index['version']} of the format, not {FORMAT_VERSION}. Extract the features again."
+                f"{folder} has version {version} of the format, not {FORMAT_VERSION}. Extract the features again."
             )
         missing = missing_shards(self.folder, self.index)
         if missing:
             raise ValueError(
                 f"{folder} is not complete: {len(missing)} of {self.num_shards} shards are missing or cut off, the first of them "
-                f"{shard_path(self.folder, missing[0]).name}. Run the extraction again: it goes on where it stopped."
+                f"{shard_path(self.folder, missing[0]).name}. Run the extraction again: it continues where it stopped."
             )
         self.rows = load_from_disk(str(self.folder / "rows"))
         self._open_shards: dict[int, tuple[Any, list[int]]] = {}
@@ -236,7 +237,7 @@ def start_store(
 
 def check_same_store(folder: Path, index: dict, rows: Dataset) -> None:
     """Raises `ValueError` if a folder has another index, or other rows. Its target may have moved to another folder."""
-    known = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+    known = read_json(folder / "index.json")
     before, now = known["description"]["target"], index["description"]["target"]
     known["description"]["target"] = now
     ours, theirs = (each.with_format("arrow")[:] for each in (rows, load_from_disk(str(folder / "rows"))))
@@ -314,7 +315,7 @@ def extract(
     target, rows = trainer.target_model, trainer.train_dataset
     if not isinstance(rows, Dataset):
         raise ValueError(
-            "Features of a stream cannot be extracted, because its rows have no numbers. Load the data whole."
+            "Features of a stream cannot be extracted, because its rows are not numbered. Load the data whole."
         )
     if trainer.target_states.is_fsdp:
         raise ValueError(
@@ -335,7 +336,7 @@ def extract(
 
 def write_shards(trainer: Eagle3Trainer, folder: Path, rows: Dataset, dtype: torch.dtype) -> None:
     """Writes this process's share of the shards of a store that are missing after [`start_store`]."""
-    index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+    index = read_json(folder / "index.json")
     rows_per_shard, batch_size = index["rows_per_shard"], trainer.args.per_device_train_batch_size
     target, device = trainer.target_model, device_of(trainer.target_model.get_input_embeddings())
     missing = missing_shards(folder, index)

@@ -11,18 +11,7 @@ from typing import Any
 import yaml
 from trl import TrlParser
 
-from ..environment import print_any_character
-
-
-def in_home(value: Any) -> Any:
-    """Returns arguments, or a value of a YAML file, with `~/` expanded, as shells do it at the beginning of an argument."""
-    if isinstance(value, dict):
-        return {key: in_home(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return list(map(in_home, value))
-    if not isinstance(value, str):
-        return value
-    return re.sub(r"^(--\w+=)?~/", lambda found: f"{found[1] or ''}{Path.home()}/", value)
+from ..environment import in_home, print_any_character
 
 
 def with_numbers(value: Any) -> Any:

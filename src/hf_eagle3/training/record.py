@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedConfig, TrainerState
@@ -85,6 +86,7 @@ def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
     state = TrainerState.load_from_json(str(state_path))
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     check_unfinished(trainer.args, checkpoint, state, record)
+    check_same_launch(trainer, checkpoint)
     check_same_draft(trainer, checkpoint)
     then, now = record.get("target_weights"), target_digest(trainer)
     if None not in (then, now) and then != now:
@@ -108,6 +110,20 @@ def check_unfinished(args: Eagle3TrainingArguments, checkpoint: str, state: Trai
         raise ValueError(
             f"{checkpoint} is the end of a finished training, of {state.global_step} steps. Its draft is there. To train it further, raise "
             "`max_steps` or `num_train_epochs`."
+        )
+
+
+def check_same_launch(trainer: Eagle3Trainer, checkpoint: str) -> None:
+    """Raises `ValueError` if the optimizer's state in a checkpoint has another form: FSDP's, DeepSpeed's or torch's own."""
+    patterns = {"with FSDP": f"{FSDP_MODEL_NAME}*", "with DeepSpeed": "global_step*"}
+    is_used = {"with FSDP": trainer.is_fsdp_enabled, "with DeepSpeed": trainer.is_deepspeed_enabled}
+    then = next((name for name, pattern in patterns.items() if any(Path(checkpoint).glob(pattern))), "without them")
+    now = next((name for name in patterns if is_used[name]), "without them")
+    if then != now:
+        raise ValueError(
+            f"The optimizer's state in {checkpoint} cannot be converted between FSDP, DeepSpeed and neither: it was written {then}, and "
+            f"this training runs {now}. Launch it as it was begun, or begin a new training with its draft (`model`, or "
+            "`--draft_name_or_path`)."
         )
 
 

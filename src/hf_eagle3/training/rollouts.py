@@ -30,7 +30,7 @@ def assist_rollouts(
 
     ```py
     trainer = GRPOTrainer(model, reward_funcs=reward, args=args, train_dataset=dataset)
-    with assist_rollouts(trainer, draft, learning_rate=1e-4):
+    with assist_rollouts(trainer, draft, learning_rate=1e-3):
         trainer.train()
     draft.save_pretrained("my-draft")
     ```

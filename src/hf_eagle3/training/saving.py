@@ -22,11 +22,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from trl import SFTTrainer
 
-from ..checkpoints.files import check_folder, check_repo
+from ..checkpoints.files import check_folder, check_repo, verifier_without_path
 from ..environment import command_line, public_name
 from ..files import write_atomically
 from ..hub import card_on_hub, is_edited, render_card, write_records
-from ..hub.push import verifier_without_path
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.modeling_eagle3 import DraftModel
 from .checkpoint import CHECKPOINT_FILES, list_files
@@ -170,7 +169,7 @@ class DraftSavingTrainer(SFTTrainer):
         """Logs the error of a push in the background, which would be silent otherwise."""
         if not job.cancelled() and (error := job.exception()) is not None:
             logger.warning(
-                f"A push to {self.hub_model_id} in the background failed: {type(error).__name__}: {error}. Training goes on, and "
+                f"A push to {self.hub_model_id} in the background failed: {type(error).__name__}: {error}. Training continues, and "
                 f"the files to push are in {self.args.output_dir}."
             )
 

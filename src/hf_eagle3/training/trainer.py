@@ -307,20 +307,28 @@ class Eagle3Trainer(DraftSavingTrainer):
         sampler = super()._get_train_sampler(train_dataset)
         return SeededLengthSampler(sampler, self) if isinstance(sampler, LengthGroupedSampler) else sampler
 
+    def _get_dataloader(
+        self, dataset: Any, description: str, *args: Any, **kwargs: Any
+    ) -> torch.utils.data.DataLoader:
+        """Reads a stream whole that several processes evaluate: its files may give them other numbers of batches."""
+        if isinstance(dataset, IterableDataset) and self.args.world_size > 1 and description != "Training":
+            dataset = read_whole(dataset)
+        return super()._get_dataloader(dataset, description, *args, **kwargs)
+
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         """
         Trains the draft; see [`~transformers.Trainer.train`].
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
-                The checkpoint to go on from. `True` takes the last whole one, and skips those with a missing, cut off or
-                changed file. `"auto"` does the same, or begins anew if none was written to its end. `False` begins anew. By
-                default the arguments decide.
+                The checkpoint to resume from. `True` takes the last intact one, and skips those with a missing, truncated or
+                changed file. `"auto"` does the same, or starts from the beginning if no checkpoint was completed. `False` starts
+                from the beginning. By default the arguments decide.
             kwargs (*optional*): Other arguments of [`~transformers.Trainer.train`].
 
         Raises:
-            ValueError: if another process trains into `output_dir`, there is no whole checkpoint, its training is finished, or
-                it was begun with other data or settings.
+            ValueError: if another process trains into `output_dir`, there is no intact checkpoint, its training is finished, or
+                it was started with other data or settings.
         """
         if resume_from_checkpoint is None:  # `Trainer` would begin anew, and overwrite the checkpoints
             resume_from_checkpoint = self.args.resume_from_checkpoint
@@ -356,12 +364,16 @@ class Eagle3Trainer(DraftSavingTrainer):
         self.best = self.state.best_global_step, len(self.state.log_history)
 
     @property
+    def progress(self) -> float:
+        """The share of training that is done. It must not change within an optimizer step."""
+        return self.state.global_step / max(self.state.max_steps, 1)
+
+    @property
     def num_ttt_steps(self) -> int:
-        """The steps of the unroll at this point of training. They must not change within an optimizer step."""
-        progress = self.state.global_step / max(self.state.max_steps, 1)
-        if progress >= self.args.ttt_warmup:
+        """The steps of the unroll at this point of training."""
+        if self.progress >= self.args.ttt_warmup:
             return self.args.ttt_steps
-        return 1 + int(progress / self.args.ttt_warmup * (self.args.ttt_steps - 1))
+        return 1 + int(self.progress / self.args.ttt_warmup * (self.args.ttt_steps - 1))
 
     @torch.no_grad()
     def target_features(self, inputs: dict[str, torch.Tensor]) -> TTTBatch:
