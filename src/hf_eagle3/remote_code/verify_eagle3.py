@@ -194,9 +194,8 @@ class Verifier:
         if "logits_to_keep" in prepared:
             prepared["logits_to_keep"] = 0  # all
         if inputs.get("output_router_logits", getattr(self.config, "output_router_logits", False)):
-            prepared["output_router_logits"] = (
-                False  # nobody gets them, and the loss of experts takes no mask of a tree
-            )
+            # Nobody gets them, and the loss of experts takes no mask of a tree.
+            prepared["output_router_logits"] = False
         passed = prepared.get("position_ids")
         positions = positions if passed is None else positions.to(passed.device)
         has_positions = passed is not None and (passed.is_set_to(positions) or torch.equal(passed, positions))
