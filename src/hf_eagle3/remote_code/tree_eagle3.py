@@ -143,13 +143,12 @@ class DraftTree:
         if self._on_host is None:
             padded = () if self.confidences is None else [F.pad(self.confidences, (1, 0))]
             unread += [self.tokens, self.parents, *padded]
+        read: list[Any] = torch.stack([each.float() for each in unread]).tolist() if unread else []
         num_integers = len(others) + 2  # float32 holds them exactly, up to 2**24
-        stacked = torch.stack([each.float() for each in unread]).cpu() if unread else torch.empty(0)
-        read = stacked[:num_integers].long().tolist()
+        read[:num_integers] = [[list(map(int, row)) for row in rows] for rows in read[:num_integers]]
         if self._on_host is None:
-            tokens, parents = read[len(others) :]
-            missing = [[0.0] * self.num_nodes] * len(tokens)
-            self._on_host = TreeOnHost(tokens, parents, *stacked[num_integers:].tolist() or [missing])
+            tokens, parents, *confidences = read[len(others) :]
+            self._on_host = TreeOnHost(tokens, parents, *confidences or [[[0.0] * self.num_nodes] * len(tokens)])
         return self._on_host, read[: len(others)]
 
     def children(self) -> list[dict[tuple[int, int], int]]:
