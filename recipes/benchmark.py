@@ -262,8 +262,7 @@ def load_models(args, with_images: bool) -> dict:
     def load(auto_class, name, **kwargs):
         return auto_class.from_pretrained(name, dtype=args.dtype, **kwargs).to(args.device).eval() if name else None
 
-    bits = {"load_in_8bit": args.load_in_8bit, "load_in_4bit": args.load_in_4bit}
-    target = load_on_device(args.target, args.device, args.dtype, with_images=with_images, **bits, **trust)
+    target = load_on_device(args.target, args.device, args.dtype, args.bits, with_images, **trust)
     if args.eos_token_id is not None:
         target.generation_config.eos_token_id = args.eos_token_id
     return {
@@ -351,8 +350,8 @@ def main():
     loaded = load_models(args, with_images=images is not None)
     target, draft, tree, weights = loaded["target"], None, {}, None
     facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
-    if args.load_in_8bit or args.load_in_4bit:
-        facts["dtype"] += f" with a target of {8 if args.load_in_8bit else 4} bits"
+    if args.bits:
+        facts["dtype"] += f" with a target of {args.bits} bits"
     if args.draft:
         draft, weights = load_measured_draft(args, target.dtype)
         facts["draft_code"], tree = code_of(draft), tree_settings(draft.generation_config)

@@ -71,8 +71,7 @@ def main():
     if find_spec("lm_eval") is None:
         parser.error("this needs lm-evaluation-harness: pip install 'lm_eval[hf]'")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    bits = {"load_in_8bit": args.load_in_8bit, "load_in_4bit": args.load_in_4bit}
-    target = load_on_device(args.target, device, args.dtype, **bits)
+    target = load_on_device(args.target, device, args.dtype, args.bits)
     draft = load_draft(args.draft, dtype=target.dtype).to(device)
     tokenizer = load_tokenizer(args.target)
     for context in (nullcontext(), assist(target, draft)):  # download the data, and warm up

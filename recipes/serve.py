@@ -39,7 +39,7 @@ def main():
     server = Serve(
         force_model=args.target,
         dtype=args.dtype,
-        quantization="bnb-8bit" if args.load_in_8bit else "bnb-4bit" if args.load_in_4bit else None,
+        quantization=args.bits and f"bnb-{args.bits}bit",
         device=args.device,
         host=args.host,
         port=args.port,

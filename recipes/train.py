@@ -365,11 +365,12 @@ def main() -> None:
     with errors_in_one_line():
         check_output_dir(training_args)
         names = (target_config.model_name_or_path, script_args.draft_name_or_path)
-        for name in (name for name in names if name is not None):
-            try:
-                folder_or_hub_id(name)
-            except argparse.ArgumentTypeError as error:
-                raise SystemExit(f"train.py: error: {error}") from None
+        try:
+            for name in names:
+                if name is not None:
+                    folder_or_hub_id(name)
+        except argparse.ArgumentTypeError as error:
+            raise SystemExit(f"train.py: error: {error}") from None
         trainer = make_trainer(script_args, training_args, target_config, mixture)
     train(trainer)
     target, base = target_config.model_name_or_path, script_args.draft_name_or_path

@@ -486,7 +486,7 @@ def lookups_of(text, seed: int = 0, wrong: int = 3):
 
     def next_tokens(self, num_tokens):
         alike = (known for known in text.tolist() if known[: len(self.tokens)] == self.tokens)
-        known = next(alike, self.tokens)  # none after a near tie, which whoever compares the texts judges
+        known = next(alike, self.tokens)  # after a near tie none is alike: the test that compares the texts decides
         following = known[len(self.tokens) :][:num_tokens] + [0] * num_tokens
         return [token if random_.random() < 0.9 else wrong for token in following[:num_tokens]]
 

@@ -232,9 +232,10 @@ def test_caches_that_the_caller_passes(family, make_cache, is_assisted):
     assert (draft.last_generation is not None) == is_assisted
 
 
+@pytest.mark.parametrize("name", ["static", "hybrid"])  # the latter is an old name of the former
 @pytest.mark.parametrize(("family", "is_assisted"), [("llama", True), ("gemma3", True), ("qwen3_5", False)])
-def test_static_caches_that_generate_makes(family, is_assisted):
-    target, prompt, static = make_target(family), make_prompt(9), {"cache_implementation": "static"}
+def test_static_caches_that_generate_makes(family, is_assisted, name):
+    target, prompt, static = make_target(family), make_prompt(9), {"cache_implementation": name}
     draft = make_draft(target, [prompt])
     expected = target.generate(prompt, **static, **SETTINGS)
     with assist(target, draft):

@@ -9,6 +9,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StaticCache
+from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
 
 from .remote_code.assistant_eagle3 import hook_method
 from .remote_code.auto_eagle3 import logger
@@ -75,10 +76,11 @@ def assist(target: PreTrainedModel, draft: "AssistantMixin") -> Iterator[None]:
         results = lm_eval.simple_evaluate(HFLM(pretrained=target), tasks=["gsm8k"])
     ```
 
-    Calls run without the draft if they ask for attentions or another way of decoding (beams, no cache), pass a cache that cannot
-    roll back tokens, or their target takes no draft at the moment (dropout, prompt tuning). A warning says why, or that no call
-    was seen in the context. Calls with an `assistant_model` of their own use that one. Contexts of one target may be nested: the
-    innermost draft is used. The target is unchanged, except that transformers' hooks for hidden states stay on it.
+    Some calls run without the draft, and a warning says why: if they ask for attentions or another way of decoding (beams, no
+    cache), if they pass a cache that cannot roll back tokens, or if their target takes no draft at the moment (dropout, prompt
+    tuning). Another warning says that no call was seen in the context. Calls with an `assistant_model` of their own use that one.
+    Contexts of one target may be nested: the innermost draft is used. The target is unchanged, except that transformers' hooks for
+    hidden states stay on it.
 
     Args:
         target (`PreTrainedModel`): The target. It may be compiled, or adapted (`PeftModel`).
@@ -151,7 +153,7 @@ def other_decoding(
         check_target(model)
         for cache in caches:
             check_cache(cache, draft.may_replay(model))
-        if implementation in ("static", "sliding_window", "hybrid_chunked"):  # as `generate` will make it
+        if implementation in ALL_STATIC_CACHE_IMPLEMENTATIONS:  # as `generate` will make it
             caches.append(StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=1))
         for cache in caches:
             check_given_cache(model, cache, kwargs.get("attention_mask"), draft.may_replay(model))

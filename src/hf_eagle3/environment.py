@@ -91,11 +91,15 @@ def positive_integer(text: str) -> int:
 
 
 def add_quantization(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of TRL's scripts that quantize the target, of which at most one may be given."""
+    """Adds the flags of TRL's scripts that quantize the target. At most one may be given. It is the argument `bits`."""
     group = parser.add_mutually_exclusive_group()
     for bits in (8, 4):
         group.add_argument(
-            f"--load_in_{bits}bit", action="store_true", help=f"Quantize the target to {bits} bits (bitsandbytes)"
+            f"--load_in_{bits}bit",
+            action="store_const",
+            const=bits,
+            dest="bits",
+            help=f"Quantize the target to {bits} bits (bitsandbytes)",
         )
 
 

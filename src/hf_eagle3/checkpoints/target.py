@@ -40,8 +40,7 @@ def load_on_device(
     name: str | Path,
     device: torch.device | str,
     dtype: torch.dtype | str = "auto",
-    load_in_8bit: bool = False,
-    load_in_4bit: bool = False,
+    bits: int | None = None,
     with_images: bool = False,
     **kwargs: Any,
 ) -> PreTrainedModel:
@@ -52,15 +51,15 @@ def load_on_device(
         name (`str` or `Path`): Folder or Hub id.
         device (`torch.device` or `str`): The device.
         dtype (`torch.dtype` or `str`, *optional*, defaults to `"auto"`): The dtype. 4-bit layers compute in bfloat16 by default.
-        load_in_8bit, load_in_4bit (`bool`, *optional*, defaults to `False`): Whether to quantize, and to how many bits.
+        bits (`int`, *optional*): 4 or 8, to quantize it.
         with_images, kwargs (*optional*): See [`target_class`].
     """
     auto_class = target_class(name, with_images, **kwargs)
-    if not (load_in_8bit or load_in_4bit):
+    if bits is None:
         return auto_class.from_pretrained(name, dtype=dtype, **kwargs).to(device).eval()
-    dtype = "bfloat16" if load_in_4bit and dtype == "auto" else dtype
+    dtype = "bfloat16" if bits == 4 and dtype == "auto" else dtype
     in_4_bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
-    quantization_config = BitsAndBytesConfig(**(in_4_bits if load_in_4bit else {"load_in_8bit": True}))
+    quantization_config = BitsAndBytesConfig(**(in_4_bits if bits == 4 else {"load_in_8bit": True}))
     # Quantized weights are not moved.
     kwargs |= {"device_map": {"": device}, "quantization_config": quantization_config}
     return auto_class.from_pretrained(name, dtype=dtype, **kwargs).eval()

@@ -133,8 +133,8 @@ def install_generation_hook() -> None:
     """
     Lets an assistant bring its own decoding. `generate` calls `assistant_model.validate_target(target)` before anything
     else and then `assistant_model.assisted_decoding(target, ...)`, and warns if it decoded without that. Pipelines take
-    the assistant as it is, and pass it on. Other assistants are untouched. Installing twice, or from several copies of this file, changes
-    nothing.
+    the assistant as it is, and pass it on. Other assistants are untouched. Installing twice, or from several copies of this
+    file, changes nothing.
     """
     # An older copy of this file may have installed only some of them.
     hook_method(GenerationMixin, "_validate_generation_mode", "_validates_with_assistant", validate_with_assistant)
