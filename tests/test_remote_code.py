@@ -164,7 +164,7 @@ STANDARD_LIBRARY = {
 AT_IMPORT = {
     ("configuration_eagle3.py", "Eagle3Config.register_for_auto_class()"),
     ("modeling_eagle3.py", "Eagle3ForSpeculation.register_for_auto_class('AutoModel')"),
-    ("modeling_eagle3.py", "install_generation_hook()"),
+    ("assistant_eagle3.py", "install_generation_hook()"),
 }
 # Calls that could reach files, other code or processes, by the function that they are in.
 REACHING = {
@@ -250,16 +250,22 @@ def audit(event, arguments):
     if writes or event.split(".")[0] in kinds or event in acts:
         reached.append((event, str(arguments)))
 
+def changed():
+    return sorted(
+        f"{thing.__name__}.{name}"
+        for thing, was in zip(WATCHED, before)
+        for name, value in vars(thing).items()
+        if was.get(name) is not value
+    )
+
 sys.addaudithook(audit)
+from hf_eagle3 import AssistantMixin
+
+for_assistants = changed()  # without any draft
 import hf_eagle3.remote_code.modeling_eagle3
 
-changed = [
-    f"{thing.__name__}.{name}"
-    for thing, was in zip(WATCHED, before)
-    for name, value in vars(thing).items()
-    if was.get(name) is not value
-]
-print(reached, sorted(changed))
+assert changed() == for_assistants
+print(reached, changed())
 """
 
 

@@ -33,7 +33,7 @@ class AssistantMixin:
 
     def proposer(self, call: GenerationCall) -> Proposer:
         """Makes the proposer for one `call` of `generate`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"`{type(self).__name__}` must define `proposer(call)`.")
 
     def validate_target(self, target: PreTrainedModel) -> None:
         """Raises `ValueError` if this is no assistant for `target`. Called before anything else happens."""
@@ -243,3 +243,6 @@ def generate_with_assistant(generate: Callable, target: Any, /, *args: Any, **kw
             "take it. Change that to decode faster, or leave out the assistant."
         )
     return output
+
+
+install_generation_hook()

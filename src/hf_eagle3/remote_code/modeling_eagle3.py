@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.utils import ModelOutput
 
-from .assistant_eagle3 import CUSTOM_GENERATE, AssistantMixin, install_generation_hook
+from .assistant_eagle3 import CUSTOM_GENERATE, AssistantMixin
 from .auto_eagle3 import IS_INSTALLED, check_needs, installed_module, logger
 from .configuration_eagle3 import Eagle3Config, default_aux_layer_ids
 from .drafter_eagle3 import Drafter
@@ -638,4 +638,3 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
 
 
 Eagle3ForSpeculation.register_for_auto_class("AutoModel")
-install_generation_hook()

@@ -251,7 +251,7 @@ class Proposer:
             `DraftTree`: One for each row, all with the same number of nodes. Tokens must be ids of the target's
             embedding.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"`{type(self).__name__}` must define `propose(plan, root_tokens, sampler)`.")
 
     def select(self, rows: list[int]) -> None:
         """Called when finished rows leave the batch, with the indices `rows` of those that stay."""
