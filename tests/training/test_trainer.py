@@ -837,6 +837,13 @@ def test_bfloat16_on_processors(tmp_path, monkeypatch, has_bfloat16):
     assert ("bf16" in non_defaults(arguments)) and "bf16" not in non_defaults(arguments, {"bf16": True})
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_target_in_bfloat16_on_a_processor_without_it(tmp_path, monkeypatch, tokenizer, caplog, dtype):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    make_trainer(tmp_path, tokenizer, target=make_target("llama").to(dtype))
+    assert ("Load the target in float32" in caplog.text) is (dtype == torch.bfloat16)
+
+
 def test_wrong_arguments(tmp_path, tokenizer):
     target, other = make_target("llama"), make_target("llama", seed=1)
     draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(10))

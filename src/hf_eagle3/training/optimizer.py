@@ -62,6 +62,11 @@ class Float32Muon(torch.optim.Muon):
                 weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(weight.shape)))
 
 
+def emulates_bfloat16(device: torch.device) -> bool:
+    """Whether a device computes bfloat16 in software, several times slower than float32."""
+    return device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
+
+
 class MuonWithAdamW(torch.optim.Optimizer):
     """
     Two optimizers in one: [`torch.optim.Muon`] (https://huggingface.co/papers/2502.16982) trains the matrices, and AdamW
@@ -89,8 +94,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         matrices, groups = list(matrices), list[Any](others)
         self.parts: list[torch.optim.Optimizer] = []
         if matrices:
-            is_emulated = matrices[0].device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
-            muon = Float32Muon if is_emulated else torch.optim.Muon
+            muon = Float32Muon if emulates_bfloat16(matrices[0].device) else torch.optim.Muon
             self.parts.append(muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
         if groups:  # LoRA may train matrices only
             adamw_lr = lr if adamw_lr is None else adamw_lr

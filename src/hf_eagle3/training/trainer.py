@@ -53,7 +53,7 @@ from .features import (
 )
 from .metrics import TTTMetrics
 from .models import draft_to_train, load_target
-from .optimizer import muon_with_adamw
+from .optimizer import emulates_bfloat16, muon_with_adamw
 from .preparation import (
     CheckedCollator,
     SeededLengthSampler,
@@ -253,6 +253,11 @@ class Eagle3Trainer(DraftSavingTrainer):
             draft.generation_config.assistant_confidence_threshold = CONFIDENCE_THRESHOLD
         self.aux_layer_ids = draft.resolve_aux_layer_ids(self.target_model)
         self.target_states = TargetStates(self.target_model, self.aux_layer_ids)
+        if self.target_model.dtype == torch.bfloat16 and emulates_bfloat16(self.accelerator.device):
+            logger.warning(
+                "This processor computes bfloat16 in software, which is several times slower than float32. Load the target in float32: "
+                '`target_model_init_kwargs={"dtype": "float32"}`, or `--dtype float32` for recipes/train.py.'
+            )
         if store is not None:
             description = describe(self.target_model, self.processing_class, self.aux_layer_ids)
             store.check(description, fixed_arguments(self.args))
