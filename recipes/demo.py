@@ -45,7 +45,7 @@ from hf_eagle3.tokenizer import PromptEncoder, load_tokenizer
 
 
 SECONDS_PER_FRAME = 0.1
-NEEDS_GRADIO = "The page needs gradio: pip install 'hf-eagle3[demo]'"
+NEEDS_GRADIO = "The page needs gradio: pip install 'gradio>=6'"
 
 
 # What is compared.

@@ -355,9 +355,11 @@ def closing_message(output_dir: Path, results: Path, min_steps: int, is_small_ta
                 f"When the cores are free, delete {output_dir / name} and run this again, with more --{name}_minutes if need be."
             )
     if is_small_target:
+        target, draft = str(output_dir / "target"), str(output_dir / "draft")
+        command = [sys.executable, "recipes/inspect_draft.py", draft, "--target", target, "--prompt", "import"]
         return (
-            "A target this small repeats itself at T=0, so lookup and drafts look better there than with a larger model. To train "
-            "a draft for your own model, pass --target and --dataset."
+            "A target this small repeats itself at T=0, so lookup and drafts look better there than with a larger model. To see what "
+            f"each step drafts and keeps: {command_line(command)}\nTo train a draft for your own model, pass --target and --dataset."
         )
     command = [sys.executable, "recipes/push.py", str(output_dir / "draft"), "--benchmark", str(results)]
     return f"To publish the draft, with a card that has these figures: {command_line(command)}"

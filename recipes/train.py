@@ -345,6 +345,8 @@ def next_steps(trainer: Eagle3Trainer, target: str, base: str | None, is_adapter
         )
         draft = str(folder)
     measure = ["python", "recipes/benchmark.py", "--target", target, "--draft", draft, "--json", "results.jsonl"]
+    if trainer.processing_class.chat_template is not None:  # by default it measures on source code
+        measure += ["--tasks", "paper"]
     if trainer.args.chat_template_path is not None:
         measure += ["--chat_template_path", trainer.args.chat_template_path]
     return (

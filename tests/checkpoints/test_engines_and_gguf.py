@@ -214,4 +214,7 @@ def test_a_classic_draft_is_for_all(tmp_path):
     draft.config.speculators_config["verifier"]["name_or_path"] = str(tmp_path)  # vLLM 0.33 refuses folders there
     assert dict(describe_engines(draft))["vLLM"].startswith("takes it as it is, in --speculative-config (tests")
     assert dict(describe_engines(draft, "safeailab"))["EAGLE's own code"].startswith("takes it as it is (")
-    assert "--to gguf --target_gguf" in described["llama.cpp"] and "the tests do not run it" in described["SGLang"]
+    assert (
+        "--to gguf --target_gguf" in described["llama.cpp"]
+        and "the tests do not run the engine" in described["SGLang"]
+    )

@@ -345,7 +345,11 @@ def test_what_cannot_be_encoded():
     encoder = partial(RowEncoder, tokenizer)
     for encode, row, told in (
         (encoder("messages"), {"messages": PLAIN}, "the chat template refuses it: never"),
-        (encoder("messages", assistant_only_loss=True), {"messages": PLAIN[:1]}, r"no assistant turn, but \['user'\]"),
+        (
+            encoder("messages", assistant_only_loss=True),
+            {"messages": PLAIN[:1]},
+            r"no turn of the role 'assistant', but of \['user'\]",
+        ),
         (
             encoder("messages", assistant_only_loss=True),
             {"messages": PLAIN[1:2]},

@@ -246,10 +246,11 @@ def test_dropped_rows_are_reported(tokenizer, tmp_path, caplog):
 
 def test_bad_data(tokenizer, tmp_path):
     with pytest.raises(
-        ValueError, match=r"4 of 4 rows .* Row 0 \(3 more: 1, 2, ...\): it has no assistant turn, but \['bot'"
+        ValueError,
+        match=r"4 of 4 rows .* Row 0 \(3 more: 1, 2, ...\): it has no turn of the role 'assistant', but of \['narrator'",
     ):
-        make_trainer(tokenizer, chat("bot"), tmp_path, assistant_only_loss=True)
-    some = {"messages": chat()["messages"] + chat("bot")["messages"]}
+        make_trainer(tokenizer, chat("narrator"), tmp_path, assistant_only_loss=True)
+    some = {"messages": chat()["messages"] + chat("narrator")["messages"]}
     with pytest.raises(ValueError, match="4 of 8 rows .* Row 4 "):
         make_trainer(tokenizer, some, tmp_path, assistant_only_loss=True)
     for assistant_only_loss in (False, True):

@@ -155,7 +155,7 @@ def test_the_drawing_of_a_step():
 @pytest.fixture
 def page(comparison):
     """The page, served on this machine."""
-    pytest.importorskip("gradio", reason="the page needs gradio: pip install 'hf-eagle3[demo]'")
+    pytest.importorskip("gradio", reason="the page needs gradio: pip install 'gradio>=6'")
     app = demo.make_app(comparison)
     _, url, _ = app.launch(prevent_thread_lock=True, quiet=True)
     yield url
@@ -179,7 +179,7 @@ def test_the_page(page, comparison):
 
 def test_the_app_of_a_space(comparison, tmp_path, monkeypatch):
     """The files that are pushed, in a folder of their own."""
-    gradio = pytest.importorskip("gradio", reason="the page needs gradio: pip install 'hf-eagle3[demo]'")
+    gradio = pytest.importorskip("gradio", reason="the page needs gradio: pip install 'gradio>=6'")
     asked, launched = [], []
     monkeypatch.setattr(gradio.Blocks, "launch", lambda app: launched.append(app))
     shutil.copy(RECIPES / "demo.py", tmp_path)
@@ -196,8 +196,8 @@ def test_the_app_of_a_space(comparison, tmp_path, monkeypatch):
 def test_without_gradio(comparison, monkeypatch, run_recipe):
     monkeypatch.setitem(sys.modules, "gradio", None)
     result = run_recipe("demo.py", "--target", "nothing", "--draft", "nothing")
-    assert result.returncode == 1 and "pip install 'hf-eagle3[demo]'" in result.stderr
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'hf-eagle3\[demo\]'"):
+    assert result.returncode == 1 and "pip install 'gradio>=6'" in result.stderr
+    with pytest.raises(ModuleNotFoundError, match="pip install 'gradio>=6'"):
         demo.make_app(comparison)
 
 

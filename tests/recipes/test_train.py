@@ -415,9 +415,11 @@ def test_the_chat_of_the_docs(files, tmp_path, tokenizer, monkeypatch, run_recip
     Path("chat.yaml").write_text(config)
     target = ("--model_name_or_path", files / "target", "--draft_vocab_size", 16)  # small, as the chats are
     shared = ("--max_steps", 2, "--report_to", "none", "--use_cpu", "true", "--eval_max_new_tokens", 4)
-    result = run_recipe("train.py", "--config", "chat.yaml", *target, *shared)
+    result = run_recipe("train.py", "--config", "chat.yaml", "--chat_template_path", "chat.jinja", *target, *shared)
     assert "Saved the draft to my-target-speculator.eagle3" in result.stdout
-    assert "--json results.jsonl --chat_template_path chat.jinja" in result.stdout  # to measure as it was trained
+    assert (
+        "--json results.jsonl --tasks paper --chat_template_path chat.jinja" in result.stdout
+    )  # to measure as it was trained
     assert Path("my-target-speculator.eagle3", "model.safetensors").exists()
 
 

@@ -74,7 +74,7 @@ def describe(engine: Engine, draft: DraftModel, format: str) -> str:
     except ValueError as error:
         return f"cannot take it: {error}"
     run = (
-        "the tests do not run it"
+        "the tests do not run the engine"
         if engine.version is None
         else f"tests run similar drafts in version {engine.version}"
     )

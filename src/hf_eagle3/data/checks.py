@@ -206,7 +206,7 @@ def report_dropped(
     why = f"have nothing to learn within `max_length={max_length}`"
     if len(kept) == 0:
         raise ValueError(f"{dropped} {why}. Raise `max_length`.")
-    logger.warning(f"{dropped} {why}, and are dropped.")
+    logger.warning(f"{dropped} {why}, and are dropped. To keep them, raise `max_length`.")
 
 
 class LongRows:

@@ -22,6 +22,7 @@ ROLES = {
     "bing": "assistant",
     "bard": "assistant",
     "model": "assistant",
+    "bot": "assistant",
     "assistant": "assistant",
     "system": "system",
     "developer": "system",  # OpenAI's newer name, which many templates leave out or refuse
