@@ -97,6 +97,7 @@ class TargetConfig(ModelConfig):
     )
 
     # Parameters whose help is for a model that is trained
+    model_name_or_path: str | None = field(default=None, metadata={"help": "The target: a folder or a Hub id."})
     load_in_8bit: bool = field(default=False, metadata={"help": "Quantizes the target to 8 bits (bitsandbytes)."})
     load_in_4bit: bool = field(default=False, metadata={"help": "Quantizes the target to 4 bits (bitsandbytes)."})
 

@@ -164,6 +164,10 @@ class Eagle3TrainingArguments(SFTConfig):
     target_model_init_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Arguments of `from_pretrained` for a target that is given by its name."}
     )
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Fields of `Eagle3Config`, or of its layer's configuration, for a fresh draft."},
+    )
     draft_form: str = field(
         default="eagle3.1",
         metadata={
