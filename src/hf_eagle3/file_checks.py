@@ -242,8 +242,10 @@ def read_and_mend(
             draft.config.__dict__.pop("quantization_config", None)
             if (stored := content.get("quantization_config")) is not None:
                 draft.config.quantization_config = stored
-            is_read = vars(draft.config).keys() - {"dtype", "quantization_config"}
-            kwargs = {name: value for name, value in kwargs.items() if name not in is_read}
+            again = ("dtype", "quantization_config")
+            kwargs = {
+                name: value for name, value in kwargs.items() if name in again or not hasattr(draft.config, name)
+            }
             key_mapping = renamed or kwargs.get("key_mapping")
             draft, info = read(**{**kwargs, "config": draft.config, "key_mapping": key_mapping})
     if "lm_head.weight" in info["missing_keys"]:  # the draft gets its target's when it meets it
