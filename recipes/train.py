@@ -29,6 +29,7 @@ import glob
 import logging
 import sys
 import tempfile
+import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -315,7 +316,9 @@ def train(trainer: Eagle3Trainer) -> None:
         where = f"after {Path(checkpoint).name}" if checkpoint else "from the beginning: there is no checkpoint yet"
         raise SystemExit(f"Interrupted. To continue {where}:\n\n    {command}") from None
     except ValueError as error:
-        if trainer.is_in_train:  # earlier errors are about the checkpoint to resume from
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        is_ours = frame.f_globals["__name__"].startswith("hf_eagle3.")
+        if trainer.is_in_train and not is_ours:  # earlier errors are about the checkpoint to resume from
             raise
         raise SystemExit(f"ValueError: {error}") from None
     if not args.push_to_hub:

@@ -362,7 +362,7 @@ class Oracle:
         predicted = predicted + self.padding[self.rows]
         known = self.text[self.rows].gather(1, predicted.clamp(max=self.text.shape[1] - 1))
         favour = torch.rand(known.shape, generator=self.generator) * 30
-        outputs.logits = outputs.logits.scatter_add(-1, known[..., None], favour[..., None])
+        outputs.logits = outputs.logits.scatter_add(-1, known[..., None], favour[..., None].to(outputs.logits.dtype))
         return outputs
 
     def find_rows(self, positions, inputs_embeds):

@@ -310,6 +310,42 @@ def draw_fields(rng) -> tuple[dict, dict]:
     return kwargs, {name: value for name in names if (value := ASSISTED_FIELDS[name](rng)) is not None}
 
 
+def draw_padding(rng, batch) -> dict:
+    """The same prompts with padding at the right, or with holes, which a mask may say in any dtype; or at other positions."""
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    kind = rng.choice(["right", "holes", "positions", "dtype"])
+    if kind == "right":
+        ids, mask = ids.flip(1), mask.flip(1)
+    elif kind == "holes":
+        holes = torch.rand(mask.shape, generator=torch.Generator().manual_seed(rng.randrange(1000))) < 0.3
+        mask = mask.masked_fill(holes, 0).index_fill(1, torch.tensor(mask.shape[1] - 1), 1)
+    batch = {"input_ids": ids, "attention_mask": mask}
+    if kind == "positions":
+        batch["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0) + rng.choice([0, 1, rng.randint(2, 40)])
+    batch["attention_mask"] = mask.to(rng.choice([torch.long, torch.bool, torch.float32, torch.int32]))
+    return batch
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# Around both calls.
+CONTEXTS = {
+    "inference": torch.inference_mode,
+    "gradients": torch.enable_grad,
+    "device": lambda: torch.device("cpu"),
+    "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+}
+
+
 def draw_tree(rng) -> dict:
     return {
         "tree_depth": rng.randint(1, 12),
@@ -391,7 +427,8 @@ def generate(target, kwargs, seed, draft=None):
     EVENTS.clear()
     result.prompt = kwargs.get("input_ids")
     try:
-        result.outputs = target.generate(**kwargs)
+        with CONTEXTS.get(kwargs.pop("context", None), contextlib.nullcontext)():
+            result.outputs = target.generate(**kwargs)
         result.tokens = getattr(result.outputs, "sequences", result.outputs).tolist()
     except Exception as error:
         result.error = error
@@ -491,7 +528,7 @@ def run(rng: random.Random, folder) -> tuple[int, str | None]:
         target = with_more_tokens(rng, target)
     lengths = [rng.randint(1, 40) for _ in range(rng.choice([1, 1, 1, 2, 3, 4, 5]))]
     seed = rng.randrange(10**6)
-    kind = rng.choices(["call", "interrupted", "threads"], [20, 2, 1])[0]
+    kind = rng.choices(["call", "interrupted", "turns", "threads"], [20, 2, 2, 1])[0]
     with contextlib.ExitStack() as stack:
         clock = make_clock(rng)
         stack.enter_context(mock.patch("hf_eagle3.remote_code.decoding_eagle3.time", clock))
@@ -505,7 +542,8 @@ def run(rng: random.Random, folder) -> tuple[int, str | None]:
                     stack.enter_context(mock.patch(name, lambda device: True))
                 for name, value in SIMULATION.items():
                     stack.enter_context(mock.patch(name, value))
-        case = {"call": run_call, "interrupted": run_interrupted, "threads": run_threads}[kind]
+        cases = {"call": run_call, "interrupted": run_interrupted, "turns": run_turns, "threads": run_threads}
+        case = cases[kind]
         num_calls, finding, kwargs = case(rng, target, lengths, seed, folder)
     if finding is not None:
         shown = {name: value for name, value in kwargs.items() if not isinstance(value, torch.Tensor)}
@@ -522,7 +560,13 @@ def run_call(rng, target, lengths, seed, folder):
     batch = make_batch(lengths, seed)
     if "token_healing" in kwargs:  # by texts of as many tokens
         batch["input_ids"] = batch["input_ids"] % 35 + 3
-    padding = (1 - batch["attention_mask"]).sum(dim=1, keepdim=True)
+    if rng.random() < 0.15:
+        batch = draw_padding(rng, batch)
+    if rng.random() < 0.15:
+        kwargs["context"] = rng.choice(sorted(CONTEXTS))
+    if rng.random() < 0.1:
+        kwargs["max_length"] = batch["input_ids"].shape[1] + kwargs.pop("max_new_tokens")
+    padding = (1 - batch["attention_mask"].long()).sum(dim=1, keepdim=True)
     if len(lengths) == 1 and rng.random() < 0.3:
         del batch["attention_mask"]
     if rng.random() < 0.07:
@@ -570,6 +614,51 @@ def run_call(rng, target, lengths, seed, folder):
         elif found := differences(plain, ours, *names):
             return number, f"differs in {'; '.join(found)}", kwargs | assisted
     return number, None, kwargs
+
+
+def run_turns(rng, target, lengths, seed, folder):
+    """A chat: each turn goes on from the cache of the one before, with or without a draft."""
+    kwargs = {**make_batch(lengths, seed), "pad_token_id": 0, "return_dict_in_generate": True}
+    kwargs["eos_token_id"] = rng.choice([None, tokens(rng, 8)])
+    padding = (1 - kwargs["attention_mask"]).sum(dim=1, keepdim=True)
+    makers = [lambda: None, lambda: DynamicCache(config=target.config)]
+    if target.config._attn_implementation != "causal_only":
+        makers.append(lambda: StaticCache(config=target.config, max_cache_len=rng.choice([100, 400])))
+    caches = [rng.choice(makers)()] * 2  # of plain decoding, and of that with drafts
+    num_calls = 0
+    for turn in range(rng.randint(2, 4)):
+        kwargs |= {"max_new_tokens": rng.randint(1, 16), "do_sample": rng.random() < 0.5}
+        plain, ours = ({**kwargs, "past_key_values": cache} for cache in caches)
+        expected = generate(target, plain, seed + turn)
+        if expected.error is not None:  # the cache is too short
+            break
+        draft = None
+        if rng.random() < 0.7:
+            draft = draw_draft(rng, target, torch.tensor(expected.tokens), padding, folder / str(turn))
+            draft.generation_config.update(**draw_tree(rng))
+        actual = generate(target, ours, seed + turn, draft)
+        num_calls += draft is not None
+        if actual.error is not None and draft is not None and re.search(REFUSALS, str(actual.error)):
+            break
+        what = {**kwargs, "turn": turn, "cache": type(caches[0]).__name__}
+        if actual.error is not None:
+            return num_calls, f"raised {actual.error!r}, plain nothing", what
+        if actual.tokens != expected.tokens:
+            if is_near_tie(target, plain, seed + turn, expected.tokens, actual.tokens):
+                break
+            return num_calls, f"plain {expected.tokens}, ours {actual.tokens}", what
+        if found := differences(expected, actual):
+            return num_calls, f"differs in {'; '.join(found)}", what
+        caches = [each.outputs.past_key_values for each in (expected, actual)]
+        if all(type(layer) is DynamicLayer for layer in caches[0].layers) and rng.random() < 0.5:
+            num_cropped = rng.randint(1, 5)
+            for cache in caches:
+                cache.crop(-num_cropped)
+        said = torch.tensor([tokens(rng, 1) * rng.randint(1, 5)] * len(lengths))
+        kwargs["input_ids"] = torch.cat([torch.tensor(expected.tokens), said], dim=1)
+        num_new = kwargs["input_ids"].shape[1] - kwargs["attention_mask"].shape[1]
+        kwargs["attention_mask"] = torch.nn.functional.pad(kwargs["attention_mask"], (0, num_new), value=1)
+    return num_calls, None, kwargs
 
 
 def run_interrupted(rng, target, lengths, seed, folder):

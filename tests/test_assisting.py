@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from conftest import make_draft, make_prompt, make_target, make_tokenizer
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
@@ -277,9 +278,23 @@ def test_targets_that_take_no_draft_for_now_are_left_to_plain_decoding(pair, ada
     assert torch.equal(*texts) and draft.last_generation is None
     (message,) = warned
     assert reason.replace("`", "") in message
+    with assist(adapted, draft):  # settings of trees do not reach its `forward`
+        torch.manual_seed(0)
+        assert torch.equal(adapted.generate(input_ids=prompt, tree_depth=2, output_steps=True, **SETTINGS), texts[0])
     with assist(adapted, draft), adapted.disable_adapter():
         text = adapted.eval().generate(input_ids=prompt, **SETTINGS)
     assert torch.equal(text, target.generate(prompt, **SETTINGS)) and draft.last_generation.new_tokens == 20
+
+
+def test_a_target_whose_embedding_is_offloaded_is_left_to_plain_decoding(pair, warned, tmp_path):
+    target, draft, prompt = pair
+    expected = target.generate(prompt, **SETTINGS)
+    parts = dict.fromkeys(("model.layers", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    offloaded = dispatch_model(target, {**parts, "model.embed_tokens": "disk"}, offload_dir=tmp_path)
+    with assist(offloaded, draft):
+        assert torch.equal(offloaded.generate(prompt, **SETTINGS), expected)
+    (message,) = warned
+    assert "The embedding of LlamaForCausalLM, which the draft reads, is offloaded" in message
 
 
 def test_a_target_that_is_transformers_own_assistant(pair):

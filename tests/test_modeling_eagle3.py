@@ -256,10 +256,15 @@ def test_copies_share_the_target_s_table_and_pickles_leave_it_out(target):
         assert torch.equal(each.embed(token_ids), draft.embed(token_ids))
 
 
-def test_where_settings_of_the_tree_are(target):
+def test_where_settings_of_the_tree_are(target, tmp_path):
     draft = Eagle3ForSpeculation.from_target(target)
     with pytest.raises(AttributeError, match="Set `draft.generation_config.tree_depth`"):
         draft.tree_depth = 3
+    draft.save_pretrained(tmp_path)
+    for name in ("tree_depth", "output_steps"):
+        for loader, kwargs in ((Eagle3ForSpeculation, {}), (AutoModel, {"trust_remote_code": True})):
+            with pytest.raises(TypeError, match=f"Pass it to `generate`, or set `draft.generation_config.{name}`"):
+                loader.from_pretrained(tmp_path, **{name: 3}, **kwargs)
 
 
 def test_draft_vocabulary(target):
@@ -610,8 +615,9 @@ def test_embedding_of_a_checkpoint_that_does_not_announce_it(tmp_path, target):
     for name in ("has_own_embed_tokens", "auto_map", "config_digest"):  # as others write it
         del config[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    loaded = Eagle3ForSpeculation.from_pretrained(tmp_path)
+    loaded = Eagle3ForSpeculation.from_pretrained(tmp_path, output_hidden_states=True, output_attentions=True)
     assert torch.equal(loaded.embed_tokens.weight, target.get_input_embeddings().weight)
+    assert loaded.config.output_attentions and loaded.config.output_hidden_states
 
 
 @pytest.mark.parametrize("rope_type", ["default", "linear", "llama3", "yarn", "dynamic"])

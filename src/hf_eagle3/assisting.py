@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StaticCache
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
 
-from .remote_code.assistant_eagle3 import hook_method
+from .remote_code.assistant_eagle3 import CALL_SETTINGS, hook_method
 from .remote_code.auto_eagle3 import logger
 from .remote_code.cache_eagle3 import check_cache
+from .remote_code.loading_eagle3 import check_embedding
 from .remote_code.target_eagle3 import check_given_cache, check_target
 
 
@@ -151,6 +152,8 @@ def other_decoding(
     caches = [kwargs[name] for name in names if kwargs.get(name) is not None]
     try:
         check_target(model)
+        if hasattr(draft, "borrow_embeddings"):
+            check_embedding(draft, model)
         for cache in caches:
             check_cache(cache, draft.may_replay(model))
         if implementation in ALL_STATIC_CACHE_IMPLEMENTATIONS:  # as `generate` will make it
@@ -175,4 +178,5 @@ def generate_with_drafts(generate: Callable, target: Any, /, *args: Any, **kwarg
             kwargs["assistant_model"] = draft
         else:
             logger.warning_once(f"A call of `generate` runs without the draft of `assist`. {reason}")
+            kwargs = {name: value for name, value in kwargs.items() if name not in CALL_SETTINGS}
     return generate(target, **kwargs)

@@ -242,8 +242,7 @@ def read_and_mend(
             draft.config.__dict__.pop("quantization_config", None)
             if (stored := content.get("quantization_config")) is not None:
                 draft.config.quantization_config = stored
-            is_read = vars(draft.config).keys() - {"dtype", "quantization_config"}
-            kwargs = {name: value for name, value in kwargs.items() if name not in is_read}
+            kwargs = {name: kwargs[name] for name in kwargs.keys() - fields_among(kwargs, draft.config)}
             key_mapping = renamed or kwargs.get("key_mapping")
             draft, info = read(**{**kwargs, "config": draft.config, "key_mapping": key_mapping})
     if "lm_head.weight" in info["missing_keys"]:  # the draft gets its target's when it meets it
@@ -265,6 +264,12 @@ def read_and_mend(
                     f"true. If few tokens are accepted, load it with `{name}=True`."
                 )
     return draft, info
+
+
+def fields_among(kwargs: dict[str, Any], config: Any) -> set[str]:
+    """Returns the names of those arguments of `from_pretrained` that transformers takes for fields of the configuration."""
+    loading = {"dtype", "torch_dtype", "quantization_config"}
+    return {name for name in kwargs.keys() - loading if hasattr(config, name)}
 
 
 def sort_tokens(draft: "DraftModel", info: dict[str, Any]) -> None:

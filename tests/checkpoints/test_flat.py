@@ -309,7 +309,8 @@ def test_layer_ids_of_the_caller(tmp_path, target, reference, loader):
     draft = loader.from_pretrained(folder, eagle_aux_hidden_state_layer_ids=[3, 5, 9], dtype=torch.bfloat16)
     assert draft.config.eagle_aux_hidden_state_layer_ids == draft.resolve_aux_layer_ids(target) == [3, 5, 9]
     assert draft.dtype == torch.bfloat16 and not draft.config.aux_layer_ids_assumed
-    assert loader.from_pretrained(folder, norm_output=True).config.norm_output
+    changed = loader.from_pretrained(folder, norm_output=True, output_attentions=True, torch_dtype=torch.bfloat16)
+    assert changed.config.norm_output and changed.config.output_attentions and changed.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("place", ["top", "eagle_config"])

@@ -20,6 +20,7 @@ import pytest
 import torch
 from conftest import RECIPES, accelerate_launch, load_script, make_prompt, make_target, run_in_two_processes
 from datasets import Dataset, DatasetDict, IterableDatasetDict
+from filelock import FileLock
 from forked import run_forked
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -274,6 +275,20 @@ def test_checkpoints_are_not_overwritten(files, whole_run, run_recipe):
     result = run_recipe("train.py", *arguments_of(files, files / "whole", max_steps=6), *FRESH, *resumed)
     assert result.returncode == 1 and "was trained with other settings: max_length" in result.stderr
     assert (files / "whole" / "model.safetensors").read_bytes() == weights
+
+
+def test_what_a_training_refuses_needs_no_traceback(files, tmp_path, run_recipe):
+    arguments = arguments_of(files, tmp_path / "out")
+    lock = tmp_path / "out" / ".cache" / "huggingface" / "training.lock"
+    lock.parent.mkdir(parents=True)
+    with FileLock(lock):
+        result = run_recipe("train.py", *arguments)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "\nValueError: Another run writes to" in f"\n{result.stderr}"
+    few = ("--dataset_streaming", "true", "--gradient_accumulation_steps", 99)
+    result = run_recipe("train.py", *arguments, *few)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "\nValueError: The train data ended before the first step" in f"\n{result.stderr}"
 
 
 def test_files(files, tmp_path, run_recipe):

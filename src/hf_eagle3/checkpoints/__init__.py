@@ -14,7 +14,6 @@ The module of an export format has `NAME` and `write`. Either `write(draft)` ret
 `write(draft, folder, ...)` writes the files itself.
 """
 
-from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
+from ..file_checks import fields_among
 from ..remote_code.auto_eagle3 import logger
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.modeling_eagle3 import DraftModel
@@ -93,7 +93,7 @@ def with_config(config: Eagle3Config, kwargs: dict[str, Any]) -> dict[str, Any]:
     """
     if kwargs.get("config") is not None:
         return kwargs
-    changes = {field.name: kwargs[field.name] for field in fields(config) if field.name in kwargs.keys() - {"dtype"}}
+    changes = {name: kwargs[name] for name in fields_among(kwargs, config)}
     kwargs = {name: value for name, value in kwargs.items() if name not in changes}
     return {**kwargs, "config": type(config).from_dict(config.to_dict(), **changes) if changes else config}
 

@@ -37,7 +37,8 @@ logger = logging.get_logger(__name__)
 
 GONE = (
     "The draft's target is {!r}, which is no folder here, and no model on the Hub that this token can read. Users of the draft could "
-    "not find it. Push with the target's name on the Hub (`recipes/push.py --target OWNER/NAME`), or from where its folder is."
+    "not find it. Push with the target's name on the Hub (`recipes/push.py --target OWNER/NAME`), with a token that can read that, or "
+    "from where its folder is."
 )
 NUMBER = int | float
 # The types of what a card tells of a training, by the parts of its record.

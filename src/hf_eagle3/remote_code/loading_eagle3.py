@@ -138,6 +138,11 @@ def check_draft(draft: PreTrainedModel, target: PreTrainedModel) -> None:
             "whole on one device (without `device_map='auto'`)."
         )
     check_dropout("draft", draft)
+    check_embedding(draft, target)
+
+
+def check_embedding(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Raises `ValueError` if the draft reads the embedding of the target, and that is offloaded."""
     if not draft.config.has_own_embed_tokens and table_of(target).weight.device.type == "meta":
         raise ValueError(
             f"The embedding of {type(target).__name__}, which the draft reads, is offloaded. Keep it on a device in the "

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.utils import ModelOutput
 
-from .assistant_eagle3 import CUSTOM_GENERATE, AssistantMixin
+from .assistant_eagle3 import CALL_SETTINGS, CUSTOM_GENERATE, AssistantMixin
 from .auto_eagle3 import IS_INSTALLED, check_needs, installed_module, logger
 from .configuration_eagle3 import Eagle3Config, default_aux_layer_ids
 from .drafter_eagle3 import Drafter
@@ -253,6 +253,10 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             raise TypeError(
                 f"`from_pretrained` takes the folder or Hub id of a draft, not {type(pretrained_model_name_or_path).__name__}. "
                 "`from_target` makes a draft for a target."
+            )
+        if settings := [name for name in (*DEFAULT_TREE_SETTINGS, *CALL_SETTINGS) if name in kwargs]:
+            raise TypeError(
+                f"`from_pretrained` takes no `{settings[0]}`. Pass it to `generate`, or set `draft.generation_config.{settings[0]}`."
             )
         path, source = pretrained_model_name_or_path, str(pretrained_model_name_or_path)
         wants_loading_info = kwargs.pop("output_loading_info", False)
