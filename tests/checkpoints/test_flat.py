@@ -47,6 +47,13 @@ def load(folder, config, tensors, loader=Eagle3ForSpeculation, **kwargs):
         {"quantization_config": None, "speculator_config": None, "full_attention_interval": 4, "norm_type": "rms"},
         {"use_rotary_pos_emb": True, "is_causal": True, "use_rope": True, "is_neox_style": True},
         {"model_type": "gpt_oss", "num_local_experts": 16, "experts_per_token": 4},
+        {
+            "num_target_layers": 12,
+            "ttt_length": 7,
+            "step_loss_decay": 0.8,
+            "distill_top_k": 1,
+            "train_meta": {"lr": 1},
+        },
         {"sliding_window": 512, "id2label": {"0": "LABEL_0"}, "return_dict": True, "is_encoder_decoder": False},
         {"eagle_config": {"use_mtp_layernorm": False, "something_new": None, "other": 0, "use_last_layernorm": True}},
         {"rope_scaling": {"rope_type": "default", "mrope_section": None, "alpha": 0}},
@@ -104,7 +111,8 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"eagle_config": {"use_aux_hidden_state": False}}, "EAGLE-1 and 2"),
         ({"use_aux_hidden_state": False}, "EAGLE-1 and 2"),
         ({"kv_lora_rank": 8}, "MLA.*SGLang and vLLM"),
-        ({"parallel_drafting": True}, "several tokens in one pass .*vLLM"),
+        ({"parallel_drafting": True}, "several tokens in one pass .*another form than P-EAGLE.*vLLM"),
+        ({"parallel_drafting": "yes"}, "`parallel_drafting` is 'yes', but must be true or false"),
         ({"fc_norm": True, "eagle_config": {"fc_norm": False}}, "`fc_norm` is True in config.json, but False"),
         ({"eagle_aux_hidden_state_layer_ids": [1, "5", 8]}, "must be a list of layer numbers"),
         ({"num_aux_hidden_states": 4, "eagle_aux_hidden_state_layer_ids": [1, 5, 8]}, "but there are 3 layer ids"),
@@ -114,7 +122,14 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
             {"aux_hidden_states_layer_ids": [1, 5, 8], "eagle_aux_hidden_state_layer_ids": [1, 5, 9]},
             r"is \[1, 5, 8\], but `eagle_aux_hidden_state_layer_ids` is \[1, 5, 9\]",
         ),
-        ({"target_layer_ids": [1, 5, 8]}, r"does not know: \['target_layer_ids'\]"),
+        (
+            {"aux_hidden_states_layer_ids": [1, 5, 8], "target_layer_ids": [1, 5, 9]},
+            r"`aux_hidden_states_layer_ids` is \[1, 5, 8\], but `target_layer_ids` is \[1, 5, 9\]",
+        ),
+        (
+            {"draft_layer_ids": [1, 5, 8]},
+            r"does not know: \['draft_layer_ids'\]. If they do not change .* remove them",
+        ),
         ({"eagle_config": {"aux_layer_ids": [1, 5, 8]}}, r"does not know: \['eagle_config.aux_layer_ids'\]"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -130,13 +145,23 @@ def test_kinds_are_told_by_tensors(tmp_path, reference):
     without_norm = {name: tensor for name, tensor in tensors.items() if "hidden_norm" not in name}
     experts = {name.replace("down_proj", "experts.down_proj"): tensor for name, tensor in tensors.items()}
     unnamed = {name: tensor for name, tensor in tensors.items() if ".mlp." not in name}
+    mtp = {**without_norm, "pre_fc_norm_hidden.weight": torch.ones(32), "embed_tokens.weight": torch.ones(96, 32)}
     config["num_local_experts"] = 16
     for held, reason in (
         (experts, "draft of experts .MoE, 16"),
         (unnamed, "draft of experts .MoE, 16"),
         ({**tensors, "midlayer.mlp.experts.0.up_proj.weight": torch.ones(3)}, "draft of experts"),
         ({**tensors, "midlayer.self_attn.kv_a_proj_with_mqa.weight": torch.ones(3)}, "MLA"),
-        ({**tensors, "mask_hidden": torch.ones(3)}, "several tokens in one pass"),
+        ({**tensors, "mask_hidden": torch.ones(3)}, "parallel draft .P-EAGLE.*Add .*`mask_token_id`"),
+        (
+            {**tensors, "midlayer.pre_feedforward_layernorm.weight": torch.ones(3)},
+            "layers hold .'pre_feedforward_layer",
+        ),
+        (
+            {name.replace("midlayer", "layers.0"): tensor for name, tensor in mtp.items()},
+            "multi-token prediction .MTP",
+        ),
+        ({**tensors, "layers.1.self_attn.q_proj.weight": torch.ones(32, 64)}, "each of its layers reads the token"),
         ({name.replace("midlayer", "layers.0"): tensor for name, tensor in without_norm.items()}, "EAGLE-1 and 2"),
     ):
         for loader in (Eagle3ForSpeculation, AutoModel):
@@ -207,6 +232,10 @@ def test_prefixes(tmp_path, target, prefix):
             False,
         ),  # Xcodec2's form
         (["fc.weight", "hidden_norm.weight", "layers.0.self_attn.o_proj.weight"], False),  # DFlash
+        (["fc.weight", "hidden_norm.weight", "midlayer.self_attn.o_proj.weight"], True),  # SpecForge's experts
+        (["mtp.fc.weight", "mtp.layers.0.self_attn.o_proj.weight", "embed_tokens.weight"], True),
+        (["model.layers.0.eh_proj.weight", "model.layers.0.self_attn.o_proj.weight"], True),
+        (["mtp.fc.weight", "mtp.layers.0.self_attn.o_proj.weight", "model.layers.0.self_attn.o_proj.weight"], False),
         ([], False),
     ],
 )
@@ -312,11 +341,15 @@ def test_layer_ids_of_the_caller(tmp_path, target, reference, loader):
     assert loader.from_pretrained(folder, norm_output=True).config.norm_output
 
 
+@pytest.mark.parametrize("key", ["aux_hidden_states_layer_ids", "target_layer_ids"])
 @pytest.mark.parametrize("place", ["top", "eagle_config"])
 @pytest.mark.parametrize("other", [None, [2, 6, 9], [3, 7, 10]])
-def test_layer_ids_of_angelslim(tmp_path, target, reference, said, place, other):
-    """They count outputs, and so prove what other ids count. Without them, [2, 6, 9] would be the usual inputs."""
-    held = {"aux_hidden_states_layer_ids": [2, 6, 9], "eagle_aux_hidden_state_layer_ids": other}
+def test_layer_ids_of_outputs(tmp_path, target, reference, said, key, place, other):
+    """
+    AngelSlim's and DeepSpec's count outputs, and so prove what other ids count. Without them, [2, 6, 9] would be the usual
+    inputs.
+    """
+    held = {key: [2, 6, 9], "eagle_aux_hidden_state_layer_ids": other}
     config = sglang(reference, **(held if place == "top" else {"eagle_config": held}))
     for loader in (Eagle3ForSpeculation, AutoModel):
         draft = load(tmp_path / "draft", config, midlayer(reference), loader)
@@ -447,6 +480,58 @@ def test_biases_of_qwen2(tmp_path, target):
     reference.layers[0].self_attn.o_proj.bias.data.zero_()
     tensors = {name: tensor for name, tensor in midlayer(reference).items() if not name.endswith("o_proj.bias")}
     assert_same(load(tmp_path / "draft", sglang(reference, model_type="qwen2"), tensors), reference, target)
+
+
+def test_deepspec(tmp_path, target, said):
+    """It has five states, the layers of Qwen3, the whole vocabulary, and the keys of its target and training."""
+    states = [2, 4, 6, 8, 10]
+    reference = make_reference(
+        target, model_type="qwen3", full=True, own_embedding="trained", eagle_aux_hidden_state_layer_ids=states
+    )
+    keys = {"num_target_layers": 12, "draft_num_hidden_layers": 1, "ttt_length": 7, "step_loss_decay": 1.0}
+    names = {
+        "architectures": ["Qwen3Eagle3Model"],
+        "model_type": "qwen3",
+        "target_model_name_or_path": "Qwen/Qwen3-8B",
+    }
+    config = sglang(reference, **keys, **names, target_layer_ids=[layer_id - 1 for layer_id in states])
+    del config["draft_vocab_size"]
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        draft = load(tmp_path / "draft", config, reference.state_dict(), loader)
+        assert not draft.config.aux_layer_ids_assumed
+        assert_same(draft, reference, target)
+    assert not [text for text in said if "layer ids" in text]
+
+
+@pytest.mark.parametrize("key", ["mask_token_id", "pard_token", "ptd_token_id"])
+@pytest.mark.parametrize("place", ["top", "eagle_config"])
+def test_parallel_drafts(tmp_path, target, key, place):
+    """As NeMo Automodel saves them, and vLLM reads them."""
+    reference = make_reference(
+        target, mask_token_id=5, num_hidden_layers=2, eagle_aux_hidden_state_layer_ids=[2, 6, 9], fc_norm=True
+    )
+    held = {key: 5, "parallel_drafting": True}
+    training = {"num_depths": 8, "down_sample_ratio": 0.7, "down_sample_ratio_min": 0.2, "draft_num_hidden_layers": 2}
+    config = sglang(reference, fc_norm=True, **training, **(held if place == "top" else {"eagle_config": held}))
+    config["num_hidden_layers"] = 12  # the target's
+    tensors = {
+        "model." * name.startswith(("fc", "layers", "norm")) + name: tensor
+        for name, tensor in reference.state_dict().items()
+    }
+    tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        draft = load(tmp_path / "draft", config, tensors, loader)
+        assert draft.config.mask_token_id == 5 and draft.config.speculators_model_type == "peagle"
+        assert draft.mask_hidden.equal(reference.mask_hidden)
+        assert_same(draft, reference, target)
+
+
+def test_midlayers_with_numbers(tmp_path, target):
+    """Model-Optimizer's first exporter."""
+    reference = make_reference(target, num_hidden_layers=2, eagle_aux_hidden_state_layer_ids=[2, 6, 9])
+    tensors = {name.replace("layers.", "midlayer."): tensor for name, tensor in reference.state_dict().items()}
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        assert_same(load(tmp_path / "draft", sglang(reference), tensors, loader), reference, target)
 
 
 def test_layers_of_the_target_that_are_counted(tmp_path, target, reference):

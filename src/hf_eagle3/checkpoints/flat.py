@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from ..config_checks import DEFAULTS, ROPE_KEYS, changed_defaults, check_sizes
 from ..file_checks import check_mapping, is_neutral_mapping
 from ..remote_code.configuration_eagle3 import Eagle3Config
-from ..tensor_names import our_names, without_prefix
+from ..tensor_names import QWEN3_LAYER, our_names, without_prefix
 
 
 LAYER_KEYS = (
@@ -33,21 +33,33 @@ LAYER_KEYS = (
 )
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# AngelSlim's own key, which always counts the outputs of layers.
-OUTPUT_IDS = "aux_hidden_states_layer_ids"
+# Keys of AngelSlim and of DeepSpec, which always count the outputs of layers.
+OUTPUT_IDS = ("aux_hidden_states_layer_ids", "target_layer_ids")
+# The token that a parallel draft (P-EAGLE) reads in place of unknown ones, by the names that vLLM knows.
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 # Keys that describe the draft. They stand at the top level or in `eagle_config`.
 EAGLE_KEYS = (
-    OUTPUT_IDS,
+    *OUTPUT_IDS,
+    *MASK_TOKENS,
+    "draft_num_hidden_layers",
     "eagle_aux_hidden_state_layer_ids",
     "fc_norm",
     "norm_before_fc",
     "norm_before_residual",
     "norm_output",
     "num_aux_hidden_states",
+    "parallel_drafting",
     "target_hidden_size",
     "use_aux_hidden_state",
 )
-BOOLEANS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "use_aux_hidden_state")
+BOOLEANS = (
+    "fc_norm",
+    "norm_before_fc",
+    "norm_before_residual",
+    "norm_output",
+    "parallel_drafting",
+    "use_aux_hidden_state",
+)
 # Model-Optimizer's flags, and their values for the network that is implemented here.
 EXPECTED = {
     "next_layer_regular": True,
@@ -76,6 +88,8 @@ NEUTRAL_KEYS = {
     "max_window_layers",
     "modal_type",
     "model_type",
+    "num_depths",  # of a parallel draft's training
+    "num_target_layers",
     "org_vocab_size",
     "parallel_draft_heads_num_layers",  # without effect if a step drafts one token
     "pool_type",
@@ -99,11 +113,19 @@ NEUTRAL_KEYS = {
     "use_qk_norm",
     "use_sliding_window",
 }
-# Keys about the target and its inputs. A key about layers is none of these, because it may choose the states.
-NEUTRAL_BEGINNINGS = ("target_", "image_", "video_", "audio_", "vision_", "linear_")
+# Keys about the target and its inputs, and about training. A key about layers is none of these, because it may choose the states.
+NEUTRAL_BEGINNINGS = ("target_", "image_", "video_", "audio_", "vision_", "linear_", "train_", "ttt_", "down_sample_")
 NEUTRAL_ENDS = ("_id", "_ids", "_token", "_token_index")
-# Keys about experts and their routers, which drafts do not have.
-NEUTRAL_PARTS = ("expert", "router", "moe_", "topk", "n_group", "routed_scaling")
+# Keys about experts and their routers, which drafts do not have, and about the loss of their training.
+NEUTRAL_PARTS = ("expert", "router", "moe_", "topk", "n_group", "routed_scaling", "distill", "_loss")
+# Names in heads of multi-token prediction: Qwen's, and DeepSeek's and GLM's.
+MTP_PARTS = r"\bpre_fc_norm_|\b(eh_proj|enorm|hnorm)\.weight$"
+LAYER_PARTS = {
+    *QWEN3_LAYER,
+    "hidden_norm.weight",
+    *(f"self_attn.{name}_proj.bias" for name in "qkvo"),
+    *(f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")),
+}
 # Tables that are computed, not trained.
 COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
@@ -129,7 +151,7 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
     check_keys(config, flags)
     ours, report = tensors_of(tensors, config)
     assumed: dict[str, Any] = {}
-    layer_config = layer_config_of(config, ours, assumed)
+    layer_config = layer_config_of(config, flags, ours, assumed)
     # If no flag says otherwise, a norm that the checkpoint holds is used.
     held = {"norm_before_fc": "input_norm.weight" in ours, "fc_norm": "fc_norm.0.weight" in ours}
     norms = {"norm_before_residual": False, "norm_output": False, **held}
@@ -153,6 +175,7 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
         "eagle_aux_hidden_state_layer_ids": ids,
         "aux_layer_ids_assumed": not counts_inputs,
         "target_hidden_size": flags["target_hidden_size"],
+        "mask_token_id": mask_token_of(flags) if "mask_hidden" in ours else None,
         **{flag: norm if flags[flag] is None else flags[flag] for flag, norm in norms.items()},
         **{key: config.get(key) for key in TOKEN_KEYS},
     }
@@ -202,17 +225,29 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
         raise ValueError(
             f"it is a draft of experts (MoE, {num_experts or 'some'} of them), but only one MLP per layer is supported. SpecForge runs it."
         )
+    if any(re.search(MTP_PARTS, name) for name in names):
+        raise ValueError(
+            "it is a head of multi-token prediction (MTP), which reads only the target's last state. SGLang and vLLM run it with "
+            "the target that it belongs to."
+        )
     reads_one_state = flags["use_aux_hidden_state"] is False
     if reads_one_state or not any("hidden_norm" in name for name in names):
         why = "`use_aux_hidden_state` is false" if reads_one_state else "it has no `hidden_norm`"
         raise ValueError(
             f"it is a draft of EAGLE-1 and 2 ({why}), which reads one state. SGLang and vLLM run it as EAGLE, not EAGLE3."
         )
-    steps = flags["parallel_draft_step"]
-    if config.get("parallel_drafting") or any(name == "mask_hidden" for name in names) or steps not in (None, 1):
+    is_parallel, steps = "mask_hidden" in names, flags["parallel_draft_step"]
+    if (flags["parallel_drafting"] and not is_parallel) or steps not in (None, 1):
         raise ValueError(
-            "it drafts several tokens in one pass (`parallel_drafting`, `parallel_draft_step`) in another form. vLLM runs it."
+            "it drafts several tokens in one pass (`parallel_drafting`, `parallel_draft_step`) in another form than P-EAGLE, "
+            "which stores a `mask_hidden`. vLLM runs it."
         )
+    if is_parallel and mask_token_of(flags) is None:
+        raise ValueError(
+            "it is a parallel draft (P-EAGLE), but config.json does not say which token it reads in place of unknown ones. Add "
+            "the one that it was trained with as `mask_token_id`."
+        )
+    check_parts(config, tensors)
     rope = rope_of(config)
     if rope.get("mrope_section") or rope["rope_type"] == "mrope" or config.get("use_mrope"):
         raise ValueError(
@@ -225,6 +260,28 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
     for flag, expected in EXPECTED.items():
         if flags[flag] not in (expected, None):
             raise ValueError(f"`{flag}` is {flags[flag]}, but only drafts with {expected} are supported.")
+
+
+def check_parts(config: dict, tensors: dict) -> None:
+    """Raises `ValueError` if the layers of a draft have other parts than Llama's and Qwen3's, or more than the first read tokens."""
+    layers = {name: tensors[old] for old, name in our_names(tensors).items() if name.startswith("layers.")}
+    parts = {name.split(".", 2)[-1] for name in layers if not name.endswith(COMPUTED)}
+    if others := sorted(parts - LAYER_PARTS):
+        raise ValueError(
+            f"its layers hold {others[:6]}, but only Llama and Qwen3 layers are supported, which have no such tensors. The project "
+            "that trained it may run it."
+        )
+    query = layers.get("layers.1.self_attn.q_proj.weight")
+    if query is not None and query.shape[-1] == 2 * config["hidden_size"]:
+        raise ValueError(
+            "each of its layers reads the token beside the state, but only drafts are supported whose first layer alone does. The "
+            "project that trained it may run it."
+        )
+
+
+def mask_token_of(flags: dict) -> int | None:
+    """Returns the token that a parallel draft reads in place of unknown ones, or `None` if none is named."""
+    return next((flags[name] for name in MASK_TOKENS if flags[name] is not None), None)
 
 
 def is_neutral(key: str) -> bool:
@@ -248,7 +305,10 @@ def check_keys(config: dict, flags: dict) -> None:
     unknown = unknown_keys(config, {*LAYER_KEYS, *TOKEN_KEYS, EXACT_IDS, "layer_types"})
     unknown += [f"eagle_config.{key}" for key in unknown_keys(eagle_config, set())]
     if unknown:
-        raise ValueError(f"config.json has flags that this reader does not know: {unknown}.")
+        raise ValueError(
+            f"config.json has flags that this reader does not know: {unknown}. If they do not change what the draft computes, "
+            "because they are about its target or its training, remove them. Else a later version of hf-eagle3 may read it."
+        )
     window, layer_types = config.get("sliding_window"), config.get("layer_types") or ["full_attention"]
     is_on = config.get("use_sliding_window", True) or layer_types[0] != "full_attention"
     longest = config.get("max_position_embeddings")
@@ -259,11 +319,13 @@ def check_keys(config: dict, flags: dict) -> None:
         )
 
 
-def layer_config_of(config: dict, tensors: dict[str, torch.Tensor], assumed: dict) -> dict:
+def layer_config_of(config: dict, flags: dict, tensors: dict[str, torch.Tensor], assumed: dict) -> dict:
     """Returns the configuration of the layers. Where `tensors` contradict `config`, the correction goes into `assumed`."""
     layer_config = {key: config[key] for key in LAYER_KEYS if config.get(key) is not None}
     layer_config["model_type"] = "qwen3" if "layers.0.self_attn.q_norm.weight" in tensors else "llama"
     layer_config.setdefault("num_hidden_layers", 1)
+    if flags["draft_num_hidden_layers"] is not None:  # the other key may count the target's layers
+        layer_config["num_hidden_layers"] = flags["draft_num_hidden_layers"]
     held = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     if layer_config["num_hidden_layers"] > 1 and held == {"0"}:
         assumed["num_hidden_layers"] = (
@@ -315,21 +377,27 @@ def layer_ids_of(config: dict, flags: dict) -> tuple[list[int] | None, bool]:
     Returns the ids of the layers that the states enter, and whether this is certain. Raises `ValueError` if the ids are
     malformed, contradict each other, or do not fit `num_aux_hidden_states`.
 
-    Most projects write the ids of layers whose *output* the states are. Unless the config says so by AngelSlim's key, only the
+    Most projects write the ids of layers whose *output* the states are. Unless the config says so by one of `OUTPUT_IDS`, only the
     target can show what ids count: [`~Eagle3ForSpeculation.resolve_aux_layer_ids`] decides it later.
     """
     key = "eagle_aux_hidden_state_layer_ids"
-    ids, outputs, exact = flags[key], flags[OUTPUT_IDS], config.get(EXACT_IDS)
-    num_states = flags["num_aux_hidden_states"]
-    for name, each in ((key, ids), (OUTPUT_IDS, outputs), (EXACT_IDS, exact)):
+    ids, exact, num_states = flags[key], config.get(EXACT_IDS), flags["num_aux_hidden_states"]
+    said = {name: flags[name] for name in OUTPUT_IDS if flags[name]}
+    for name, each in ((key, ids), *said.items(), (EXACT_IDS, exact)):
         if each and not (isinstance(each, list) and all(type(layer_id) is int and layer_id >= 0 for layer_id in each)):
             raise ValueError(f"`{name}` is {each!r}, but must be a list of layer numbers.")
-    if outputs:
+    if said:
+        (certain, outputs), *others = said.items()
         inputs = [layer_id + 1 for layer_id in outputs]
-        for name, each, fitting in ((key, ids, (outputs, inputs)), (EXACT_IDS, exact, (inputs,))):
+        said_elsewhere = (
+            *((name, each, (outputs,)) for name, each in others),
+            (key, ids, (outputs, inputs)),
+            (EXACT_IDS, exact, (inputs,)),
+        )
+        for name, each, fitting in said_elsewhere:
             if each and each not in fitting:
                 raise ValueError(
-                    f"`{OUTPUT_IDS}` is {outputs}, but `{name}` is {each}. They name other states; remove the wrong one."
+                    f"`{certain}` is {outputs}, but `{name}` is {each}. They name other states; remove the wrong one."
                 )
         ids, exact = ids or outputs, inputs
     if ids and num_states is not None and len(ids) != num_states:
@@ -357,6 +425,8 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
             raise ValueError(f"two tensors are called {new_name}; one of them is stored as {name}.")
         ours[new_name] = tensors[name]
     merge_norms(ours, renamed, ignored)
+    if "mask_hidden" in ours:  # some have one dimension less
+        ours["mask_hidden"] = ours["mask_hidden"].reshape(1, 1, -1)
     if "lm_head.weight" not in ours and config.get("tie_word_embeddings") and "embed_tokens.weight" in ours:
         ours["lm_head.weight"] = ours["embed_tokens.weight"].clone()
         renamed["embed_tokens.weight"] = "lm_head.weight (tied)"
