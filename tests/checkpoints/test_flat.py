@@ -1,6 +1,7 @@
 """What drafts of others hold and say, key by key."""
 
 import copy
+import itertools
 import json
 import math
 from pathlib import Path
@@ -54,6 +55,7 @@ def load(folder, config, tensors, loader=Eagle3ForSpeculation, **kwargs):
             "distill_top_k": 1,
             "train_meta": {"lr": 1},
         },
+        {"attention_bias": True, "mlp_bias": True},  # of the target
         {"sliding_window": 512, "id2label": {"0": "LABEL_0"}, "return_dict": True, "is_encoder_decoder": False},
         {"eagle_config": {"use_mtp_layernorm": False, "something_new": None, "other": 0, "use_last_layernorm": True}},
         {"rope_scaling": {"rope_type": "default", "mrope_section": None, "alpha": 0}},
@@ -104,6 +106,8 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"use_mrope": True}, "three positions"),
         ({"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}, "`alpha` .1000.0"),
         ({"rope_scaling": "yarn"}, "`rope_scaling` is 'yarn', but must be a mapping"),
+        ({"rope_scaling": {"factor": 8.0}}, "`rope_scaling` has a `factor` of 8.0, but no `rope_type`. Add"),
+        ({"draft_num_hidden_layers": "two"}, "`draft_num_hidden_layers` is 'two', but must be a positive integer"),
         (
             {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
             "is 5.0 in config.json, but 6.0 in its `rope_para",
@@ -169,15 +173,21 @@ def test_kinds_are_told_by_tensors(tmp_path, reference):
                 load(tmp_path / "draft", config, held, loader)
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "bin", "old bin"])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
-def test_weights_that_are_integers(tmp_path, reference, dtype, kind):
-    """transformers would take them for floating-point numbers."""
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        *itertools.product(["safetensors", "bin", "old bin"], [torch.int8, torch.uint8]),
+        ("safetensors", torch.float8_e4m3fn),
+        ("bin", torch.float8_e4m3fn),
+    ],
+)
+def test_weights_that_need_scales(tmp_path, reference, dtype, kind):
+    """transformers would take them for unscaled floating-point numbers."""
     tensors = midlayer(reference)
     tensors["midlayer.mlp.up_proj.weight"] = tensors["midlayer.mlp.up_proj.weight"].to(dtype)
     folder = write(tmp_path / "draft", sglang(reference), tensors, kind)
     for loader in (Eagle3ForSpeculation, AutoModel):
-        with pytest.raises(ValueError, match="has weights that are integers, such as midlayer.mlp.up_proj.weight"):
+        with pytest.raises(ValueError, match="integers or of 8 bits, such as midlayer.mlp.up_proj.weight"):
             loader.from_pretrained(folder)
 
 

@@ -67,7 +67,7 @@ def tensors_for(config, holds):
     draft_vocab_size = config.get("draft_vocab_size") or VOCAB_SIZE
     shapes = {"fc": (WIDTH, num_states * WIDTH), "norm": (WIDTH,), "lm_head": (draft_vocab_size, WIDTH)}
     for index in range(1 if "one layer" in holds else layer["num_hidden_layers"]):
-        has_midlayer = "model_type" in config and not index and (not holds or "stacked experts" in holds)
+        has_midlayer = "model_type" in config and not index and (not holds or "midlayer" in holds)
         name = "midlayer" if has_midlayer else f"layers.{index}"
         for part, size in sizes.items():
             width = sizes["q"] if part == "o" else 2 * WIDTH if index == 0 else WIDTH
@@ -94,6 +94,8 @@ def tensors_for(config, holds):
         + (len(shape) == 1)
         for name, shape in shapes.items()
     }
+    if "mapping without effect" in holds:
+        tensors |= {"d2t": torch.zeros(VOCAB_SIZE, dtype=torch.int64), "t2d": torch.ones(VOCAB_SIZE, dtype=torch.bool)}
     if "mask" in holds:
         tensors["mask_hidden"] = torch.randn(1, 1, num_states * WIDTH, generator=generator)
     if "norms around layers" in holds:  # Gemma's
@@ -188,4 +190,4 @@ def test_a_published_draft(tmp_path, name):
 
 
 def test_each_has_an_outcome():
-    assert len(DRAFTS) == 72 and all(("reads" in entry) != ("refused" in entry) for entry in DRAFTS.values())
+    assert len(DRAFTS) == 73 and all(("reads" in entry) != ("refused" in entry) for entry in DRAFTS.values())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-from ..config_checks import DEFAULTS, ROPE_KEYS, changed_defaults, check_sizes
+from ..config_checks import DEFAULTS, OPTIONAL_SIZES, ROPE_KEYS, changed_defaults, check_sizes
 from ..file_checks import check_mapping, is_neutral_mapping
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..tensor_names import QWEN3_LAYER, our_names, without_prefix
@@ -145,8 +145,11 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
     """
     if missing := [key for key in REQUIRED_KEYS if config.get(key) is None]:
         raise ValueError(f"config.json lacks {missing}.")
-    check_sizes({key: config[key] for key in (*LAYER_KEYS, "draft_vocab_size") if config.get(key) is not None})
     flags = flags_of(config)
+    sizes = {**config, "draft_num_hidden_layers": flags["draft_num_hidden_layers"]}
+    check_sizes(
+        {key: sizes[key] for key in (*LAYER_KEYS, *OPTIONAL_SIZES) if sizes.get(key) is not None}
+    )
     check_kind(config, flags, tensors)
     check_keys(config, flags)
     ours, report = tensors_of(tensors, config)
@@ -205,9 +208,17 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
     """Raises `ValueError` if the draft is of an unsupported kind. The message says which, and what can run it."""
     names = without_prefix(tensors).values()
     quantization = config.get("quantization_config") or config.get("quantization")  # MLX writes the latter
-    weights = [tensor for tensor, name in zip(tensors.values(), names, strict=True) if name not in ("d2t", "t2d")]
+    weights = {name: tensors[name] for name, short in without_prefix(tensors).items() if short not in ("d2t", "t2d")}
+    if not quantization:
+        weights = {name: weight for name, weight in weights.items() if name.endswith("weight")}
+    quantized = [name for name, weight in weights.items() if weight.itemsize == 1 or not weight.is_floating_point()]
+    if quantized and not quantization:
+        raise ValueError(
+            f"it has weights that are integers or of 8 bits, such as {quantized[0]} ({weights[quantized[0]].dtype}), but config.json "
+            "has no `quantization_config` that says how to read them. Load the draft that is not quantized."
+        )
     # A draft may have its target's configuration, but weights that are not quantized.
-    if quantization and any(tensor.itemsize == 1 or not tensor.is_floating_point() for tensor in weights):
+    if quantized:
         methods = quantization if isinstance(quantization, dict) else {}
         method = methods.get("quant_method") or methods.get("quant_algo") or "an unnamed method"
         raise ValueError(
@@ -338,9 +349,11 @@ def layer_config_of(config: dict, flags: dict, tensors: dict[str, torch.Tensor],
     query = tensors.get("layers.0.self_attn.q_proj.weight")
     if format_of(config) == "safeailab" and query is not None:
         layer_config["head_dim"] = len(query) // config["num_attention_heads"]
+    # What the checkpoint does not hold was only its target's, or SpecForge's layers ignored it.
+    for flag, part in (("attention_bias", "self_attn.q_proj.bias"), ("mlp_bias", "mlp.up_proj.bias")):
+        layer_config[flag] = f"layers.0.{part}" in tensors
     for name, weight in list(tensors.items()):  # Qwen2's attention has three biases, Llama's four
         if name.endswith("self_attn.q_proj.bias"):
-            layer_config["attention_bias"] = True
             zeros = torch.zeros(layer_config["hidden_size"], dtype=weight.dtype)
             tensors.setdefault(name.replace("q_proj", "o_proj"), zeros)
     layer_config["tie_word_embeddings"] = False
@@ -361,6 +374,8 @@ def rope_of(config: dict) -> dict:
             raise ValueError(f"`{key}` is {given!r}, but must be a mapping.")
         if given.get("type") is not None:  # the old name
             given = {"rope_type": given["type"], **given}
+        if given.get("factor") and given.get("rope_type") is None:  # transformers would not scale
+            raise ValueError(f"`{key}` has a `factor` of {given['factor']}, but no `rope_type`. Add what the draft was trained with.")
         rope |= {name: value for name, value in given.items() if value is not None}
     rope.pop("type", None)
     thetas = [theta for theta in (rope.get("rope_theta"), config.get("rope_theta")) if theta is not None]
