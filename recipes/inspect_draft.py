@@ -186,9 +186,7 @@ def main():
     args = parser.parse_args()
     if args.prompt is not None and args.target is None:
         parser.error("--prompt needs a model that continues it: pass --target")
-    draft, info = load_draft(
-        args.draft, revision=args.revision, subfolder=args.subfolder, output_loading_info=True
-    )
+    draft, info = load_draft(args.draft, revision=args.revision, subfolder=args.subfolder, output_loading_info=True)
     rows, fits = [*describe(draft, info), ("transformers", "generate(assistant_model=draft)")], []
     if args.target:
         try:

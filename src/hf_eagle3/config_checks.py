@@ -86,7 +86,13 @@ SIZES = (
 )
 LARGEST_SIZE = 2**31 - 1
 # These may be null, which stands for a default.
-OPTIONAL_SIZES = ("draft_num_hidden_layers", "draft_vocab_size", "head_dim", "num_key_value_heads", "target_hidden_size")
+OPTIONAL_SIZES = (
+    "draft_num_hidden_layers",
+    "draft_vocab_size",
+    "head_dim",
+    "num_key_value_heads",
+    "target_hidden_size",
+)
 
 
 def changed_defaults(config_dict: dict[str, Any]) -> list[str]:

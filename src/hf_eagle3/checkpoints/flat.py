@@ -147,9 +147,7 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
         raise ValueError(f"config.json lacks {missing}.")
     flags = flags_of(config)
     sizes = {**config, "draft_num_hidden_layers": flags["draft_num_hidden_layers"]}
-    check_sizes(
-        {key: sizes[key] for key in (*LAYER_KEYS, *OPTIONAL_SIZES) if sizes.get(key) is not None}
-    )
+    check_sizes({key: sizes[key] for key in (*LAYER_KEYS, *OPTIONAL_SIZES) if sizes.get(key) is not None})
     check_kind(config, flags, tensors)
     check_keys(config, flags)
     ours, report = tensors_of(tensors, config)
@@ -375,7 +373,9 @@ def rope_of(config: dict) -> dict:
         if given.get("type") is not None:  # the old name
             given = {"rope_type": given["type"], **given}
         if given.get("factor") and given.get("rope_type") is None:  # transformers would not scale
-            raise ValueError(f"`{key}` has a `factor` of {given['factor']}, but no `rope_type`. Add what the draft was trained with.")
+            raise ValueError(
+                f"`{key}` has a `factor` of {given['factor']}, but no `rope_type`. Add what the draft was trained with."
+            )
         rope |= {name: value for name, value in given.items() if value is not None}
     rope.pop("type", None)
     thetas = [theta for theta in (rope.get("rope_theta"), config.get("rope_theta")) if theta is not None]
