@@ -153,6 +153,8 @@ def check_rope(rope: dict[str, Any]) -> None:
 
 def check_method(config_dict: dict[str, Any], source: Any) -> None:
     """Raises `ValueError` if a `config.json` is of a draft of another method. Its weights may be in files of other names."""
+    if "eagle3" in str(config_dict.get("architectures")).lower():  # vLLM calls EAGLE-3's `model_type` `eagle`, too
+        return
     for name, (kind, advice) in OTHER_METHODS.items():
         if config_dict.get("model_type") == name or f"{name}_num_heads" in config_dict:
             if "transformer_layer_config" in config_dict:  # saved by this library

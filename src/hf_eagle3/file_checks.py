@@ -136,7 +136,10 @@ def read_file(path: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
     except Exception as error:  # unpickling fails in many ways
         raise ValueError(f"{path} holds other things than tensors, which are never loaded: {error}") from error
     if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
-        raise ValueError(f"{path} holds other things than tensors: a {type(tensors).__name__}, not tensors by name.")
+        raise ValueError(
+            f"{path} holds other things than tensors: a {type(tensors).__name__}, not tensors by name. Save the tensors alone, "
+            "the `state_dict` of the draft."
+        )
     return tensors
 
 

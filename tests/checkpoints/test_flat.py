@@ -11,7 +11,7 @@ import torch
 from checkpoints.test_formats import assert_same, export, make_reference, midlayer, sglang, write
 from conftest import make_prompt, make_target
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.tensor_names import is_draft, without_prefix
@@ -48,6 +48,7 @@ def load(folder, config, tensors, loader=Eagle3ForSpeculation, **kwargs):
         {"quantization_config": None, "speculator_config": None, "full_attention_interval": 4, "norm_type": "rms"},
         {"use_rotary_pos_emb": True, "is_causal": True, "use_rope": True, "is_neox_style": True},
         {"model_type": "gpt_oss", "num_local_experts": 16, "experts_per_token": 4},
+        {"model_type": "eagle", "architectures": ["Eagle3LlamaForCausalLM"]},  # vLLM's name
         {
             "num_target_layers": 12,
             "ttt_length": 7,
@@ -55,6 +56,7 @@ def load(folder, config, tensors, loader=Eagle3ForSpeculation, **kwargs):
             "distill_top_k": 1,
             "train_meta": {"lr": 1},
         },
+        {"parallel_drafting": False, "cod_retention": 0.8, "k_train": 8},
         {"attention_bias": True, "mlp_bias": True},  # of the target
         {"sliding_window": 512, "id2label": {"0": "LABEL_0"}, "return_dict": True, "is_encoder_decoder": False},
         {"eagle_config": {"use_mtp_layernorm": False, "something_new": None, "other": 0, "use_last_layernorm": True}},
@@ -253,6 +255,53 @@ def test_what_a_draft_holds(names, expected):
     assert is_draft(names) is expected
 
 
+@pytest.mark.parametrize("family", ["gemma4_text", "gpt_oss", "phi3", "qwen3_moe"])
+def test_copies_of_the_target_s_configuration(tmp_path, target, reference, family):
+    """NeMo Automodel writes such, whose layers are Llama's whatever the target."""
+    config = sglang(reference, architectures=["LlamaEagle3DraftModel"], draft_num_hidden_layers=1)
+    copied = {**AutoConfig.for_model(family).to_dict(), **config, "model_type": family, "num_hidden_layers": 36}
+    copied |= {"head_dim": 8, "rope_parameters": None, "initial_context_length": 4096}
+    assert_same(load(tmp_path / "copied", copied, midlayer(reference)), reference, target)
+    if family in ("gemma4_text", "gpt_oss"):
+        copied["architectures"] = ["OtherEagle3DraftModel"]
+        with pytest.raises(ValueError, match="does not know: .*'(per_layer_config|swiglu_limit)'"):
+            load(tmp_path / "other", copied, midlayer(reference))
+
+
+@pytest.mark.parametrize(
+    "model_type, key, name",
+    [("gemma3_text", "hidden_act", "hidden_activation"), ("cohere2", "rms_norm_eps", "layer_norm_eps")],
+)
+def test_other_names_of_what_is_missing(tmp_path, reference, model_type, key, name):
+    config = {**sglang(reference, model_type=model_type), name: "gelu" if key == "hidden_act" else 0.1}
+    load(tmp_path / "said", {**config, "hidden_act": "silu", "rms_norm_eps": 1e-5}, midlayer(reference))
+    with pytest.raises(ValueError, match=f"does not know: .'{name}'"):
+        load(tmp_path / "missing", {**config, key: None}, midlayer(reference))
+
+
+def test_original_length_of_phi(tmp_path, reference):
+    inside = {**YARN, "original_max_position_embeddings": 64}
+    for folder, changes in {
+        "inside": {"rope_scaling": inside},
+        "outside": {"rope_scaling": YARN, "original_max_position_embeddings": 64},
+    }.items():
+        draft = load(tmp_path / folder, sglang(reference, **changes), midlayer(reference))
+        assert draft.config.transformer_layer_config.rope_parameters["original_max_position_embeddings"] == 64
+
+
+@pytest.mark.parametrize(
+    "place, advice",
+    [
+        ("transformer_layer_config", 'add `"speculators_model_type": "eagle3"`'),
+        ("text_config", r"Move what describes the draft's layers there from \['text_config'\]"),
+    ],
+)
+def test_sizes_in_another_place(tmp_path, reference, place, advice):
+    config = {"architectures": ["LlamaForCausalLMEagle3"], place: sglang(reference)}
+    with pytest.raises(ValueError, match=r"lacks \['hidden_size', .*" + advice):
+        load(tmp_path / "draft", config, midlayer(reference))
+
+
 def test_names_without_prefix():
     names = ["module.model.fc.weight", "module.model.layers.0.self_attn.o_proj.weight", "module.lm_head.weight", "d2t"]
     assert list(without_prefix(names).values())[1:] == ["layers.0.self_attn.o_proj.weight", "lm_head.weight", "d2t"]
@@ -262,7 +311,7 @@ def test_names_without_prefix():
 @pytest.mark.parametrize("wrapped", [lambda held: {"state_dict": held}, lambda held: {"model": held, "epoch": 3}])
 def test_what_a_trainer_saved_is_taken_for_no_random_model(tmp_path, reference, loader, wrapped):
     folder = write(tmp_path / "draft", sglang(reference), wrapped(midlayer(reference)), "bin")
-    with pytest.raises(ValueError, match="holds other things than tensors"):
+    with pytest.raises(ValueError, match="holds other things than tensors.* Save the tensors alone"):
         loader.from_pretrained(folder)
 
 

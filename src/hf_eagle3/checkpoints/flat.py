@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 
 from ..config_checks import DEFAULTS, OPTIONAL_SIZES, ROPE_KEYS, changed_defaults, check_sizes
 from ..file_checks import check_mapping, is_neutral_mapping
@@ -91,6 +91,7 @@ NEUTRAL_KEYS = {
     "num_depths",  # of a parallel draft's training
     "num_target_layers",
     "org_vocab_size",
+    "original_max_position_embeddings",
     "parallel_draft_heads_num_layers",  # without effect if a step drafts one token
     "pool_type",
     "prefix",
@@ -114,8 +115,19 @@ NEUTRAL_KEYS = {
     "use_sliding_window",
 }
 # Keys about the target and its inputs, and about training. A key about layers is none of these, because it may choose the states.
-NEUTRAL_BEGINNINGS = ("target_", "image_", "video_", "audio_", "vision_", "linear_", "train_", "ttt_", "down_sample_")
-NEUTRAL_ENDS = ("_id", "_ids", "_token", "_token_index")
+NEUTRAL_BEGINNINGS = (
+    "target_",
+    "image_",
+    "video_",
+    "audio_",
+    "vision_",
+    "linear_",
+    "train_",
+    "ttt_",
+    "down_sample_",
+    "cod_",
+)
+NEUTRAL_ENDS = ("_id", "_ids", "_token", "_token_index", "_train")
 # Keys about experts and their routers, which drafts do not have, and about the loss of their training.
 NEUTRAL_PARTS = ("expert", "router", "moe_", "topk", "n_group", "routed_scaling", "distill", "_loss")
 # Names in heads of multi-token prediction: Qwen's, and DeepSeek's and GLM's.
@@ -144,12 +156,18 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
     unsupported kind, or has unknown keys.
     """
     if missing := [key for key in REQUIRED_KEYS if config.get(key) is None]:
-        raise ValueError(f"config.json lacks {missing}.")
+        nested = [key for key, value in config.items() if isinstance(value, dict) and "hidden_size" in value]
+        advice = "It is incomplete: download it again."
+        if nested == ["transformer_layer_config"]:
+            advice = 'If speculators wrote it, add `"speculators_model_type": "eagle3"`.'
+        elif nested:
+            advice = f"Move what describes the draft's layers there from {nested}."
+        raise ValueError(f"config.json lacks {missing}. {advice}")
     flags = flags_of(config)
     sizes = {**config, "draft_num_hidden_layers": flags["draft_num_hidden_layers"]}
     check_sizes({key: sizes[key] for key in (*LAYER_KEYS, *OPTIONAL_SIZES) if sizes.get(key) is not None})
     check_kind(config, flags, tensors)
-    check_keys(config, flags)
+    check_keys(config, flags, tensors)
     ours, report = tensors_of(tensors, config)
     assumed: dict[str, Any] = {}
     layer_config = layer_config_of(config, flags, ours, assumed)
@@ -303,7 +321,23 @@ def is_neutral(key: str) -> bool:
     )
 
 
-def check_keys(config: dict, flags: dict) -> None:
+def keys_of_family(config: dict) -> set[str]:
+    """
+    Returns the keys of the family in `model_type` if the layers are Llama's, which ignore them: NeMo Automodel copies the
+    configuration of its target.
+    """
+    model_type, architectures = config.get("model_type"), config.get("architectures") or []
+    if not (isinstance(model_type, str) and model_type in CONFIG_MAPPING and any("Llama" in x for x in architectures)):
+        return set()
+    # The last two are in gpt-oss's config.json only.
+    keys = {*CONFIG_MAPPING[model_type]().to_dict(), "initial_context_length", "swiglu_limit"}
+    # Other names of what is missing may say what the draft computes.
+    parts = {"hidden_act": "hidden_activation", "rms_norm_eps": "_eps"}
+    unsure = [part for key, part in parts.items() if config.get(key) is None]
+    return {key for key in keys if not any(part in key for part in unsure)}
+
+
+def check_keys(config: dict, flags: dict, tensors: dict) -> None:
     """Raises `ValueError`, naming the unknown keys that are not false, zero, empty or their default."""
 
     def unknown_keys(place: dict, known: set[str]) -> list[str]:
@@ -311,7 +345,7 @@ def check_keys(config: dict, flags: dict) -> None:
         return sorted([key for key in keys if place[key] and not is_neutral(key)] + changed_defaults(place))
 
     eagle_config = config.get("eagle_config") or {}
-    unknown = unknown_keys(config, {*LAYER_KEYS, *TOKEN_KEYS, EXACT_IDS, "layer_types"})
+    unknown = unknown_keys(config, {*LAYER_KEYS, *TOKEN_KEYS, EXACT_IDS, "layer_types", *keys_of_family(config)})
     unknown += [f"eagle_config.{key}" for key in unknown_keys(eagle_config, set())]
     if unknown:
         raise ValueError(
@@ -320,8 +354,10 @@ def check_keys(config: dict, flags: dict) -> None:
         )
     window, layer_types = config.get("sliding_window"), config.get("layer_types") or ["full_attention"]
     is_on = config.get("use_sliding_window", True) or layer_types[0] != "full_attention"
+    held = {name.split(".")[1] for name in our_names(tensors) if name.startswith("layers.")}
+    is_of_target = len(layer_types) > len(held)
     longest = config.get("max_position_embeddings")
-    if window and is_on and not (longest and window >= longest):
+    if window and is_on and not is_of_target and not (longest and window >= longest):
         raise ValueError(
             f"config.json has a `sliding_window` of {window}, which readers of this format ignore. If the draft was trained "
             "without one, set `use_sliding_window` to false."
@@ -378,6 +414,9 @@ def rope_of(config: dict) -> dict:
             )
         rope |= {name: value for name, value in given.items() if value is not None}
     rope.pop("type", None)
+    original = config.get("original_max_position_embeddings")  # where Phi has it
+    if original and rope["rope_type"] != "default":
+        rope.setdefault("original_max_position_embeddings", original)
     thetas = [theta for theta in (rope.get("rope_theta"), config.get("rope_theta")) if theta is not None]
     if len(thetas) == 2 and thetas[0] != thetas[1]:
         raise ValueError(
