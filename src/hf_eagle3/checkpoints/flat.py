@@ -354,7 +354,7 @@ def check_keys(config: dict, flags: dict, tensors: dict) -> None:
         )
     window, layer_types = config.get("sliding_window"), config.get("layer_types") or ["full_attention"]
     is_on = config.get("use_sliding_window", True) or layer_types[0] != "full_attention"
-    held = {name.split(".")[1] for name in our_names(tensors) if name.startswith("layers.")}
+    held = {name.split(".")[1] for name in our_names(tensors).values() if name.startswith("layers.")}
     is_of_target = len(layer_types) > len(held)
     longest = config.get("max_position_embeddings")
     if window and is_on and not is_of_target and not (longest and window >= longest):
