@@ -173,6 +173,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("draft", type=folder_or_hub_id, help="Folder or Hub id")
     parser.add_argument("--revision", help="Revision on the Hub")
+    parser.add_argument("--subfolder", default="", help="The draft's folder in its repo, if it is not the root")
     parser.add_argument(
         "--target", type=folder_or_hub_id, help="Folder or Hub id of a model to check the draft against"
     )
@@ -185,7 +186,7 @@ def main():
     args = parser.parse_args()
     if args.prompt is not None and args.target is None:
         parser.error("--prompt needs a model that continues it: pass --target")
-    draft, info = load_draft(args.draft, revision=args.revision, output_loading_info=True)
+    draft, info = load_draft(args.draft, revision=args.revision, subfolder=args.subfolder, output_loading_info=True)
     rows, fits = [*describe(draft, info), ("transformers", "generate(assistant_model=draft)")], []
     if args.target:
         try:

@@ -108,6 +108,9 @@ def draft_config(
     if trust_remote_code and "AutoConfig" in auto_map:  # its own code has failed, and said why
         return None
     if kind is None and algorithm is None:
+        from .config_checks import check_method  # here, so that `import hf_eagle3` is quick
+
+        check_method(content, name_or_path)  # transformers would say that it is too old
         kind, names = kind_of_draft(content, name_or_path, hub_kwargs)
         if kind is None:
             return None

@@ -67,6 +67,15 @@ ROPE_KEYS = {
     "type",  # the old name of `rope_type`
 }
 
+# Drafts of other methods, by their `model_type` or the beginning of a key (`medusa_num_heads`), and what takes them.
+OTHER_METHODS = {
+    "eagle": ("a draft of EAGLE-1 or 2", "vLLM runs it as `eagle`."),
+    "hass": ("a draft of HASS", "vLLM runs it as `eagle`."),
+    "hydra": ("a draft of Hydra", "The project that trained it runs it."),
+    "medusa": ("a draft of Medusa", "vLLM runs it as `medusa`."),
+    "mlp_speculator": ("an MLP speculator", "vLLM runs it as `mlp_speculator`."),
+}
+
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -77,7 +86,13 @@ SIZES = (
 )
 LARGEST_SIZE = 2**31 - 1
 # These may be null, which stands for a default.
-OPTIONAL_SIZES = ("draft_vocab_size", "head_dim", "num_key_value_heads", "target_hidden_size")
+OPTIONAL_SIZES = (
+    "draft_num_hidden_layers",
+    "draft_vocab_size",
+    "head_dim",
+    "num_key_value_heads",
+    "target_hidden_size",
+)
 
 
 def changed_defaults(config_dict: dict[str, Any]) -> list[str]:
@@ -134,6 +149,17 @@ def check_rope(rope: dict[str, Any]) -> None:
     rope_type, rope_types = rope.get("rope_type", "default"), ["default", *ROPE_INIT_FUNCTIONS]
     if rope_type not in rope_types:
         raise ValueError(f"`rope_type` is {rope_type!r}, but must be one of {rope_types}.")
+
+
+def check_method(config_dict: dict[str, Any], source: Any) -> None:
+    """Raises `ValueError` if a `config.json` is of a draft of another method. Its weights may be in files of other names."""
+    if "eagle3" in str(config_dict.get("architectures")).lower():  # vLLM calls EAGLE-3's `model_type` `eagle`, too
+        return
+    for name, (kind, advice) in OTHER_METHODS.items():
+        if config_dict.get("model_type") == name or f"{name}_num_heads" in config_dict:
+            if "transformer_layer_config" in config_dict:  # saved by this library
+                advice = "Load it by `AutoModel.from_pretrained`, after `import hf_eagle3.baselines`."
+            raise ValueError(f"{source} is {kind}, not of EAGLE-3. {advice}")
 
 
 def check_config(config: Eagle3Config) -> None:
@@ -213,8 +239,8 @@ def check_config_dict(config_dict: dict[str, Any]) -> None:
     """
     if not config_dict:
         raise ValueError(
-            "There is no config.json, or it is empty. Pass its `subfolder`, or download the draft again. If it is a GGUF file, which only llama.cpp reads, "
-            "load the draft that it was converted from."
+            "There is no config.json, or it is empty. Pass its `subfolder`, or download the draft again. If it is in the form of an "
+            "engine (a GGUF file, or Mistral's params.json), run it there, or load the draft that it was converted from."
         )
     if (algorithm := config_dict.get("speculators_model_type")) not in ("eagle3", "peagle", None):
         raise ValueError(

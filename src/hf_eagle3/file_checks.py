@@ -82,7 +82,7 @@ def check_is_fetched(path: str | Path) -> None:
 def check_weights_file(path: Path, is_quantized: bool = False) -> None:
     """
     Raises `ValueError` if a file of weights is a pointer of Git LFS, is not whole, has a rounded `d2t`, or has weights that are
-    integers, though the configuration does not say that they are quantized.
+    integers or of 8 bits, though the configuration does not say that they are quantized.
     """
     check_is_fetched(path)
     if path.suffix == ".safetensors":
@@ -98,13 +98,15 @@ def check_weights_file(path: Path, is_quantized: bool = False) -> None:
         )  # reads no weights, in the format of torch 1.6 and later
         d2t = tensors.get("d2t")
         dtypes = {name: str(tensor.dtype).removeprefix("torch.").upper() for name, tensor in tensors.items()}
-    integers = sorted(
-        name for name, dtype in dtypes.items() if name.endswith("weight") and dtype.startswith(("I", "U"))
+    quantized = sorted(
+        name
+        for name, dtype in dtypes.items()
+        if name.endswith("weight") and dtype.startswith(("I", "U", "F8", "FLOAT8"))
     )
-    if integers and not is_quantized:  # transformers would take them for floating-point numbers
+    if quantized and not is_quantized:  # transformers would take them for unscaled floating-point numbers
         raise ValueError(
-            f"{path} has weights that are integers, such as {integers[0]} ({dtypes[integers[0]]}), but config.json has no "
-            "`quantization_config` that says how to read them. Load the draft that is not quantized."
+            f"{path} has weights that are integers or of 8 bits, such as {quantized[0]} ({dtypes[quantized[0]]}), but config.json has "
+            "no `quantization_config` that says how to read them. Load the draft that is not quantized."
         )
     if d2t is not None:  # transformers would round it to integers
         check_mapping(d2t, f"{path}: ")
@@ -134,7 +136,10 @@ def read_file(path: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
     except Exception as error:  # unpickling fails in many ways
         raise ValueError(f"{path} holds other things than tensors, which are never loaded: {error}") from error
     if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
-        raise ValueError(f"{path} holds other things than tensors: a {type(tensors).__name__}, not tensors by name.")
+        raise ValueError(
+            f"{path} holds other things than tensors: a {type(tensors).__name__}, not tensors by name. Save the tensors alone, "
+            "the `state_dict` of the draft."
+        )
     return tensors
 
 

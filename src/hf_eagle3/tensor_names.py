@@ -50,24 +50,27 @@ def with_variant(name: str, variant: str | None) -> str:
 def is_draft(names: Iterable[str]) -> bool:
     """
     Whether tensors with these names make up an EAGLE draft. A draft has a first layer that reads the token beside the
-    state, or a vocabulary mapping, or (EAGLE 1 and 2) layers behind an `fc`.
+    state, or a vocabulary mapping, or (EAGLE 1 and 2, heads of multi-token prediction) layers behind an `fc`.
     """
     shorter = without_prefix(names)
     names = shorter.values()
+    if any(name.startswith("midlayer.") for name in names):
+        return True
     if "hidden_norm.weight" in names:  # a block draft has it outside of its layers
         return False
-    if any(name.startswith(("midlayer.", "layers.0.hidden_norm.")) or name == "d2t" for name in names):
+    if any(name.startswith(("layers.0.hidden_norm.", "layers.0.eh_proj.")) or name == "d2t" for name in names):
         return True
     # No model of transformers has an `fc` beside its `layers`, except the decoders of some audio codecs (Xcodec2, NeuCodec).
     # Those have other tensors outside of the decoder.
-    outside = {name for name, short in shorter.items() if name == short} - {"lm_head.weight"}
+    outside = {name for name, short in shorter.items() if name == short} - {"lm_head.weight", "embed_tokens.weight"}
     has_layers = any(name.startswith("layers.") for name in names)
     return "fc.weight" in names and has_layers and ("fc.weight" in shorter or not outside)
 
 
 def is_block_draft(names: Iterable[str]) -> bool:
     """Whether tensors with these names make up a draft like DFlash's, which fuses the target's states before its layers."""
-    return {"fc.weight", "hidden_norm.weight"} <= set(without_prefix(names).values())
+    shorter = set(without_prefix(names).values())
+    return {"fc.weight", "hidden_norm.weight"} <= shorter and not any(name.startswith("midlayer.") for name in shorter)
 
 
 def unlike_qwen3(names: Iterable[str]) -> list[str]:
@@ -95,8 +98,14 @@ def without_prefix(names: Iterable[str]) -> dict[str, str]:
 
 
 def our_names(names: Iterable[str]) -> dict[str, str]:
-    """Maps names of a draft's tensors to ours: without a prefix, and `layers.0` for SafeAILab's `midlayer`."""
-    return {name: re.sub(r"^midlayer\.", "layers.0.", short) for name, short in without_prefix(names).items()}
+    """
+    Maps names of a draft's tensors to ours: without a prefix, and `layers.0` for SafeAILab's `midlayer`. Model-Optimizer
+    numbered several of these (`midlayer.1`).
+    """
+    numbered = {
+        name: re.sub(r"^midlayer\.(\d+)\.", r"layers.\1.", short) for name, short in without_prefix(names).items()
+    }
+    return {name: re.sub(r"^midlayer\.", "layers.0.", short) for name, short in numbered.items()}
 
 
 def tensor_names(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> list[str] | None:

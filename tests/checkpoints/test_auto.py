@@ -155,6 +155,53 @@ def test_our_own_drafts_run_the_code_that_is_saved_with_them(tmp_path, target):
         AutoModel.from_pretrained(tmp_path, trust_remote_code=False)
 
 
+@pytest.mark.parametrize(
+    "content, kind",
+    [
+        ({"medusa_num_heads": 5, "medusa_num_layers": 1}, "a draft of Medusa, not of EAGLE-3. vLLM runs it"),
+        ({"model_type": "medusa", "num_heads": 3}, "a draft of Medusa, not of EAGLE-3. vLLM runs it"),
+        (
+            {"hydra_num_heads": 4, "hydra_num_layers": 4},
+            "a draft of Hydra, not of EAGLE-3. The project that trained it",
+        ),
+        ({"model_type": "mlp_speculator", "n_predict": 3}, "an MLP speculator, not of EAGLE-3. vLLM runs it"),
+        ({"model_type": "eagle", "model": {}}, "a draft of EAGLE-1 or 2, not of EAGLE-3. vLLM runs it as `eagle`"),
+    ],
+)
+@pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel, AutoConfig])
+def test_drafts_of_other_methods(tmp_path, content, kind, loader):
+    """Their weights are in files of other names."""
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=kind):
+        loader.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "method, advice",
+    [
+        ("medusa", "import hf_eagle3.baselines"),
+        ("hydra", "import hf_eagle3.baselines"),
+        ("eagle", "import hf_eagle3.baselines"),
+        ("hass", "import hf_eagle3.baselines"),
+        ("dflash", "import hf_eagle3"),
+    ],
+)
+def test_our_drafts_of_other_methods(tmp_path, target, method, advice):
+    make_baseline(method, target).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"`AutoModel.from_pretrained`, after `{advice}`"):
+        Eagle3ForSpeculation.from_pretrained(tmp_path)
+
+
+def test_what_to_do_with_a_whole_model(tmp_path, target):
+    target.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="It is a whole model. .*load a small model by `AutoModelForCausalLM`"):
+        Eagle3ForSpeculation.from_pretrained(tmp_path)
+    weights = {**target.state_dict(), "eagle_module.fc.weight": torch.ones(32, 96)}
+    target.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(ValueError, match="a target with a draft in training. .*export_hf_checkpoint.py"):
+        Eagle3ForSpeculation.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["/drafts/mine", "./mine", "outputs/quickstart/draft"])
 def test_folders_that_do_not_exist(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

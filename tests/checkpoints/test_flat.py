@@ -1,6 +1,7 @@
 """What drafts of others hold and say, key by key."""
 
 import copy
+import itertools
 import json
 import math
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from checkpoints.test_formats import assert_same, export, make_reference, midlayer, sglang, write
 from conftest import make_prompt, make_target
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.tensor_names import is_draft, without_prefix
@@ -47,6 +48,16 @@ def load(folder, config, tensors, loader=Eagle3ForSpeculation, **kwargs):
         {"quantization_config": None, "speculator_config": None, "full_attention_interval": 4, "norm_type": "rms"},
         {"use_rotary_pos_emb": True, "is_causal": True, "use_rope": True, "is_neox_style": True},
         {"model_type": "gpt_oss", "num_local_experts": 16, "experts_per_token": 4},
+        {"model_type": "eagle", "architectures": ["Eagle3LlamaForCausalLM"]},  # vLLM's name
+        {
+            "num_target_layers": 12,
+            "ttt_length": 7,
+            "step_loss_decay": 0.8,
+            "distill_top_k": 1,
+            "train_meta": {"lr": 1},
+        },
+        {"parallel_drafting": False, "cod_retention": 0.8, "k_train": 8},
+        {"attention_bias": True, "mlp_bias": True},  # of the target
         {"sliding_window": 512, "id2label": {"0": "LABEL_0"}, "return_dict": True, "is_encoder_decoder": False},
         {"eagle_config": {"use_mtp_layernorm": False, "something_new": None, "other": 0, "use_last_layernorm": True}},
         {"rope_scaling": {"rope_type": "default", "mrope_section": None, "alpha": 0}},
@@ -97,6 +108,8 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"use_mrope": True}, "three positions"),
         ({"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}, "`alpha` .1000.0"),
         ({"rope_scaling": "yarn"}, "`rope_scaling` is 'yarn', but must be a mapping"),
+        ({"rope_scaling": {"factor": 8.0}}, "`rope_scaling` has a `factor` of 8.0, but no `rope_type`. Add"),
+        ({"draft_num_hidden_layers": "two"}, "`draft_num_hidden_layers` is 'two', but must be a positive integer"),
         (
             {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
             "is 5.0 in config.json, but 6.0 in its `rope_para",
@@ -104,7 +117,8 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"eagle_config": {"use_aux_hidden_state": False}}, "EAGLE-1 and 2"),
         ({"use_aux_hidden_state": False}, "EAGLE-1 and 2"),
         ({"kv_lora_rank": 8}, "MLA.*SGLang and vLLM"),
-        ({"parallel_drafting": True}, "several tokens in one pass .*vLLM"),
+        ({"parallel_drafting": True}, "several tokens in one pass .*another form than P-EAGLE.*vLLM"),
+        ({"parallel_drafting": "yes"}, "`parallel_drafting` is 'yes', but must be true or false"),
         ({"fc_norm": True, "eagle_config": {"fc_norm": False}}, "`fc_norm` is True in config.json, but False"),
         ({"eagle_aux_hidden_state_layer_ids": [1, "5", 8]}, "must be a list of layer numbers"),
         ({"num_aux_hidden_states": 4, "eagle_aux_hidden_state_layer_ids": [1, 5, 8]}, "but there are 3 layer ids"),
@@ -114,7 +128,14 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
             {"aux_hidden_states_layer_ids": [1, 5, 8], "eagle_aux_hidden_state_layer_ids": [1, 5, 9]},
             r"is \[1, 5, 8\], but `eagle_aux_hidden_state_layer_ids` is \[1, 5, 9\]",
         ),
-        ({"target_layer_ids": [1, 5, 8]}, r"does not know: \['target_layer_ids'\]"),
+        (
+            {"aux_hidden_states_layer_ids": [1, 5, 8], "target_layer_ids": [1, 5, 9]},
+            r"`aux_hidden_states_layer_ids` is \[1, 5, 8\], but `target_layer_ids` is \[1, 5, 9\]",
+        ),
+        (
+            {"draft_layer_ids": [1, 5, 8]},
+            r"does not know: \['draft_layer_ids'\]. If they do not change .* remove them",
+        ),
         ({"eagle_config": {"aux_layer_ids": [1, 5, 8]}}, r"does not know: \['eagle_config.aux_layer_ids'\]"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -130,13 +151,23 @@ def test_kinds_are_told_by_tensors(tmp_path, reference):
     without_norm = {name: tensor for name, tensor in tensors.items() if "hidden_norm" not in name}
     experts = {name.replace("down_proj", "experts.down_proj"): tensor for name, tensor in tensors.items()}
     unnamed = {name: tensor for name, tensor in tensors.items() if ".mlp." not in name}
+    mtp = {**without_norm, "pre_fc_norm_hidden.weight": torch.ones(32), "embed_tokens.weight": torch.ones(96, 32)}
     config["num_local_experts"] = 16
     for held, reason in (
         (experts, "draft of experts .MoE, 16"),
         (unnamed, "draft of experts .MoE, 16"),
         ({**tensors, "midlayer.mlp.experts.0.up_proj.weight": torch.ones(3)}, "draft of experts"),
         ({**tensors, "midlayer.self_attn.kv_a_proj_with_mqa.weight": torch.ones(3)}, "MLA"),
-        ({**tensors, "mask_hidden": torch.ones(3)}, "several tokens in one pass"),
+        ({**tensors, "mask_hidden": torch.ones(3)}, "parallel draft .P-EAGLE.*Add .*`mask_token_id`"),
+        (
+            {**tensors, "midlayer.pre_feedforward_layernorm.weight": torch.ones(3)},
+            "layers hold .'pre_feedforward_layer",
+        ),
+        (
+            {name.replace("midlayer", "layers.0"): tensor for name, tensor in mtp.items()},
+            "multi-token prediction .MTP",
+        ),
+        ({**tensors, "layers.1.self_attn.q_proj.weight": torch.ones(32, 64)}, "each of its layers reads the token"),
         ({name.replace("midlayer", "layers.0"): tensor for name, tensor in without_norm.items()}, "EAGLE-1 and 2"),
     ):
         for loader in (Eagle3ForSpeculation, AutoModel):
@@ -144,15 +175,21 @@ def test_kinds_are_told_by_tensors(tmp_path, reference):
                 load(tmp_path / "draft", config, held, loader)
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "bin", "old bin"])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
-def test_weights_that_are_integers(tmp_path, reference, dtype, kind):
-    """transformers would take them for floating-point numbers."""
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        *itertools.product(["safetensors", "bin", "old bin"], [torch.int8, torch.uint8]),
+        ("safetensors", torch.float8_e4m3fn),
+        ("bin", torch.float8_e4m3fn),
+    ],
+)
+def test_weights_that_need_scales(tmp_path, reference, dtype, kind):
+    """transformers would take them for unscaled floating-point numbers."""
     tensors = midlayer(reference)
     tensors["midlayer.mlp.up_proj.weight"] = tensors["midlayer.mlp.up_proj.weight"].to(dtype)
     folder = write(tmp_path / "draft", sglang(reference), tensors, kind)
     for loader in (Eagle3ForSpeculation, AutoModel):
-        with pytest.raises(ValueError, match="has weights that are integers, such as midlayer.mlp.up_proj.weight"):
+        with pytest.raises(ValueError, match="integers or of 8 bits, such as midlayer.mlp.up_proj.weight"):
             loader.from_pretrained(folder)
 
 
@@ -207,11 +244,62 @@ def test_prefixes(tmp_path, target, prefix):
             False,
         ),  # Xcodec2's form
         (["fc.weight", "hidden_norm.weight", "layers.0.self_attn.o_proj.weight"], False),  # DFlash
+        (["fc.weight", "hidden_norm.weight", "midlayer.self_attn.o_proj.weight"], True),  # SpecForge's experts
+        (["mtp.fc.weight", "mtp.layers.0.self_attn.o_proj.weight", "embed_tokens.weight"], True),
+        (["model.layers.0.eh_proj.weight", "model.layers.0.self_attn.o_proj.weight"], True),
+        (["mtp.fc.weight", "mtp.layers.0.self_attn.o_proj.weight", "model.layers.0.self_attn.o_proj.weight"], False),
         ([], False),
     ],
 )
 def test_what_a_draft_holds(names, expected):
     assert is_draft(names) is expected
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "gpt_oss", "phi3", "qwen3_moe"])
+def test_copies_of_the_target_s_configuration(tmp_path, target, reference, family):
+    """NeMo Automodel writes such, whose layers are Llama's whatever the target."""
+    config = sglang(reference, architectures=["LlamaEagle3DraftModel"], draft_num_hidden_layers=1)
+    copied = {**AutoConfig.for_model(family).to_dict(), **config, "model_type": family, "num_hidden_layers": 36}
+    copied |= {"head_dim": 8, "rope_parameters": None, "initial_context_length": 4096}
+    assert_same(load(tmp_path / "copied", copied, midlayer(reference)), reference, target)
+    if family in ("gemma4_text", "gpt_oss"):
+        copied["architectures"] = ["OtherEagle3DraftModel"]
+        with pytest.raises(ValueError, match="does not know: .*'(per_layer_config|swiglu_limit)'"):
+            load(tmp_path / "other", copied, midlayer(reference))
+
+
+@pytest.mark.parametrize(
+    "model_type, key, name",
+    [("gemma3_text", "hidden_act", "hidden_activation"), ("cohere2", "rms_norm_eps", "layer_norm_eps")],
+)
+def test_other_names_of_what_is_missing(tmp_path, reference, model_type, key, name):
+    config = {**sglang(reference, model_type=model_type), name: "gelu" if key == "hidden_act" else 0.1}
+    load(tmp_path / "said", {**config, "hidden_act": "silu", "rms_norm_eps": 1e-5}, midlayer(reference))
+    with pytest.raises(ValueError, match=f"does not know: .'{name}'"):
+        load(tmp_path / "missing", {**config, key: None}, midlayer(reference))
+
+
+def test_original_length_of_phi(tmp_path, reference):
+    inside = {**YARN, "original_max_position_embeddings": 64}
+    for folder, changes in {
+        "inside": {"rope_scaling": inside},
+        "outside": {"rope_scaling": YARN, "original_max_position_embeddings": 64},
+    }.items():
+        draft = load(tmp_path / folder, sglang(reference, **changes), midlayer(reference))
+        assert draft.config.transformer_layer_config.rope_parameters["original_max_position_embeddings"] == 64
+
+
+@pytest.mark.parametrize(
+    "place, advice",
+    [
+        ("transformer_layer_config", 'add `"speculators_model_type": "eagle3"`'),
+        ("text_config", r"Move what describes the draft's layers there from \['text_config'\]"),
+    ],
+)
+def test_sizes_in_another_place(tmp_path, reference, place, advice):
+    config = {"architectures": ["LlamaForCausalLMEagle3"], place: sglang(reference)}
+    with pytest.raises(ValueError, match=r"lacks \['hidden_size', .*" + advice):
+        load(tmp_path / "draft", config, midlayer(reference))
 
 
 def test_names_without_prefix():
@@ -223,7 +311,7 @@ def test_names_without_prefix():
 @pytest.mark.parametrize("wrapped", [lambda held: {"state_dict": held}, lambda held: {"model": held, "epoch": 3}])
 def test_what_a_trainer_saved_is_taken_for_no_random_model(tmp_path, reference, loader, wrapped):
     folder = write(tmp_path / "draft", sglang(reference), wrapped(midlayer(reference)), "bin")
-    with pytest.raises(ValueError, match="holds other things than tensors"):
+    with pytest.raises(ValueError, match="holds other things than tensors.* Save the tensors alone"):
         loader.from_pretrained(folder)
 
 
@@ -313,11 +401,15 @@ def test_layer_ids_of_the_caller(tmp_path, target, reference, loader):
     assert changed.config.norm_output and changed.config.output_attentions and changed.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("key", ["aux_hidden_states_layer_ids", "target_layer_ids"])
 @pytest.mark.parametrize("place", ["top", "eagle_config"])
 @pytest.mark.parametrize("other", [None, [2, 6, 9], [3, 7, 10]])
-def test_layer_ids_of_angelslim(tmp_path, target, reference, said, place, other):
-    """They count outputs, and so prove what other ids count. Without them, [2, 6, 9] would be the usual inputs."""
-    held = {"aux_hidden_states_layer_ids": [2, 6, 9], "eagle_aux_hidden_state_layer_ids": other}
+def test_layer_ids_of_outputs(tmp_path, target, reference, said, key, place, other):
+    """
+    AngelSlim's and DeepSpec's count outputs, and so prove what other ids count. Without them, [2, 6, 9] would be the usual
+    inputs.
+    """
+    held = {key: [2, 6, 9], "eagle_aux_hidden_state_layer_ids": other}
     config = sglang(reference, **(held if place == "top" else {"eagle_config": held}))
     for loader in (Eagle3ForSpeculation, AutoModel):
         draft = load(tmp_path / "draft", config, midlayer(reference), loader)
@@ -448,6 +540,58 @@ def test_biases_of_qwen2(tmp_path, target):
     reference.layers[0].self_attn.o_proj.bias.data.zero_()
     tensors = {name: tensor for name, tensor in midlayer(reference).items() if not name.endswith("o_proj.bias")}
     assert_same(load(tmp_path / "draft", sglang(reference, model_type="qwen2"), tensors), reference, target)
+
+
+def test_deepspec(tmp_path, target, said):
+    """It has five states, the layers of Qwen3, the whole vocabulary, and the keys of its target and training."""
+    states = [2, 4, 6, 8, 10]
+    reference = make_reference(
+        target, model_type="qwen3", full=True, own_embedding="trained", eagle_aux_hidden_state_layer_ids=states
+    )
+    keys = {"num_target_layers": 12, "draft_num_hidden_layers": 1, "ttt_length": 7, "step_loss_decay": 1.0}
+    names = {
+        "architectures": ["Qwen3Eagle3Model"],
+        "model_type": "qwen3",
+        "target_model_name_or_path": "Qwen/Qwen3-8B",
+    }
+    config = sglang(reference, **keys, **names, target_layer_ids=[layer_id - 1 for layer_id in states])
+    del config["draft_vocab_size"]
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        draft = load(tmp_path / "draft", config, reference.state_dict(), loader)
+        assert not draft.config.aux_layer_ids_assumed
+        assert_same(draft, reference, target)
+    assert not [text for text in said if "layer ids" in text]
+
+
+@pytest.mark.parametrize("key", ["mask_token_id", "pard_token", "ptd_token_id"])
+@pytest.mark.parametrize("place", ["top", "eagle_config"])
+def test_parallel_drafts(tmp_path, target, key, place):
+    """As NeMo Automodel saves them, and vLLM reads them."""
+    reference = make_reference(
+        target, mask_token_id=5, num_hidden_layers=2, eagle_aux_hidden_state_layer_ids=[2, 6, 9], fc_norm=True
+    )
+    held = {key: 5, "parallel_drafting": True}
+    training = {"num_depths": 8, "down_sample_ratio": 0.7, "down_sample_ratio_min": 0.2, "draft_num_hidden_layers": 2}
+    config = sglang(reference, fc_norm=True, **training, **(held if place == "top" else {"eagle_config": held}))
+    config["num_hidden_layers"] = 12  # the target's
+    tensors = {
+        "model." * name.startswith(("fc", "layers", "norm")) + name: tensor
+        for name, tensor in reference.state_dict().items()
+    }
+    tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        draft = load(tmp_path / "draft", config, tensors, loader)
+        assert draft.config.mask_token_id == 5 and draft.config.speculators_model_type == "peagle"
+        assert draft.mask_hidden.equal(reference.mask_hidden)
+        assert_same(draft, reference, target)
+
+
+def test_midlayers_with_numbers(tmp_path, target):
+    """Model-Optimizer's first exporter."""
+    reference = make_reference(target, num_hidden_layers=2, eagle_aux_hidden_state_layer_ids=[2, 6, 9])
+    tensors = {name.replace("layers.", "midlayer."): tensor for name, tensor in reference.state_dict().items()}
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        assert_same(load(tmp_path / "draft", sglang(reference), tensors, loader), reference, target)
 
 
 def test_layers_of_the_target_that_are_counted(tmp_path, target, reference):

@@ -61,13 +61,14 @@ def tensors_for(config, holds):
     eagle = {**config, **(config.get("eagle_config") or {})}
     generator = torch.Generator().manual_seed(0)
     head_dim = layer.get("head_dim") or WIDTH // 4
-    num_states = len(eagle.get("eagle_aux_hidden_state_layer_ids") or (1, 2, 3))
+    num_states = len(eagle.get("eagle_aux_hidden_state_layer_ids") or eagle.get("target_layer_ids") or (1, 2, 3))
     sizes = {"q": 4 * head_dim, "k": layer.get("num_key_value_heads", 4) * head_dim}
     sizes |= {"v": sizes["k"], "o": WIDTH}
     draft_vocab_size = config.get("draft_vocab_size") or VOCAB_SIZE
     shapes = {"fc": (WIDTH, num_states * WIDTH), "norm": (WIDTH,), "lm_head": (draft_vocab_size, WIDTH)}
     for index in range(1 if "one layer" in holds else layer["num_hidden_layers"]):
-        name = f"layers.{index}" if "model_type" not in config or index or holds else "midlayer"
+        has_midlayer = "model_type" in config and not index and (not holds or "midlayer" in holds)
+        name = "midlayer" if has_midlayer else f"layers.{index}"
         for part, size in sizes.items():
             width = sizes["q"] if part == "o" else 2 * WIDTH if index == 0 else WIDTH
             shapes[f"{name}.self_attn.{part}_proj"] = (size, width)
@@ -75,6 +76,8 @@ def tensors_for(config, holds):
             shapes[f"{name}.mlp.{'experts.0.' * ('experts' in holds)}{part}_proj"] = shape
         for norm in ("input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if index == 0 else [])):
             shapes[f"{name}.{norm}"] = (WIDTH,)
+        if "query norms" in holds:
+            shapes |= {f"{name}.self_attn.{part}_norm": (head_dim,) for part in "qk"}
     if eagle.get("norm_before_fc"):
         shapes["input_norm"] = (num_states * WIDTH,)
     if eagle.get("fc_norm"):
@@ -91,6 +94,21 @@ def tensors_for(config, holds):
         + (len(shape) == 1)
         for name, shape in shapes.items()
     }
+    if "mapping without effect" in holds:
+        tensors |= {"d2t": torch.zeros(VOCAB_SIZE, dtype=torch.int64), "t2d": torch.ones(VOCAB_SIZE, dtype=torch.bool)}
+    if "mask" in holds:
+        tensors["mask_hidden"] = torch.randn(1, 1, num_states * WIDTH, generator=generator)
+    if "norms around layers" in holds:  # Gemma's
+        del tensors["layers.0.self_attn.v_proj.weight"]
+        tensors |= {f"layers.0.{part}_feedforward_layernorm.weight": torch.ones(WIDTH) for part in ("pre", "post")}
+        tensors["layers.0.layer_scalar"] = torch.ones(1)
+    if "stacked experts" in holds:
+        tensors["hidden_norm.weight"] = tensors.pop("midlayer.hidden_norm.weight")
+        for part, shape in {"gate": (16, WIDTH), "up": (16, WIDTH), "down": (WIDTH, 16)}.items():
+            del tensors[f"midlayer.mlp.{part}_proj.weight"]
+            tensors[f"midlayer.mlp.{part}_weight"] = torch.ones(4, *shape)
+    if "numbered midlayers" in holds:
+        tensors = {name.replace("layers.", "midlayer."): tensor for name, tensor in tensors.items()}
     if "biases" in holds:
         tensors |= {f"layers.0.self_attn.{part}_proj.bias": torch.ones(size) for part, size in sizes.items()}
     if draft_vocab_size < VOCAB_SIZE:
@@ -172,4 +190,4 @@ def test_a_published_draft(tmp_path, name):
 
 
 def test_each_has_an_outcome():
-    assert len(DRAFTS) == 63 and all(("reads" in entry) != ("refused" in entry) for entry in DRAFTS.values())
+    assert len(DRAFTS) == 73 and all(("reads" in entry) != ("refused" in entry) for entry in DRAFTS.values())

@@ -340,6 +340,7 @@ def test_old_names_and_missing_flags(tmp_path):
     config["architectures"], config["speculators_version"] = ["Eagle3Speculator"], "0.1.0"
     for flag in ("norm_before_fc", "fc_norm", "norm_output", "target_hidden_size", "embed_requires_grad"):
         del config[flag]
+    config |= {"inference_type": "text", "enable_sp_ulysses": True}  # of branches
     layer_config = config["transformer_layer_config"]
     layer_config["rope_theta"] = layer_config.pop("rope_parameters")["rope_theta"]
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -156,6 +156,11 @@ BAD = {
     "no conversation": ({"messages": None}, "'messages' is missing or has nothing in it"),
     "an empty one": ({"conversations": []}, "'conversations' is missing or has nothing in it"),
     "JSON": ({"messages": json.dumps(CHAT)}, "'messages' is the text .* parse it: .*json.loads"),
+    "JSON as a prompt": (
+        {"prompt": json.dumps([U]), "completion": "b"},
+        "'prompt' is a text with messages, .* parse it: .*json.loads",
+    ),
+    "JSON as a completion": ({"prompt": "[a", "completion": json.dumps([A])}, "'completion' is a text with messages"),
     "a number": ({"messages": 5}, "'messages' is 5, but must be a list of messages"),
     "lists of two lengths": ({"messages": {"role": ["user"], "content": []}}, "but must be a list of messages"),
     "nothing among them": ({"messages": [U, None]}, "message 1 of 'messages' is None"),
@@ -296,7 +301,9 @@ def test_rows_that_are_something_else(name):
 
 def test_rows_to_answer():
     assert read_prompt({"prompt": "a"}).text == "a" and read_prompt({"prompt": [U]}).messages == [U]
+    assert read_prompt({"prompt": '[{"city": "Rome"}]'}).text == '[{"city": "Rome"}]'
     for row, told in (
+        ({"prompt": json.dumps([U])}, "'prompt' is a text with messages"),
         ({"text": "a"}, r"it has no messages and no prompt, but \['text'\]"),
         ({"prompt": ""}, "empty"),
     ):

@@ -14,6 +14,7 @@ The module of an export format has `NAME` and `write`. Either `write(draft)` ret
 `write(draft, folder, ...)` writes the files itself.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
+from ..config_checks import check_method
 from ..file_checks import fields_among
 from ..remote_code.auto_eagle3 import logger
 from ..remote_code.configuration_eagle3 import Eagle3Config
@@ -58,6 +60,7 @@ def read(
     Raises:
         ValueError: if it is not a draft, is a draft of an unsupported kind, or is broken.
     """
+    check_method(config, source)
     tensors = read_tensors(source, variant, **hub_kwargs)
     if is_block_draft(tensors):
         raise ValueError(
@@ -66,7 +69,7 @@ def read(
     if not is_draft(tensors):
         raise ValueError(
             f"{source} is in no known EAGLE-3 format. A draft has `fc.weight` and one layer (`midlayer` or `layers.0`) with a "
-            f"`hidden_norm`, but this checkpoint holds {sorted(tensors)[:6]} ... Pass the name of a draft."
+            f"`hidden_norm`, but this checkpoint holds {sorted(tensors)[:6]} ... {advice_for(tensors)}"
         )
     if find(source, "adapter_config.json", **{**hub_kwargs, **LENIENT}) is not None:
         logger.warning_once(
@@ -84,6 +87,20 @@ def read(
     except (AttributeError, KeyError, StrictDataclassError, TypeError, ValueError) as error:  # a value is malformed
         reason = f"there is no {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{source}, read as {flat.format_of(config)}: {reason}") from error
+
+
+def advice_for(names: Iterable[str]) -> str:
+    """Returns what to do with a checkpoint with tensors of these names, which is no draft."""
+    if any(name.startswith("eagle_module.") for name in names):
+        return (
+            "It is a target with a draft in training. Export the draft by Model-Optimizer's `export_hf_checkpoint.py`."
+        )
+    if any(name.endswith("embed_tokens.weight") for name in names):
+        return (
+            "It is a whole model. Pass the name of a draft, or load a small model by `AutoModelForCausalLM`: transformers takes that "
+            "as `assistant_model`, too."
+        )
+    return "Pass the name of a draft."
 
 
 def with_config(config: Eagle3Config, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,9 @@ def read_tensors(source: str | Path, variant: str | None = None, **hub_kwargs: A
         if absent := sorted(index.keys() - tensors.keys()):
             raise ValueError(f"{source}: {name} lists tensors that its files do not hold: {absent}.")
         return tensors
-    raise FileNotFoundError(f"{source} has no weights: none of {', '.join(names)}.")
+    raise FileNotFoundError(
+        f"{source} has no weights: none of {', '.join(names)}. If they are in a file of another name, download and rename it."
+    )
 
 
 def check_new_folder(folder: str | Path) -> None:

@@ -7,12 +7,12 @@ import re
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 
-from ..config_checks import DEFAULTS, ROPE_KEYS, changed_defaults, check_sizes
+from ..config_checks import DEFAULTS, OPTIONAL_SIZES, ROPE_KEYS, changed_defaults, check_sizes
 from ..file_checks import check_mapping, is_neutral_mapping
 from ..remote_code.configuration_eagle3 import Eagle3Config
-from ..tensor_names import our_names, without_prefix
+from ..tensor_names import QWEN3_LAYER, our_names, without_prefix
 
 
 LAYER_KEYS = (
@@ -33,21 +33,33 @@ LAYER_KEYS = (
 )
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# AngelSlim's own key, which always counts the outputs of layers.
-OUTPUT_IDS = "aux_hidden_states_layer_ids"
+# Keys of AngelSlim and of DeepSpec, which always count the outputs of layers.
+OUTPUT_IDS = ("aux_hidden_states_layer_ids", "target_layer_ids")
+# The token that a parallel draft (P-EAGLE) reads in place of unknown ones, by the names that vLLM knows.
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 # Keys that describe the draft. They stand at the top level or in `eagle_config`.
 EAGLE_KEYS = (
-    OUTPUT_IDS,
+    *OUTPUT_IDS,
+    *MASK_TOKENS,
+    "draft_num_hidden_layers",
     "eagle_aux_hidden_state_layer_ids",
     "fc_norm",
     "norm_before_fc",
     "norm_before_residual",
     "norm_output",
     "num_aux_hidden_states",
+    "parallel_drafting",
     "target_hidden_size",
     "use_aux_hidden_state",
 )
-BOOLEANS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "use_aux_hidden_state")
+BOOLEANS = (
+    "fc_norm",
+    "norm_before_fc",
+    "norm_before_residual",
+    "norm_output",
+    "parallel_drafting",
+    "use_aux_hidden_state",
+)
 # Model-Optimizer's flags, and their values for the network that is implemented here.
 EXPECTED = {
     "next_layer_regular": True,
@@ -76,7 +88,10 @@ NEUTRAL_KEYS = {
     "max_window_layers",
     "modal_type",
     "model_type",
+    "num_depths",  # of a parallel draft's training
+    "num_target_layers",
     "org_vocab_size",
+    "original_max_position_embeddings",
     "parallel_draft_heads_num_layers",  # without effect if a step drafts one token
     "pool_type",
     "prefix",
@@ -99,11 +114,30 @@ NEUTRAL_KEYS = {
     "use_qk_norm",
     "use_sliding_window",
 }
-# Keys about the target and its inputs. A key about layers is none of these, because it may choose the states.
-NEUTRAL_BEGINNINGS = ("target_", "image_", "video_", "audio_", "vision_", "linear_")
-NEUTRAL_ENDS = ("_id", "_ids", "_token", "_token_index")
-# Keys about experts and their routers, which drafts do not have.
-NEUTRAL_PARTS = ("expert", "router", "moe_", "topk", "n_group", "routed_scaling")
+# Keys about the target and its inputs, and about training. A key about layers is none of these, because it may choose the states.
+NEUTRAL_BEGINNINGS = (
+    "target_",
+    "image_",
+    "video_",
+    "audio_",
+    "vision_",
+    "linear_",
+    "train_",
+    "ttt_",
+    "down_sample_",
+    "cod_",
+)
+NEUTRAL_ENDS = ("_id", "_ids", "_token", "_token_index", "_train")
+# Keys about experts and their routers, which drafts do not have, and about the loss of their training.
+NEUTRAL_PARTS = ("expert", "router", "moe_", "topk", "n_group", "routed_scaling", "distill", "_loss")
+# Names in heads of multi-token prediction: Qwen's, and DeepSeek's and GLM's.
+MTP_PARTS = r"\bpre_fc_norm_|\b(eh_proj|enorm|hnorm)\.weight$"
+LAYER_PARTS = {
+    *QWEN3_LAYER,
+    "hidden_norm.weight",
+    *(f"self_attn.{name}_proj.bias" for name in "qkvo"),
+    *(f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")),
+}
 # Tables that are computed, not trained.
 COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
@@ -122,14 +156,21 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
     unsupported kind, or has unknown keys.
     """
     if missing := [key for key in REQUIRED_KEYS if config.get(key) is None]:
-        raise ValueError(f"config.json lacks {missing}.")
-    check_sizes({key: config[key] for key in (*LAYER_KEYS, "draft_vocab_size") if config.get(key) is not None})
+        nested = [key for key, value in config.items() if isinstance(value, dict) and "hidden_size" in value]
+        advice = "It is incomplete: download it again."
+        if nested == ["transformer_layer_config"]:
+            advice = 'If speculators wrote it, add `"speculators_model_type": "eagle3"`.'
+        elif nested:
+            advice = f"Move what describes the draft's layers there from {nested}."
+        raise ValueError(f"config.json lacks {missing}. {advice}")
     flags = flags_of(config)
+    sizes = {**config, "draft_num_hidden_layers": flags["draft_num_hidden_layers"]}
+    check_sizes({key: sizes[key] for key in (*LAYER_KEYS, *OPTIONAL_SIZES) if sizes.get(key) is not None})
     check_kind(config, flags, tensors)
-    check_keys(config, flags)
+    check_keys(config, flags, tensors)
     ours, report = tensors_of(tensors, config)
     assumed: dict[str, Any] = {}
-    layer_config = layer_config_of(config, ours, assumed)
+    layer_config = layer_config_of(config, flags, ours, assumed)
     # If no flag says otherwise, a norm that the checkpoint holds is used.
     held = {"norm_before_fc": "input_norm.weight" in ours, "fc_norm": "fc_norm.0.weight" in ours}
     norms = {"norm_before_residual": False, "norm_output": False, **held}
@@ -153,6 +194,7 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
         "eagle_aux_hidden_state_layer_ids": ids,
         "aux_layer_ids_assumed": not counts_inputs,
         "target_hidden_size": flags["target_hidden_size"],
+        "mask_token_id": mask_token_of(flags) if "mask_hidden" in ours else None,
         **{flag: norm if flags[flag] is None else flags[flag] for flag, norm in norms.items()},
         **{key: config.get(key) for key in TOKEN_KEYS},
     }
@@ -182,9 +224,17 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
     """Raises `ValueError` if the draft is of an unsupported kind. The message says which, and what can run it."""
     names = without_prefix(tensors).values()
     quantization = config.get("quantization_config") or config.get("quantization")  # MLX writes the latter
-    weights = [tensor for tensor, name in zip(tensors.values(), names, strict=True) if name not in ("d2t", "t2d")]
+    weights = {name: tensors[name] for name, short in without_prefix(tensors).items() if short not in ("d2t", "t2d")}
+    if not quantization:
+        weights = {name: weight for name, weight in weights.items() if name.endswith("weight")}
+    quantized = [name for name, weight in weights.items() if weight.itemsize == 1 or not weight.is_floating_point()]
+    if quantized and not quantization:
+        raise ValueError(
+            f"it has weights that are integers or of 8 bits, such as {quantized[0]} ({weights[quantized[0]].dtype}), but config.json "
+            "has no `quantization_config` that says how to read them. Load the draft that is not quantized."
+        )
     # A draft may have its target's configuration, but weights that are not quantized.
-    if quantization and any(tensor.itemsize == 1 or not tensor.is_floating_point() for tensor in weights):
+    if quantized:
         methods = quantization if isinstance(quantization, dict) else {}
         method = methods.get("quant_method") or methods.get("quant_algo") or "an unnamed method"
         raise ValueError(
@@ -202,17 +252,29 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
         raise ValueError(
             f"it is a draft of experts (MoE, {num_experts or 'some'} of them), but only one MLP per layer is supported. SpecForge runs it."
         )
+    if any(re.search(MTP_PARTS, name) for name in names):
+        raise ValueError(
+            "it is a head of multi-token prediction (MTP), which reads only the target's last state. SGLang and vLLM run it with "
+            "the target that it belongs to."
+        )
     reads_one_state = flags["use_aux_hidden_state"] is False
     if reads_one_state or not any("hidden_norm" in name for name in names):
         why = "`use_aux_hidden_state` is false" if reads_one_state else "it has no `hidden_norm`"
         raise ValueError(
             f"it is a draft of EAGLE-1 and 2 ({why}), which reads one state. SGLang and vLLM run it as EAGLE, not EAGLE3."
         )
-    steps = flags["parallel_draft_step"]
-    if config.get("parallel_drafting") or any(name == "mask_hidden" for name in names) or steps not in (None, 1):
+    is_parallel, steps = "mask_hidden" in names, flags["parallel_draft_step"]
+    if (flags["parallel_drafting"] and not is_parallel) or steps not in (None, 1):
         raise ValueError(
-            "it drafts several tokens in one pass (`parallel_drafting`, `parallel_draft_step`) in another form. vLLM runs it."
+            "it drafts several tokens in one pass (`parallel_drafting`, `parallel_draft_step`) in another form than P-EAGLE, "
+            "which stores a `mask_hidden`. vLLM runs it."
         )
+    if is_parallel and mask_token_of(flags) is None:
+        raise ValueError(
+            "it is a parallel draft (P-EAGLE), but config.json does not say which token it reads in place of unknown ones. Add "
+            "the one that it was trained with as `mask_token_id`."
+        )
+    check_parts(config, tensors)
     rope = rope_of(config)
     if rope.get("mrope_section") or rope["rope_type"] == "mrope" or config.get("use_mrope"):
         raise ValueError(
@@ -227,6 +289,28 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
             raise ValueError(f"`{flag}` is {flags[flag]}, but only drafts with {expected} are supported.")
 
 
+def check_parts(config: dict, tensors: dict) -> None:
+    """Raises `ValueError` if the layers of a draft have other parts than Llama's and Qwen3's, or more than the first read tokens."""
+    layers = {name: tensors[old] for old, name in our_names(tensors).items() if name.startswith("layers.")}
+    parts = {name.split(".", 2)[-1] for name in layers if not name.endswith(COMPUTED)}
+    if others := sorted(parts - LAYER_PARTS):
+        raise ValueError(
+            f"its layers hold {others[:6]}, but only Llama and Qwen3 layers are supported, which have no such tensors. The project "
+            "that trained it may run it."
+        )
+    query = layers.get("layers.1.self_attn.q_proj.weight")
+    if query is not None and query.shape[-1] == 2 * config["hidden_size"]:
+        raise ValueError(
+            "each of its layers reads the token beside the state, but only drafts are supported whose first layer alone does. The "
+            "project that trained it may run it."
+        )
+
+
+def mask_token_of(flags: dict) -> int | None:
+    """Returns the token that a parallel draft reads in place of unknown ones, or `None` if none is named."""
+    return next((flags[name] for name in MASK_TOKENS if flags[name] is not None), None)
+
+
 def is_neutral(key: str) -> bool:
     """Whether a key does not change what a draft computes, or is checked elsewhere."""
     return (
@@ -237,7 +321,23 @@ def is_neutral(key: str) -> bool:
     )
 
 
-def check_keys(config: dict, flags: dict) -> None:
+def keys_of_family(config: dict) -> set[str]:
+    """
+    Returns the keys of the family in `model_type` if the layers are Llama's, which ignore them: NeMo Automodel copies the
+    configuration of its target.
+    """
+    model_type, architectures = config.get("model_type"), config.get("architectures") or []
+    if not (isinstance(model_type, str) and model_type in CONFIG_MAPPING and any("Llama" in x for x in architectures)):
+        return set()
+    # The last two are in gpt-oss's config.json only.
+    keys = {*CONFIG_MAPPING[model_type]().to_dict(), "initial_context_length", "swiglu_limit"}
+    # Other names of what is missing may say what the draft computes.
+    parts = {"hidden_act": "hidden_activation", "rms_norm_eps": "_eps"}
+    unsure = [part for key, part in parts.items() if config.get(key) is None]
+    return {key for key in keys if not any(part in key for part in unsure)}
+
+
+def check_keys(config: dict, flags: dict, tensors: dict) -> None:
     """Raises `ValueError`, naming the unknown keys that are not false, zero, empty or their default."""
 
     def unknown_keys(place: dict, known: set[str]) -> list[str]:
@@ -245,25 +345,32 @@ def check_keys(config: dict, flags: dict) -> None:
         return sorted([key for key in keys if place[key] and not is_neutral(key)] + changed_defaults(place))
 
     eagle_config = config.get("eagle_config") or {}
-    unknown = unknown_keys(config, {*LAYER_KEYS, *TOKEN_KEYS, EXACT_IDS, "layer_types"})
+    unknown = unknown_keys(config, {*LAYER_KEYS, *TOKEN_KEYS, EXACT_IDS, "layer_types", *keys_of_family(config)})
     unknown += [f"eagle_config.{key}" for key in unknown_keys(eagle_config, set())]
     if unknown:
-        raise ValueError(f"config.json has flags that this reader does not know: {unknown}.")
+        raise ValueError(
+            f"config.json has flags that this reader does not know: {unknown}. If they do not change what the draft computes, "
+            "because they are about its target or its training, remove them. Else a later version of hf-eagle3 may read it."
+        )
     window, layer_types = config.get("sliding_window"), config.get("layer_types") or ["full_attention"]
     is_on = config.get("use_sliding_window", True) or layer_types[0] != "full_attention"
+    held = {name.split(".")[1] for name in our_names(tensors).values() if name.startswith("layers.")}
+    is_of_target = len(layer_types) > len(held)
     longest = config.get("max_position_embeddings")
-    if window and is_on and not (longest and window >= longest):
+    if window and is_on and not is_of_target and not (longest and window >= longest):
         raise ValueError(
             f"config.json has a `sliding_window` of {window}, which readers of this format ignore. If the draft was trained "
             "without one, set `use_sliding_window` to false."
         )
 
 
-def layer_config_of(config: dict, tensors: dict[str, torch.Tensor], assumed: dict) -> dict:
+def layer_config_of(config: dict, flags: dict, tensors: dict[str, torch.Tensor], assumed: dict) -> dict:
     """Returns the configuration of the layers. Where `tensors` contradict `config`, the correction goes into `assumed`."""
     layer_config = {key: config[key] for key in LAYER_KEYS if config.get(key) is not None}
     layer_config["model_type"] = "qwen3" if "layers.0.self_attn.q_norm.weight" in tensors else "llama"
     layer_config.setdefault("num_hidden_layers", 1)
+    if flags["draft_num_hidden_layers"] is not None:  # the other key may count the target's layers
+        layer_config["num_hidden_layers"] = flags["draft_num_hidden_layers"]
     held = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     if layer_config["num_hidden_layers"] > 1 and held == {"0"}:
         assumed["num_hidden_layers"] = (
@@ -276,9 +383,11 @@ def layer_config_of(config: dict, tensors: dict[str, torch.Tensor], assumed: dic
     query = tensors.get("layers.0.self_attn.q_proj.weight")
     if format_of(config) == "safeailab" and query is not None:
         layer_config["head_dim"] = len(query) // config["num_attention_heads"]
+    # What the checkpoint does not hold was only its target's, or SpecForge's layers ignored it.
+    for flag, part in (("attention_bias", "self_attn.q_proj.bias"), ("mlp_bias", "mlp.up_proj.bias")):
+        layer_config[flag] = f"layers.0.{part}" in tensors
     for name, weight in list(tensors.items()):  # Qwen2's attention has three biases, Llama's four
         if name.endswith("self_attn.q_proj.bias"):
-            layer_config["attention_bias"] = True
             zeros = torch.zeros(layer_config["hidden_size"], dtype=weight.dtype)
             tensors.setdefault(name.replace("q_proj", "o_proj"), zeros)
     layer_config["tie_word_embeddings"] = False
@@ -299,8 +408,15 @@ def rope_of(config: dict) -> dict:
             raise ValueError(f"`{key}` is {given!r}, but must be a mapping.")
         if given.get("type") is not None:  # the old name
             given = {"rope_type": given["type"], **given}
+        if given.get("factor") and given.get("rope_type") is None:  # transformers would not scale
+            raise ValueError(
+                f"`{key}` has a `factor` of {given['factor']}, but no `rope_type`. Add what the draft was trained with."
+            )
         rope |= {name: value for name, value in given.items() if value is not None}
     rope.pop("type", None)
+    original = config.get("original_max_position_embeddings")  # where Phi has it
+    if original and rope["rope_type"] != "default":
+        rope.setdefault("original_max_position_embeddings", original)
     thetas = [theta for theta in (rope.get("rope_theta"), config.get("rope_theta")) if theta is not None]
     if len(thetas) == 2 and thetas[0] != thetas[1]:
         raise ValueError(
@@ -315,21 +431,27 @@ def layer_ids_of(config: dict, flags: dict) -> tuple[list[int] | None, bool]:
     Returns the ids of the layers that the states enter, and whether this is certain. Raises `ValueError` if the ids are
     malformed, contradict each other, or do not fit `num_aux_hidden_states`.
 
-    Most projects write the ids of layers whose *output* the states are. Unless the config says so by AngelSlim's key, only the
+    Most projects write the ids of layers whose *output* the states are. Unless the config says so by one of `OUTPUT_IDS`, only the
     target can show what ids count: [`~Eagle3ForSpeculation.resolve_aux_layer_ids`] decides it later.
     """
     key = "eagle_aux_hidden_state_layer_ids"
-    ids, outputs, exact = flags[key], flags[OUTPUT_IDS], config.get(EXACT_IDS)
-    num_states = flags["num_aux_hidden_states"]
-    for name, each in ((key, ids), (OUTPUT_IDS, outputs), (EXACT_IDS, exact)):
+    ids, exact, num_states = flags[key], config.get(EXACT_IDS), flags["num_aux_hidden_states"]
+    said = {name: flags[name] for name in OUTPUT_IDS if flags[name]}
+    for name, each in ((key, ids), *said.items(), (EXACT_IDS, exact)):
         if each and not (isinstance(each, list) and all(type(layer_id) is int and layer_id >= 0 for layer_id in each)):
             raise ValueError(f"`{name}` is {each!r}, but must be a list of layer numbers.")
-    if outputs:
+    if said:
+        (certain, outputs), *others = said.items()
         inputs = [layer_id + 1 for layer_id in outputs]
-        for name, each, fitting in ((key, ids, (outputs, inputs)), (EXACT_IDS, exact, (inputs,))):
+        said_elsewhere = (
+            *((name, each, (outputs,)) for name, each in others),
+            (key, ids, (outputs, inputs)),
+            (EXACT_IDS, exact, (inputs,)),
+        )
+        for name, each, fitting in said_elsewhere:
             if each and each not in fitting:
                 raise ValueError(
-                    f"`{OUTPUT_IDS}` is {outputs}, but `{name}` is {each}. They name other states; remove the wrong one."
+                    f"`{certain}` is {outputs}, but `{name}` is {each}. They name other states; remove the wrong one."
                 )
         ids, exact = ids or outputs, inputs
     if ids and num_states is not None and len(ids) != num_states:
@@ -357,6 +479,8 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
             raise ValueError(f"two tensors are called {new_name}; one of them is stored as {name}.")
         ours[new_name] = tensors[name]
     merge_norms(ours, renamed, ignored)
+    if "mask_hidden" in ours:  # some have one dimension less
+        ours["mask_hidden"] = ours["mask_hidden"].reshape(1, 1, -1)
     if "lm_head.weight" not in ours and config.get("tie_word_embeddings") and "embed_tokens.weight" in ours:
         ours["lm_head.weight"] = ours["embed_tokens.weight"].clone()
         renamed["embed_tokens.weight"] = "lm_head.weight (tied)"

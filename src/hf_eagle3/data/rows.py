@@ -166,7 +166,10 @@ def read_row(row: dict[str, Any], kind: str) -> Row:
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, str) or isinstance(completion, str):
         _refuse_beside_text(row)
-        return Row(text=read_text(prompt, "prompt"), completion=read_text(completion, "completion"), images=images)
+        texts = {name: read_text(row.get(name), name) for name in ("prompt", "completion")}
+        for name, text in texts.items():
+            _refuse_json(text, name)
+        return Row(text=texts["prompt"], completion=texts["completion"], images=images)
     given = read_conversation(row, "prompt")
     answer = read_messages(completion, "completion")
     if answer[: len(given)] == given:
@@ -246,6 +249,7 @@ def read_prompt(row: dict[str, Any]) -> Row:
         if not row[kind]:
             raise RowError("it has an empty prompt")
         _refuse_beside_text(row)
+        _refuse_json(row[kind], kind)
         return Row(text=row[kind], images=read_images(row))
     messages, images = with_places(read_conversation(row, kind), read_images(row))
     return Row(messages=messages, template_kwargs=read_template_kwargs(row), images=images)
@@ -284,11 +288,24 @@ def read_messages(value: Any, name: str) -> list[dict]:
         raise RowError(f"{name!r} is missing or has nothing in it")
     if isinstance(value, str):
         raise RowError(
-            f"{name!r} is the text {_shown(value)}, but must be a list of messages with role and content. If it is JSON, parse "
-            f"it: dataset.map(lambda row: {{{name!r}: json.loads(row[{name!r}])}})"
+            f"{name!r} is the text {_shown(value)}, but must be a list of messages with role and content. {_advice(name)}"
         )
     value = _as_list(value, f"{name!r}", "of messages with role and content")
     return [read_message(message, f"message {number} of {name!r}") for number, message in enumerate(value)]
+
+
+def _advice(name: str) -> str:
+    return f"If it is JSON, parse it: dataset.map(lambda row: {{{name!r}: json.loads(row[{name!r}])}})"
+
+
+def _refuse_json(text: str, name: str) -> None:
+    """Raises `RowError` if a text is a conversation in JSON, which a model should not read as it is."""
+    try:
+        value = json.loads(text) if text.lstrip().startswith("[") else None
+    except (ValueError, RecursionError):
+        return
+    if value and all(isinstance(message, dict) and message.keys() & {"role", "from"} for message in value):
+        raise RowError(f"{name!r} is a text with messages, {_shown(text)}. {_advice(name)}")
 
 
 def read_message(message: Any, where: str) -> dict:

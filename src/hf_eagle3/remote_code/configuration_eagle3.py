@@ -29,7 +29,15 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "ha
 # Keys of config.json that only drafts have: ours and those of `speculators`, and those of other projects.
 DRAFT_KEYS = {"speculators_model_type", "draft_vocab_size", "eagle_config", "dflash_config"}
 # Others write these into a config.json. They do not change a draft.
-NEUTRAL_KEYS = {"auto_map", "embed_requires_grad", "tie_word_embeddings", "torch_dtype", "use_cache"}
+NEUTRAL_KEYS = {
+    "auto_map",
+    "embed_requires_grad",
+    "enable_sp_ulysses",
+    "inference_type",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "use_cache",
+}
 # The fields on which depends what a draft computes.
 DIGESTED = (
     *FLAGS,
