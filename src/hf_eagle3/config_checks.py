@@ -233,15 +233,18 @@ def check_verifier(config: Eagle3Config) -> None:
         )
 
 
+NO_CONFIG = (
+    "There is no config.json, or it is empty. Pass its `subfolder`, or download the draft again. If it is in the form of an "
+    "engine (a GGUF file, or Mistral's params.json), run it there, or load the draft that it was converted from."
+)
+
+
 def check_config_dict(config_dict: dict[str, Any]) -> None:
     """
     Raises `ValueError` if a `config.json` is missing, of another kind of draft, without its layers, or of an unknown dtype.
     """
     if not config_dict:
-        raise ValueError(
-            "There is no config.json, or it is empty. Pass its `subfolder`, or download the draft again. If it is in the form of an "
-            "engine (a GGUF file, or Mistral's params.json), run it there, or load the draft that it was converted from."
-        )
+        raise ValueError(NO_CONFIG)
     if (algorithm := config_dict.get("speculators_model_type")) not in ("eagle3", "peagle", None):
         raise ValueError(
             f"This is a draft of speculators of the kind {algorithm!r}, which hf-eagle3 does not read. An engine such as vLLM may."

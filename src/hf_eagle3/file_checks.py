@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers.utils import logging
 
+from .config_checks import NO_CONFIG
 from .environment import is_missing_folder
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import default_aux_layer_ids
@@ -203,6 +204,8 @@ def read_draft(
     if path is not None:
         check_files(source, variant, **hub_kwargs)
         content = read_config(source, **hub_kwargs)
+        if content is None and kwargs.get("config") is None:
+            raise ValueError(f"{source}: {NO_CONFIG}")
     if content is not None and not cls.config_class.recognises(content, source):
         from . import checkpoints  # here, because that module imports this one
 

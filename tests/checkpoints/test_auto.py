@@ -218,7 +218,7 @@ def test_what_is_said_of_broken_files(tmp_path, loader):
         with pytest.raises(ValueError, match=f"is a draft of speculators of the kind '{kind}'"):
             loader.from_pretrained(tmp_path / "draft")
     (tmp_path / "draft" / "config.json").unlink()
-    with pytest.raises(ValueError, match="no config.json"):
+    with pytest.raises(ValueError, match="draft(: There is| has .*, but) no config.json"):
         loader.from_pretrained(tmp_path / "draft")
     draft = Eagle3ForSpeculation.from_target(make_target("llama"), fc_norm=False, norm_output=False)
     export(draft, tmp_path / "bin", "sglang")
