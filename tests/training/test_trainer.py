@@ -121,6 +121,17 @@ def test_logs(tmp_path, tokenizer):
     assert {"eval_loss", "eval_simulated_acceptance_length"} <= set(evaluation)
 
 
+def test_arguments_that_change_between_two_trainings(tmp_path, tokenizer):
+    """Someone who tries settings changes `trainer.args`, as `hyperparameter_search` does."""
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=1, ttt_steps=2, ttt_warmup=0)
+    trainer.train()
+    trainer.args.ttt_steps, trainer.args.ttt_step_decay = 4, 0.5
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert logs["ttt_steps"] == 4 and "accuracy_3" in logs
+    assert logs["loss_per_step"] == pytest.approx(logs["loss"] / (1 + 0.5 + 0.25 + 0.125))
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_evaluation_decodes(tmp_path, tokenizer, packing):
     target = make_target("llama")
@@ -917,7 +928,7 @@ def test_wrong_arguments(tmp_path, tokenizer):
     with pytest.raises(TypeError, match="`target_model` is NoneType"):
         Eagle3Trainer(model=None, target_model=None, train_dataset=TEXTS)
     with pytest.raises(ValueError, match=r"dataset\['train'\]"):
-        make_trainer(tmp_path, tokenizer, dataset=DatasetDict(train=TEXTS))
+        make_trainer(tmp_path, tokenizer, dataset=DatasetDict(test=TEXTS, train=TEXTS))
     with pytest.raises(ValueError, match="more than two tokens"):
         make_trainer(tmp_path, tokenizer, dataset=Dataset.from_dict({"text": ["a"] * 5}))
     chats = Dataset.from_dict(
@@ -982,6 +993,20 @@ def test_a_draft_that_is_frozen(tmp_path, tokenizer):
             make_trainer(tmp_path / "out", tokenizer, model=frozen, target=target)
     loaded = PeftModel.from_pretrained(draft, tmp_path / "adapter", is_trainable=True)
     make_trainer(tmp_path / "out", tokenizer, model=loaded, target=target).train()
+
+
+@pytest.mark.parametrize("peft_config", [None, LoraConfig(target_modules=["q_proj"])])
+def test_a_draft_that_is_the_name_of_an_adapter(tmp_path, tokenizer, peft_config):
+    """Transformers loads it into its draft. A `peft_config` would replace it there without a word."""
+    Eagle3ForSpeculation.from_target(target := make_target("llama")).save_pretrained(tmp_path / "draft")
+    draft = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
+    get_peft_model(draft, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(
+        ValueError, match="adapter.* is an adapter that transformers loaded into its draft.*merge it first"
+    ):
+        make_trainer(
+            tmp_path / "out", tokenizer, model=str(tmp_path / "adapter"), target=target, peft_config=peft_config
+        )
 
 
 @pytest.mark.parametrize(

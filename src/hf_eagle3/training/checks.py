@@ -56,7 +56,7 @@ def check_call(target_model: str | PreTrainedModel, kwargs: dict[str, Any]) -> N
         if kwargs.get(name) is not None:
             raise ValueError(f"`{name}` would have no effect: {reason}.")
     if isinstance(kwargs.get("train_dataset"), dict):
-        splits = sorted(kwargs["train_dataset"])
+        splits = sorted(kwargs["train_dataset"], key=lambda split: (split != "train", split))
         raise ValueError(f"`train_dataset` has splits {splits}: pass one of them, such as dataset[{splits[0]!r}].")
     if kwargs.get("eval_dataset") == {}:
         raise ValueError("`eval_dataset` has no data sets. Pass one, or leave `eval_dataset` out.")

@@ -183,7 +183,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         check_optimizer(self)
         check_best_metric(self)
         check_decoding(self)
-        self.metrics = TTTMetrics(self.accelerator, args.ttt_steps, args.ttt_step_decay)
+        self.metrics = TTTMetrics(self.accelerator, args)
         show_few(self)
 
     def _own_arguments(self, args: Eagle3TrainingArguments | None, target_name: str) -> Eagle3TrainingArguments:
