@@ -122,7 +122,7 @@ def test_logs(tmp_path, tokenizer):
 
 
 def test_arguments_that_change_between_two_trainings(tmp_path, tokenizer):
-    """Someone who tries settings changes `trainer.args`, as `hyperparameter_search` does."""
+    """Someone who tries settings in a notebook changes `trainer.args`."""
     trainer = make_trainer(tmp_path, tokenizer, max_steps=1, ttt_steps=2, ttt_warmup=0)
     trainer.train()
     trainer.args.ttt_steps, trainer.args.ttt_step_decay = 4, 0.5
@@ -888,6 +888,7 @@ def test_wrong_arguments(tmp_path, tokenizer):
         ("label_smoothing_factor", 0.1),
         ("loss_type", "dft"),
         ("neftune_noise_alpha", 5.0),
+        ("use_liger_kernel", True),
         ("optim_args", "a=1"),
         ("optim_target_modules", "all-linear"),
     ):
@@ -1389,6 +1390,12 @@ def test_rows_that_processes_repeat_do_not_count(tmp_path, tokenizer, monkeypatc
         assert loss == 0 and counts[0].sum() == 0
 
 
+def test_searching_hyperparameters_is_refused(tmp_path, tokenizer):
+    """Transformers would ask for a `model_init`, which TRL's trainers do not take."""
+    with pytest.raises(NotImplementedError, match="Make a trainer for each trial"):
+        make_trainer(tmp_path, tokenizer).hyperparameter_search(n_trials=2)
+
+
 def test_predicting_is_evaluating(tmp_path, tokenizer):
     trainer = make_trainer(tmp_path, tokenizer, num_eval_prompts=1, eval_max_new_tokens=4)
     rows = Dataset.from_dict({"text": ["abcdefgh", "ijk"]})
@@ -1430,6 +1437,14 @@ def test_streams_that_processes_evaluate(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(Eagle3TrainingArguments, "world_size", 2)
     for loader in (trainer.get_eval_dataloader(), trainer.get_test_dataloader(trainer.eval_dataset)):
         assert isinstance(loader.dataset, Dataset) and loader.dataset["input_ids"][:] == expected["input_ids"][:]
+
+
+def test_processes_that_would_wait_for_each_other(tmp_path, tokenizer, monkeypatch):
+    arguments = {"accelerator_config": {"even_batches": False}}
+    make_trainer(tmp_path, tokenizer, **arguments)
+    monkeypatch.setattr(Eagle3TrainingArguments, "world_size", 2)
+    with pytest.raises(ValueError, match="even_batches=False.*Leave it out"):
+        make_trainer(tmp_path, tokenizer, **arguments)
 
 
 def test_batches_that_are_not_filled_are_not_all(tmp_path, tokenizer):

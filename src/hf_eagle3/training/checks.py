@@ -94,7 +94,12 @@ def all_datasets(train_dataset: Any, eval_dataset: Any) -> list[Any]:
 
 
 def check_parallelism(trainer: Eagle3Trainer) -> None:
-    """Raises `ValueError` if FSDP or DeepSpeed cannot do what the arguments ask for."""
+    """Raises `ValueError` if several processes, FSDP or DeepSpeed cannot do what the arguments ask for."""
+    if trainer.args.world_size > 1 and not trainer.accelerator.even_batches:
+        raise ValueError(
+            "With `even_batches=False` (`accelerator_config`) one process may end a pass over the data before the others, which would "
+            "wait for it until `ddp_timeout`. Leave it out: evaluation does not count the rows that are repeated."
+        )
     if trainer.is_deepspeed_enabled and trainer.args.use_muon:
         raise ValueError(
             "DeepSpeed splits parameters into flat pieces, and Muon needs whole matrices. Pass `use_muon=False`, or use FSDP2."
