@@ -4,6 +4,7 @@ import json
 import logging
 import pickle
 import statistics
+import sys
 from concurrent.futures import Future
 from contextlib import nullcontext
 from datetime import timedelta
@@ -729,6 +730,29 @@ def test_several_data_sets_to_evaluate(tmp_path, tokenizer):
     evaluation = training_record(trainer)["evaluation"]
     assert (evaluation["dataset"], evaluation["step"]) == ("first", entry["step"])
     assert evaluation["acceptance_length"] == entry["eval_first_acceptance_length"]
+
+
+def test_a_table_in_a_notebook_has_few_columns(tmp_path, tokenizer, monkeypatch):
+    """Its training loss is that per step, because the sum rises while the unroll grows."""
+    display = SimpleNamespace(HTML=str, display=lambda *args, **kwargs: Mock())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setattr("hf_eagle3.training.console.is_in_notebook", lambda: True)
+    from transformers.utils.notebook import NotebookProgressCallback
+
+    monkeypatch.setattr("transformers.trainer.DEFAULT_PROGRESS_CALLBACK", NotebookProgressCallback)
+    arguments = {"max_steps": 2, "num_eval_prompts": 1, "eval_max_new_tokens": 4}
+    for data in (None, rows := TEXTS.select(range(3)), {"a": rows}):
+        evaluates = {} if data is None else {"eval_strategy": "steps", "eval_steps": 1}
+        trainer = make_trainer(tmp_path, tokenizer, eval_dataset=data, disable_tqdm=False, **arguments, **evaluates)
+        kinds = trainer.callback_handler.callbacks
+        (callback,) = [callback for callback in kinds if isinstance(callback, NotebookProgressCallback)]
+        monkeypatch.setattr(callback, "on_train_end", Mock())  # it would drop the table
+        trainer.train()
+        columns, *lines = callback.training_tracker.inner_table
+        losses = [entry["loss_per_step"] for entry in trainer.state.log_history if "loss_per_step" in entry]
+        assert [line[columns.index("Training Loss")] for line in lines] == losses
+        assert len(columns) == (2 if data is None else 6 + isinstance(data, dict)), columns
 
 
 @pytest.mark.parametrize("is_class", [False, True])
