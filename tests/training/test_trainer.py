@@ -4,6 +4,7 @@ import json
 import logging
 import pickle
 import statistics
+import sys
 from concurrent.futures import Future
 from contextlib import nullcontext
 from datetime import timedelta
@@ -119,6 +120,17 @@ def test_logs(tmp_path, tokenizer):
     assert train["simulated_acceptance_length"] == pytest.approx(1 + joint.sum().item())
     assert {f"eval_{name}_3" for name in names} <= set(evaluation)
     assert {"eval_loss", "eval_simulated_acceptance_length"} <= set(evaluation)
+
+
+def test_arguments_that_change_between_two_trainings(tmp_path, tokenizer):
+    """Someone who tries settings in a notebook changes `trainer.args`."""
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=1, ttt_steps=2, ttt_warmup=0)
+    trainer.train()
+    trainer.args.ttt_steps, trainer.args.ttt_step_decay = 4, 0.5
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert logs["ttt_steps"] == 4 and "accuracy_3" in logs
+    assert logs["loss_per_step"] == pytest.approx(logs["loss"] / (1 + 0.5 + 0.25 + 0.125))
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -720,6 +732,29 @@ def test_several_data_sets_to_evaluate(tmp_path, tokenizer):
     assert evaluation["acceptance_length"] == entry["eval_first_acceptance_length"]
 
 
+def test_a_table_in_a_notebook_has_few_columns(tmp_path, tokenizer, monkeypatch):
+    """Its training loss is that per step, because the sum rises while the unroll grows."""
+    display = SimpleNamespace(HTML=str, display=lambda *args, **kwargs: Mock())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setattr("hf_eagle3.training.console.is_in_notebook", lambda: True)
+    from transformers.utils.notebook import NotebookProgressCallback
+
+    monkeypatch.setattr("transformers.trainer.DEFAULT_PROGRESS_CALLBACK", NotebookProgressCallback)
+    arguments = {"max_steps": 2, "num_eval_prompts": 1, "eval_max_new_tokens": 4}
+    for data in (None, rows := TEXTS.select(range(3)), {"a": rows}):
+        evaluates = {} if data is None else {"eval_strategy": "steps", "eval_steps": 1}
+        trainer = make_trainer(tmp_path, tokenizer, eval_dataset=data, disable_tqdm=False, **arguments, **evaluates)
+        kinds = trainer.callback_handler.callbacks
+        (callback,) = [callback for callback in kinds if isinstance(callback, NotebookProgressCallback)]
+        monkeypatch.setattr(callback, "on_train_end", Mock())  # it would drop the table
+        trainer.train()
+        columns, *lines = callback.training_tracker.inner_table
+        losses = [entry["loss_per_step"] for entry in trainer.state.log_history if "loss_per_step" in entry]
+        assert [line[columns.index("Training Loss")] for line in lines] == losses
+        assert len(columns) == (2 if data is None else 6 + isinstance(data, dict)), columns
+
+
 @pytest.mark.parametrize("is_class", [False, True])
 def test_an_optimizer_of_the_caller_s(tmp_path, tokenizer, is_class):
     draft = Eagle3ForSpeculation.from_target(target := make_target("llama"))
@@ -884,6 +919,7 @@ def test_wrong_arguments(tmp_path, tokenizer):
         ("label_smoothing_factor", 0.1),
         ("loss_type", "dft"),
         ("neftune_noise_alpha", 5.0),
+        ("use_liger_kernel", True),
         ("optim_args", "a=1"),
         ("optim_target_modules", "all-linear"),
     ):
@@ -924,7 +960,7 @@ def test_wrong_arguments(tmp_path, tokenizer):
     with pytest.raises(TypeError, match="`target_model` is NoneType"):
         Eagle3Trainer(model=None, target_model=None, train_dataset=TEXTS)
     with pytest.raises(ValueError, match=r"dataset\['train'\]"):
-        make_trainer(tmp_path, tokenizer, dataset=DatasetDict(train=TEXTS))
+        make_trainer(tmp_path, tokenizer, dataset=DatasetDict(test=TEXTS, train=TEXTS))
     with pytest.raises(ValueError, match="more than two tokens"):
         make_trainer(tmp_path, tokenizer, dataset=Dataset.from_dict({"text": ["a"] * 5}))
     chats = Dataset.from_dict(
@@ -989,6 +1025,20 @@ def test_a_draft_that_is_frozen(tmp_path, tokenizer):
             make_trainer(tmp_path / "out", tokenizer, model=frozen, target=target)
     loaded = PeftModel.from_pretrained(draft, tmp_path / "adapter", is_trainable=True)
     make_trainer(tmp_path / "out", tokenizer, model=loaded, target=target).train()
+
+
+@pytest.mark.parametrize("peft_config", [None, LoraConfig(target_modules=["q_proj"])])
+def test_a_draft_that_is_the_name_of_an_adapter(tmp_path, tokenizer, peft_config):
+    """Transformers loads it into its draft. A `peft_config` would replace it there without a word."""
+    Eagle3ForSpeculation.from_target(target := make_target("llama")).save_pretrained(tmp_path / "draft")
+    draft = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
+    get_peft_model(draft, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(
+        ValueError, match="adapter.* is an adapter that transformers loaded into its draft.*merge it first"
+    ):
+        make_trainer(
+            tmp_path / "out", tokenizer, model=str(tmp_path / "adapter"), target=target, peft_config=peft_config
+        )
 
 
 @pytest.mark.parametrize(
@@ -1371,6 +1421,12 @@ def test_rows_that_processes_repeat_do_not_count(tmp_path, tokenizer, monkeypatc
         assert loss == 0 and counts[0].sum() == 0
 
 
+def test_searching_hyperparameters_is_refused(tmp_path, tokenizer):
+    """Transformers would ask for a `model_init`, which TRL's trainers do not take."""
+    with pytest.raises(NotImplementedError, match="Make a trainer for each trial"):
+        make_trainer(tmp_path, tokenizer).hyperparameter_search(n_trials=2)
+
+
 def test_predicting_is_evaluating(tmp_path, tokenizer):
     trainer = make_trainer(tmp_path, tokenizer, num_eval_prompts=1, eval_max_new_tokens=4)
     rows = Dataset.from_dict({"text": ["abcdefgh", "ijk"]})
@@ -1412,6 +1468,14 @@ def test_streams_that_processes_evaluate(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(Eagle3TrainingArguments, "world_size", 2)
     for loader in (trainer.get_eval_dataloader(), trainer.get_test_dataloader(trainer.eval_dataset)):
         assert isinstance(loader.dataset, Dataset) and loader.dataset["input_ids"][:] == expected["input_ids"][:]
+
+
+def test_processes_that_would_wait_for_each_other(tmp_path, tokenizer, monkeypatch):
+    arguments = {"accelerator_config": {"even_batches": False}}
+    make_trainer(tmp_path, tokenizer, **arguments)
+    monkeypatch.setattr(Eagle3TrainingArguments, "world_size", 2)
+    with pytest.raises(ValueError, match="even_batches=False.*Leave it out"):
+        make_trainer(tmp_path, tokenizer, **arguments)
 
 
 def test_batches_that_are_not_filled_are_not_all(tmp_path, tokenizer):

@@ -298,7 +298,13 @@ class Eagle3TrainingArguments(SFTConfig):
                 raise ValueError(f"`{name}` has no effect where Muon and AdamW train. Pass `use_muon=False` with it.")
 
     def _check_without_effect(self) -> None:
-        for name, default in (("label_smoothing_factor", 0), ("loss_type", "nll"), ("neftune_noise_alpha", None)):
+        unused = {
+            "label_smoothing_factor": 0,
+            "loss_type": "nll",
+            "neftune_noise_alpha": None,
+            "use_liger_kernel": False,
+        }
+        for name, default in unused.items():
             if getattr(self, name) != default:
                 raise ValueError(f"`{name}` has no effect on training-time test. Leave it out.")
         if self.activation_offloading and self.use_cpu:

@@ -56,7 +56,7 @@ def check_call(target_model: str | PreTrainedModel, kwargs: dict[str, Any]) -> N
         if kwargs.get(name) is not None:
             raise ValueError(f"`{name}` would have no effect: {reason}.")
     if isinstance(kwargs.get("train_dataset"), dict):
-        splits = sorted(kwargs["train_dataset"])
+        splits = sorted(kwargs["train_dataset"], key=lambda split: (split != "train", split))
         raise ValueError(f"`train_dataset` has splits {splits}: pass one of them, such as dataset[{splits[0]!r}].")
     if kwargs.get("eval_dataset") == {}:
         raise ValueError("`eval_dataset` has no data sets. Pass one, or leave `eval_dataset` out.")
@@ -94,7 +94,12 @@ def all_datasets(train_dataset: Any, eval_dataset: Any) -> list[Any]:
 
 
 def check_parallelism(trainer: Eagle3Trainer) -> None:
-    """Raises `ValueError` if FSDP or DeepSpeed cannot do what the arguments ask for."""
+    """Raises `ValueError` if several processes, FSDP or DeepSpeed cannot do what the arguments ask for."""
+    if trainer.args.world_size > 1 and not trainer.accelerator.even_batches:
+        raise ValueError(
+            "With `even_batches=False` (`accelerator_config`) one process may end a pass over the data before the others, which would "
+            "wait for it until `ddp_timeout`. Leave it out: evaluation does not count the rows that are repeated."
+        )
     if trainer.is_deepspeed_enabled and trainer.args.use_muon:
         raise ValueError(
             "DeepSpeed splits parameters into flat pieces, and Muon needs whole matrices. Pass `use_muon=False`, or use FSDP2."

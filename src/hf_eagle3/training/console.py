@@ -1,8 +1,10 @@
-"""Shows a few figures of a training on the console. Trackers get all that is logged."""
+"""Shows a few figures of a training on the console or in a notebook. Trackers get all that is logged."""
 
+import copy
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers.utils import is_in_notebook
 
 
 # `loss_per_step` is comparable while the unroll grows. `loss`, a sum over its steps, is not.
@@ -44,12 +46,39 @@ class EaglePrinterCallback(FewFigures, PrinterCallback):
     """Transformers' printer with few figures and the progress, for `disable_tqdm`."""
 
 
+def with_losses_per_step(logs: dict | None) -> dict:
+    """Returns logs with the losses per drafting step in place of their sums."""
+    logs = logs or {}
+    return {name.removesuffix("_per_step"): value for name, value in logs.items() if f"{name}_per_step" not in logs}
+
+
+class FewColumns(TrainerCallback):
+    """Passes on few figures to the table of a notebook, which has a column for each. Its losses are those per step."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **kwargs: Any) -> None:
+        super().on_log(args, state, control, logs=with_losses_per_step(logs), **kwargs)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict | None = None, **kwargs: Any) -> None:
+        state = copy.copy(state)  # the table takes the loss from its log
+        state.log_history = list(map(with_losses_per_step, state.log_history))
+        few = with_losses_per_step(shown(metrics))
+        super().on_evaluate(args, state, control, metrics=few, **kwargs)
+
+
 CALLBACKS = {ProgressCallback: EagleProgressCallback, PrinterCallback: EaglePrinterCallback}
+
+
+def callbacks_of_notebooks() -> dict[type, type]:
+    if not is_in_notebook():
+        return {}
+    from transformers.utils.notebook import NotebookProgressCallback  # needs IPython
+
+    return {NotebookProgressCallback: type("EagleNotebookCallback", (FewColumns, NotebookProgressCallback), {})}
 
 
 def show_few(trainer: Trainer) -> None:
     """Replaces transformers' callbacks by ours."""
-    for theirs, ours in CALLBACKS.items():
+    for theirs, ours in (CALLBACKS | callbacks_of_notebooks()).items():
         if any(type(callback) is theirs for callback in trainer.callback_handler.callbacks):
             trainer.remove_callback(theirs)
             trainer.add_callback(ours)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 
+from .arguments import Eagle3TrainingArguments
 from .ttt import TTTOutput
 
 
@@ -18,10 +19,11 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 class TTTMetrics:
     """
     Sums the counts of unrolls until they are logged, over all processes, for training (`"train"`) and evaluation (`"eval"`).
+    Reads the trainer's arguments each time, because a caller may change them between two trainings.
     """
 
-    def __init__(self, accelerator: Accelerator, ttt_steps: int, ttt_step_decay: float):
-        self.accelerator, self.ttt_steps, self.ttt_step_decay = accelerator, ttt_steps, ttt_step_decay
+    def __init__(self, accelerator: Accelerator, args: Eagle3TrainingArguments):
+        self.accelerator, self.args = accelerator, args
         self.clear()
 
     def clear(self) -> None:
@@ -34,9 +36,9 @@ class TTTMetrics:
         dtype, steps = sum_dtype(self.accelerator.device), len(outputs.num_rows)
         sums = [getattr(outputs, count.name) for count in fields(TTTOutput) if count.name != "loss_sums"]
         # Steps that a short unroll does not have count no rows.
-        counts = F.pad(torch.stack([each.to(dtype) for each in sums]), (0, self.ttt_steps - steps))
+        counts = F.pad(torch.stack([each.to(dtype) for each in sums]), (0, self.args.ttt_steps - steps))
         self.counts[mode] = counts + self.counts.get(mode, 0)
-        self.loss_weights[mode].append(sum(self.ttt_step_decay**step for step in range(steps)))
+        self.loss_weights[mode].append(sum(self.args.ttt_step_decay**step for step in range(steps)))
 
     def pop(self, mode: str) -> dict[str, float]:
         """Returns the metrics since the last call, over all processes, with one entry per drafting step."""

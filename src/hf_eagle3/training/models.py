@@ -109,6 +109,13 @@ def draft_to_train(
         raise TypeError(
             f"`model` is {type(draft).__name__}, but must be the draft, its name, or `None`. The target is `target_model`."
         )
+    if hasattr(draft, "peft_config") and not isinstance(draft, PeftModel):
+        # Transformers puts an adapter into its base model. PEFT would put `peft_config`'s in its place, or nothing would learn.
+        raise ValueError(
+            f"`model` ({model if isinstance(model, str) else 'a draft'}) is an adapter that transformers loaded into its draft. To train "
+            "it further, pass `PeftModel.from_pretrained(draft, adapter, is_trainable=True)` without `peft_config`. Or merge it first: "
+            "`PeftModel.from_pretrained(draft, adapter).merge_and_unload().save_pretrained(...)`, and pass that."
+        )
     if draft is None and peft_config is not None:
         raise ValueError(
             "LoRA adapts an existing draft; the adapter of a fresh one would be saved without it. Pass the draft as `model` "

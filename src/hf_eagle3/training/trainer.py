@@ -183,7 +183,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         check_optimizer(self)
         check_best_metric(self)
         check_decoding(self)
-        self.metrics = TTTMetrics(self.accelerator, args.ttt_steps, args.ttt_step_decay)
+        self.metrics = TTTMetrics(self.accelerator, args)
         show_few(self)
 
     def _own_arguments(self, args: Eagle3TrainingArguments | None, target_name: str) -> Eagle3TrainingArguments:
@@ -554,6 +554,13 @@ class Eagle3Trainer(DraftSavingTrainer):
                 test_dataset, self.processing_class, self.args, packing, self._formatting_func, metric_key_prefix
             )
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> None:
+        """Not supported: a trainer holds one draft, as that of [`~trl.SFTTrainer`] holds one model."""
+        raise NotImplementedError(
+            "`Eagle3Trainer` trains one draft, and has no `model_init` to make another for each trial. Make a trainer for each trial, "
+            "with its own `output_dir`, in a loop or in the objective of `optuna.create_study(...).optimize`."
+        )
 
 
 def _forward_or_unroll(self: DraftModel, *args: Any, unroll: Callable | None = None, **kwargs: Any) -> Any:
