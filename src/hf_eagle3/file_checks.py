@@ -205,7 +205,14 @@ def read_draft(
         check_files(source, variant, **hub_kwargs)
         content = read_config(source, **hub_kwargs)
         if content is None and kwargs.get("config") is None:
-            raise ValueError(f"{source}: {NO_CONFIG}")
+            adapter = find(source, "adapter_config.json", **{**hub_kwargs, **LENIENT})
+            if adapter is None:
+                raise ValueError(f"{source}: {NO_CONFIG}")
+            if read_json(adapter).get("base_model_name_or_path") is None:
+                raise ValueError(
+                    f"{source} is an adapter that does not name its draft (`base_model_name_or_path`). Load the draft, and pass both "
+                    "to `PeftModel.from_pretrained`."
+                )
     if content is not None and not cls.config_class.recognises(content, source):
         from . import checkpoints  # here, because that module imports this one
 

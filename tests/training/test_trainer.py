@@ -1039,6 +1039,10 @@ def test_a_draft_that_is_the_name_of_an_adapter(tmp_path, tokenizer, peft_config
         make_trainer(
             tmp_path / "out", tokenizer, model=str(tmp_path / "adapter"), target=target, peft_config=peft_config
         )
+    unnamed = get_peft_model(Eagle3ForSpeculation.from_target(target), LoraConfig(target_modules=["q_proj"]))
+    unnamed.save_pretrained(tmp_path / "unnamed")
+    with pytest.raises(ValueError, match="unnamed is an adapter that does not name its draft"):
+        Eagle3ForSpeculation.from_pretrained(tmp_path / "unnamed")
 
 
 @pytest.mark.parametrize(
